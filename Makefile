@@ -16,15 +16,15 @@ SOAK_SECONDS ?= 3600
 DEMO := runs/demo
 
 RUN := $(VENV)/bin/python
-# One test process per core, each with one BLAS thread; eight are enough for any machine's memory. Bytecode is kept, also
-# where the environment forbids it: hundreds of tests start a Python of their own, which would compile all it imports.
+# One test process per core, at most eight to save memory, each with one BLAS thread. Bytecode is cached even if the
+# environment says otherwise: hundreds of tests start a new Python, which would compile everything that it imports.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo speedrun test test-all test-browser lint docs test-gpu fuzz chaos soak bench clean
 
-# The questions of the demo, one quoted string each. Their names and numbers are held out of training.
+# Questions of the demo, one quoted string each, with names and numbers that are held out of training.
 QUESTIONS := \
 	"How much is 13 plus 2?" \
 	"Pemi asks: Which day is next after Sunday?" \
@@ -63,7 +63,7 @@ lint: $(VENV)/.stamp-dev ## ruff, mypy, and the layers of the imports
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-test-browser: $(VENV)/.stamp-browser ## the chat page and the board in Chromium, which must be there: apt-get install chromium
+test-browser: $(VENV)/.stamp-browser ## the chat page and the board in Chromium, which must be installed: apt-get install chromium
 	$(RUN) -m pytest -q -m browser tests/browser
 
 docs: $(VENV)/.stamp-docs ## the textbook as a site, in build/site: open build/site/index.html
@@ -72,10 +72,10 @@ docs: $(VENV)/.stamp-docs ## the textbook as a site, in build/site: open build/s
 test-gpu: $(VENV)/.stamp-gpu ## the tests that need a CUDA GPU
 	$(RUN) -m pytest -q -m gpu
 
-fuzz: $(VENV)/.stamp-dev ## wrong files for every reader: ten minutes, see docs/robustness.md
+fuzz: $(VENV)/.stamp-dev ## malformed files for every reader: ten minutes, see docs/robustness.md
 	$(RUN) -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
-chaos: $(VENV)/.stamp-dev ## kill every command that writes, and compare bytes: twenty minutes
+chaos: $(VENV)/.stamp-dev ## kill every command that writes files, resume, compare bytes: twenty minutes
 	$(RUN) -m tests.chaos --seconds $(CHAOS_SECONDS)
 
 soak: $(VENV)/.stamp-dev ## train and chat for an hour in little memory
@@ -88,7 +88,7 @@ clean: ## remove caches, build output and .venv; runs/ stays
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# pip is the last file that venv writes, so an incomplete environment is made again.
+# venv writes pip last, so an incomplete environment is rebuilt.
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and \
 		"$(PYTHON) is Python " + v + ", wanted 3.11 or newer; name one: make PYTHON=python3.12")'

@@ -1,8 +1,8 @@
-"""What pyproject.toml cannot say: how models/, data/ and recipes/ get into a wheel.
+"""What pyproject.toml cannot express: how models/, data/ and recipes/ get into a wheel.
 
-In the repository they are folders of their own, so that `python recipes/pretrain.py` and `from models.gpt2 import GPT2`
-read as they should. In site-packages such names belong to nobody. A wheel holds them as `tinyforge._repo`, and its text
-says so: imports name the new place, and messages name the command `tinyforge`. Nothing happens at run time.
+In the repository they are top-level folders, so that `python recipes/pretrain.py` and `from models.gpt2 import GPT2`
+work. In site-packages such general names are not ours to take. So a wheel holds them as `tinyforge._repo`, with its
+source rewritten: imports use the new names, and messages the command `tinyforge`. Nothing happens at run time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 FOLDERS = {"models": "*", "data": "*", "recipes": "*.py"}
 COMMANDS: dict[tuple[str, ...], str] = runpy.run_path(str(ROOT / "tinyforge/commands.py"))["MODULES"]
-# Where the module of a command is not what one types after `python -m`.
+# Modules that are typed differently after `python -m`.
 TYPED = {"tinyforge.hub.convert": "tinyforge.hub convert", "tinyforge.text.command": "tinyforge.text",
          "tinyforge.zoo.command": "models"}  # fmt: skip
 
 
 def packed(text: str) -> str:
-    """The text of a Python file as the wheel has it; no line is added or removed, so that tracebacks fit both."""
+    """The source of a Python file in the wheel. No line is added or removed, so that tracebacks match both."""
     text = re.sub(r"^(\s*from )((?:models|data|recipes)\b[\w.]* import )", r"\1tinyforge._repo.\2", text, flags=re.M)
     text = re.sub(r"^sys\.path\.insert\(0, str\(Path\(__file__\).*$", "", text, flags=re.M)
     for words, module in COMMANDS.items():

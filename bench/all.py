@@ -1,23 +1,23 @@
-"""Every figure of the README and docs/results that a benchmark gives, by one command, and what changed since.
+"""Run all benchmarks behind the figures of the README and docs/results, and compare with the committed results.
 
     bench/all.sh --list                               the parts for this machine, their commands and predicted times
     bench/all.sh                                      all of them, into build/results
-    bench/all.sh --only train,decode --seconds 540    the parts so called, as many as fit into nine minutes
+    bench/all.sh --only train,decode --seconds 540    the parts of these names, as many as fit into nine minutes
     bench/all.sh --on cpu --text input.txt            the parts for a CPU
 
-A part is one benchmark in a process of its own, with PyTorch in the same run wherever it has a peer. Its JSON carries
-the name that it has in docs/results and is there when the part ends; `all.json` has them all and is written anew after
-every part, so a run that is stopped keeps what it measured. A part that takes longer than its limit (three times the
-predicted time, unless --limit says else) or than what is left of --seconds is stopped, a part that no longer fits is
-not begun, and the next one runs all the same. Predictions are the seconds of `all.json` in --before where it has them,
-else estimates. Exit status 1 if a part failed or was stopped.
+A part is one benchmark in its own process, with PyTorch in the same run where there is a peer. Its JSON file has the
+same name as in docs/results and is written when the part ends. `all.json` holds all of them and is rewritten after
+every part, so an interrupted run keeps its measurements. A part is stopped when it exceeds its limit (three times the
+predicted time, or --limit) or the rest of --seconds; one that no longer fits is skipped, and the next one is tried.
+Predictions are the seconds of `all.json` in --before if it has them, else estimates. Exit status 1 if a part failed or
+was stopped.
 
-In the end a table compares every measured figure with docs/results (or --before), and names those that moved by more
-than 2 %. Copy the files that you keep to docs/results, then `python -m models page` and
+At the end a table compares every measured figure with docs/results (or --before), and lists those that moved by more
+than 2 %. Copy the files that you keep to docs/results, then run `python -m models page` and
 `python docs/pictures/measured.py`.
 
-Not here: results of training runs (base-run, sft-trials, ablation, grpo, loss-curve, evaluate, seeds), and the corpus,
-whose commands stand in their pages; and what takes two GPUs (tests/gpu/two_gpus.py).
+Not included: results of training runs (base-run, sft-trials, ablation, grpo, loss-curve, evaluate, seeds) and of the
+corpus, whose commands are in their pages, and what needs two GPUs (tests/gpu/two_gpus.py).
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ FIGURES = {"median_ms", "median_us", "us", "ms", "seconds", "step_ms", "forward_
            "python_us", "peer_us", "cublas_us", "peak_memory_mib", "peak_mib", "planned_peak_mib", "ours_over_this",
            "ours_over_peer", "over_plain", "tokens_per_second", "tflop_per_second", "gb_per_second",
            "copy_gb_per_second", "worst", "worst_difference", "best_val_nats"}  # fmt: skip
-NAMES = ("kernel", "product", "shape", "sets", "op", "drafts", "prompt", "name")  # what an entry of a list is called by
+NAMES = ("kernel", "product", "shape", "sets", "op", "drafts", "prompt", "name")  # keys that name an entry of a list
 
 
 @dataclass(frozen=True)
 class Part:
-    """One benchmark. seconds: predicted for a fresh machine. needs: of INPUTS, put where the command has {it}."""
+    """One benchmark. seconds: predicted for a fresh machine. needs: one of INPUTS, which replaces {its name} in the
+    command."""
 
     name: str
     command: str
@@ -70,7 +71,7 @@ class Part:
         return f"{self.name}.json"
 
     def called(self, names: Sequence[str]) -> bool:
-        """Whether one of the names is its own or a part of it, between dashes."""
+        """Whether one of the names is its own or a component of it, between dashes."""
         return any(f"-{name}-" in f"-{self.name}-" for name in names)
 
 
@@ -79,7 +80,7 @@ NINE_MILLION = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 8, "hidden": 68
 TRAIN = "bench/train_step.py --backend cupy --precision bf16"
 DECODE = "bench/decode.py --config base --backend cupy --precision bf16 --position 256 --tokens 64"
 
-# What matters most comes first: a budget cuts the end. The seconds are estimates from shorter runs, not measurements.
+# The most important parts come first, since a budget cuts the end. Seconds are estimates from shorter runs.
 GPU = (
     Part("gpu-train-32x512", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --peer torch", 240),
     Part("gpu-train-16x1024", f"{TRAIN} --config base --batch-size 16 --seq-len 1024 --peer torch", 240),
@@ -141,7 +142,7 @@ CPU = (
 
 
 def figures(found: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """The figures of a part's JSON with what they are called, "results, tinyforge, median_ms"."""
+    """The figures of a part's JSON, with names such as "results, tinyforge, median_ms"."""
     if isinstance(found, dict):
         for key, value in found.items():
             if isinstance(value, int | float) and not isinstance(value, bool) and key in FIGURES:
@@ -156,13 +157,13 @@ def figures(found: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def compare(name: str, new: Any, old: Any | None) -> list[tuple[str, str, float | None, float]]:
-    """(part, figure, what it was, what it is) of every figure of a part."""
+    """(part, figure, old value, new value) of every figure of a part."""
     before = dict(figures(old)) if old is not None else {}
     return [(name, figure.removeprefix("results, "), before.get(figure), now) for figure, now in figures(new)]
 
 
 def changes_table(rows: Sequence[tuple[str, str, float | None, float]]) -> list[str]:
-    """Figures that moved by more than MOVED, or were not there; a line says how many did not move."""
+    """Figures that are new or moved by more than MOVED; a last line counts the others."""
     lines = [f"{'part':<24} {'figure':<52} {'committed':>10} {'now':>10} {'change':>8}"]
     still = 0
     for part, figure, old, now in rows:
@@ -177,7 +178,7 @@ def changes_table(rows: Sequence[tuple[str, str, float | None, float]]) -> list[
 
 
 def read(path: Path) -> Any | None:
-    """A JSON file; None where there is none, or half of one."""
+    """The contents of a JSON file; None if it is missing or incomplete."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -185,12 +186,12 @@ def read(path: Path) -> Any | None:
 
 
 def run_part(part: Part, command: Sequence[str], limit: float, out: Path) -> dict[str, Any]:
-    """Run one part to its end or its limit; what `all.json` keeps of it."""
+    """Run one part to its end or its limit; returns its entry of `all.json`."""
     target, log = out / part.file, out / f"{part.name}.log"
     target.unlink(missing_ok=True)
     started = time.monotonic()
     with log.open("wb") as output:
-        # A session of its own: a benchmark starts processes too, and all of them end with it.
+        # A session of its own, so that processes started by the benchmark end with it.
         process = subprocess.Popen(
             [sys.executable, *command, "--json", str(target)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -212,7 +213,7 @@ def run_part(part: Part, command: Sequence[str], limit: float, out: Path) -> dic
 
 
 def end_all(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started, if they have not ended."""
+    """Kill a process and those that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -229,7 +230,7 @@ def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
 
 
 def measure(parts: Sequence[Part], args: argparse.Namespace, inputs: dict[str, str]) -> int:
-    """Run the parts, keep what they give, and print the table; returns how many failed or were stopped."""
+    """Run the parts, write their results, print the table; returns how many failed or were stopped."""
     out, before = Path(args.out).resolve(), Path(args.before).resolve()
     out.mkdir(parents=True, exist_ok=True)
     predicted = predictions(parts, before)
@@ -246,7 +247,7 @@ def run_parts(
     parts: Sequence[Part], args: argparse.Namespace, inputs: dict[str, str], predicted: dict[str, float],
     state: dict[str, Any], rows: list[tuple[str, str, float | None, float]], out: Path, before: Path,
 ) -> None:  # fmt: skip
-    """Fill `state`, which goes into all.json after every part, and `rows` of the table."""
+    """Fill `state`, which is written to all.json after every part, and `rows` of the table."""
     began = time.monotonic()
     for number, part in enumerate(parts, 1):
         left = args.seconds - (time.monotonic() - began) if args.seconds else float("inf")
@@ -274,7 +275,7 @@ def run_parts(
 
 
 def predictions(parts: Sequence[Part], before: Path) -> dict[str, float]:
-    """Seconds of each part: those of the last complete run where it is known."""
+    """Seconds of each part: those of its last complete run, if known."""
     last = (read(before / ALL) or {}).get("parts", {})
     done = {name: found["seconds"] for name, found in last.items() if found.get("status") == "done"}
     return {part.name: done.get(part.name, part.seconds) for part in parts}
@@ -283,9 +284,9 @@ def predictions(parts: Sequence[Part], before: Path) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--on", choices=("gpu", "cpu"), help="which parts (default: gpu where there is one)")
-    p.add_argument("--only", metavar="NAMES", help="the parts so called, with commas: train, decode-base-64, ...")
+    p.add_argument("--only", metavar="NAMES", help="the parts of these names, with commas: train, decode-base-64, ...")
     p.add_argument("--list", action="store_true", help="print the parts, their commands and times, and run nothing")
-    p.add_argument("--seconds", type=float, help="begin no part that would not fit into so many seconds in all")
+    p.add_argument("--seconds", type=float, help="skip parts that would not fit into this time in all")
     p.add_argument("--limit", type=float, metavar="S", help="seconds of a part (default: three times predicted)")
     p.add_argument("--out", default="build/results", metavar="DIR", help="where files go (default: %(default)s)")
     p.add_argument("--before", default="docs/results", metavar="DIR", help="compared with (default: %(default)s)")

@@ -1,26 +1,26 @@
-"""Time attention on a GPU: forward and backward, ours next to PyTorch's fused attention.
+"""Time attention on a GPU, forward and backward, next to PyTorch's fused attention.
 
     python bench/attention.py                                           ours alone, the shapes of NanoEuler
     python bench/attention.py --peer torch                              next to SDPA's cuDNN and flash kernels
     python bench/attention.py --precision tf32 --peer torch             in TF32, next to SDPA's memory-efficient kernels
     python bench/attention.py --shapes 8x2048 --heads 16 --peer torch   other shapes: BATCHxTOKENS
-    python bench/attention.py --shapes 32x512,4x4096:16/16x128          with heads of their own: BATCHxTOKENS:Q/KVxDIM
-    python bench/attention.py --documents 300                           and as --document-mask has it
+    python bench/attention.py --shapes 32x512,4x4096:16/16x128          with own heads: BATCHxTOKENS:Q/KVxDIM
+    python bench/attention.py --documents 300                           and with masked documents
     python bench/attention.py --peer torch --json result.json           and everything as one JSON object
 
 Both get the same random numbers as views of one packed qkv tensor, and their outputs and gradients must agree before
-either is timed. Times are those of the GPU, by CUDA events around each call, the median of --repeats: calls are queued
-behind work that keeps the GPU busy meanwhile, so that the host's launch time does not count for either. Calls rotate
-among sets of inputs that together exceed the cache, and the two take turns, a few calls each.
+either is timed. Times are GPU times by CUDA events around each call, the median of --repeats. Calls are queued behind
+work that keeps the GPU busy, so that the host's launch time does not count. Calls rotate among sets of inputs that
+together exceed the cache, and the two take turns, a few calls each.
 
-PyTorch's kernels for float32 know no groups of heads: k and v are repeated for them, as a model has to do, and that is
-timed too. Each of their products is made of three in TF32, and so nearly as exact as float32's. Nor does cuDNN know
-groups in every version of PyTorch.
+PyTorch's float32 kernels do not support groups of heads: k and v are repeated for them, as a model has to do, and that
+is included in the time. Each of their products consists of three in TF32, and so is nearly as exact as in float32. Not
+every version of PyTorch supports groups with cuDNN either.
 
-cuDNN's and flash's kernels are timed where PyTorch has them.
+cuDNN's and flash's kernels are timed if PyTorch has them.
 
-With --documents N the same rows are timed again as several documents of N tokens on average, which see themselves
-alone. FLOP then count as without: a document less to look at shows as more of them a second.
+With --documents N the same rows are timed again as several documents of N tokens on average, each attending only to
+itself. FLOP are counted as without documents, so skipped work shows as more FLOP/s.
 
 FLOP convention: causal, 4 D FLOP per query head and pair of positions s <= t in forward (two products), 2.5 times that
 in backward (five products; what a kernel computes twice does not count).
@@ -34,7 +34,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -106,11 +106,26 @@ class Contender(Protocol):
     def to_numpy(self, x: Any) -> np.ndarray: ...
 
 
+def record(
+    event: Callable[[], Any], busy: Any, call: Callable[[int], Any], calls: Sequence[int]
+) -> list[tuple[Any, Any]]:
+    """Events before and after each call, behind additions to `busy` that keep the device occupied meanwhile."""
+    events = [(event(), event()) for _ in calls]
+    for _ in range(BUSY_ROUNDS):
+        busy += 1
+    for i, (start, stop) in zip(calls, events, strict=True):
+        start.record()
+        call(i)
+        stop.record()
+    events[-1][1].synchronize()
+    return events
+
+
 class Ours:
     """The two kernels as the op calls them: gradients go into one packed array that is there already."""
 
     def __init__(self, shape: Shape, backend: Backend, sets: int, documents: int | None = None) -> None:
-        """documents: tokens of one on average; None for rows that see all of themselves."""
+        """documents: tokens per document on average; None for rows of one document."""
         import cupy
 
         self.cupy = cupy
@@ -139,23 +154,15 @@ class Ours:
         return self.saved[i][:3]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
-        events = [(self.cupy.cuda.Event(), self.cupy.cuda.Event()) for _ in calls]
-        busy = self.cupy.zeros(BUSY_FLOATS, np.float32)
-        for _ in range(BUSY_ROUNDS):
-            busy += 1
-        for i, (start, stop) in zip(calls, events, strict=True):
-            start.record()
-            call(i)
-            stop.record()
-        events[-1][1].synchronize()
-        return [1e3 * self.cupy.cuda.get_elapsed_time(*pair) for pair in events]
+        cuda, busy = self.cupy.cuda, self.cupy.zeros(BUSY_FLOATS, np.float32)
+        return [1e3 * cuda.get_elapsed_time(*pair) for pair in record(cuda.Event, busy, call, calls)]
 
     def to_numpy(self, x: Any) -> np.ndarray:
         return self.cupy.asnumpy(self.cupy.ascontiguousarray(x)).astype(np.float32)
 
 
 class Torch:
-    """torch.nn.functional.scaled_dot_product_attention with the kernels of this name."""
+    """torch.nn.functional.scaled_dot_product_attention with the given kernels."""
 
     def __init__(self, shape: Shape, precision: str, sets: int, kernels: str) -> None:
         import torch
@@ -174,7 +181,7 @@ class Torch:
             parts = [x.transpose(1, 2).detach().requires_grad_() for x in qkv.split(sizes, dim=2)]
             try:
                 out = self._attention(parts)
-            except RuntimeError:  # none of these kernels for groups: then as a model has to do without
+            except RuntimeError:  # these kernels do not support groups: repeat k and v
                 if not self.groups:
                     raise
                 self.groups = False
@@ -198,17 +205,9 @@ class Torch:
         return [x.transpose(1, 2) for x in self.torch.autograd.grad(out, parts, dy, retain_graph=True)]
 
     def timed(self, call: Callable[[int], Any], calls: Sequence[int]) -> list[float]:
-        event = self.torch.cuda.Event
-        events = [(event(enable_timing=True), event(enable_timing=True)) for _ in calls]
+        event = partial(self.torch.cuda.Event, enable_timing=True)
         busy = self.torch.zeros(BUSY_FLOATS, device="cuda")
-        for _ in range(BUSY_ROUNDS):
-            busy += 1
-        for i, (start, stop) in zip(calls, events, strict=True):
-            start.record()
-            call(i)
-            stop.record()
-        events[-1][1].synchronize()
-        return [1e3 * start.elapsed_time(stop) for start, stop in events]
+        return [1e3 * start.elapsed_time(stop) for start, stop in record(event, busy, call, calls)]
 
     def to_numpy(self, x: Any) -> np.ndarray:
         return x.float().cpu().numpy()
@@ -293,7 +292,7 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures of `measure` for people."""
+    """The figures of `measure` as text."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines = [
         f"device       {found['device']}",

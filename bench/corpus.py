@@ -39,8 +39,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import duckdb
 import numpy as np
 
-from data.corpus import CATALOGUE, SPLITS, Settings, build_corpus, parse_bytes
+from data.corpus import CATALOGUE, SPLITS, Settings, build_corpus
 from data.dedup import candidate_probability
+from data.files import parse_bytes
 from data.gutenberg import clean
 from data.shards import make_shards
 from data.source import Document, SourceWriter
@@ -260,7 +261,7 @@ def main() -> int:
     check_before(args.json)
     if not Path("/proc/self/smaps_rollup").exists():
         raise UserError("peak memory is read from /proc/PID/smaps_rollup, which this system has not; run on Linux")
-    memory_limit = parse_bytes(args.memory_limit)
+    memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
     folder = args.work or Path(tempfile.mkdtemp(prefix="corpus-bench-"))
     try:
         begin = time.perf_counter()

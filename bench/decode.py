@@ -6,13 +6,13 @@
     python bench/decode.py --config base --backend cupy --precision bf16 --batch-size 64 --position 256
     python bench/decode.py --checkpoint runs/sft                                a trained model: plain and speculative
 
-Without a checkpoint the weights are random and no drafts are used: plain greedy decoding of `--tokens` tokens around
-`--position`, the cache filled before. Ours goes through the public generator (for a batch, `draw_blocks`, which is what
-`generate_batch` runs). PyTorch's loop does the same and no more: a pass, argmax, the next pass, with nothing copied to
-the host in between. On a CPU PyTorch is eager, once with one thread and once with --threads; ours has one. On a GPU it
-is eager, and compiled under a CUDA graph (mode reduce-overhead). A peer that PyTorch cannot run here is left out, and
-the reason printed. All have the same weights and must agree on the logits at `--position` before
-any is timed; they then take turns in one process.
+Without a checkpoint the weights are random, without drafts: plain greedy decoding of `--tokens` tokens around
+`--position`, with the cache filled before. Ours goes through the public generator (for a batch, `draw_blocks`, which is
+what `generate_batch` runs). PyTorch's loop does the same and no more: a pass, argmax, the next pass, with nothing
+copied to the host in between. On a CPU PyTorch is eager, once with one thread and once with --threads; ours has one. On
+a GPU it is eager, and compiled under a CUDA graph (mode reduce-overhead). A peer that PyTorch cannot run here is left
+out, and the reason printed. All have the same weights and must agree on the logits at `--position` before any is timed;
+they then take turns in one process.
 
 Bandwidth used (MBU): the bytes that a step must read, which are all weights but the embedding and heads 1 and up, and
 the keys and values of every row, over the time and the rate of a large copy on the same device. What a CPU's caches

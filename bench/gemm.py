@@ -1,19 +1,19 @@
-"""Time the matrix products of a training step on a GPU, by every variant of our kernel and by cuBLAS, and choose.
+"""Time the matrix products of a training step on a GPU, with all variants of our kernel and cuBLAS, and choose.
 
     python bench/gemm.py                                               base, GPT-2 124M and large at 16,384 tokens
     python bench/gemm.py --models base --json result.json
-    python bench/gemm.py --table tinyforge/backends/gemm_table.json    and write what the backend will use
-    python bench/gemm.py --epilogues                                   only products that end with an op's pass
+    python bench/gemm.py --table tinyforge/backends/gemm_table.json    and write the table that the backend uses
+    python bench/gemm.py --epilogues                                   only products with an epilogue
 
-A product that ends with SwiGLU or RoPE is timed beside cuBLAS's product and the op's kernel one after the other.
+A product with SwiGLU or RoPE as its epilogue is compared with cuBLAS's product followed by the op's kernel.
 
-A variant must first be right: against cuBLAS with results in float32, over poisoned memory, the same bits twice. All
-that are right take a short turn. The best of them then take long turns with cuBLAS, one after the other, so that a
-clock that changes does so for both. Inputs are random and rotate, so that none is in the L2 cache from the launch
-before; times are the device's, the median of rounds (gpu_clock.py).
+A variant must first be correct: compared with cuBLAS with float32 results, over poisoned memory, the same bits twice.
+Correct variants are timed briefly. The best of them then take long turns with cuBLAS, alternating, so that clock
+changes affect both. Inputs are random and rotate, so that none is still in the L2 cache; times are device times, the
+median of rounds (gpu_clock.py).
 
-The measuring is done by a child process. One that dies, or says nothing for half a minute, is replaced, and the variant
-that it was busy with is left out and named.
+A child process does the measuring. If it dies or is silent for half a minute, it is replaced, and the variant that it
+was running is left out and reported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tinyforge.report import add_json_flag, check_before, publish
 
 MODELS = ("base", "124m", "large")
 CHUNK = 4096  # tokens whose logits are computed at a time (ops/cross_entropy_cuda.py)
-SILENCE, STARTING = 30.0, 120.0  # seconds after which a child that says nothing is given up; with kernels to compile
+SILENCE, STARTING = 30.0, 120.0  # seconds until a silent child is given up; while it starts and compiles
 FINALISTS, ROUNDS, SHORT = 4, 7, 8
 # Relative errors, by norms, against sums in float32 by cuBLAS: one rounding to bf16; another order of the sum.
 TOLERANCE = {"bfloat16": 4e-3, "float32": 3e-5}
@@ -52,7 +52,7 @@ TOLERANCE = {"bfloat16": 4e-3, "float32": 3e-5}
 
 @dataclass(frozen=True)
 class Product:
-    """One of a step's matrix products: m x n results, each a sum over k; `count` of them in a step."""
+    """One of a step's matrix products: m x n results, each a sum over k; it occurs `count` times in a step."""
 
     model: str
     name: str
@@ -62,7 +62,7 @@ class Product:
     k: int
     count: int
     accumulate: bool = False
-    instead: str = ""  # of the product of this name and a pass
+    instead: str = ""  # name of the product that it replaces, together with a separate pass
 
     @property
     def key(self) -> str:
@@ -87,7 +87,7 @@ def linears(model: str) -> tuple[list[tuple[str, int, int]], int, tuple[int, int
 
 
 def products(model: str, tokens: int) -> Iterator[Product]:
-    """As a step's ops ask for them."""
+    """The products of a step, as its ops request them."""
     maps, layers, (outs, ins) = linears(model)
     for name, o, i in maps:
         if (model, name) != ("124m", "qkv"):
@@ -131,12 +131,12 @@ def candidates(product: Product, slots: int) -> list[Any]:
 
 
 def tile(product: str, variant: Any) -> tuple[Any, ...]:
-    """What is compiled for a variant."""
+    """The key of the compiled kernel of a variant."""
     return (product, *astuple(variant)[:5])
 
 
 def compile_one(product: str, numbers: tuple[int, ...]) -> tuple[str, str]:
-    """In a process of its own: the cubin is then in CuPy's cache on the disk."""
+    """Runs in a process of its own, and leaves the cubin in CuPy's disk cache."""
     from tinyforge.backends.compile import load
     from tinyforge.backends.gemm import FILE, Variant, macros_of
 
@@ -178,12 +178,15 @@ class Bench:
 
     def by_ours(self, variant: Any) -> Callable[[int], None]:
         def launch(i: int) -> None:
-            a, b, out = self.sets[i % len(self.sets)]
-            made = self.gemm.hopper(variant, a, b, out, self.product.product, accumulate=self.product.accumulate)
-            if made is None:
+            a, b, out, *more = self.sets[i % len(self.sets)]
+            if self.gemm.hopper(variant, a, b, out, self.product.product, **self.keywords(*more)) is None:
                 raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
 
         return launch
+
+    def keywords(self, *more: Any) -> dict[str, Any]:
+        """What the kernel takes beside the three matrices; more: of the set, behind these."""
+        return {"accumulate": self.product.accumulate}
 
     def reference(self) -> tuple[Any, float]:
         a, b, out = self.sets[0]
@@ -246,7 +249,7 @@ class Gated(Bench):
         self.sets = [one() for _ in range(2)]  # a hundred MiB and more each
 
     def by_cublas(self, i: int) -> None:
-        self.apart(*self.sets[i % 2])
+        self.apart(*self.sets[i % len(self.sets)])
 
     def apart(self, a: Any, b: Any, out: Any, hidden: Any, gu: Any) -> tuple[Any, Any]:
         """gate|up and h, or their gradient and h, in fresh memory where the op gives them so."""
@@ -255,13 +258,8 @@ class Gated(Bench):
         self.cublas(a, b, hidden)
         return self.passes[1](hidden, hidden, gu), hidden
 
-    def by_ours(self, variant: Any) -> Callable[[int], None]:
-        def launch(i: int) -> None:
-            a, b, out, hidden, gu = self.sets[i % 2]
-            if self.gemm.hopper(variant, a, b, out, self.product.product, hidden=hidden, gu=gu) is None:
-                raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
-
-        return launch
+    def keywords(self, *more: Any) -> dict[str, Any]:
+        return dict(zip(("hidden", "gu"), more, strict=True))
 
     def results(self) -> tuple[Any, ...]:
         return self.sets[0][2:4]
@@ -305,22 +303,14 @@ class Roped(Gated):
         self.sets = [(normal(m, k).astype(self.result), normal(n, k).astype(self.result),
                       self.xp.empty((m, n), self.result)) for _ in range(4)]  # fmt: skip
 
-    def by_cublas(self, i: int) -> None:
-        self.apart(*self.sets[i % 4])
-
     def apart(self, a: Any, b: Any, out: Any) -> tuple[Any, ...]:  # type: ignore[override]
         self.cublas(a, b, out, transpose_b=True)
         heads = out.reshape(-1, len(self.turn.cosines), self.heads, self.gemm.HEAD)
         self.rope(heads, heads, self.turn.cosines, self.turn.sines, self.turn.heads)
         return (out,)
 
-    def by_ours(self, variant: Any) -> Callable[[int], None]:
-        def launch(i: int) -> None:
-            a, b, out = self.sets[i % 4]
-            if self.gemm.hopper(variant, a, b, out, "ROPE", turn=self.turn) is None:
-                raise UserError(f"bench/gemm.py: the kernel refuses {self.product.key}")
-
-        return launch
+    def keywords(self, *more: Any) -> dict[str, Any]:
+        return {"turn": self.turn}
 
     def results(self) -> tuple[Any, ...]:
         return self.sets[0][2:]
@@ -417,7 +407,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """The products of a step: all by cuBLAS, and each by the faster; with the passes that epilogues take in."""
+    """A step's products by cuBLAS, by ours, and by the faster of both, with the passes that epilogues replace."""
     text = []
     for model in MODELS:
         rows = [r for r in found["rows"] if r["model"] == model]
@@ -435,12 +425,12 @@ def summary(found: dict[str, Any]) -> list[str]:
 
 
 MARGIN = 0.97
-"""What a product must gain to be chosen. Choosing all that were faster at all, most by 1 or 2 %, made a step of base no
-faster on an H200: 26.6 ms, and 26.3 by cuBLAS alone."""
+"""The largest ratio to cuBLAS's time for a product to be chosen. Choosing every faster product, most by 1 or 2 %, made
+a step of base no faster on an H200: 26.6 ms, against 26.3 ms with cuBLAS alone."""
 
 
 def table(found: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
-    """For the backend: the variants that beat cuBLAS, by the name of the GPU and the product."""
+    """The backend's table: the variants that beat cuBLAS, by name of the GPU and product."""
     faster = [r for r in found["rows"] if r["ours"] and r["ours"][0]["us"] < MARGIN * r["cublas_us"]]
     return {
         found["gpu"]: {f"{r['product']} {r['m']} {r['n']} {r['k']}": list(r["ours"][0]["variant"]) for r in faster}
@@ -451,8 +441,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--models", default=",".join(MODELS), help="of whose steps (default: %(default)s)")
     p.add_argument("--tokens", type=int, default=16384, help="(default: %(default)s)")
-    p.add_argument("--seconds", type=float, default=150, help="start no further product then (default: %(default)s)")
-    p.add_argument("--epilogues", action="store_true", help="only products that end with an op's pass")
+    p.add_argument("--seconds", type=float, default=150, help="start no product after this time (default: %(default)s)")
+    p.add_argument("--epilogues", action="store_true", help="only products with an epilogue")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--table", metavar="FILE", help="write the table of backends/gemm.py there")
     add_json_flag(p)

@@ -1,7 +1,7 @@
-"""The clock of the benchmarks of kernels: CUDA events around many launches, and a copy to compare with.
+"""Timing of kernels: CUDA events around many launches, and a copy to compare with.
 
-Launches queue up behind a kernel that only waits, so that the device then takes one after the other; Python's time for
-a launch is measured beside, not in.
+Launches are queued behind a kernel that only waits, so that the device then runs them back to back. Python's time per
+launch is measured separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ extern "C" __global__ void wait(long long nanoseconds) {
 
 
 def event_ms(xp: Any, launch: Callable[[int], Any]) -> tuple[float, float]:
-    """Milliseconds of one launch, on the device and in Python, the mean over REPEATS in a row."""
+    """Milliseconds per launch, on the device and in Python, the mean over REPEATS in a row."""
     start, stop = xp.cuda.Event(), xp.cuda.Event()
     xp.RawKernel(WAIT, "wait")((1,), (1,), (np.int64(4_000_000),))
     start.record()
@@ -49,7 +49,7 @@ def timed(xp: Any, launch: Callable[[int], Any]) -> tuple[float, float]:
 
 
 def copy_bandwidth(xp: Any) -> float:
-    """Bytes a second, read and written together."""
+    """Bytes per second, read and written together."""
     source = xp.random.randint(0, 255, COPY_BYTES, dtype=np.uint8)
     target = xp.empty_like(source)
     ms, _ = timed(xp, lambda i: target.data.copy_from_device_async(source.data, COPY_BYTES))

@@ -1,12 +1,12 @@
-"""Time the grouped products of a mixture of experts on a GPU, beside cuBLAS told where each expert's rows end.
+"""Time the grouped products of a mixture of experts on a GPU, next to cuBLAS with one product per expert.
 
     python bench/grouped.py                             MoE base: 16,384 tokens, 8 experts of which 2 are active
     python bench/grouped.py --file ops/grouped_mma.cu   the kernels that every GPU from sm_80 on can run
     python bench/grouped.py --json result.json
 
-Choices are random, so experts have nearly as many rows each. cuBLAS gets rows that are gathered already, and one
-product for each expert, launched by a host that knows the sizes: what a step would have to wait for. Products in bf16,
-summed in float32; times are those of the device, the median of rounds (gpu_clock.py).
+Choices are random, so experts have nearly equal numbers of rows. cuBLAS gets gathered rows, and its products are
+launched by a host that knows the sizes, for which a step would have to wait. Products in bf16, summed in float32; times
+are device times, the median of rounds (gpu_clock.py).
 """
 
 from __future__ import annotations

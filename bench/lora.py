@@ -1,13 +1,13 @@
-"""Memory and time of a training step with adapters, beside one that learns all weights.
+"""Memory and time of a training step with LoRA adapters, next to one that trains all weights.
 
     python bench/lora.py                                                     SmolLM2-135M's shape, on the CPU
     python bench/lora.py --backend cupy --precision bf16 --batch-size 4 --seq-len 512
 
-Each of the two is a child process of its own that builds the model with random weights and takes the same steps:
+Each of the two runs in its own child process, which builds the model with random weights and takes the same steps:
 forward, backward, clipping, AdamW. Time is the median of the steps after the first two; with one worker on a CPU it is
-the processor's, which others on the machine do not add to. Memory is the most that the
-process has held (on a GPU: that arrays have held), and beside it what the plan of the step says, which is the plan of a
-GPU: without the interpreter and its libraries, and with one set of gradients, where a CPU has one for each worker.
+processor time, which is independent of other load. Memory is the peak of the process (on a GPU: of arrays). Beside it
+is the planned memory of the step on a GPU, without the interpreter and its libraries, and with one set of gradients,
+where a CPU has one per worker.
 """
 
 from __future__ import annotations

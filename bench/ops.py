@@ -5,16 +5,14 @@
     python bench/ops.py --residual            products that end half a block, and the norm behind them: the residual
                                               stream added by the norm's kernel, and by the product
 
-These kernels are bound by memory: their time is the bytes that they must move (each input read once, each output
-written once) over the bandwidth. The ceiling is measured, not taken from a data sheet: a copy of 2 GiB. Starting and
-draining the device takes a microsecond or two, which a copy of 50 MB feels as a kernel does: the last column compares
-with a copy of as many bytes.
+These kernels are memory-bound: their time is the bytes that they must move (each input read once, each output written
+once) over the bandwidth. The ceiling is measured, with a copy of 2 GiB. Filling and draining the device takes a
+microsecond or two, which matters for 50 MB, so the last column compares with a copy of the same size.
 
 Each kernel is timed by CUDA events around `REPEATS` launches in a row, over sets of arrays that together are
-larger than the L2 cache, and the median of `ROUNDS` such rounds is taken. Results go round as inputs do: one that was
-written to the same memory each time would stay in the cache in part, which a copy's, always at another place,
-cannot. The launches queue up behind a kernel that only waits, so that the device then takes one after the other:
-Python's time for a launch is shown beside, not in.
+larger than the L2 cache, and the median of `ROUNDS` such rounds is taken. Results rotate like inputs: written to the
+same memory each time, they would partly stay in the cache. Launches are queued behind a kernel that only waits, so that
+the device then runs them back to back; Python's time per launch is shown separately.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What benchmarks beside PyTorch share: peers that may be missing on a machine, the check that all agree, and the lines
-about machine and versions."""
+"""Shared by the benchmarks beside PyTorch: peers that may not run on a machine, the check that all results agree, and
+the lines about machine and versions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ LeftOut = dict[str, str]
 def soft(
     makers: Mapping[str, Callable[[], Any] | str], first: Callable[[Any], Any]
 ) -> tuple[dict[str, Any], dict[str, Any], LeftOut]:
-    """Make every contender and let it do its first piece of work, which compiles it.
+    """Build every contender and run its first piece of work, which compiles it.
 
-    makers: what makes each by name, or the reason why it does not apply. What torch.compile cannot do here is left out
-    with the first line of its error; all others raise. Returns the contenders, what `first` gave of each, the reasons.
+    makers: functions that build each by name, or the reason why it does not apply. If torch.compile fails, the
+    contender is left out with the first line of the error; other errors are raised. Returns the contenders, the results
+    of `first`, and the reasons.
     """
     contenders: dict[str, Any] = {}
     results: dict[str, Any] = {}
@@ -53,7 +54,7 @@ def soft(
 
 
 def graphs_skipped() -> int:
-    """CUDA graphs that torch.compile has given up, of all that it has compiled: it warns, and goes on without them."""
+    """CUDA graphs that torch.compile has given up so far: it only warns, and continues without them."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(counters.get("inductor", {}).get("cudagraph_skips", 0))
 
@@ -65,8 +66,8 @@ def reason(error: BaseException) -> str:
 
 
 def check_parity(results: Mapping[str, Any], ours: str, tolerance: float, what: str) -> dict[str, Any]:
-    """Raise if anyone's numbers are not ours; what: of the message, with its verb."""
-    # np.max hands on a NaN, which is then not within the tolerance.
+    """Raise if a contender's numbers differ from ours. what: beginning of the message, with its verb."""
+    # np.max propagates a NaN, which is then not within the tolerance.
     worst = float(np.max([np.abs(np.subtract(theirs, results[ours])) for theirs in results.values()]))
     if not worst <= tolerance:
         raise RuntimeError(f"parity: {what} {worst:.2g}, wanted {tolerance:g}")
@@ -74,7 +75,7 @@ def check_parity(results: Mapping[str, Any], ours: str, tolerance: float, what: 
 
 
 def left_out_table(left_out: Mapping[str, str]) -> list[str]:
-    """A line for each contender that was left out."""
+    """A line per contender that was left out."""
     return [f"{name:<27} left out: {why}" for name, why in left_out.items()]
 
 

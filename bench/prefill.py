@@ -1,4 +1,4 @@
-"""Time to the first token: a prompt that nothing is known of, up to the id that follows it, in host memory.
+"""Time to first token: from an uncached prompt to the id of the next token in host memory.
 
     python bench/prefill.py                                              small on the CPU, 512 tokens, ours alone
     python bench/prefill.py --peer torch --json                          next to PyTorch, as one JSON object
@@ -11,9 +11,8 @@ once with --threads; ours shares the prompt among --workers threads. On a GPU it
 and that replayed as a CUDA graph where PyTorch can. All have the same random weights, and must agree on the logits
 behind the prompt before any is timed.
 
-They take turns, one prompt each, in many short rounds: ours/this is the median of the rounds' ratios, which a machine
-that gets slower or faster in between does not move. `cpu ms` is processor time, of all threads, which busy neighbours
-change less than the clock's.
+They take turns, one prompt each, in many short rounds: ours/this is the median of the rounds' ratios, which is robust
+against changes of the machine's speed. `cpu ms` is processor time of all threads, which other load affects less.
 """
 
 from __future__ import annotations

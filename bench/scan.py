@@ -1,18 +1,18 @@
-"""Time the selective scan on a GPU: beside its bounds, and beside a chunked implementation in PyTorch.
+"""Time the selective scan on a GPU, next to its bounds and to a chunked implementation in PyTorch.
 
     python bench/scan.py                                         8 x 2048 positions, 1536 channels, 16 states, bf16
     python bench/scan.py --precision fp32 --peer torch           beside PyTorch, compiled
     python bench/scan.py --precision bf16 --peer torch --json result.json
 
-Two bounds. Memory: u, delta and z are read once and y written once, and B and C; a training step's forward also writes
-the states that it keeps, and backward reads what forward read, dy and those states, and writes five gradients. Their
-bytes over the bandwidth of a copy, which is measured. The exponentials: one for each state and position, and three for
-each channel and position (softplus, silu), 16 a cycle and multiprocessor at the device's highest clock; backward takes
-each decay twice.
+Two bounds. Memory: u, delta, z, B and C are read once and y is written once; in training, forward also writes the
+states that it keeps, and backward reads forward's inputs, dy and those states, and writes five gradients. The bound is
+their bytes over the measured bandwidth of a copy. Exponentials: one per state and position, and three per channel and
+position (softplus, silu), at 16 per cycle and multiprocessor at the device's highest clock; backward computes each
+decay twice.
 
-The peer is what is written with tensors: chunks of CHUNK positions, in each the recurrence by doubling (log2 CHUNK
-passes over arrays of B x CHUNK x E x N), the state handed from chunk to chunk; gradients by autograd. Its results and
-ours must agree before either is timed. Times are those of the device, the median of rounds (gpu_clock.py).
+The peer is written with tensors: chunks of CHUNK positions, in each the recurrence by doubling (log2 CHUNK passes over
+arrays of B x CHUNK x E x N), with the state passed from chunk to chunk; gradients by autograd. Its results and ours
+must agree before either is timed. Times are device times, the median of rounds (gpu_clock.py).
 """
 
 from __future__ import annotations

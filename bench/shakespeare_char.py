@@ -18,7 +18,7 @@ these losses is reported, as nanoGPT does. Seconds are those of the steps: neith
 from __future__ import annotations
 
 import argparse
-import platform
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,9 +32,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from bench.peers import COMPILED, EAGER, GRAPH, GRAPHS_NEED_A_GPU, MODES, OURS, LeftOut, left_out_table, soft
+from bench.peers import (
+    COMPILED,
+    EAGER,
+    GRAPH,
+    GRAPHS_NEED_A_GPU,
+    MODES,
+    OURS,
+    LeftOut,
+    environment,
+    heading,
+    left_out_table,
+    soft,
+)
 from tinyforge.backends import Backend, get_backend
-from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.backends.workers import cores
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.optim import AdamW, AdamWConfig, learning_rate
@@ -173,7 +185,7 @@ def train(contender: Contender, options: Options, backend: Backend, say: Callabl
 
 def measure(options: Options, backend: Backend, peer: str | None, say: Callable[[str], None]) -> dict[str, Any]:
     """Train ours, then the peer; everything that is printed, as a JSON object."""
-    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    load_average = os.getloadavg()[0]
     ours = Ours(options, backend)
     buffer = ours.model.buffer
     weights = named(buffer, buffer.masters, backend)
@@ -183,30 +195,23 @@ def measure(options: Options, backend: Backend, peer: str | None, say: Callable[
     say(OURS)
     results = {OURS: train(ours, options, backend, say)}
 
-    def warm(other: Peer) -> str:
+    def warm(other: Peer) -> None:
         for step in range(FIRST_STEPS):
             other.step(options.batch(step), step, LR)
         other.restart()
-        return str(other.torch.__version__)
 
     left_out: LeftOut = {}
     for name in PEERS[peer] if peer else ():
         graph_on_cpu = name == GRAPH and backend.name != "cupy"
         make = GRAPHS_NEED_A_GPU if graph_on_cpu else partial(Peer, options, backend, weights, MODES[name])
-        made, version, why = soft({name: make}, warm)
+        made, _, why = soft({name: make}, warm)
         left_out |= why
         if made:
-            versions["torch"] = version[name]
             say(name)
             results[name] = train(made[name], options, backend, say)
     for found in results.values():
         found["ours_over_this"] = results[OURS]["seconds"] / found["seconds"]
-    return {
-        "device": {"cpu": cpu_model(), "cores": cores()}
-        | ({"gpu": backend.describe()} if backend.name == "cupy" else {}),
-        "versions": versions,
-        "backend": backend.name,
-        "precision": options.precision,
+    return environment(backend, peer, load_average) | {
         "model": MODEL,
         "config": options.config.to_dict(),
         "parameters": parameters,
@@ -221,13 +226,12 @@ def measure(options: Options, backend: Backend, peer: str | None, say: Callable[
 
 def table(found: dict[str, Any]) -> str:
     """The figures of `measure` for people."""
-    device, (rows, length) = found["device"], found["batch"]
+    rows, length = found["batch"]
     lines = [
-        f"device      {device['cpu']}, {device['cores']} cores" + (f"; {device['gpu']}" if "gpu" in device else ""),
-        f"versions    {', '.join(f'{name} {version}' for name, version in found['versions'].items())}",
-        f"run         {found['steps']:,} steps of {rows} x {length} characters, {found['precision']}, "
+        *(f"{name:<13} {value}" for name, value in heading(found)),
+        f"{'run':<13} {found['steps']:,} steps of {rows} x {length} characters, {found['precision']}, "
         f"{found['parameters']:,} parameters",
-        f"nanoGPT     {found['published_val_nats']} nats, as published",
+        f"{'nanoGPT':<13} {found['published_val_nats']} nats, as published",
         "",
         f"{'':<27} {'seconds':>8} {'ms/step':>8} {'ours/this':>9} {'best val':>9} {'at step':>8} {'last val':>9}",
     ]

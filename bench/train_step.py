@@ -7,35 +7,35 @@
     python bench/train_step.py --model gpt2 --config 124m --backend cupy --precision bf16 --seq-len 1024 --peer torch
     python bench/train_step.py --model moe --beside nanoeuler:small     next to another of our models, in the same turns
 
-PyTorch runs eager, compiled, and on a GPU also compiled with CUDA graphs (mode reduce-overhead); what it cannot do on
-this machine is left out, and the reason printed. All contenders start from the same weights, see the same random
-tokens, and must agree on the loss of the first steps before any is timed (where the config has dropout, models without
-it must agree: each contender draws its own masks). They then take turns in one process, a few steps each, so that a
-machine that gets slower or faster in between does so for all of them; the first step of each turn is not counted. Use
-an idle machine all the same: another busy process slows the contenders unequally. Peak memory is that of a child
-process that does nothing but the steps of one contender.
+PyTorch runs eager, compiled, and on a GPU also compiled with CUDA graphs (mode reduce-overhead). Modes that fail on
+this machine are left out, and the reason is printed. All contenders start from the same weights, see the same random
+tokens, and must agree on the loss of the first steps before any is timed. (With dropout each contender samples its own
+masks, so the check uses models without dropout.) They then take turns in one process, a few steps each, so that changes
+of the machine's speed affect all of them; the first step of each turn is not counted. Use an idle machine all the same:
+another busy process slows the contenders unequally. Peak memory is measured in a child process that runs only the steps
+of one contender.
 
 On a GPU a turn is timed as a whole, from an idle device to an idle device, and its mean is one measurement: steps
-follow each other without waiting, as in training. PyTorch's batches lie on the device from the start, ours are uploaded
-in the step. Peak memory is what arrays took on the device at most, without the libraries' own.
+follow each other without synchronisation, as in training. PyTorch's batches are on the device from the start, ours are
+uploaded in the step. Peak memory is that of arrays on the device, without the libraries' own.
 
-With --data our step is timed again with batches that are read, as training does, from token shards, where all
-others repeat a few: the difference is what loading costs.
+With --data our step is timed again with batches read from token shards, as in training, where the others repeat a few
+batches: the difference is the cost of loading.
 
 With --documents N our step is timed again as with --document-mask restart, on the same tokens in documents of N tokens
-on average: what keeping documents apart costs, or saves.
+on average: the cost, or gain, of masking across documents.
 
-With --capture our step is timed again as a CUDA graph, as with --capture in training; its losses must be those of
-ours to the last bit.
+With --capture our step is timed again as a CUDA graph, as with --capture in training; its losses must equal those of
+our plain step bit for bit.
 
 With --muon our step is timed again with Muon in place of AdamW.
 With --precision fp8 our step is timed in bf16 as well, and PyTorch's in bf16.
 
-With --gpus N the processes of bench/ranks.py take turns instead: one GPU, N of them, N with the optimizer's state and
-then the gradients too shared out, and with --peer torch compiled PyTorch's DistributedDataParallel, each GPU with
---batch-size sequences.
+With --gpus N the contenders are those of bench/ranks.py: one GPU, N GPUs, N with sharded optimizer states (ZeRO 1), and
+with sharded gradients too (ZeRO 2), and with --peer torch compiled DistributedDataParallel, with --batch-size sequences
+per GPU.
 
-FLOP are counted by the model's flop_per_token, the same for all contenders but the model of --beside.
+FLOP are counted by the model's flop_per_token, for all contenders but the model of --beside.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -69,11 +68,13 @@ from bench.peers import (
     LeftOut,
     Parity,
     check_parity,
+    environment,
+    heading,
     left_out_table,
     soft,
 )
 from tinyforge.backends import Backend, get_backend, gpu_count
-from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.backends.workers import cores
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.op import Recompute
@@ -344,14 +345,11 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     measured = [name for name in (*own, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
     _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
-    versions = {"python": platform.python_version(), "numpy": np.__version__}
     dropout = getattr(config, "dropout", 0.0) > 0
     contenders, parity, left_out = make_contenders(options.without_dropout() if dropout else options, backend, peers)
     if dropout:
         contenders, _, _ = make_contenders(options, backend, tuple(contenders)[1:], agree=False)
     ours = contenders[OURS]
-    if peer:
-        versions["torch"] = sys.modules["torch"].__version__
     if options.capture:
         check_bits(options, backend)
         contenders[CAPTURED] = Graph(options, backend)
@@ -389,13 +387,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         }
         for name, times in seconds.items()
     }
-    return {
-        "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average}
-        | ({"gpu": backend.describe()} if backend.name == "cupy" else {}),
-        "versions": versions,
+    return environment(backend, peer, load_average) | {
         "threads": {"ours": options.workers, "torch": options.threads if peer else None},
-        "backend": backend.name,
-        "precision": options.precision,
         "model": options.model,
         "config": config.to_dict(),
         "parameters": parameters,
@@ -421,16 +414,13 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """The figures of `measure` for people."""
-    device, threads, parity = found["device"], found["threads"], found["parity"]
+    threads, parity = found["threads"], found["parity"]
     tokens = found["batch_size"] * found["seq_len"]
     torch_threads = f", torch {threads['torch']}" if threads["torch"] else ""
     rows = [
         ("model", found["model"]),
-        ("device", f"{device['cpu']}, {device['cores']} cores" + (f"; {device['gpu']}" if "gpu" in device else "")),
-        ("load average", f"{device['load_average_before']:.2f} over the minute before the start"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
+        *heading(found),
         ("threads", f"ours {threads['ours']} (workers, single-threaded BLAS){torch_threads}"),
-        ("precision", f"{found['precision']}, backend {found['backend']}"),
         ("parameters", f"{found['parameters']:,}"),
         ("batch", f"{found['batch_size']} x {found['seq_len']} = {tokens:,} random tokens"),
         ("steps", f"{found['counted_steps']} counted each, in turns of {TURN}, after {WARM_UP_STEPS} to warm up"),

@@ -1,15 +1,15 @@
 """Instructions with replies in Alpaca's format: downloading, cleaning and reading them, and encoding them as tokens.
 
     python -m data.alpaca --out alpaca                     # fetch the 52,002 records of Stanford Alpaca
-    python -m data.alpaca --out alpaca alpaca.zip          # a file that you have: .json, .jsonl or a zip of one
-    python -m data.alpaca --out questions --as-text alpaca/alpaca.json     # as documents to pretrain on
+    python -m data.alpaca --out alpaca alpaca.zip          # or a local file: .json, .jsonl or a zip of one
+    python -m data.alpaca --out questions --as-text alpaca/alpaca.json     # or a source of documents to pretrain on
     python recipes/sft.py --data alpaca/alpaca.json
     records = read_records(["alpaca.json"])
     encode_example(tokenizer, records[0], seq_len=128)  ->  (ids, prompt_length)
 
 The format is that of Stanford Alpaca (Taori et al., 2023): objects with the string fields `instruction`,
-`input` (often empty) and `output`, in one JSON array or one per line. They were written by a language model, and it
-shows: some replies are empty, some inputs are the words "no input", and some replies run on into the next task.
+`input` (often empty) and `output`, in one JSON array or one per line. They were written by a language model, with its
+errors: some replies are empty, some inputs are the words "no input", and some replies run on into the next task.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from data.source import (
     Refusal,
     Source,
     SourceWriter,
+    first_of,
     print_refused,
     read_source,
     write_manifest,
@@ -64,8 +65,8 @@ _NEXT_TASK = re.compile(r"^\s*\d+\s*\.\s*(?:Instruction|Input|Output):", re.IGNO
 
 @dataclass(frozen=True)
 class Record:
-    """One instruction, what it is about (may be empty), and the reply to learn. history: what was said before, pairs of
-    an instruction and its reply."""
+    """One instruction, its input (may be empty), and the reply to learn. history: earlier turns, pairs of an
+    instruction and its reply."""
 
     instruction: str
     input: str
@@ -97,30 +98,37 @@ def origin_of(path: Path) -> tuple[str, str]:
     return "records", "not stated"
 
 
+def origins_of(files: Sequence[str | Path], otherwise: tuple[str, str]) -> tuple[str, str]:
+    """The names and the licences of files of records, each joined; `otherwise` where there is no file."""
+    found = [origin_of(Path(file)) for file in files] or [otherwise]
+    names, licences = ("; ".join(sorted(set(part))) for part in zip(*found, strict=True))
+    return names, licences
+
+
 def hold_out(files: Sequence[Sequence[T]], one_in: int = 20) -> tuple[list[T], list[Sequence[T]]]:
-    """The records of some files to learn from, and those to evaluate on, by file: the last one in `one_in` of each,
-    and at least one. Of the files joined, the last would be all of one kind."""
+    """Training records of all files, and held-out ones by file: the last 1 / `one_in` of each file, and at least one.
+    The last records of the joined files would all be of one kind."""
     cuts = [max(0, len(records) - max(1, len(records) // one_in)) for records in files]
     training = [record for records, cut in zip(files, cuts, strict=True) for record in records[:cut]]
     return training, [records[cut:] for records, cut in zip(files, cuts, strict=True)]
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:
-    """Up to `count` of the items, at even distances, in their order."""
+    """Up to `count` of the items, evenly spaced, in order."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
 
 
 def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Record], list[Sequence[Record]]]:
-    """Records of some files to train on, and the last 20th of each file to evaluate on, by file. Where no file has two
-    records, they are both. Raises UserError, as read_records does."""
+    """Training records, and the last 20th of each file, by file, to evaluate on. If no file has two records, all of
+    them are both. Raises UserError, as read_records does."""
     training, held_out = hold_out([_read_file(Path(path), encoding) for path in paths])
     return training or [record for records in held_out for record in records], held_out
 
 
 def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:
-    """One example as token ids, `prompt + reply + </s>`, and the length of its prompt, which gets no loss. Where a
-    published vocabulary has no `</s>`, its own end stands there (`end_of_reply`).
+    """One example as token ids, `prompt + reply + </s>`, and the length of its prompt, which gets no loss. A published
+    vocabulary without `</s>` uses its own end token (`end_of_reply`).
 
     At most seq_len + 1 ids, since inputs are ids[:-1] and targets ids[1:]. An example that is too long keeps its
     whole prompt and loses the end of its reply; a truncated reply gets no `</s>`, so that the model does not learn
@@ -149,9 +157,7 @@ def _read_file(path: Path, encoding: str) -> list[Record]:
 
 
 def scan_file(path: Path, text: str, wanted: str = "Alpaca records") -> Iterator[tuple[int, object]]:
-    """As `_scan`, but raises UserError for an empty file and for malformed JSON."""
-    if not text.strip():
-        raise UserError(f"{path}: is empty, wanted {wanted}; give another file")
+    """As `_scan`, but raises UserError for a file without records and for malformed JSON."""
     number = 0
     try:
         for number, found in enumerate(_scan(text), 1):  # noqa: B007 (the record that comes next, when one is malformed)
@@ -163,17 +169,19 @@ def scan_file(path: Path, text: str, wanted: str = "Alpaca records") -> Iterator
         ) from None
     except ValueError as error:
         raise UserError(f"{path}: record {number} (counted from 0): malformed JSON ({error}); fix it there") from None
+    if not number:
+        raise UserError(f"{path}: is empty, wanted {wanted}; give another file")
 
 
 def _scan(text: str) -> Iterator[tuple[int, object]]:
-    """Each record of a JSON array, or of JSON lines, with the number of the line where it starts.
-
-    They are decoded one at a time, so that an error can name its record.
-    """
+    """Each record of a JSON array or of JSON lines, with the number of the line where it starts. Records are decoded
+    one at a time, so that an error can name its record."""
     position = _skip_blanks(text, 0)
     in_array = text.startswith("[", position)
     if in_array:
         position = _skip_blanks(text, position + 1)
+        if text.startswith("]", position):
+            in_array, position = False, _skip_blanks(text, position + 1)
     line, counted = 1, 0
     while position < len(text) or in_array:
         value, end = next_json_value(text, position)
@@ -195,8 +203,8 @@ def _skip_blanks(text: str, position: int) -> int:
 
 
 def fault(value: object, names: Sequence[str], missing: str) -> str:
-    """What is wrong with a record of these string fields, `instruction` among them; "" for nothing. missing: what to
-    say of an absent field, with {name} for it and {keys} for those that are there."""
+    """What is wrong with a record that should have these string fields, among them `instruction`; "" if nothing is.
+    missing: the message for an absent field, a template with {name} and {keys}."""
     if not isinstance(value, dict):
         return f"got {_show(value)}, wanted an object with {', '.join(names)}; fix or remove it"
     for name in names:
@@ -248,12 +256,12 @@ class Cleaned:
 
     path: Path  # of the clean records, as one JSON array
     records: int
-    emptied: int  # inputs that only said that there is none
+    emptied: int  # inputs that only said "no input"
     refused: tuple[Refusal, ...]
 
 
 def clean(value: Record) -> Record | str:
-    """The cleaned record, or why it is left out. An input that only says that there is none becomes empty."""
+    """The cleaned record, or why it is left out. An input that only says "no input" becomes empty."""
     if not value.output.strip():
         return "empty output"
     if _NO_OUTPUT.fullmatch(value.output):
@@ -294,9 +302,8 @@ def make_instructions(
             else:
                 refused.append(Refusal(f"{path.name}:{number}", cleaned))
         if not kept:
-            first = f"; {refused[0].record}: {refused[0].reason}" if refused else ""
-            raise UserError(f"{path}: no usable record, wanted Alpaca records{first}")
-        inputs = [InputFile(url, path.stat().st_size, sha256_of(path))]
+            raise UserError(f"{path}: no usable record, wanted Alpaca records{first_of(refused)}")
+        inputs = [InputFile.of(url, path)]
         target = write_instructions(out, list(kept), "alpaca", LICENCE, inputs, refused, emptied_inputs=emptied)
     return Cleaned(target, len(kept), emptied, tuple(refused))
 
@@ -305,8 +312,8 @@ def write_instructions(
     out: Path, records: Sequence[Record], name: str, licence: str, inputs: Sequence[InputFile] = (),
     refused: Sequence[Refusal] = (), **counts: int,
 ) -> Path:  # fmt: skip
-    """Write `out`/alpaca.json, and source.json beside it, which says where the records come from. The caller holds the
-    folder's lock. UserError, as make_instructions."""
+    """Write `out`/alpaca.json, and source.json beside it with the records' origin. The caller holds the folder's lock.
+    Raises UserError, as make_instructions does."""
     target = out / "alpaca.json"
     try:  # so that a new alpaca.json is never beside the old source.json
         (out / MANIFEST).unlink(missing_ok=True)
@@ -325,17 +332,17 @@ def write_instructions(
 
 
 def make_documents(out: Path, files: Sequence[Path]) -> Source:
-    """The source folder `questions`: the records of `files` that recipes/sft.py trains on, and none that it holds out,
-    as questions with their answers, RECORDS_A_DOCUMENT in a document. Raises UserError, as read_records does."""
+    """The source folder `questions`: the records that recipes/sft.py would train on, without those it holds out, as
+    questions with answers, RECORDS_A_DOCUMENT per document. Raises UserError, as read_records does."""
     records = [record for record in read_split(files)[0] if record.output.strip()]
-    licence = "; ".join(sorted({origin_of(path)[1] for path in files}))
-    with locked(out), SourceWriter(out, "questions", licence) as writer:
+    _, licences = origins_of(files, ("", ""))
+    with locked(out), SourceWriter(out, "questions", licences) as writer:
         for first in range(0, len(records), RECORDS_A_DOCUMENT):
             part = records[first : first + RECORDS_A_DOCUMENT]
             texts = [f"Question: {f'{r.instruction} {r.input}'.strip()}\nAnswer: {r.output.strip()}" for r in part]
             writer.add(Document(str(first), "\n\n".join(texts)))
         for path in files:
-            writer.add_input(path.name, path.stat().st_size, sha256_of(path))
+            writer.add_file(path.name, path)
     return read_source(out)
 
 
@@ -372,16 +379,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m data.alpaca", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="records that you have; none: download them")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a local file (default: download them)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
     parser.add_argument("--encoding", default="utf-8", help="of the file (default utf-8)")
-    parser.add_argument("--as-text", nargs="+", type=Path, metavar="FILE", help="instead, a source for data.corpus: "
-                        "what recipes/sft.py would train on of these files, as questions with answers")  # fmt: skip
+    parser.add_argument("--as-text", nargs="+", type=Path, metavar="FILE", help="write a source for data.corpus "
+                        "instead: the training records of these files, as questions with answers")  # fmt: skip
     args = parser.parse_args(arguments)
     if args.as_text:
         if args.file:
-            raise UserError(f"--as-text names its files itself, got {args.file} too; name it there, or leave it out")
+            raise UserError(f"got {args.file} and --as-text with files of its own; name all files after --as-text")
         source = make_documents(args.out, args.as_text)
         print(f"{source.documents:,} documents, {source.bytes:,} bytes in {args.out}")
         return 0

@@ -1,4 +1,4 @@
-"""Whether a model answers the built-in world's questions, which have one right answer each."""
+"""Exact match on the questions of the built-in world, which have one right answer each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinyforge.infer import make_decoder
 
 
 def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
-    """Share of right greedy replies to `count` held-out built-in instructions, for each kind and overall."""
+    """The share of greedy replies that are right, on `count` held-out instructions, by kind and overall."""
     right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
     decoder = make_decoder(loaded.model, spare_memory=True)
     for example in instructions("val", count, seed):

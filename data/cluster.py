@@ -1,12 +1,11 @@
-"""The machines of a Ray cluster as one more place where the passes run.
+"""Run the passes over a corpus on the machines of a Ray cluster.
 
     with open_nodes("10.0.0.1:6379", out, readable) as nodes:       # "local": a Ray of this machine alone
-        nodes.submit(function, *arguments).result()                 # on whichever machine is free
+        nodes.submit(function, *arguments).result()                 # on any free machine
 
-Ray decides who runs what, and runs again what a lost machine had begun. The passes, their order and what joins their
-results are the same as without it, so the result has the same bytes. All machines see the checkout, the sources and the
-result under the same paths: a folder that they share. That, and that they run the same code, is checked before anything
-is done.
+Ray schedules the tasks, and repeats those of a lost machine. The passes, their order and the merging of their results
+are the same as without Ray, so the result has the same bytes. All machines must see the checkout, the sources and the
+result under the same paths, in a shared folder, and must run the same code. Both are checked before any work is done.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from tinyforge import files
 from tinyforge.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-ANSWER = 5.0  # seconds in which an address answers
-START = 90.0  # seconds in which every machine starts a process and says what it sees
-RETRIES = 20  # of a task whose machine or process is lost
-LONELY = 60.0  # seconds without any machine that could run a task
+ANSWER = 5.0  # seconds to wait for an address
+START = 90.0  # seconds for every machine to start a process and report
+RETRIES = 20  # of a task whose machine or process was lost
+LONELY = 60.0  # seconds to wait while no machine can run a task
 _STORE = 128 << 20  # bytes of Ray's own memory with "local": what goes through it is small
 
 
 class Nodes(Executor):
-    """The machines of a cluster. per_node: the most tasks that one of them runs at a time; None: one a processor."""
+    """The machines of a cluster. per_node: most tasks on one machine at a time; None: one per processor."""
 
     def __init__(self, ray: Any, per_node: int | None = None) -> None:
         self._ray = ray
@@ -64,7 +63,7 @@ class Nodes(Executor):
         return self._call.remote(function, arguments, keywords).future()
 
     def wait(self, running: Iterable[Future[Any]]) -> set[Future[Any]]:
-        """Those that have ended, at least one. Raises UserError where no machine is left to run them."""
+        """The finished ones, at least one. Raises UserError if no machine is left to run them."""
         while True:
             done = wait_for(running, timeout=5.0, return_when="FIRST_COMPLETED").done
             able = any(node["Resources"].get("CPU", 0) >= self._cpus for node in self.alive())
@@ -72,11 +71,11 @@ class Nodes(Executor):
             if done:
                 return done
             if self._alone_since and time.monotonic() - self._alone_since > LONELY:
-                raise UserError(f"--ray: no machine is left that could go on, for {LONELY:.0f} s; start some and run "
-                                "again, complete parts are kept")  # fmt: skip
+                raise UserError(f"--ray: no machine has been left for {LONELY:.0f} s; start some and run again, "
+                                "complete parts are kept")  # fmt: skip
 
     def result(self, future: Future[Any]) -> Any:
-        """What a task returned. Raises UserError, also the task's own."""
+        """The result of a task. Raises UserError, including one that the task raised."""
         try:
             return future.result()
         except self._ray.exceptions.RayTaskError as error:
@@ -88,7 +87,7 @@ class Nodes(Executor):
                             "complete parts are kept") from None  # fmt: skip
 
     def map_in_order(self, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """function(*task) for each, in order; a few tasks are ahead of the one whose result is waited for."""
+        """function(*task) for each, in order, with a few tasks in flight."""
         ahead: list[Future[Any]] = []
         for task in tasks:
             ahead.append(self.submit(function, *task))
@@ -103,7 +102,8 @@ class Nodes(Executor):
         return self.result(ahead.pop(0))
 
     def check(self, folder: Path, readable: Sequence[Path]) -> None:
-        """Every machine sees `folder`, reads `readable` and runs this code; UserError names the first that does not."""
+        """Check that every machine sees `folder`, reads `readable` and runs this code; UserError names one that does
+        not."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
         probe = self._ray.remote(look)
@@ -127,29 +127,29 @@ class Nodes(Executor):
             token.unlink(missing_ok=True)
 
     def _seen(self, name: str, number: str, ask: Callable[[], Any], reference: Any) -> dict[str, Any] | None:
-        """What the machine says; None where it has left the cluster since."""
+        """The report of a machine; None if it has left the cluster."""
         deadline = time.monotonic() + START
         errors = self._ray.exceptions
         while True:
             try:
                 return self._ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
             except errors.GetTimeoutError:
-                raise UserError(f"--ray: {name} starts no process within {START:.0f} s; look at its memory and "
+                raise UserError(f"--ray: {name} did not start a process within {START:.0f} s; check its memory and "
                                 "logs") from None  # fmt: skip
             except (errors.TaskUnschedulableError, errors.NodeDiedError) as error:
                 if number not in {node["NodeID"] for node in self.alive()}:
                     return None
                 if time.monotonic() > deadline:
-                    raise UserError(f"--ray: {name} takes no task ({_line(error)}); look at its logs") from None
-                time.sleep(0.5)  # it has just come: not all of the cluster know of it yet
+                    raise UserError(f"--ray: {name} accepts no task ({_line(error)}); check its logs") from None
+                time.sleep(0.5)  # it has just joined, and part of the cluster does not know it yet
                 reference = ask()
-            except Exception as error:  # another machine's; that it cannot import the code is the usual one
-                raise UserError(f"--ray: {name} cannot run the code of {ROOT} ({_line(error)}); it wants the same "
-                                "path, and Python with the same packages, on every machine") from None  # fmt: skip
+            except Exception as error:  # on the other machine, usually a failed import
+                raise UserError(f"--ray: {name} cannot run the code of {ROOT} ({_line(error)}); every machine needs "
+                                "it under this path, and Python with the same packages") from None  # fmt: skip
 
 
 def look(token: Path, readable: Sequence[Path]) -> dict[str, Any]:
-    """What this machine sees of a file that another has just written, of the input, and of the code."""
+    """Report what this machine sees: a file that another machine has just written, the input, and the code."""
     import duckdb
 
     seen: dict[str, Any] = {"missing": [str(path) for path in readable if not path.exists()], "word": None}
@@ -183,7 +183,7 @@ def code() -> str:
 
 
 def _as_itself(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """On a node. A machine that was given up for lost may still write: each process does so under its own name."""
+    """Runs on a node. A machine given up as lost may still be writing: each process uses its own temporary names."""
     files.write_as(f"{socket.gethostname()}-{os.getpid()}")
     return function(*arguments, **keywords)
 
@@ -194,8 +194,8 @@ def open_nodes(
 ) -> Iterator[Nodes | None]:
     """The cluster at `address`, HOST:PORT or "local", checked; None without an address.
 
-    folder: where the result is made. readable: what every machine reads. Raises UserError, within seconds, for an
-    address that does not answer and for what `Nodes.check` finds.
+    folder: of the result. readable: what every machine reads. Raises UserError, within seconds, for an address that
+    does not answer and for what `Nodes.check` finds.
     """
     if address is None:
         yield None
@@ -212,7 +212,7 @@ def open_nodes(
     try:
         ray.init(**where, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
                  log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)  # fmt: skip
-    except Exception as error:  # of many kinds: another version of Ray, this machine not being of the cluster
+    except Exception as error:  # of many kinds: another version of Ray, a machine outside of the cluster
         raise UserError(f"--ray {address}: cannot be joined ({_line(error)}); run this on a machine of the cluster, "
                         "with the same version of Ray") from None  # fmt: skip
     try:

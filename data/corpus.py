@@ -30,10 +30,12 @@ import numpy as np
 
 from data import corpus_report
 from data.cluster import Nodes, check_address, open_nodes
+from data.corpus_report import CATALOGUE
 from data.dedup import Words, band_keys, components, estimate
 from data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
-from data.files import locked, make_folder, write_fault, write_json, written_whole
+from data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
 from data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
+from data.parquet import scan
 from data.passes import (
     Parts,
     Span,
@@ -46,7 +48,6 @@ from data.passes import (
     find_spans,
     read_texts,
     run_tasks,
-    scan,
     write_split,
 )
 from data.source import Source, read_source
@@ -54,6 +55,7 @@ from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of, shown, sync
 from tinyforge.terminal import printable
+from tinyforge.text.shards import SPLITS
 
 if TYPE_CHECKING:
     import duckdb
@@ -61,22 +63,22 @@ if TYPE_CHECKING:
 FORMAT = "tinyforge-corpus"
 VERSION = 1
 MANIFEST = "corpus.json"
-CATALOGUE = "corpus.duckdb"
-SPLITS = ("train", "val")
 SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
+MOST_BANDS = 256  # a band's number has one byte
 _FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted in memory
-_WORKER_MEMORY = 192 << 20  # of DuckDB in a worker, enough for a row group with tens of megabytes of books
+_WORKER_MEMORY = 192 << 20  # for DuckDB in a worker: enough for a row group with tens of megabytes of books
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
-_JOIN_BYTES = 96  # of a row of a join over bands, with its hash table and window
+_JOIN_BYTES = 96  # per row of a join over bands, with its hash table and window
 _CHUNK = 1 << 14  # documents or pairs whose signatures are in memory at a time
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What determines the documents of a corpus. Workers and memory do not: they change no byte of the result.
+    """The settings that determine the documents of a corpus. Workers and memory are not among them: they change no
+    byte.
 
     val_share:     share of the documents that goes to val, 0..1; val_shares has (source, share) for exceptions.
-    split_by:      "text": all parts of a text are in the same split; "part": each part is split on its own.
+    split_by:      "text": all parts of a text are in the same split; "part": each part is assigned separately.
     max_bytes:     a longer text is cut into parts, each a document.
     shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
                    all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
@@ -107,6 +109,8 @@ class Settings:
         for name, least in {"max_bytes": 1024, "shingle_words": 1, "bands": 1, "rows": 1, "gram_words": 1}.items():
             if getattr(self, name) < least:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wanted {least} or more")
+        if self.bands > MOST_BANDS:
+            raise UserError(f"--bands is {self.bands}, wanted at most {MOST_BANDS}")
 
 
 @dataclass
@@ -133,11 +137,11 @@ class _Build:
 
     @property
     def no_bar(self) -> bool | None:
-        """For tqdm: None shows bars only on a terminal, so that logs have none."""
+        """tqdm's `disable`: None shows bars on a terminal only."""
         return None if self.show else True
 
     def run(self, stage: str, function: Callable[..., dict[str, Any]], tasks: Any, sizes: Sequence[int]) -> list[dict]:
-        """Run the tasks of a stage in the workers, with a bar that counts the bytes of text."""
+        """Run the tasks of a stage in the workers; the bar counts bytes of text."""
         from tqdm import tqdm
 
         with tqdm(total=sum(sizes), desc=stage, unit="B", unit_scale=True, disable=self.no_bar, leave=False) as bar:
@@ -185,30 +189,18 @@ def build_corpus(
     with wrong SQL, and if disk space or memory does not suffice.
     """
     settings = settings or Settings()
-    if ray:
-        check_address(ray)  # before the sources' hashes are computed
-        # Every machine finds them, wherever a process starts.
-        sources, out, filters = [path.absolute() for path in sources], out.absolute(), filters.absolute()
-        tokenizer = tokenizer and tokenizer.absolute()
-    read = [read_source(folder, verify=True) for folder in sources]
-    names = [source.name for source in read]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"source {name!r} is given twice; name each folder once, or make one with another name")
-        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
-            raise UserError(f"source {shown(name)}: wanted at most 100 letters, digits, '-', '_' and '.'; make it with "
-                            "another name")  # fmt: skip
-    if not read:
-        raise UserError("no source folder is given; make one, for instance with python -m data.local")
-    for name, _ in settings.val_shares:
-        if name not in names:
-            raise UserError(f"--val-share {name}: no such source; there are {', '.join(names)}")
     if memory_limit < _LEAST_MEMORY:
         raise UserError(f"--memory-limit is {memory_limit:,} bytes, wanted {_LEAST_MEMORY:,} (384MiB) or more")
     if workers is not None and workers < 1:
         raise UserError(f"--workers is {workers}, wanted 1 or more")
     if workers is not None and ray:
         raise UserError("--workers counts processes of this machine, and with --ray the cluster says how many; drop it")
+    if ray:
+        check_address(ray)
+        # Every machine finds them, wherever a process starts.
+        sources, out, filters = [path.absolute() for path in sources], out.absolute(), filters.absolute()
+        tokenizer = tokenizer and tokenizer.absolute()
+    read = _read_sources(sources, settings)
     blocks = read_filters(filters)
     if tokenizer is not None:
         from tinyforge.text import load_tokenizer
@@ -248,8 +240,26 @@ def build_corpus(
     return build.seconds
 
 
+def _read_sources(folders: Sequence[Path], settings: Settings) -> list[Source]:
+    """The sources, their files checked against their hashes. UserError for names that cannot be told apart or used."""
+    if not folders:
+        raise UserError("no source folder is given; make one, for instance with python -m data.local")
+    read = [read_source(folder, verify=True) for folder in folders]
+    names = [source.name for source in read]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"source {name!r} is given twice; name each folder once, or make one with another name")
+        if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
+            raise UserError(f"source {shown(name)}: wanted at most 100 letters, digits, '-', '_' and '.'; make it with "
+                            "another name")  # fmt: skip
+    for name, _ in settings.val_shares:
+        if name not in names:
+            raise UserError(f"--val-share {name}: no such source; there are {', '.join(names)}")
+    return read
+
+
 def _evaluation_sets(paths: Sequence[Path], show: bool) -> list[Set]:
-    """All sets that the files hold, in any version; UserError where they hold none."""
+    """All evaluation sets in the files, of any version; UserError if there is none."""
     if not paths:
         return []
     sets, files = [], find_sets(paths)
@@ -259,17 +269,17 @@ def _evaluation_sets(paths: Sequence[Path], show: bool) -> list[Set]:
         except MissingSet:
             continue
     if not sets:
-        raise UserError(f"--decontaminate: no evaluation set in {', '.join(map(str, paths))}; docs/evaluation.md has "
-                        "the files' names")  # fmt: skip
+        raise UserError(f"--decontaminate: no evaluation set in {', '.join(map(str, paths))}; docs/evaluation.md "
+                        "lists the files")  # fmt: skip
     if show:
-        print(f"evaluation sets that are kept out: {', '.join(found.name for found in sets)}")
+        print(f"evaluation sets kept out of the corpus: {', '.join(found.name for found in sets)}")
     return sets
 
 
 def _head(
     read: list[Source], settings: Settings, filters: Path, tokenizer: Path | None, evaluation: Sequence[Set]
 ) -> dict[str, Any]:
-    """The part of corpus.json that is known in advance: what the corpus is made from. It identifies the corpus."""
+    """The part of corpus.json that is known in advance: sources and settings, which identify the corpus."""
     made = json.loads(json.dumps(asdict(settings)))
     made["filters_sha256"] = sha256_of(filters)
     made["tokenizer_sha256"] = sha256_of(tokenizer) if tokenizer else None
@@ -299,7 +309,7 @@ def _is_whole(out: Path, head: dict[str, Any]) -> bool:
 
 
 def _same_key(path: Path, head: dict[str, Any]) -> bool:
-    """Whether what a killed run has left behind is of this corpus."""
+    """Whether the files of a killed run belong to this corpus."""
     try:
         return path.is_file() and read_json(path, "the key") == head
     except UserError:
@@ -327,7 +337,7 @@ def _run_stages(build: _Build) -> None:
 
 @contextmanager
 def _timed(build: _Build, stage: str) -> Iterator[None]:
-    """Measure the time of a stage; its rate counts all text of the sources, kept or not."""
+    """Time a stage; its rate counts all text of the sources, kept or dropped."""
     begin = time.perf_counter()
     yield
     seconds = build.seconds[stage] = time.perf_counter() - begin
@@ -340,7 +350,7 @@ def _read(build: _Build) -> None:
     """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
     s = build.settings
     most, total = s.max_bytes, sum(source.bytes for source in build.sources)
-    if sum(source.documents for source in build.sources) == 1:  # so that there is something to train on and to hold out
+    if sum(source.documents for source in build.sources) == 1:  # so that both splits get something
         most = min(most, max(1024, total // 8))
     tasks = ((span, most, s.shingle_words, s.bands * s.rows) for span in build.spans)
     build.run("read", read_texts, tasks, [span.bytes for span in build.spans])
@@ -355,7 +365,7 @@ def _read(build: _Build) -> None:
     licences = {source.name: source.licence for source in build.sources}
     split_hash = SPLIT_HASH[s.split_by]
     for index, span in enumerate(build.spans):
-        # 52 bits of a hash of the words, of the whole text or of the part, as a fraction; nothing else matters.
+        # The split depends on the words alone: 52 bits of the hash of the text, or of the part, as a fraction.
         build.query(
             "INSERT INTO documents BY NAME SELECT parts.* EXCLUDE (file_row_number), ? AS source, ? AS licence, "
             "? AS span, (SELECT count(*) FROM documents) + parts.file_row_number AS number, file.title, file.url, "
@@ -375,7 +385,7 @@ def _parts(build: _Build, span: int, where: str, *columns: str) -> Parts:
 
 
 def _run_on_parts(
-    build: _Build, stage: str, function: Callable[..., Any], where: str, columns: tuple[str, ...], *rest: Any
+    build: _Build, stage: str, function: Callable[..., Any], where: str, *rest: Any, columns: tuple[str, ...] = ()
 ) -> list[Path]:
     """Run a pass over the selected documents, span by span; returns the parquet files that it made."""
     of_spans = f"FROM documents WHERE {where} GROUP BY span ORDER BY span"
@@ -395,12 +405,12 @@ def _update(build: _Build, files: list[Path], assignment: str) -> None:
 
 def _filter(build: _Build) -> None:
     columns = ("bytes", "words", "letters", "characters")
-    files = _run_on_parts(build, "filter", find_reasons, "true", columns, build.filters)
+    files = _run_on_parts(build, "filter", find_reasons, "true", build.filters, columns=columns)
     _update(build, files, "dropped = found.reason")
 
 
 def _dedup(build: _Build) -> None:
-    """Equal documents, then nearly equal ones, among those that no filter dropped."""
+    """Drop equal documents, then nearly equal ones, among those that no filter dropped."""
     db = build.catalogue
     db.execute(
         "CREATE TEMP TABLE equal AS SELECT number, first FROM (SELECT number, min(number) OVER same AS first, "
@@ -415,7 +425,7 @@ def _dedup(build: _Build) -> None:
     db.register("found", {"number": nodes, "first": firsts})
     db.execute("CREATE TEMP TABLE near AS SELECT number, first FROM found")
     db.unregister("found")
-    # An exact duplicate goes to the cluster of the document that it equals.
+    # An exact duplicate joins the cluster of its original.
     db.execute("UPDATE documents SET cluster = first FROM near WHERE coalesce(cluster, documents.number) = near.number")
     db.execute("UPDATE documents SET dropped = 'near-duplicate' WHERE dropped IS NULL AND cluster < number")
     db.execute("DROP TABLE equal")
@@ -423,19 +433,39 @@ def _dedup(build: _Build) -> None:
 
 
 def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of documents whose estimated similarity is high enough, among those with a band in common.
+    """Pairs of documents whose estimated similarity is high enough, among those with a band in common."""
+    db = build.catalogue
+    db.execute("CREATE TEMP TABLE found (a BIGINT, b BIGINT)")
+    _find_candidates(build, signatures)
+    db.execute(
+        "CREATE TEMP TABLE pairs AS SELECT a, b, row_number() OVER (ORDER BY a, b) AS n FROM (SELECT DISTINCT a, b "
+        "FROM found)"
+    )
+    db.execute("DROP TABLE found")
+    near: list[np.ndarray] = [np.empty((2, 0), np.int64)]
+    [(count,)] = build.query("SELECT count(*) FROM pairs")
+    for begin in range(1, count + 1, _CHUNK):
+        rows = db.execute(f"SELECT a, b FROM pairs WHERE n BETWEEN {begin} AND {begin + _CHUNK - 1} ORDER BY n")
+        a, b = pairs = np.stack(list(rows.fetchnumpy().values()))
+        near.append(pairs[:, estimate(signatures.take(a), signatures.take(b)) >= build.settings.similarity])
+    db.execute("DROP TABLE pairs")
+    a, b = np.concatenate(near, 1)
+    return a, b
+
+
+def _find_candidates(build: _Build, signatures: _Signatures) -> None:
+    """Insert into `found` the pairs of documents with a band in common.
 
     In a bucket (documents with the same key in a band) each is compared with the first and with its predecessor, not
     with all: a bucket of n has 2 n pairs instead of n^2 / 2, and a cluster is still connected.
 
-    A bucket lies within a band, and within the keys of one remainder: so the join is made for as few bands, and as few
-    keys, at a time as fit into memory.
+    A bucket lies within a band, and within the keys of one remainder. So the join takes as few bands, and as few keys,
+    at a time as fit into memory.
     """
     from tqdm import tqdm
 
     db, s = build.catalogue, build.settings
     kept = db.execute("SELECT number FROM documents WHERE dropped IS NULL ORDER BY number").fetchnumpy()["number"]
-    db.execute("CREATE TEMP TABLE found (a BIGINT, b BIGINT)")
     groups = list(_slices(s.bands, len(kept), build.memory))
     for bands, slice_, slices in tqdm(groups, desc="bands", disable=build.no_bar, leave=False):
         db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
@@ -461,24 +491,10 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
             "SELECT previous AS a, number FROM buckets) WHERE a < number"
         )
         db.execute("DROP TABLE bands")
-    db.execute(
-        "CREATE TEMP TABLE pairs AS SELECT a, b, row_number() OVER (ORDER BY a, b) AS n FROM (SELECT DISTINCT a, b "
-        "FROM found)"
-    )
-    db.execute("DROP TABLE found")
-    near: list[np.ndarray] = [np.empty((2, 0), np.int64)]
-    [(count,)] = db.execute("SELECT count(*) FROM pairs").fetchall()
-    for begin in range(1, count + 1, _CHUNK):
-        rows = db.execute(f"SELECT a, b FROM pairs WHERE n BETWEEN {begin} AND {begin + _CHUNK - 1} ORDER BY n")
-        pairs = np.stack(list(rows.fetchnumpy().values()))
-        near.append(pairs[:, estimate(signatures.take(pairs[0]), signatures.take(pairs[1])) >= s.similarity])
-    db.execute("DROP TABLE pairs")
-    a, b = np.concatenate(near, 1)
-    return a, b
 
 
 def _slices(bands: int, documents: int, memory: int) -> Iterator[tuple[range, int, int]]:
-    """Which bands go through the join at once, and of how many slices of their keys this is which."""
+    """The bands of each join, the number of a slice of their keys, and the number of slices."""
     most = max(1, memory // 4 // _JOIN_BYTES)  # rows
     at_once = min(bands, max(1, most // max(1, documents)))
     slices = -(-documents // most) if at_once == 1 else 1
@@ -505,8 +521,8 @@ class _Signatures:
 
 
 def _hold_out_one(build: _Build) -> None:
-    """Where a small corpus has nothing in val, put that there which a larger share would move first: a text, or where
-    every text is more than a tenth of the corpus a part. Nothing where no val is wanted, or only one part is left."""
+    """If val is wanted but empty, as in a small corpus, move to it what a slightly larger share would: a text, or if
+    every text is more than a tenth of the corpus, a part. Does nothing if only one part is left."""
     s, kept = build.settings, "dropped IS NULL"
     shares = dict(s.val_shares)
     wanted = [source.name for source in build.sources if shares.get(source.name, s.val_share)]
@@ -526,15 +542,15 @@ def _hold_out_one(build: _Build) -> None:
 
 
 def _decontaminate(build: _Build) -> None:
-    """Drop train documents that repeat too much of val, and record the share for every one that repeats any; then those
-    that repeat anything of an evaluation set."""
+    """Drop train documents that share too much with val, recording the share of each that shares any; then those that
+    share anything with an evaluation set."""
     s = build.settings
     _hold_out_one(build)
     kept = "dropped IS NULL AND split = '{}'"
-    found = _run_on_parts(build, "grams", find_grams, kept.format("val"), (), s.gram_words)
+    found = _run_on_parts(build, "grams", find_grams, kept.format("val"), s.gram_words)
     grams = build.work / "val-grams.u64"
     with written_whole(grams) as beside, open(beside, "wb") as file:
-        # By their first bits, so that only one slice is in memory.
+        # By their first bits, so that only one slice at a time is in memory.
         [(count,)] = build.query(f"SELECT coalesce(sum(words), 0)::BIGINT FROM documents WHERE {kept.format('val')}")
         bits = max(4, (count * _JOIN_BYTES // (build.memory // 4)).bit_length())
         for slice_ in range(1 << bits if found else 0):
@@ -544,7 +560,7 @@ def _decontaminate(build: _Build) -> None:
             values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
             np.asarray(values, np.uint64).tofile(file)
     if grams.stat().st_size:
-        files = _run_on_parts(build, "overlap", find_overlaps, kept.format("train"), (), s.gram_words, grams)
+        files = _run_on_parts(build, "overlap", find_overlaps, kept.format("train"), s.gram_words, grams)
         _update(build, files, "val_overlap = found.overlap")
     build.query("UPDATE documents SET dropped = 'contaminated' WHERE val_overlap > ?", s.max_overlap)
     if build.evaluation:
@@ -563,12 +579,12 @@ def _drop_evaluation_sets(build: _Build) -> None:
         with written_whole(path) as beside:
             grams.tofile(beside)
         chosen = "dropped IS NULL AND split = 'train'"
-        files = _run_on_parts(build, "evaluation", find_overlaps, chosen, (), n, path)
+        files = _run_on_parts(build, "evaluation", find_overlaps, chosen, n, path)
         _update(build, files, "dropped = 'evaluation-set'")
 
 
 def _count_tokens(build: _Build) -> None:
-    files = _run_on_parts(build, "tokens", count_tokens, "true", (), build.tokenizer)
+    files = _run_on_parts(build, "tokens", count_tokens, "true", build.tokenizer)
     _update(build, files, "tokens = found.tokens")
 
 
@@ -579,7 +595,7 @@ def _write_files(build: _Build) -> list[dict[str, Any]]:
     """The parquet files of both splits, as corpus.json lists them."""
     planned = list(_plan_files(build))
     try:
-        (build.out / MANIFEST).unlink(missing_ok=True)  # an older corpus ends here
+        (build.out / MANIFEST).unlink(missing_ok=True)  # from here on the older corpus is invalid
         sync(build.out)
     except OSError as error:
         raise write_fault(build.out, error) from None
@@ -667,15 +683,6 @@ def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def parse_bytes(text: str) -> int:
-    """ "1GB" -> 10**9; kB, MB, GB count in thousands, KiB, MiB, GiB in 1024. UserError for anything else."""
-    units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", text.strip().lower())
-    if not match or match[2] not in units:
-        raise UserError(f"--memory-limit is {text!r}, wanted bytes such as 500MB or 2GB")
-    return int(float(match[1]) * units[match[2]])
-
-
 def _parse_shares(values: Sequence[str]) -> tuple[float, tuple[tuple[str, float], ...]]:
     share, shares = Settings.val_share, []
     for value in values:
@@ -699,12 +706,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Filter, deduplicate, split and decontaminate the documents of source folders. "
         "`python -m data.corpus report CORPUS` prints what was kept and dropped.",
     )
-    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="as data.gutenberg makes it")
+    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="of data.gutenberg, for instance")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the corpus")
     parser.add_argument("--val-share", nargs="+", default=[], metavar="SHARE",
-                        help="of the documents; SOURCE=SHARE for one source (default 0.01)")  # fmt: skip
+                        help="share of the documents in val; SOURCE=SHARE for one source (default 0.01)")  # fmt: skip
     parser.add_argument("--split-by", default=Settings.split_by, metavar="|".join(SPLIT_HASH),
-                        help="val gets whole texts, or parts of texts if there are few (default text)")  # fmt: skip
+                        help="put whole texts in val, or parts if there are few texts (default text)")  # fmt: skip
     for name, what in {
         "max_bytes": "cut longer texts into parts, in bytes",
         "shingle_words": "words in a shingle of MinHash",
@@ -718,21 +725,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
     parser.add_argument("--decontaminate", nargs="+", type=Path, default=[], metavar="PATH",
-                        help="evaluation sets, as evaluate.py --task-data reads them: train gets nothing of "
-                        "them")  # fmt: skip
+                        help="evaluation sets, as for evaluate.py --task-data, to keep out of the training "
+                        "text")  # fmt: skip
     parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="count tokens too")
     parser.add_argument("--workers", type=int, help="processes (default: one per core, if memory allows)")
     parser.add_argument("--memory-limit", default="1GB", metavar="BYTES", help="for all of them together (default 1GB)")
     parser.add_argument("--ray", metavar="ADDRESS",
-                        help="HOST:PORT of a Ray cluster to run on; local for one of this machine")  # fmt: skip
+                        help="run on the Ray cluster at HOST:PORT; local starts Ray on this machine")  # fmt: skip
     args = parser.parse_args(arguments)
     share, shares = _parse_shares(args.val_share)
     settings = Settings(
         share, shares, args.split_by, args.max_bytes, args.shingle_words, args.bands, args.rows, args.similarity,
         args.gram_words, args.max_overlap,
     )  # fmt: skip
-    memory_limit = parse_bytes(args.memory_limit)
+    memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
     seconds = build_corpus(
         args.sources, args.out, settings, args.filters, args.tokenizer, args.workers, memory_limit, show=True,
         decontaminate=args.decontaminate, ray=args.ray,

@@ -1,4 +1,4 @@
-"""What was kept and dropped in a corpus: a table of sources and reasons in Markdown, and a plot of it.
+"""The report of a corpus: what was kept and dropped, and why, as tables in Markdown and as a plot.
 
 python -m data.corpus report corpus
 """
@@ -92,14 +92,14 @@ def render(corpus: Path) -> str:
 
 
 def _advice(corpus: Path, source: str) -> str:
-    """What gives the source something in val, computed from its documents that were kept."""
+    """How the source gets something in val, computed from its documents that were kept."""
     which = f"FROM documents WHERE dropped IS NULL AND source = '{source}'"
     [(count, size)] = _query(corpus, f"SELECT count(*), coalesce(sum(bytes), 0)::BIGINT {which}")
     if not count:
         return ": none of its documents was kept"
     if count == 1:
         return f": it has a single document, of {size:,} bytes; give more text"
-    # As the split does it: 52 bits of the hash, as a fraction.
+    # The split compares 52 bits of the hash, as a fraction.
     [(split_by,)] = _query(corpus, "SELECT value FROM settings WHERE name = 'split_by'")
     texts = _query(corpus, f"SELECT count(DISTINCT text_hash) {which}")[0][0]
     by_part = json.loads(split_by) == "part" or texts == 1
@@ -116,7 +116,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def plot(corpus: Path, target: Path) -> None:
-    """A bar for each source: the share of its bytes that was kept, and why the rest was dropped."""
+    """A bar per source: the share of its bytes that was kept, and why the rest was dropped."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Duplicates: words of a text as numbers, MinHash signatures, candidate pairs by banding, clusters.
+"""Duplicates: the words of a text as numbers, MinHash signatures, candidate pairs by banding, clusters.
 
     batch = Words(texts)
     WordHash().update(batch.normal_forms()[0])        # equal for texts with the same words
@@ -28,7 +28,7 @@ _EMPTY = np.uint32(0xFFFFFFFF)  # the signature of a text without words
 
 
 def _make_table() -> np.ndarray:
-    """What each byte of a lower-cased text becomes."""
+    """The replacement of each byte of a lower-cased text."""
     table = np.full(256, _SPACE, np.uint8)
     for byte in (*b"0123456789abcdefghijklmnopqrstuvwxyz", *range(0x80, 0x100)):
         table[byte] = byte
@@ -39,7 +39,7 @@ _TABLE = _make_table()
 
 
 class Words:
-    """The words of a few texts in one array, so that NumPy works on megabytes and not on words.
+    """The words of a few texts in one array, so that NumPy works on megabytes instead of words.
 
     counts: words of each text, (D,). letters: their characters without digits, (D,). characters: of the text, without
     white space and control characters, (D,). Memory: about 40 bytes per byte of text, so a megabyte at a time is right.

@@ -1,4 +1,4 @@
-"""Downloads over HTTP: complete, checked and recorded, or absent.
+"""Downloads over HTTP, each complete, checked and recorded, or absent.
 
     downloader = Downloader()
     downloader.fetch(["https://a.example/84.txt", "https://b.example/84.txt"], Path("raw/84.txt"))
@@ -41,7 +41,7 @@ USER_AGENT = f"tinyforge/{__version__} (text for training language models; Pytho
 CONNECTIONS = 2
 CHUNK = 1 << 18
 PROGRESS = 1 << 20  # bytes; an attempt that transfers as many does not count as a failure
-PASSING = (408, 425, 429, 500, 502, 503, 504)  # transient statuses: the same request may succeed later
+PASSING = (408, 425, 429, 500, 502, 503, 504)  # transient: the same request may succeed later
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Patience:
     timeout: float = 30.0  # for a connection, and for the next bytes
     attempts: int = 5  # per URL, in a row and without progress
     backoff: float = 1.0  # pause after the first failure; it doubles, times a random factor of 0.5 to 1
-    longest: float = 300.0  # of one pause; a Retry-After beyond it is not waited for
+    longest: float = 300.0  # of one pause; a longer Retry-After is reported instead
     gap: float = 0.5  # between two requests to one host
 
 
@@ -67,7 +67,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Job:
-    """A file to fetch: its URLs, in the order to try them, and what is known about it."""
+    """A file to fetch: its URLs in the order to try them, and its size and SHA-256 if known."""
 
     urls: tuple[str, ...]
     path: Path
@@ -80,7 +80,7 @@ class FetchError(UserError):
 
 
 class _Fault(Exception):
-    """Why a URL failed; after a passing fault it is worth another attempt."""
+    """Why a URL failed. passing: a later attempt may succeed."""
 
     def __init__(
         self, reason: str, passing: bool = True, retry_after: float | None = None, silent: bool = False
@@ -93,7 +93,7 @@ class _Fault(Exception):
 
 @dataclass(frozen=True)
 class _Version:
-    """Which version of which file a part belongs to."""
+    """The version of the file that a part belongs to."""
 
     url: str
     validator: str | None  # a strong ETag, else Last-Modified; None: the part cannot be resumed
@@ -101,12 +101,11 @@ class _Version:
 
 
 class Downloader:
-    """Fetches files, and remembers for each host when it was last asked and whether it answers at all."""
+    """Fetches files. Remembers when each host was last asked, and which hosts do not answer."""
 
-    def __init__(self, patience: Patience | None = None, progress: bool = True) -> None:
+    def __init__(self, patience: Patience | None = None) -> None:
         self.patience = patience or Patience()
-        self.progress = progress
-        # Only HTTP: urllib's own opener would also read file: and ftp: URLs, which a redirect may name.
+        # Only HTTP: urllib's default opener would also read file: and ftp: URLs, which a redirect may name.
         self._opener = urllib.request.OpenerDirector()
         for handler in (
             urllib.request.ProxyHandler,
@@ -134,15 +133,15 @@ class Downloader:
         a folder that is not writable. A partial download stays beside `path`; the next call continues it.
         """
         job = Job((urls,) if isinstance(urls, str) else tuple(urls), path, size, sha256)
-        return self._fetch(job, self.progress)
+        return self._fetch(job, None)
 
     def fetch_all(self, jobs: Sequence[Job]) -> list[Fetched | FetchError]:
         """Fetch several files on CONNECTIONS connections; for each job, in order, the file or the error."""
         from tqdm import tqdm
 
-        bar = tqdm(total=len(jobs), desc="fetching", unit="file", disable=not self.progress)
+        bar = tqdm(total=len(jobs), desc="fetching", unit="file", disable=None)
         with ThreadPoolExecutor(CONNECTIONS) as pool, bar:
-            futures = [pool.submit(self._fetch, job, False) for job in jobs]
+            futures = [pool.submit(self._fetch, job, True) for job in jobs]
             try:
                 for future in as_completed(futures):
                     if not isinstance(future.exception(), FetchError):
@@ -156,25 +155,26 @@ class Downloader:
         return [fault if isinstance(fault, FetchError) else future.result()
                 for future, fault in zip(futures, faults, strict=True)]  # fmt: skip
 
-    def _fetch(self, job: Job, progress: bool) -> Fetched:
+    def _fetch(self, job: Job, no_bar: bool | None) -> Fetched:
+        """no_bar: as tqdm's `disable`; None shows a bar on a terminal."""
         for url in job.urls:
             check_url(url)
         make_folder(job.path.parent)
         if (whole := _whole(job)) is not None:
-            _Part(job.path).discard()  # left by a kill just after the renaming
+            _Part(job.path).discard()  # of a run that was killed just after renaming
             return whole
         faults: list[tuple[str, _Fault]] = []
         for url in job.urls:
             try:
-                return self._fetch_from(url, job, progress)
+                return self._fetch_from(url, job, no_bar)
             except _Fault as fault:
                 faults.append((url, fault))
-        # A host that is down is a better explanation than one that lacks the file.
+        # Report a host that is down rather than one that lacks the file.
         url, worst = next((pair for pair in faults if pair[1].passing), faults[-1])
         others = f" (and {len(faults) - 1} more URLs)" if len(faults) > 1 else ""
         raise FetchError(f"{job.path.name}: could not be downloaded from {url}{others}: {worst}; {_advice(worst)}")
 
-    def _fetch_from(self, url: str, job: Job, progress: bool) -> Fetched:
+    def _fetch_from(self, url: str, job: Job, no_bar: bool | None) -> Fetched:
         host = urllib.parse.urlsplit(url).netloc
         if host in self._silent:
             raise _Fault("the host did not answer earlier")
@@ -182,7 +182,7 @@ class Downloader:
         while True:
             part = _Part(job.path)
             try:
-                return self._attempt(url, host, job, part, progress)
+                return self._attempt(url, host, job, part, no_bar)
             except _Fault as fault:
                 if (size := part.size()) >= best + PROGRESS:
                     best, failures = size, 0
@@ -195,8 +195,10 @@ class Downloader:
                 pause = min(self.patience.backoff * 2 ** (failures - 1), self.patience.longest)
                 self._sleep(max(asked, pause * random.uniform(0.5, 1.0)))
 
-    def _attempt(self, url: str, host: str, job: Job, part: _Part, progress: bool) -> Fetched:
-        """One request for the missing bytes, which are appended to the part; a _Fault says what went wrong."""
+    def _attempt(self, url: str, host: str, job: Job, part: _Part, no_bar: bool | None) -> Fetched:
+        """One request for the missing bytes, which are appended to the part. Raises _Fault."""
+        from tqdm import tqdm
+
         version, have = part.resumable(url)
         if version is None or version.length is None or have != version.length:
             headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
@@ -204,7 +206,8 @@ class Downloader:
                 headers |= {"Range": f"bytes={have}-", "If-Range": str(version.validator)}
             with self._open(urllib.request.Request(url, headers=headers), host, part) as response:
                 version, have = _agree(response, url, version, have, job, part)
-                with self._bar(job.path.name, version.length, have, progress) as bar:
+                with tqdm(total=version.length, initial=have, desc=job.path.name, unit="B", unit_scale=True,
+                          disable=no_bar) as bar:  # fmt: skip
                     have = self._receive(response, part, have, version.length, bar)
         if version.length is not None and have != version.length:
             raise _Fault(f"the connection was dropped after {have:,} of {version.length:,} bytes")
@@ -224,7 +227,7 @@ class Downloader:
             response = self._opener.open(request, timeout=self.patience.timeout)
         except urllib.error.HTTPError as error:
             with error:
-                if error.code == 416:  # our part is longer than the file is now
+                if error.code == 416:  # the part is longer than the file is now
                     part.discard()
                 passing = error.code in (416, *PASSING)
                 raise _Fault(f"HTTP {error.code} {error.reason}", passing, _retry_after(error.headers)) from None
@@ -247,7 +250,7 @@ class Downloader:
                     if not chunk:
                         break
                     file.write(chunk)
-                    file.flush()  # bytes that arrived before a kill are there after it
+                    file.flush()  # so that a kill loses no bytes
                     have += len(chunk)
                     bar.update(len(chunk))
         except OSError as error:
@@ -255,11 +258,6 @@ class Downloader:
         if self._stop.is_set():
             raise _Fault("stopped", passing=False)
         return have
-
-    def _bar(self, name: str, total: int | None, initial: int, progress: bool) -> Any:
-        from tqdm import tqdm
-
-        return tqdm(total=total, initial=initial, desc=name, unit="B", unit_scale=True, disable=not progress)
 
     def _wait_for(self, host: str) -> None:
         with self._lock:
@@ -285,7 +283,7 @@ class _Part:
         return self.path.stat().st_size if self.path.is_file() else 0
 
     def resumable(self, url: str) -> tuple[_Version | None, int]:
-        """The version of the part, and its length, if the download from `url` can be resumed."""
+        """The version and the length of the part, if the download from `url` can be resumed."""
         try:
             version = _Version(**read_json(self._state, "the state"))
         except (UserError, TypeError):
@@ -294,7 +292,7 @@ class _Part:
         return (version, self.size()) if version.url == url and usable else (None, 0)
 
     def begin(self, version: _Version) -> None:
-        """Start over. The old bytes are removed first, so they are never taken for the new version's."""
+        """Start over. The old bytes are removed first, so that they are never mistaken for the new version."""
         try:
             self.path.write_bytes(b"")
         except OSError as error:
@@ -309,7 +307,7 @@ class _Part:
             raise write_fault(self.path, error) from None
 
     def finish(self, fetched: Fetched) -> Fetched:
-        """Write the record, then rename: a file without its own record is never taken for complete."""
+        """Write the record, then rename: a file without its record is never considered complete."""
         try:
             sync(self.path)
             write_json(_record(self.whole), {"url": fetched.url, "bytes": fetched.bytes, "sha256": fetched.sha256})
@@ -346,7 +344,7 @@ def _whole(job: Job) -> Fetched | None:
     except (OSError, UserError, TypeError):
         return None
     wanted = job.bytes in (None, found.bytes) and job.sha256 in (None, found.sha256)
-    known = found.url in job.urls or job.sha256 is not None  # another mirror may have a different file of that name
+    known = found.url in job.urls or job.sha256 is not None  # another mirror may have another file under that name
     return found if same and wanted and known else None
 
 
@@ -378,7 +376,7 @@ def _agree(response: Any, url: str, version: _Version | None, have: int, job: Jo
 def _retry_after(headers: Any) -> float | None:
     """Seconds from the Retry-After header, which holds seconds or a date."""
     value = (headers.get("Retry-After") or "").strip()
-    if value.isdigit():
+    if re.fullmatch("[0-9]+", value):
         return float(value)
     try:
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)

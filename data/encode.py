@@ -1,19 +1,21 @@
-"""The texts of a corpus's parquet files, and their ids: what a shard is made from, on this machine or another."""
+"""Read and encode the texts of a corpus's parquet files, on this machine or another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from data.files import escape_glob, written_whole
+from data.files import written_whole
+from data.parquet import connect, quoted, rows_of, scan
 from tinyforge.errors import UserError
 from tinyforge.text import TextTokenizer, load_tokenizer
 from tinyforge.text.shards import TOKENIZER, separator_of
 
-ENCODED = ".encoded-"  # names of files that a task on a cluster leaves for the process that writes the shards
+ENCODED = ".encoded-"  # files that a task on a cluster leaves for the process that writes the shards
 ROWS = 64  # documents fetched at a time
 
 
@@ -22,26 +24,31 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
 
     Rows are streamed on one thread, which keeps their order: the memory needed is that of one row group.
     """
+    where = f"WHERE md5(id) < {quoted(below)}" if below else ""
+    for file, begun in unread(files, skip):
+        with _faults(file), connect(threads=1) as connection:
+            connection.execute(f"SELECT text FROM {scan(file)} {where} OFFSET {begun}")
+            while batch := connection.fetchmany(ROWS):
+                for (text,) in batch:
+                    yield text
+
+
+def unread(files: Sequence[Path], skip: int) -> Iterator[tuple[Path, int]]:
+    """The files after the first `skip` texts, each with how many of its texts to skip."""
+    for file in files:
+        with _faults(file):
+            rows = rows_of(file)
+        if skip < rows:
+            yield file, skip
+        skip = max(0, skip - rows)
+
+
+@contextmanager
+def _faults(file: Path) -> Iterator[None]:
     import duckdb
 
-    where = "WHERE md5(id) < $below" if below else ""
-    file: Path | None = None
     try:
-        with duckdb.connect(config={"threads": 1}) as connection:
-            connection.execute("SET enable_progress_bar = false")
-            for file in files:
-                literal = {"path": escape_glob(file)}
-                query = "SELECT num_rows FROM parquet_file_metadata($path)"
-                rows = connection.execute(query, literal).fetchall()[0][0]
-                if skip >= rows:
-                    skip -= rows
-                    continue
-                query = f"SELECT text FROM read_parquet($path, hive_partitioning = false) {where} OFFSET {skip}"
-                connection.execute(query, literal | ({"below": below} if below else {}))
-                skip = 0
-                while batch := connection.fetchmany(ROWS):
-                    for (text,) in batch:
-                        yield text
+        yield
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{file}: not a parquet file of a corpus ({reason}); run python -m data.corpus again") from None
@@ -57,7 +64,8 @@ def load_with_separator(path: Path) -> TextTokenizer:
 
 
 def encode_file(file: Path, skip: int, out: Path, tokenizer: str) -> Path:
-    """Encode the texts of a parquet file with the tokenizer in `out`: an npz with `ids`, and each text's `ends`."""
+    """Encode the texts of a parquet file with the tokenizer in `out`, to an npz with `ids` and each text's end,
+    `ends`."""
     encoded = list(_tokenizer(out / TOKENIZER, tokenizer).encode_many(read_texts([file], skip), workers=1))
     target = out / f"{ENCODED}{file.stem}.npz"
     with written_whole(target) as beside, open(beside, "wb") as handle:
@@ -71,11 +79,3 @@ def _tokenizer(path: Path, wanted: str) -> TextTokenizer:
     if tokenizer.hash() != wanted:
         raise UserError(f"{path}: is not the tokenizer of this run; look for another run that writes there")
     return tokenizer
-
-
-def rows_of(file: Path) -> int:
-    import duckdb
-
-    with duckdb.connect() as connection:
-        query = "SELECT num_rows FROM parquet_file_metadata($path)"
-        return int(connection.execute(query, {"path": escape_glob(file)}).fetchall()[0][0])

@@ -1,12 +1,12 @@
-"""Evaluation sets: the published files of benchmarks, found, checked and read.
+"""Evaluation sets: find, check and read the published files of benchmarks.
 
     sets = find_sets([Path("eval")])                    folders, zips in them, or files
     arc = read_set("arc_easy", sets)                    Set(name="arc_easy", items=(Choice(...), ...), sha256="...")
-    python -m data.evaluation eval                      what is there, how many items, which version
+    python -m data.evaluation eval                      list the sets, their items and versions
 
-Prompts are worded as in EleutherAI's lm-evaluation-harness, so that scores can be compared. A set is known by the
-SHA-256 of what is read from its files (questions, choices, answers, in their order): another version of a set has
-another one and is refused, whatever file it came in. docs/evaluation.md says where the files are published.
+Prompts are worded as in EleutherAI's lm-evaluation-harness, so that scores are comparable. A set is identified by the
+SHA-256 of its contents (questions, choices, answers, in order), whatever file they came in. Another version of a set
+is refused. docs/evaluation.md says where the files are published.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
 
 MOST_FILES = 10_000  # in the folders that are searched
-SHOTS, SHOT_SEED = 5, 1234  # solved problems before a question of GSM8K, drawn as lm-evaluation-harness draws them
+SHOTS, SHOT_SEED = 5, 1234  # few-shot examples of GSM8K, sampled as lm-evaluation-harness samples them
 Records = list[Any]
 
 
 @dataclass(frozen=True)
 class Found:
-    """A file, or a file in a zip. place: for messages. path: of the file, or of the zip."""
+    """A file, or a member of a zip. place: for messages. path: of the file, or of the zip."""
 
     place: str
     path: Path
@@ -43,12 +43,13 @@ class Found:
 
 
 class MissingSet(UserError):
-    """No file is there for a task."""
+    """There is no file for a task."""
 
 
 @dataclass(frozen=True)
 class Set:
-    """A task's items. sha256: of what the files hold; see the module's text. variant: what differs in that version."""
+    """A task's items. sha256: of their contents, see above. variant: how this version differs from the published
+    one."""
 
     name: str
     title: str
@@ -62,7 +63,7 @@ class Set:
 
 
 def find_sets(paths: Sequence[Path]) -> dict[str, Found]:
-    """Every file under `paths` by its path in lower case, with '/'; files in zips too, as if they were folders.
+    """Every file under `paths`, by its path in lower case with '/'. Zips count as folders.
 
     Raises UserError for a path that is missing, a zip that cannot be trusted, and for folders of too many files.
     """
@@ -74,7 +75,7 @@ def find_sets(paths: Sequence[Path]) -> dict[str, Found]:
         if len(found) + len(files) > MOST_FILES:
             raise UserError(f"{path}: more than {MOST_FILES:,} files; give the folder that holds the evaluation sets")
         for file in files:
-            # With the folder's own name, which may be the one that tells whose test.jsonl it is.
+            # With the folder's own name, which may tell whose test.jsonl it is.
             name = file.name if path.is_file() else f"{path.resolve().name}/{file.relative_to(path).as_posix()}"
             if file.suffix.lower() == ".zip":
                 for member in zip_members(file):
@@ -86,7 +87,7 @@ def find_sets(paths: Sequence[Path]) -> dict[str, Found]:
 
 
 def _pick(files: Mapping[str, Found], endings: Sequence[str]) -> Found | None:
-    """The file whose path ends in one of `endings`, the first of them that is found; whole parts of the path count."""
+    """The file whose path ends in one of `endings`, in their order; endings match whole components of the path."""
     for ending in endings:
         for name in sorted(files, key=lambda name: (name.count("/"), name)):
             if f"/{name}".endswith(f"/{ending}"):
@@ -144,7 +145,7 @@ _NUMBERED = re.compile(r"\s*Answer format:.*\Z", re.DOTALL)
 
 
 def _worded(instruction: str, start: str, label: str) -> tuple[str, list[str]]:
-    """The question and the choices of a record that is worded as an instruction: `start` question `label`1: ..."""
+    """The question and the choices of a record in the form of an instruction: `start` question `label`1: ..."""
     if not instruction.startswith(start):
         raise ValueError(f"an instruction that does not begin with {start!r}")
     question, *choices = re.split(rf"\s*{label}\d: ", _NUMBERED.sub("", instruction[len(start) :]))
@@ -167,7 +168,7 @@ def _winogrande(records: Records) -> Records:
 
 
 def _as_blank(sentence: str, options: Sequence[str], gold: int) -> Choice:
-    """The likelier beginning before the same end: Trinh and Le's partial scoring."""
+    """Partial scoring (Trinh and Le): compare the ending's likelihood after each option."""
     before, blank, after = sentence.partition("_")
     if not blank:
         raise ValueError("a sentence without a blank, _")
@@ -204,7 +205,7 @@ def pages_of(text: str) -> list[str]:
     return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)] if starts else [text]
 
 
-# WikiText's own tokenisation undone, in this order: (what is found, what is put there); plain text but for the last.
+# Undo WikiText's tokenisation, in this order: (text, replacement). Only those of _AROUND are patterns.
 _PLAIN = [
     ("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" : ", ": "), (" ; ", "; "), (" . ", ". "),
     (" ! ", "! "), (" ? ", "? "), (" , ", ", "),
@@ -218,7 +219,7 @@ _AFTER = [
 
 
 def detokenised(text: str) -> str:
-    """WikiText as people write it: the blanks around marks, brackets and quotes go."""
+    """WikiText as ordinary text, without blanks around punctuation, brackets and quotes."""
     for found, put in _PLAIN:
         text = text.replace(found, put)
     for opens, closes, left, right in _AROUND:
@@ -235,9 +236,9 @@ def passage(text: str, scored: str | None = None) -> Passage:
 
 @dataclass(frozen=True)
 class Task:
-    """files: for each file that is read, the paths it may have, from their ends; the first one found is taken.
-    read: what counts of their contents. items: made of that. known: the SHA-256 of versions that are known, and what
-    differs in them from the published set; without one, none is checked."""
+    """files: for each file to read, the endings that its path may have; the first one found is used. read: the relevant
+    contents of the files. items: made of these. known: the SHA-256 of known versions, and how they differ from the
+    published set; if empty, the version is not checked."""
 
     title: str
     files: tuple[tuple[str, ...], ...]
@@ -270,7 +271,7 @@ def _gsm8k(files: list[Found]) -> Records:
 
 
 def _problems(records: Records) -> list[Item]:
-    """Each with problems of the training set before it, drawn as lm-evaluation-harness draws them."""
+    """Each problem with examples of the training set, sampled as lm-evaluation-harness samples them."""
     test, train = records
     draw = random.Random(SHOT_SEED)
     shown = [tuple((q, a) for q, a in draw.sample(train, min(SHOTS, len(train)))) for _ in test]
@@ -287,69 +288,45 @@ def _as_pair(phenomenon: str, sentences: Sequence[str]) -> Choice:
 
 
 TASKS = {
-    "blimp": Task("BLiMP, 67 phenomena", (), _blimp, _each(_as_pair), {
-            "9b3ea786ca6db92b6863e22de1625eea9e9f55fefb9489507f357d0f712f3b1d": "",
-        }),
-    "arc_easy": Task(
-        "ARC-Easy, test", (("arc_easy-test.jsonl", "arc-easy-test.jsonl"),), _from_records(_science),
-        _each(_as_question), {
-            "1b319c18c866226c6ca484c04f85a5638a29243336400eb1b44ab6ecc70fba4e": "",
-        },
-    ),
+    "blimp": Task("BLiMP, 67 phenomena", (), _blimp, _each(_as_pair),
+                  {"9b3ea786ca6db92b6863e22de1625eea9e9f55fefb9489507f357d0f712f3b1d": ""}),
+    "arc_easy": Task("ARC-Easy, test", (("arc_easy-test.jsonl", "arc-easy-test.jsonl"),), _from_records(_science),
+                     _each(_as_question), {"1b319c18c866226c6ca484c04f85a5638a29243336400eb1b44ab6ecc70fba4e": ""}),
     "arc_challenge": Task(
         "ARC-Challenge, test", (("arc_challenge-test.jsonl", "arc-challenge-test.jsonl"),), _from_records(_science),
-        _each(_as_question), {
-            "a2a338a26c156563c32377cd212037a78140eeafa69adb7ca44cdefd91f59acf": "1,170 of 1,172 questions",
-        },
-    ),
+        _each(_as_question),
+        {"a2a338a26c156563c32377cd212037a78140eeafa69adb7ca44cdefd91f59acf": "1,170 of 1,172 questions"}),
     "piqa": Task(
         "PIQA, validation",
         (("piqa-valid.jsonl", "piqa/valid.jsonl"), ("piqa-valid-labels.lst", "piqa/valid-labels.lst")), _piqa,
-        _each(_as_question), {
-            "74df5afb97446a8e2c237364927f2198c73b6f13ef2c8c35e7cc634fd7e4dffe": "",
-        },
-    ),
-    "boolq": Task(
-        "BoolQ, validation", (("boolq/val.jsonl", "boolq/dev.jsonl"),), _from_records(_boolq), _each(_as_yes_or_no), {},
-    ),
+        _each(_as_question), {"74df5afb97446a8e2c237364927f2198c73b6f13ef2c8c35e7cc634fd7e4dffe": ""}),
+    "boolq": Task("BoolQ, validation", (("boolq/val.jsonl", "boolq/dev.jsonl"),), _from_records(_boolq),
+                  _each(_as_yes_or_no), {}),
     "boolq_closed": Task(
         "BoolQ, validation, without the passages", (("boolq-test.json",),), _from_records(_boolq),
-        _each(_as_yes_or_no), {
-            "5afa0e8f3aa2b5de1102a4691ecbe841a7e1b1ba57ec04cedebca82dc5f8ab20": "",
-        },
-    ),
+        _each(_as_yes_or_no), {"5afa0e8f3aa2b5de1102a4691ecbe841a7e1b1ba57ec04cedebca82dc5f8ab20": ""}),
     "winogrande": Task(
         "Winogrande, validation", (("winogrande_1.1/dev.jsonl", "winogrande/dev.jsonl", "winogrande-test.json"),),
-        _from_records(_winogrande), _each(_as_blank), {
-            "82d8d206a9485cfd4b13fa84598156933add1d444ddfad6a0b8427f569c8a65b": "",
-        },
-    ),
+        _from_records(_winogrande), _each(_as_blank),
+        {"82d8d206a9485cfd4b13fa84598156933add1d444ddfad6a0b8427f569c8a65b": ""}),
     "openbookqa": Task(
         "OpenBookQA, test", (("openbookqa/test.jsonl", "data/main/test.jsonl", "openbookqa-test.json"),),
-        _from_records(_openbookqa), _each(_as_statement), {
-            "51e09a522b1d3a9bce1b5bb0a4e32f8d1f6b2207807f0e654e5138a5ba225946": "",
-        },
-    ),
-    "lambada": Task(
-        "LAMBADA, test, as OpenAI published it", (("lambada_test.jsonl", "lambada/test.jsonl"),),
-        _from_records(lambda records: [[r["text"]] for r in records]), _each(_as_last_word), {},
-    ),
+        _from_records(_openbookqa), _each(_as_statement),
+        {"51e09a522b1d3a9bce1b5bb0a4e32f8d1f6b2207807f0e654e5138a5ba225946": ""}),
+    "lambada": Task("LAMBADA, test, as OpenAI published it", (("lambada_test.jsonl", "lambada/test.jsonl"),),
+                    _from_records(lambda records: [[r["text"]] for r in records]), _each(_as_last_word), {}),
     "gsm8k": Task(
         "GSM8K, test",
         (("gsm8k-test.jsonl", "gsm8k/test.jsonl", "grade_school_math/data/test.jsonl"),
-         ("gsm8k-train.jsonl", "gsm8k/train.jsonl", "grade_school_math/data/train.jsonl")), _gsm8k, _problems, {
-            "83cd3a9ac262d4027bd902d3fc5fde140f4dca0db615dde9f1c13869dae359ab": "",
-        },
-    ),
-    "wikitext": Task(
-        "WikiText-2, test", (("wiki.test.raw",),), _pages,
-        _each(lambda page: passage(page, detokenised(page))), {},
-    ),
+         ("gsm8k-train.jsonl", "gsm8k/train.jsonl", "grade_school_math/data/train.jsonl")), _gsm8k, _problems,
+        {"83cd3a9ac262d4027bd902d3fc5fde140f4dca0db615dde9f1c13869dae359ab": ""}),
+    "wikitext": Task("WikiText-2, test", (("wiki.test.raw",),), _pages,
+                     _each(lambda page: passage(page, detokenised(page))), {}),
 }  # fmt: skip
 
 
 TEXT_TASKS = {"text": "bits per byte of --data", "last_words": "last words of --data, in the manner of LAMBADA"}
-"""Tasks that are made from any text."""
+"""Tasks that can be made from any text."""
 FEWEST_WORDS, MOST_WORDS, LAST_WORDS = 40, 120, 500
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _LAST = re.compile(r"(.*\s)([a-z]{3,})[.!?]", re.DOTALL)
@@ -368,10 +345,10 @@ def text_set(name: str, documents: Sequence[str], seed: int) -> Set:
 
 
 def last_words(documents: Sequence[str], count: int, seed: int) -> list[Item]:
-    """Up to `count` passages that end, but for the full stop, with a word that stands in them before: as most of
-    LAMBADA's do, where the whole passage gives the word away and its last sentence does not.
+    """Up to `count` passages whose last word also occurs earlier in them. Most of LAMBADA's passages are of this kind:
+    the word can be guessed from the whole passage, but not from its last sentence.
 
-    A passage is as many sentences of a paragraph as make at least 40 words, and at most 120. They do not overlap.
+    A passage is a run of sentences of one paragraph with 40 to 120 words. Passages do not overlap.
     """
     found = []
     for paragraph in (part for text in documents for part in re.split(r"\n\s*\n", text)):
@@ -402,7 +379,7 @@ def _sentence_files(files: Mapping[str, Found]) -> list[Found]:
 
 
 def check_tasks(names: Sequence[str]) -> list[str]:
-    """The tasks of --tasks, which may be joined by commas; UserError for one that is unknown or given twice."""
+    """The tasks of --tasks, separated by blanks or commas; UserError for one that is unknown or given twice."""
     wanted = [name for joined in names for name in joined.split(",") if name]
     for name in wanted:
         if name not in (*TASKS, *TEXT_TASKS):
@@ -417,8 +394,8 @@ def check_tasks(names: Sequence[str]) -> list[str]:
 def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -> Set:
     """A task's set, from the files that `find_sets` found.
 
-    Raises UserError where a file is absent or not of its form, and, unless any_version, where the set is another
-    version than the published one.
+    Raises UserError if a file is missing or malformed, and, unless any_version, if the set is not the published
+    version.
     """
     task = TASKS[name]
     found = _sentence_files(files) if name == "blimp" else [_pick(files, ends) for ends in task.files]
@@ -431,24 +408,24 @@ def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -
     try:
         records = task.read(given)
         items = tuple(task.items(records))
+        digest = hashlib.sha256(json.dumps(records, ensure_ascii=False).encode()).hexdigest()
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         fault = shown(f"{type(error).__name__}: {error}", 120)
         raise UserError(f"{place}: not as {name} is published ({fault}); get the file again") from None
     if not items:
         raise UserError(f"{place}: holds no item of {name}; get the file again")
-    digest = hashlib.sha256(json.dumps(records, ensure_ascii=False).encode()).hexdigest()
     if task.known and digest not in task.known and not any_version:
         raise UserError(
             f"{place}: another version of {name} (SHA-256 {digest[:16]}, wanted "
             f"{' or '.join(known[:16] for known in task.known)}); get the published file, or give --any-version, "
-            "whose scores compare with no other's"
+            "whose scores are not comparable"
         )
     variant = task.known.get(digest, "another version" if task.known else "version not checked")
     return Set(name, task.title, items, digest, tuple(dict.fromkeys(file.path for file in given)), variant)
 
 
 def first_of_each(items: Sequence[Item], limit: int | None) -> list[Item]:
-    """The first `limit` items, of each part of the set where it has parts."""
+    """The first `limit` items, per part if the set has parts."""
     if limit is None:
         return list(items)
     taken: dict[str, int] = {}
@@ -462,7 +439,7 @@ def first_of_each(items: Sequence[Item], limit: int | None) -> list[Item]:
 
 
 def text_of(item: Item) -> str:
-    """What training text must not hold of an item; docs/evaluation.md, Decontamination."""
+    """The text of an item that must not occur in training text; docs/evaluation.md, Decontamination."""
     if isinstance(item, Choice):
         beginnings = list(dict.fromkeys(context for context, _ in item.pairs))
         return " ".join([*beginnings[:1], *(rest for _, rest in item.pairs)]) if len(beginnings) == 1 else " ".join(
@@ -476,8 +453,8 @@ def text_of(item: Item) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m data.evaluation", description="Say which evaluation sets are there, and which "
-                    "version of each.")  # fmt: skip
+    parser = Parser(prog="python -m data.evaluation", description="List the evaluation sets in some files, with "
+                    "their versions.")  # fmt: skip
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders, zips or files")
     args = parser.parse_args(arguments)
     files = find_sets(args.paths)

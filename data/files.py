@@ -1,4 +1,4 @@
-"""Local files: written completely or not at all, and archives that are read without being trusted.
+"""Local files: written completely or not at all; and zips from untrusted sources.
 
 with written_whole(Path("out.json")) as beside:      # out.json appears when the block ends without an error
     beside.write_text("...")
@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import lzma
+import os
 import re
 import zipfile
 import zlib
@@ -26,6 +27,7 @@ from tinyforge.errors import UserError
 MAX_BYTES = 64 << 20  # of a file that is read in one piece; the largest novels have 4 MB
 MAX_RATIO = 100  # unpacked to packed; text packs 3 to 5 times, a zip bomb 1000
 
+FULL = "the disk is full; free space and run again, complete files are kept"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -34,9 +36,9 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def write_fault(path: Path, error: OSError) -> UserError:
-    """One line for a write that the system refused: what is wrong with the disk, and what to do."""
+    """The error for a failed write: what is wrong, and what to do."""
     if error.errno in _FULL:
-        return UserError(f"{path}: the disk is full; free space and run again, complete files are kept")
+        return UserError(f"{path}: {FULL}")
     if error.errno in _DENIED:
         return UserError(f"{path}: not writable ({error.strerror}); choose another --out, or fix its permissions")
     return UserError(f"{path}: cannot be written ({error.strerror or error}); check --out")
@@ -81,6 +83,16 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def parse_bytes(text: str, flag: str) -> int:
+    """A number of bytes from "250000", "50MB", "1.5 GB" (powers of 1000) or "2GiB" (of 1024). UserError, naming `flag`,
+    for anything else."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text.strip().lower())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
+    if size < 1:
+        raise UserError(f"{flag} is {text!r}, wanted bytes such as 500MB or 2GB")
+    return size
+
+
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -96,17 +108,27 @@ def read_file(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
 
 
-def escape_glob(path: Path) -> str:
-    """A path for DuckDB, which expands `*`, `?` and `[`: a class of one character matches that character only."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in str(path))
-
-
 def files_in(folder: Path) -> Iterator[Path]:
     """The files under a folder in sorted order, without hidden files and folders."""
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.is_file() and not hidden:
             yield path
+
+
+def check_file(path: Path, size: int, sha256: str | None, manifest: str, remedy: str) -> None:
+    """UserError unless the file has the size and, if given, the SHA-256 that a manifest lists."""
+    if not os.path.isfile(path):  # False for a name that no system takes
+        raise UserError(f"{path}: is missing, but {manifest} lists it; {remedy}")
+    if (got := path.stat().st_size) != size:
+        raise UserError(f"{path}: {got:,} bytes, but {manifest} says {size:,}; {remedy}")
+    if sha256 is not None and tinyforge.files.sha256_of(path) != sha256:
+        raise UserError(f"{path}: its SHA-256 is not the one in {manifest}, so it was altered; {remedy}")
+
+
+def name_of(folder: Path) -> str:
+    """A folder's own name, also where it is given as "." or ".."."""
+    return os.path.basename(os.path.abspath(folder))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ COLUMNS = {
     "language_score": "DOUBLE", "bytes": "BIGINT", "words": "BIGINT", "letters": "BIGINT", "characters": "BIGINT",
     "text": "VARCHAR",
 }  # fmt: skip
-RESERVED = ("exact-duplicate", "near-duplicate", "contaminated", "evaluation-set")  # reasons that are not filters
+RESERVED = ("exact-duplicate", "near-duplicate", "contaminated", "evaluation-set")  # other reasons for dropping
 
 
 @dataclass(frozen=True)

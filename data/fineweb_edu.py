@@ -4,10 +4,10 @@
     python -m data.fineweb_edu --out web --bytes 50MB --min-score 4
     python -m data.fineweb_edu --out web --files sample/10BT/000_00000.parquet --rows 1000
 
-DuckDB reads the files over HTTP: the footer of each, and of the used columns only the row groups that the filters and
-the budget need, never a whole file. The budget is divided evenly among the files, because they cover different crawls;
-what one file cannot supply is left to the files after it. The slice of each published file is kept in DIR/raw, so a
-killed run continues after the last complete one.
+DuckDB reads the files over HTTP: their footers, and only the row groups and columns that the filters and the budget
+need. The budget is divided evenly among the files, because they cover different crawls; what one file cannot supply is
+left to the files after it. The slice of each published file is kept in DIR/raw, so a killed run resumes after the last
+complete one.
 
 FineWeb-Edu: Penedo et al., "The FineWeb Datasets: Decanting the Web for the Finest Text Data at Scale" (2024).
 """
@@ -24,10 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from data import parquet
 from data.download import CONNECTIONS, Downloader, FetchError, Patience
-from data.files import locked, make_folder, write_json, written_whole
+from data.files import locked, make_folder, parse_bytes, write_json, written_whole
 from data.hub import HOST, Published, file_url, list_files
-from data.source import Source, SourceWriter, copy_to_parquet, print_refused, read_source
+from data.parquet import copy_to_parquet, escape_glob, quoted
+from data.source import Source, SourceWriter, first_of, read_source, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of
 from tinyforge.terminal import one_line
@@ -39,13 +41,13 @@ COLUMNS = {"text": "VARCHAR", "id": "VARCHAR", "url": "VARCHAR", "language": "VA
            "language_score": "DOUBLE", "token_count": "BIGINT", "score": "DOUBLE"}  # fmt: skip
 DEFAULT_BYTES = 10**9
 REPEATED = "the same id as an earlier document"
-# HTTP statuses in DuckDB's errors that mean that the file cannot be had.
+# HTTP statuses in DuckDB's errors for a file that is not available.
 _MISSING = re.compile(r"\b(404|410|403|401)\b")
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which documents to take. Each field is compared with a column of the file before any text is fetched."""
+    """Which documents to take. Each field is compared with a column before any text is fetched."""
 
     language: str = "en"
     min_language_score: float = 0.65  # FineWeb's own bound
@@ -56,7 +58,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class _Slice:
-    """What was taken from one published file, and for which request: the record beside the slice's parquet file."""
+    """The slice of one published file and the request it was taken for: the record beside the slice's parquet file."""
 
     url: str
     bytes: int  # of the published file
@@ -77,7 +79,6 @@ def make_source(
     files: Sequence[str] | None = None,
     base_url: str = HOST,
     patience: Patience | None = None,
-    progress: bool = True,
 ) -> Source:
     """Take a slice of FineWeb-Edu into the source folder `out`.
 
@@ -94,9 +95,9 @@ def make_source(
     if bytes is None and rows is None:
         bytes = DEFAULT_BYTES
     raw = out / "raw"
-    with locked(out), _Reader(patience, raw / "spill") as reader, SourceWriter(out, "fineweb_edu", LICENCE) as writer:
+    with locked(out), SourceWriter(out, "fineweb_edu", LICENCE) as writer:
         if files is None:
-            published = list_files(Downloader(patience, progress), base_url, REPOSITORY, folder, raw)
+            published = list_files(Downloader(patience), base_url, REPOSITORY, folder, raw)
             published = [file for file in published if file.path.endswith(".parquet")]
             if not published:
                 raise UserError(f"{folder}: no parquet files in this folder of {REPOSITORY}; check --folder")
@@ -110,7 +111,7 @@ def make_source(
             wanted = asdict(filter) | {"unit": "bytes" if bytes is not None else "rows", "budget": share}
             path = raw / f"slice-{i:05d}.parquet"
             try:
-                taken = _recorded(path, file, wanted) or _take(path, file, wanted, earlier, reader)
+                taken = _recorded(path, file, wanted) or _take(path, file, wanted, earlier, patience)
             except _BadFile as fault:
                 writer.refuse(file.path, str(fault))
                 continue
@@ -121,46 +122,16 @@ def make_source(
                 writer.add_parquet(path, taken.documents, taken.text_bytes)
             earlier.append(path)
             left -= taken.text_bytes if bytes is not None else taken.documents
-            if progress:
-                line = f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text"
-                print(one_line(line), flush=True)
+            line = f"{file.path}: {taken.documents:,} documents, {taken.text_bytes:,} bytes of text"
+            print(one_line(line), flush=True)
         if not writer.documents:
-            first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
-            raise UserError(
-                f"no document in {len(published)} files passed{first}; widen the filters or the budget"
-            )
+            first = first_of(writer.refused)
+            raise UserError(f"no document in {len(published)} files passed{first}; widen the filters or the budget")
     return read_source(out)
 
 
 class _BadFile(Exception):
-    """A published file that cannot be used, now or later."""
-
-
-class _Reader:
-    """A connection that is opened when first needed, and opened again after an error, without its cache."""
-
-    def __init__(self, patience: Patience, spill: Path) -> None:
-        self.patience = patience
-        self._spill = spill
-        self._connection: Any = None
-
-    def connection(self) -> Any:
-        if self._connection is None:
-            self._connection = connect(self.patience)
-            spill = str(self._spill).replace("'", "''")
-            self._connection.execute(f"SET temp_directory = '{spill}'")  # default: the working directory
-        return self._connection
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    """A published file that cannot be used, and retrying would not help."""
 
 
 def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | None:
@@ -175,16 +146,15 @@ def _recorded(path: Path, file: Published, wanted: dict[str, Any]) -> _Slice | N
         return None
 
 
-def _take(path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path], reader: _Reader) -> _Slice:
-    """One slice, retried after a transient failure: DuckDB's own retries are over, and the file may have changed."""
+def _take(path: Path, file: Published, wanted: dict[str, Any], earlier: list[Path], patience: Patience) -> _Slice:
+    """One slice, retried after a transient failure with a new connection, since the file may have changed."""
     import duckdb
 
-    patience = reader.patience
     for attempt in range(1, patience.attempts + 1):
         try:
-            return _take_once(reader.connection(), path, file, wanted, earlier)
+            with connect(patience, path.with_name("spill")) as connection:
+                return _take_once(connection, path, file, wanted, earlier)
         except duckdb.Error as error:
-            reader.close()
             reason = " ".join(str(error).split())
             if isinstance(error, duckdb.HTTPException) and _MISSING.search(reason):
                 raise _BadFile(f"cannot be downloaded ({reason})") from None
@@ -208,7 +178,7 @@ def _take_once(connection: Any, path: Path, file: Published, wanted: dict[str, A
     )
     connection.execute("CREATE OR REPLACE TEMP TABLE earlier (id VARCHAR)")
     if earlier:
-        names = [str(name) for name in earlier]
+        names = [escape_glob(name) for name in earlier]
         connection.execute("INSERT INTO earlier SELECT id FROM read_parquet($names)", {"names": names})
     measure = "strlen(text)" if wanted["unit"] == "bytes" else "1"
     begin, have = 0, 0
@@ -270,18 +240,19 @@ def _check_columns(connection: Any, file: Published) -> int:
     return size
 
 
-def connect(patience: Patience) -> Any:
-    """A DuckDB connection that reads over HTTP. UserError if its httpfs extension cannot be loaded.
+def connect(patience: Patience, spill: Path) -> Any:
+    """A DuckDB connection that reads over HTTP and spills into the folder `spill`. UserError if its httpfs extension
+    cannot be loaded.
 
     The extension comes from the package duckdb-extension-httpfs if that is installed, so that it is available offline,
     else from DuckDB's own repository.
     """
     import duckdb
 
-    connection = duckdb.connect(config={"threads": CONNECTIONS})
+    connection = parquet.connect(threads=CONNECTIONS, temp_directory=str(spill))
     try:
         if (extension := _packaged_extension(duckdb.__version__)) is not None:
-            connection.execute(f"LOAD '{str(extension).replace(chr(39), 2 * chr(39))}'")
+            connection.execute(f"LOAD {quoted(extension)}")
         else:
             connection.execute("INSTALL httpfs")
             connection.execute("LOAD httpfs")
@@ -292,7 +263,6 @@ def connect(patience: Patience) -> Any:
             f"duckdb {duckdb.__version__}: its httpfs extension cannot be loaded ({reason}); "
             f"pip install duckdb-extension-httpfs=={duckdb.__version__}"
         ) from None
-    connection.execute("SET enable_progress_bar = false")
     connection.execute(f"SET http_timeout = {max(int(patience.timeout), 1)}")
     connection.execute(f"SET http_retry_wait_ms = {int(patience.backoff * 1000)}")
     return connection
@@ -304,14 +274,6 @@ def _packaged_extension(version: str) -> Path | None:
         return None
     path = Path(spec.origin).parent / "extensions" / f"v{version}" / "httpfs.duckdb_extension"
     return path if path.is_file() else None
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes from "250000", "50MB" or "1GB" (powers of ten)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if not match or (size := int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))) < 1:
-        raise UserError(f"--bytes {text}: not a number of bytes, wanted one like 50MB or 1GB")
-    return size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -340,18 +302,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--rows {args.rows}: wanted 1 or more")
     source = make_source(
         args.out,
-        bytes=parse_bytes(args.bytes) if args.bytes else None,
+        bytes=parse_bytes(args.bytes, "--bytes") if args.bytes else None,
         rows=args.rows,
         filter=Filter(args.language, args.min_language_score, args.min_score, args.min_tokens, args.max_tokens),
         folder=args.folder,
         files=args.files,
         base_url=args.base_url,
     )
-    print(
-        f"{source.documents:,} documents, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused"
-    )
-    print_refused(source.refused)
-    return 1 if any(refusal.reason != REPEATED for refusal in source.refused) else 0
+    return report(source, "documents", passing=REPEATED)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
     python -m data.gutenberg --out books                             # the classics listed in data/gutenberg.csv
     python -m data.gutenberg --out books --numbers 84 1342           # by number
-    python -m data.gutenberg --out books books.zip 84.txt more/      # files that you have; no download
+    python -m data.gutenberg --out books books.zip 84.txt more/      # from local files, without a download
     clean(Path("84.txt").read_bytes())  ->  Book(body="Frankenstein; ...", title="Frankenstein", ...)
 
 A published file is a header, a START marker, the book, an END marker and a licence of about 18 kB. The licence is the
 same in every file, so a model would memorise it. Only text that is certainly not part of the book is cut. A file in
-which that is uncertain (a marker is missing, or licence text remains between them) is refused with a reason, not half
-cleaned.
+which this is uncertain (a marker is missing, or licence text remains between them) is refused with a reason.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from data.download import Downloader, FetchError, Job, check_url
-from data.files import files_in, locked, read_file, zip_members
-from data.source import Document, Source, SourceWriter, print_refused, read_source, reason_of
+from data.files import files_in, locked, name_of, read_file, zip_members
+from data.source import Document, Source, SourceWriter, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.terminal import one_line
 
 LIST = Path(__file__).with_name("gutenberg.csv")
-# The mirrors are Project Gutenberg's own and meant for programs; the web site is meant for people and comes last.
+# The mirrors are Project Gutenberg's own, for programs; the web site is for people and comes last.
 MIRRORS = ("https://gutenberg.pglaf.org", "https://aleph.gutenberg.org", "https://www.gutenberg.org")
 LICENCE = "public domain in the USA; without Project Gutenberg's name and licence"
 
@@ -129,7 +128,7 @@ _MAX_OUTSIDE = 40_000  # before the START and after the END marker; the licence 
 
 
 def clean(raw: bytes) -> Book:
-    """Extract the book from the bytes of one plain-text file of Project Gutenberg, or say why that is impossible.
+    """Extract the book from the bytes of a plain-text file of Project Gutenberg, or say why that is impossible.
 
     The header and the licence are cut, and directly inside the markers the production credits and transcriber's
     notes. Title pages, contents, publishers' advertisements and footnotes belong to the book and stay.
@@ -198,7 +197,7 @@ def _decode(raw: bytes) -> tuple[str, str]:
 
 
 def _find_markers(text: str) -> tuple[int, int]:
-    """Where the book begins and ends. Two markers of a kind are refused: it may be two books in one file."""
+    """Where the book begins and ends. Two markers of a kind are refused: the file may hold two books."""
     ends = list(_END.finditer(text))
     if not ends:
         ends = list(_LAST_LINE.finditer(text))[-1:]
@@ -285,7 +284,7 @@ def _skip_front(body: str) -> tuple[int, list[str]]:
 
 
 def _find_leftover(body: str) -> str | None:
-    """Text that is certainly not part of a book. Two words are searched first, because that is ten times as fast."""
+    """Text that is certainly not part of a book. Searching two words first is ten times as fast."""
     lowered = body.lower()
     if "gutenberg" not in lowered and "small print" not in lowered:
         return None
@@ -349,14 +348,14 @@ def make_source(
     base_urls: Sequence[str] = MIRRORS,
     keep_copyrighted: bool = False,
     downloader: Downloader | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Source:
     """Clean books into the source folder `out`.
 
     inputs:    .txt files, folders of them and zip archives. If given, nothing is downloaded.
     numbers:   of the books to fetch into `out`/raw; None for those of data/gutenberg.csv.
     base_urls: hosts to fetch from, tried in turn for each book.
-    report:    called with the lines of a table, one per file.
+    say:       called with the lines of a table, one per file.
 
     A book that cannot be downloaded, read or cleaned is listed in `refused` of the result, with the reason; so is one
     that is under copyright according to its header, unless `keep_copyrighted`. Raises UserError if there is no book at
@@ -368,7 +367,7 @@ def make_source(
         else:
             numbers = listed_numbers() if numbers is None else list(dict.fromkeys(numbers))
             entries = _fetched(numbers, base_urls, out / "raw", downloader or Downloader(), writer)
-        report(f"{'number':>6}  {'title':<40}  {'before':>10}  {'after':>10}  what was cut, or why it was refused")
+        say(f"{'number':>6}  {'title':<40}  {'before':>10}  {'after':>10}  what was cut, or why it was refused")
         for entry in entries:
             try:
                 raw = entry.read()
@@ -383,7 +382,7 @@ def make_source(
                 assert book.body is not None
                 page = f"https://www.gutenberg.org/ebooks/{book.number}" if book.number is not None else ""
                 writer.add(Document(id=entry.name, text=book.body, title=book.title, url=page))
-            report(_row(entry, book, len(raw), reason))
+            say(_row(entry, book, len(raw), reason))
         if not writer.documents:
             raise UserError(_nothing(inputs, writer))
     return read_source(out)
@@ -445,7 +444,7 @@ def find_entries(path: Path, skip: Path | None = None) -> Iterator[Entry]:
     if path.is_dir():
         for file in files_in(path):
             if file.suffix.lower() == ".txt" and not (skip and skip.resolve() in file.resolve().parents):
-                place = f"{path.name}/{file.relative_to(path).as_posix()}"
+                place = f"{name_of(path)}/{file.relative_to(path).as_posix()}"
                 yield Entry(place, file.stem, partial(read_file, file))
     elif path.suffix.lower() == ".zip":
         for member in zip_members(path):
@@ -475,7 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m data.gutenberg", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean; none: download them"
+        "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean (default: download them)"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     parser.add_argument(
@@ -489,18 +488,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.inputs and (args.numbers or args.base_url):
         raise UserError(
-            f"{args.inputs[0]}: got files and --numbers or --base-url, wanted one or the other; nothing is downloaded "
-            "for files"
+            f"{args.inputs[0]}: got files and --numbers or --base-url, wanted one or the other; for files nothing is "
+            "downloaded"
         )
     if args.numbers and min(args.numbers) < 1:
         raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its URL")
     source = make_source(
         args.out, args.inputs, args.numbers, args.base_url or MIRRORS, args.keep_copyrighted,
-        report=lambda line: print(one_line(line), flush=True),
+        say=lambda line: print(one_line(line), flush=True),
     )  # fmt: skip
-    print(f"{source.documents:,} books, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused")
-    print_refused(source.refused)
-    return 1 if source.refused else 0
+    return report(source, "books")
 
 
 if __name__ == "__main__":

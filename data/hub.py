@@ -1,4 +1,4 @@
-"""Data sets on Hugging Face: which files there are, and their URLs.
+"""Data sets on Hugging Face: list their files, with URLs.
 
     files = list_files(downloader, "https://huggingface.co", "HuggingFaceFW/fineweb-edu", "sample/10BT", Path("raw"))
         ->  [Published(path="sample/10BT/000_00000.parquet", url="https://huggingface.co/datasets/...", bytes=..., ...)]
@@ -22,7 +22,7 @@ HOST = "https://huggingface.co"
 
 @dataclass(frozen=True)
 class Published:
-    """A published file. Size and SHA-256 are as published, None if only the name is known."""
+    """A published file, with its size and SHA-256; None if only the name is known."""
 
     path: str  # within the repository
     url: str

@@ -1,12 +1,11 @@
-"""Images and texts with a label each: what recipes/classify.py learns from.
+"""Labelled images and texts for recipes/classify.py.
 
     images   a folder of idx files (MNIST's format, gzipped or not: train-images-idx3-ubyte.gz, ...), a folder with a
-             folder of PNG files for each class, or a parquet file with the columns image and label
-    texts    .parquet, .jsonl (or .jsonl.gz) or .csv with the columns text and label, and text2 where two texts are
-             compared
+             folder of PNG files per class, or a parquet file with the columns image and label
+    texts    .parquet, .jsonl (or .jsonl.gz) or .csv with the columns text and label, and text2 for pairs of texts
 
-A label is a class's number from 0, or its name. Everything is checked before anything is learned: one line says which
-file, what is wrong, and what was wanted.
+A label is the number of a class, from 0, or its name. All data are checked before training: an error is one line with
+the file, what is wrong, and what was wanted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from data.files import MAX_RATIO, escape_glob, read_file
+from data.files import MAX_RATIO, read_file
+from data.parquet import connect, escape_glob
 from data.world import instructions
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, shown
@@ -33,15 +33,15 @@ from tinyforge.rng import Stream
 
 IDX_PAIRS = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv")
-FEW_CLASSES = 100  # so many may be numbered however few examples there are; above, not more than examples
-MOST_UNPACKED = 1 << 30  # bytes of a gzipped file; the largest of idx, EMNIST's, has half of it
+FEW_CLASSES = 100  # up to this many classes need not each have an example; more must not exceed the examples
+MOST_UNPACKED = 1 << 30  # bytes of a gzipped file; the largest idx file, EMNIST's, has half as many
 Text = tuple[str, str]
-"""A text and the one it is compared with, often ""."""
+"""A text and a second one to compare it with, often ""."""
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """inputs: images, (N, K, H, W) uint8, or a list of texts; labels: (N,) int32; names: of the classes."""
+    """inputs: images, (N, K, H, W) uint8, or a list of texts. labels: (N,) int32. names: of the classes."""
 
     inputs: Any
     labels: np.ndarray
@@ -56,7 +56,7 @@ class Labelled:
 
 
 def hold_out(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
-    """Training and test parts; a tenth, drawn at random, is the test."""
+    """Training and test sets: a random tenth is the test set."""
     order = Stream(seed, "hold out").permutation(len(data))
     cut = max(1, len(data) // 10)
     if len(data) < 2:
@@ -68,7 +68,7 @@ def hold_out(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
 
 
 def numbered(raw: Sequence[Any], names: Sequence[str], place: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels as class numbers, and the classes' names: those given, else what the labels say."""
+    """Labels as class numbers, and the names of the classes: `names` if given, else from the labels."""
     known = tuple(names)
     if all(isinstance(label, int | np.integer) and not isinstance(label, bool) for label in raw):
         count = len(known) or min(max((0, *raw)) + 1, max(len(raw), FEW_CLASSES))
@@ -92,7 +92,7 @@ def numbered(raw: Sequence[Any], names: Sequence[str], place: str) -> tuple[np.n
 
 
 def read_images(path: Path, names: Sequence[str] = (), split: str = "train") -> Labelled:
-    """The images at `path`; of a folder of idx files those of `split`. Raises UserError for what is faulty."""
+    """The images at `path`; in a folder of idx files those of `split`. Raises UserError for invalid data."""
     if path.suffix == ".parquet":
         rows = list(read_columns(path, ("image", "label")))
         pictures = [_decoded(image, f"{path}, row {i}") for i, (image, _) in enumerate(rows)]
@@ -123,10 +123,10 @@ def _read_idx(path: Path) -> np.ndarray:
     raw = _unzipped(path)
     axes = raw[3] if len(raw) > 4 and raw[:3] == b"\0\0\x08" else 0
     if axes not in (1, 3) or len(raw) < 4 + 4 * axes:
-        raise UserError(f"{path} is no idx file of bytes: it begins with {raw[:4].hex()}; get it again")
+        raise UserError(f"{path} is not an idx file of bytes: it begins with {raw[:4].hex()}; get it again")
     shape = struct.unpack(f">{axes}I", raw[4 : 4 + 4 * axes])
     if len(raw) != 4 + 4 * axes + math.prod(shape):
-        raise UserError(f"{path} has {len(raw)} bytes, its header says {shape}; it is cut off, get it again")
+        raise UserError(f"{path} has {len(raw)} bytes, its header says {shape}; it is truncated, get it again")
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
@@ -148,7 +148,7 @@ def _unzipped(path: Path) -> bytes:
 def _read_folders(path: Path, names: Sequence[str]) -> Labelled:
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
-        raise UserError(f"{path}: wanted idx files (train-images-idx3-ubyte.gz, ...), or a folder of PNGs a class")
+        raise UserError(f"{path}: wanted idx files (train-images-idx3-ubyte.gz, ...), or a folder of PNGs per class")
     files, raw = [], []
     for folder in folders:
         found = sorted(p for p in folder.iterdir() if p.suffix.lower() == ".png")
@@ -194,7 +194,7 @@ def _stacked(images: Sequence[np.ndarray], places: Sequence[str], path: Path) ->
 
 
 def read_texts(path: Path, names: Sequence[str] = ()) -> Labelled:
-    """The texts at `path`. Raises UserError for what is faulty."""
+    """The texts at `path`. Raises UserError for invalid data."""
     if path.suffix == ".parquet":
         rows: list[Any] = list(read_columns(path, ("text", "label"), ("text2",)))
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
@@ -236,12 +236,12 @@ def _csv_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) -> list[tuple[Any, ...]]:
-    """Rows of a parquet file, these columns; those of `also` None where there are none."""
+    """The rows of a parquet file: the columns `wanted`, then those of `also`, None if they are missing."""
     import duckdb
 
-    source = str(escape_glob(path))
+    source = escape_glob(path)
     try:
-        with duckdb.connect() as connection:
+        with connect() as connection:
             described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [source]).fetchall()
             found = [row[0] for row in described]
             if missing := [name for name in wanted if name not in found]:
@@ -260,11 +260,11 @@ def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) ->
 
 
 def answers(split: str, count: int, seed: int) -> Labelled:
-    """Questions of the built-in world with an answer, which is right (1) or another question's (0).
+    """Questions of the built-in world, each with its own answer (1) or that of another question (0).
 
     No single word tells the two apart, so a bag of words learns next to nothing: the texts must be compared. Nearly all
-    wrong answers are of another kind than the question. Answers of the same kind alone teach a small model nothing in
-    thousands of steps: it would have to solve the question before it is right more often than by chance.
+    wrong answers are of another kind than the question. From wrong answers of the same kind only, a small model learns
+    nothing in thousands of steps: it would have to solve the question to do better than chance.
     """
     found = list(instructions(split, count, seed))
     stream = Stream(seed, f"answers/{split}")

@@ -1,11 +1,11 @@
-r"""Documents from local files: plain text, JSON lines, parquet, folders and zips of them.
+r"""Documents from local files: plain text, JSON lines, parquet, and folders and zips of these.
 
     python -m data.local --out mine notes/ web.jsonl pages.parquet books.zip     # a source folder
     read_documents(["book.txt", "notes/", "web.parquet"])  ->  list[str], one entry per document
 
 A text file is one document, and so is each line of a .jsonl, each item of a .json and each row of a parquet file. The
-only cleaning is what every reader needs: the byte-order mark is removed, and each line ends in "\n". The command skips
-files and records that it cannot read, and reports them; `read_documents`, which recipes use, stops at the first error.
+only cleaning removes the byte-order mark and ends each line with "\n". The command skips and reports files and records
+that it cannot read; `read_documents`, which recipes use, stops at the first error.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import argparse
 import codecs
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data.files import MAX_BYTES, escape_glob, files_in, locked, read_file, write_fault, zip_members
-from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source, reason_of
+from data.files import MAX_BYTES, files_in, locked, name_of, read_file, write_fault, zip_members
+from data.parquet import connect, escape_glob
+from data.source import Document, Refusal, Source, SourceWriter, first_of, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import json_value, sha256_of
+from tinyforge.files import json_value
 
 PARQUET_COLUMN = "text"
 RECORDS = (".parquet", ".jsonl", ".ndjson", ".json")  # files of several documents
@@ -89,7 +89,16 @@ def _read_path(path: Path, encoding: str) -> list[str]:
         if not documents:
             raise UserError(f"{path}: is empty, wanted text; give another file")
         return documents
-    documents = [document for file in files_in(path) for document in _read_file(file, encoding)]
+    if (path / "corpus.json").is_file():
+        raise UserError(f"{path} is a corpus; make token shards of it and give those: python -m data.shards --corpus "
+                        f"{path} --out shards")  # fmt: skip
+    if (path / "source.json").is_file():
+        raise UserError(f"{path} is a source; make a corpus of it, python -m data.corpus {path} --out corpus, and of "
+                        "that token shards: python -m data.shards")  # fmt: skip
+    try:
+        documents = [document for file in files_in(path) for document in _read_file(file, encoding)]
+    except UserError as fault:
+        raise UserError(f"{fault}; or let python -m data.local skip what it cannot read") from None
     if not documents:
         raise UserError(f"{path}: no documents in this folder, wanted text or parquet files; name another")
     return documents
@@ -126,8 +135,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
     source = "read_parquet($path, hive_partitioning = false, binary_as_string = true, file_row_number = true)"
     values = {"path": escape_glob(path)}
     try:
-        with duckdb.connect() as connection:
-            connection.execute("SET enable_progress_bar = false")
+        with connect() as connection:
             described = connection.execute(f"DESCRIBE SELECT * FROM {source}", values).fetchall()
             kinds = {name: kind for name, kind, *_ in described if name != "file_row_number"}
             if kinds.get(column) != "VARCHAR":
@@ -170,7 +178,6 @@ def make_source(
     licence: str = "not stated",
     column: str = PARQUET_COLUMN,
     encoding: str = "utf-8",
-    progress: bool = False,
 ) -> Source:
     """Turn local files into the source folder `out`.
 
@@ -189,30 +196,28 @@ def make_source(
     for path in inputs:
         if not path.exists():
             raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}")
+        if path.resolve() == out.resolve():
+            raise UserError(f"--out {out} is an input too; choose another folder")
     from tqdm import tqdm
 
     with locked(out), SourceWriter(out, name, licence) as writer:
-        bar = tqdm(_each_file(inputs, out, writer), unit=" files", disable=not progress, leave=False)
-        for place, path in bar:
+        for place, path in tqdm(_each_file(inputs, out, writer), unit=" files", disable=None, leave=False):
             try:
                 for item in _documents(path, place, column, encoding):
-                    if isinstance(item, Refusal):
-                        writer.refuse(item.record, item.reason)
-                    elif not item.text.strip():
-                        writer.refuse(item.id, "is empty")
-                    else:
-                        writer.add(item)
+                    if isinstance(item, Document) and not item.text.strip():
+                        item = Refusal(item.id, "is empty")
+                    writer.add(item)
             except BadRecord as fault:
                 writer.refuse(place, str(fault))
-            writer.add_input(place, path.stat().st_size, sha256_of(path))
+            writer.add_file(place, path)
         if not writer.documents:
-            first = f"; {writer.refused[0].record}: {writer.refused[0].reason}" if writer.refused else ""
-            raise UserError(f"{inputs[0]}: no documents there, wanted text, .jsonl, .parquet or .zip files{first}")
+            wanted = "text, .jsonl, .parquet or .zip files"
+            raise UserError(f"{inputs[0]}: no documents there, wanted {wanted}{first_of(writer.refused)}")
     return read_source(out)
 
 
 def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
-    """Every file under the inputs and in archives: its name, and its path while the caller reads it."""
+    """Every file under the inputs, members of archives too: its name, and a path that is valid until the next one."""
     places: set[str] = set()
     for path in inputs:
         files = (
@@ -220,8 +225,9 @@ def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Itera
             if path.is_dir()
             else [path]
         )
+        folder = name_of(path)
         for file in files:
-            place = path.name if file == path else f"{path.name}/{file.relative_to(path).as_posix()}"
+            place = path.name if file == path else f"{folder}/{file.relative_to(path).as_posix()}"
             if place in places:
                 writer.refuse(place, "another input has this name; rename one, or use a separate --out")
             elif not os.access(file, os.R_OK):
@@ -234,7 +240,8 @@ def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Itera
 
 
 def _unpacked(archive: Path, place: str, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
-    """The members of an archive, one at a time, in a file that we name; the archive's names are never used as paths."""
+    """The members of an archive, one at a time, in a file with a name of ours: its own names are never used as
+    paths."""
     try:
         members = zip_members(archive)
     except UserError as fault:
@@ -301,7 +308,7 @@ def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
         return Refusal(record, f"got {type(value).__name__}, wanted an object with '{column}'")
     if not isinstance(value.get(column), str):
         got = f"'{column}' of type {type(value[column]).__name__}" if column in value else f"the keys {list(value)}"
-        return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; rename it, or name another with --column")
+        return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; rename it, or use data.local --column")
     title, url, score = (value.get(name) for name in OPTIONAL)
     return Document(
         id=record, text=_normalise(value[column]), title=title if isinstance(title, str) else "",
@@ -324,14 +331,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
     args = parser.parse_args(arguments)
-    source = make_source(
-        args.out, args.inputs, args.name, args.licence, args.column, args.encoding, sys.stderr.isatty()
-    )
-    print(
-        f"{source.documents:,} documents, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused"
-    )
-    print_refused(source.refused)
-    return 1 if source.refused else 0
+    source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
+    return report(source, "documents")
 
 
 if __name__ == "__main__":

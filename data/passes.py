@@ -1,11 +1,10 @@
-"""The passes over the texts that make a corpus: each reads some rows of one parquet file, in a worker process.
+"""The passes over the texts of a corpus. Each task reads some rows of one parquet file, in a worker process.
 
     spans = find_spans("web", paths, connection)                    # rows of a parquet file, about 16 MB of text each
     run_tasks("read", read_texts, tasks, folder, workers=2, ...)    # results in order, kept until the end
 
-A pass never holds more in memory than a few documents and one vector of DuckDB's reader: 2048 rows, or a row group if
-that is smaller. Its result is a file, written completely or not at all, so a killed run continues with the remaining
-tasks.
+A task holds only a few documents in memory, and one vector of DuckDB's reader: 2048 rows, or a row group if that is
+smaller. Its result is a file, written completely or not at all, so a killed run continues with the remaining tasks.
 """
 
 from __future__ import annotations
@@ -23,15 +22,18 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data import parquet
 from data.dedup import WordHash, Words, permutations
-from data.files import escape_glob, write_json, written_whole
+from data.files import FULL, write_json, written_whole
 from data.filters import COLUMNS, Filter, reason_query
+from data.parquet import OPTIONS, escape_glob, quoted, scan
+from data.source import COLUMNS as SOURCE_COLUMNS
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, sha256_of
 
@@ -68,34 +70,25 @@ class Parts:
 def connect(memory: int, folder: Path, path: Path | None = None, threads: int = 1) -> duckdb.DuckDBPyConnection:
     """DuckDB within `memory` bytes, spilling to its own folder in `folder`; deterministic with one thread.
 
-    path: of a catalogue, which is made if it is not there. Until DuckDB has written its first pages it would refuse the
-    file that a kill has left: so a new one is made beside and renamed.
+    path: of a catalogue, created if missing. DuckDB refuses the file of a run that was killed before the first pages
+    were written, so a new catalogue is created under another name and renamed.
     """
-    import duckdb
-
     if path and not path.exists():
         with written_whole(path) as beside:
             beside.unlink(missing_ok=True)
-            duckdb.connect(str(beside)).close()
-    # A shared one would be overwritten, by another process or by one of another machine.
+            parquet.connect(str(beside)).close()
+    # A shared folder would be overwritten by other processes, here or on another machine.
     spill = folder / f"spill-{socket.gethostname()}-{os.getpid()}-{next(_connections)}"
     config: dict[str, Any] = {"threads": threads, "memory_limit": f"{memory}B", "temp_directory": str(spill)}
-    connection = duckdb.connect(str(path or ":memory:"), config=config)
-    # Joins keep the order in which they are written: the small table on the right is held in memory.
-    connection.execute("SET enable_progress_bar = false")
+    connection = parquet.connect(str(path or ":memory:"), **config)
+    # Joins are executed as written, so that the small table, on the right, is the one held in memory.
     connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
     return connection
 
 
-def scan(path: Path) -> str:
-    """SQL: a parquet file with the number of each row."""
-    name = escape_glob(path).replace("'", "''")
-    return f"read_parquet('{name}', file_row_number = true, hive_partitioning = false)"
-
-
 @contextmanager
 def duckdb_faults(what: str) -> Iterator[None]:
-    """Turn those of DuckDB's errors that the user can fix into a UserError about `what`."""
+    """Turn DuckDB's errors that the user can fix into a UserError about `what`."""
     import duckdb
 
     try:
@@ -103,12 +96,12 @@ def duckdb_faults(what: str) -> Iterator[None]:
     except duckdb.Error as error:
         reason = " ".join(str(error).split())
         if "No space left" in reason:
-            raise UserError(f"{what}: the disk is full; free space and run again, complete files are kept") from None
+            raise UserError(f"{what}: {FULL}") from None
         if isinstance(error, duckdb.OutOfMemoryException):
             raise UserError(f"{what}: {reason[:200]}; raise --memory-limit, or free disk space for spilling") from None
         if re.search(r"invalid string encoding|utf-?8|unicode", reason, re.IGNORECASE):
             raise UserError(f"{what}: has text that is not UTF-8 ({reason[:120]}); make the source again") from None
-        # What has no class of its own is from the readers of damaged files.
+        # Errors without a class of their own come from reading damaged files.
         of_files = duckdb.IOException | duckdb.ConversionException | duckdb.InvalidInputException
         if isinstance(error, of_files) or type(error) is duckdb.Error:
             raise UserError(f"{what}: {reason[:200]}; fix that and run again, complete files are kept") from None
@@ -119,22 +112,20 @@ def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyCo
     """Spans of whole row groups, in order; UserError for a parquet file without the columns of a source."""
     import duckdb
 
-    wanted = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
     spans = []
     for path in paths:
         try:
             columns = connection.execute(f"DESCRIBE SELECT * EXCLUDE file_row_number FROM {scan(path)}").fetchall()
-            name = str(path).replace("'", "''")
             groups = connection.execute(
-                f"SELECT row_group_num_rows, total_uncompressed_size FROM parquet_metadata('{name}') "
-                "WHERE path_in_schema = 'text' ORDER BY row_group_id"
+                "SELECT row_group_num_rows, total_uncompressed_size FROM "
+                f"parquet_metadata({quoted(escape_glob(path))}) WHERE path_in_schema = 'text' ORDER BY row_group_id"
             ).fetchall()
         except duckdb.Error as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{path}: not a readable parquet file ({reason}); make the source again") from None
         found = {column: kind for column, kind, *_ in columns}
-        if any(found.get(column) != kind for column, kind in wanted.items()):
-            got, want = (", ".join(f"{c} {k}" for c, k in table.items()) for table in (found, wanted))
+        if any(found.get(column) != kind for column, kind in SOURCE_COLUMNS.items()):
+            got, want = (", ".join(f"{c} {k}" for c, k in table.items()) for table in (found, SOURCE_COLUMNS))
             raise UserError(f"{path}: got columns {got}; wanted {want}; make the source again")
         first = row = size = 0
         for index, (rows, group_bytes) in enumerate(groups):
@@ -150,7 +141,7 @@ def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyCo
 
 @dataclass(frozen=True)
 class Pass:
-    """The arguments of every pass: where to write, and DuckDB's memory in bytes."""
+    """The arguments of every task: where to write, and the memory of DuckDB in bytes."""
 
     target: Path  # without its suffix
     memory: int
@@ -216,7 +207,7 @@ def read_texts(job: Pass, span: Span, max_bytes: int, shingle_words: int, functi
         for name, pairs in (("hash", hashes), ("text_hash", text_hashes)):
             both = np.array(pairs, np.uint64).reshape(-1, 2)
             arrays[f"{name}_high"], arrays[f"{name}_low"] = both[:, 0].copy(), both[:, 1].copy()
-        # Numbers are passed to DuckDB as arrays; strings would go one by one.
+        # Hashes are passed to DuckDB as arrays of numbers; strings would be converted one by one.
         shown = [f"format('{{:016x}}{{:016x}}', {n}_high, {n}_low) AS {n}" for n in ("hash", "text_hash")]
         numbers = "* EXCLUDE (hash_high, hash_low, text_hash_high, text_hash_low)"
         _write(connection, arrays, f"{numbers}, {', '.join(shown)}", job.target)
@@ -229,9 +220,9 @@ def cut(text: str, max_bytes: int) -> list[tuple[int, int, int]]:
     """Cut a text into parts of at most `max_bytes`: (start, length, bytes), the first two in characters.
 
     A shorter text is one part. A cut is at the end of a paragraph in the second half of the allowed length: of the
-    candidates, the one whose next 64 bytes have the smallest CRC-32. So the place depends on the words around it: in
-    another edition, with a longer preface, the cuts are soon the same and the parts are found as duplicates. Without a
-    paragraph the cut is after the last line, else after the last blank. The parts together are the text.
+    candidates, the one whose next 64 bytes have the smallest CRC-32. So a cut depends only on the words around it: in
+    another edition, with a longer preface, the cuts soon coincide and the parts are found as duplicates. Without a
+    paragraph the cut is after the last line, else after the last blank. The concatenated parts are the text.
     """
     raw = text.encode()
     if len(raw) <= max_bytes:
@@ -263,9 +254,9 @@ def _find_cut(raw: bytes, low: int, high: int) -> int:
 def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[str, Any]:
     """Which filter drops which document: `target.parquet` with number, reason.
 
-    The texts go back to DuckDB in small batches: it works on 2048 rows at once, which can be hundreds of megabytes of
-    books, times the copies that the filters make. A batch goes back as one string, with a separator that occurs in none
-    of the texts, because DuckDB takes a list from Python slowly, value by value.
+    The texts are passed back to DuckDB in small batches: it processes 2048 rows at once, which can be hundreds of
+    megabytes of books, times the copies that the filters make. A batch is passed as one string, with a separator that
+    occurs in no text, because DuckDB converts lists from Python slowly, value by value.
     """
     import duckdb
 
@@ -295,7 +286,7 @@ def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[s
                 raise UserError(f"{name}: {reason[:200]}, in {parts.span.path}; fix its SQL") from None
         with written_whole(job.target.with_suffix(".parquet")) as beside:
             dropped = "SELECT * FROM found WHERE reason IS NOT NULL"
-            connection.execute(f"COPY ({dropped}) TO '{_quoted(beside)}' (FORMAT parquet)")
+            connection.execute(f"COPY ({dropped}) TO {quoted(beside)} (FORMAT parquet)")
     return {}
 
 
@@ -348,7 +339,7 @@ def find_overlaps(job: Pass, parts: Parts, n: int, grams: Path) -> dict[str, Any
 
 @lru_cache(maxsize=1)
 def _membership(grams: Path, count: int) -> tuple[np.ndarray, np.uint64]:
-    """A table of the first bits of the known grams: nearly all unknown grams then need no search."""
+    """A table over the first bits of the known grams, which saves searching for nearly all unknown ones."""
     bits = min((32 * count).bit_length(), 26)
     shift = np.uint64(64 - bits)
     table = np.zeros(1 << bits, bool)
@@ -383,9 +374,7 @@ def write_split(job: Pass, pieces: Sequence[Parts], path: Path) -> dict[str, Any
             for index, piece in enumerate(pieces)
         ]
         query = f"SELECT id, text FROM ({' UNION ALL '.join(selects)}) ORDER BY number"
-        connection.execute(
-            f"COPY ({query}) TO '{_quoted(beside)}' (FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 4096)"
-        )
+        connection.execute(f"COPY ({query}) TO {quoted(beside)} {OPTIONS}")
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
@@ -425,11 +414,7 @@ def _batches(
 def _write(connection: duckdb.DuckDBPyConnection, columns: dict[str, np.ndarray], select: str, target: Path) -> None:
     connection.register("columns", columns)
     with written_whole(target.with_suffix(".parquet")) as beside:
-        connection.execute(f"COPY (SELECT {select} FROM columns) TO '{_quoted(beside)}' (FORMAT parquet)")
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "''")
+        connection.execute(f"COPY (SELECT {select} FROM columns) TO {quoted(beside)} (FORMAT parquet)")
 
 
 # --- running them ----------------------------------------------------------------------------------------------------
@@ -443,13 +428,13 @@ def run_tasks(
     workers: int,
     memory: int,
     progress: Callable[[int], None],
-    nodes: Nodes | None = None,
+    nodes: Nodes | None,
 ) -> list[dict[str, Any]]:
     """`function(Pass(folder/stage-00000, ...), *task)` for each task; their results in order.
 
-    A result is kept in `folder/stage-00000.json`, and a task that has one is not run again. workers: processes; with 1
-    the tasks run in this process. nodes: the machines on which they run instead. progress is called with the index of a
-    finished task. Raises what a task raises.
+    Results are kept in `folder/stage-00000.json`, ...; a task that has one is not run again. workers: processes; with 1
+    the tasks run in this process. nodes: machines to run on instead. progress is called with the index of each finished
+    task. Raises what a task raises.
     """
     results: dict[int, dict[str, Any]] = {}
 
@@ -469,41 +454,30 @@ def run_tasks(
             else:
                 finish(index, done)
 
-    running: dict[Future[dict[str, Any]], int] = {}
-    if nodes:
-        for index, task in missing():
-            running[nodes.submit(_run, function, Pass(target(index), memory), task)] = index
-            while len(running) > nodes.workers:
-                _collect(running, nodes.wait(running), nodes.result, finish)
-        while running:
-            _collect(running, nodes.wait(running), nodes.result, finish)
-        return [results[index] for index in sorted(results)]
-    if workers == 1:
+    if workers == 1 and not nodes:
         for index, task in missing():
             finish(index, _run(function, Pass(target(index), memory), task))
         return [results[index] for index in sorted(results)]
-    first = partial(wait, return_when=FIRST_COMPLETED)
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+    running: dict[Future[dict[str, Any]], int] = {}
+    pool = nodes or ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_follow_parent)
+
+    def collect(most: int) -> None:
+        """Wait until no more than `most` tasks are running."""
+        while len(running) > most:
+            done = nodes.wait(running) if nodes else wait(running, return_when=FIRST_COMPLETED).done
+            for future in done:
+                finish(running.pop(future), nodes.result(future) if nodes else future.result())
+
     try:
         for index, task in missing():
             running[pool.submit(_run, function, Pass(target(index), memory), task)] = index
-            if len(running) > workers:  # one task waits for the first free worker
-                _collect(running, first(running).done, Future.result, finish)
-        while running:
-            _collect(running, first(running).done, Future.result, finish)
+            collect(nodes.workers if nodes else workers)  # one more is queued for the first free worker
+        collect(0)
     except BrokenProcessPool:
         raise UserError(f"{stage}: a worker was killed; run again to continue, with fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
     return [results[index] for index in sorted(results)]
-
-
-def _collect(
-    running: dict[Future[dict[str, Any]], int], done: Iterable[Future[dict[str, Any]]],
-    result: Callable[[Future[dict[str, Any]]], dict[str, Any]], finish: Callable[[int, dict[str, Any]], None],
-) -> None:  # fmt: skip
-    for future in done:
-        finish(running.pop(future), result(future))
 
 
 def _run(function: Callable[..., dict[str, Any]], job: Pass, task: tuple[Any, ...]) -> dict[str, Any]:
@@ -513,7 +487,7 @@ def _run(function: Callable[..., dict[str, Any]], job: Pass, task: tuple[Any, ..
 
 
 def _follow_parent() -> None:
-    """A worker leaves Ctrl-C to its parent, and exits when the parent is gone, even if it was killed."""
+    """In a worker: leave Ctrl-C to the parent, and exit when the parent has ended, even if it was killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 

@@ -1,7 +1,7 @@
-"""Preference pairs: a prompt, a reply that is preferred, and one that is not. What recipes/dpo.py learns from.
+"""Preference pairs for recipes/dpo.py: a prompt, a preferred reply and a rejected one.
 
     pairs = read_pairs(["pairs.json"])               objects with instruction, input, chosen and rejected
-    pairs = world_pairs("train", 6000, seed=0)       of the built-in world: the right answer, and one nearly right
+    pairs = world_pairs("train", 6000, seed=0)       of the built-in world: the right answer and a near miss
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MISSING = f"it has no '{{name}}'; a preference pair has {', '.join(FIELDS)}; add
 
 @dataclass(frozen=True)
 class Pair:
-    """Two replies to one instruction; `input` may be empty. cut: the rejected reply did not end, so that no end of it
-    is learned either."""
+    """Two replies to one instruction; `input` may be empty. cut: the rejected reply was truncated, so its end gets no
+    loss either."""
 
     instruction: str
     input: str
@@ -34,7 +34,7 @@ class Pair:
 
 
 def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pair]:
-    """The pairs of JSON or JSON-lines files, in the order given; of other fields, `cut` alone is looked at.
+    """The pairs of JSON or JSON-lines files, in the order given. Other fields than `cut` are ignored.
 
     Raises UserError, naming the file, the record (counted from 0) and its line, for malformed JSON and for a record
     that lacks a field or has one that is not a string.
@@ -50,8 +50,8 @@ def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pai
 
 
 def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Pair], list[Pair]]:
-    """Pairs to learn from, and the last fifth of each file to evaluate on: an accuracy needs many. Raises UserError, as
-    read_pairs does, and where no file has two pairs."""
+    """Training pairs, and the last fifth of each file to evaluate on: an accuracy needs many. Raises UserError, as
+    read_pairs does, and if no file has two pairs."""
     training, by_file = hold_out([read_pairs([path], encoding) for path in paths], 5)
     held_out = [pair for pairs in by_file for pair in pairs]
     if not training:
@@ -60,8 +60,8 @@ def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[li
 
 
 def encode_pairs(pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, what: str) -> list[Encoded]:
-    """Pairs as ids. Left out, and counted in one line: a chosen reply that equals the rejected one, which prefers
-    nothing; an empty reply; and replies that do not fit seq_len, since a cut one is another reply."""
+    """Pairs as ids. Prints how many are left out: pairs whose replies are equal, which express no preference; empty
+    replies; and replies that exceed seq_len, since a truncated reply is a different one."""
     found: list[Encoded] = []
     equal = empty = long = 0
     for pair in pairs:
@@ -88,6 +88,6 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, 
 
 
 def world_pairs(split: str, count: int, seed: int) -> list[Pair]:
-    """Pairs about the built-in world; the rejected answer is one that a hasty reader would give (`wrong_answer`)."""
+    """Pairs about the built-in world; the rejected answer is that of a hasty reader (`wrong_answer`)."""
     return [Pair(e.instruction, e.input, e.output, wrong_answer(e, split, seed, number))
             for number, e in enumerate(instructions(split, count, seed))]  # fmt: skip

@@ -1,9 +1,9 @@
-"""Published scores of small models, to stand beside one's own. A figure that no page of its makers states is not here.
+"""Published scores of small models, for comparison. Only figures that the authors themselves have published.
 
 Pythia-160M: the Pythia repository of EleutherAI, evals/pythia-v1/pythia-160m/zero-shot/160m_step143000.json, by an
 earlier lm-evaluation-harness, zero-shot, over the whole sets. GPT-2 124M: Radford et al., "Language Models are
 Unsupervised Multitask Learners" (2019), table 3, by their own procedure: LAMBADA's accuracy with a filter of stop
-words, which lm-evaluation-harness has not, and WikiText-2's perplexity with detokenisers of theirs.
+words, which lm-evaluation-harness does not use, and WikiText-2's perplexity with their own detokenisers.
 """
 
 from __future__ import annotations

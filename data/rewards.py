@@ -1,4 +1,4 @@
-"""Questions whose answers a program can check, and what a reply to one is worth: what recipes/grpo.py learns from.
+"""Questions with verifiable answers, and the rewards of replies to them, for recipes/grpo.py.
 
     python -m data.rewards --out sums                                  # easy sums for recipes/sft.py --data
     questions = open_questions("harder-sums", files=(), encoding="utf-8")
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from data.alpaca import Record, evenly, hold_out, origin_of, read_records, write_instructions
+from data.alpaca import Record, evenly, hold_out, origins_of, read_records, write_instructions
 from data.files import locked
 from data.world import Instruction, harder_sums, sum_rewards
 from tinyforge.errors import Parser, UserError, run_command
@@ -24,10 +24,10 @@ from tinyforge.train.batches import fingerprint
 
 TASKS = ("harder-sums", "one-step")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-ONE_STEP, LARGEST = 4_000, 100  # problems to learn from, and the largest number in them
-EASY, EASY_LARGEST = 8_000, 50  # of those that fine-tuning may show, solved: any up to this, and single steps
-BRIEF = 2 / 3  # share of these that has the answer alone, and not how it is found
-HELD_OUT = 200  # questions that the exact match is taken on, at most
+ONE_STEP, LARGEST = 4_000, 100  # training problems, and the largest number in them
+EASY, EASY_LARGEST = 8_000, 50  # solved problems for fine-tuning: any up to this number, and single steps above
+BRIEF = 2 / 3  # share of these that give the answer without the steps
+HELD_OUT = 200  # questions for exact match, at most
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Questions:
     rewards: Callable[[Instruction, str], dict[str, float]]
 
     def fingerprint(self) -> str:
-        """SHA-256 of the questions to learn from: a resumed run must ask the same."""
+        """SHA-256 of the training questions: a resumed run must ask the same."""
         text = "\0".join(str(asdict(question)) for question in self.training)
         return fingerprint(np.frombuffer(text.encode(), np.uint8))
 
@@ -51,8 +51,8 @@ class Questions:
 
 
 def open_questions(task: str, files: Sequence[str], encoding: str) -> Questions:
-    """The questions of a built-in task, or those of Alpaca records whose output ends in a number, which is the right
-    answer. Raises UserError."""
+    """The questions of a built-in task, or of Alpaca records whose output ends with a number, the right answer. Raises
+    UserError."""
     if files:
         return _of_records(files, encoding)
     if task == "harder-sums":
@@ -63,14 +63,14 @@ def open_questions(task: str, files: Sequence[str], encoding: str) -> Questions:
 
 
 def number_in(text: str) -> float | None:
-    """The last number in a text, as GSM8K's answers are taken; None where there is none."""
+    """The last number in a text, which is how GSM8K's answers are extracted; None if there is none."""
     found = NUMBER.findall(text)
     return float(found[-1].replace(",", "")) if found else None
 
 
 def last_number(question: Instruction, reply: str) -> dict[str, float]:
-    """correct: the reply's last number is that of the right answer. format: it is one short sentence that ends with a
-    number, or with one and a full stop."""
+    """correct: the reply's last number is the right answer. format: the reply is one short sentence that ends with a
+    number, with or without a full stop."""
     number = None if reply.endswith("...") else number_in(reply)
     form = re.fullmatch(r"[^\n]{0,120}?\d\.?", reply.strip()) is not None
     return {"correct": float(number is not None and number == number_in(question.output)), "format": float(form)}
@@ -88,10 +88,9 @@ def _of_records(files: Sequence[str], encoding: str) -> Questions:
             "reply is checked by its last number"
         )
     held_out = [question for part in by_file for question in part]
-    source, licence = ("; ".join(sorted(set(part))) for part in zip(*(origin_of(Path(f)) for f in files), strict=True))
     print(f"{', '.join(files)}: {count - usable} records without a number in their output left out")
-    # Evenly, so that every file is in them.
-    return Questions(source, licence, training, evenly(held_out, HELD_OUT), last_number)
+    # Evenly spaced, so that every file is represented.
+    return Questions(*origins_of(files, ("", "")), training, evenly(held_out, HELD_OUT), last_number)
 
 
 # --- sums for a model that has read the world ------------------------------------------------------------------------
@@ -114,7 +113,7 @@ def parts_of(number: int) -> list[int]:
 
 
 def worked(start: int, change: int) -> str:
-    """A sum, the tens first: "38 + 50 = 88, 88 + 7 = 95"; below ten at once."""
+    """The steps of a sum, tens first: "38 + 50 = 88, 88 + 7 = 95"; a single step below ten."""
     said, sign = [], 1 if change > 0 else -1
     for part in parts_of(abs(change)):
         said.append(f"{start} {'+' if sign > 0 else '-'} {part} = {start + sign * part}")
@@ -124,10 +123,10 @@ def worked(start: int, change: int) -> str:
 
 def one_step_sums(split: str, count: int, easy: bool = False) -> list[Instruction]:
     """Problems of one addition or subtraction with no number above LARGEST, the kind of GSM8K's single steps. A quarter
-    of all pairs of numbers belong to "val" alone. easy: those with no number above EASY_LARGEST, and those that are
-    solved in one step. So every number and every step is there, and two steps with large numbers are not."""
+    of all pairs of numbers belong to "val" only. easy: problems with no number above EASY_LARGEST, and those that are
+    solved in one step. So every number and every step occurs, but not two steps with large numbers."""
     found: list[Instruction] = []
-    for u in Stream(0, f"one-step/{split}").uniform((32 * count, 6)).tolist():  # more than are needed
+    for u in Stream(0, f"one-step/{split}").uniform((32 * count, 6)).tolist():  # more than enough
         if len(found) == count:
             break
         a, b = 1 + int(u[0] * (LARGEST - 1)), 1 + int(u[1] * (LARGEST - 1))
@@ -145,8 +144,9 @@ def one_step_sums(split: str, count: int, easy: bool = False) -> list[Instructio
 
 
 def solved_sums(count: int, brief: float = BRIEF) -> list[Record]:
-    """Easy sums to fine-tune on. A share of them, `brief`, is answered at once and the rest is worked out, whatever the
-    sum: both ways are known then, and which of them is right more often is for GRPO to find."""
+    """Easy sums to fine-tune on. A share of them, `brief`, give the answer alone, the others the steps as well,
+    independently of the sum. The model then knows both ways, and GRPO can reinforce the one that is right more
+    often."""
     sums = one_step_sums("train", count, easy=True)
     at_once = (Stream(0, "one-step/brief").uniform((count,)) < brief).tolist()
     return [Record(e.instruction, e.input, e.output.rpartition(" ")[2] if short else e.output)
@@ -158,12 +158,12 @@ def solved_sums(count: int, brief: float = BRIEF) -> list[Record]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     p = Parser(prog="python -m data.rewards", description="Easy one-step sums with their solutions, for recipes/sft.py "
-               "--data: what recipes/grpo.py --task one-step then goes on from. None has a pair of numbers that is "
-               "held out there.")  # fmt: skip
+               "--data; recipes/grpo.py --task one-step continues from there. No pair of numbers that it holds out "
+               "occurs.")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     p.add_argument("--count", type=int, default=EASY, help="problems (default: %(default)s)")
-    p.add_argument("--brief", type=float, default=BRIEF, metavar="SHARE", help="share of those that are answered at "
-                   "once, and not worked out (default: %(default).2f)")  # fmt: skip
+    p.add_argument("--brief", type=float, default=BRIEF, metavar="SHARE", help="share of problems whose answer is "
+                   "given without the steps (default: %(default).2f)")  # fmt: skip
     args = p.parse_args(arguments)
     if args.count < 1 or not 0 <= args.brief <= 1:
         raise UserError(f"got --count {args.count} and --brief {args.brief}, wanted 1 or more, and a share from 0 to 1")

@@ -1,19 +1,18 @@
-"""A corpus folder as token shards: the last step before pretraining.
+"""Tokenise a corpus folder into token shards: the last step before pretraining.
 
     python -m data.shards --corpus corpus --out shards                       trains a tokenizer of 4096 ids
     python -m data.shards --corpus corpus --out shards --tokenizer FILE      or uses an existing one
     python -m data.shards --corpus corpus --out shards --ray 10.0.0.1:6379   encodes on the machines of a Ray cluster
     python recipes/pretrain.py --data shards
 
-Every document of corpus/train and corpus/val becomes its ids and <|endoftext|>, in the order of the corpus. A run that
-was stopped, even by kill -9, continues with the same command: complete shards are kept, and the result has the same
-bytes as that of a run that was not stopped. docs/shards.md describes the format.
+Every document of corpus/train and corpus/val becomes its ids and <|endoftext|>, in the order of the corpus. The same
+command resumes a run that was stopped, even by kill -9: complete shards are kept, and the result has the same bytes as
+that of an uninterrupted run. docs/shards.md describes the format.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -30,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from data.cluster import Nodes, check_address, open_nodes
-from data.encode import ENCODED, encode_file, load_with_separator, read_texts, rows_of
-from data.files import locked
+from data.encode import ENCODED, encode_file, load_with_separator, read_texts, unread
+from data.files import check_file, locked
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import LOCK, parse_json, read_json, sha256_of
@@ -65,7 +64,7 @@ SCAN = 1 << 24  # ids processed at a time
 
 
 Encode = Callable[[Sequence[Path], int], Iterator[npt.NDArray[Any]]]
-"""Files and how many of their texts to leave out, to the ids of each text in order."""
+"""(files, texts to skip) -> the ids of each text, in order."""
 
 
 # --- the corpus -------------------------------------------------------------------------------------------------------
@@ -92,7 +91,7 @@ class Corpus:
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """Reads corpus.json and checks the parquet files that it lists against their size and SHA-256.
+    """Read corpus.json, and check the size and SHA-256 of the parquet files that it lists.
 
     Raises UserError for an incomplete folder, another format, and a file that is missing, altered or outside.
     """
@@ -120,13 +119,7 @@ def read_corpus(folder: Path) -> Corpus:
         raise UserError(f"{path}: not as data.corpus writes it ({type(error).__name__}: {error}); {remedy}") from None
 
     def check(file: Path) -> None:
-        size, sha256 = listed[file.relative_to(folder).as_posix()]
-        if not os.path.isfile(file):  # False for a name that no system takes
-            raise UserError(f"{file}: is listed in {CORPUS} but missing; {remedy}")
-        if file.stat().st_size != size:
-            raise UserError(f"{file}: got {file.stat().st_size:,} bytes, {CORPUS} says {size:,}; {remedy}")
-        if (got := sha256_of(file)) != sha256:
-            raise UserError(f"{file}: got SHA-256 {got[:12]}..., {CORPUS} says {sha256[:12]}...; {remedy}")
+        check_file(file, *listed[file.relative_to(folder).as_posix()], CORPUS, remedy)
 
     files = [file for source in sources for split in SPLITS for file in source.files[split]]
     with ThreadPoolExecutor(cores()) as pool:
@@ -140,7 +133,7 @@ def _corpus_source(folder: Path, entry: dict[str, Any], listed: dict[str, tuple[
     name = str(entry["name"])
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
         raise ValueError(f"source name {name!r} wants letters, digits, '_', '.' and '-'")
-    # The number is part of the pattern, so that the files of "web-new" do not match "web".
+    # The pattern includes the number, so that "web" does not match the files of "web-new".
     files = {s: sorted(f for f in listed if re.fullmatch(rf"{s}/{re.escape(name)}-\d+\.parquet", f)) for s in SPLITS}
     return CorpusSource(
         name, str(entry["licence"]), {s: [folder / file for file in files[s]] for s in SPLITS},
@@ -153,7 +146,7 @@ def _corpus_source(folder: Path, entry: dict[str, Any], listed: dict[str, tuple[
 
 
 class Made(NamedTuple):
-    """The shards, and the bytes of text that this run encoded and the seconds that it took."""
+    """The shards, the bytes of text that this run encoded, and its seconds."""
 
     shards: Shards
     bytes: int
@@ -228,7 +221,7 @@ def make_shards(
 
 
 def _begin(out: Path, settings: dict[str, Any]) -> None:
-    """Removes half-written files of a killed run; refuses a folder with other contents."""
+    """Remove half-written files of a killed run; refuse a folder with other contents."""
     if (out / UNFINISHED).exists():
         _check_settings(out / UNFINISHED, settings)
     elif any(path.name != LOCK and not path.name.startswith(".partial-") for path in out.iterdir()):
@@ -268,7 +261,7 @@ def _train(
 def _encode(
     source: CorpusSource, split: str, out: Path, tokenizer: TextTokenizer, shard_tokens: int, encode: Encode, bar: Any
 ) -> tuple[Part, int]:  # fmt: skip
-    """One split of one source, files of an earlier run included; and the bytes of text that were left to encode."""
+    """Encode one split of one source, resuming an earlier run; returns it and the bytes of text that were encoded."""
     end = np.array([tokenizer.specials[separator_of(tokenizer)]], np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}"))
     kept, complete = _kept_shards(out, source.name, split, tokenizer, shard_tokens)
     documents, size, begun = _count([out / file.file for file in kept], tokenizer)
@@ -277,7 +270,7 @@ def _encode(
     writer = ShardWriter(out, source.name, split, tokenizer, shard_tokens, kept)
     if not complete:
         for ids in encode(source.files[split], documents):
-            # The document at the boundary: its first ids, and their bytes, are in the files that were kept.
+            # The first ids of the document at the boundary are already in the files that were kept.
             ids = np.concatenate([ids, end])[begun:]
             writer.append(ids)
             length = int(tokenizer.byte_lengths[ids].sum())
@@ -301,13 +294,8 @@ def _encode_here(
 def _encode_on(
     nodes: Nodes, out: Path, tokenizer: str, files: Sequence[Path], skip: int
 ) -> Iterator[npt.NDArray[Any]]:
-    """The ids of each document, in order; each file is encoded by a task, which leaves them in a file of its own."""
-    tasks = []
-    for file in files:
-        rows = rows_of(file)
-        if skip < rows:
-            tasks.append((file.absolute(), skip, out, tokenizer))
-        skip = max(0, skip - rows)
+    """The ids of each document, in order. Each file is encoded by one task, which writes them to a file of its own."""
+    tasks = [(file.absolute(), begun, out, tokenizer) for file, begun in unread(files, skip)]
     for made in nodes.map_in_order(encode_file, tasks):
         with np.load(made, mmap_mode=None, allow_pickle=False) as arrays:
             ids, ends = arrays["ids"], arrays["ends"]
@@ -318,7 +306,8 @@ def _encode_on(
 def _kept_shards(
     out: Path, source: str, split: str, tokenizer: TextTokenizer, shard_tokens: int
 ) -> tuple[list[ShardFile], bool]:
-    """The complete shards of an earlier run, and whether they are all: the last one is shorter than the others."""
+    """The complete shards of an earlier run, and whether there are no more: the last shard is shorter than the
+    others."""
     kept: list[ShardFile] = []
     complete = False
     while not complete and (path := out / shard_name(source, split, len(kept))).exists():
@@ -339,7 +328,7 @@ def _kept_shards(
 
 
 def _count(paths: Sequence[Path], tokenizer: TextTokenizer) -> tuple[int, int, int]:
-    """The contents of complete shards: documents that end in them, bytes of text, ids of the unfinished document."""
+    """Of complete shards: documents that end in them, bytes of text, ids of the unfinished document."""
     ids = TokenSequence(paths)
     end = tokenizer.specials[separator_of(tokenizer)]
     documents = size = after = 0
@@ -376,15 +365,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
     parser.add_argument("--vocab-size", type=int, metavar="N",
                         help=f"ids of the tokenizer to train (default: {VOCAB_SIZE})")  # fmt: skip
-    parser.add_argument("--at-most", action="store_true", help="fewer ids where the text is too small for so many")
+    parser.add_argument("--at-most", action="store_true", help="accept fewer ids if there is too little text")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use instead of training one")
     parser.add_argument("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N",
-                        help="most text to train the tokenizer on (default: %(default)s)")  # fmt: skip
+                        help="bytes of text to train the tokenizer on, at most (default: %(default)s)")  # fmt: skip
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N",
                         help="ids per file (default: %(default)s)")  # fmt: skip
     parser.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
     parser.add_argument("--ray", metavar="ADDRESS",
-                        help="HOST:PORT of a Ray cluster that encodes; local for one of this machine")  # fmt: skip
+                        help="encode on the Ray cluster at HOST:PORT; local starts Ray on this machine")  # fmt: skip
     args = parser.parse_args(argv)
     for name in ("sample_bytes", "shard_tokens", "workers"):
         value = getattr(args, name)

@@ -22,7 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.files import make_folder, write_fault, write_json
+from data.files import check_file, make_folder, write_fault, write_json
+from data.parquet import connect, copy_to_parquet, escape_glob, quoted
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, replace, sha256_of, shown, sync
 from tinyforge.terminal import one_line
@@ -30,10 +31,9 @@ from tinyforge.terminal import one_line
 FORMAT = "tinyforge-source"
 VERSION = 1
 MANIFEST = "source.json"
+SHOWN = 20  # refused records that a command prints
 FILE_BYTES = 64 << 20  # of text in one parquet file, which is held in memory until it is written
-ROW_GROUP = 4096  # documents
 COLUMNS = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
-PARQUET_OPTIONS = f"(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE {ROW_GROUP})"
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,20 @@ class Document:
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file that documents came from: its URL or name, its size, its SHA-256 (None if it was not read as a whole)."""
+    """A file that documents came from: URL or name, size, and SHA-256 (None if only parts of it were read)."""
 
     url: str
     bytes: int
     sha256: str | None
 
+    @classmethod
+    def of(cls, url: str, path: Path) -> InputFile:
+        return cls(url, path.stat().st_size, sha256_of(path))
+
 
 @dataclass(frozen=True)
 class Refusal:
-    """A record that is not among the documents, and why."""
+    """A record that was left out, and why."""
 
     record: str
     reason: str
@@ -66,7 +70,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Source:
-    """What `source.json` says about a complete source folder."""
+    """The contents of `source.json` of a complete source folder."""
 
     folder: Path
     name: str
@@ -80,7 +84,7 @@ class Source:
 
 
 def _writable(text: str) -> str:
-    """A file's name can hold bytes that are no UTF-8, which Python keeps as halves of surrogate pairs."""
+    """A file name may contain bytes that are not UTF-8, which Python represents as lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -104,8 +108,11 @@ class SourceWriter:
         self._parts: list[tuple[Path, int, str]] = []  # not yet renamed: path, bytes, sha256
         make_folder(folder)
 
-    def add(self, document: Document) -> None:
-        """Add a document. One that is not valid UTF-8 (half of a surrogate pair) is refused and counted."""
+    def add(self, document: Document | Refusal) -> None:
+        """Add a document, or count a refusal. One that is not valid UTF-8 (half of a surrogate pair) is refused."""
+        if isinstance(document, Refusal):
+            self.refuse(document.record, document.reason)
+            return
         try:
             size = len(document.text.encode())
             f"{document.id}{document.title}{document.url}".encode()
@@ -134,6 +141,10 @@ class SourceWriter:
     def add_input(self, url: str, size: int, sha256: str | None) -> None:
         """Record a file that documents came from, in the order of use."""
         self._files.append(InputFile(_writable(url), size, sha256))
+
+    def add_file(self, url: str, path: Path) -> None:
+        """As `add_input`, for a file that is on this machine."""
+        self._files.append(InputFile.of(_writable(url), path))
 
     def refuse(self, record: str, reason: str) -> None:
         """Count a record that is left out."""
@@ -206,10 +217,8 @@ def write_manifest(
 def write_documents(path: Path, rows: Sequence[Document]) -> None:
     """Write documents to one parquet file. UserError if the disk is full or `path` is not writable.
 
-    They go through a file of JSON lines: DuckDB reads that at 200 MB/s, and Python's strings at 5.
+    They go through a file of JSON lines, which DuckDB reads at 200 MB/s; strings from Python at 5 MB/s.
     """
-    import duckdb
-
     lines = path.with_suffix(".jsonl")
     longest = 1 << 20
     try:
@@ -221,35 +230,13 @@ def write_documents(path: Path, rows: Sequence[Document]) -> None:
                     file.write(f"{line}\n")
         except OSError as error:
             raise write_fault(path, error) from None
-        name = str(lines).replace("'", "''")
         kinds = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
-        source = (
-            f"read_json('{name}', format = 'newline_delimited', columns = {{{kinds}}}, maximum_object_size = {longest})"
-        )
-        with duckdb.connect(config={"threads": 1}) as connection:
-            connection.execute("SET enable_progress_bar = false")
-            copy_to_parquet(connection, f"SELECT * FROM {source}", path)
+        how = f"format = 'newline_delimited', columns = {{{kinds}}}, maximum_object_size = {longest}"
+        with connect(threads=1) as connection:
+            copy_to_parquet(connection, f"SELECT * FROM read_json({quoted(escape_glob(lines))}, {how})", path)
     finally:
         with suppress(OSError):
             lines.unlink(missing_ok=True)
-
-
-def copy_to_parquet(connection: Any, query: str, path: Path) -> None:
-    """COPY the rows of `query` to `path`; DuckDB's error for a full disk becomes a UserError."""
-    import duckdb
-
-    target = str(path).replace("'", "''")
-    try:
-        connection.execute(f"COPY ({query}) TO '{target}' {PARQUET_OPTIONS}")
-    except duckdb.IOException as error:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        if "No space left" in str(error):
-            raise UserError(f"{path}: the disk is full; free space and run again, complete files are kept") from None
-        if str(path) in str(error) or path.name in str(error):
-            reason = " ".join(str(error).split())
-            raise UserError(f"{path}: cannot be written ({reason}); check --out") from None
-        raise
 
 
 def read_source(folder: Path, verify: bool = False) -> Source:
@@ -287,10 +274,11 @@ def read_source(folder: Path, verify: bool = False) -> Source:
             _check_types(entry, {"file": str, "bytes": int, "sha256": str})
             if entry["file"] != os.path.basename(entry["file"]):
                 raise TypeError(f"the file {entry['file']!r} is in another folder")
-            _check_file(folder / entry["file"], entry["bytes"], entry["sha256"] if verify else None)
+            digest = entry["sha256"] if verify else None
+            check_file(folder / entry["file"], entry["bytes"], digest, MANIFEST, "make the source again")
         inputs = [entry["sha256"] for entry in found.get("files", ()) if entry.get("sha256")]
         if not all(isinstance(digest, str) for digest in inputs):
-            raise TypeError("a SHA-256 in files is no text")
+            raise TypeError("a SHA-256 in files is not a string")
         return Source(
             folder=folder, name=found["name"], licence=found["licence"], documents=found["documents"],
             bytes=found["bytes"], parquet=tuple(folder / entry["file"] for entry in found["parquet"]),
@@ -307,23 +295,27 @@ def _check_types(entry: Any, wanted: dict[str, type]) -> None:
             raise TypeError(f"{name} is {shown(entry[name])}")
 
 
-def _check_file(path: Path, size: int, sha256: str | None) -> None:
-    if not os.path.isfile(path):  # False for a name that no system takes
-        raise UserError(f"{path}: is missing, but source.json lists it; make the source again")
-    if path.stat().st_size != size:
-        raise UserError(f"{path}: {path.stat().st_size:,} bytes, but source.json says {size:,}; make the source again")
-    if sha256 is not None and sha256_of(path) != sha256:
-        raise UserError(f"{path}: its SHA-256 is not the one in source.json, so it was altered; make the source again")
-
-
 def reason_of(fault: UserError) -> str:
     """The error without the path it begins with: source.json contains no path of this machine."""
     return str(fault).partition(": ")[2] or str(fault)
 
 
-def print_refused(refused: Sequence[Refusal], most: int = 20) -> None:
-    """Print up to `most` of the records that were left out; source.json lists all of them."""
-    for refusal in refused[:most]:
+def first_of(refused: Sequence[Refusal]) -> str:
+    """The end of an error's line: the first record that was left out, and why."""
+    return f"; {refused[0].record}: {refused[0].reason}" if refused else ""
+
+
+def print_refused(refused: Sequence[Refusal]) -> None:
+    """Print some of the records that were left out; source.json lists all of them."""
+    for refusal in refused[:SHOWN]:
         print(one_line(f"refused: {refusal.record}: {refusal.reason}"))
-    if len(refused) > most:
-        print(f"refused: {len(refused) - most:,} more; source.json lists them all")
+    if len(refused) > SHOWN:
+        print(f"refused: {len(refused) - SHOWN:,} more; source.json lists them all")
+
+
+def report(source: Source, documents: str, passing: str = "") -> int:
+    """Print what a source holds; the exit status, 1 if a record was left out for any reason but `passing`."""
+    print(f"{source.documents:,} {documents}, {source.bytes:,} bytes of text in {source.folder}; "
+          f"{len(source.refused)} refused")  # fmt: skip
+    print_refused(source.refused)
+    return int(any(refusal.reason != passing for refusal in source.refused))

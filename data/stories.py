@@ -1,18 +1,18 @@
-"""Stories retold under other names, and instructions made from them: what `storyteller` learns from, beside plain text.
+"""Stories retold with other names, and instructions made from them: training data of `storyteller`, besides plain text.
 
     python -m data.stories retell corpus --out sources/retold                     other names in every story
     python -m data.stories instruct corpus --out stories                         stories/alpaca.json, for recipes/sft.py
-    python -m data.stories instruct corpus --out stories --others dolly.json      and questions that it cannot answer
+    python -m data.stories instruct corpus --out stories --others dolly.json      and questions it should decline
 
-Both read the training part of a corpus that data.corpus has made of TinyStories; its held-out part is never opened.
+Both read the training split of a corpus that data.corpus has made of TinyStories; its val split is never opened.
 
-Retold: each known name of a story becomes another of its kind, everywhere in the story, drawn as often as the corpus
-has it. What a story says stays; that this Tim finds the ball does not. A model that must expect any name learns to look
+Retold: each known name of a story is replaced throughout by another of its kind, sampled by frequency in the corpus.
+The events stay the same, but not that it is Tim who finds the ball. A model that must expect any name learns to look
 it up.
 
 Instructions: tell a story about somebody; continue one; describe its hero; answer a question about it; greet; say who
-it is. Questions are asked about what simple patterns find in a story, and only where the answer is unambiguous, and
-about small stories that are written for the question. Some ask for what a story does not say.
+you are. Questions are about facts that simple patterns find in a story, only if the answer is unambiguous, and about
+small stories that are generated with their questions. Some ask for what a story does not say.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ from data.files import locked
 from data.shards import read_corpus, read_texts
 from data.source import Document, InputFile, Source, SourceWriter, read_source
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
 
-STORIES = "tinystories"  # the source of a corpus that is read
+STORIES = "tinystories"  # the source that is read
 LICENCE = "CDLA-Sharing-1.0"
 
-# Names that are no other word at the beginning of a sentence: Rose, Joy, Mark and Sunny are left out.
+# Names that are not also ordinary words: Rose, Joy, Mark and Sunny are left out.
 NAMES = {
     "girl": tuple(
         "Lily Sue Mia Lucy Amy Anna Sara Sally Jane Sarah Lila Molly Jill Mary Emma Bella Mimi Luna Ann Lisa Jenny "
@@ -73,18 +72,18 @@ HERS = {"girl", "woman", "lady", "princess", "queen", "fairy", "hen", "cow"}
 
 
 def names_in(story: str) -> list[str]:
-    """The known names in a story, in the order in which they come."""
+    """The known names in a story, in order of appearance."""
     return list(dict.fromkeys(_NAME.findall(story)))
 
 
 def keeps_name(story: str, name: str) -> bool:
-    """Whether the hero's name is the story's most frequent one, and stands in its last half."""
+    """Whether the hero's name is the story's most frequent one, and occurs in its second half."""
     counts = Counter(found for other in {*names_in(story), name} for found in re.findall(rf"\b{other}\b", story))
     return bool(counts) and counts[name] == max(counts.values()) and name in story[len(story) // 2 :]
 
 
 def rename(story: str, others: dict[str, str]) -> str:
-    """The story with its names exchanged, all at once: A may become B while B becomes A."""
+    """The story with its names replaced simultaneously: A may become B while B becomes A."""
     return _NAME.sub(lambda found: others.get(found[0], found[0]), story)
 
 
@@ -95,7 +94,7 @@ ENDINGS = "a o y ie in on er us el is ert a".split()
 
 
 def invented_name(rng: random.Random) -> str:
-    """A name that a reply can only have from the story: of syllables, or one name's beginning and another's end."""
+    """A name that a reply can only copy from the story: random syllables, or the parts of two names."""
     if rng.random() < 0.5:
         return "".join(rng.choice(part) for part in (ONSETS, VOWELS, MIDDLES, ENDINGS))
     while True:
@@ -106,8 +105,8 @@ def invented_name(rng: random.Random) -> str:
 
 
 def other_names(story: str, rng: random.Random, counts: dict[str, Counter[str]] | None = None) -> dict[str, str]:
-    """Another name for each in the story, no two the same. counts: how often each is drawn, by kind; without, all are
-    alike, and one in three is invented."""
+    """Another name for each name in the story, all different. counts: the weight of each name, by kind; without them,
+    names are equally likely, and one in three is invented."""
     chosen: dict[str, str] = {}
     for name in names_in(story):
         kind = KIND_OF[name]
@@ -123,7 +122,7 @@ def other_names(story: str, rng: random.Random, counts: dict[str, Counter[str]] 
 
 
 def name_counts(stories: Sequence[str]) -> dict[str, Counter[str]]:
-    """The number of stories that each name occurs in, by kind, plus one, so that every name can be drawn."""
+    """The number of stories that each name occurs in, by kind, plus one, so that every name can be sampled."""
     counts = {kind: Counter(names) for kind, names in NAMES.items()}
     for story in stories:
         for name in names_in(story):
@@ -164,7 +163,7 @@ class Fact:
 
 
 _HERO = re.compile(rf"\b[Aa]n? ((?:[a-z]+,? ){{0,3}}?)({'|'.join(HEROES)}) (?:named|called) ([A-Z][a-z]+)\b")
-# Past tense to the form that a question wants.
+# Past tense to base form.
 DID = {
     "found": "find", "lost": "lose", "made": "make", "bought": "buy", "got": "get", "met": "meet", "ate": "eat",
     "broke": "break", "dropped": "drop", "built": "build", "drew": "draw", "caught": "catch", "heard": "hear",
@@ -186,16 +185,16 @@ _VERB = {"wanted": "want", "loved": "love", "liked": "like"}
 
 
 def hero_of(story: str) -> Hero | None:
-    """The first one that a story gives a kind and a name, in its first sentences; None if it names none."""
+    """The first character in the opening sentences that has a kind and a name; None if there is none."""
     found = _HERO.search(story[:300])
     return Hero(found[3], found[2], found[1]) if found else None
 
 
 def facts(story: str) -> list[Fact]:
-    """What can be asked about a story and is answered by one place in it alone.
+    """Questions about a story that exactly one place in it answers.
 
-    She and He are taken for the hero where no other known name stands before them. A question that two places would
-    answer differently is not asked.
+    She and He stand for the hero if no other known name precedes them. A question with two different answers is left
+    out.
     """
     hero = hero_of(story)
     found: list[Fact] = []
@@ -235,14 +234,14 @@ def facts(story: str) -> list[Fact]:
 
 
 def by_kind(fact: Fact, hero: Hero | None, rng: random.Random) -> Fact:
-    """At times the question names the hero by the kind: "What did the girl find?"; the answer keeps the name."""
+    """In half of the cases, replace the hero's name in the question by the kind: "What did the girl find?"."""
     if hero is None or hero.name not in fact.question or fact.question.startswith("Who is") or rng.random() < 0.5:
         return fact
     return Fact(fact.question.replace(hero.name, f"the {hero.kind}", 1), fact.answer)
 
 
 def description(story: str, hero: Hero) -> str:
-    """Up to three sentences about the hero, all of them the story's own."""
+    """Up to three sentences about the hero, from the story's facts."""
     told = [f"{hero.name} is {hero.full}."]
     for pattern in (_LIVED, _WANTED):
         for match in pattern.finditer(story):
@@ -251,7 +250,7 @@ def description(story: str, hero: Hero) -> str:
     return " ".join(told)
 
 
-# --- small stories that are written for a question --------------------------------------------------------------------
+# --- small stories with questions ----------------------------------------------------------------------------------
 
 COLOURS = "red blue green yellow pink brown white black orange purple".split()
 THINGS = (
@@ -382,7 +381,7 @@ _SAME = {"a": "t", "m": "t", "l": "k", "L": "k"}
 
 
 def typed_story(rng: random.Random) -> tuple[str, Hero | None, list[Fact]]:
-    """Two to five plain sentences, such as somebody types to ask about; the hero, if they say what kind it is."""
+    """Two to five plain sentences, as users type them; their hero, if they state its kind; and what can be asked."""
     kind = rng.choice(("girl", "boy", "girl", "boy", rng.choice(ANIMALS), rng.choice(HEROES)))
     pool = kind if kind in NAMES else "animal" if kind in ANIMALS else "girl" if kind in HERS else "boy"
     name = rng.choice(NAMES[pool]) if rng.random() < 0.67 else invented_name(rng)
@@ -416,7 +415,7 @@ def typed_story(rng: random.Random) -> tuple[str, Hero | None, list[Fact]]:
         known = [Fact(f"Where did {name} go?", f"{name} went to the {place}.")]
     sentences, chosen = [opening], rng.sample(HAPPENINGS, rng.choice((1, 1, 2)))
     used = [{_SAME.get(key, key) for key in re.findall(r"{(\w)}", told[0])} & set("tkfegpod") for told in chosen]
-    if set.intersection(*used) and len(chosen) > 1:  # of one thing or friend twice a question would have two answers
+    if set.intersection(*used) and len(chosen) > 1:  # with one thing twice, a question would have two answers
         del chosen[1]
     for sentence, *answers in chosen:
         told = sentence.format(W=rng.choice((name, hero.they)) if way < 0.7 else name, **words)
@@ -438,7 +437,7 @@ def beginning_of(story: str, rng: random.Random) -> str:
 
 
 def unanswered(story: str, hero: Hero, rng: random.Random) -> Fact | None:
-    """A question whose answer the story does not have, with a reply that says so."""
+    """A question that the story does not answer, with a reply that says so."""
     lowered = story.lower()
     if rng.random() < 0.4:
         kind = rng.choice(("girl", "boy", "dog", "cat", "bear", "king"))
@@ -527,21 +526,21 @@ COUNTRIES = "France Germany Spain Italy China Japan India Kenya Egypt Brazil Can
 
 
 def _short(rng: random.Random) -> tuple[str, str]:
-    """Small talk: what is said, and the reply."""
+    """Small talk: a remark and its reply."""
     pairs = (WHO, SELF), (WHO, SELF), (CAN, ABLE), (HELLO, GREET), (THANKS, WELCOME), (BYE, FAREWELL)
     said, replies = rng.choice(pairs)
     return rng.choice(said), rng.choice(replies).format(a=with_article(rng.choice(HEROES)))
 
 
 def _topic(story: str, hero: Hero | None, rng: random.Random) -> str:
-    """Who the story is about; "" if that cannot be told."""
+    """Who the story is about; "" if unknown."""
     if hero is None:
         for kind in rng.sample(HEROES, len(HEROES)):
             if len(re.findall(rf"\b{kind}\b", story)) > 2:
                 return with_article(kind)
         return ""
     plain = with_article(hero.kind)
-    if not keeps_name(story, hero.name):  # another takes the story over: who asks for a name is to get its story
+    if not keeps_name(story, hero.name):  # another character takes over: do not ask for this name
         return plain
     topic = rng.choice((f"{plain} named {hero.name}", f"{plain} named {hero.name}", f"{plain} called {hero.name}",
                         plain, f"{hero.full} named {hero.name}", f"{hero.full}", hero.name))  # fmt: skip
@@ -567,7 +566,7 @@ def _continue(story: str, rng: random.Random) -> Record | None:
 
 
 def _question(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random) -> Fact | None:
-    """Something to ask about a story."""
+    """A question about a story, and its answer."""
     fact = None if hero is None or rng.random() < 0.9 else unanswered(story, hero, rng)
     if fact is None and known:
         fact = by_kind(rng.choice(known), hero, rng)
@@ -584,8 +583,8 @@ def _question(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.
 def _ask(
     story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random, typed: bool = False
 ) -> Record | None:
-    """A question about a story: with the story before it, after it, as the input, or as what was told before, at times
-    with other questions or small talk between. typed: the story is one that the user brings, and not asks for."""
+    """A question about a story. The story comes before it, after it, as the input, or in an earlier turn, sometimes
+    with other questions or small talk in between. typed: the user supplies the story rather than asking for it."""
     fact = _question(story, hero, known, rng)
     if fact is None:
         return None
@@ -607,10 +606,10 @@ def _ask(
 
 
 def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterator[Record]:
-    """Instructions: for each story two tellings, under other names; a fourth as many beginnings; questions about it,
-    about its beginning and about small ones; small talk.
+    """Instructions for each story: tell it twice, with other names; continue it; answer questions about it, about its
+    beginning and about small stories; small talk.
 
-    others: questions that the model is to say it cannot answer.
+    others: questions that the model should decline.
     """
     rng = random.Random(seed)
     for story in stories:
@@ -662,7 +661,7 @@ def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterato
 
 
 def stories_of(corpus: Path) -> list[str]:
-    """The training stories of a corpus folder. Raises UserError where it has none."""
+    """The training stories of a corpus folder. Raises UserError if it has none."""
     found = next((source for source in read_corpus(corpus).sources if source.name == STORIES), None)
     if found is None:
         raise UserError(f"{corpus}: has no source {STORIES}; make it with python -m data.tinystories and data.corpus")
@@ -670,7 +669,7 @@ def stories_of(corpus: Path) -> list[str]:
 
 
 def retell(corpus: Path, out: Path, copies: int, seed: int) -> Source:
-    """Write the source `retold`: each story that has a known name, `copies` times, each time under other names."""
+    """Write the source `retold`: each story with a known name, `copies` times, each time with other names."""
     stories = stories_of(corpus)
     counts, rng = name_counts(stories), random.Random(seed)
     with locked(out), SourceWriter(out, "retold", LICENCE) as writer:
@@ -678,12 +677,12 @@ def retell(corpus: Path, out: Path, copies: int, seed: int) -> Source:
             for number, story in enumerate(stories):
                 if names_in(story):
                     writer.add(Document(f"{copy}:{number}", rename(story, other_names(story, rng, counts))))
-        writer.add_input("corpus.json", (corpus / "corpus.json").stat().st_size, sha256_of(corpus / "corpus.json"))
+        writer.add_file("corpus.json", corpus / "corpus.json")
     return read_source(out)
 
 
 def instruct(corpus: Path, out: Path, others: Path | None, seed: int) -> int:
-    """Write alpaca.json, and source.json beside it, which says where the records come from. Returns how many."""
+    """Write alpaca.json, and source.json with its origin. Returns the number of records."""
     stories = [story.strip() for story in stories_of(corpus)]
     found = read_records([others]) if others else []
     asked = [r.instruction for r in found if not r.input and len(r.instruction) < 150]
@@ -691,7 +690,7 @@ def instruct(corpus: Path, out: Path, others: Path | None, seed: int) -> int:
     random.Random(seed).shuffle(made)
     with locked(out):
         read = [corpus / "corpus.json", *([others] if others else [])]
-        inputs = [InputFile(path.name, path.stat().st_size, sha256_of(path)) for path in read]
+        inputs = [InputFile.of(path.name, path) for path in read]
         licence = f"{LICENCE}; questions without an answer CC BY-SA 3.0" if others else LICENCE
         write_instructions(out, made, "stories", licence, inputs)
     return len(made)
@@ -701,13 +700,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m data.stories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("retell", "instruct"), help="stories under other names, or instructions")
-    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="what data.corpus made of TinyStories")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what is made")
-    parser.add_argument("--copies", type=int, default=2, metavar="N", help="retell: each story so often (default 2)")
-    parser.add_argument("--others", type=Path, metavar="FILE", help="instruct: Alpaca records whose questions "
-                        "it is to decline, where they have no input: Dolly's, say")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="(default 0)")
+    parser.add_argument("what", choices=("retell", "instruct"), help="stories with other names, or instructions")
+    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="made of TinyStories by data.corpus")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the result")
+    parser.add_argument("--copies", type=int, default=2, metavar="N", help="retell: versions of each story (default 2)")
+    parser.add_argument("--others", type=Path, metavar="FILE", help="instruct: Alpaca records, such as Dolly's, "
+                        "whose questions without input it should decline")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
     args = parser.parse_args(arguments)
     if args.copies < 1:
         raise UserError(f"--copies is {args.copies}, wants a number above 0")

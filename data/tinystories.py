@@ -2,11 +2,11 @@
 
     python -m data.tinystories --out stories                                       # 2.2 GB, written by GPT-4
     python -m data.tinystories --out stories --files TinyStoriesV2-GPT4-valid.txt    # 22 MB
-    python -m data.tinystories --out stories TinyStories-valid.txt                  # a file that you have
+    python -m data.tinystories --out stories TinyStories-valid.txt                  # from a local file
 
-The text files contain one story after another, each followed by <|endoftext|>; the parquet files have one per row. A
-story becomes a document unchanged, except for the blank lines around it. A row of parquet that is longer than any story
-is a file of stories whose separators were lost: it is cut where a story begins.
+The text files contain stories that are each followed by <|endoftext|>; the parquet files have one per row. A story
+becomes a document unchanged, except for blank lines around it. A parquet row that is longer than any story holds many
+stories whose separators were lost: it is cut where a story begins.
 
 TinyStories: Eldan and Li, "TinyStories: How Small Can Language Models Be and Still Speak Coherent English?" (2023).
 """
@@ -22,9 +22,8 @@ from data.download import Downloader
 from data.files import MAX_BYTES, locked
 from data.hub import HOST, Published, file_url, list_files
 from data.local import BadRecord, read_rows
-from data.source import Document, Refusal, Source, SourceWriter, print_refused, read_source
+from data.source import Document, Refusal, Source, SourceWriter, read_source, report
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import sha256_of
 
 REPOSITORY = "roneneldan/TinyStories"
 FILE = "TinyStoriesV2-GPT4-train.txt"
@@ -32,7 +31,7 @@ LICENCE = "CDLA-Sharing-1.0"
 SEPARATOR = b"<|endoftext|>"
 CHUNK = 1 << 20
 LONGEST = 20_000  # characters; the longest story has some 4,000
-GLUED = 4_000  # of a piece of such a row: above this, two stories in one are likely
+GLUED = 4_000  # characters of a piece of such a row: a longer one is likely two stories
 _OPENING = re.compile(r"(?:Once(?: upon| there|,)|There once|Long,? (?:long )?ago|The End|End of [Ss]tory)\b")
 
 
@@ -64,14 +63,11 @@ def make_source(
             found = _fetch(out / "raw", files, base_url, downloader or Downloader())
         for url, path in found:
             try:
-                for item in tqdm(read_stories(path), desc=path.name, unit=" stories", unit_scale=True):
-                    if isinstance(item, Refusal):
-                        writer.refuse(item.record, item.reason)
-                    else:
-                        writer.add(item)
+                for item in tqdm(read_stories(path), desc=path.name, unit=" stories", unit_scale=True, disable=None):
+                    writer.add(item)
             except BadRecord as fault:
                 raise UserError(f"{path}: {fault}") from None
-            writer.add_input(url, path.stat().st_size, sha256_of(path))
+            writer.add_file(url, path)
         if not writer.documents:
             raise UserError(f"{found[0][1]}: no story in it; wanted text with {SEPARATOR.decode()} between the stories")
     return read_source(out)
@@ -119,9 +115,9 @@ def read_stories(path: Path) -> Iterator[Document | Refusal]:
 def cut_apart(text: str) -> list[str]:
     """The stories of a text that lost its separators, without those that cannot be told apart.
 
-    A story begins at a paragraph that opens like one. Where paragraphs are divided by blank lines, and more than one
-    break in twenty is a line end alone, these divide the stories. The first piece may have lost its beginning and the
-    last its end: both are left out, and so is a piece that is too long for one story.
+    A story begins at a paragraph that opens like one. If paragraphs are separated by blank lines, but more than one
+    break in twenty is a single line end, those separate the stories. The first and the last piece may be incomplete and
+    are left out, and so is a piece that is too long for one story.
     """
     breaks = [len(found) for found in re.findall(r"\n+", text)]
     single = 0.05 < breaks.count(1) / max(1, len(breaks)) < 0.5
@@ -152,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m data.tinystories", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "inputs", nargs="*", type=Path, metavar="FILE", help="published files that you have; none: download"
+        "inputs", nargs="*", type=Path, metavar="FILE", help="local copies of published files (default: download)"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     parser.add_argument("--files", nargs="+", metavar="PATH", help=f"of the repository {REPOSITORY} (default {FILE})")
@@ -163,9 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{args.inputs[0]}: got files and --files, wanted one or the other; local files are not downloaded"
         )
     source = make_source(args.out, args.inputs, args.files, args.base_url)
-    print(f"{source.documents:,} stories, {source.bytes:,} bytes of text in {args.out}; {len(source.refused)} refused")
-    print_refused(source.refused)
-    return 1 if source.refused else 0
+    return report(source, "stories")
 
 
 if __name__ == "__main__":

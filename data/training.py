@@ -1,4 +1,4 @@
-"""The text and the instructions that recipes learn from: the user's files, or what comes with the repository."""
+"""Training text for the recipes: the user's files, or the built-in world."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HELD_OUT_DOCUMENTS = 1_000
 
 
 def input_hashes(paths: Sequence[str]) -> list[str]:
-    """The SHA-256 of every file that --data names, or that lies in its folders: a model keeps them, so that it is not
-    measured on what it has learned from."""
+    """The SHA-256 of every file in --data, folders included. A checkpoint keeps them, so that the model is not
+    evaluated on its training data."""
     files = [file for path in map(Path, paths) for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
     return [sha256_of(file) for file in files if file.is_file()]
 
@@ -30,12 +30,12 @@ def built_in_held_out(seed: int) -> list[str]:
 
 
 def documents_of(paths: Sequence[str], encoding: str, seed: int) -> tuple[list[str], list[str]]:
-    """Training and held-out documents: those of --data, whose last tenth is held out, else the built-in ones."""
+    """Training and held-out documents of --data, whose last tenth is held out, or else of the built-in world."""
     if not paths:
         print(f"corpus: built in (no --data given), {BUILT_IN_DOCUMENTS:,} documents of a small world")
         return built_in_training(seed), built_in_held_out(seed)
     found = read_documents(paths, encoding)
-    # The cut is a position in the text, so that one large file is split as well as many small ones.
+    # The cut is a position in the joined text, so that a single large file is split too.
     remaining = int(sum(map(len, found)) * 0.9)
     training, held_out = [], []
     for text in found:

@@ -1,4 +1,4 @@
-"""The built-in corpus: a small world in plain English, written by a seeded generator.
+"""The built-in corpus: a small world in plain English, from a seeded generator.
 
     python -m data.world --n 5                    # five training documents
     python -m data.world --split val --instructions
@@ -666,7 +666,7 @@ def fact(t: Teller) -> tuple[str, str]:
 
 def ask_fact(t: Teller) -> Instruction:
     question, answer = fact(t)
-    # A fact can not be held out, since nobody could know it; who asks can. So "val" always names who asks.
+    # A fact cannot be held out, since nobody could know it. The asker can, so "val" always names the asker.
     if t.held_out or t.rng.random() < 0.5:
         asks = ("{p} asks: {q}", "{p} wants to know: {q}", "Help {p}. {q}", "Tell {p}: {q}")
         question = t.say(asks, p=t.people(1)[0], q=question)
@@ -701,8 +701,8 @@ def is_correct(example: Instruction, reply: str) -> bool:
 
 
 def wrong_answer(example: Instruction, split: str, seed: int, number: int) -> str:
-    """An answer to question `number` that is wrong as a hasty reader's would be: a count one step off, the other
-    number, another person of the scene, another place. It depends on (seed, split, number) and the question alone."""
+    """A wrong answer to question `number`, as a hasty reader might give: a count one step off, the other number,
+    another person of the scene, another place. It depends only on (seed, split, number) and the question."""
     t = _teller(split, seed, "wrong answer", number)
     kind, right, told = example.kind, example.output, example.input
     if kind in ("add", "subtract", "word_problem"):
@@ -724,28 +724,28 @@ def wrong_answer(example: Instruction, split: str, seed: int, number: int) -> st
 
 # --- harder sums, and what a reply to one is worth -------------------------------------------------------------------
 
-# Nobody in this world adds more than LARGEST_STEP at once. A harder sum asks for it, the small number first: counting
-# on from the first number takes more steps than anyone has seen, and counting on from the second one is as good.
+# Other sums of this world add LARGEST_STEP at most. A harder sum adds more, with the small number first: counting on
+# from the first number takes more steps than any training example, but counting on from the second number works too.
 
 
 def held_out_harder(a: int, b: int) -> bool:
-    """Whether a harder sum belongs to "val": where its pair does, and for about a quarter of the others, so that there
-    are enough."""
+    """Whether a harder sum belongs to "val": if its pair does, and for about a quarter of the others, so that there are
+    enough."""
     return held_out_pair(a, b) or zlib.crc32(f"harder {a} {b}".encode()) % 4 == 0
 
 
 def harder_sums(split: str) -> list[Instruction]:
-    """Every harder sum of a split in every wording."""
+    """Every harder sum of a split, in every wording."""
     pairs = ((a, b) for a in range(1, LARGEST_STEP + 1) for b in range(LARGEST_STEP + 1, LARGEST - a + 1))
     return [Instruction("harder_sum", wording.format(a=a, b=b), "", steps(b, a + b))
             for a, b in pairs if held_out_harder(a, b) == (split == "val") for wording in SUMS]  # fmt: skip
 
 
 def sum_rewards(example: Instruction, reply: str) -> dict[str, float]:
-    """What can be verified of a reply to a harder sum, each 0 or 1.
+    """The rewards of a reply to a harder sum, each 0 or 1.
 
-    correct: it counts on, by ones, from either of the two numbers to their sum, and says so. format: it has that form,
-    whatever its numbers: a count by ones and where it stops.
+    correct: it counts on by ones from either number to the sum, and states the sum. format: it has this form with any
+    numbers: a count by ones, and where it stops.
     """
     reply = reply.strip()
     first, *_, last = (int(n) for n in example.output.replace(", so", "").split())
@@ -774,7 +774,7 @@ PASSING_ON = (
 
 
 def game(t: Teller) -> str:
-    """An echo game, a song that grows, or a message that is passed on: text that is repeated word for word."""
+    """An echo game, a cumulative song, or a message that is passed on: text repeated word for word."""
     a, b, c, d = t.people(4)
     form = t.pick(("echo", "echo", "news", "news", "song"))
     if form == "echo":
@@ -815,15 +815,8 @@ def lesson(t: Teller) -> str:
     turns = []
     for _ in range(4):
         question, answer = fact(t)
-        turns.append(
-            t.say(
-                ('"{q}" asked {a}. "{S}," said {b}.', '{a} asked, "{q}" {b} said, "{S}."', '"{q}"\n"{S}!"'),
-                a=a,
-                b=b,
-                q=question,
-                S=sentence(answer),
-            )
-        )
+        forms = ('"{q}" asked {a}. "{S}," said {b}.', '{a} asked, "{q}" {b} said, "{S}."', '"{q}"\n"{S}!"')
+        turns.append(t.say(forms, a=a, b=b, q=question, S=sentence(answer)))
     return f"{a} and {b} {t.say(('talk', 'sit', 'play', 'meet'))} {t.pick(PLACES)}. {' '.join(turns)}"
 
 
@@ -895,10 +888,10 @@ def instructions(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = Parser(description="Print samples of the built-in corpus.")
-    parser.add_argument("--split", choices=tuple(WORDS), default="train")
+    parser = Parser(prog="python -m data.world", description="Print samples of the built-in corpus.")
+    parser.add_argument("--split", choices=tuple(WORDS), default="train", help="(default train)")
     parser.add_argument("--n", type=int, default=5, help="how many (default 5)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
     parser.add_argument("--instructions", action="store_true", help="questions and answers instead of documents")
     args = parser.parse_args(arguments)
     if args.n < 1:

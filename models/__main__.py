@@ -1,4 +1,4 @@
-"""python -m models list, show, record, page: what is registered here. See `tinyforge.zoo.command`."""
+"""python -m models list, show, record, page: the registered models. See `tinyforge.zoo.command`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Compare settings of pretraining at equal tokens: each with several seeds, and is the difference more than noise?
+"""Compare settings of pretraining at equal tokens, each with several seeds: is the difference more than noise?
 
     python recipes/ablation.py --arm "one head: --set mtp_heads=1" --arm "four heads:" -- --steps 500
     python recipes/ablation.py --arm "A: --lr 4e-3" --arm "B: --lr 8e-3" --seeds 5 -- --data shards --steps 2000
 
-An arm is a name, a colon, and flags of recipes/pretrain.py. Flags behind -- are for all arms; an arm's --set adds to
-theirs. Runs lie in OUT/ARM/seed-N; keep OUT out of runs/, where chat.py and sft.py look for the newest run. A finished
-one is not run again, one that was stopped goes on.
+An arm is a name, a colon, and flags of recipes/pretrain.py. Flags after -- apply to all arms; an arm's --set adds to
+theirs. Runs are written to OUT/ARM/seed-N. Keep OUT out of runs/, where chat.py and sft.py look for the newest run. A
+finished run is not repeated, and a stopped one is resumed.
 
 The figures are head 0's bits per byte on held-out text. A difference to the first arm is larger than the noise if it is
 more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard deviations over n seeds.
@@ -79,13 +79,13 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
 
 
 def tokens_of(arm: Arm) -> int:
-    """That its run reads."""
+    """Tokens that a run of the arm reads."""
     s = arm.settings
     return (s.steps or 0) * s.batch_size * s.grad_accum * (s.seq_len or config_of(s).context)
 
 
 def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
-    """The scores of a run, started, resumed, or left as it is."""
+    """The scores of a run, which is started or resumed unless it is complete."""
     run = arm.run(out, seed)
     flags = [*arm.flags, "--seed", str(seed)]
     if checkpoint.steps(run):
@@ -102,7 +102,7 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
         if meta["step"] == arm.settings.steps and OVERALL in read_scores(run, meta["step"]):
             return read_scores(run, meta["step"])
         flags = ["--resume"]
-    # -u: what fails says so behind all that went before.
+    # -u: unbuffered, so that an error is the last line of the log.
     command = [sys.executable, "-u", str(Path(__file__).resolve()), ONE_RUN, *flags, "--out", str(run)]
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -123,8 +123,8 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
 
 
 def pretrain_until_alone(flags: Sequence[str]) -> int:
-    """recipes/pretrain.py in a process of its own, which saves and leaves when the comparison is gone: a run that
-    nobody waits for would hold its folder and the machine to its last step."""
+    """recipes/pretrain.py in its own process, which saves and exits when the comparison has ended. Otherwise a run that
+    nobody waits for would occupy its folder and the machine to its last step."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def measured(arm: Arm, seed: int) -> dict[str, float]:
         if failed.is_set():
-            return {}  # what has not begun need not: the fault is raised before this is looked at
+            return {}  # the error of another run is raised before this is read
         try:
             scores = finish(arm, Path(args.out), seed)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Train a classifier of texts or images, from nothing or from a pretrained model.
+"""Train a classifier of texts or images, from scratch or from a pretrained model.
 
     python recipes/classify.py                                  the built-in questions: is this the answer?
     python recipes/classify.py --base runs/pretrain --data train.parquet --test test.parquet
@@ -6,16 +6,16 @@
     python recipes/classify.py --model vit --data mnist --steps 4000 --shift 2
     python recipes/classify.py --resume                         continue runs/classify
 
-Texts lie in .parquet, .jsonl or .csv files with the columns text and label (and text2, where two are compared), images
-in a folder of idx files, in a folder of PNGs for each class, or in a parquet file (data/labelled.py). It ends with the
-accuracy on the test part: --test, MNIST's own, or else a tenth of the data that is held out. For texts, a logistic
-regression on the bag of words learns from the same ones and stands beside it; for images, mistakes.png shows some.
+Texts come from .parquet, .jsonl or .csv files with the columns text and label (and text2 for pairs of texts), images
+from a folder of idx files, a folder of PNGs per class, or a parquet file (data/labelled.py). The run ends with the
+accuracy on the test set: --test, MNIST's own, or else a held-out tenth of the data. For texts, a logistic regression on
+the bag of words is trained on the same data as a baseline; for images, mistakes.png shows some mistakes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ from tinyforge.train.settings import (
 )
 
 BUILT_IN_EXAMPLES, BUILT_IN_TESTS = 40_000, 2_000
-EVAL_EXAMPLES = 2_000  # while training; at the end, all
+EVAL_EXAMPLES = 2_000  # while training; at the end all are evaluated
 EVAL_ROWS = 100
 PICTURED = 40
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Data:
-    """Training and test examples, and what turns rows of either into a batch."""
+    """Training and test examples, and the function that makes a batch of some of their rows."""
 
     train: Labelled
     test: Labelled
@@ -117,7 +117,7 @@ def image_data(settings: ClassifySettings, names: Sequence[str]) -> Data:
 def text_data(
     settings: ClassifySettings, names: Sequence[str], tokenizer: TextTokenizer | None, length: int, vocab: int
 ) -> Data:
-    """tokenizer: that of the base; None to take --tokenizer's, or to train one of `vocab` ids."""
+    """tokenizer: that of the base; None to load --tokenizer, or to train one of `vocab` ids."""
     if not settings.data:
         print(f"data: built in (no --data given), {BUILT_IN_EXAMPLES:,} questions, each with a right or a wrong answer")
         train, test = answers("train", BUILT_IN_EXAMPLES, settings.seed), answers("val", BUILT_IN_TESTS, settings.seed)
@@ -146,7 +146,7 @@ def text_data(
 
 
 def moved(images: np.ndarray, most: int, stream: Stream) -> np.ndarray:
-    """Each image moved by up to `most` pixels each way; what comes into view is 0."""
+    """Each image shifted at random by up to `most` pixels each way, padded with 0."""
     batch, _, height, width = images.shape
     padded = np.pad(images, ((0, 0), (0, 0), (most, most), (most, most)))
     down, across = (stream.uniform((2, batch)) * (2 * most + 1)).astype(int)
@@ -251,7 +251,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
 
 
 def compare(settings: ClassifySettings, data: Data, accuracy: float, step: int) -> None:
-    """Two logistic regressions on the bag of words, from the same texts, beside the model."""
+    """Two baselines on the same texts: logistic regressions on the bag of words."""
     scores = {}
     for tf_idf, name in ((False, "bag of words"), (True, "bag of words, tf-idf")):
         with timed(f"fitting a logistic regression on the {name}"):
@@ -264,13 +264,8 @@ def compare(settings: ClassifySettings, data: Data, accuracy: float, step: int) 
 
 def predicted(sharded: Sharded, data: Data, count: int) -> np.ndarray:
     """Logits of the first `count` test examples, (count, classes)."""
-    found = [sharded.logits(data.collate(data.test, rows, None)) for rows in in_order(count)]
-    return np.concatenate(found)
-
-
-def in_order(count: int) -> Iterator[np.ndarray]:
-    for first in range(0, count, EVAL_ROWS):
-        yield np.arange(first, min(first + EVAL_ROWS, count))
+    parts = np.split(np.arange(count), range(EVAL_ROWS, count, EVAL_ROWS))
+    return np.concatenate([sharded.logits(data.collate(data.test, rows, None)) for rows in parts])
 
 
 def scores_of(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -280,7 +275,7 @@ def scores_of(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 
 
 def draw_mistakes(test: Labelled, logits: np.ndarray, target: Path) -> bool:
-    """The mistakes that the model was surest of, each with its label and what it was taken for."""
+    """Plot the most confident mistakes, each with its label and its prediction. False if there is none."""
     guesses = logits.argmax(axis=-1)
     wrong = np.flatnonzero(guesses != test.labels)
     if not len(wrong):

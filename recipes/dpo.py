@@ -5,10 +5,10 @@
     python recipes/dpo.py --objective simpo                 length-normalised, no reference; also ipo, orpo
     python recipes/dpo.py --resume                          continue runs/dpo
 
-A pair is an instruction, perhaps an input, a chosen and a rejected reply; the last fifth of each file is held out. The
-reference is the model that the run starts from: its log-probabilities are computed once, and kept under --cache by a
-hash of the model and the pairs as tokens, which are made with its template. It ends with the held-out pairs whose
-chosen reply gained more than the rejected one, and with the built-in pairs exact match on held-out questions.
+A pair is an instruction, an optional input, a chosen and a rejected reply. The last fifth of each file is held out. The
+reference is the model that the run starts from. Its log-probabilities are computed once and cached under --cache, by a
+hash of the model and of the tokenised pairs. The run ends with the accuracy on the held-out pairs (the share whose
+chosen reply gained more than the rejected one), and for the built-in pairs with exact match on held-out questions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import origin_of
+from data.alpaca import origins_of
 from data.answers import exact_match
 from data.preferences import Pair, encode_pairs, read_split, world_pairs
 from data.training import input_hashes
@@ -103,8 +103,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
         return f"  {asked} -> {answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
 
     print_schedule(settings, f"{rows * accum} pairs", len(data.pairs) / rows / accum, "pairs")
-    origins = [origin_of(Path(path)) for path in settings.data] or [("the built-in pairs", "MIT")]
-    sources, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
+    sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))
     summary = {"source": sources, "licence": licences, "pairs": len(data.pairs), "held-out_pairs": len(held.pairs)}
     task = Task(
         model, tokenizer, objective, micro_batches(data, rows, accum), evaluate, sample,
@@ -129,7 +128,7 @@ def add_reference(
 ) -> None:
     """The reference's log-probabilities of all pairs, from the cache or by one pass over them."""
     weights = base.fingerprint()
-    # A model that has not learned yet is the reference itself; adapters add nothing before their first step.
+    # Before its first step the policy equals the reference, also with adapters, which add nothing yet.
     reference = Sharded(base.build(backend).model if resume else loaded.model, backend)
     for pairs in parts:
         key = fingerprint(np.frombuffer(f"{weights} {pairs.fingerprint()} {settings.precision}".encode(), np.uint8))

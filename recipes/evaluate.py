@@ -1,20 +1,21 @@
-"""Measure a trained model on text and instructions that it has not seen.
+"""Evaluate a trained model on held-out text and instructions.
 
     python recipes/evaluate.py                                         the newest run under runs/, on the built-in world
     python recipes/evaluate.py --checkpoint runs/base --data shards --kneser-ney
     python recipes/evaluate.py --checkpoint runs/chat --data shards --instructions alpaca.json --seeds 5
     python recipes/evaluate.py --checkpoint runs/chat --backend numpy --prompts 50 --json figures.json
-    python recipes/evaluate.py --checkpoint storyteller --weights int8     with what int8 costs in bits per byte
+    python recipes/evaluate.py --checkpoint storyteller --weights int8     and the cost of int8 in bits per byte
     python recipes/evaluate.py --checkpoint runs/base --tasks blimp,arc_easy,piqa --task-data eval
 
-Bits per byte of every output head and the last words of sentences, for each source of held-out text; for a fine-tuned
-model how many replies to held-out instructions end, say something, and do not go in circles; and how often the heads
-behind head 0 guess right. The figures also go into the run's scores.json. docs/evaluation.md says what they mean.
+For each source of held-out text: bits per byte of every output head, and accuracy on the last words of sentences. For
+a fine-tuned model: how many replies to held-out instructions end, are not empty, and do not loop. For several heads:
+how often the drafts of speculative decoding are accepted. The figures also go into the run's scores.json.
+docs/evaluation.md explains them.
 
-With --tasks instead: benchmarks that people know, from files that you have, scored as lm-evaluation-harness does.
+With --tasks: common benchmarks instead, from files that you have, scored as lm-evaluation-harness does.
 
-Without --checkpoint it is a fine-tuned run if there is one, else a pretrained one, else the model that comes with the
-repository.
+Without --checkpoint, the newest fine-tuned run is evaluated, else the newest pretrained one, else the model that comes
+with the repository.
 """
 
 from __future__ import annotations
@@ -85,15 +86,15 @@ from tinyforge.train.objectives import LN2
 from tinyforge.train.plan import OUTSIDE, free_host_memory, gib
 from tinyforge.train.settings import PretrainSettings, SftSettings, sequence_length
 
-ROWS = 16  # windows of text at a time
-SPECULATED = 32  # texts, at most, that are continued to see how often the heads guess right
-OUT_OF_FORM = 10  # replies that are kept to be looked at, at most
-OPENING, CONTINUATION = 32, 100  # tokens of held-out text that a base model goes on from, and that it then makes
+ROWS = 16  # windows of text in a batch
+SPECULATED = 32  # texts, at most, that speculative decoding is measured on
+OUT_OF_FORM = 10  # replies that are kept as examples, at most
+OPENING, CONTINUATION = 32, 100  # tokens of held-out text in a base model's prompt, and of its continuation
 
 
 @dataclass(frozen=True)
 class Text:
-    """Held-out text by source. own: what the run itself keeps apart for its figures. training: ids, for the n-grams."""
+    """Held-out text by source. own: the run itself holds this text out. training: ids, for the n-gram model."""
 
     parts: tuple[HeldOut, ...]
     own: bool
@@ -101,21 +102,21 @@ class Text:
 
 
 def pretraining_of(loaded: Loaded) -> PretrainSettings:
-    """The settings with which the model, or the base that it was fine-tuned from, was pretrained; the defaults where
-    another program did it."""
+    """The settings of pretraining, of the model or of the base it was fine-tuned from; the defaults for a model of
+    another program."""
     return PretrainSettings.from_dict(loaded.meta.get("base", loaded.meta).get("settings", {}))
 
 
 def tuning_of(loaded: Loaded) -> SftSettings:
-    """The settings with which the model was fine-tuned; the defaults where another program did it."""
+    """The settings of fine-tuning; the defaults for a model of another program."""
     return SftSettings.from_dict(loaded.meta.get("settings", {}))
 
 
 def open_text(
     loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool, window: int | None = None
 ) -> Text:
-    """The held-out text of --data, in windows of so many tokens, or those that pretraining used: then its figure comes
-    out again."""
+    """The held-out text of --data in windows of `window` tokens; by default of the length used in pretraining, whose
+    figure is then reproduced."""
     tokenizer, config, run = loaded.tokenizer, loaded.model.config, pretraining_of(loaded)
     learned = loaded.meta.get("base", loaded.meta).get("data_hash")
     seq_len = sequence_length(config, window or run.seq_len)
@@ -143,7 +144,7 @@ def open_text(
         if with_training:
             texts = built_in_training(run.seed)
         if run.data:
-            print(one_line(f"the model learned from {', '.join(run.data)}; give --data to measure on that rather than "
+            print(one_line(f"the model learned from {', '.join(run.data)}; give --data to evaluate on it rather than "
                            f"on the {WORLD}"))  # fmt: skip
     ids = pack(held_out, tokenizer)
     if len(ids) < 2:
@@ -156,8 +157,8 @@ def open_text(
         training = pack(texts, tokenizer)
         if own and data and fingerprint(training) != learned:
             own = False
-            print(f"{', '.join(data)}: changed since the model learned from it, which may know some of what is held "
-                  "out now")  # fmt: skip
+            print(f"{', '.join(data)}: changed since the model learned from it, so its training data may contain some "
+                  "of the held-out text")  # fmt: skip
     return Text((part,), own, training)
 
 
@@ -167,7 +168,7 @@ def bits_per_byte(loaded: Loaded, backend: Backend, text: Text) -> dict[str, np.
 
 
 def compare_weights(found: dict[str, Any], plain: Loaded, backend: Backend, text: Text) -> None:
-    """Put beside the bits per byte those of the same model whose weights have not been rounded to one byte."""
+    """Add the bits per byte of the same model without weights rounded to one byte."""
     bits = bits_per_byte(plain, backend, text)
     for source, figures in found["text"]["sources"].items():
         figures["bits_per_byte_plain"] = bits[source].tolist()
@@ -177,7 +178,7 @@ def compare_weights(found: dict[str, Any], plain: Loaded, backend: Backend, text
 
 
 def kneser_ney(loaded: Loaded, text: Text) -> dict[str, float]:
-    """Bits per byte of a 5-gram model of the training text on what head 0 was measured on, for each source."""
+    """Bits per byte of a 5-gram model of the training text, for each source, on the text that head 0 is measured on."""
     assert text.training is not None
     model = KneserNey(text.training, loaded.model.config.vocab)
     found = {}
@@ -212,7 +213,7 @@ def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, s
 def held_out_prompts(
     loaded: Loaded, files: Sequence[str], encoding: str, count: int
 ) -> tuple[list[list[int]], int]:
-    """Up to `count` prompts, evenly from the held-out instructions; and how many of these are too long to be asked."""
+    """Up to `count` prompts, evenly spaced in the held-out instructions; and how many of these are too long."""
     if files:
         by_file = read_split(files, encoding)[1]
         asked = [render_prompt(r.instruction, r.input) for records in by_file for r in records]
@@ -232,8 +233,7 @@ def held_out_prompts(
 
 
 def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int) -> dict[str, Any]:
-    """Shares of the replies that are as they should be: greedy, and sampled with several seeds; and some greedy ones
-    that are not."""
+    """Shares of replies that are in form, greedy and sampled with several seeds; and some greedy ones that are not."""
     tokenizer, decoder = loaded.tokenizer, reply_decoder(loaded.model, len(prompts))
 
     def drawn(sampling: Sampling) -> list[Reply]:
@@ -246,7 +246,7 @@ def measure_replies(loaded: Loaded, prompts: Sequence[Sequence[int]], max_tokens
     found: dict[str, Any] = {"prompts": len(prompts), "greedy": greedy, "standard_error": errors}
     wrong = [reply for reply in replies if reply_shares([reply])["all_three"] == 0]
     found["out_of_form"] = [asdict(reply) for reply in wrong[:OUT_OF_FORM]]
-    # A prompt takes its number's seed: each round begins where the one before ended.
+    # Prompt i uses seed + i, so the seeds of a round start where those of the previous one end.
     rounds = [reply_shares(drawn(Sampling(max_tokens=max_tokens, seed=len(prompts) * number)))
               for number in range(seeds)]  # fmt: skip
     if rounds:
@@ -264,7 +264,7 @@ def measure_speculation(loaded: Loaded, prompts: Sequence[Sequence[int]], max_to
 
 
 def openings(text: Text, count: int, length: int) -> list[list[int]]:
-    """Tokens from `count` places, evenly over the held-out text of each source."""
+    """Prompts of `length` tokens from `count` places, evenly spaced in the held-out text of each source."""
     found = []
     for part in text.parts:
         room, each = max(1, len(part.windows.tokens) - length), -(-count // len(text.parts))
@@ -282,7 +282,7 @@ SHARES = {
 
 
 def table_of(found: dict[str, Any]) -> str:
-    """All figures for people."""
+    """All figures as text."""
     text, sources = found["text"], found["text"]["sources"]
     heads = len(next(iter(sources.values()))["bits_per_byte"])
     n_grams = "kneser_ney" in text
@@ -362,7 +362,7 @@ def table_of_weights(found: dict[str, Any]) -> list[str]:
 
 
 def scores_of(found: dict[str, Any]) -> dict[str, float]:
-    """The figures by the names under which the card has them; a name and NOISE: how far chance may move it."""
+    """The figures by the names that the model card uses; a name with NOISE is the figure's standard error or spread."""
     text, replies, speculation = found["text"], found["replies"], found["speculation"]
     scores: dict[str, float] = {"held-out text, bits per byte": text["bits_per_byte"]} if text["own"] else {}
     for name, figures in text["sources"].items():
@@ -390,7 +390,7 @@ def scores_of(found: dict[str, Any]) -> dict[str, float]:
 
 
 def read_sets(names: Sequence[str], args: argparse.Namespace) -> list[Set]:
-    """The sets of the tasks; all are read before anything is measured."""
+    """The sets of the tasks, all read before anything is measured."""
     made = [name for name in names if name in TEXT_TASKS]
     if made and not args.data:
         raise UserError(f"--tasks {made[0]} wants text: --data FILE")
@@ -405,7 +405,7 @@ def read_sets(names: Sequence[str], args: argparse.Namespace) -> list[Set]:
 
 
 def tokens_that_fit(opened: Opened, backend: Backend, weights: str = "") -> int:
-    """Tokens of a batch of the scorer, as many as pay and fit into the free memory; UserError where no text fits."""
+    """Tokens in a batch of the scorer, as many as are worthwhile and fit into free memory; UserError if none fit."""
     free = backend.memory().get("free")
     place = "on the GPU" if free is not None else "of memory"
     free = free_host_memory() if free is None else free - OUTSIDE
@@ -424,7 +424,7 @@ def tokens_that_fit(opened: Opened, backend: Backend, weights: str = "") -> int:
 
 
 def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
-    """Every task's scores. What is finished is written after each task, to be read again with --resume."""
+    """Every task's scores. Finished tasks are written to --json, from which --resume reads them."""
     from tqdm import tqdm
 
     sets = read_sets(names, args)
@@ -496,7 +496,7 @@ SHOWN = {
 
 
 def table_of_tasks(found: dict[str, Any]) -> str:
-    """Every task's scores beside chance and what was published of others."""
+    """Every task's scores beside chance level and the published scores of other models."""
     lines = [
         f"{found['checkpoint']}: {found['model']}, {found['parameters']:,} parameters; {found['backend']}, "
         f"{found['precision']}" + f", weights in {found['weights']}" * bool(found["weights"]), "",
@@ -517,10 +517,10 @@ def table_of_tasks(found: dict[str, Any]) -> str:
                 cells.append(" " * 13 if published is None else f"{published:>13{form}}")
             lines.append(f"{name:<14}{SHOWN[metric]:<17}{''.join(cells)}   {task['items']:,}")
         notes += [f"{name}: {note}" for note in (task["variant"], task["note"]) if note]
-        notes += [f"{name}: {task['cut']:,} of {task['items']:,} did not fit the context; their beginning was left out"
+        notes += [f"{name}: {task['cut']:,} of {task['items']:,} did not fit the context; their beginnings were cut off"
                   ] * bool(task["cut"])  # fmt: skip
     if found["limit"]:
-        notes.append(f"only the first {found['limit']:,} items of each set: compare with no score of a whole set")
+        notes.append(f"only the first {found['limit']:,} items of each set: not comparable with scores of whole sets")
     return "\n".join([*lines, *([""] * bool(notes)), *notes, ""])
 
 
@@ -528,7 +528,7 @@ def table_of_tasks(found: dict[str, Any]) -> str:
 
 
 def backend_of(args: argparse.Namespace) -> Backend:
-    """The backend of --backend, in the precision of --precision or the one that the model was trained in."""
+    """The backend of --backend, in the precision of --precision, or else that of training."""
     path = trained_model(args.checkpoint)
     name = args.backend if args.backend != "auto" else "cupy" if gpu_is_there() else "numpy"
     stored = {} if is_foreign(path) else checkpoint.read_meta(checkpoint.latest(path)).get("settings", {})
@@ -538,7 +538,7 @@ def backend_of(args: argparse.Namespace) -> Backend:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that was asked for."""
+    """Every figure but those of --tasks."""
     backend = backend_of(args)
     path = trained_model(args.checkpoint)
     loaded = load(path, backend, frozen=True, weights=args.weights)
@@ -554,13 +554,13 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         "weights": args.weights or None, "weight_bytes": loaded.model.buffer.nbytes,
         "machine": backend.describe(), "data": args.data or WORLD, "instructions": args.instructions,
     }  # fmt: skip
-    # Instructions are read before anything is measured: what is wrong with them shows at once.
+    # Instructions are read first, so that an error in them is reported at once.
     if tuned:
         prompts, left_out = held_out_prompts(loaded, args.instructions, args.encoding, args.prompts)
         taught = tuning_of(loaded).data
         if taught and not args.instructions:
-            print(one_line(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to ask those held "
-                           f"out there rather than those of the {WORLD}"))  # fmt: skip
+            print(one_line(f"the model was fine-tuned on {', '.join(taught)}; give --instructions to use the records "
+                           f"held out there rather than those of the {WORLD}"))  # fmt: skip
     text = open_text(loaded, args.data, args.encoding, args.kneser_ney, args.seq_len)
     said("text: bits per byte and last words")
     found["text"] = measure_text(loaded, backend, text, args.sentences, args.seed)
@@ -581,7 +581,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         found["replies"] = {"skipped": "a base model continues a text; recipes/sft.py teaches it to answer"}
     said("speculation")
     if config.prediction_heads == 1:
-        found["speculation"] = {"skipped": "the model has one output head, so nothing is guessed ahead"}
+        found["speculation"] = {"skipped": "the model has one output head, so it drafts no tokens"}
     elif tuned:
         found["speculation"] = measure_speculation(loaded, prompts[:: -(-len(prompts) // SPECULATED)], args.max_tokens)
         found["speculation"]["on"] = "of these instructions"
@@ -594,7 +594,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep_scores(found: dict[str, Any], with_card: bool) -> None:
-    """Into the scores.json of the run, and its card, if it is the run's newest checkpoint that was measured."""
+    """Write the run's scores.json, and its card, if the checkpoint is the run's newest."""
     path = Path(found["checkpoint"])
     if found["weights"]:
         print(f"figures of {found['weights']} weights are not the run's: no scores.json{' and no card' * with_card} "
@@ -614,28 +614,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--data", nargs="+", default=[], metavar="PATH",
                    help="token shards, or text as given to pretrain.py (default: the built-in world)")  # fmt: skip
     p.add_argument("--instructions", nargs="+", default=[], metavar="FILE",
-                   help="records as given to sft.py; the last 20th of each file is asked (default: the built-in "
+                   help="records as given to sft.py; the last 20th of each file is used (default: the built-in "
                    "ones)")  # fmt: skip
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
     p.add_argument("--kneser-ney", action="store_true",
-                   help="also a 5-gram model of the training text: some 2 s and 140 MB a million tokens")  # fmt: skip
-    p.add_argument("--seq-len", type=int, metavar="TOKENS", help="tokens a window of held-out text, each read without "
-                   "the one before (default: as in pretraining; with another, no scores are kept)")  # fmt: skip
-    p.add_argument("--sentences", type=int, default=500, help="sentences of each source (default: %(default)s)")
-    p.add_argument("--prompts", type=int, default=200, help="instructions asked (default: %(default)s)")
+                   help="also a 5-gram model of the training text: some 2 s and 140 MB per million tokens")  # fmt: skip
+    p.add_argument("--seq-len", type=int, metavar="TOKENS", help="tokens in a window of held-out text; windows are "
+                   "independent (default: as in pretraining; with another, no scores are kept)")  # fmt: skip
+    p.add_argument("--sentences", type=int, default=500, help="sentences per source (default: %(default)s)")
+    p.add_argument("--prompts", type=int, default=200, help="instructions (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
     p.add_argument("--seeds", type=int, default=3, help="rounds of sampled replies (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=0, help="draws sentences and candidates (default: %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="of sentences and candidates (default: %(default)s)")
     p.add_argument("--backend", default="auto", help="numpy, cupy, or auto, which takes a GPU if there is one")
-    p.add_argument("--precision", help="fp32, fp64, and on a GPU tf32 or bf16 (default: the run's, where there is it)")
+    p.add_argument("--precision", help="fp32, fp64, and on a GPU tf32 or bf16 (default: as in training)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     add_weights_flag(p)
     p.add_argument("--card", action="store_true", help="write the run's model card, README.md, with these figures")
     p.add_argument("--tasks", nargs="+", metavar="NAME", help="benchmarks instead: " + ", ".join((*TASKS, *TEXT_TASKS)))
     p.add_argument("--task-data", nargs="+", default=[], metavar="PATH", help="folders or zips with the tasks' files")
-    p.add_argument("--any-version", action="store_true", help="take sets that are not the published version")
-    p.add_argument("--limit", type=int, help="of --tasks: the first items of a set, of each phenomenon (default: all)")
-    p.add_argument("--resume", action="store_true", help="of --tasks: keep the tasks that --json's file has already")
+    p.add_argument("--any-version", action="store_true", help="accept sets that are not the published version")
+    p.add_argument("--limit", type=int, help="with --tasks: the first items of each set or phenomenon (default: all)")
+    p.add_argument("--resume", action="store_true", help="with --tasks: keep the tasks that the file of --json has")
     add_json_flag(p)
     args = p.parse_args(argv)
     args.given = list(sys.argv[1:] if argv is None else argv)
@@ -653,7 +653,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = measure_tasks(names, args)
         publish(found, table_of_tasks(found), args.json)
         return 0
-    with redirect_stdout(sys.stderr):  # what the parts say on their way is no result
+    with redirect_stdout(sys.stderr):  # progress messages are not results
         found = evaluate(args)
         if args.seq_len is None:
             keep_scores(found, args.card)

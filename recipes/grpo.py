@@ -1,14 +1,15 @@
-"""Learn from rewards: replies are drawn, checked, and the better ones of each group made likelier (GRPO).
+"""Learn from rewards: sample replies, check them, and make the better ones of each group likelier (GRPO).
 
     python recipes/grpo.py                                  the model that comes with the repository, harder sums
     python recipes/grpo.py --base runs/sft --task one-step --backend cupy
     python recipes/grpo.py --resume                         continue runs/grpo
 
-Each step draws --group replies to each of --batch-size questions, at temperature 1 and with no cuts, so that what is
-learned is what was drawn from. A checker rewards each: 1 for a right one, and --format-weight for one in form. No reply
-is ever shown to the model as an example. The questions whose exact match is printed are held out: no pair of numbers
-in them is ever rewarded. --task harder-sums: those of the built-in world, beyond what fine-tuning asked; one-step:
-problems in words with numbers to 100, for a larger model; --data: Alpaca records whose output ends in a number.
+Each step samples --group replies to each of --batch-size questions, at temperature 1 without top-k or top-p, so that
+the policy that is trained is the one that was sampled. A checker rewards each reply: 1 if it is right, and
+--format-weight if it has the right form. The model is shown no reference solution. Exact match is printed for held-out
+questions: no pair of numbers in them is ever rewarded. --task harder-sums: sums of the built-in world that are
+harder than those of fine-tuning; one-step: word problems with numbers to 100, for a larger model; --data: Alpaca
+records whose output ends in a number.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from tinyforge.train.preferences import reply_rows
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import GrpoSettings, parse, sequence_length
 
-ROWS = 256  # replies that are drawn side by side, at most
-EQUAL = 20  # rollouts in a row whose rewards are all the same, after which there is nothing to hope for
+ROWS = 256  # replies that are decoded as one batch, at most
+EQUAL = 20  # rollouts in a row without any difference between the rewards of a group, before the run stops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def draw_replies(
     policy: Sharded, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int
 ) -> list[list[int]]:  # fmt: skip
-    """The ids that follow each prompt, `end` among them where it came; all ranks draw. Prompt i draws with the seed
-    sampling.seed + i, whatever stands beside it."""
+    """The ids that follow each prompt, with `end` if it was sampled. All ranks sample. Prompt i uses the seed
+    sampling.seed + i, so its reply does not depend on the batch."""
     drawn = policy.backend.to_numpy(policy.on_all_ranks(_draw, prompts, sampling, end))
     return [row[row >= 0].tolist() for row in drawn - 1]
 
 
 def _draw(rank: Rank, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int) -> np.ndarray:
-    """(prompts, max_tokens + 1): the ids plus 1, and 0 behind them; each rank has drawn its part."""
+    """(prompts, max_tokens + 1): the ids plus 1, padded with 0; each rank has sampled its part."""
     found = np.zeros((len(prompts), sampling.max_tokens + 1), np.int32)
     group, model, own = rank.group, rank.model, part_of(rank.group.rank, rank.group.size, len(prompts))
     rows = min(ROWS, own.stop - own.start)
@@ -99,15 +100,15 @@ def _draw(rank: Rank, prompts: Sequence[Sequence[int]], sampling: Sampling, end:
 
 
 def text_of(loaded: Loaded, reply: Sequence[int]) -> str:
-    """The text of a reply; with "..." behind it where it was cut, which no checker takes for an answer."""
+    """The text of a reply. A truncated one ends with "...", which no checker accepts as an answer."""
     end = loaded.tokenizer.specials[end_of_reply(loaded.tokenizer)]
     return loaded.tokenizer.decode(reply[:-1]) if reply and reply[-1] == end else loaded.tokenizer.decode(reply) + "..."
 
 
 @dataclass
 class Rollouts:
-    """Groups of replies with their rewards. `batches(step)` is a function of the weights and the step alone; where
-    replies are learned from more than once, what the next steps need of them goes into the checkpoint."""
+    """Groups of replies with their rewards. `batches(step)` is a function of the weights and the step alone. With
+    several iterations per rollout, the checkpoint keeps what the next steps need of it."""
 
     settings: GrpoSettings
     loaded: Loaded
@@ -126,7 +127,7 @@ class Rollouts:
         else:
             h = self._draw(step)
             if s.iterations > 1:
-                # Checkpoints hold floats, float64 every id exactly.
+                # Checkpoints hold floats; float64 represents every id exactly.
                 self.held.update({name: np.asarray(array, np.float64) for name, array in h.items()})
         self.figures = reward_figures(h["rewards"], ("correct", "format"), h["lengths"], s.group)
         ids, targets = (h[name].astype(np.int32) for name in ("ids", "targets"))
@@ -199,7 +200,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
     rollouts = Rollouts(settings, loaded, questions, policy, reference)
 
     def measured() -> dict[str, float]:
-        """Of greedy replies to the held-out questions."""
+        """The shares of greedy replies to the held-out questions that are right and in form."""
         prompts = [prompt_ids(loaded, q.instruction, q.input) for q in questions.held_out]
         greedy = Sampling(temperature=0.0, max_tokens=settings.max_tokens)
         replies = draw_replies(policy, prompts, greedy, tokenizer.specials[end_of_reply(tokenizer)])
@@ -212,7 +213,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
 
     def say(when: str, shares: dict[str, float]) -> None:
         line = f"{when}: {shares['correct']:.1%} of the held-out questions right, {shares['format']:.1%} in form"
-        if not settings.data:  # what the model could do before is not to be forgotten
+        if not settings.data:  # whether it has forgotten what it could do before
             line += f"; {exact_match(loaded, 20 * len(KINDS), 0)['all']:.1%} of those that recipes/sft.py asks"
         print(line)
 

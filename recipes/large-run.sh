@@ -1,33 +1,33 @@
 #!/usr/bin/env bash
-# A model of 116 M parameters and more on all the text there is, in stages that fit into half an hour of one GPU.
+# A model of 116 M parameters or more on all the text you have, in stages that fit into half an hour of one GPU.
 #
 #   recipes/large-run.sh data OUT eval=EVAL instructions=alpaca.zip preferences=pairs.json gutenberg=books.zip \
 #       tinystories=tinystories.parquet wikipedia=a.parquet wikipedia=b.parquet simple=simple-wikipedia.parquet
 #   recipes/large-run.sh pretrain OUT            then sft, dpo, orderly, grpo, evaluate: one after the other
 #
-# data runs on a CPU with DuckDB: sources, filters, duplicates, nothing of the evaluation sets, token shards of $VOCABULARY
-# ids (8192). NAME=PATH may be repeated. gutenberg is read by data.gutenberg, tinystories by data.tinystories, eval,
-# instructions and preferences are what they are called; any other name is a source of parquet, JSONL or text. All other
-# stages run on a GPU machine that needs neither DuckDB nor the texts. What sft trains on of the instructions is read in
-# pretraining too, as the source questions; and data makes sums with small numbers, solved, from which grpo can go on.
-# orderly is DPO once more, on pairs of the model's own replies that go in circles and those that it was shown.
+# data runs on a CPU with DuckDB: sources, filters, duplicates, decontamination, token shards with a vocabulary of
+# $VOCABULARY ids (8192). NAME=PATH may be repeated. gutenberg is read by data.gutenberg, tinystories by data.tinystories;
+# eval, instructions and preferences are what their names say; any other name is a source of parquet, JSONL or text. All
+# other stages run on a GPU machine that needs neither DuckDB nor the texts. The training instructions of sft are also read
+# in pretraining, as the source questions. data also makes solved sums with small numbers, as a start for grpo. orderly is
+# a second round of DPO: the model's own looping replies are rejected, and the replies of the records chosen.
 #
-# Complete stages are skipped. One that was stopped, by Ctrl-C or `timeout -s INT 9m recipes/large-run.sh pretrain OUT`,
-# goes on from where it was: the same command again. Flags after OUT go to every recipe of the stage; $PRETRAIN, $SFT, $DPO,
-# $ORDERLY and $GRPO take the place of the flags below that say how long and how fast each learns, $OWN of those that say how
-# orderly's pairs are made:
+# Complete stages are skipped. The same command resumes a stage that was stopped, by Ctrl-C or
+# `timeout -s INT 9m recipes/large-run.sh pretrain OUT`. Flags after OUT go to every recipe of the stage. $PRETRAIN, $SFT,
+# $DPO, $ORDERLY and $GRPO replace the flags below for the length and the learning rate of each stage, $OWN those for
+# orderly's pairs:
 #
 #   PRETRAIN="--config small --steps 20" recipes/large-run.sh pretrain OUT --backend numpy --precision fp32
 #
 # To another machine, in files of $PART_MIB MiB (32):
 #
 #   recipes/large-run.sh pack OUT                OUT/parts, of shards, instructions, sums, preferences, evaluation sets
-#   recipes/large-run.sh unpack OUT              there, after each part: when the last one is there, it unpacks
+#   recipes/large-run.sh unpack OUT              there, after each part; unpacks when all have arrived
 #
-# The vocabulary by measurement, on a tenth of the parquet files, with three vocabularies of the same corpus:
+# To choose the vocabulary by measurement, on a tenth of the parquet files, with three vocabularies of the same corpus:
 #
 #   recipes/large-run.sh tenth OUT ...           on the CPU, the arguments of data; everything in OUT/tenth
-#   recipes/large-run.sh vocabulary OUT/tenth    on the GPU: each for 2,500 steps, bits per byte side by side
+#   recipes/large-run.sh vocabulary OUT/tenth    on the GPU: 2,500 steps each, and their bits per byte
 #
 # docs/results/base-run-2.md has a run on 540 MB: English and Simple English Wikipedia, books, children's books, TinyStories,
 # textbooks and web pages. On two busy cores data took 96 s (sources 21, corpus 45, shards 30), and pack 257 s for five parts
@@ -60,11 +60,11 @@ licence_of() { # NAME
     esac
 }
 
-needs() { # FOLDER STAGE: a run that the stage goes on from
+needs() { # FOLDER: a run that the stage starts from
     [[ -e $out/$1/complete ]] || die "$out/$1 is not complete; first: recipes/large-run.sh $1 $out"
 }
 
-logged() { # NAME COMMAND...: kept for the report too
+logged() { # NAME COMMAND...: with a log for the report
     mkdir -p "$out/logs"
     run "${@:2}" 2>&1 | tee "$out/logs/$1.log"
 }
@@ -90,7 +90,7 @@ tenth)
             [[ $path == *.parquet ]] || continue
             number=$((number + 1))
             tenth=$out/tenth/text/$name-$number.parquet
-            # By the text, so that it is the same tenth every time.
+            # By a hash of the text, so that it is always the same tenth.
             [[ -e $tenth ]] || run -c "import duckdb, sys; duckdb.execute(\"COPY (SELECT * FROM read_parquet('\" +
 sys.argv[1] + \"') WHERE hash(text) % 10 = 0) TO '\" + sys.argv[2] + \"' (FORMAT parquet)\")" "$path" "$tenth"
             words+=("$name=$tenth")
@@ -120,18 +120,18 @@ data)
             tinystories) reader=(data.tinystories) ;;
             *) reader=(data.local --name "$name" --licence "$(licence_of "$name")") ;;
             esac
-            # One of many texts may be refused, as a book under copyright: that is said, and no fault.
+            # Some texts may be refused, such as a book under copyright. That is reported, and not an error.
             [[ -e $folder/source.json ]] || run -m "${reader[@]}" --out "$folder" "${paths[@]}" || [[ -e $folder/source.json ]]
             ;;
         esac
     done
     ((${#sources[@]})) || die "data wants text, as wikipedia=wikipedia.parquet"
     if [[ -n ${given[instructions]-} ]]; then
-        # The records that sft trains on are read before too, as questions with their answers; none that it holds out.
+        # The training records of sft, without those it holds out, as questions with answers.
         sources+=("$out/sources/questions")
         [[ -e $out/sources/questions/source.json ]] ||
             run -m data.alpaca --out "$out/sources/questions" --as-text "$out"/instructions/*/alpaca.json
-        # What grpo goes on from: sums with small numbers, solved.
+        # A start for grpo: solved sums with small numbers.
         [[ -e $out/sums/source.json ]] || run -m data.rewards --out "$out/sums" --count 16000 --brief 0.5
     fi
     run -m data.corpus "${sources[@]}" --out "$out/corpus" --decontaminate "${evaluation[@]}"
@@ -180,7 +180,7 @@ orderly)
     # shellcheck disable=SC2086
     [[ -e $out/own.json ]] || run recipes/own_pairs.py --base "$out/dpo" --data "$out"/instructions/*/alpaca.json \
         --out "$out/own.json" ${OWN:---precision bf16}
-    # shellcheck disable=SC2086 # without a file, all replies were in form
+    # shellcheck disable=SC2086 # there is no file if all replies were in form
     [[ ! -e $out/own.json ]] || trained orderly recipes/dpo.py --base "$out/dpo" --data "$out/own.json" \
         --cache "$out/reference" --batch-size 32 --precision bf16 --card --eval-every 10 --save-every 20 \
         ${ORDERLY:---steps 40 --lr 8e-6} "$@"
@@ -202,7 +202,7 @@ evaluate)
         [[ $name == pretrain ]] || replies=(--instructions "$out"/instructions/*/alpaca.json)
         [[ -e $out/evaluate-$name.json ]] || logged "evaluate-$name" recipes/evaluate.py --checkpoint "$out/$name" \
             --data "$out/shards" ${replies[@]+"${replies[@]}"} --json "$out/evaluate-$name.json" --card "$@"
-        # In fp32, as other harnesses: logits in bf16 round away the difference of texts that are nearly equally likely.
+        # In fp32, as in other harnesses: bf16 logits round away the difference between texts of nearly equal likelihood.
         # shellcheck disable=SC2086 # $EVALUATE is flags: --limit 100, --any-version
         logged "tasks-$name" recipes/evaluate.py --checkpoint "$out/$name" --tasks "$tasks" --task-data "$out/eval" \
             --json "$out/tasks-$name.json" --resume --precision fp32 ${EVALUATE-} "$@"

@@ -1,12 +1,12 @@
-"""Pairs for recipes/dpo.py from a model's own replies: those that go in circles or do not end are rejected.
+"""Preference pairs from a model's own replies: those that loop or do not end are the rejected ones.
 
     python recipes/own_pairs.py --base runs/sft --data alpaca.json --out circles.json
     python recipes/dpo.py --base runs/sft --data circles.json --out runs/orderly
 
-Fine-tuning shows a model good replies, and never where its own ones lead: a greedy reply that has said a sentence twice
-says it for ever. Here it answers instructions that it was fine-tuned on, greedily and sampled, and wherever its reply
-is not in form, as recipes/evaluate.py counts it, the record's own reply is preferred. The last 20th of each file, which
-is what it is measured on, is not asked.
+Fine-tuning shows a model good replies, but never where its own replies lead: a greedy reply that has repeated a
+sentence tends to repeat it for ever. Here the model answers instructions that it was fine-tuned on, greedily and
+sampled. Wherever its reply is not in form, as recipes/evaluate.py counts it, the record's own reply is preferred. The
+last 20th of each file is left out, because the model is evaluated on it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from data.alpaca import Record, evenly, read_split
 from data.files import write_json
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, load
+from tinyforge.hub import Loaded, load, trained_model
 from tinyforge.hub.tuning import prompt_ids
 from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, reply_to
@@ -32,8 +32,8 @@ from tinyforge.text.chat_templates import end_of_reply
 
 
 def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_tokens: int) -> list[Record]:
-    """Up to `count` records, evenly from those whose own reply is in form and takes no more than `max_tokens`, of which
-    the prompt leaves as many to a reply."""
+    """Up to `count` records, evenly spaced, whose own reply is in form and has at most `max_tokens` tokens, and whose
+    prompt leaves room for as many."""
     context, tokenizer = loaded.model.config.context, loaded.tokenizer
     fit = [r for r in evenly(records, 4 * count) if reply_shares([Reply(r.output, 0, True)])["all_three"]
            and len(tokenizer.encode(r.output)) <= max_tokens
@@ -45,7 +45,7 @@ def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_to
 
 
 def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sampling]) -> list[dict[str, Any]]:
-    """A pair wherever a reply to a record is not in form. cut: the reply had no end, and gets none in training."""
+    """A pair wherever a reply to a record is not in form. cut: the reply did not end, so its end gets no loss."""
     tokenizer, found = loaded.tokenizer, []
     prompts = [prompt_ids(loaded, r.instruction, r.input) for r in records]
     decoder = reply_decoder(loaded.model, len(prompts))
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("records", "max_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants 1 or more")
-    loaded = load(Path(args.base), get_backend(args.backend, args.precision), frozen=True)
+    loaded = load(trained_model(args.base), get_backend(args.backend, args.precision), frozen=True)
     records = records_to_ask(loaded, read_split(args.data, args.encoding)[0], args.records, args.max_tokens)
     greedy, sampled = Sampling(temperature=0, max_tokens=args.max_tokens), Sampling(max_tokens=args.max_tokens)
     pairs = own_pairs(loaded, records, (greedy, sampled))

@@ -1,4 +1,4 @@
-"""Pretrain a model of the zoo on text: to predict the next token, or, BERT, hidden words.
+"""Pretrain a model of the zoo on text: next-token prediction, or for BERT masked words.
 
     python recipes/pretrain.py                                  the built-in corpus, small preset, minutes on a CPU
     python recipes/pretrain.py --model gpt2 --config char --data shakespeare.txt --tokenizer chars
@@ -8,9 +8,8 @@
     python recipes/pretrain.py --data shards --mix books=0.7 web=0.3        token shards (python -m data.shards)
     python recipes/pretrain.py --resume                         continue runs/pretrain
 
-Documents are packed into one stream, each followed by <|endoftext|>. Held-out text (built-in corpus: its own val
-part; token shards: their val split; your data: the last tenth) is never trained on and is what `val bits per byte` is
-measured on.
+Documents are packed into one stream, each followed by <|endoftext|>. `val bits per byte` is measured on held-out text,
+which is never trained on: the val split of the built-in corpus or of token shards, the last tenth of your own data.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Opened, open_model
+from tinyforge.hub import Opened, open_model, trained_model
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
 from tinyforge.registry import find_model
 from tinyforge.report import timed
 from tinyforge.terminal import one_line
+from tinyforge.text import CharTokenizer
 from tinyforge.text.shards import Shards, separator_of
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
@@ -58,7 +58,7 @@ from tinyforge.train.settings import (
     with_fields,
 )
 
-EVAL_TOKENS = 16_384  # while training; at the end, all held-out text is read
+EVAL_TOKENS = 16_384  # of each evaluation while training; the last one reads all held-out text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,23 +82,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
-        opening = pretrain(settings, config, shards, base, resume, ranks)
+        opening, tunable = pretrain(settings, config, shards, base, resume, ranks)
     out = shlex.quote(settings.out)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
     if spec.learns == "masked text":
         print(f"next: python recipes/classify.py --base {out}")
         return 0
-    print(f"next: python recipes/sft.py --base {out}")
-    print(f"  or: python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(one_line(opening))}")
+    chat = f"python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(one_line(opening))}"
+    print(f"next: python recipes/sft.py --base {out}\n  or: {chat}" if tunable else f"next: {chat}")
     return 0
 
 
 def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
-    """What --base names. A run that is resumed has its own weights, and of its base nothing is wanted any more."""
+    """The checkpoint of --base. A resumed run opens itself: it has its own weights and no longer needs the base."""
     if not settings.base:
         return None
-    base = open_model(Path(settings.out if resume else settings.base))
+    base = open_model(Path(settings.out) if resume else trained_model(settings.base))
     if base.spec.name != settings.model:
         raise UserError(f"--base: {base.path} is a {base.spec.name}, wanted a {settings.model}; give --model too")
     return base
@@ -107,8 +107,9 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
 def pretrain(
     settings: PretrainSettings, config: ModelConfig, shards: Shards | None, base: Opened | None, resume: bool,
     ranks: Ranks,
-) -> str:  # fmt: skip
-    """Train, and measure the model; returns the beginning of a held-out document."""
+) -> tuple[str, bool]:  # fmt: skip
+    """Train, and measure the model; returns the beginning of a held-out document, and whether its tokenizer can write
+    what fine-tuning lays around a question."""
     spec, seq_len = find_model(settings.model), sequence_length(config, settings.seq_len)
     masked = spec.learns == "masked text"
     text_len = seq_len - FRAME if masked else seq_len
@@ -150,13 +151,13 @@ def pretrain(
              "inputs": [*corpus.inputs] if shards else input_hashes(settings.data)}  # fmt: skip
     if masked:
         hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)
-        return ""
+        return "", False
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         overall, by_source = corpus.evaluate(sharded, settings.batch_size, EVAL_TOKENS)
         return {"val_bits_per_byte": overall, **{f"val_bits_per_byte_{name}": bpb for name, bpb in by_source.items()}}
 
-    # A character can take four tokens: half of the context is left for what follows.
+    # A character can take four tokens. Half of the context is left for the continuation.
     opening = tokenizer.decode(tokenizer.encode(corpus.opening)[: max(1, config.context // 2)])
     end = frozenset({tokenizer.specials[separator_of(tokenizer)]})
 
@@ -178,18 +179,18 @@ def pretrain(
     of_sources = {f"held-out text of {name}, bits per byte": figure for name, figure in by_source.items()}
     scores = {"held-out text, bits per byte": final, **of_sources}
     save_scores(Path(settings.out), checkpoint.step_of(last), scores)
-    return opening
+    return opening, not isinstance(tokenizer, CharTokenizer)
 
 
 def hide_words(
     settings: PretrainSettings, model: Model, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
     plan: Plan, resume: bool,
 ) -> None:  # fmt: skip
-    """Pretrain a model that guesses hidden words."""
+    """Pretrain with masked words (BERT)."""
     rows = settings.batch_size
     words = MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
-    print(f"to beat: loss {words.frequency_loss():.2f}, that of guessing by how often each word comes; a run that "
-          "stays there wants a smaller --seq-len at first, or a lower --lr")  # fmt: skip
+    print(f"to beat: loss {words.frequency_loss():.2f}, that of guessing by word frequency; if a run stays "
+          "there, start with a smaller --seq-len, or lower --lr")  # fmt: skip
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         return evaluate_masked(sharded, words.held_out(corpus, rows, EVAL_TOKENS))

@@ -2,11 +2,11 @@
 
     python recipes/sft.py                                   the newest pretrained run, the built-in instructions
     python recipes/sft.py --data alpaca.json --base runs/pretrain
-    python recipes/sft.py --base SmolLM2-135M --lora 8      adapters beside a frozen model, here another program's
+    python recipes/sft.py --base SmolLM2-135M --lora 8      LoRA adapters on a frozen model, here from Hugging Face
     python recipes/sft.py --resume                          continue runs/sft
 
-Each record is laid out in Alpaca's form and ends with </s>; only the reply and its </s> are learned (all other targets
-are -1). With the built-in instructions it ends with exact match on held-out ones, per kind of question.
+Each record is formatted with Alpaca's template and ends with </s>. Only the reply and its </s> get a loss; all other
+targets are -1. With the built-in instructions the run ends with exact match on held-out ones, per kind of question.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import Record, encode_example, end_of_reply, origin_of, read_split
+from data.alpaca import Record, encode_example, end_of_reply, origins_of, read_split
 from data.answers import exact_match
 from data.training import input_hashes
 from data.world import KINDS, instructions
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Opened, lora, newest_run, open_model
+from tinyforge.hub import Opened, lora, newest_run, open_model, trained_model
 from tinyforge.hub.tuning import OF_BASE, about, answer, build, finish
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
@@ -47,7 +47,7 @@ HELD_OUT_RECORDS = 300
 def encode(
     records: Sequence[Record], tokenizer: TextTokenizer, seq_len: int, what: str, max_reply: int | None = None
 ) -> list[tuple[list[int], int]]:
-    """Records as ids with the prompt's length; says how many could not be used, and how many lost the end."""
+    """Records as ids, each with the length of its prompt. Prints how many were refused and how many were truncated."""
     encoded = [encode_example(tokenizer, r, seq_len) for r in records]
     kept = [e for e in encoded if e is not None]
     end = tokenizer.specials[end_of_reply(tokenizer)]
@@ -63,17 +63,17 @@ def encode(
 
 
 def names_of(files: Sequence[str]) -> list[str]:
-    """What each file's figures are called: the folder of an alpaca.json, as data.alpaca makes them, else the file."""
+    """A name for each file's figures: its folder if it is an alpaca.json, as data.alpaca writes it, else the file."""
     found = [path.parent.name if path.name == "alpaca.json" else path.stem for path in map(Path, files)]
     return [name if found.count(name) == 1 else file for name, file in zip(found, files, strict=True)]
 
 
 def open_base(settings: SftSettings, resume: bool) -> Opened:
-    """What training starts from. A run of adapters resumes on its base, any other on itself."""
+    """The model that training starts from. A run with adapters resumes from its base, any other run from itself."""
     out = Path(settings.out)
     if resume and settings.lora is None:
         stopped = open_model(out)
-        checkpoint.require(stopped.path, stopped.meta, "base")  # only fine-tuning has it: nothing else goes on here
+        checkpoint.require(stopped.path, stopped.meta, "base")  # only fine-tuned checkpoints have it
         return stopped
     if resume:
         found = checkpoint.latest(out)
@@ -82,7 +82,7 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
         base = open_model(lora.base_of(found, meta))
         lora.check_base(found, base, lora.noted(found, meta)["base_sha256"])
         return base
-    path = Path(settings.base) if settings.base else newest_run(("pretrain",))
+    path = trained_model(settings.base) if settings.base else newest_run(("pretrain",))
     if path is None:
         raise UserError("no pretrained run under runs/; run python recipes/pretrain.py first, or give --base DIR")
     return open_model(path)
@@ -131,8 +131,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
     if not any(held.values()):
         raise UserError(f"data: none of the {len(held_out)} held-out records fits {seq_len} tokens; give more records")
 
-    origins = [origin_of(Path(path)) for path in settings.data] or [("the built-in instructions", "MIT")]
-    sources, licences = ("; ".join(sorted(set(part))) for part in zip(*origins, strict=True))
+    sources, licences = origins_of(settings.data, ("the built-in instructions", "MIT"))
     summary = [
         {"source": sources, "licence": licences, "records": len(encoded),
          "held-out_records": sum(map(len, held.values()))},
@@ -160,7 +159,7 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
 
     print_schedule(settings, f"{rows * accum} rows of several records", data.batches_in(0, rows) / accum, "records")
 
-    # A run that resumes without adapters has opened itself.
+    # A resumed run without adapters has opened itself.
     began = base.meta["base"] if resume and not adapters else {k: base.meta[k] for k in OF_BASE if k in base.meta}
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     task = Task(

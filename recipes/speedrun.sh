@@ -60,12 +60,12 @@ The Python is $PYTHON, else .venv/bin/python if it is there, else python3.
 END
 }
 
-die() { # one line: what is wrong, and what to do
+die() { # one line: the error and its remedy
     printf 'error: %s\n' "$1" >&2
     exit "${2:-2}"
 }
 
-quoted() { # the words as a shell wants them
+quoted() { # the words, quoted for a shell
     local word line=''
     for word in "$@"; do
         [[ $word =~ ^[A-Za-z0-9_./=:,+-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
@@ -74,7 +74,7 @@ quoted() { # the words as a shell wants them
     printf '%s' "${line# }"
 }
 
-joined() { # CONFIG MORE: the flags of a config and more, which win; of --steps and --minutes a run takes one
+joined() { # CONFIG MORE: flags of a config and MORE, which override them; --steps and --minutes exclude each other
     local flags=$1
     [[ ! " $2" =~ [[:space:]]--(steps|minutes)[=[:space:]] ]] ||
         flags=$(sed -E 's/--(steps|minutes) [^ ]+ //' <<<"$flags")
@@ -83,9 +83,9 @@ joined() { # CONFIG MORE: the flags of a config and more, which win; of --steps 
 
 QUESTION="Name three things to see in the sky at night."
 
-# --- what is asked for -----------------------------------------------------------------------------------------------
+# --- the flags -------------------------------------------------------------------------------------------------------
 
-called="${PYTHON:+PYTHON=$(quoted "$PYTHON") }" # what this script is called by
+called="${PYTHON:+PYTHON=$(quoted "$PYTHON") }" # the beginning of the command line
 again=$called$(quoted "$0" "$@") all=()
 config=base out='' books=() web=() licence='not stated' instructions='' shards='' data_only=no
 vocab='' at_most='' backend=auto precision='' corpus_more='' pretrain_more='' sft_more='' preferences='' dpo_more=''
@@ -123,7 +123,7 @@ while (($#)); do
     --tasks-flags) tasks_more=${2-} ;;
     *) die "$1: no such flag; recipes/speedrun.sh --help lists them" ;;
     esac
-    (($# > 1)) || die "$1: wants a value after it; recipes/speedrun.sh --help says which"
+    (($# > 1)) || die "$1: needs a value; see recipes/speedrun.sh --help"
     all+=("$1" "$2")
     shift 2
 done
@@ -134,12 +134,12 @@ done
 
 case $config in
 base)
-    # Found on 78 MB of text, 23.4 M tokens that are read 7.7 times: docs/results/base-run.md. The text that is fetched
+    # Tuned on 78 MB of text, 23.4 M tokens that are read 7.7 times: docs/results/base-run.md. The text that is fetched
     # by default is several times as much, and was not measured.
     pretrain="--config base --batch-size 32 --lr 6e-4 --weight-decay 1.5 --steps 11000"
     pretrain+=" --eval-every 1100 --save-every 2200"
     sft="--batch-size 32 --lr 2e-4 --steps 240 --max-reply 160 --eval-every 60 --save-every 120"
-    dpo="--lr 5e-6"                    # these two were not measured yet
+    dpo="--lr 5e-6"                    # these two have not been measured
     grpo="--lr 2e-6 --max-tokens 64"
     : "${precision:=bf16}"
     : "${vocab:=4096}"
@@ -155,7 +155,7 @@ small)
     : "${vocab:=1024}"
     fetch_books="--numbers 11 84 1342 1661" # Alice, Frankenstein, Pride and Prejudice, Sherlock Holmes
     ((${#web[@]})) || web=(none)
-    # So few books that no whole one can be spared for val: each part of 16 KiB goes its own way.
+    # Too few books to hold a whole one out: each part of 16 KiB is assigned to train or val separately.
     corpus="--max-bytes 16384 --split-by part --val-share 0.05"
     ;;
 *) die "--config $config: wanted small or base" ;;
@@ -168,10 +168,10 @@ corpus+=" $corpus_more"
 : "${out:=runs/speedrun-$config}"
 
 if [[ -n $shards ]]; then
-    ((${#books[@]} == 0)) || die "--books: the shards of --shards are made; drop one of the two"
-    [[ ${web[*]-none} == none ]] || die "--web: the shards of --shards are made; drop one of the two"
-    [[ $data_only == no ]] || die "--data-only: the shards of --shards are made; drop one of the two"
-    [[ -e $shards/manifest.json ]] || die "--shards $shards: no manifest.json in it; name what data.shards has made"
+    ((${#books[@]} == 0)) || die "--books: --shards names finished shards; drop one of the two"
+    [[ ${web[*]-none} == none ]] || die "--web: --shards names finished shards; drop one of the two"
+    [[ $data_only == no ]] || die "--data-only: --shards names finished shards; drop one of the two"
+    [[ -e $shards/manifest.json ]] || die "--shards $shards: no manifest.json in it; name a folder of data.shards"
 fi
 [[ ${books[*]-} != none || ${web[*]-} != none ]] || die "--books none and --web none leave no text; name some"
 case $problems in
@@ -183,10 +183,10 @@ for path in ${books[@]+"${books[@]}"} ${web[@]+"${web[@]}"} ${instructions:+"$in
     [[ $path == none || -e $path ]] || die "$path: no such file or folder; check the path, relative to $PWD"
 done
 
-# --- what it needs ---------------------------------------------------------------------------------------------------
+# --- requirements ----------------------------------------------------------------------------------------------------
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # so that it runs from any folder
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # so that the script runs from any folder
 export PYTHONUNBUFFERED=1                            # so that logs are up to date
 if [[ -n ${PYTHON-} ]]; then
     python=$PYTHON
@@ -196,8 +196,8 @@ else
     python=python3
 fi
 command -v "$python" >/dev/null || die "$python: no such Python; name one: PYTHON=python3.12"
-mkdir -p "$out/logs" "$out/.stages" 2>/dev/null || die "--out $out: cannot be made; name another folder"
-exec 9>"$out/.lock" # every command that is started here holds it too, even one that outlives this script
+mkdir -p "$out/logs" "$out/.stages" 2>/dev/null || die "--out $out: cannot be created; name another folder"
+exec 9>"$out/.lock" # also held by every command that is started here, even if it outlives this script
 modules="numpy tqdm safetensors matplotlib"
 [[ -n $shards ]] || modules+=" duckdb"
 [[ $data_only == no ]] || backend=none
@@ -218,7 +218,7 @@ except ImportError:  # Windows; the stages lock their folders themselves
     pass
 except OSError:
     sys.exit(f"error: another run is at work in {out}; wait for it or stop it, or name another --out")
-if backend != "none":  # what is wrong shows now, and not after hours
+if backend != "none":  # fail now rather than after hours
     from pathlib import Path
 
     from data.evaluation import TASKS, check_tasks, find_sets, read_set
@@ -236,14 +236,14 @@ END
 
 # --- the stages ------------------------------------------------------------------------------------------------------
 
-complete=() stopped=0 # complete: find's words for the marks of the stages so far
-trap 'stopped=130' INT # the command under way gets Ctrl-C too, saves what it has, and leaves
+complete=() stopped=0 # complete: find's arguments to keep the marks of the stages so far
+trap 'stopped=130' INT # the running command gets Ctrl-C too, saves and exits
 trap 'stopped=143' TERM
 
-stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESULT is what it makes, "" if nothing
+stage() { # NAME RESULT COMMAND...: run it unless it is complete; RESULT is the file that it makes, "" if none
     local name=$1 result=$2 made="$out/.stages/$1" log="$out/logs/$1.log" began=$SECONDS command seconds status
     shift 2
-    command=$(quoted "${@:2}") # without the Python, which may be another one
+    command=$(quoted "${@:2}") # without the Python, which may differ
     if [[ -f $made && -e $result ]]; then
         [[ $(<"$made") == "$command" ]] ||
             die "$name is complete, by '$(<"$made")', and not '$command'; give the same flags, or another --out"
@@ -251,10 +251,10 @@ stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESUL
         complete+=(! -name "$name")
         return
     fi
-    # What follows is made of this: it is not complete, nor begun.
+    # Later stages depend on this one: they are neither complete nor begun.
     find "$out/.stages" -type f ! -name "$name.begun" ${complete[@]+"${complete[@]}"} -exec rm {} +
     case $name in
-    books | web) rm -f "$result" ;; # status 1 says that files were left out; this tells it from a crash
+    books | web) rm -f "$result" ;; # tells status 1, files were left out, from a crash
     tasks-*) [[ -f $made.begun ]] || rm -f "$result" ;; # figures of another model
     pretrain | sft | dpo | grpo)
         set -- "$@" --backend "$backend"
@@ -262,8 +262,8 @@ stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESUL
             : # nothing was saved
         elif [[ -f $made.begun ]]; then
             set -- "$@" --resume
-        else # steps that are made of what has been made again since
-            printf '\n%s is made again; what was there is removed\n' "$result"
+        else # an earlier stage was repeated, so these steps are stale
+            printf '\n%s is stale and made again; the old one is removed\n' "$result"
             rm -r "$result"
         fi
         ;;
@@ -271,7 +271,7 @@ stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESUL
     printf '%s\n' "$command" >"$made.begun"
     set +e
     printf '\n=== %s\n%s\n' "$name" "$(quoted "$@")" | tee -a "$log"
-    # tee outlives a signal: a command that is told to stop still has something to say.
+    # tee ignores signals, so that it logs what a stopped command still prints.
     "$@" 2>&1 | (
         trap '' INT TERM HUP
         exec tee -a "$log"
@@ -289,7 +289,7 @@ stage() { # NAME RESULT COMMAND...: run it unless it has been, to the end; RESUL
         mv "$made.begun" "$made"
         complete+=(! -name "$name")
     elif ((stopped == 0)); then
-        die "stage $name failed with status $status, log: $log; mend what it says, then continue with: $again" "$status"
+        die "stage $name failed with status $status, log: $log; fix the error, then continue with: $again" "$status"
     fi
     ((stopped == 0)) || die "stopped in stage $name; continue with: $again" "$stopped"
 }
@@ -331,9 +331,9 @@ if [[ $data_only == yes ]]; then
         ${preferences:+--preferences "$preferences"} ${dpo_more:+--dpo-flags "$dpo_more"}
         ${problems:+--problems "$problems"} ${grpo_more:+--grpo-flags "$grpo_more"}
         ${task_data:+--task-data "$task_data" --tasks "$tasks"} ${tasks_more:+--tasks-flags "$tasks_more"})
-    printf '\nThe data is made: %s and %s. To train on them here:\n' "$shards" "$records"
+    printf '\nThe data are ready: %s and %s. To train on them here:\n' "$shards" "$records"
     echo "  $called$(quoted "$0" ${all[@]+"${all[@]}"})"
-    echo "and on another machine, where the two are copied to:"
+    echo "or on another machine, after copying them there:"
     echo "  $(quoted recipes/speedrun.sh --config "$config" --shards "$shards" --instructions "$records" \
         ${more[@]+"${more[@]}"})"
     exit
@@ -379,6 +379,6 @@ fi
 stage chat "" "$python" -m models.nanoeuler.chat --checkpoint "$tuned" --prompt "$QUESTION" "${where[@]}"
 stage report "" "$python" -m tinyforge.board "$out" --export "$out/report.html"
 
-printf '\nThis took %d min %d s. All of it in one page: %s; figures: %s. To go on asking:\n' $((SECONDS / 60)) \
+printf '\nThis took %d min %d s. Report: %s; figures: %s. To ask more:\n' $((SECONDS / 60)) \
     $((SECONDS % 60)) "$out/report.html" "$out/*.json"
 echo "  $(quoted "$python") -m models.nanoeuler.chat --checkpoint $(quoted "$tuned") --backend $backend"

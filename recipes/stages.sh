@@ -1,7 +1,7 @@
-# What storyteller.sh and large-run.sh share; they source it with $what, $out and $root set.
+# Shared by storyteller.sh and large-run.sh, which source it with $what, $out and $root set.
 # shellcheck shell=bash
 
-die() { # one line: what is wrong, and what to do
+die() { # one line: the error and its remedy
     printf 'error: %s\n' "$1" >&2
     exit 2
 }
@@ -23,9 +23,9 @@ trained() { # NAME RECIPE FLAGS...: a run in $out/NAME; skipped if it is complet
     touch "$out/$name/complete"
 }
 
-# A machine that takes files of a limited size gets them in parts.
+# To copy to a machine that limits the size of files.
 
-pack() { # NAMES...: those of them that are in $out, as $out/parts/part-00, part-01, ... of $PART_MIB MiB
+pack() { # NAMES...: those that exist in $out, as $out/parts/part-00, part-01, ... of $PART_MIB MiB
     local names=() name
     for name in "$@"; do [[ ! -e $out/$name ]] || names+=("$name"); done
     ((${#names[@]})) || die "$out has none of: $*; make them with: $0 data $out ..."
@@ -38,7 +38,7 @@ pack() { # NAMES...: those of them that are in $out, as $out/parts/part-00, part
     ls -l "$out/parts"
 }
 
-unpack() { # what pack has made, once all parts are there; so it may be called after each of them
+unpack() { # once all parts of pack have arrived; may be called after each of them
     [[ -e $out/parts/SHA256 ]] || die "$out/parts has no SHA256; copy it there with the parts that pack has made"
     local missing
     missing=$(cd "$out/parts" && sed 's/.* //' SHA256 | while read -r part; do [[ -e $part ]] || echo "$part"; done)

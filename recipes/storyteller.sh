@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The model that comes with the repository and tells stories, from text to a checkpoint to give away.
+# Storyteller, the model that comes with the repository: from text to a checkpoint to publish.
 #
 #   recipes/storyteller.sh data OUT tinystories.parquet children-books.zip simple-wikipedia.parquet [dolly.json]
 #   recipes/storyteller.sh train OUT
 #
-# The first makes token shards and instructions in OUT, on a CPU, with DuckDB: five minutes. The second, on a GPU, which
+# data writes token shards and instructions to OUT, on a CPU, with DuckDB: five minutes. train, on a GPU machine that
 # needs neither DuckDB nor the texts, pretrains, fine-tunes, and writes OUT/storyteller in bf16: three minutes on one H200.
-# Stages that are complete are skipped, and a run that was stopped goes on: the same command again. Flags after OUT go to
-# recipes/pretrain.py and recipes/sft.py; $PRETRAIN and $SFT are further flags of the one and of the other, e.g. when they end:
+# Complete stages are skipped, and the same command resumes a run that was stopped. Flags after OUT go to
+# recipes/pretrain.py and recipes/sft.py; $PRETRAIN and $SFT are further flags for one of them, e.g. its length:
 #
 #   PRETRAIN="--minutes 1.6 --capture" recipes/storyteller.sh train OUT
 #   PRETRAIN="--steps 20" SFT="--steps 20" recipes/storyteller.sh train OUT --backend numpy --precision fp32
@@ -15,7 +15,7 @@
 # To another machine, in files of $PART_MIB MiB (32):
 #
 #   recipes/storyteller.sh pack OUT           OUT/parts, of shards and instructions
-#   recipes/storyteller.sh unpack OUT         there, when OUT/parts is copied
+#   recipes/storyteller.sh unpack OUT         there, once OUT/parts has been copied
 #
 #   tinystories.parquet        TinyStories, or its published text files     (CDLA-Sharing-1.0)
 #   children-books.zip         books of Project Gutenberg                    (public domain in the US)
@@ -42,15 +42,16 @@ data)
     mkdir -p "$out"
     cat data/filters.sql data/plain.sql >"$out/filters.sql"
     [[ -e $out/sources/tinystories/source.json ]] || run -m data.tinystories --out "$out/sources/tinystories" "$1"
-    # One of the books may be refused, as under copyright: that is said, and no fault.
-    [[ -e $out/sources/books/source.json ]] || run -m data.gutenberg --out "$out/sources/books" "$2" || true
+    # Some books may be refused, such as one under copyright. That is reported, and not an error.
+    [[ -e $out/sources/books/source.json ]] || run -m data.gutenberg --out "$out/sources/books" "$2" ||
+        [[ -e $out/sources/books/source.json ]]
     [[ -e $out/sources/simple/source.json ]] ||
         run -m data.local --out "$out/sources/simple" --name simple --licence "CC BY-SA 4.0" "$3"
     run -m data.corpus "$out/sources/tinystories" "$out/sources/books" "$out/sources/simple" --out "$out/corpus" \
         --filters "$out/filters.sql" --val-share 0.02 tinystories=0.04
     run -m data.shards --corpus "$out/corpus" --out "$out/shards" --vocab-size 4096 --at-most
     [[ -e $out/sources/retold/source.json ]] || run -m data.stories retell "$out/corpus" --out "$out/sources/retold"
-    # Near-duplicates are what is wanted here.
+    # Near-duplicates are intended here.
     run -m data.corpus "$out/sources/retold" --out "$out/corpus-retold" --val-share 0 --similarity 1
     run -m data.shards --corpus "$out/corpus-retold" --out "$out/shards-retold" --tokenizer "$out/shards/tokenizer.json"
     [[ -e $out/instructions/source.json ]] ||

@@ -73,7 +73,7 @@ def test_training_works_without_duckdb(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_no_cupy_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: [])
     (finding,) = doctor.gpu()
-    assert finding.ok is None and finding.fix == doctor.INSTALL_GPU
+    assert finding.ok is None and finding.fix == doctor.INSTALL
 
 
 def test_two_builds_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -954,6 +954,16 @@ def test_an_unknown_op_is_a_one_line_error() -> None:
     assert done.stderr.startswith("error: no op is called 'Lineal'") and done.stderr.count("\n") == 1
 
 
+def test_an_op_whose_cases_check_nothing_is_refused() -> None:
+    class Unchecked(Op):
+        @classmethod
+        def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+            yield from ()
+
+    with pytest.raises(UserError, match="Unchecked: its cases have no parameter and no floating-point input"):
+        check_op(Unchecked, get_backend("numpy", "fp64", workers=1))
+
+
 def test_the_command_checks_the_modules_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert gradcheck.main(["models.char_mlp.model", "tinyforge.ops.swiglu"]) == 0
     lines = capsys.readouterr().out.splitlines()

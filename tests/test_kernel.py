@@ -64,7 +64,7 @@ def test_every_op_lists_kernels_and_every_kernel_has_an_op() -> None:
     assert {k.name for k in all_kernels()} - listed == {
         "adamw_", "add_", "clip_factor", "linear_bwd_bias", "muon_", "muon_momentum", "newton_schulz",
         "square_sums", "sum_tokens",
-        "rmsnorm_scaled_fwd", "rmsnorm_scaled_bwd",  # of norms that round
+        "rmsnorm_scaled_fwd", "rmsnorm_scaled_bwd",  # of FP8RMSNorm and FP8AddRMSNorm
     }  # fmt: skip
 
 
@@ -125,6 +125,19 @@ def test_arguments_must_be_those_of_the_body() -> None:
     right = add.on("phantom")(lambda x, y, scale=1.0, *, backend: (x, backend.name))
     assert add.bind(Elsewhere("phantom"))(1, 2) == (1, "phantom")
     assert right(5, 0, backend=Elsewhere("numpy")) == (5, "numpy")  # registering gives the plain function back
+
+
+def test_on_phantom_a_function_may_name_only_what_it_reads() -> None:
+    @kernel
+    def add(x: Array, y: Array, scale: float = 1.0) -> Array:
+        return x + scale * y
+
+    assert add.on("phantom")(lambda y: y + 1)(1) == 2
+    assert add.bind(PHANTOM)(5, 2) == add.bind(PHANTOM)(5, y=2, scale=3.0) == 3
+    with pytest.raises(TypeError, match=r"kernel add: on phantom it takes \(z\), on numpy"):
+        add.on("phantom")(lambda z: z)
+    with pytest.raises(TypeError, match="kernel add: on cupy it takes"):
+        add.on("cupy")(lambda y: y)
 
 
 def test_a_missing_kernel_names_itself_its_op_and_the_backends_that_have_it() -> None:

@@ -126,7 +126,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "0"], "--gpus is 0, wanted 1 to"), (["--config", "3b"], "nanoeuler has small, base"),
         (["--model", "vit"], "use one of"), (["--network", "0"], "wanted GB/s above 0"),
         (["--seq-len", "9999", "--config", "2b"], "context is 1024"), (["--batch-tokens", "-1"], "a row of tokens"),
-        (["--model", "mamba", "--recompute", "blocks"], "no blocks that can be run again"),
+        (["--model", "mamba", "--recompute", "blocks"], "no blocks that can be recomputed"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=said):
             main(wrong)
@@ -151,7 +151,7 @@ def test_the_page_has_what_the_commands_print(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_checkout_without_measurements(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the cost model reads the results of a checkout"):
+    with pytest.raises(UserError, match="the cost model reads docs/results, which only the repository has"):
         read_machine(tmp_path)
 
 

@@ -59,6 +59,15 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     assert tensors.read_header(tmp_path / "x.safetensors")["small"].read().tolist() == [0]
 
 
+def test_a_file_that_is_cut_short_after_its_header_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(one())
+    found = tensors.read_header(path)["x"]
+    path.write_bytes(one()[:-1])
+    with pytest.raises(UserError, match=r"x\.safetensors: it ends within x; it was whole a moment ago"):
+        found.read()
+
+
 def with_header(header: object, data: bytes = b"\0" * 16) -> bytes:
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
@@ -74,8 +83,8 @@ def one(dtype: object = "F32", shape: object = (2, 2), offsets: object = (0, 16)
         (b"", "header of 0 bytes in a file of 0"),
         (b"\xff" * 64, "a header of 18446744073709551615 bytes in a file of 64"),
         (b"\x80\x02" + b"pickle" * 9, "a header of"),
-        ((20).to_bytes(8, "little") + b"no JSON at all, but.", "is damaged, or no safetensors file"),
-        (with_header([1, 2]), "is damaged, or no safetensors file"),
+        ((20).to_bytes(8, "little") + b"no JSON at all, but.", "is damaged, or not a safetensors file"),
+        (with_header([1, 2]), "is damaged, or not a safetensors file"),
         (with_header({"x": {"dtype": "F32", "shape": [2]}}), "data_offsets"),
         (one(offsets=(0, 12)), "x has shape .2, 2. of F32 in 12 bytes"),
         (one(offsets=(8, 24)), "x ends at byte"),

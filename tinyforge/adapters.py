@@ -1,10 +1,10 @@
 """LoRA on a model: which of its linear maps get an adapter, and the model around the frozen one.
 
     make = partial(spec.build, config, backend)
-    model = Adapted(make, Adapters(rank=8, targets=("qkv", "out")))     nothing in the model knows of it
+    model = Adapted(make, Adapters(rank=8, targets=("qkv", "out")))     the model's own code does not change
 
-The model is built without memory, its linear maps are exchanged for `ops.LoRA` by name, all else is frozen, and then
-one buffer is made: weights that are not learned take their own bytes and no others.
+The model is built without memory, its linear maps are replaced by `ops.LoRA` by name, all else is frozen, and then one
+buffer is made: frozen weights take no memory for masters, gradients or moments.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Adapters:
 
 
 class Adapted:
-    """A model whose own weights are frozen, with adapters that are learned. All that is not said here is the model's.
+    """A model whose own weights are frozen, with adapters that are learned. Other attributes are the model's.
 
-    make: builds it, as `make(values=...)`. values, frozen_values: of another such model, whose weights this one reads.
-    adapters: the LoRA ops by the names of the linear maps that they stand for.
+    make: builds it, as `make(values=...)`. values, frozen_values: those of another such model, to share its weights.
+    adapters: the LoRA ops by the names of the linear maps that they replace.
     """
 
     def __init__(
@@ -56,11 +56,14 @@ class Adapted:
                 raise UserError(f"no linear map of the model is called {target!r}; known: {', '.join(names)}")
         for p in self.model.params():
             p.frozen = True
+        chosen = [op for op in found if not settings.targets or _last(op) in settings.targets]
+        most = max((min(op.weight.shape) for op in chosen), default=settings.rank)
+        if settings.rank > most:
+            raise UserError(f"--lora is {settings.rank}, wants at most {most}: no linear map here has a higher rank")
         self.adapters: dict[str, LoRA] = {}
-        for op in found:
-            if not settings.targets or _last(op) in settings.targets:
-                self.adapters[op.name] = _adapter(op, settings, backend)
-                _exchange(self.model, op, self.adapters[op.name])
+        for op in chosen:
+            self.adapters[op.name] = _adapter(op, settings, backend)
+            _exchange(self.model, op, self.adapters[op.name])
         self.buffer = self.model.buffer = ParamBuffer(self.model.params(), backend, values, frozen_values)
 
     def __getattr__(self, name: str) -> Any:
@@ -82,7 +85,7 @@ class Adapted:
                 weight.value = value
 
     def flop_per_token(self, seq_len: int) -> float:
-        """0: the convention counts a product for each weight's gradient, and most of them are not taken here."""
+        """0: the convention counts a product for every weight's gradient, and here most are skipped."""
         return 0.0
 
 
@@ -91,7 +94,7 @@ def _last(op: Op) -> str:
 
 
 def _adapter(op: Any, settings: Adapters, backend: Backend) -> LoRA:
-    """What computes as `op` does, with B A beside it. A starts with PEFT's variance, 1 / 3I, and B at 0."""
+    """A LoRA around `op`'s weight. A starts with PEFT's variance, 1 / 3I, and B at 0."""
     (outputs, inputs), rank = op.weight.shape, settings.rank
     a = Param(f"{op.name}.lora_a", (rank, inputs), std=(3 * inputs) ** -0.5)
     b = Param(f"{op.name}.lora_b", (outputs, rank))

@@ -7,7 +7,7 @@
     python -m tinyforge.chat --checkpoint small                 the other model that comes with the repository
 
 Ctrl-C stops a reply and keeps the conversation; Ctrl-D or /bye leaves; """ begins and ends a text of several lines;
-/help lists the commands. With --prompt or a pipe only the reply is printed.
+/help lists the commands. With --prompt or piped input only the reply is printed.
 '''
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tinyforge.terminal import printable
 from tinyforge.text.chat_templates import TEMPLATES
 
 BLOCK = '"""'
-LONGEST = 400  # tokens of a reply, unless another number is asked for: a story of the storyteller's takes up to 350
+LONGEST = 400  # default of --max-tokens: the storyteller's stories take up to 350
 SETTINGS = {
     "temperature": "0 is greedy", "top_k": "most likely tokens kept, 0 for all",
-    "top_p": "share of probability kept", "min_p": "least probability kept, as a share of the greatest",
-    "repetition_penalty": "above 1, words come again less often", "max_tokens": "longest reply", "seed": "",
-    "drafts": "tokens guessed ahead: changes the speed, not the text's odds",
+    "top_p": "probability mass kept", "min_p": "least probability kept, relative to the highest",
+    "repetition_penalty": "above 1, repeated words become less likely", "max_tokens": "longest reply",
+    "seed": "of the random choices", "drafts": "tokens drafted ahead: changes the speed, not the distribution",
 }  # fmt: skip
 
 
@@ -56,13 +56,13 @@ class Leave(Exception):
 
 
 class Repl:
-    """The loop of a terminal: reads lines, prints replies, obeys commands."""
+    """The loop on a terminal: reads lines, prints replies, runs commands."""
 
     def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
         self.loaded = loaded
         self.conversation = conversation_with(loaded)
         self.sampling = sampling
-        self.asked = 0  # so that every reply draws other numbers, the same ones in every session
+        self.asked = 0  # added to the seed: every reply draws other numbers, and every session the same
         self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         # Every method named do_X is the command /X; its docstring is its line in /help.
         self.commands: dict[str, Callable[[list[str]], None]] = {
@@ -104,7 +104,7 @@ class Repl:
         pieces = self.conversation.ask(text, sampling)
         try:
             first = next(pieces, "")
-            self.note(self.conversation.notice)  # what was left out is said before the reply
+            self.note(self.conversation.notice)  # print what was left out before the reply
             self.conversation.notice = ""
             show([first])
             show(pieces)
@@ -122,7 +122,7 @@ class Repl:
     def painted(self, text: str, code: str, prompt: bool = False) -> str:
         if not self.colour:
             return text
-        # readline counts a prompt's characters; \1 and \2 enclose what takes no room.
+        # readline counts a prompt's characters; \1 and \2 enclose those of zero width.
         before, after = ("\1", "\2") if prompt else ("", "")
         return f"{before}\x1b[{code}m{after}{text}{before}\x1b[0m{after}"
 
@@ -191,14 +191,14 @@ class Repl:
         self.note(f"  turns               {turns}: {tokens} of {conversation.context} tokens{left_out}")
 
     def do_stats(self, arguments: list[str]) -> None:
-        """tokens a second, time to the first token, guesses accepted"""
+        """tokens per second, time to the first token, drafts accepted"""
         s = self.conversation.stats
-        self.note(f"  {s.tokens} tokens at {s.tokens_per_second:,.0f} a second; the last reply began after "
+        self.note(f"  {s.tokens} tokens at {s.tokens_per_second:,.0f} per second; the last reply began after "
                   f"{1e3 * s.first_seconds:.1f} ms")  # fmt: skip
         self.note(f"  prompts: {s.prefilled} tokens read, {s.reused} found in the cache")
         if s.drafted:
             shares = ", ".join(f"head {k}: {share:.0%}" for k, share in enumerate(s.acceptance, start=1))
-            self.note(f"  {s.tokens_per_pass:.2f} tokens a pass; guesses accepted: {shares}")
+            self.note(f"  {s.tokens_per_pass:.2f} tokens per pass; drafts accepted: {shares}")
 
     def do_save(self, arguments: list[str]) -> None:
         """/save FILE writes the conversation"""
@@ -220,7 +220,7 @@ class Repl:
 
 
 def once(loaded: Loaded, text: str, sampling: Sampling) -> None:
-    """One reply, and nothing else, on standard output."""
+    """Print one reply, and nothing else, on standard output."""
     conversation = conversation_with(loaded)
     show(conversation.ask(text, sampling))
     print(flush=True)

@@ -7,12 +7,12 @@
         meta.json               model (its registered name), config, step, settings, seed, tokenizer hash, elapsed time
         hashes.json             SHA-256 of each file above, written last
 
-Ranks that share out the optimizer's state write a file each, a **shard** with some of the tensors, whole ones:
-model-00001-of-00002.safetensors and so on. Whoever reads sees tensors by name, and no difference.
+Ranks that shard the optimizer's state each write a file, a **shard**, that holds some of the tensors, each whole:
+model-00001-of-00002.safetensors and so on. Readers look tensors up by name and see no difference.
 
-Everything is written into a hidden directory beside it, synced to disk, and renamed. A run that is killed or meets a
-full disk leaves at most that hidden directory, which the next save removes; older checkpoints are not touched before
-the new one stands. Nothing is pickled.
+Everything is written into a hidden directory, synced to disk, and renamed. A run that is killed or fills the disk
+leaves at most that hidden directory, which the next save removes; older checkpoints are removed only after the new one
+is complete. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tinyforge.tensors import Lazy, Tensors, chunks
 
 FORMAT = 1
 _PREFIX = "step-"
-_NAME = re.compile(r"step-\d{8,}")  # what else lies in a run's folder, `step-7-good` say, is not ours to remove
+_NAME = re.compile(r"step-\d{8,}")  # other names in a run's folder, such as `step-7-good`, are not ours to remove
 CARD = "README.md"
 MODEL, OPTIMIZER = "model", "optimizer"
 _SHARD = re.compile(rf"({MODEL}|{OPTIMIZER})-(\d{{5}})-of-(\d{{5}})\.safetensors")
-_HASHED = ("tokenizer.json", "meta.json")  # at least, and the weights
+_HASHED = ("tokenizer.json", "meta.json")  # required, as are the weights
 _USE_ANOTHER = "use another checkpoint of the run"
-# Of meta.json, and of what it keeps about the base: all that is read elsewhere without a look at its type.
+# The types of values in meta.json, and in its "base", that are used elsewhere without a check.
 _TYPES: dict[str, type] = {
     "base": dict, "config": dict, "settings": dict, "step": int, "tokens": int, "corpus": list,
     "elapsed": float, "joules": float, "tokens_per_second": float, "machine": str, "template": str,
@@ -54,7 +54,7 @@ _TYPES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose hashes hold. Its tensors are read when they are asked for."""
+    """A checkpoint with verified hashes. Its tensors are read on access."""
 
     path: Path
     meta: dict[str, Any]
@@ -76,7 +76,7 @@ def save(
     out: Path, step: int, weights: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray], tokenizer: Any,
     meta: Mapping[str, Any], keep: int,
 ) -> Path:  # fmt: skip
-    """`save_with` of arrays that are there."""
+    """`save_with` for arrays in memory."""
 
     def write(folder: Path) -> dict[str, str]:
         files = {MODEL: weights, OPTIMIZER: optimizer}
@@ -87,8 +87,8 @@ def save(
 
 
 def save_with(out: Path, step: int, write: Write, tokenizer: Any, meta: Mapping[str, Any], keep: int) -> Path:
-    """Write out/step-N, then remove all but the newest `keep` checkpoints (0 keeps all). Raises UserError where that
-    cannot be, and what `write` raises but OSError."""
+    """Write out/step-N, then remove all but the newest `keep` checkpoints (0 keeps all). Raises UserError if a file
+    cannot be written, and whatever else `write` raises."""
     final = out / f"{_PREFIX}{step:08d}"
     try:
         sweep(out)
@@ -96,7 +96,7 @@ def save_with(out: Path, step: int, write: Write, tokenizer: Any, meta: Mapping[
     except Lost:
         raise
     except (OSError, UserError) as error:
-        # The tokenizer reports its own faults; what the system said is their cause.
+        # The tokenizer raises UserError; the system's error is its cause.
         cause = error.__cause__ if isinstance(error, UserError) else error
         left = steps(out)
         stays = f"the last good checkpoint, {left[-1]}, is untouched" if left else "nothing was saved before"
@@ -109,7 +109,7 @@ def save_with(out: Path, step: int, write: Write, tokenizer: Any, meta: Mapping[
 
 
 def lazy(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Arrays as `write_shard` takes them."""
+    """Arrays in the form that `write_shard` takes."""
     tensors: dict[str, Lazy] = {name: (value.shape, partial(np.asarray, value)) for name, value in arrays.items()}
     return tensors, {name: f"f{8 * value.itemsize}" for name, value in arrays.items()}
 
@@ -125,20 +125,20 @@ def write_shard(
 
 
 def prune(out: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints (0 keeps all). What cannot be removed is named on stderr."""
+    """Remove all but the newest `keep` checkpoints (0 keeps all). Prints a warning for one that cannot be removed."""
     for old in steps(out)[:-keep] if keep else []:
-        # Renamed first: a kill half-way leaves a hidden directory, never half a checkpoint.
+        # Rename first: a kill in between leaves a hidden directory, never half a checkpoint.
         doomed = out / f".partial-{old.name}"
         try:
             replace(old, doomed)
             shutil.rmtree(doomed)
-        except OSError as error:  # the new one is saved: that is no reason to stop
+        except OSError as error:  # the new checkpoint is saved, so the run goes on
             print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
                   file=sys.stderr)  # fmt: skip
 
 
 def sweep(out: Path) -> None:
-    """Remove what a killed run has left of checkpoints that it wrote or removed. The caller holds the folder."""
+    """Remove partial checkpoints that a killed run was writing or removing. The caller holds the folder's lock."""
     for stale in out.glob(f".partial-{_PREFIX}*"):
         shutil.rmtree(stale, ignore_errors=True)
 
@@ -146,10 +146,10 @@ def sweep(out: Path) -> None:
 def export(
     out: Path, weights: Mapping[str, np.ndarray], tokenizer: Any, meta: Mapping[str, Any], card: str, dtype: str
 ) -> None:
-    """Write a checkpoint to give away: no optimizer, weights in `dtype` (see `tensors.DTYPES`), the card as README.md.
+    """Write a checkpoint for others: no optimizer, weights in `dtype` (see `tensors.DTYPES`), the card as README.md.
 
-    `load` reads it like any other; the card has no hash, so that it may be edited. Raises UserError where `out` exists
-    or cannot be written.
+    `load` reads it like any other; the card has no hash, so that it may be edited. Raises UserError if `out` exists or
+    cannot be written.
     """
     if out.exists():
         raise UserError(f"{out} exists already; remove it, or choose another name")
@@ -165,7 +165,7 @@ def export(
 
 
 def _write_directory(final: Path, write: Write, tokenizer: Any, meta: Mapping[str, Any]) -> None:
-    """What `write` does, tokenizer.json, meta.json and hashes.json in a directory that appears whole or not at all."""
+    """Make a directory with the files of `write`, tokenizer.json, meta.json and hashes.json; it appears atomically."""
     partial = final.parent / f".partial-{final.name}"
     try:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
@@ -189,7 +189,7 @@ def steps(out: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step after which a run has saved the checkpoint `path`."""
+    """The step after which the checkpoint `path` was saved."""
     return int(path.name.removeprefix(_PREFIX))
 
 
@@ -198,6 +198,11 @@ def latest(path: Path) -> Path:
     if (path / "meta.json").is_file():
         return path
     found = steps(path)
+    if not found and path.is_file():
+        raise UserError(f"{path} is a file, but not a model; wanted a run, a Hugging Face directory, or a .gguf or "
+                        ".bin file")  # fmt: skip
+    if not found and path.is_dir() and any(path.iterdir()):
+        raise UserError(f"no checkpoint in {path}: it has no {_PREFIX}* folder and no config.json; check the path")
     if not found:
         raise UserError(f"no checkpoint in {path}; train one first, e.g. python recipes/pretrain.py --out {path}")
     return found[-1]
@@ -213,7 +218,7 @@ def load(path: Path) -> Checkpoint:
 def verify(path: Path) -> None:
     """Check every file of a checkpoint against its hash; UserError if one is missing or was altered.
 
-    What was whole once in this process, and has not been touched since, is not read again.
+    A file that this process has verified before, and that has not changed since, is not read again.
     """
     hashes = _hashes(path)
     for name in dict.fromkeys([*_files(hashes, MODEL), *_files(hashes, OPTIMIZER, needed=False), *_HASHED, *hashes]):
@@ -221,7 +226,7 @@ def verify(path: Path) -> None:
         if not isinstance(wanted, str) or name != os.path.basename(name):
             raise UserError(f"checkpoint {path}: hashes.json has no hash of a file {name!r}; {_USE_ANOTHER}")
         file = path / name
-        if not os.path.isfile(file):  # False for a name that no system takes
+        if not os.path.isfile(file):  # also False for an invalid name
             raise UserError(f"checkpoint {path}: {name} is missing; {_USE_ANOTHER}")
         stat = file.stat()
         state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, wanted)
@@ -237,11 +242,11 @@ def verify(path: Path) -> None:
             )
 
 
-_whole: set[tuple[int | str, ...]] = set()  # files whose hash was right, as they were then
+_whole: set[tuple[int | str, ...]] = set()  # verified files: their stat and hash
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """A checkpoint's meta.json. Raises UserError where it cannot be read or is of another format."""
+    """A checkpoint's meta.json. Raises UserError if it cannot be read or is of another format."""
     meta = read_json(path / "meta.json", "the meta data", fix=_USE_ANOTHER)
     if meta.get("format") != FORMAT:
         raise UserError(f"checkpoint {path}: format {shown(meta.get('format'))}, this program reads {FORMAT}")
@@ -255,7 +260,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def require(path: Path, meta: dict[str, Any], *names: str) -> None:
-    """UserError where a checkpoint's meta.json lacks one of `names`."""
+    """Raise UserError if a checkpoint's meta.json lacks one of `names`."""
     if missing := next((name for name in names if name not in meta), ""):
         raise UserError(f"checkpoint {path}: meta.json has no {missing!r}; {_USE_ANOTHER}")
 
@@ -266,8 +271,8 @@ def _hashes(path: Path) -> dict[str, Any]:
 
 
 def _files(hashes: Mapping[str, Any], what: str, needed: bool = True) -> list[str]:
-    """The names of the files that hold MODEL's or OPTIMIZER's tensors: of one, or of all shards that belong together,
-    whether they have a hash or not. needed: there must be some."""
+    """The names of the files with MODEL's or OPTIMIZER's tensors: one file, or all shards of a set, even those without
+    a hash. needed: return at least one."""
     found = [shard for name in hashes if (shard := _SHARD.fullmatch(name)) and shard[1] == what]
     single = f"{what}.safetensors"
     if not found:
@@ -278,7 +283,7 @@ def _files(hashes: Mapping[str, Any], what: str, needed: bool = True) -> list[st
 
 
 def _tensors(path: Path, what: str) -> Tensors:
-    """Of a checkpoint that was verified."""
+    """The tensors of a verified checkpoint."""
     names = _files(_hashes(path), what)
     try:
         return Tensors(path / name for name in names)
@@ -291,7 +296,7 @@ def _to_json(content: Mapping[str, Any]) -> bytes:
 
 
 def _write(file: Path, parts: Iterable[bytes]) -> str:
-    """Write a file to the disk for good; returns its SHA-256."""
+    """Write a file and sync it to disk; returns its SHA-256."""
     digest = hashlib.sha256()
     with open(file, "wb") as f:
         for part in parts:

@@ -10,11 +10,11 @@ from typing import Any, Self
 from tinyforge.errors import UserError
 
 ABOVE_ZERO = ("rope_theta", "norm_eps")
-"""Fields that are divided by or whose logarithm is taken, in whichever config has them."""
+"""Fields that must be positive: they are divisors or go into a logarithm."""
 
 MOST, MOST_POSITIONS, MOST_REPEATED = 1 << 24, 1 << 20, 1 << 10
-"""The largest size that a model may have, context, which has tables of its length, and number of parts that are built
-one by one: what is larger is a slip, and would take hours to be found too large for any memory."""
+"""Upper limits: of any size; of the context, for which there are tables; of parts that are built one by one. A larger
+number is a typing error, and without a limit it would take hours to run out of memory."""
 REPEATED = ("layers", "mtp_heads")
 
 
@@ -43,22 +43,22 @@ class ModelConfig:
 
     @property
     def prediction_heads(self) -> int:
-        """K: output heads, head k predicting the token k + 1 places ahead."""
+        """K: the number of output heads; head k predicts the token k + 1 places ahead."""
         return 1
 
     @property
     def head_weights(self) -> tuple[float, ...]:
-        """What each head weighs in the loss, (K,); only the ratios count."""
+        """The weight of each head in the loss, (K,); only the ratios count."""
         return (1.0,) * self.prediction_heads
 
     def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of what the model's forward takes for `batch` sequences of `length`, targets included."""
+        """The shapes of forward's inputs for `batch` sequences of `length`, targets included."""
         return (batch, length), (batch, length, self.prediction_heads)
 
     @property
     def term_weights(self) -> dict[str, float]:
-        """The terms that the model adds to the loss beside the likelihoods, by name, and what each weighs. A model that
-        has some returns (nll, terms) from forward; see `tinyforge.train.objectives`."""
+        """The weights of the loss terms that the model adds to the likelihoods, by name. The forward of a model that
+        has some returns (nll, terms); see `tinyforge.train.objectives`."""
         return {}
 
     def require_positive(self, *names: str) -> None:
@@ -79,22 +79,22 @@ class ModelConfig:
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise UserError(f"config: unknown key {unknown[0]!r}; known: {', '.join(known)}")
-        usual = type(self)()  # not this one, where a float may have been given as a whole number
+        usual = type(self)()  # not self, in which a float field may hold an int
         for name, value in values.items():
             default = getattr(usual, name)
-            if not _fits(value, default):
-                raise UserError(f"config: {name} is {value!r}, wants {_WANTED[type(default)]}")
+            if not fits(value, default):
+                raise UserError(f"config: {name} is {value!r}, wants {WANTED[type(default)]}")
         changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return replace(self, **changes)
 
 
-_WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a list of numbers"}
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a list of numbers"}
 
 
-def _fits(value: Any, default: Any) -> bool:
-    """Whether a value from outside has the type of the field's default; an integer will do for a float."""
+def fits(value: Any, default: Any) -> bool:
+    """Whether a value from outside has the type of the field's default; an int fits a float."""
     if isinstance(default, tuple):
-        return isinstance(value, list | tuple) and all(_fits(v, 0.0) for v in value)
+        return isinstance(value, list | tuple) and all(fits(v, 0.0) for v in value)
     if isinstance(default, bool | str):
         return isinstance(value, type(default))
     return isinstance(value, int | float if isinstance(default, float) else int) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""What this machine has for tinyforge, what is missing, and the command that brings it.
+"""Check this machine for tinyforge: what is installed, what is missing, and the command that installs it.
 
     python -m tinyforge.doctor
 
@@ -17,18 +17,18 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge.backends.compile import INSTALL
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, run_command
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
 PACKAGES = ("tqdm", "safetensors", "matplotlib")
-INSTALL_GPU = 'pip install "cupy-cuda13x[ctk]" ml_dtypes'
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ok: None if it is absent and training on the CPU does without it. fix: what to type."""
+    """One line of the report. ok: None if it is missing but training on the CPU does not need it. fix: what to type."""
 
     what: str
     found: str
@@ -48,7 +48,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu() -> list[Finding]:
-    """Python, NumPy with its BLAS, the packages that training needs; DuckDB, which only making a corpus needs."""
+    """Python, NumPy with its BLAS, the packages that training needs, and DuckDB, which only making a corpus needs."""
     python = sys.version_info[:2] >= OLDEST_PYTHON
     wanted = ".".join(map(str, OLDEST_PYTHON))
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
@@ -72,15 +72,15 @@ def gpu() -> list[Finding]:
     builds = sorted(name for d in importlib.metadata.distributions()
                     if (name := (d.metadata["Name"] or "").lower()).startswith("cupy"))  # fmt: skip
     if not builds:
-        return [Finding("CuPy", "not installed; only a GPU needs it", None, INSTALL_GPU)]
+        return [Finding("CuPy", "not installed; only a GPU needs it", None, INSTALL)]
     if len(set(builds)) > 1:
         return [Finding("CuPy", f"several builds: {', '.join(builds)}", False,
-                        f"pip uninstall {' '.join(builds)}, then {INSTALL_GPU}")]  # fmt: skip
+                        f"pip uninstall {' '.join(builds)}, then {INSTALL}")]  # fmt: skip
     try:
         cupy: Any = importlib.import_module("cupy")
     except ImportError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        return [Finding("CuPy", f"cannot be imported: {reason}", False, f"{INSTALL_GPU} again")]
+        return [Finding("CuPy", f"cannot be imported: {reason}", False, f"{INSTALL} again")]
     findings = [Finding("CuPy", f"{cupy.__version__} ({builds[0]})")]
     ml_dtypes = version_of("ml_dtypes")
     findings.append(Finding("ml_dtypes", ml_dtypes or "not installed; bf16 needs it", bool(ml_dtypes),
@@ -88,7 +88,7 @@ def gpu() -> list[Finding]:
     try:
         major, minor = cupy.cuda.nvrtc.getVersion()
         findings.append(Finding("NVRTC", f"{major}.{minor}"))
-    except Exception as error:  # whatever the loader of a missing shared library raises
+    except Exception as error:  # the type depends on how CuPy loads the library
         findings.append(Finding("NVRTC", f"cannot be loaded: {type(error).__name__}", False,
                                 'pip install "cupy-cuda13x[ctk]"'))  # fmt: skip
     runtime = cupy.cuda.runtime

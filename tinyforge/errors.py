@@ -1,9 +1,8 @@
 """Errors that a user meets, and how a command shows them.
 
-A `UserError` is a fault in what the user gave (a file, a flag, a checkpoint), not a bug in this code. Its message
-is one line: what, got, wanted, fix. Commands read their flags with a `Parser`, which raises it too, and run their
-`main` through `run_command`, which prints that line and exits with status 2, without a traceback; a bug still shows its
-traceback.
+A `UserError` is a fault in the user's input (a file, a flag, a checkpoint), not a bug in this code. Its message is one
+line: what, got, wanted, fix. Commands read their flags with a `Parser`, which raises it too, and run their `main`
+through `run_command`, which prints that line and exits with status 2. A bug still shows its traceback.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from tinyforge.terminal import one_line
 
 
 class UserError(Exception):
-    """A fault the user can mend. The message is one line that says what is wrong and what to do next.
+    """A fault the user can fix. The message is one line that says what is wrong and what to do next.
 
-    status: with which a command ends because of it.
+    status: the exit status of a command that fails with it.
     """
 
     status = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, but a wrong flag is a `UserError`, where argparse prints the usage, its error, and exits.
+    """argparse's parser, except that a wrong flag raises `UserError`, where argparse prints its usage and exits.
 
-    So is an empty value: an empty path would be the current folder, which nobody means by it. takes_text: a word
-    without a flag is text, which may be empty.
+    So does an empty value: an empty path would mean the current folder. takes_text: positional arguments are text,
+    which may be empty.
     """
 
     takes_text = False
@@ -49,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class TextParser(Parser):
-    """A parser that takes a text as a word of its own."""
+    """A parser whose positional argument is text."""
 
     takes_text = True
 
@@ -59,7 +58,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     try:
         sys.exit(main() or 0)
     except UserError as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)  # it may name what stands in a file
+        print(f"error: {one_line(str(error))}", file=sys.stderr)  # it may quote a file's content
         sys.exit(error.status)
     except MemoryError as error:  # NumPy's, and CuPy's for a GPU
         cause = one_line(str(error)) or "no memory is left"
@@ -70,6 +69,6 @@ def run_command(main: Callable[[], int | None]) -> None:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output went away (`... | head`): not our fault, and not worth a traceback.
+        # The reader of our output has closed it (`... | head`): not worth a traceback.
         sys.stderr.close()
         sys.exit(141)

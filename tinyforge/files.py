@@ -1,4 +1,4 @@
-"""Files: whole or not at all, on the disk for good, and what is in them."""
+"""Files: atomic writes that survive a crash, locks, and safe reading of text and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinyforge.errors import UserError
 LOCK = ".lock"
 MOST_BYTES = 64 << 20  # of a text or JSON file that is read whole
 MOST_DIGITS = 20  # of a whole number in JSON: 64 bits need no more
-MOST_DEPTH = 100  # of JSON's objects and lists; what goes deeper ends in a RecursionError here or there
+MOST_DEPTH = 100  # of JSON's objects and lists; deeper nesting leads to a RecursionError somewhere
 GET_AGAIN = "get or make the file again"
 JSON_NAMES: dict[type, str] = {
     dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean",
@@ -28,7 +28,7 @@ JSON_NAMES: dict[type, str] = {
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Windows cannot do it for folders."""
+    """Wait until a file, or a folder's entries, are on disk. Windows cannot do it for folders."""
     if path.is_dir() and os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -39,8 +39,8 @@ def sync(path: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """os.replace. Windows refuses it while another program, one that looks for viruses say, has the file open: there
-    it is tried again for a second."""
+    """os.replace. Windows refuses it while another program, such as a virus scanner, has the file open: there it is
+    retried for a second."""
     for seconds in (0.01, 0.1, 0.9) if sys.platform == "win32" else ():
         try:
             return os.replace(source, target)
@@ -53,19 +53,19 @@ _writer = ""
 
 
 def write_as(name: str) -> None:
-    """From now on `written_whole` writes under names of this process alone: where two machines that share a folder may
-    write the same file at the same time, whoever is last puts a whole one there."""
+    """From now on `written_whole` uses temporary names of this process alone. Of two machines that write the same file
+    of a shared folder at the same time, the last one wins, and the file is whole."""
     global _writer
     _writer = f"{name}-"
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path` to write to; synced to disk and renamed to `path` when the block ends well.
+    """Yields a temporary path beside `path`; it is synced to disk and renamed to `path` when the block ends well.
 
-    The file is written with whatever means, so it is opened again to be synced. After an error before the renaming
-    the old file stays, and the one beside it goes; what a killed run has left of it is written over. A link is replaced
-    by the file. Raises OSError, also where `path` is a folder or a device.
+    The block may write the file by any means. After an error the old file stays and the temporary one is removed; one
+    left by a killed run is overwritten. A link is replaced by the file. Raises OSError, also if `path` is a folder or
+    a device.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EEXIST, "a folder or a device is there")
@@ -87,12 +87,22 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
-    """Hold `folder`, made if need be, for this process: two that write into one would spoil each other's files.
+def writing(what: object, fix: str = "free some space or choose another place") -> Iterator[None]:
+    """Around a write: turns an OSError into a UserError of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {what}: {error.strerror or error}; {fix}") from error
 
-    The lock goes with the process, however it ends, and is not passed on to those it forks. leave_nothing: at the end
-    remove the lock file, and the folders made for it if they are empty. Raises BlockingIOError where it is held
-    already, OSError where the folder cannot be made or written. On a file system without locks nothing is held.
+
+@contextmanager
+def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
+    """Lock `folder`, created if missing, for this process: two writers would spoil each other's files.
+
+    The lock is released when the process ends, however it ends, and forked children do not inherit it. leave_nothing:
+    at the end remove the lock file, and the folders created for it if they are empty. Raises BlockingIOError if the
+    folder is locked already, OSError if it cannot be created or written. On a file system without locks this does not
+    lock.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +114,7 @@ def locked(folder: Path, leave_nothing: bool = False) -> Iterator[None]:
         except BlockingIOError:
             os.close(descriptor)
             raise
-        # Who held it may have removed the file between the two calls: then what is locked here is nobody's.
+        # The previous holder may have removed the file between the two calls: then we locked a deleted file.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 break
@@ -146,7 +156,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _forget_locks() -> None:
-    """In a forked child: a lock that it shared would outlive the process that took it."""
+    """In a forked child: a lock that it inherited would outlive the process that took it."""
     while _locks:
         os.close(_locks.pop())
 
@@ -161,13 +171,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# --- files of others, which may hold anything ----------------------------------------------------------------
+# --- files from elsewhere, whose content is not trusted ------------------------------------------------------
 
 
 def read_bytes(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> bytes:
-    """The bytes of a file. `what` says in the error what the file should be: "the tokenizer".
+    """The bytes of a file. what: names the file's purpose in the error: "the tokenizer".
 
-    Raises UserError when it cannot be read or has more than `max_bytes`; no more than that is ever read.
+    Raises UserError if it cannot be read or has more than `max_bytes`; no more than that is read.
     """
     try:
         with open(path, "rb") as file:
@@ -180,18 +190,18 @@ def read_bytes(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> byte
     return data
 
 
-def read_text(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> str:
-    """The text of a UTF-8 file, line ends as they are. Raises UserError as `read_bytes`, and for other bytes."""
-    return _decode(read_bytes(path, what, max_bytes), path, what)
+def read_text(path: str | Path, what: str) -> str:
+    """The text of a UTF-8 file, line ends unchanged. Raises UserError as `read_bytes`, and if it is not UTF-8."""
+    return _decode(read_bytes(path, what), path, what)
 
 
 def read_json(
     path: str | Path, what: str, wanted_type: type = dict, max_bytes: int = MOST_BYTES, fix: str = GET_AGAIN
 ) -> Any:
-    """The value in a JSON file, which must be of `wanted_type` (dict, list, ...). fix: the end of the error's line.
+    """The value in a JSON file, which must be of `wanted_type` (dict, list, ...). fix: the end of the error message.
 
-    Raises UserError, one line that names the file, for a file that cannot be read, is larger than `max_bytes`, is not
-    UTF-8, has another type, or is not what `json_value` reads.
+    Raises UserError, one line that names the file, if it cannot be read, is larger than `max_bytes`, is not UTF-8, has
+    another type, or is refused by `json_value`.
     """
     return parse_json(read_bytes(path, what, max_bytes), path, what, wanted_type, fix)
 
@@ -200,8 +210,8 @@ def parse_json(
     data: bytes, path: str | Path, what: str, wanted_type: type = dict, fix: str = GET_AGAIN,
     can_be_written: bool = False,
 ) -> Any:  # fmt: skip
-    """As `read_json`, for the bytes of a file that has been read; `path` is for the error. can_be_written: parts of it
-    go into files of UTF-8, so halves of surrogate pairs, which JSON's escapes can spell, are refused."""
+    """As `read_json`, for the bytes of a file that has been read; `path` is for the error. can_be_written: refuse lone
+    surrogates, which JSON can spell as escapes but UTF-8 cannot encode."""
     try:
         content = json_value(_decode(data, path, what))
         if can_be_written:
@@ -216,15 +226,15 @@ def parse_json(
 
 
 def json_value(text: str | bytes) -> Any:
-    """The value that a whole JSON text holds; bytes are UTF-8.
+    """The value of a JSON text; bytes are UTF-8.
 
-    Every JSON that the program has not just written itself is read by this function or `next_json_value`: what is wrong
-    with it is a ValueError in one line, never a RecursionError or seconds in `int`. Raises it for what is not UTF-8
-    or not JSON, is nested deeper than MOST_DEPTH, or holds a whole number of more than MOST_DIGITS digits.
+    All JSON from outside is read by this function or `next_json_value`. A fault is a ValueError of one line, never a
+    RecursionError or seconds spent in `int`. Raises it for text that is not UTF-8 or not JSON, is nested deeper than
+    MOST_DEPTH, or holds a whole number of more than MOST_DIGITS digits.
     """
     if isinstance(text, bytes):
         text = text.decode()
-    start = _BLANKS.match(text).end()  # type: ignore[union-attr]  # it matches nothing, too
+    start = _BLANKS.match(text).end()  # type: ignore[union-attr]  # it also matches the empty string
     try:
         value, end = next_json_value(text, start)
         if (rest := _BLANKS.match(text, end).end()) < len(text):  # type: ignore[union-attr]
@@ -235,8 +245,8 @@ def json_value(text: str | bytes) -> Any:
 
 
 def next_json_value(text: str, start: int) -> tuple[Any, int]:
-    """The value that begins at text[start], and where it ends. Raises ValueError as `json_value`, JSONDecodeError with
-    the place where it is not JSON."""
+    """The value that begins at text[start], and where it ends. Raises ValueError as `json_value`; a JSONDecodeError has
+    the position of what is not JSON."""
     try:
         value, end = _DECODER.raw_decode(text, start)
     except RecursionError:
@@ -260,7 +270,7 @@ def _check_characters(content: Any) -> None:
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A value of a file as an error shows it: on one line, and no longer than `most` characters."""
+    """A value from a file, for an error message: on one line, at most `most` characters."""
     text = ascii(value)
     return text if len(text) <= most else text[: most - 3] + "..."
 

@@ -1,13 +1,13 @@
-"""A model that is only read, and its matrices in one byte a weight where that is asked for.
+"""A model for inference only, optionally with its matrices in one byte per weight.
 
     model = frozen_model(partial(spec.build, config, backend))                  to be filled, as `Opened.build` does
     small = frozen_model(partial(spec.build, config, backend), "int8")
-    small = quantised_copy(model, "int8")                                       of a model that is there
+    small = quantised_copy(model, "int8")                                       of an existing model
 
-Nothing in the model knows of it. It is built without memory, all of it is frozen, and then one buffer is made: its
-weights take their own bytes, and there are no master weights, gradients and moments: in bf16 that is 2 bytes a weight
-instead of 10. With codes, an op that reads a matrix gets its numbers in the backend's precision, computed for that one
-use; a decoder that has kernels for codes reads the codes.
+The model's own code does not change. It is built without memory, all of its parameters are frozen, and then one buffer
+is made, without master weights, gradients and moments: in bf16 that is 2 bytes per weight instead of 10. Where weights
+are codes, an op that reads a matrix gets it dequantised to the backend's precision for that one use; a decoder with
+kernels for codes reads the codes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tinyforge.quantised import check_format
 
 
 def matrices(model: Any) -> list[Param]:
-    """What is quantised: the matrices of linear maps, experts, and output heads, a tied embedding with them. All else
-    is small, or is looked up and not multiplied by."""
+    """The parameters that are quantised: matrices of linear maps, experts and output heads, a tied embedding included.
+    All others are small, or are looked up rather than multiplied."""
     found: list[Param] = []
     for op in model.ops():
         if isinstance(op, (Linear, SwiGLULinear, GELULinear, LinearCrossEntropy)):
@@ -36,8 +36,8 @@ def matrices(model: Any) -> list[Param]:
 
 
 def frozen_model(make: Callable[..., Any], weights: str = "") -> Any:
-    """make: builds the model, as `make(values=...)`. weights: "int8", "fp8", or "" for the backend's precision. All of
-    them are zeros."""
+    """A model whose weights are zeros, to be filled. make: builds it, as `make(values=...)`. weights: "int8", "fp8", or
+    "" for the backend's precision."""
     if weights:
         check_format(weights)
     model = make(values=UNPLACED)
@@ -46,13 +46,14 @@ def frozen_model(make: Callable[..., Any], weights: str = "") -> Any:
     for p in matrices(model) if weights else ():
         p.weights = weights
     model.buffer = ParamBuffer(model.params(), model.backend)
-    # Nothing in it is learned: workers can have it as it is. Weak, or its memory would wait for a garbage collection.
+    # Nothing in it is learned, so workers can share it. A weak reference: a cycle would keep its memory until the next
+    # garbage collection.
     model.replica = weakref.ref(model)
     return model
 
 
 def quantised_copy(model: Any, kind: str) -> Any:
-    """A model with the same weights in `kind`; what it has learned is read, nothing is shared."""
+    """A copy of the model with its learned weights in the format `kind`."""
     build: Callable[..., Any] = type(model)
     found = frozen_model(partial(build, model.config, model.backend), kind)
     weights = named(model.buffer, model.buffer.masters, model.backend)

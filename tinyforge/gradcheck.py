@@ -5,18 +5,18 @@
     python -m tinyforge.gradcheck --op RMSNorm    one op
     python -m tinyforge.gradcheck --json FILE     the same as JSON
 
-Method. An op f with outputs y is made a scalar, L = sum(u * y), with a random upstream gradient u; never L = y.sum(),
-which for a softmax cannot tell a right gradient from none. For each input and parameter x and a random unit vector d,
-the derivative of L along d is taken twice: as <dL/dx, d> from backward, and by the five-point stencil
+Method. The outputs y of an op are reduced to a scalar, L = sum(u * y), with a random upstream gradient u; never
+L = y.sum(), whose gradient is 0 for a softmax. For each input and parameter x and a random unit vector d, the
+derivative of L along d is computed twice: as <dL/dx, d> from backward, and by the five-point stencil
 
     (L(x - 2hd) - 8 L(x - hd) + 8 L(x + hd) - L(x + 2hd)) / 12h
 
 whose error is of order h^4. In float64 with h = 3e-4 the two agree to about 1e-11 when backward is right. The
-relative error is their difference over max(|analytic|, |numeric|, ||dL/dx|| / sqrt(size of x)), the last being what a
-random direction gives on average: it keeps one that happens to be orthogonal to the gradient from dividing by nearly 0.
+relative error is their difference over max(|analytic|, |numeric|, ||dL/dx|| / sqrt(size of x)). The last term is the
+expected size along a random direction: it avoids dividing by nearly 0 when d happens to be orthogonal to the gradient.
 
-Every forward runs with `Stash(noise=Stream(7, "gradcheck"))`, so that what is random is drawn the same each time. A
-loss whose backward also takes one upstream number per head (`Op.per_head`) is checked both ways.
+Every forward runs with `Stash(noise=Stream(7, "gradcheck"))`, so that every run draws the same random numbers. A loss
+whose backward also takes one upstream number per head (`Op.per_head`) is checked both ways.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def directional_error(
 ) -> float:
     """The worst relative error of `grad` along DIRECTIONS random directions. `loss` reads x, which is restored.
 
-    asarray: brings a direction to where x is.
+    asarray: copies a direction to the device of x.
     """
     start, worst = x.copy(), 0.0
     typical = float(np.sqrt((grad * grad).sum() / max(grad.size, 1)))
@@ -140,18 +140,22 @@ def _check(
 
 
 def check_op(kind: type[Op], backend: Backend, seed: int = 0) -> list[Row]:
-    """All cases of one op (or model) class: a row per input and parameter with the worst error over its cases."""
+    """All cases of one op (or model) class: a row per input and parameter with the worst error over its cases. Raises
+    UserError where there is nothing to check."""
     rng = np.random.default_rng(seed)
     worst: dict[str, tuple[int, float]] = {}
     for op, inputs in kind.cases(backend, rng):
         for name, error in check(op, inputs, rng).items():
             cases, previous = worst.get(name, (0, 0.0))
             worst[name] = (cases + 1, max(previous, error))
+    if not worst:
+        raise UserError(f"{kind.__name__}: its cases have no parameter and no floating-point input, so no gradient was "
+                        "checked; yield some from `cases`")  # fmt: skip
     return [Row(kind.__name__, name, *entry) for name, entry in worst.items()]
 
 
 def ops_of(module: str) -> list[type[Op]]:
-    """The ops of a module: its tuple `ALL` if it has one, else the ops that it defines. Raises UserError."""
+    """The ops of a module: its tuple `ALL` if it has one, else the ops that it defines. Raises UserError if none."""
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -166,7 +170,7 @@ def ops_of(module: str) -> list[type[Op]]:
 
 
 def known_ops(modules: Sequence[str] = ()) -> list[type[Op]]:
-    """The ops of these modules; without any, those of tinyforge and every registered model."""
+    """The ops of these modules; by default those of tinyforge and every registered model."""
     if modules:
         return [kind for module in modules for kind in ops_of(module)]
     return [*ops_of("tinyforge.ops"), *(spec.build for spec in models().values())]  # type: ignore[list-item]

@@ -1,12 +1,12 @@
-"""See what a model makes of a text: every head's candidates at every position, and where each layer looks.
+"""Look inside a model: every head's predictions at every position of a text, and the attention of every layer.
 
     python -m tinyforge.inspect "Once upon a time"
     python -m tinyforge.inspect "Once upon a time" --top 3 --checkpoint runs/pretrain --out attention.png
 
-For each token of the text it prints what the heads expect behind it: head 0 the next token, head 1 the one after, and
-so on, with probabilities; what the text really has there is marked with *. The picture has one panel for each layer and
-query head: row t shows how much of its attention the token at t gives to each token up to it. A model without attention
-has no picture.
+For each token of the text it prints the tokens that the heads predict next, with probabilities: head 0 the next token,
+head 1 the one after, and so on. The token that really follows is marked with *. The picture has one panel for each
+layer and query head: row t shows how the token at t distributes its attention over the tokens up to it. A model without
+attention has no picture.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinyforge.terminal import printable
 from tinyforge.text import TextTokenizer
 from tinyforge.text.command import visible
 
-LABELLED = 40  # tokens: more have no room beside a panel
+LABELLED = 40  # tokens: labels of more do not fit beside a panel
 
 
 def print_candidates(tokenizer: TextTokenizer, ids: Sequence[int], probabilities: np.ndarray, top: int) -> None:
@@ -69,7 +69,7 @@ def plot_attention(tokenizer: TextTokenizer, ids: Sequence[int], attention: Sequ
     figure.supylabel("token that looks")
     try:
         figure.savefig(out, dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: a suffix that is no picture's
+    except (OSError, ValueError) as error:  # ValueError: an unknown file suffix
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {out}: {reason}; choose another --out, a .png file") from error
     finally:

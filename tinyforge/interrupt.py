@@ -1,6 +1,6 @@
-"""Ctrl-C while a command still imports its modules: a word, where Python would print a traceback.
+"""Ctrl-C while a command is still importing its modules: prints one word, not a traceback.
 
-From `run_command` on, that function sees to it. A program of one's own that uses tinyforge keeps Python's traceback.
+From then on `run_command` handles it. Your own program that uses tinyforge keeps Python's traceback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 _PACKAGE = Path(__file__).resolve().parent
-_INSTALLED = (_PACKAGE / "_repo").is_dir()  # from a wheel; what lies beside the package there is not ours
+_INSTALLED = (_PACKAGE / "_repo").is_dir()  # from a wheel: the folders beside the package are not ours
 _python = sys.excepthook
 
 

@@ -4,15 +4,16 @@
     def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
 
     @rmsnorm_fwd.on("phantom")              # beside it: what the CUDA launcher allocates
-    def rmsnorm_fwd_memory(x, weight, eps): ...
+    def rmsnorm_fwd_memory(x): ...
 
     @rmsnorm.rmsnorm_fwd.on("cupy")         # in ops/rmsnorm_cuda.py: the CUDA launcher
     def rmsnorm_fwd(x, weight, eps): ...
 
 All implementations take the same arguments in the same order: outputs, accumulators, inputs, saved, sizes, scalars.
-One that depends on its backend (its precision, say) takes it as the keyword-only argument `backend`; `bind` supplies
-it. A kernel without a CuPy implementation is looked for in the module beside its body, `<module>_cuda`, which is
-imported only then: an op of your own works the same way, in your own package.
+On "phantom", where nothing is computed, a function may name only the arguments that it reads. An implementation that
+depends on its backend (its precision, say) takes it as the keyword-only argument `backend`; `bind` supplies it. If a
+kernel has no CuPy implementation, the module beside its body, `<module>_cuda`, is imported to find one: an op of your
+own works the same way, in your own package.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 from tinyforge.errors import UserError
 
 Array = Any
-"""numpy.ndarray, cupy.ndarray or a phantom: the ops do not care which."""
+"""numpy.ndarray, cupy.ndarray or a phantom; ops work with each of them."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_NEIGHBOURS = {"cupy": "_cuda"}  # how the module beside the body's is named
+_NEIGHBOURS = {"cupy": "_cuda"}  # what the neighbour module's name ends with
 
 
 class Bindable(Protocol):
-    """What a kernel asks of a backend."""
+    """The part of a backend that a kernel needs."""
 
     name: str
 
@@ -60,23 +61,36 @@ class Kernel(Generic[P, R]):
         return f"<kernel {self.name} on {', '.join(self.backends())}>"
 
     def on(self, backend: str) -> Callable[[F], F]:
-        """Decorator: the implementation on `backend`. Raises TypeError unless its arguments are those of the
-        body; a keyword-only `backend` may come on top."""
+        """Decorator: the implementation on `backend`. Raises TypeError unless it takes the body's arguments ("phantom":
+        some of them); a keyword-only `backend` may come on top."""
 
         def register(function: F) -> F:
             mine, theirs = _arguments(self.body), _arguments(function)
-            if mine != theirs:
+            if mine == theirs:
+                self._implementations[backend] = function
+            elif backend == "phantom" and set(theirs) <= set(mine) and not _wants_backend(function):
+                self._implementations[backend] = self._given_what_it_reads(function)
+            else:
                 raise TypeError(
                     f"kernel {self.name}: on {backend} it takes ({', '.join(theirs)}), on numpy ({', '.join(mine)}); "
                     "give both the same arguments"
                 )
-            self._implementations[backend] = function
             return function
 
         return register
 
+    def _given_what_it_reads(self, function: Callable[..., R]) -> Callable[P, R]:
+        """`function`, called with all of the body's arguments."""
+        body, read = inspect.signature(self.body), inspect.signature(function).parameters
+
+        def allocate(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = body.bind_partial(*args, **kwargs).arguments  # without `backend`
+            return function(**{name: given[name] for name in read})
+
+        return allocate
+
     def backends(self) -> list[str]:
-        """The backends that have this kernel, its neighbour module taken into account where that can be imported."""
+        """The backends that have this kernel; its neighbour module is searched too where it can be imported."""
         for backend in _NEIGHBOURS:
             try:
                 self._look_beside(backend)
@@ -85,7 +99,7 @@ class Kernel(Generic[P, R]):
         return sorted(self._implementations)
 
     def bind(self, backend: Bindable, owner: str = "") -> Callable[P, R]:
-        """The implementation on `backend`. Raises UserError where there is none; owner: the op that asks."""
+        """The implementation on `backend`. Raises UserError if there is none. owner: the op that asks."""
         self._look_beside(backend.name)
         function = self._implementations.get(backend.name)
         if function is None:
@@ -113,13 +127,13 @@ def kernel(body: Callable[P, R]) -> Kernel[P, R]:
 
 
 def bind(kernels: Sequence[Kernel[..., Any]], backend: Bindable, owner: str) -> SimpleNamespace:
-    """The implementations of `kernels` on `backend`, by name. Raises UserError for one that is missing."""
+    """The implementations of `kernels` on `backend`, by name. Raises UserError if one is missing."""
     return SimpleNamespace(**{k.name: k.bind(backend, owner) for k in kernels})
 
 
 @contextmanager
 def override(target: Kernel[P, R], backend: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a kernel for the ops that are built inside the block: how tests seed faults."""
+    """Replace a kernel for ops that are built inside the block: tests seed faults with it."""
     target._look_beside(backend)
     right = target._implementations[backend]
     target._implementations[backend] = replacement
@@ -135,7 +149,7 @@ def _wants_backend(function: Callable[..., Any]) -> bool:
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
-    """The arguments as they are compared: names and defaults, without the keyword-only `backend`."""
+    """Names and defaults of the arguments, without the keyword-only `backend`."""
     return [
         str(p.replace(annotation=p.empty))
         for p in inspect.signature(function).parameters.values()

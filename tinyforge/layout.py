@@ -1,16 +1,16 @@
-"""How other libraries lay out a model's weights: the table that a model's hf.py is made of, and the checks it needs.
+"""How other libraries lay out a model's weights: the entries of a model's hf.py, and checks of config.json.
 
 The module that `ModelSpec.hf` names has
 
-    PREFIX                  what the names of the trunk's tensors begin with; files of the bare trunk lack it
-    IGNORED                 a regular expression: tensors that have no place in the model and are no loss
-    RENAMED                 pairs of parts of names, as older files have them and as they are now; may be left out
-    read_config(given)      a Config from the content of config.json; raises UserError for what the model cannot be
+    PREFIX                  the prefix of the trunk's tensor names; files of the bare trunk lack it
+    IGNORED                 a regular expression: tensors that the model does not need
+    RENAMED                 optional: pairs (old, new) of parts of names, for older files
+    read_config(given)      a Config from the content of config.json; raises UserError for what the model cannot do
     write_config(config)    the reverse, architecture included
     entries(config)         every tensor of theirs, as an `Entry`, layer by layer
     left_out(config)        what `entries` does not carry over: a few words, or ""
 
-The first three are for models with `ModelSpec.architectures`, the only ones that are read; others are written only.
+The first three are for models with `ModelSpec.architectures`, which can be read; others are written only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tinyforge.config import WANTED, fits
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 
@@ -27,10 +28,9 @@ from tinyforge.kernel import Array
 class Entry:
     """One tensor of theirs: a parameter of ours, or a part of it along its first axes.
 
-    theirs, shape: its name and shape there. ours: our parameter's name; empty for a tensor that is zeros, since we have
-    none. part: which rows of ours (a slice), which entry (a number, which drops the axis), or which rows of which entry
-    (both); None for all of it. transposed: theirs is the transpose. axes: the shape of ours, where theirs has the same
-    numbers with other axes.
+    theirs, shape: its name and shape in the file. ours: our parameter's name; empty if we have none, and the tensor is
+    zeros. part: a slice of rows, an index (which drops the axis), or an index and a slice; None for the whole
+    parameter. transposed: theirs is the transpose. axes: our shape, if theirs has the same numbers with other axes.
     """
 
     theirs: str
@@ -50,29 +50,25 @@ class Entry:
         return self.at(ours).T if self.transposed else self.at(ours).reshape(self.shape)
 
     def at(self, ours: Array) -> Array:
-        """The part of our parameter, or of an array with rows like it, that is theirs: a view."""
+        """A view of the part of our parameter, or of an array with the same rows, that is this tensor."""
         return ours if self.part is None else ours[self.part]
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-
-
 def setting(given: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """config.json's value of that name; the default where it is absent or null. Raises UserError for a wrong type,
+    """config.json's value of that name, or the default if it is absent or null. Raises UserError for a wrong type,
     and for a missing value without a default."""
     value = given.get(name)
     if value is None:
         if default is None:
             raise UserError(f"config.json has no {name}; get the file again")
         return default
-    fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
-    if not fits:
-        raise UserError(f"config.json: {name} is {value!r}, wants {_KINDS[kind]}")
+    if not fits(value, kind()):
+        raise UserError(f"config.json: {name} is {value!r}, wants {WANTED[kind]}")
     return kind(value)
 
 
 def require(given: Mapping[str, Any], name: str, *supported: Any) -> None:
-    """Refuse a value of config.json that is none of those supported; the first is the default."""
+    """Raise UserError unless config.json's value is one of those supported; the first is the default."""
     value = given.get(name, supported[0])
     if value not in supported:
         raise UserError(f"config.json: {name} is {value!r}; supported: {', '.join(map(repr, supported))}")

@@ -1,11 +1,11 @@
 """Op, Param, Stash: the three things that everything else here is made of.
 
-There is no graph and no tape. An `Op` computes forward and has a backward written by hand next to it. What backward
-needs, forward pushes on a `Stash`; a model's backward is its forward read upwards, so records come off in reverse.
+There is no graph and no tape. An `Op` computes forward and has a backward written by hand next to it. Forward pushes
+what backward needs on a `Stash`; a model's backward is its forward read upwards, so records come off in reverse.
 
 One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), activation gradients are assigned
-(`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops. A
-product need not add to zeros: `Param.summed_in`.
+(`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops.
+`Param.summed_in` saves a product from adding to zeros.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from tinyforge.kernel import Array, Kernel, bind
 from tinyforge.rng import Stream
 
 Key = Any
-"""Of a stream that dropout draws from: two numbers, or an array of two uint32 where the kernels are to read them."""
+"""The key of a random stream: two numbers, or an array of two uint32 that kernels read from device memory."""
 
 
 class Param:
     """A named tensor to be learned: `value` and its `grad`, views into the flat buffer of the model's `ParamBuffer`.
 
     Both exist once the buffer does; reading them earlier raises RuntimeError. The initial value is
-    `fill + std * N(0, 1)`: `std=0.02` for a matrix, `fill=1` for a norm's gain. `decay` says whether AdamW's weight
-    decay applies.
+    `fill + std * N(0, 1)`: `std=0.02` for a matrix, `fill=1` for a norm's gain. `decay`: whether AdamW's weight decay
+    applies.
 
-    frozen: set before the buffer is made. A frozen parameter is read and never learned: its `grad` is None, which tells
-    an op's backward to leave that product out, and it has no master weights and no moments.
+    frozen: set before the buffer is made. A frozen parameter is read but never learned: its `grad` is None, which tells
+    an op's backward to skip that product, and it has no master weights and no moments.
 
-    matrices: rows of each of the matrices that lie in it one below the other (the leading axes folded), where it maps
-    one hidden layer to the next: Muon makes the update of each orthogonal. A number stands for so many of equal height.
-    Empty for all else: embeddings, heads, norms, vectors.
+    matrices: for parameters that map one hidden layer to the next, the number of rows of each matrix stacked in it
+    (with the leading axes folded): Muon makes the update of each orthogonal. An integer n means n matrices of equal
+    height. Empty for all else: embeddings, heads, norms, vectors.
 
-    weights: of a frozen parameter, set before the buffer is made: the format of one byte in which it is kept, see
-    quantised.py; `value` is then computed from `stored` each time that it is read.
+    weights: for a frozen parameter, set before the buffer is made: the one-byte format it is kept in, see quantised.py.
+    `value` is then computed from `stored` on every read.
 
-    arrive: set while the value is on its way from other ranks; makes the device wait for it.
+    arrive: set while the value is in flight from other ranks; calling it makes the device wait for the value.
 
-    by_product: set by ops that take the gradient by `summed_in`. blank: the gradient is 0, which its memory does not
-    say yet, see `ParamBuffer.clear_grads`. Reading `grad` writes the zeros.
+    by_product: set by ops that take the gradient by `summed_in`. blank: the gradient is 0 but the zeros are not written
+    yet, see `ParamBuffer.clear_grads`. Reading `grad` writes them.
     """
 
     def __init__(
@@ -69,9 +69,7 @@ class Param:
 
     @property
     def grad(self) -> Array:
-        if self.blank:
-            self.blank = False
-            self._grad.fill(0)
+        self.settle()
         return self._grad
 
     @grad.setter
@@ -83,15 +81,16 @@ class Param:
         del self._grad
 
     def summed_in(self) -> tuple[Array, bool]:
-        """The gradient, and whether it is to be added to. If not, its memory may hold anything, and whoever has called
-        this writes all of it: a product that does so needs no zeros, and reads nothing."""
+        """The gradient, and whether to add to it. If not, its memory is undefined and the caller must write all of it:
+        a matrix product that assigns needs no zeros and reads nothing."""
         blank, self.blank = self.blank, False
         return self._grad, not blank
 
     def settle(self) -> None:
         """Write the zeros of a blank gradient."""
         if self.blank:
-            _ = self.grad
+            self.blank = False
+            self._grad.fill(0)
 
     @property
     def value(self) -> Array:
@@ -105,11 +104,11 @@ class Param:
 
     @property
     def stored(self) -> Any:
-        """What is in memory: the value, or its codes and scales, `Quantised`."""
+        """The value as it is stored: an array, or `Quantised`, its codes and scales."""
         return self._value if self.weights else self.value
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not set.
+        # Called only for attributes that are not set.
         if name in ("_value", "_grad"):
             raise RuntimeError(
                 f"Param {self.name} has no {name.removeprefix('_')} yet: give the model's parameters memory with "
@@ -126,10 +125,10 @@ class Param:
 
 
 class Stash:
-    """What forward saved for backward: a last-in first-out list of records, each consumed once, by its owner.
+    """Records that forward saves for backward: a last-in first-out list, each consumed once, by its owner.
 
-    noise: what is random in a training pass (dropout) is drawn from `stash.noise.fork(op.name)`, whose key is `key`.
-    None: nothing is random, and a stash changes no bit of the result.
+    noise: the stream that a training pass draws from: an op's dropout uses `stash.noise.fork(op.name)`, see `key`.
+    None: nothing is random, and the result has the same bits with and without a stash.
     """
 
     def __init__(self, noise: Stream | None = None) -> None:
@@ -153,31 +152,31 @@ class Stash:
         return saved
 
     def drop(self, length: int) -> None:
-        """Let go of all records but the first `length`: their forward is run again before their backward."""
+        """Drop all records but the first `length`: their forward will be rerun before their backward."""
         del self._records[length:]
 
     def key(self, owner: Op, rate: float) -> Key | None:
-        """The key of the stream of what `owner` drops at `rate`; None if it drops nothing."""
+        """The key of `owner`'s dropout stream; None if it drops nothing."""
         return self.noise.fork(owner.name).key if self.noise and rate else None
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __iter__(self) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        """The records, each with its owner, in the order of forward; to look at, none is consumed."""
+        """The records, each with its owner, in the order of forward; none is consumed."""
         return iter(self._records)
 
 
 class Op:
     """One differentiable operation. Subclasses list the `kernels` they call and write forward and backward.
 
-    `forward(*inputs, stash=None)`: without a stash it is inference: the same bits, nothing kept.
+    `forward(*inputs, stash=None)`: without a stash this is inference: the same bits, nothing kept.
     `backward(dy, stash)`: returns the gradient of each input, a tuple if there are several (None for integer inputs),
-    and adds to the parameters' `grad`, except where that is None: a frozen parameter's.
+    and adds to each parameter's `grad`, unless that is None: the parameter is frozen.
 
-    adds: set on maps whose forward takes `add`, an array that the product adds to its result.
-    per_head: set on losses whose backward also takes dy of shape (K,), the last axis of the output alone: one number
-    per head, the same for all tokens.
+    adds: True for maps whose forward takes `add`, an array that the product adds to its result.
+    per_head: True for losses whose backward also takes dy of shape (K,), one number per head for all tokens, in place
+    of dy of the output's shape.
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = ()
@@ -196,26 +195,27 @@ class Op:
         raise NotImplementedError(f"{type(self).__name__} has no backward")
 
     def params(self) -> list[Param]:
-        """Each Param once, also when tied."""
-        return []
+        """Each Param once, also when tied. By default the op's attributes that are Params, in the order they were set.
+        """
+        return list(dict.fromkeys(p for p in vars(self).values() if isinstance(p, Param)))
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        """The gradient-check hook: yields (op, inputs) with random data, edge cases included."""
+        """For the gradient check: yields (op, inputs) with random data, edge cases included."""
         raise NotImplementedError(f"{cls.__name__} has no gradient-check cases")
 
 
 Recompute = Literal["", "norms", "blocks"]
-"""What a model computes again in backward instead of keeping it: nothing, its norms, or whole blocks."""
+"""The parts that a model recomputes in backward instead of keeping them: none, its norms, or whole blocks."""
 
 
 class Again(Op):
-    """A block whose forward is run again in backward: of all that it saves, only its input is kept.
+    """A block whose forward is recomputed in backward: only its input is kept.
 
     run(block, x, h, normed, stash) = block(x, h, stash), with h = normed(x), the norm before the block. Saves x,
-    and drops what the ops of the block have saved. `restore` runs the block again on the same stash, which then has
-    their records for the block's own backward; what is random in them is drawn from the same streams. So the memory is
-    that of one block at a time, and the time that of another forward, a third more. The bits are the same.
+    and drops what the ops of the block have saved. `restore` reruns the block on the same stash, which then has the
+    records that the block's own backward pops; dropout draws from the same streams. This takes the memory of one block
+    at a time, and the time of another forward: a third more. The bits are the same.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
     """
@@ -238,9 +238,9 @@ class Again(Op):
 
 
 class WithKeywords(Op):
-    """An op whose last inputs are keywords of its forward, for the checker's cases: there, inputs have no names.
+    """Wraps an op for gradient-check cases, where inputs have no names: its last inputs become keywords of forward.
 
-    keywords: by name, what makes the keyword of the input.
+    keywords: for each keyword, the function that makes its value from the input.
     """
 
     def __init__(self, op: Op, **keywords: Callable[[Array], Any]) -> None:

@@ -20,25 +20,25 @@ from tinyforge.tensors import Tensors
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 
-_WORTH_A_PROCESS = 100  # draws of PAIRS pairs of normals: about a tenth of a second
+_WORTH_A_PROCESS = 100  # draws of PAIRS pairs of normals: they take about a tenth of a second
 _ALIGN = 32  # elements; keeps every view in the flat buffer on a 64-byte boundary, bf16 included
 
 
 UNPLACED: Any = object()
-"""Handed in as a buffer's `values`: no memory yet. The parameters get theirs from a buffer that is made later."""
+"""Passed as a buffer's `values`: allocate nothing. A buffer made later gives the parameters their memory."""
 
 
 class ParamBuffer:
     """All parameters of a model in one flat buffer, all gradients in another: one optimizer call updates everything.
 
-    `values` are the weights as the ops read them; `masters` are the same in the precision in which they are learned
-    and saved: the same array, except in bf16. Decayed parameters come first, so that weight decay is the slice
-    `[:decay_end]`. Handing in `values` makes a second model that reads the same weights but owns its gradients: a
-    worker of data-parallel training.
+    `values` are the weights as the ops read them; `masters` are the same weights in the precision in which they are
+    learned and saved: the same array, except in bf16. Decayed parameters come first, so that weight decay is the slice
+    `[:decay_end]`. Passing `values` makes a second model that reads the same weights but owns its gradients: a worker
+    of data-parallel training.
 
-    All of this is about `params`, those that are learned. The `frozen` ones lie in a flat array of their own,
-    `frozen_values`, in the precision in which the ops read them, and have nothing else; or, where `Param.weights` names
-    a format, each has its codes and scales.
+    All of this holds for `params`, which are learned. The `frozen` ones lie in a flat array of their own,
+    `frozen_values`, in the precision in which the ops read them, and take no other memory. Those for which
+    `Param.weights` names a format are kept as codes and scales instead.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class ParamBuffer:
             )
 
     def place_grads(self, flat: Array) -> None:
-        """From now on the gradients of all that is learned lie in `flat`; None: nowhere, and reading one is an error
-        until it has a place again."""
+        """Move the gradients of all learned parameters to `flat`. With None they have no memory, and reading one is an
+        error until they get some again."""
         self.grads = flat
         for p in self.params:
             if flat is not None:
@@ -85,21 +85,21 @@ class ParamBuffer:
                 vars(p).pop("_grad", None)
 
     def clear_grads(self) -> None:
-        """All gradients become 0. Where a product comes first (`Param.by_product`) nothing is written: it puts its
-        result there instead of adding it. `settle_grads` when backward is over."""
+        """Set all gradients to 0. Those that a matrix product writes first (`Param.by_product`) are only marked blank:
+        the product assigns its result instead of adding it. Call `settle_grads` when backward is over."""
         for p in self.params:
             p.blank = p.by_product
         for where in self._added_to:
             self.grads[where].fill(0)
 
     def settle_grads(self) -> None:
-        """Write the zeros of gradients to which nothing was added."""
+        """Write the zeros of gradients that are still blank."""
         for p in self.params:
             p.settle()
 
     @cached_property
     def _added_to(self) -> list[slice]:
-        """What `clear_grads` sets to 0: the flat gradient without those that a product writes whole."""
+        """The parts of the flat gradient that `clear_grads` sets to 0: all but those that a product assigns."""
         bounds = [0]
         for p in self.params:
             if p.by_product:
@@ -109,7 +109,7 @@ class ParamBuffer:
         return [slice(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True) if b > a]
 
     def place_values(self, flat: Array) -> None:
-        """From now on the weights, as they are, lie in `flat`."""
+        """Move the weights to `flat`."""
         flat[...] = self.values
         if self.masters is self.values:
             self.masters = flat
@@ -118,7 +118,7 @@ class ParamBuffer:
             p.value = self.view(flat, p)
 
     def _lay_out(self, params: Iterable[Param], offset: int = 0) -> int:
-        """Give each its place in a flat array, from `offset` on; returns where the last one ends."""
+        """Assign each parameter a slice of a flat array, from `offset` on; returns where the last one ends."""
         for p in params:
             self._slices[p.name] = slice(offset, offset + p.size)
             offset += -(-p.size // _ALIGN) * _ALIGN
@@ -138,7 +138,7 @@ class ParamBuffer:
         return self._slices[param.name]
 
     def initialise(self, stream: Stream) -> None:
-        """Fill every value that is learned from its own named stream: adding a parameter never changes another's start.
+        """Draw every learned parameter from its own named stream: adding a parameter changes no other's initial value.
         """
         host = shared_zeros(self.masters.shape, self._backend.master_dtype)
         tasks = []
@@ -157,7 +157,7 @@ class ParamBuffer:
         self.publish()
 
     def set_master(self, param: Param, value: Any) -> None:
-        """Give a parameter's master weights, or a frozen one's only ones, another value; `publish` when all are set."""
+        """Set a parameter's master weights, or a frozen one's only weights; call `publish` when all are set."""
         if param.weights:
             param.stored.fill(np.asarray(value))
             return
@@ -171,17 +171,17 @@ class ParamBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights as they are kept for the ops to read, without master weights and gradients."""
+        """Bytes of the weights as the ops read them, without master weights and gradients."""
         return sum(p.stored.nbytes for p in (*self.params, *self.frozen))
 
     @property
     def count(self) -> int:
-        """Of all parameters, frozen ones included."""
+        """Number of parameters, frozen ones included."""
         return sum(p.size for p in (*self.params, *self.frozen))
 
 
 def with_buffer(op: AnyOp, backend: Backend, rng: np.random.Generator, std: float = 0.5) -> AnyOp:
-    """Give `op`'s parameters a buffer of their own with random values: what `cases` needs before a check."""
+    """Give `op`'s parameters a buffer of their own with random values, as `cases` needs them."""
     buffer = ParamBuffer(op.params(), backend)
     for p in (*buffer.params, *buffer.frozen):
         buffer.set_master(p, rng.normal(size=p.shape) * std + p.fill)
@@ -189,13 +189,15 @@ def with_buffer(op: AnyOp, backend: Backend, rng: np.random.Generator, std: floa
     return op
 
 
-def named(buffer: ParamBuffer, flat: Any, backend: Backend, prefix: str = "") -> dict[str, np.ndarray]:
-    """The parts of a flat array by parameter name, as NumPy copies: what a checkpoint stores. Nothing of the frozen."""
-    return {prefix + p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
+def named(buffer: ParamBuffer, flat: Any, backend: Backend) -> dict[str, np.ndarray]:
+    """The parts of a flat array by parameter name, as NumPy copies, for a checkpoint. Frozen parameters are left out.
+    """
+    return {p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
 
 
 def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> None:
-    """Copy what `base` has by the same name and in the same shape, and say what it has not, which stays as it is."""
+    """Copy from `base` every tensor of the same name and shape, and print which ones it lacks: those stay as they are.
+    """
     have, theirs = named(buffer, buffer.masters, backend), named(base, base.masters, backend)
     taken = {name for name, value in have.items() if name in theirs and theirs[name].shape == value.shape}
     load_named(buffer, buffer.masters, have | {name: theirs[name] for name in taken}, backend, Path("base"))
@@ -203,7 +205,7 @@ def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> No
 
 
 def check_named(params: Iterable[Param], tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
-    """UserError for a tensor that is missing or has another shape than its parameter. None is read from a file."""
+    """Raise UserError if a tensor is missing or has another shape than its parameter. Reads no tensor from a file."""
     shape_of = tensors.shape if isinstance(tensors, Tensors) else lambda name: np.shape(tensors[name])
     for p in params:
         shape = shape_of(prefix + p.name) if prefix + p.name in tensors else None
@@ -213,11 +215,11 @@ def check_named(params: Iterable[Param], tensors: Mapping[str, np.ndarray], sour
 
 
 def load_named(
-    buffer: ParamBuffer, flat: Any, tensors: Mapping[str, np.ndarray], backend: Backend, source: Path, prefix: str = ""
+    buffer: ParamBuffer, flat: Any, tensors: Mapping[str, np.ndarray], backend: Backend, source: Path
 ) -> None:
-    """The reverse of `named`, refusing missing tensors and wrong shapes."""
-    check_named(buffer.params, tensors, source, prefix)
+    """The reverse of `named`. Raises UserError for missing tensors and wrong shapes."""
+    check_named(buffer.params, tensors, source)
     for p in buffer.params:
-        buffer.view(flat, p)[...] = backend.asarray(tensors[prefix + p.name], flat.dtype)
+        buffer.view(flat, p)[...] = backend.asarray(tensors[p.name], flat.dtype)
     if flat is buffer.masters:
         buffer.publish()

@@ -5,14 +5,14 @@
     int8    c = -127 ... 127, top = 127                              |W - s c| <= s / 2
     fp8     c = +-(1 + m / 8) 2^e, e = -6 ... 8, top = 448 (e4m3)    |W - s c| <= 2^-4 |W|, s 2^-10 where |W| < s 2^-6
 
-e4m3 has a sign, four bits of exponent and three of mantissa. Below 2^-6 its numbers are the multiples of 2^-9; none is
-infinite; the two codes with all seven bits set are not numbers. The bits of fp8 are kept in a uint8.
+e4m3 has a sign, four bits of exponent and three of mantissa. Below 2^-6 its numbers are the multiples of 2^-9. It has
+no infinity; the two codes with all seven lower bits set are NaN. fp8 codes are stored as uint8.
 
     codes, scales = quantise(matrix, "int8")
     matrix = dequantise(codes, scales, matrix.dtype)
 
 Sources: Dettmers et al., "LLM.int8()" (2022), section 2, for symmetric codes with a scale for each row; Frantar et al.,
-"GPTQ" (2022), for rounding to the nearest, RTN there, which sees no data; Micikevicius et al., "FP8 Formats for Deep
+"GPTQ" (2022), for rounding to nearest without calibration data (RTN); Micikevicius et al., "FP8 Formats for Deep
 Learning" (2022), and the OCP "8-bit Floating Point Specification" (2023) for e4m3.
 """
 
@@ -29,7 +29,7 @@ from tinyforge.kernel import Array, kernel
 
 
 class Format(NamedTuple):
-    """top: the largest code's number. dtype: of the byte. scalar: the type's name in CUDA."""
+    """top: the largest number. dtype: of the stored byte. scalar: the type's name in CUDA."""
 
     top: float
     dtype: np.dtype
@@ -37,7 +37,7 @@ class Format(NamedTuple):
 
 
 AT_ONCE = 1 << 20
-"""Numbers that `quantise` works on at a time, so that it takes little memory beside what it reads and makes."""
+"""Numbers that `quantise` processes at a time: this bounds its temporary memory."""
 FORMATS = {"int8": Format(127, np.dtype(np.int8), "int8"), "fp8": Format(448, np.dtype(np.uint8), "e4m3")}
 
 
@@ -58,7 +58,7 @@ def check_format(kind: str) -> None:
 
 
 def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """(..., O, I) float32 or float64 to codes of the same shape, int8 or uint8, and scales (..., O), float32.
+    """matrix: (..., O, I) float32 or float64; returns codes of that shape, int8 or uint8, and scales (..., O) float32.
 
     A row of zeros has the scale 0. Raises UserError for a number that is not finite.
     """
@@ -71,42 +71,41 @@ def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         if not np.isfinite(rows[part]).all():
-            raise UserError(f"a weight is not a finite number, {kind} has none for it; leave out --weights")
+            raise UserError(f"a weight is not finite, and {kind} cannot represent it; leave out --weights")
         of_rows[part] = np.abs(rows[part]).max(axis=-1, initial=0) / top
         divisors = np.where(of_rows[part] > 0, of_rows[part], np.inf)[:, None]
-        numbers = np.clip(rows[part] / divisors, -top, top)  # the scale was rounded, perhaps down
+        numbers = np.clip(rows[part] / divisors, -top, top)  # the scale may have been rounded down
         to[part] = np.rint(numbers) if kind == "int8" else to_e4m3(numbers)
     return codes, scales
 
 
 def to_e4m3(numbers: np.ndarray) -> np.ndarray:
-    """Numbers of at most 448 to the nearest e4m3, ties to even, as uint8.
+    """Round numbers of at most 448 in size to the nearest e4m3, ties to even; returns the codes, uint8.
 
-    A code without its sign counts the numbers from 0 up: 8 to each power of 2, so rounding up to the next one carries
-    into the exponent.
+    Without the sign bit, codes are consecutive: 8 for each power of 2, so rounding up carries into the exponent.
     """
     size = np.abs(numbers)
-    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1  # below 2^-6 steps stay 2^-9
+    exponent = np.frexp(np.maximum(size, 2.0**-6))[1] - 1  # below 2^-6 the step stays 2^-9
     steps = np.rint(np.ldexp(size, 3 - exponent)).astype(np.int32)
     return (8 * (exponent + 6) + steps + 128 * np.signbit(numbers)).astype(np.uint8)
 
 
 @kernel
 def dequantise(codes: Array, scales: Array, dtype: np.dtype) -> Array:
-    """s c, rounded once: codes (..., I), int8 or the uint8 of e4m3, and scales (...) to (..., I) of `dtype`."""
+    """s c, rounded once. codes: (..., I), int8 or e4m3 as uint8; scales: (...); returns (..., I) of `dtype`."""
     numbers = E4M3[codes] if codes.dtype == np.uint8 else codes
     return np.multiply(numbers, scales[..., None], dtype=wide(dtype)).astype(dtype, copy=False)
 
 
 @dequantise.on("phantom")
-def dequantise_memory(codes: Array, scales: Array, dtype: np.dtype) -> Array:
+def dequantise_memory(codes: Array, dtype: np.dtype) -> Array:
     return empty(codes.shape, dtype)
 
 
 class Quantised:
-    """A matrix, or several in one array, of one byte a number.
+    """A matrix, or several in one array, of one byte per number.
 
-    kind: of `FORMATS`. codes: (..., O, I); scales: (..., O). dtype: of its `values`, the backend's.
+    kind: a key of `FORMATS`. codes: (..., O, I); scales: (..., O). dtype: of `values()`, the backend's.
     """
 
     def __init__(self, kind: str, codes: Array, scales: Array, backend: Backend) -> None:
@@ -120,17 +119,17 @@ class Quantised:
         return cls(kind, codes, scales, backend)
 
     def fill(self, value: np.ndarray) -> None:
-        """Quantise other numbers, in host memory."""
+        """Quantise `value`, an array in host memory, into this one."""
         codes, scales = quantise(value, self.kind)
         self.codes[...] = self._backend.asarray(codes, codes.dtype)
         self.scales[...] = self._backend.asarray(scales, scales.dtype)
 
     def values(self) -> Array:
-        """The numbers that the codes stand for; a new array each time."""
+        """The dequantised numbers, a new array."""
         return dequantise.bind(self._backend)(self.codes, self.scales, self.dtype)
 
     def reshape(self, *shape: int) -> Quantised:
-        """The same bytes; the last axis stays."""
+        """A view of another shape; the last axis must stay."""
         return Quantised(self.kind, self.codes.reshape(shape), self.scales.reshape(shape[:-1]), self._backend)
 
     def __len__(self) -> int:
@@ -142,5 +141,5 @@ class Quantised:
 
 
 def plain(matrix: Array | Quantised) -> Array:
-    """The numbers of a matrix that may be quantised."""
+    """The matrix, dequantised if it is quantised."""
     return matrix.values() if isinstance(matrix, Quantised) else matrix

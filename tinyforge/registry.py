@@ -28,22 +28,21 @@ GROUP = "tinyforge.models"
 class ModelSpec:
     """A model of the zoo.
 
-    name: as in --model and in checkpoints. title: for people. build: the class, called as build(config, backend, *,
-    values=None, recompute=""); values go to its `ParamBuffer` as they are. For adapters, an op's name is its path in
-    the model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
-    summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty where there is none.
+    name: for --model and checkpoints. title: for people. build: the class, called as build(config, backend, *,
+    values=None, recompute=""); it passes values on to its `ParamBuffer`. For adapters, an op's name is its path in the
+    model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
+    summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty if there is none.
     architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
-    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". fp8: whether it has
-    products in FP8, for --precision fp8. bundled: a checkpoint
-    that comes with the model's code, a small trained model, for commands that want one where nothing has been trained;
-    storyteller: another, which chat takes there. learns: what it is trained on: "text", next tokens; "masked text",
-    tokens that are hidden from it, and classes of texts; "images", classes of images. The first is for
-    recipes/pretrain.py, classes are for recipes/classify.py. pretraining: settings of recipes/pretrain.py whose default
-    is another for this model, e.g. {"lr": 5e-4}.
+    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". fp8: whether --precision
+    fp8 applies to it. bundled: a small trained checkpoint that comes with the model's code, for commands that need a
+    model when nothing has been trained yet; storyteller: another, which chat takes then. learns: "text", next tokens,
+    for recipes/pretrain.py; "masked text", masked tokens there, and classes of texts in recipes/classify.py; "images",
+    classes of images there. pretraining: settings of recipes/pretrain.py with another default for this model, e.g.
+    {"lr": 5e-4}.
 
-    For docs/models.md, which the tests ask of every model in the checkout: source, the paper; backward, what is new in
-    its gradients, a sentence or two. trained: figures of training by what they are, each "FILE#a/b/c", a place in a
-    JSON file of docs/results.
+    For docs/models.md, and required by the tests for every model in the checkout: source, the paper; backward, what is
+    new in its gradients, a sentence or two. trained: training results by name, each "FILE#a/b/c", a place in a JSON
+    file of docs/results.
     """
 
     name: str
@@ -66,10 +65,10 @@ class ModelSpec:
     trained: Mapping[str, str] = field(default_factory=dict)
 
     def check_recompute(self, how: str) -> None:
-        """Raise UserError where the model cannot be built with this recomputation."""
+        """Raise UserError if the model cannot be built with this recomputation."""
         if how == "blocks" and not self.blocks:
             able = ", ".join(spec.name for spec in models().values() if spec.blocks)
-            raise UserError(f"--recompute blocks: {self.title} has no blocks that can be run again; leave it out, "
+            raise UserError(f"--recompute blocks: {self.title} has no blocks that can be recomputed; leave it out, "
                             f"or use one of {able}")  # fmt: skip
 
     def check_precision(self, name: str) -> None:
@@ -80,8 +79,8 @@ class ModelSpec:
 
 
 def in_repository(name: str) -> str:
-    """The name under which a module of models/, data/ or recipes/ is imported: that which it has in the repository, and
-    in a wheel, which has those folders as `tinyforge._repo`, the one there."""
+    """The import name of a module of models/, data/ or recipes/: its own name in the repository, and below
+    `tinyforge._repo` in a wheel."""
     return f"tinyforge._repo.{name}" if importlib.util.find_spec("tinyforge._repo") else name
 
 
@@ -99,7 +98,7 @@ def models() -> dict[str, ModelSpec]:
 
 
 def register(spec: ModelSpec) -> None:
-    """Make a model known to this process: for scripts and notebooks, which have no entry points."""
+    """Register a model in this process: for scripts and notebooks, which have no entry points."""
     models()[spec.name] = spec
 
 
@@ -108,7 +107,7 @@ def default_model() -> str:
 
 
 def next_token_model(name: str) -> ModelSpec:
-    """The model of that name, which predicts next tokens. Raises UserError for one that learns something else."""
+    """The model of that name. Raises UserError unless it predicts next tokens."""
     spec = find_model(name)
     if spec.learns != "text":
         raise UserError(
@@ -124,7 +123,7 @@ def default_classifier() -> str:
 
 
 def find_model(name: str) -> ModelSpec:
-    """The model of that name. Raises UserError, with the names that there are, for another."""
+    """The model of that name. Raises UserError, listing the known names, if there is none."""
     found = models().get(name)
     if found is None:
         raise UserError(f"unknown model {name!r}; known: {', '.join(models())}")

@@ -1,10 +1,10 @@
-"""What commands share: the --json flag and the checks that come before minutes of measuring; and how long they take to
-get going.
+"""Shared by commands: the --json flag, checks made before minutes of measuring, and start-up times.
 
-    with timed("tokenizer"):        a line at the end if it took a second or more: "tokenizer: 3.1 s"
+    with timed("tokenizer"):        prints a line at the end if it took a second or more: "tokenizer: 3.1 s"
         ...
 
-With the environment variable TINYFORGE_TIMES=1 every such part has its line, with the seconds since the process began.
+With the environment variable TINYFORGE_TIMES=1 every such part prints its line, with the seconds since the process
+began.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add_json_flag(p: argparse.ArgumentParser) -> None:
 
 
 def check_before(target: str | None, peer: str | None = None) -> None:
-    """Refuse now what would only show after measuring: a missing peer, a --json path that cannot be a file."""
+    """Fail now rather than after measuring: for a missing peer, or a --json path that cannot be a file."""
     if peer and importlib.util.find_spec("torch") is None:
         raise UserError(f"--peer {peer}: PyTorch is not installed; pip install torch, or leave out --peer")
     if target and target != "-" and not Path(target).resolve().parent.is_dir():
@@ -39,13 +39,13 @@ def check_before(target: str | None, peer: str | None = None) -> None:
 
 
 def publish(found: dict[str, Any], table: str, target: str | None) -> None:
-    """Print the table, and the JSON where --json asks for it."""
+    """Print the table, and write the JSON if --json asks for it."""
     print(table, file=sys.stderr if target == "-" else sys.stdout)
     write_json(found, target)
 
 
 def write_json(found: dict[str, Any], target: str | None) -> None:
-    """What --json asks for, if it does; a file is written in place, since it may be a device."""
+    """Write the JSON if --json asks for it; a file is written in place, since it may be a device."""
     if target == "-":
         print(json.dumps(found, indent=2))
     if target in (None, "-"):
@@ -61,14 +61,14 @@ SLOW = 1.0  # seconds
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Say how long the block took; see the module's text."""
+    """Print how long the block took; see the module's docstring."""
     start = time.perf_counter()
     yield
     took(what, time.perf_counter() - start)
 
 
 def took(what: str, seconds: float, say: Callable[[str], Any] = print) -> None:
-    """The line for a part that took so long."""
+    """Print the line of a part that took `seconds`."""
     if os.environ.get("TINYFORGE_TIMES"):
         say(f"{what}: {seconds:.2f} s, at {since_start():.2f} s")
     elif seconds >= SLOW:
@@ -76,7 +76,7 @@ def took(what: str, seconds: float, say: Callable[[str], Any] = print) -> None:
 
 
 def since_start() -> float:
-    """Seconds since this process began, its imports included; where the system does not tell, CPU seconds."""
+    """Seconds since this process began, imports included; CPU seconds if the system does not tell."""
     try:
         began = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         return float(Path("/proc/uptime").read_text(encoding="ascii").split()[0]) - began / os.sysconf("SC_CLK_TCK")

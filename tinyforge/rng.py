@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox 4x32-10, written out so that every backend draws the same bits.
 
-A counter-based generator is a pure function: block i of a stream is `philox(key, i)`. Nothing is carried from one
-draw to the next, so a run restarts from one number, a GPU thread draws its own element without waiting for another,
-and two backends agree bit for bit.
+A counter-based generator is a pure function: block i of a stream is `philox(key, i)`. No state is carried from one draw
+to the next, so a run restarts from one number, a GPU thread draws its own element without waiting for another, and two
+backends agree bit for bit.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -20,13 +20,13 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
 _FEISTEL_ROUNDS = 6
 PAIRS = 1 << 14
-"""Pairs of normals that are drawn together: what stays in a core's cache between the rounds."""
+"""Pairs of normals that are drawn together: few enough to stay in a core's cache between the rounds."""
 
 
 def philox(counter: np.ndarray, key: tuple[int, int] | np.ndarray) -> np.ndarray:
-    """Ten rounds of Philox 4x32 over counter: (n, 4) uint32; returns (n, 4) uint32, uniform bits.
+    """Ten rounds of Philox 4x32. counter: (n, 4) uint32; returns (n, 4) uint32, uniform bits.
 
-    A round multiplies two of the four words by constants, and mixes the high halves with the others and the key.
+    A round multiplies two of the four words by constants and mixes the high halves with the other words and the key.
     """
     c0, c1, c2, c3 = (counter[:, i].astype(np.uint64) for i in range(4))
     k0, k1 = map(int, key)
@@ -40,7 +40,7 @@ def philox(counter: np.ndarray, key: tuple[int, int] | np.ndarray) -> np.ndarray
 class Stream:
     """A named, restartable stream. The same (seed, name, position) gives the same bits on every machine.
 
-    `position` counts blocks of four 32-bit words from the start of the stream; each draw moves it on by the blocks it
+    `position` counts blocks of four 32-bit words from the start of the stream; each draw advances it by the blocks it
     used, and setting it back repeats the draw.
     """
 
@@ -79,14 +79,14 @@ class Stream:
         return out.reshape(shape)
 
     def normal_parts(self, count: int, starts: Iterable[int]) -> Iterator[tuple[slice, np.ndarray]]:
-        """What `normal` draws for `count` numbers, in parts: pairs of numbers from each of `starts` on, PAIRS of them.
+        """The numbers that `normal` draws for `count`, in parts: from each of `starts` on, PAIRS pairs of numbers.
 
-        Yields where they belong among the `count`, and the numbers; the position stays. Of n numbers the first n / 2
-        uniforms are the radii, the rest the angles. starts: even, where a block of the stream begins, so that the bits
-        do not depend on the parts.
+        Yields slices of the `count` numbers, and the numbers; the position stays. For n numbers, the first n / 2
+        uniforms are the radii and the rest the angles. starts: even, so that each is at the start of a block of the
+        stream and the bits do not depend on the parts.
         """
         half = -(-count // 2)
-        first, skip = divmod(half, 2)  # the block of the first angle, and whether a radius stands before it there
+        first, skip = divmod(half, 2)  # the block of the first angle, and whether a radius comes before it there
         for start in starts:
             n = min(PAIRS, half - start)
             radii, angles = (Stream(self.seed, self.name, self.position + b + start // 2) for b in (0, first))
@@ -102,14 +102,14 @@ class Stream:
 
 
 def permute(index: np.ndarray, n: int, stream: Stream) -> np.ndarray:
-    """Where a random permutation of range(n) takes each of `index`: what `Stream.permutation(n)[index]` is for.
+    """`index` under a random permutation of range(n): like `Stream.permutation(n)[index]`, but another permutation.
 
     index: (k,) integers in [0, n); returns (k,) int64. Neither time nor memory depends on n: the permutation is a
-    Feistel network over pairs (l, r), l below a and r below b, with a b just above n. Each round adds a random function
-    of one half to the other, which can be undone, so all rounds together are a permutation of the a b pairs. A result
-    of n or more is put through again until it is below: a walk along its cycle, which returns to [0, n) since it began
-    there. `stream` is read at no position; its key alone counts. Of fewer than ten numbers or so, not all orders are
-    equally likely.
+    Feistel network over pairs (l, r), l < a and r < b, with a b just above n. Each round adds a random function of one
+    half to the other, which can be undone, so all rounds together are a permutation of the a b pairs. A result of n or
+    more goes through the network again until it is below n (cycle walking): its cycle returns to [0, n) because it
+    began there. Only the key of `stream` is used, not its position. For fewer than about ten numbers, not all orders
+    are equally likely.
 
     Source: Black, Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002).
     """

@@ -1,19 +1,19 @@
-"""What a training step takes on many GPUs: a cost model of compute, memory and communication.
+"""The cost of a training step on many GPUs: a model of compute, memory and communication.
 
     python -m tinyforge.scaling --gpus 1024 --config 2b --recompute blocks
     python -m tinyforge.scaling --compare                      the model beside what was measured
 
-Its inputs are the measurements in docs/results; what has not been measured is a flag with a stated default, and the
+Its inputs are the measurements in docs/results. Whatever has not been measured is a flag with a stated default, and the
 table says so. docs/scaling.md has the formulas. Nothing here runs on a GPU.
 
-Seconds of a step of one GPU, on its own part of the batch:
+Seconds of a step on one GPU, for its own part of the batch:
 
     products    F / (e P)            F: FLOP outside attention, P: of a large matrix product, e: the share reached
     attention   A / R(T)             A: its FLOP, R: measured for rows of T tokens
     passes      k S / B              S: bytes saved for backward, k: how often they are read and written, B: of a copy
     optimizer   34 N / B             N parameters: gradients, masters, moments, weights, and the gradient's norm
 
-and for n GPUs what of the gradient's sum does not fit under backward, and what it costs backward.
+For n GPUs, add the part of the gradient's all-reduce that backward does not hide, and how much it slows backward down.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.train.plan import OUTSIDE, Plan, gib, plan_step
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
-BOUND = 0.05  # of a forecast's error
+BOUND = 0.05  # on a forecast's error
 CALIBRATION = "gpu-train-16x1024.json"  # the one step that `reached` is taken from
-PASSES = 5.05  # k: the elementwise kernels of that step take 5.0 ms, their bytes one pass over what is saved 0.99
-OPTIMIZER = 34  # bytes of memory traffic a parameter: 30 in AdamW, 4 in the norm
-BACKWARD = 2 / 3  # of the time of a step's passes
-TOLL = 0.1  # of the time in which a sum within a host runs under other work: what that loses; fitted to one step
-MICRO = 8  # micro-batches of a pipeline, for each of its stages
+PASSES = 5.05  # k: the elementwise kernels of that step take 5.0 ms, one pass over the saved bytes 0.99 ms
+OPTIMIZER = 34  # bytes of memory traffic per parameter: 30 in AdamW, 4 in the norm
+BACKWARD = 2 / 3  # backward's share of the time of a step's passes
+TOLL = 0.1  # how much an all-reduce within a host slows the work that it overlaps; fitted to one step
+MICRO = 8  # micro-batches per stage of a pipeline
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates in FLOP and bytes a second, times in seconds, memory in bytes. link, hop: between GPUs of a host, fitted to
-    two measured all-reduces. windows: of a link, with the few blocks that NCCL gets, in windows, which a single host
-    has; few: without them. crowded: by how much either is slower under backward. network, far_hop: of one GPU's
-    share of the network between hosts; not measured here."""
+    """Rates in FLOP/s and bytes/s, times in seconds, memory in bytes. link, hop: between GPUs of a host, fitted to two
+    measured all-reduces. windows: the rate of a link when NCCL has few blocks and uses windows, which needs a single
+    host; few: without windows. crowded: how much slower each is under backward. network, far_hop: of one GPU's share of
+    the network between hosts; not measured here."""
 
     peak: float
     copy: float
@@ -67,7 +67,7 @@ class Machine:
     far_hop: float = 5e-6
 
     def attention_rate(self, tokens: int) -> float:
-        """Between the measured rows by the logarithm of their length; the nearest one's outside."""
+        """Interpolated between the measured row lengths on a logarithmic scale; constant outside of them."""
         points = self.attention
         for (low, slow), (high, fast) in zip(points, points[1:], strict=False):
             if low <= tokens <= high:
@@ -78,9 +78,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Job:
-    """What every GPU does in a step. rows: sequences a GPU; below 1 where several hold a model together. tensor,
-    stages: GPUs among which a model is split, within its layers and between them. zero: the optimizer's state is
-    shared out."""
+    """The work of every GPU in a step. rows: sequences per GPU; below 1 if several GPUs hold a model together. tensor,
+    stages: the GPUs that a model is split over, within its layers and between them. zero: the optimizer's state is
+    sharded."""
 
     model: str
     config: ModelConfig
@@ -102,8 +102,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of a step by what takes them, and bytes of a GPU's memory. exposed: communication of gradients and
-    weights that nothing hides. tensor: all-reduces within the layers. bubble: waiting for the pipeline's stages."""
+    """Seconds of a step by part, and bytes of a GPU's memory. exposed: communication of gradients and weights that is
+    not hidden. tensor: all-reduces within the layers. bubble: waiting for the pipeline's stages."""
 
     products: float
     attention: float
@@ -126,7 +126,7 @@ class Cost:
 
 @cache
 def _work(name: str, config: ModelConfig, seq_len: int) -> tuple[int, float, float]:
-    """Parameters, and FLOP a token outside and inside attention, whose pairs grow linearly with the row."""
+    """Parameters, and FLOP per token outside and inside attention, which grows linearly with the row's length."""
     model = find_model(name).build(config, PhantomBackend("bf16"))
     one, two = (model.flop_per_token(length) for length in (1, 2))
     inside = 2 * (two - one)  # a token of a row of one sees one pair, of two one and a half on average
@@ -147,13 +147,13 @@ def _last_bucket(name: str, config: ModelConfig) -> int:
 
 
 def _saved(job: Job) -> float:
-    """Bytes saved for backward by all that is not recomputed: so many a token."""
+    """Bytes saved for backward without recomputation; they are proportional to the tokens."""
     rows = max(1, math.ceil(job.rows))
     return _plan(job.model, job.config, rows, job.seq_len, "").saved * job.rows / rows
 
 
 def one_gpu(job: Job, machine: Machine) -> Cost:
-    """A step without communication, of the whole model."""
+    """A step of the whole model, without communication."""
     parameters, products, attention = _work(job.model, job.config, job.seq_len)
     times = (
         products * job.tokens / (machine.reached * machine.peak),
@@ -169,7 +169,7 @@ def one_gpu(job: Job, machine: Machine) -> Cost:
 
 
 def all_reduce(count: float, gpus: int, machine: Machine) -> float:
-    """Seconds to sum `count` bytes over so many GPUs, in the faster of two ways.
+    """Seconds to all-reduce `count` bytes over `gpus` GPUs, in the faster of two ways.
 
     Within a host a ring: 2 (g - 1) / g of the bytes through each link. Between hosts every GPU sums its g-th part with
     its peers: as a ring of m, 2 (m - 1) / m of it and 2 (m - 1) hops; or as a tree, all of it twice and 2 log2 m hops.
@@ -191,10 +191,10 @@ def _near_and_far(count: float, gpus: int, machine: Machine) -> tuple[float, flo
 
 
 def _not_hidden(count: float, last: float, work: float, gpus: int, machine: Machine) -> float:
-    """Seconds that a sum of `count` bytes adds to `work` seconds beside it; `last`: bytes with nothing to hide under.
+    """Seconds that an all-reduce of `count` bytes adds to `work` seconds beside it; `last`: bytes that nothing hides.
 
-    Within a host the better of two ways: with few of the multiprocessors, under the work, or with NCCL's own share of
-    them, which hides nothing. Between hosts the network works.
+    Within a host the better of two ways: on few multiprocessors, under the work, or on NCCL's usual number of them,
+    which hides nothing. Between hosts the network works by itself.
     """
     near, far = _near_and_far(count, gpus, machine)
     single = gpus <= machine.per_host
@@ -206,17 +206,17 @@ def _not_hidden(count: float, last: float, work: float, gpus: int, machine: Mach
 
 
 def cost(job: Job, gpus: int, machine: Machine) -> Cost:
-    """A step of each of `gpus` GPUs; they are copies of groups of tensor * stages that hold one model together."""
+    """A step on each of `gpus` GPUs: data-parallel copies of groups of tensor * stages GPUs that hold one model."""
     split = job.tensor * job.stages
     if gpus % split:
         raise UserError(f"--gpus is {gpus}, and {job.tensor} x {job.stages} of them hold a model; wanted a multiple")
     copies = gpus // split
     parameters = _work(job.model, job.config, job.seq_len)[0] / split
-    # A group of GPUs has the rows of all of them: each GPU still does `rows` of work.
+    # A group has the rows of all its GPUs: each GPU still does the work of `rows`.
     base = one_gpu(job, machine)
     in_backward = (base.products + base.attention + base.passes) * BACKWARD + base.again
     optimizer = base.optimizer / split / (copies if job.zero else 1)
-    # The GPUs of a group lie next to each other, so the copies of a part share fewer of a host's.
+    # The GPUs of a group are neighbours, so fewer copies of a part are on the same host.
     fewer = replace(machine, per_host=max(1, machine.per_host // split))
     grads, weights = 4 * parameters, 2 * parameters
     last = min(grads, 4 * _last_bucket(job.model, job.config) / split)
@@ -229,7 +229,7 @@ def cost(job: Job, gpus: int, machine: Machine) -> Cost:
             exposed += _not_hidden(weights / 2, 0.0, in_backward * (1 - BACKWARD) / BACKWARD, copies, fewer)
     tensor = bubble = 0.0
     layers, dim = job.config.to_dict().get("layers", 1), job.config.to_dict().get("dim", 0)
-    if job.tensor > 1:  # Megatron: two all-reduces of the stream a layer in forward, two in backward, all waited for
+    if job.tensor > 1:  # Megatron: per layer two all-reduces of the stream in forward, two in backward, none hidden
         stream = 2.0 * job.tokens * job.tensor * dim
         times = 4 + (2 if job.recompute == "blocks" else 0)
         tensor = times * layers / job.stages * all_reduce(stream, job.tensor, machine)
@@ -242,42 +242,42 @@ def cost(job: Job, gpus: int, machine: Machine) -> Cost:
 
 
 def _memory(job: Job, copies: int) -> float:
-    """Bytes of a GPU: of one model's state and of what a group's rows save and use, its part."""
+    """Bytes on a GPU: its part of one model's state, and of what a group's rows save and use."""
     split = job.tensor * job.stages
     plan = _plan(job.model, job.config, max(1, math.ceil(job.rows * split)), job.seq_len, job.recompute)
     masters = 4 * _work(job.model, job.config, job.seq_len)[0]
     sharded = (masters + plan.moments) / (copies if job.zero else 1)
-    return OUTSIDE + (plan.weights - masters + sharded + plan.peak - plan.weights - plan.moments) / split
+    return OUTSIDE + (plan.peak - masters - plan.moments + sharded) / split
 
 
 # --- what was measured ------------------------------------------------------------------------------------------------
 
 
 def read_machine(results: Path = RESULTS) -> Machine:
-    """The GPU of the files in `results`. Raises UserError where one is missing."""
+    """The GPU that was measured in the files of `results`. Raises UserError if one is missing."""
     step = _read(results / CALIBRATION)
     ops = _read(results / "gpu-ops.json")
     attention = tuple(sorted(
         (row["shape"]["tokens"], _attention_rate(row)) for row in _read(results / "gpu-attention.json")["results"]
     ))  # fmt: skip
-    (small, first), (large, second) = ((row["bytes"], row["ms"] / 1e3)
-                                       for row in _read(results / "gpu-all-reduce.json")["rows"])  # fmt: skip
+    sums = _read(results / "gpu-all-reduce.json")
+    (small, first), (large, second) = ((row["bytes"], row["ms"] / 1e3) for row in sums["rows"])
     link = (large - small) / (second - first)  # two GPUs: 2 (n - 1) / n is 1
     hop = max(0.0, first - small / link) / 2
-    ways = [_read(results / "gpu-all-reduce.json")[way] for way in ("windows", "few")]
+    ways = [sums[way] for way in ("windows", "few")]
     windows, few = (way["bytes"] / way["ms"] * 1e3 for way in ways)
     in_windows, without = (way["under_backward_ms"] / way["ms"] for way in ways)
     memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
     machine = Machine(step["matmul_peak_gflop_per_second"] * 1e9, ops["copy_gb_per_second"] * 1e9, memory, attention,
                       1.0, link, hop, windows, few, (in_windows, without))  # fmt: skip
-    # What is left of the one measured step is the products, and the gaps between kernels with them.
+    # The rest of the one measured step counts as products; it includes the gaps between kernels.
     found = one_gpu(job_of(step), machine)
     left = step["results"]["tinyforge"]["median_ms"] / 1e3 - (found.seconds - found.products)
     return replace(machine, reached=found.products / left)
 
 
 def _attention_rate(row: dict[str, Any]) -> float:
-    """By the convention of `flop_per_token`: 12 D FLOP a query head and visible pair, forward and backward."""
+    """By the convention of `flop_per_token`: 12 D FLOP per query head and visible pair, forward and backward."""
     shape = row["shape"]
     pairs = shape["batch"] * shape["heads"] * shape["tokens"] * (shape["tokens"] + 1) / 2
     return 12 * shape["dim"] * pairs / (row["tinyforge"]["both"]["median_us"] / 1e6)
@@ -293,7 +293,7 @@ def job_of(measured: dict[str, Any], zero: bool = False) -> Job:
 
 @dataclass(frozen=True)
 class Row:
-    """A measured step, in seconds, and what the model says. after: of the one GPU beside it, what several add."""
+    """A measured step and its forecast, in seconds."""
 
     file: str
     what: str
@@ -307,12 +307,12 @@ class Row:
 
 
 def compared(machine: Machine, results: Path = RESULTS) -> Iterator[Row]:
-    """Every bf16 step in `results` whose model is a stack of the kernels that the cost model counts: of one GPU in the
-    files gpu-train-*, of several in those with `ranks`. A step of several is forecast from the one GPU that was
-    measured beside it in the same run: what is tested is what the others add."""
+    """Every bf16 step in `results` whose model uses only kernels that the cost model counts: on one GPU in the files
+    gpu-train-*, on several in those with `ranks`. A step on several GPUs is forecast from the one GPU that was measured
+    in the same run: the comparison tests what the other GPUs add."""
     for path in sorted(results.glob("*.json")):
         found = read_json(path, "the results")
-        if not isinstance(found, dict) or not isinstance(found.get("results"), dict):
+        if not isinstance(found.get("results"), dict):
             continue
         if found.get("precision") != "bf16" or found.get("tokens_per_document"):  # attention does less there
             continue
@@ -340,8 +340,11 @@ def _several(file: str, found: dict[str, Any], machine: Machine) -> Iterator[Row
 def _read(path: Path) -> dict[str, Any]:
     try:
         return dict(read_json(path, "the measurements"))
-    except UserError as error:
-        raise UserError(f"{error}; the cost model reads the results of a checkout") from None
+    except UserError:
+        if not path.is_file():
+            raise UserError("the cost model reads docs/results, which only the repository has; run it there: python -m "
+                            "tinyforge.scaling") from None  # fmt: skip
+        raise
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -350,11 +353,11 @@ def _read(path: Path) -> dict[str, Any]:
 def table(job: Job, most: int, machine: Machine, batch: int = 0) -> str:
     """A row for 1, 2, 4, ... GPUs with data-parallel copies, and the fastest split of the model at each.
 
-    batch: tokens of a step on all GPUs together; 0: `job.rows` a GPU, so that a step grows with them.
+    batch: tokens of a step on all GPUs together; 0: `job.rows` per GPU, so that a step grows with their number.
     """
     lines = [f"{'GPUs':>5} {'split':>9} {'step ms':>9} {'tokens/s':>12} {'of 1 GPU':>8} {'not hidden':>10} "
              f"{'tensor':>7} {'bubble':>7} {'memory':>11}"]  # fmt: skip
-    counts = [2**i for i in range(most.bit_length()) if 2**i <= most]
+    counts = [2**i for i in range(most.bit_length())]
     rate = 0.0
     for gpus in counts if counts[-1] == most else [*counts, most]:
         job = replace(job, rows=batch / job.seq_len / gpus) if batch else job
@@ -377,9 +380,8 @@ def table(job: Job, most: int, machine: Machine, batch: int = 0) -> str:
 
 
 def fastest(job: Job, gpus: int, machine: Machine) -> tuple[Job, Cost] | None:
-    """The split of the model over up to a host's GPUs, and of its layers over up to 16 groups, that takes least time
-    among those that fit; None where none fits. No split, where it fits and none is faster by more than BOUND: what the
-    model leaves out could be as much."""
+    """The fastest split that fits in memory, over up to a host's GPUs within layers and up to 16 groups of layers; None
+    if none fits. No split is preferred if it fits and none is faster by more than BOUND, the forecast's own error."""
     found: list[tuple[float, int, Job, Cost]] = []
     values = job.config.to_dict()
     for tensor in (1, 2, 4, 8):
@@ -400,9 +402,9 @@ def fastest(job: Job, gpus: int, machine: Machine) -> tuple[Job, Cost] | None:
     return best[2:]
 
 
-def comparison(machine: Machine, results: Path = RESULTS) -> str:
+def comparison(machine: Machine) -> str:
     lines = [f"{'GPUs':>4} {'what':<36} {'measured ms':>11} {'forecast':>9} {'error':>7}  file"]
-    for row in compared(machine, results):
+    for row in compared(machine):
         of = " (its source)" if row.file == CALIBRATION else ""
         lines.append(f"{row.gpus:>4} {row.what:<36} {1e3 * row.measured:>11.2f} {1e3 * row.forecast:>9.2f} "
                      f"{100 * row.error:>+6.1f}%  {row.file}{of}")  # fmt: skip
@@ -412,19 +414,19 @@ def comparison(machine: Machine, results: Path = RESULTS) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(prog="python -m tinyforge.scaling", description=__doc__,
                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    p.add_argument("--gpus", type=int, default=8, metavar="N", help="the most that are tabulated (default: 8)")
+    p.add_argument("--gpus", type=int, default=8, metavar="N", help="largest number in the table (default: 8)")
     p.add_argument("--model", default=default_model(), help="of the zoo (default: %(default)s)")
     p.add_argument("--config", default="", metavar="PRESET", help="of the model (default: its largest)")
-    p.add_argument("--rows", type=int, default=8, metavar="N", help="sequences a GPU (default: 8)")
-    p.add_argument("--seq-len", type=int, metavar="T", help="tokens a sequence (default: the config's context)")
+    p.add_argument("--rows", type=int, default=8, metavar="N", help="sequences per GPU (default: 8)")
+    p.add_argument("--seq-len", type=int, metavar="T", help="tokens per sequence (default: the config's context)")
     p.add_argument("--batch-tokens", type=int, default=0, metavar="N",
                    help="tokens of a step on all GPUs together, in place of --rows")  # fmt: skip
-    p.add_argument("--recompute", default="", choices=("blocks",), help="as of recipes/pretrain.py")
+    p.add_argument("--recompute", default="", choices=("blocks",), help="as in recipes/pretrain.py")
     p.add_argument("--no-zero", action="store_true", help="every GPU keeps the whole optimizer state")
-    p.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs of a host (default: 8)")
+    p.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs per host (default: 8)")
     p.add_argument("--network", type=float, default=50.0, metavar="GB/S",
-                   help="of each GPU between hosts; not measured here (default: 50, InfiniBand NDR)")  # fmt: skip
-    p.add_argument("--compare", action="store_true", help="the model beside what was measured, and nothing else")
+                   help="bandwidth per GPU between hosts; not measured here (default: 50, InfiniBand NDR)")  # fmt: skip
+    p.add_argument("--compare", action="store_true", help="print the forecasts beside the measurements, and exit")
     args = p.parse_args(argv)
     for name in ("gpus", "rows", "seq_len", "per_host"):
         value = getattr(args, name)

@@ -1,6 +1,6 @@
 """Tensors in safetensors files, read and written one at a time.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: type, shape and place of each tensor),
+A file has the length of its header (8 bytes, little-endian), the header (JSON: type, shape and place of each tensor),
 and the tensors' bytes. Nothing in it is executed.
 """
 
@@ -23,15 +23,15 @@ MOST_HEADER = 100 << 20  # bytes, as in the safetensors library
 _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _NAMES = {"f32": "F32", "bf16": "BF16", "f64": "F64"}
 DTYPES = ("f32", "bf16")
-"""What models are given away in; checkpoints have f64 too, and reading takes F16."""
+"""For exported models; checkpoints may have f64 too, and F16 can be read."""
 
 Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
-"""A tensor's shape, and the function that makes it: what keeps one tensor in memory at a time."""
+"""A tensor's shape, and a function that makes it, so that only one tensor is in memory at a time."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies. dtype: as the file calls it."""
+    """A tensor's place in a file. dtype: its name there."""
 
     name: str
     file: Path
@@ -40,13 +40,15 @@ class Tensor:
     start: int
 
     def read(self) -> np.ndarray:
-        """float32, or float64 where it is stored so: both hold what the file has exactly."""
+        """The tensor as float32, or as float64 if it is stored so; both are exact."""
         if self.dtype not in _STORED:
             raise UserError(f"{self.file}: {self.name} is of type {self.dtype}; supported: {', '.join(_STORED)}")
         try:
             stored = np.fromfile(self.file, _STORED[self.dtype], math.prod(self.shape), offset=self.start)
         except OSError as error:
             raise UserError(f"cannot read {self.file}: {error.strerror}; it was there a moment ago") from error
+        if stored.size != math.prod(self.shape):
+            raise UserError(f"cannot read {self.file}: it ends within {self.name}; it was whole a moment ago")
         if self.dtype == "BF16":
             stored = (stored.astype(np.uint32) << 16).view(np.float32)
         elif self.dtype == "F16":
@@ -55,10 +57,10 @@ class Tensor:
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of several files by name; each is read when it is asked for, and none is kept."""
+    """The tensors of several files by name; each is read on access, and none is kept."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        """Reads the headers alone. Raises UserError as `read_header`, and where two files have the same tensor."""
+        """Reads the headers only. Raises UserError as `read_header`, and if two files have the same tensor."""
         self._found: dict[str, Tensor] = {}
         for file in files:
             for name, tensor in read_header(file).items():
@@ -79,12 +81,12 @@ class Tensors(Mapping[str, np.ndarray]):
         return name in self._found
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """None where there is no such tensor."""
+        """None if there is no such tensor."""
         return self._found[name].shape if name in self._found else None
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name; no tensor is read. Raises UserError, naming the file, where it is damaged."""
+    """The tensors of a file by name; none is read. Raises UserError, naming the file, if it is damaged."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as opened:
@@ -101,7 +103,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is damaged, or no safetensors file ({error}); get it again") from error
+        raise UserError(f"{file} is damaged, or not a safetensors file ({error}); get it again") from error
     return found
 
 
@@ -116,7 +118,7 @@ def _tensor(name: str, file: Path, entry: dict[str, Any], base: int) -> Tensor:
 
 
 def write(file: Path, tensors: Mapping[str, Lazy], dtype: str) -> None:
-    """Write tensors whole or not at all; one is in memory at a time.
+    """Write a file atomically, with one tensor in memory at a time.
 
     dtype: one of DTYPES; bf16 rounds to nearest, ties to even. Raises OSError.
     """
@@ -126,7 +128,7 @@ def write(file: Path, tensors: Mapping[str, Lazy], dtype: str) -> None:
 
 
 def chunks(tensors: Mapping[str, Lazy], dtype: str | Mapping[str, str]) -> Iterator[bytes]:
-    """The bytes of a file: its header, then one tensor after the other. dtype: of all, or of each by name."""
+    """The bytes of a file: its header, then one tensor after the other. dtype: for all, or by name."""
     dtypes = dict.fromkeys(tensors, dtype) if isinstance(dtype, str) else dtype
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -143,10 +145,10 @@ def chunks(tensors: Mapping[str, Lazy], dtype: str | Mapping[str, str]) -> Itera
 
 
 def encoded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """x as it is stored: C-contiguous, little-endian."""
+    """x in the file's dtype: C-contiguous, little-endian."""
     if dtype != "bf16":
         return np.ascontiguousarray(x, _STORED[_NAMES[dtype]])
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
-    # Rounding up must not turn a NaN into an infinity; a quiet NaN keeps its upper half.
+    # Rounding must not turn a NaN into an infinity: it becomes a quiet NaN with its upper half.
     return np.where(np.isnan(x), (bits >> 16) | np.uint32(0x40), rounded).astype("<u2")

@@ -1,5 +1,5 @@
-"""Text of others on a terminal: what a model says, what stands in a file, how a file or a source is called, what a
-server answers. All of it is printed through `printable`, or as a part of one line through `one_line`.
+"""Printing untrusted text on a terminal: a model's output, the content or name of a file, a server's answer. All of it
+is printed through `printable`, or as a part of one line through `one_line`.
 """
 
 from __future__ import annotations
@@ -7,23 +7,23 @@ from __future__ import annotations
 import sys
 import unicodedata
 
-# Control characters can steer a terminal, marks of writing direction can show a line in another order than it has.
+LONGEST = 2000  # characters of `one_line`
+# Control characters can steer a terminal; direction marks can show a line in another order than it has.
 _STEERING = {"Cc", "Cs"}
 _DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def one_line(text: str, most: int = 2000) -> str:
-    """`printable` text in one line, so that it cannot pass for a line of the program's own; the rest of what is longer
-    than `most` characters is left out."""
+def one_line(text: str) -> str:
+    """`printable` text on one line, so that it cannot pass for the program's own output; cut to LONGEST characters."""
     line = printable(" ".join(text.splitlines())).replace("\t", " ")
-    return line if len(line) <= most else line[: most - 3] + "..."
+    return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
 
 
 def printable(text: str) -> str:
-    """`text` as it may be printed: a model, a file or a file's name must not be able to steer the terminal.
+    """`text` made safe to print: it cannot steer the terminal.
 
-    Control characters are left out, newline and tab stay; so are lone surrogates and what changes the direction of
-    writing. What standard output cannot encode becomes a question mark.
+    Removes control characters except newline and tab, lone surrogates, and marks that change the writing direction.
+    Characters that standard output cannot encode become question marks.
     """
     kept = "".join(
         c for c in text if c in "\n\t" or not (c in _DIRECTIONS or unicodedata.category(c) in _STEERING)

@@ -3,7 +3,7 @@
     python docs/course/check.py            all ten
     python docs/course/check.py 3          the third
 
-Each check compares your function with a finite difference or with the op of the repository, on random data.
+Each check compares your function with finite differences or with the op of the repository, on random data.
 """
 
 from __future__ import annotations

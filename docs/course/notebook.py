@@ -3,7 +3,7 @@
     python docs/course/notebook.py            write it
     python docs/course/notebook.py --check    only say whether it is what the pages give; status 1 if not
 
-The pages are the source: a Python block is a cell, and the block of text behind it is the cell's output.
+The pages are the source: a Python block becomes a cell, and the text block after it becomes its output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lines(text: str) -> list[str]:
 
 
 def markdown(text: str) -> dict[str, Any]:
-    # A notebook is read alone: links into the textbook are plain words there.
+    # A notebook is read on its own, so links into the textbook become plain words.
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     return {"cell_type": "markdown", "metadata": {}, "source": lines(plain)}
 

@@ -12,6 +12,8 @@ import re
 import sys
 from pathlib import Path
 
+import files
+
 PICTURE = Path(__file__).with_suffix(".svg")
 PAGE = Path(__file__).resolve().parents[1] / "kernels" / "decode.md"
 STEPS = ("qkv", "attention", "projection", "gate, up", "down")
@@ -82,8 +84,4 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    drawn = draw()
-    if "--check" in sys.argv[1:]:
-        sys.exit(not (PICTURE.is_file() and PICTURE.read_text(encoding="utf-8") == drawn))
-    PICTURE.write_text(drawn, encoding="utf-8")
-    print(f"wrote {PICTURE}")
+    sys.exit(files.write({PICTURE: draw()}))

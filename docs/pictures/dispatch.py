@@ -14,6 +14,7 @@ from pathlib import Path
 # The repository root is where tinyforge/ is.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+import files
 import numpy as np
 
 from tinyforge.ops.mixture import sort_by_expert
@@ -82,12 +83,5 @@ def draw() -> str:
             + "\n".join(parts) + "\n</svg>\n")  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    if argv == ["--check"]:
-        return int(PICTURE.read_text(encoding="utf-8") != draw())
-    PICTURE.write_text(draw(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(files.write({PICTURE: draw()}))

@@ -13,6 +13,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import files
+
 PICTURE = Path(__file__).with_suffix(".svg")
 DEPTH, STEPS = 64, 12  # a sum over 768
 FLOP_A_CLOCK, COPY, WRITE = 4096, 0.8, 1500 / (128 * 256)
@@ -92,12 +94,5 @@ def draw() -> str:
             + "\n".join(parts) + "\n</svg>\n")  # fmt: skip
 
 
-def main(argv: list[str]) -> int:
-    if argv == ["--check"]:
-        return int(PICTURE.read_text(encoding="utf-8") != draw())
-    PICTURE.write_text(draw(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(files.write({PICTURE: draw()}))

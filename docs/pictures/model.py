@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import files
 from recurrences import arrow, page, text
 
 FOLDER = Path(__file__).resolve().parent
@@ -86,13 +87,5 @@ def online_softmax() -> str:
 
 
 if __name__ == "__main__":
-    wrong = []
-    for name, svg in {"block": block(), "attention-tiles": tiles(), "online-softmax": online_softmax()}.items():
-        file = FOLDER / f"{name}.svg"
-        if "--check" not in sys.argv[1:]:
-            file.write_text(svg, encoding="utf-8")
-        elif not file.is_file() or file.read_text(encoding="utf-8") != svg:
-            wrong.append(file.name)
-    if wrong:
-        print(f"not what docs/pictures/model.py draws: {', '.join(wrong)}")
-        sys.exit(1)
+    drawn = {"block": block(), "attention-tiles": tiles(), "online-softmax": online_softmax()}
+    sys.exit(files.write({FOLDER / f"{name}.svg": svg for name, svg in drawn.items()}))

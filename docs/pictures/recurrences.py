@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import files
+
 FOLDER = Path(__file__).resolve().parent
 STYLE = """<style>text { font: 13px system-ui, sans-serif; fill: #333 } .small { font-size: 11px; fill: #666 }
 .box { fill: #f4f5f7; stroke: #b9bec6 } .kept { fill: #d9542b } .again { fill: #fff; stroke: #d9542b }
@@ -97,15 +99,5 @@ def lstm() -> str:
     return page(width, 218, "Truncated backpropagation through time with a carried state", parts)
 
 
-def main(argv: Sequence[str]) -> int:
-    wanted = {FOLDER / "scan.svg": scan(), FOLDER / "lstm.svg": lstm()}
-    stale = [path for path, drawn in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != drawn]
-    for path in stale:
-        if "--check" not in argv:
-            path.write_text(wanted[path], encoding="utf-8")
-        print(f"{'stale' if '--check' in argv else 'wrote'}: {path.name}")
-    return 1 if stale and "--check" in argv else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(files.write({FOLDER / "scan.svg": scan(), FOLDER / "lstm.svg": lstm()}))

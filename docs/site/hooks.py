@@ -1,9 +1,9 @@
-"""What MkDocs does not do by itself for `make docs`: formulas, links into the code, the reference, the order of pages.
+"""MkDocs hooks of `make docs`: formulas, links into the code, the API reference, the order of pages.
 
-- Formulas become MathML when the site is built: browsers draw it themselves, so that no script and no font is fetched.
-- A page links to files of the repository, as a forge shows it. Each file that is linked becomes a page of its own here.
-- The API reference has a page for each package of tinyforge, written by mkdocstrings from the docstrings.
-- The navigation is docs/README.md: its sections and its links, in their order.
+- Formulas become MathML when the site is built. Browsers render it without scripts or fonts.
+- Pages link to files of the repository, as on a forge. Each linked file becomes a page of the site.
+- The API reference has a page per package of tinyforge, written by mkdocstrings from the docstrings.
+- The navigation follows docs/README.md: its sections and links, in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".sh": "bash", ".sq
 SOURCE, API, GALLERY = "source", "api", "gallery.md"
 LEARNED = {"text": "to predict the next token", "masked text": "to guess hidden words, and classes of texts",
            "images": "classes of images"}  # fmt: skip
-# What latex2mathml does not know, in words that it knows.
+# Commands that latex2mathml does not know, in terms that it does.
 SPELLED = {r"\arg\max": r"\operatorname{argmax}", r"\langle": "⟨", r"\rangle": "⟩"}
 
 
@@ -127,7 +127,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def gallery() -> str:
-    """A card for each registered model."""
+    """A card per registered model."""
     sys.path.insert(0, str(ROOT))
     from tinyforge.registry import models
     from tinyforge.zoo.shapes import count_parameters
@@ -148,7 +148,7 @@ def gallery() -> str:
 
 
 def navigation(files: Files) -> list[Any]:
-    """The sections of docs/README.md with their pages; what it does not link to lies in the section of its folder."""
+    """The sections of docs/README.md with their pages; other pages are in the section of their folder."""
     text = (DOCS / "README.md").read_text(encoding="utf-8")
     chapters: dict[str, list[str]] = {}
     seen, heading = {"README.md", GALLERY}, ""

@@ -1,4 +1,4 @@
-"""Logistic regression on the bag of words: what a classifier of texts is measured against."""
+"""Logistic regression on the bag of words: the baseline of text classification."""
 
 from models.bag_of_words.model import BagOfWords
 

@@ -1,13 +1,13 @@
 """Logistic regression on the bag of words: the baseline of text classification, in two forms.
 
-A text is a vector with a number for each known word, brought to length 1: the number is 1 for the words that it has; or
-with tf-idf, which is harder to beat, (1 + log count) log((1 + N) / (1 + N_w)), where N_w of the N training texts have
-the word. Classes are softmax(W x + b), and
+A text is a vector with an entry per known word, normalised to length 1. The entry is 1 for the words that occur; or
+with tf-idf, which is harder to beat, (1 + log count) log((1 + N) / (1 + N_w)), where N_w of the N training texts
+contain the word. Class probabilities are softmax(W x + b), and
 
     loss = mean over texts of -log p(class) + decay / 2 ||W||^2,   dL/dz = (softmax(z) - onehot) / N,   dL/dW = dz^T x
 
-is convex: gradient descent with Nesterov's momentum finds the one minimum. Where two texts are compared, the words of
-the second count as words of their own.
+is convex: gradient descent with Nesterov's momentum finds its minimum. In a pair of texts, the words of the second text
+count as different words.
 
 Source: Joachims, "Text Categorization with Support Vector Machines" (1998) for the features.
 """
@@ -23,7 +23,7 @@ import numpy as np
 WORD = re.compile(r"\w+")
 STEPS = 300
 DECAY = 1e-5
-RARE = 2  # a word in fewer texts is not known
+RARE = 2  # words in fewer texts are unknown
 
 
 class BagOfWords:
@@ -93,7 +93,7 @@ class BagOfWords:
 
 
 def bag(text: tuple[str, str]) -> Counter[str]:
-    """How often each word comes; those of the second text with a mark of their own."""
+    """The count of each word; those of the second text have a prefix."""
     words = Counter(WORD.findall(text[0].lower()))
     words.update("2 " + word for word in WORD.findall(text[1].lower()))
     return words

@@ -7,7 +7,7 @@ from tinyforge.registry import ModelSpec
 SPEC = ModelSpec(
     "bert", "BERT", BERT, Config, PRESETS, "Post-norm blocks that look both ways, masked words, a classifier",
     hf=f"{__name__}.hf", architectures=("BertForMaskedLM", "BertForSequenceClassification"), learns="masked text",
-    # At the rate of the pre-norm models it never learns more than how often each word comes: docs/models/bert.md.
+    # At the learning rate of the pre-norm models it learns no more than word frequencies: docs/models/bert.md.
     pretraining={"lr": 5e-4, "warmup": 0.1},
     source='Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding" (2018)',
     backward="The norms are in the residual stream: a gradient on its way down passes the Jacobian of each norm above, "

@@ -1,5 +1,5 @@
-"""The block of BERT, forward and backward: the norm stands behind each sum. Read `forward`, then `backward` from the
-bottom up."""
+"""The block of BERT, forward and backward, with a norm after each residual addition. Read `forward`, then `backward`
+from the bottom up."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddLayerNorm, Attention, Dropout, Fork, GELULinear, Linear
 
 STD = 0.02
-"""Of all matrices' initial values, but those of `residual_std`."""
+"""Standard deviation of all initial matrices but those of `residual_std`."""
 
 
 def residual_std(layers: int) -> float:
-    """As in GPT-2: 2 * layers projections add to the stream. With what they add small beside it, the norms behind the
-    sums pass the gradient on nearly whole."""
+    """As in GPT-2: 2 * layers projections add to the stream. While their outputs are small beside it, the norms after
+    the additions pass on nearly all of the gradient."""
     return STD / (2 * layers) ** 0.5
 
 
@@ -54,7 +54,7 @@ class Block:
         )  # fmt: skip
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
         self.norm2 = norm(f"{at}.norm2", c, backend)
-        self.split = 3 * c.heads, c.head_dim  # of what qkv gives
+        self.split = 3 * c.heads, c.head_dim  # of qkv's output
 
     def forward(self, x: Array, lengths: Array, stash: Stash | None) -> Array:
         """The stream after the block, (B, T, C)."""
@@ -64,7 +64,7 @@ class Block:
         a = self.out.forward(a.reshape(x.shape), stash)  # (B, T, C)
         _, x = self.norm1.forward(x, self.out_dropout.forward(a, stash), stash)
         x, h = self.fork2.forward(x, stash)
-        f = self.down.forward(self.up.forward(h, stash), stash)  # by way of (B, T, hidden)
+        f = self.down.forward(self.up.forward(h, stash), stash)  # through (B, T, hidden)
         _, x = self.norm2.forward(x, self.down_dropout.forward(f, stash), stash)
         return x
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.checks import check_heads, check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
@@ -13,10 +14,10 @@ class Config(ModelConfig):
     """The shape of a BERT.
 
     dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the MLP. segments:
-    kinds of text in a row, 2 for a pair. classes: that it chooses among; 0 for a model that guesses hidden words.
-    dropout: rate in training, after the embedding, on what is added to the stream, and before the classes.
-    attention_dropout: on the attention probabilities; on a GPU it takes attention's slow kernels. masked: share of a
-    row's words that is hidden in pretraining; the paper's is 15 %.
+    kinds of text in a row, 2 for pairs. classes: number of classes; 0 for masked words. dropout: rate in training,
+    after the embedding, on both additions to the stream, and before the classes. attention_dropout: on the attention
+    probabilities; on a GPU it requires attention's slow kernels. masked: share of a row's words that is masked in
+    pretraining; 15 % in the paper.
     """
 
     dim: int = 128
@@ -34,16 +35,10 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("dim", "heads", "layers", "hidden", "segments")
-        if self.dim % self.heads:
-            raise UserError(
-                f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
-                f"{self.dim // self.heads * self.heads or self.heads} or another number of heads"
-            )
+        check_heads(self)
         if self.classes < 0:
             raise UserError(f"config: classes is {self.classes}, wants 0 or more")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UserError(f"config: {name} is {getattr(self, name)}, wants 0 to below 1")
+        check_rates(self, "dropout", "attention_dropout")
         if not 0 < self.masked < 1:
             raise UserError(f"config: masked is {self.masked}, wants a share between 0 and 1")
 
@@ -58,7 +53,7 @@ class Config(ModelConfig):
         return (batch, length), (batch, hidden, 1), (batch, length), (batch,), (batch, hidden)
 
     def hidden_words(self, length: int) -> int:
-        """How many words of a row are hidden in pretraining."""
+        """Number of masked words per row in pretraining."""
         return max(1, round(self.masked * length))
 
 

@@ -9,8 +9,8 @@ from models.bert.config import Config
 from tinyforge.layout import Entry, require, setting
 
 PREFIX = "bert."
-# Positions by number; the tied output matrix, written twice; the head that guesses whether two texts follow each other;
-# a pooler that hidden words do not use.
+# Position numbers; the tied output matrix, written twice; the head for next-sentence prediction; a pooler that masked
+# words do not use.
 IGNORED = r"bert\.embeddings\.position_ids|cls\.predictions\.decoder\..*|cls\.seq_relationship\..*|bert\.pooler\..*"
 # What the files of 2018 call a norm's gain and bias.
 RENAMED = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))

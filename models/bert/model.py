@@ -1,8 +1,8 @@
 """BERT, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
 
-What differs from GPT-2: every token sees every other but the padding, segments are embedded beside words and positions,
-the norm stands behind each addition instead of before each branch, and what is predicted are hidden words, or the class
-of the whole text, read off its first token. The blocks are in block.py.
+Differences from GPT-2: every token attends to every other except padding, segments are embedded besides words and
+positions, norms come after each addition instead of before each branch, and the model predicts masked words, or the
+class of the whole text from its first token. The blocks are in block.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tinyforge.rng import Stream
 
 
 def sines(rows: int, columns: int) -> np.ndarray:
-    """Waves of rising length, of mean square STD^2: table[t, 2 i] and [t, 2 i + 1] are the sine and the cosine of
-    t / 10000^(2 i / columns). "So many places on" is one linear map for all t, which every place of a text teaches.
+    """Waves of increasing length, with mean square STD^2: table[t, 2 i] and [t, 2 i + 1] are the sine and the cosine of
+    t / 10000^(2 i / columns). A shift by k positions is one linear map for all t, so every position helps to learn it.
 
-    Source: Vaswani et al., "Attention Is All You Need" (2017), where they stay as they are. Here positions are learned,
-    as in BERT, and begin with them.
+    Source: Vaswani et al., "Attention Is All You Need" (2017), where they are fixed. Here they initialise positions
+    that are learned, as in BERT.
     """
     column = np.arange(columns)
     angle = np.arange(rows)[:, None] * 10000.0 ** (-(column - column % 2) / columns)
@@ -38,12 +38,12 @@ class BERT(Op):
     """nll[b, m, 0] = -log p(targets[b, m, 0] | text b, at its place places[b, m]), 0 where the target is -1; or with
     classes, nll[b, 0, 0] = -log p(targets[b, 0, 0] | text b)
 
-    ids: (B, T) int32, of words; segments: (B, T) int32, 0 or 1; lengths: (B,) int32, what comes behind is padding;
-    places: (B, M) int32, of the hidden words, -1 for none; targets: (B, M, 1), or (B, 1, 1) with classes.
-    The stream starts as x = norm(word + position + segment); block, with the norm behind the sum:
+    ids: (B, T) int32, of words; segments: (B, T) int32, 0 or 1; lengths: (B,) int32, of the rows without padding;
+    places: (B, M) int32, of the masked words, -1 for none; targets: (B, M, 1), or (B, 1, 1) with classes.
+    The stream starts as x = norm(word + position + segment); block, with the norm after the addition:
         x = norm1(x + out(attention(qkv(x))));   x = norm2(x + down(gelu(up(x))))
-    Hidden words: norm(gelu(transform(x))) at their places, and the table of words as the output matrix, with a bias.
-    Classes: tanh(pooler(x)) at place 0, and a linear map. recompute: nothing here would be worth it.
+    Masked words: norm(gelu(transform(x))) at their places, and the embedding as the output matrix, with a bias.
+    Classes: tanh(pooler(x)) at place 0, and a linear map. recompute: ignored, nothing here would be worth it.
 
     Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (2018).
     """
@@ -85,7 +85,7 @@ class BERT(Op):
         self.buffer.publish()
 
     def replica(self) -> BERT:
-        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
         return BERT(self.config, self.backend, values=self.buffer.values)
 
     def hidden(self, ids: Array, segments: Array, lengths: Array, stash: Stash | None = None) -> Array:
@@ -133,8 +133,8 @@ class BERT(Op):
         self.embedding.backward(self.positions.backward(dx, stash), stash)
 
     def flop_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of a training step, per token: 6 for each parameter of the blocks, and for those of
-        the head the share of it that the hidden words are, which alone it sees; and attention over all tokens."""
+        """Floating-point operations of a training step, per token: 6 for each parameter of the blocks; the head's
+        weighted by the share of masked words, since it reads only those; and attention over all tokens."""
         c = self.config
         blocks = sum(p.size for block in self.blocks for op in block.ops() for p in op.params())
         head = 0 if c.classes else c.hidden_words(seq_len) / seq_len * (c.vocab * c.dim + c.dim * c.dim)

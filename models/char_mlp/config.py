@@ -10,7 +10,7 @@ from tinyforge.errors import UserError
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """window: tokens that it looks back on. dim: size of an embedding. hidden: width of the one hidden layer."""
+    """window: tokens of context. dim: size of an embedding. hidden: width of the one hidden layer."""
 
     window: int = 8
     dim: int = 16

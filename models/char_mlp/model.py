@@ -1,8 +1,8 @@
-"""A character-level MLP language model (Bengio et al., 2003) from five ops of the box.
+"""A character-level MLP language model (Bengio et al., 2003) made of five ops.
 
-The last `window` characters are embedded, laid side by side, pushed through one hidden layer, and scored. It shows
-all that a model of your own needs: ops, a forward, the same read upwards as backward, a cache for generation, and
-cases for the checker.
+The last `window` characters are embedded, concatenated, passed through one hidden layer, and scored. It shows
+everything that a model of your own needs: ops, a forward, a backward that is the forward read upwards, a cache for
+generation, and cases for the gradient checker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinyforge.rng import Stream
 
 
 class IdCache:
-    """The ids of a text so far, (B, capacity): what the next window is cut from."""
+    """The ids of the text so far, (B, capacity), from which windows are cut."""
 
     can_rewind = True
 
@@ -46,13 +46,14 @@ class IdCache:
 class CharMLP(Op):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | the last `window` tokens up to t), 0 where the target is -1
 
-    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). Before the first token stands one id more, `vocab`.
+    ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). An extra id, `vocab`, pads the window before the first
+    token.
     """
 
     per_head, prediction_heads = True, 1
 
     def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
-        """recompute: there is nothing here that would be worth it."""
+        """recompute: ignored, nothing here would be worth it."""
         super().__init__(backend)
         self.config, inputs, hidden = config, config.window * config.dim, config.hidden
         self.embedding = Embedding(Param("embedding", (config.vocab + 1, config.dim), std=0.1), backend, "embedding")
@@ -70,7 +71,7 @@ class CharMLP(Op):
         return CharMLP(self.config, self.backend, values=self.buffer.values)
 
     def windows(self, ids: Array, cache: IdCache | None = None) -> Array:
-        """(B, T) ids to (B, T, window): each with those before it, the oldest first."""
+        """(B, T) ids to (B, T, window): each id after those before it, oldest first."""
         (batch, length), back = ids.shape, self.config.window - 1
         text = self.backend.zeros((batch, back + length), np.dtype(np.int32))
         text[:, :back] = self.config.vocab
@@ -85,7 +86,7 @@ class CharMLP(Op):
         return made
 
     def hidden(self, ids: Array, stash: Stash | None = None, *, cache: IdCache | None = None) -> Array:
-        """(B, T) to (B, T, hidden). With a cache, the ids follow what it holds."""
+        """(B, T) to (B, T, hidden). With a cache, ids continue the text in it."""
         e = self.embedding.forward(self.windows(ids, cache), stash)  # (B, T, window, dim)
         h = self.inner.forward(e.reshape(*ids.shape, -1), stash)
         h = self.norm.forward(h, stash)

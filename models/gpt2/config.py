@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.checks import check_heads, check_rates
 from tinyforge.config import ModelConfig
-from tinyforge.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,8 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("dim", "heads", "layers")
-        if self.dim % self.heads:
-            raise UserError(
-                f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
-                f"{self.dim // self.heads * self.heads or self.heads} or another number of heads"
-            )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_heads(self)
+        check_rates(self, "dropout")
 
     @property
     def head_dim(self) -> int:

@@ -1,6 +1,6 @@
 """GPT-2 in Hugging Face's names and layout.
 
-Its linear maps are `Conv1D`, whose weights are the transposes of ours. It has biases always: a model without them is
+Its linear maps are `Conv1D`, whose weights are the transposes of ours. It always has biases: a model without them is
 written with zeros, which changes no output.
 """
 

@@ -30,9 +30,9 @@ class GPT2(Op):
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as x = embedding + position; block:
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
     then a final norm, and the embedding again as the output head; down begins with the GELU. In training, dropout on
-    the start, on the attention probabilities and on both things added. recompute: keep the stream, not the norms'
-    outputs, or of a block its input alone, and compute the rest again in backward. Handing in `values`
-    shares another model's weights (see ParamBuffer).
+    the start, on the attention probabilities and on both additions. recompute: "norms": keep the stream instead of the
+    norms' outputs; "blocks": keep only the input of each block; the rest is computed again in backward. `values` shares
+    another model's weights (see ParamBuffer).
 
     Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); the start as in nanoGPT.
     """
@@ -56,7 +56,7 @@ class GPT2(Op):
         self.dropout = Dropout(config.dropout, backend, "dropout")
         self.blocks = [Block(config, i, backend) for i in range(config.layers)]
         self.again = [Again(backend, f"blocks.{i}") for i in range(config.layers)]
-        # One norm before the first block, one at each joint after it, the last of them the final norm.
+        # One norm before the first block, and one at each residual addition; the last is the final norm.
         names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
         self.first_norm = LayerNorm(*gain_and_bias(names[0]), backend, config.norm_eps, names[0])
         self.joints = [AddLayerNorm(*gain_and_bias(name), backend, config.norm_eps, name) for name in names[1:]]
@@ -67,15 +67,15 @@ class GPT2(Op):
         self.buffer.initialise(Stream(seed, "init"))
 
     def replica(self) -> GPT2:
-        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
         return GPT2(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(
         self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
         documents: Documents | None = None,
     ) -> Array:  # fmt: skip
-        """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it holds. documents: a
-        token sees its own alone."""
+        """(B, T) ids to the final-normed stream, (B, T, C). With a cache, ids continue the positions in it. documents:
+        a token attends to its own document only."""
         starts = documents.starts if documents else None
         x = self.embedding.forward(ids, stash)
         x = self.positions.forward(
@@ -83,7 +83,7 @@ class GPT2(Op):
         )
         x = self.dropout.forward(x, stash)
         h = self.first_norm.forward(x, stash)
-        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
+        normed: Callable[[Array], Array] = self.first_norm.forward  # recomputes h from x
         for i, block in enumerate(self.blocks):
             joints = self.joints[2 * i : 2 * i + 2]
             layer = partial(block.forward, joints=joints, normed=normed if self.recompute == "norms" else None,
@@ -104,7 +104,7 @@ class GPT2(Op):
 
     def backward(self, dy: Array, stash: Stash) -> None:
         dh, _ = self.head.backward(dy, stash)
-        # The stream ends at the final norm: nothing else reads it.
+        # Only the final norm reads the stream here.
         dx: Array | None = None
         for i in reversed(range(self.config.layers)):
             if self.recompute == "blocks":
@@ -127,8 +127,8 @@ class GPT2(Op):
         """None: the fused decoders take the Llama shape."""
 
     def flop_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of a training step, per token: 6 for each parameter that is multiplied with, the
-        embedding counted once, as the output head; and causal attention, as in NanoEuler. No recomputation."""
+        """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product, the
+        embedding counted once, as the output head; and causal attention, as in NanoEuler, without recomputation."""
         c = self.config
         pairs = (seq_len + 1) / 2
         return 6 * (self.buffer.count - c.context * c.dim) + 3 * 2 * 2 * c.dim * c.layers * pairs

@@ -1,1 +1,1 @@
-"""An n-gram model with Kneser-Ney smoothing: what counting alone can predict, a baseline for the neural models."""
+"""An n-gram model with Kneser-Ney smoothing: a baseline for the neural models that only counts."""

@@ -7,14 +7,14 @@ With h the last n - 1 tokens, h' the same without the oldest, and c a count,
 
     p_n(w | h) = max(c(hw) - D(c(hw)), 0) / c(h) + gamma(h) p_{n-1}(w | h'),    p_0(w) = 1 / vocab,
 
-where c(h) = sum_w c(hw), and gamma(h) = sum_w D(c(hw)) / c(h) hands what the discounts took to the shorter context. At
-the highest order c counts occurrences. Below it counts the different tokens seen before: "Francisco" is frequent but
-follows one word only, so it is a poor guess where the context is unknown. The discounts of each order come from the
-number n_k of its n-grams with count k:
+where c(h) = sum_w c(hw), and gamma(h) = sum_w D(c(hw)) / c(h) gives the discounted mass to the shorter context. At the
+highest order c counts occurrences. At lower orders it counts the distinct preceding tokens: "Francisco" is frequent but
+follows one word only, so it is a poor guess in an unknown context. The discounts of each order come from the number n_k
+of its n-grams with count k:
 
     Y = n_1 / (n_1 + 2 n_2),    D(k) = k - (k + 1) Y n_{k+1} / n_k  for k = 1, 2 and, for all above, k = 3.
 
-Nothing is tuned and nothing is trained; it is the best that counts alone do.
+There are no parameters to train or to tune.
 
 Sources: Kneser, Ney, "Improved backing-off for m-gram language modeling" (1995); Chen, Goodman, "An empirical study of
 smoothing techniques for language modeling" (1999), section 3, for the three discounts.

@@ -1,13 +1,13 @@
 """The block of Llama, its kin, and NanoEuler, forward and backward. Read `forward`, then `backward` from the bottom up.
 
-The block's norms stand where a residual is added, so a block takes the stream with its norm, and gives both on:
+A norm is fused with the residual addition before it, so a block takes the stream and its norm, and returns both:
 
-    h = norm1(x)                                     by whoever calls the first block
+    h = norm1(x)                                     before the first block
     x, h = block(x, h):   x = x + out(attention(rope(qkv(h))));    h = norm2(x)
                           x = x + down(gate_up(h));                h = norm1 of the next block, or the final norm
 
-In training, dropout on both things added, where the config has any; where it has none, the product adds x itself.
-In FP8, h is a `Scaled`, as are the gradients that the products of the second half take in backward.
+In training, dropout is applied to both additions if the config has any; without dropout, the product adds x itself.
+In FP8, h is a `Scaled`, and so are the gradients that reach the second half's products.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tinyforge.ops import (
     AddRMSNorm,
     Attention,
     Dropout,
+    FP8AddRMSNorm,
     FP8Linear,
     FP8LinearSwiGLU,
     FP8SwiGLULinear,
@@ -37,11 +38,11 @@ from tinyforge.ops.dropout import adding
 from tinyforge.ops.swiglu_linear import swiglu_mlp
 
 STD = 0.02
-"""Of all matrices' initial values, but those of `residual_std`."""
+"""Standard deviation of all initial matrices but those of `residual_std`."""
 
 
 def residual_std(layers: int) -> float:
-    """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with them."""
+    """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with depth."""
     return STD / (2 * layers) ** 0.5
 
 
@@ -50,11 +51,8 @@ def gain(name: str, width: int) -> Param:
 
 
 class AttentionHalf:
-    """The first half of a layer, and the norm that ends the layer: what layers share that differ in their second half.
-    x, h: the stream and its norm, (B, T, C) each.
-
-    in_fp8: whether the layer has products in FP8, where the backend has.
-    """
+    """The first half of a layer, and the norm that ends it. Dense layers and mixtures of experts share it. x, h: the
+    stream and its norm, (B, T, C) each. in_fp8: whether --precision fp8 applies to the layer."""
 
     in_fp8 = False
 
@@ -72,7 +70,7 @@ class AttentionHalf:
         if fp8 and bias:
             raise UserError("--precision fp8: qkv has a bias (qkv_bias), and products in FP8 add none; use bf16")
         self.qkv = FP8Linear(qkv, backend, f"{at}.qkv") if fp8 else Linear(qkv, backend, f"{at}.qkv", bias=bias)
-        # Qwen3: a norm for all query heads, one for all key heads.
+        # Qwen3: one norm for all query heads, one for all key heads.
         of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)
         self.head_norms = [(head_norm("q_norm"), of_q), (head_norm("k_norm"), of_k)] if c.qk_norm else []
         scaling = None
@@ -85,16 +83,19 @@ class AttentionHalf:
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
-        self.norm2 = AddRMSNorm(gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2", scaled=fp8)
         following = "final_norm" if last else f"blocks.{layer + 1}.norm1"
-        self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following, scaled=fp8 and not last,
-                                    scaled_backward=fp8 and not c.dropout)  # fmt: skip
+        norm2 = (gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2")
+        next_norm = (gain(following, c.dim), backend, c.norm_eps, following)
+        self.norm2, self.next_norm = AddRMSNorm(*norm2), AddRMSNorm(*next_norm)
+        if fp8:
+            self.norm2 = FP8AddRMSNorm(*norm2, scaled_backward=False)
+            self.next_norm = FP8AddRMSNorm(*next_norm, scaled=not last, scaled_backward=not c.dropout)
 
     def attend(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
         starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """x with attention added, and norm2 of it. Arguments as of `Block.forward`."""
+        """x with attention added, and its norm2. Arguments as in `Block.forward`."""
         if self.head_norms:
             qkv = self.qkv.forward(h, stash)
             qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
@@ -147,8 +148,8 @@ class Block(AttentionHalf):
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
         starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """x and h after the block. offset: positions that the cache holds. starts: of each token's document, (B, T);
-        RoPE needs none, its scores depend on distances alone."""
+        """x and h after the block. offset: positions in the cache. starts: first position of each token's document,
+        (B, T); RoPE needs no restart, since its scores depend on distances only."""
         x, h = self.attend(x, h, stash, cache=cache, offset=offset, starts=starts)
         add = adding(self.down, self.down_dropout, x)
         f = swiglu_mlp(self.gate_up, self.down, h, stash, **add)  # (B, T, C), by way of (B, T, 2 hidden)
@@ -156,7 +157,7 @@ class Block(AttentionHalf):
         return self.next_norm.forward(f, None, stash) if add else self.next_norm.forward(x, f, stash)
 
     def backward(self, dx: Array | None, dh: Array, stash: Stash) -> tuple[Array, Array]:
-        """The gradients of x and h. dx: of x after the block; None where nothing but its norm is read."""
+        """The gradients of x and h. dx: gradient of x after the block; None if only its norm is used."""
         dx, df = self.next_norm.backward((dx, dh), stash)
         dgu = self.down.backward(self.down_dropout.backward(df, stash), stash)
         dh = self.gate_up.backward(dgu, stash)

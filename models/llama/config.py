@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from models.checks import check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
@@ -19,13 +20,13 @@ class Config(ModelConfig):
     dim: width C of the residual stream. heads, kv_heads: query and key/value heads, each of size head_dim; 0 stands for
     dim / heads. layers: blocks. hidden: width of SwiGLU. tied: the output head is the embedding. qkv_bias: Qwen2's
     biases on queries, keys and values. qk_norm: Qwen3's norms on each query and key head. window: positions that a
-    token attends to, itself included, as in Mistral; 0 for all.
+    token attends to, including itself, as in Mistral; 0 for all.
 
     rope_scaling stretches the rotary angles to a longer context: "none"; "linear" divides all frequencies by
     rope_factor (Chen et al., 2023); "llama3" divides those with a wavelength above original_context / rope_low_freq,
     leaves those below original_context / rope_high_freq, and blends between (Llama 3.1).
 
-    dropout: rate in training, on what a block's two halves add to the stream.
+    dropout: rate in training, on the outputs of a block's two halves, before they are added to the stream.
     """
 
     dim: int = 64
@@ -61,10 +62,7 @@ class Config(ModelConfig):
             raise UserError(f"config: head_dim {self.head_dim} is odd; RoPE turns pairs, make it even")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
-        if not self.rope_theta > 0:
-            raise UserError(f"config: rope_theta is {self.rope_theta}, wants a number above 0")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_rates(self, "dropout")
         if self.window < 0:
             raise UserError(f"config: window is {self.window}, wants 0 (none) or more")
         if self.rope_scaling not in ROPE_SCALINGS:
@@ -76,7 +74,7 @@ class Config(ModelConfig):
             )
 
     def override(self, values: Mapping[str, Any]) -> Self:
-        """As for every config; a head_dim of dim / heads follows the two."""
+        """As for every config; a head_dim of dim / heads is updated with the two."""
         follows = self.head_dim * self.heads == self.dim
         return super().override({"head_dim": 0, **values} if follows else values)
 

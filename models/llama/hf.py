@@ -49,7 +49,7 @@ def _window(given: Mapping[str, Any], architecture: str) -> int:
     """The sliding window of all layers, 0 for none. Mistral has it in all layers; Qwen from max_window_layers on."""
     layers, kinds = setting(given, "num_hidden_layers", int), given.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise UserError("config.json: layer_types is no list of texts; get the file again")
+        raise UserError("config.json: layer_types is not a list of texts; get the file again")
     if architecture == "MistralForCausalLM":
         sliding = given.get("sliding_window") is not None
     elif architecture.startswith("Qwen") and given.get("use_sliding_window"):

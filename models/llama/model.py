@@ -19,7 +19,7 @@ from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
-from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
+from tinyforge.ops import AddRMSNorm, Embedding, FP8RMSNorm, LinearCrossEntropy, RMSNorm
 from tinyforge.ops.attention import Documents
 from tinyforge.ops.fp8_linear import FP8Weights
 from tinyforge.params import ParamBuffer, with_buffer
@@ -27,10 +27,10 @@ from tinyforge.rng import Stream
 
 
 class LlamaLike(Op):
-    """An embedding, blocks, and K output heads on the final norm: what Llama, NanoEuler and MoE share.
+    """An embedding, blocks, and K output heads on the final norm, shared by Llama, NanoEuler and MoE.
 
-    config: the model's own. shape: that of its trunk. heads: (K, V, C); None for the embedding as the one head.
-    block: the class of its layers.
+    config: of the model. shape: of its trunk. heads: (K, V, C); None to use the embedding as the only head. block: the
+    class of its layers.
     """
 
     per_head = True
@@ -44,8 +44,8 @@ class LlamaLike(Op):
         self.config, self.shape, self.recompute = config, shape, recompute
         table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
-        self.first_norm = RMSNorm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1",
-                                  scaled=backend.fp8 and self.block.in_fp8)  # fmt: skip
+        norm = FP8RMSNorm if backend.fp8 and self.block.in_fp8 else RMSNorm
+        self.first_norm = norm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1")
         self.blocks = [self.block(shape, i, backend) for i in range(shape.layers)]
         self.again = [Again(backend, f"blocks.{i}") for i in range(shape.layers)]
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")
@@ -57,7 +57,7 @@ class LlamaLike(Op):
         self.buffer.initialise(Stream(seed, "init"))
 
     def replica(self) -> Self:
-        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
         build: Any = type(self)
         return build(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
@@ -65,19 +65,19 @@ class LlamaLike(Op):
         self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
         documents: Documents | None = None,
     ) -> Array:  # fmt: skip
-        """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids follow the positions that it holds.
-        documents: a token sees its own alone; whether positions restart makes no difference to RoPE."""
+        """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids continue the positions in it. documents:
+        a token attends to its own document only; restarting positions makes no difference to RoPE."""
         return self.trunk(ids, stash, cache, documents)[0]
 
     def trunk(
         self, ids: Array, stash: Stash | None, cache: KVCache | None = None, documents: Documents | None = None
     ) -> tuple[Array, list[Array]]:
-        """The final-normed stream, and what the blocks give beside it."""
+        """The final-normed stream, and the further outputs of the blocks."""
         more: list[Array] = []
         self.fp8_weights.refresh()
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
-        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
+        normed: Callable[[Array], Array] = self.first_norm.forward  # recomputes h from x
         for i, block in enumerate(self.blocks):
             layer = partial(
                 block.forward, cache=cache.layer(i) if cache else None, offset=cache.length if cache else 0,
@@ -103,8 +103,8 @@ class LlamaLike(Op):
         self.trunk_backward(dh, stash)
 
     def trunk_backward(self, dh: Array, stash: Stash, *beside: Array) -> None:
-        """beside: the gradients of what each block gives beside the stream."""
-        # The stream ends at the final norm: nothing else reads it.
+        """beside: the gradients of the further outputs of each block."""
+        # Only the final norm reads the stream here.
         dx: Array | None = None
         for block, again in zip(reversed(self.blocks), reversed(self.again), strict=True):
             if self.recompute == "blocks":
@@ -134,10 +134,10 @@ class LlamaLike(Op):
         )  # fmt: skip
 
     def flop_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of a training step, per token: 6 for each parameter that is multiplied with, and
-        attention over the pairs of positions that see each other. No recomputation.
+        """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product, and
+        attention over the pairs of positions that attend to each other. Recomputation is not counted.
 
-        An embedding is looked up, which costs nothing; a tied one is multiplied with as the head. Attention: two
+        An embedding lookup costs nothing; a tied embedding is multiplied as the head. Attention: two
         products of 2 D FLOP per query head and pair in forward, twice that in backward; without a window a token has
         (seq_len + 1) / 2 pairs on average.
         """
@@ -161,9 +161,8 @@ class Llama(LlamaLike):
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). Block, with h the normed stream:
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(gate_up(norm2(x))), where down begins with SwiGLU
-    then a final norm and an output head, its own or the embedding. recompute: "blocks": in backward, compute again all
-    that a block does from its input, instead of keeping it. Handing in `values` shares another model's weights (see
-    ParamBuffer).
+    then a final norm and an output head, its own or the embedding. recompute: "blocks": keep only the input of each
+    block, and run the block again in backward. `values` shares another model's weights (see ParamBuffer).
 
     Sources: Touvron et al., "LLaMA" (2023), "Llama 2" (2023); Jiang et al., "Mistral 7B" (2023); the Qwen2 (2024) and
     Qwen3 (2025) technical reports.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from models.checks import check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
 
 @dataclass(frozen=True)
 class Config(ModelConfig):
-    """dim: size of an embedding, and of each layer's h and c. layers. dropout: rate in training, on what a layer reads
-    and what the last one gives, never along time. reset: the id of a token behind which a text begins, with a state of
-    0; -1 for none. context: longest sequence; the model itself has no limit."""
+    """dim: size of an embedding, and of each layer's h and c. layers. dropout: rate in training, on the input of
+    each layer and the output of the last, never along time. reset: id of a token after which a new text begins, with a
+    zero state; -1 for none. context: longest sequence; the model itself has no limit."""
 
     dim: int = 110
     layers: int = 2
@@ -22,8 +23,7 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("dim", "layers")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_rates(self, "dropout")
         if not -1 <= self.reset < self.vocab:
             raise UserError(f"config: reset is {self.reset}, wants an id below vocab {self.vocab}, or -1 for none")
 

@@ -1,7 +1,7 @@
 """A language model of LSTM layers, forward and backward; read `hidden`, then `backward` from the bottom up.
 
 Its state, h and c of each layer, is all that it knows of the past. Training cuts a text into windows, and may carry the
-state from one to the next: the numbers flow on, the gradient stops at the cut (truncated backpropagation through time).
+state from one to the next; the gradient stops at the cut (truncated backpropagation through time).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LSTMModel(Op):
     per_head = True
 
     def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
-        """recompute: there is nothing here that would be worth it."""
+        """recompute: ignored, nothing here would be worth it."""
         super().__init__(backend)
         self.config, self.recompute, width = config, recompute, config.dim
         std = (3 * width) ** -0.5  # as uniform within 1 / sqrt(width)
@@ -62,33 +62,33 @@ class LSTMModel(Op):
         self.buffer.publish()
 
     def replica(self) -> LSTMModel:
-        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
         return LSTMModel(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def state_shape(self, rows: int) -> tuple[int, ...]:
-        """Of `state`, for so many rows."""
+        """The shape of `state` for `rows` rows."""
         return self.config.layers, 2, rows, self.config.dim
 
     def hidden(
         self, ids: Array, stash: Stash | None = None, *, cache: StateCache | None = None, state: Array | None = None
     ) -> Array:
-        """(B, T) ids to the last layer's outputs, (B, T, C). With a cache, the ids follow what it has seen."""
+        """(B, T) ids to the last layer's outputs, (B, T, C). With a cache, ids continue the text in it."""
         if state is None:
             state = cache.states if cache else self.backend.zeros(self.state_shape(len(ids)))
         fresh = self._fresh(ids)
         x = self.embedding.forward(ids, stash)
         for i, (dropout, layer) in enumerate(zip(self.dropouts, self.layers, strict=True)):
-            h, c = state[i, 0].copy(), state[i, 1].copy()  # backward wants them as they are now
+            h, c = state[i, 0].copy(), state[i, 1].copy()  # backward needs their present values
             x, c = layer.forward(dropout.forward(x, stash), h, c, fresh, stash)
             state[i, 0], state[i, 1] = x[:, -1], c
-        if fresh is not None:  # what follows a reset at the very end finds zeros
+        if fresh is not None:  # after a reset at the last position the state is zero
             state *= (ids[:, -1] != self.config.reset).astype(state.dtype)[:, None]
         if cache:
             cache.length += ids.shape[1]
         return self.last_dropout.forward(x, stash)
 
     def _fresh(self, ids: Array) -> Array | None:
-        """(B, T): 1 where a text begins, behind a token `reset`; None where there is no such token."""
+        """(B, T): 1 where a text begins, after a token `reset`; None without such a token."""
         if self.config.reset < 0:
             return None
         fresh = self.backend.zeros(ids.shape, np.dtype(np.int32))
@@ -111,14 +111,14 @@ class LSTMModel(Op):
         return self.head.logits(h, head)
 
     def make_cache(self, batch: int, capacity: int) -> StateCache:
-        """The state; the capacity does not matter."""
+        """The state; capacity is ignored."""
         return StateCache(self.backend.zeros(self.state_shape(batch)))
 
     def fused_weights(self) -> None:
         """None: the fused decoders take the Llama shape."""
 
     def flop_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of a training step, per token: 6 for each parameter that is multiplied with."""
+        """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product."""
         return 6.0 * (self.buffer.count - self.embedding.weight.size)
 
     def ops(self) -> list[Op]:

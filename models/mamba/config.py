@@ -13,8 +13,9 @@ class Config(ModelConfig):
     """The shape of a Mamba.
 
     dim: width C of the residual stream. layers: blocks. expand: channels E of the scan, as a multiple of dim. state:
-    numbers N that each channel remembers. taps: positions K that the convolution sees. rank: width R from which the
-    step sizes are made; 0 for a sixteenth of dim, rounded up. context: longest sequence; the model itself has no limit.
+    size N of the state of each channel. taps: positions K that the convolution covers. rank: width R that the step
+    sizes are projected from; 0 for a sixteenth of dim, rounded up. context: longest sequence; the model itself has no
+    limit.
     """
 
     dim: int = 64

@@ -1,7 +1,7 @@
 """Mamba, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
 
-What differs from GPT-2 and Llama: a block has one half, not two, and in place of attention a convolution over a few
-positions and a recurrence over all of them. What generation needs of the past has a constant size.
+Differences from GPT-2 and Llama: a block has one half instead of two, and instead of attention a convolution over a few
+positions and a recurrence over all of them. The state for generation has a constant size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCross
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
-STEP_MIN, STEP_MAX = 1e-3, 1e-1  # where the step sizes dt start
+STEP_MIN, STEP_MAX = 1e-3, 1e-1  # range of the initial step sizes dt
 
 
 class Block:
@@ -79,8 +79,8 @@ class Mamba(Op):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as the embedding; a block adds to it
-    once, x = x + block(norm(x)); then a final norm, and the embedding again as the output head. recompute: nothing here
-    would be worth it. Handing in `values` shares another model's weights.
+    once, x = x + block(norm(x)); then a final norm, and the embedding again as the output head. recompute: ignored,
+    nothing here would be worth it. `values` shares another model's weights.
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023).
     """
@@ -94,7 +94,7 @@ class Mamba(Op):
         table = Param("embedding.weight", (config.vocab, config.dim), std=0.02)
         self.embedding = Embedding(table, backend, "embedding")
         self.blocks = [Block(config, i, backend) for i in range(config.layers)]
-        # A norm before the first block, and one at each joint behind a block, the last of them the final norm.
+        # A norm before the first block, and one at the addition after each block; the last is the final norm.
         names = [f"blocks.{i}.norm" for i in range(config.layers)] + ["final_norm"]
         gains = [Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False) for name in names]
         self.first_norm = RMSNorm(gains[0], backend, config.norm_eps, names[0])
@@ -118,11 +118,11 @@ class Mamba(Op):
         self.buffer.publish()
 
     def replica(self) -> Mamba:
-        """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
+        """A model with the same weights and its own gradients, for a worker of data-parallel training."""
         return Mamba(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
 
     def hidden(self, ids: Array, stash: Stash | None = None, *, cache: StateCache | None = None) -> Array:
-        """(B, T) ids to the final-normed stream, (B, T, C). With a cache, the ids follow what it has seen."""
+        """(B, T) ids to the final-normed stream, (B, T, C). With a cache, ids continue the text in it."""
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
         for i, (block, joint) in enumerate(zip(self.blocks, self.joints, strict=True)):
@@ -138,7 +138,7 @@ class Mamba(Op):
 
     def backward(self, dy: Array, stash: Stash) -> None:
         dh, _ = self.head.backward(dy, stash)
-        # The stream ends at the final norm: nothing else reads it.
+        # Only the final norm reads the stream here.
         dx: Array | None = None
         for block, joint in zip(reversed(self.blocks), reversed(self.joints), strict=True):
             dx, ddelta = joint.backward((dx, dh), stash)
@@ -151,7 +151,7 @@ class Mamba(Op):
         return self.head.logits(h, head)
 
     def make_cache(self, batch: int, capacity: int) -> StateCache:
-        """Per block the last inputs of its convolution and the state of its scan. The capacity does not matter."""
+        """Per block, the last inputs of its convolution and the state of its scan; capacity is ignored."""
         c, zeros, wide = self.config, self.backend.zeros, self.backend.master_dtype
         return StateCache(
             [(zeros((batch, c.taps - 1, c.channels)), zeros((batch, c.channels, c.state), wide)) for _ in self.blocks]
@@ -161,9 +161,9 @@ class Mamba(Op):
         """None: the fused decoders take the Llama shape."""
 
     def flop_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of a training step, per token: 6 for each parameter that is multiplied with, the
-        embedding counted once, as the output head; 3 times the scan's forward, 6 for each number of its states (the
-        decay counted as one). No recomputation."""
+        """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product, the
+        embedding counted once, as the output head; 3 times the scan's forward, with 6 per number of its states (the
+        decay counts as one). Recomputation is not counted."""
         c = self.config
         return 6 * self.buffer.count + 3 * 6 * c.layers * c.channels * c.state
 
@@ -177,7 +177,7 @@ class Mamba(Op):
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        # Numbers large enough that the gradients of the step sizes are not lost beside the loss.
+        # Values large enough that the gradients of the step sizes stay measurable.
         shapes = (
             (Config(dim=8, layers=2, state=3, context=9, vocab=11, norm_eps=0.1), 2, 9),
             (Config(dim=5, layers=1, expand=3, state=2, taps=3, rank=2, context=7, vocab=3), 3, 5),

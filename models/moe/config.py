@@ -11,11 +11,11 @@ from tinyforge.errors import UserError
 
 @dataclass(frozen=True)
 class Config(MultiToken, LlamaConfig):
-    """The shape of a MoE: that of a Llama, but for
+    """The shape of a MoE: that of a Llama, and
 
-    experts: SwiGLU layers of width `hidden` in each block, of which every token passes through `active`. mtp_heads,
-    mtp_weights: output heads, as in NanoEuler; Mixtral has one. balance, router_z: what the router's two losses weigh
-    (see tinyforge/ops/router_losses.py); with both 0 they are not computed.
+    experts: SwiGLU layers of width `hidden` in each block; every token passes through `active` of them. mtp_heads,
+    mtp_weights: output heads, as in NanoEuler; Mixtral has one. balance, router_z: weights of the router's two losses
+    (see tinyforge/ops/router_losses.py); if both are 0 they are not computed.
     """
 
     dim: int = 128
@@ -49,7 +49,7 @@ class Config(MultiToken, LlamaConfig):
 
 
 PRESETS = {
-    # NanoEuler's sizes: two experts of half the width are as many multiplications for a token as its one layer.
+    # NanoEuler's sizes: two experts of half the width multiply as much per token as its one layer.
     "small": Config(),
     "base": Config(dim=768, heads=12, kv_heads=4, layers=16, context=512, vocab=4096, hidden=1024),
     "Mixtral-8x7B": Config(

@@ -1,7 +1,7 @@
-"""A MoE in Hugging Face's names: a MixtralForCausalLM. All but the experts is laid out as in Llama.
+"""A MoE with Hugging Face's names: a MixtralForCausalLM. All but the experts is laid out as in Llama.
 
-Files hold an expert's matrices one by one: w1 is the gate, w3 up, w2 down. Here the experts of a layer are one array,
-and gate and up one matrix. transformers merges them alike when it reads, and takes them apart again when it writes.
+Files hold an expert's matrices separately: w1 is the gate, w3 up, w2 down. Here the experts of a layer are one array,
+with gate and up as one matrix. transformers merges them likewise when it reads, and splits them when it writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mixture of experts, forward and backward: Llama's block with many feed-forward layers in the place of one.
+"""A mixture of experts, forward and backward: Llama's block with many feed-forward layers instead of one.
 
 Read `Block.forward` and `MoE.forward`, then their `backward` from the bottom up. The attention half of a block is
 Llama's.
@@ -62,9 +62,9 @@ class MoE(LlamaLike):
     """nll[b, t, k] = -log p(token t+1+k | tokens 0..t), 0 where there is no target;  terms = (balance, z)
 
     ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (B, T, K). terms: (2,), the router's losses over all
-    layers; where the config gives them no weight, forward returns nll alone. Block, with h = norm2(x):
+    layers; if the config gives them no weight, forward returns only nll. Block, with h = norm2(x):
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + sum over the chosen experts e of w_e down_e(gate_up_e(h))
-    then a final norm and K output heads. recompute, values: as of Llama.
+    then a final norm and K output heads. recompute, values: as in Llama.
 
     Source: Jiang et al., "Mixtral of Experts" (2024).
     """
@@ -100,7 +100,7 @@ class MoE(LlamaLike):
         """None: the fused decoders take layers without experts."""
 
     def flop_per_token(self, seq_len: int) -> float:
-        """As of Llama, with the experts that a token passes through alone."""
+        """As in Llama, counting only the experts that a token passes through."""
         c = self.config
         idle = c.layers * (c.experts - c.active) * 3 * c.hidden * c.dim
         return super().flop_per_token(seq_len) - 6 * idle

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from models.checks import check_heads, check_rates
 from models.llama.config import Config as LlamaConfig
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
 
 class MultiToken(ModelConfig):
-    """What configs with several output heads share. Their fields: mtp_heads, the number of output heads, of which
-    head k predicts token t + 1 + k; mtp_weights, the heads' weights in the loss."""
+    """Configs with several output heads. Fields: mtp_heads, the number of output heads; head k predicts token t + 1 +
+    k. mtp_weights, the heads' weights in the loss."""
 
     mtp_heads: int
     mtp_weights: tuple[float, ...]
@@ -37,7 +38,7 @@ class MultiToken(ModelConfig):
         return self.mtp_weights
 
     def override(self, values: Mapping[str, Any]) -> Self:
-        """As for every config; where only mtp_heads is given, the weights are powers of 1/2."""
+        """As for every config; if only mtp_heads is given, the weights are powers of 1/2."""
         found = dict(values)
         if isinstance(heads := found.get("mtp_heads"), int) and "mtp_weights" not in found:
             found["mtp_weights"] = [0.5**k for k in range(heads)]
@@ -53,7 +54,7 @@ class Config(MultiToken):
     dim: width C of the residual stream. heads, kv_heads: query and key/value heads, each of size dim / heads.
     layers: blocks. mtp_heads: output heads, head k predicting token t + 1 + k. hidden: width of SwiGLU.
     mtp_weights: the heads' weights in the loss, normalised to sum to 1; powers of 1/2 unless given. dropout: rate in
-    training, on what attention and SwiGLU add to the stream.
+    training, on the outputs of attention and SwiGLU, before they are added to the stream.
     """
 
     dim: int = 128
@@ -69,14 +70,9 @@ class Config(MultiToken):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_rates(self, "dropout")
         self.require_positive("dim", "heads", "kv_heads", "layers", "hidden")
-        if self.dim % self.heads:
-            raise UserError(
-                f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
-                f"{self.dim // self.heads * self.heads or self.heads} or another number of heads"
-            )
+        check_heads(self)
         if self.head_dim % 2:
             raise UserError(f"config: head size {self.head_dim} (dim / heads) is odd; RoPE turns pairs, make it even")
         if self.heads % self.kv_heads:
@@ -88,7 +84,7 @@ class Config(MultiToken):
 
     @property
     def trunk(self) -> LlamaConfig:
-        """The same without the heads: a Llama."""
+        """The model without its heads: a Llama."""
         return LlamaConfig(
             dim=self.dim, heads=self.heads, kv_heads=self.kv_heads, layers=self.layers, context=self.context,
             vocab=self.vocab, hidden=self.hidden, tied=False, norm_eps=self.norm_eps, rope_theta=self.rope_theta,

@@ -1,4 +1,4 @@
-"""NanoEuler's trunk and head 0 in Hugging Face's names: a LlamaForCausalLM, which transformers loads as it is."""
+"""NanoEuler's trunk and head 0 with Hugging Face's names: a LlamaForCausalLM, which transformers can load."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ class NanoEuler(LlamaLike):
 
     ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (B, T, K). Block, with h the normed stream:
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + down(gate_up(norm2(x))), where down begins with SwiGLU
-    then a final norm and K output heads. Handing in `values` shares another model's weights (see ParamBuffer).
-    recompute: "blocks": keep only the stream before each block, and run the block again.
+    then a final norm and K output heads. `values` shares another model's weights (see ParamBuffer). recompute:
+    "blocks": keep only the stream before each block, and run the block again in backward.
     """
 
     def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from models.checks import check_heads, check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
@@ -13,10 +14,9 @@ from tinyforge.errors import UserError
 class Config(ModelConfig):
     """The shape of a vision transformer.
 
-    image: height and width in pixels. patch: of a patch. channels: 1 for grey, 3 for colour. classes: that it chooses
-    among. dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the MLP.
-    dropout: rate in training, as in GPT-2. What a text has, a context and a vocabulary, follows: tokens of an image,
-    and classes.
+    image: height and width in pixels. patch: height and width of a patch. channels: 1 for grey, 3 for colour. classes:
+    number of classes. dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the
+    MLP. dropout: rate in training, as in GPT-2. context and vocab follow: the tokens of an image, and the classes.
     """
 
     image: int = 28
@@ -37,13 +37,8 @@ class Config(ModelConfig):
                 f"config: image {self.image} is not a whole number of patches of {self.patch}; use a patch that "
                 f"divides {self.image}"
             )
-        if self.dim % self.heads:
-            raise UserError(
-                f"config: dim {self.dim} is not divisible by heads {self.heads}; use dim "
-                f"{self.dim // self.heads * self.heads or self.heads} or another number of heads"
-            )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"config: dropout is {self.dropout}, wants 0 to below 1")
+        check_heads(self)
+        check_rates(self, "dropout")
         object.__setattr__(self, "context", self.patches + 1)
         object.__setattr__(self, "vocab", self.classes)
 

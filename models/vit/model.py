@@ -1,7 +1,8 @@
 """ViT, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
 
-What differs from GPT-2: the tokens are patches of an image, a learned token stands before them, every token sees every
-other, and one prediction is made for the whole sequence, from that token. The block is GPT-2's (models/gpt2/block.py).
+Differences from GPT-2: the tokens are patches of an image, a learned class token precedes them, every token attends to
+every other, and there is one prediction for the whole sequence, from the class token. The block is GPT-2's
+(models/gpt2/block.py).
 """
 
 from __future__ import annotations
@@ -12,59 +13,32 @@ from typing import Any
 import numpy as np
 
 from models.gpt2 import block as gpt2
+from models.gpt2.config import Config as GPT2Config
 from models.vit.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import (
     AddLayerNorm,
-    Attention,
     ClassToken,
     CrossEntropy,
     Dropout,
-    GELULinear,
     LayerNorm,
     LearnedPositions,
     Linear,
     Patches,
     Take,
-)  # fmt: skip
+)
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
 
 class Block(gpt2.Block):
-    """GPT-2's, with ops where every token sees every other, and with the exact GELU."""
+    """GPT-2's, without a causal mask, and with the exact GELU."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
-        dim, hidden, at = config.dim, config.hidden, f"blocks.{layer}"
-        # 2 * layers projections add to the stream; this keeps its variance from growing with them.
-        std, residual_std = 0.02, 0.02 / (2 * config.layers) ** 0.5
-
-        def bias(name: str, rows: int) -> Param:
-            return Param(f"{at}.{name}.bias", (rows,), decay=False)
-
-        def weight(name: str, rows: int, columns: int, std: float, matrices: int = 1) -> Param:
-            return Param(f"{at}.{name}.weight", (rows, columns), std=std, matrices=matrices)
-
-        self.qkv = Linear(
-            weight("qkv", 3 * dim, dim, std, matrices=3), backend, f"{at}.qkv", bias=bias("qkv", 3 * dim)
-        )
-        self.attention = Attention(
-            config.heads, config.heads, backend, f"{at}.attention", causal=False, dropout=config.dropout
-        )
-        self.out = Linear(weight("out", dim, dim, residual_std), backend, f"{at}.out", bias=bias("out", dim))
-        self.out_dropout = Dropout(config.dropout, backend, f"{at}.out_dropout")
-        self.up = Linear(weight("up", hidden, dim, std), backend, f"{at}.up")
-        self.down = GELULinear(
-            weight("down", dim, hidden, residual_std), backend, f"{at}.down", bias=bias("down", dim),
-            input_bias=bias("up", hidden), approximate="erf",
-        )  # fmt: skip
-        self.down_dropout = Dropout(config.dropout, backend, f"{at}.down_dropout")
-        self.split = 3 * config.heads, config.head_dim  # of what qkv gives
-
-    def ops(self) -> list[Op]:
-        return [self.qkv, self.attention, self.out, self.out_dropout, self.up, self.down, self.down_dropout]
+        shape = GPT2Config(dim=config.dim, heads=config.heads, layers=config.layers, dropout=config.dropout)
+        super().__init__(shape, layer, backend, hidden=config.hidden, causal=False, gelu="erf")
 
 
 class ViT(Op):
@@ -74,7 +48,7 @@ class ViT(Op):
     (B, 1, 1) int32, the class; nll: (B, 1, 1). The stream starts as x = [class token, embedded patches] + position;
     block:
         x = x + out(attention(qkv(norm1(x))));   x = x + down(gelu(up(norm2(x))))
-    then a final norm, and a linear map of the class token's place to the classes. recompute: keep the stream, not the
+    then a final norm, and a linear map from the class token to the classes. recompute: keep the stream instead of the
     norms' outputs, and compute these again in backward.
 
     backward returns the gradient of float images. Source: Dosovitskiy et al., "An Image is Worth 16x16 Words:

@@ -50,7 +50,7 @@ def run_on_host(
     source, program = folder / "host.cpp", folder / "host"
     source.write_text("\n".join((header, before, text, main)), encoding="utf-8")
     subprocess.run([compiler, "-std=c++17", "-O2", "-w", "-o", program, source], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

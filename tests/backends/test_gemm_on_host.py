@@ -295,7 +295,7 @@ ROPES = r"""
 typedef Pack<T, 1> One;
 static One one(double x) { One found; found.v[0].bits = host_bf16(x); return found; }
 int main() {
-    const int rows = M, columns = N, depth = K, positions = POSITIONS, turned_columns = TURNED;
+    const int rows = M, columns = N, depth = K, positions = POSITIONS, rotated_columns = TURNED;
     host_jitter = true, host_limit = 100000;
     auto drawn = [](int n) {
         std::vector<T> x(n);
@@ -312,7 +312,7 @@ int main() {
     std::vector<T> out(rows * columns + 4096, poison);
     host_launch(2, 1, THREADS, [&] {
         gemm_hopper(out.data(), a_map, b_map, rows, columns, depth, columns, BAND, 1, 0, cosines.data(), sines.data(),
-                    positions, turned_columns);
+                    positions, rotated_columns);
     });
     if (!host_boxes.empty()) host_fault("a box was never waited for");
     int wrong = 0;
@@ -327,7 +327,7 @@ int main() {
         }
         const int angle = r % positions * (HEAD / 2) + c % HEAD;
         const Pack<float, 1> cosine{cosines[angle]}, sine{sines[angle]};
-        if (c < turned_columns) turn(pair[0], pair[1], cosine, sine);
+        if (c < rotated_columns) rotate(pair[0], pair[1], cosine, sine);
         for (int side = 0; side < 2; side++)
             wrong += out[r * columns + c + side * HEAD / 2].bits != pair[side].v[0].bits;
     }
@@ -363,9 +363,9 @@ def test_rope_at_the_end_of_a_product_is_rope(tile: tuple[int, int, int, int], t
     [
         ("(token + row_of(i) + 8 * below) % positions", "(token + row_of(i) + 8 * below)"),
         ("(token + row_of(i) + 8 * below) % positions", "(row_of(i) + 8 * below) % positions"),
-        ("turned_columns - column", "turned_columns"),
+        ("rotated_columns - column", "rotated_columns"),
         ("&right = taken[below][n + 1]", "&right = taken[below][n]"),
-        ("turn(left, right, c[below], s[below])", "turn(left, right, s[below], c[below])"),
+        ("rotate(left, right, c[below], s[below])", "rotate(left, right, s[below], c[below])"),
         ("row < rows && 32 * n < columns", "row < rows"),
     ],
     ids=lambda x: x[1],

@@ -48,10 +48,11 @@ pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
     "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.causal_conv", "ops.class_token", "ops.cross_entropy",
-    "ops.dropout", "ops.embedding", "ops.fork", "ops.fp8", "ops.fp8_linear", "ops.gelu", "ops.gelu_linear",
-    "ops.layernorm", "ops.linear", "ops.lora", "ops.lstm", "ops.mixture", "ops.patches", "ops.positions",
-    "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows", "ops.selective_scan", "ops.softmax",
-    "ops.swiglu", "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw", "optim.muon", "parallel.sums",
+    "ops.dropout", "ops.embedding", "ops.fork", "ops.fp8", "ops.fp8_linear", "ops.fp8_rmsnorm", "ops.gelu",
+    "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.lstm", "ops.mixture", "ops.patches",
+    "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows", "ops.selective_scan",
+    "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw", "optim.muon",
+    "parallel.sums",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32,
            "byte": np.uint8, "Weight": np.int64}  # fmt: skip
@@ -428,7 +429,7 @@ def test_fp8_products_and_quantising_kernels_get_what_they_declare(launches: Lau
     launches.seen.clear()
     for width in (768, 33):
         gain = Param("gain", (width,), fill=1.0, decay=False)
-        norm = ops.AddRMSNorm(gain, backend, scaled=True, scaled_backward=True)
+        norm = ops.FP8AddRMSNorm(gain, backend)
         with_buffer(norm, backend, np.random.default_rng(0))
         stash, x = Stash(), backend.zeros((5, width))
         norm.forward(x, None, stash)

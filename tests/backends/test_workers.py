@@ -1,5 +1,6 @@
 """Workers answer in order, share memory, pass errors on, and never outlive the process that made them."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -90,11 +91,28 @@ def test_letting_go_does_not_wait_for_work_under_way() -> None:
 
 
 @forks
+def test_a_process_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", fork)
+    with pytest.raises(UserError, match="cannot start a worker process: Resource .*unavailable; use fewer --w"):
+        ForkedWorker(abs)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@forks
 def test_workers_end_when_their_maker_is_killed() -> None:
     code = (
         "import time; from tinyforge.backends.workers import ForkedWorker, worker_pids\n"
         "workers = [ForkedWorker(abs) for _ in range(3)]; print(*worker_pids(), flush=True); time.sleep(60)"
     )
+    die_with_their_maker(code)
+
+
+def die_with_their_maker(code: str) -> None:
+    """`code` starts three processes and prints their ids; it is killed, and they must end."""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         pids = [int(word) for word in maker.stdout.readline().split()]
@@ -102,7 +120,7 @@ def test_workers_end_when_their_maker_is_killed() -> None:
     assert len(pids) == 3
     deadline = time.monotonic() + 30
     while any(runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"workers {pids} outlived the process that made them"
+        assert time.monotonic() < deadline, f"{pids} outlived the process that made them"
         time.sleep(0.02)
 
 

@@ -103,6 +103,16 @@ def test_garbage_and_a_client_that_leaves_harm_nobody(server: Server, capsys: py
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_bug_is_answered_and_told(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(server.board, "ledger", lambda: {}["a bug"])
+    status, _, body = get(server, "/api/ledger")
+    assert status == 500 and "its terminal says why" in json.loads(body)["error"]
+    assert "KeyError: 'a bug'" in capsys.readouterr().err
+    assert ask(server, "/api/runs")["runs"]
+
+
 def test_the_page_asks_for_nothing_from_elsewhere_and_has_no_script_in_its_html() -> None:
     html = (PAGE / "index.html").read_text(encoding="utf-8")
     texts = html + "".join((PAGE / name).read_text(encoding="utf-8") for name in ("board.css", "board.js", "plot.js"))

@@ -159,7 +159,7 @@ def test_a_server_that_is_gone_and_one_that_wants_a_key(fake: FakeServer, open_p
     page.unroute("**/v1/chat/completions")
     fake.replies = [[401], ["in"]]
     ask(page, "Now")
-    page.get_by_text("Give a key").click()
+    page.get_by_text("Enter a key").click()
     assert page.evaluate("document.activeElement.name") == "key"
     page.keyboard.type("secret")
     page.keyboard.press("Tab")
@@ -222,7 +222,7 @@ def test_a_look_inside(fake: FakeServer, open_page: Open) -> None:
     assert "4 of 5" in page.locator("#passes").inner_text() and "5 passes" in page.locator("#passes").inner_text()
     page.locator("#heat:not([hidden])").wait_for()
     assert page.locator("#layer option").count() == 2 and page.locator("#head option").count() == 3
-    page.wait_for_selector("#heat-said:has-text('this head looked at')")
+    page.wait_for_selector("#heat-said:has-text('the head attended to')")
     with page.expect_request("**/v1/attention") as asked:
         page.select_option("#head", "2")
     assert asked.value.post_data_json["head"] == 2
@@ -372,7 +372,7 @@ def test_with_the_real_server_and_model(open_page: Open, tmp_path: Path) -> None
             assert page.locator(".tok.drafted").count() > 0
             page.locator(".tok").nth(1).click()
             assert page.locator("#token .cand").count() == 6
-            page.wait_for_selector("#heat-said:has-text('this head looked at')")
+            page.wait_for_selector("#heat-said:has-text('the head attended to')")
         finally:
             process.terminate()
             process.wait(20)

@@ -21,12 +21,22 @@ from typing import Any
 import pytest
 
 from data.source import read_source
+from tinyforge.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def fault_of(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> str:
+    """The message of the UserError that a call raises, which is one line."""
+    with pytest.raises(UserError) as caught:
+        function(*arguments, **keywords)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
 @cache

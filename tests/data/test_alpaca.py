@@ -28,6 +28,7 @@ from data.alpaca import (
 from data.download import Downloader, Patience
 from data.local import read_documents
 from data.source import read_source
+from tests.data.conftest import fault_of
 from tinyforge.errors import UserError
 
 GREET = {"instruction": "Greet Mia.", "input": "", "output": "Hello, Mia."}
@@ -52,10 +53,7 @@ def write(path: Path, text: str) -> Path:
 
 def fault(path: Path) -> str:
     """The message of the UserError that reading `path` raises: one line that names the file."""
-    with pytest.raises(UserError) as caught:
-        read_records([path])
-    message = str(caught.value)
-    assert "\n" not in message
+    message = fault_of(read_records, [path])
     assert message.startswith(f"{path}: ")
     return message.removeprefix(f"{path}: ")
 
@@ -94,7 +92,6 @@ GREET_JSON = json.dumps(GREET)
         (f"[{GREET_JSON},\n", 1, "line 2, column 1", "Expecting value"),
         (f"[{GREET_JSON}\n", 1, "line 2, column 1", "expected ','"),
         (f"[\n{GREET_JSON},]", 1, f"line 2, column {len(GREET_JSON) + 2}", "Expecting value"),
-        ("[]", 0, "line 1, column 2", "Expecting value"),
         (f"[{GREET_JSON}]\nend", 1, "line 2, column 1", "Expecting value"),
         (f'{GREET_JSON}\n{{"instruction": "cut o\n', 1, "line 2, column 23", "Invalid control"),
         ("Once upon a time", 0, "line 1, column 1", "Expecting value"),
@@ -131,7 +128,8 @@ def test_a_bad_record_is_named(tmp_path: Path, record: object, what: str) -> Non
 
 
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
-    assert fault(write(tmp_path / "a.json", " \n")).startswith("is empty")
+    for text in (" \n", "[]", " [\n]\n"):
+        assert fault(write(tmp_path / "a.json", text)).startswith("is empty, wanted Alpaca records")
     assert fault(tmp_path / "no.json").startswith("no such file")
 
 
@@ -289,7 +287,7 @@ def test_files_that_are_no_records(tmp_path: Path) -> None:
 def test_the_published_file_is_fetched(tmp_path: Path, host: Any, faults: Any) -> None:
     host.files[f"/{alpaca.PATH}"] = json.dumps([GREET, ADD]).encode()
     host.faults[f"/{alpaca.PATH}"] = [faults.status(503), faults.cut(20)]
-    downloader = Downloader(Patience(2.0, attempts=4, backoff=0.01, gap=0.0), progress=False)
+    downloader = Downloader(Patience(2.0, attempts=4, backoff=0.01, gap=0.0))
     assert make_instructions(tmp_path, base_url=host.url, downloader=downloader).records == 2
     manifest = json.loads((tmp_path / "source.json").read_text())
     assert manifest["files"][0]["url"] == f"{host.url}/{alpaca.PATH}"
@@ -346,7 +344,7 @@ def test_documents_have_what_is_trained_on_and_nothing_that_is_held_out(tmp_path
     assert texts[0].startswith("Question: Name 0.\nAnswer: It is 0.\n\nQuestion: Name 1. Please!\nAnswer: It is 1.")
     assert told.count("Name 19.") == told.count("Name 37.") == 1  # of the second file; 19 is the first one's last
     assert not any(f"Name {i}." in told for i in (3, 38, 39))
-    with pytest.raises(UserError, match="--as-text names its files itself, got x.json too"):
+    with pytest.raises(UserError, match="got x.json and --as-text with files of its own"):
         alpaca.main(["x.json", "--out", str(tmp_path / "out"), "--as-text", str(paths[0])])
 
 

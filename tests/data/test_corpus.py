@@ -22,13 +22,14 @@ import pytest
 
 from data import corpus as corpus_module
 from data import passes
-from data.corpus import Settings, build_corpus, main, parse_bytes
+from data.corpus import Settings, build_corpus, main
+from data.files import parse_bytes
 from data.filters import DEFAULT_FILTERS, check_filters, read_filters
 from data.gutenberg import clean
 from data.passes import cut, duckdb_faults
 from data.source import Document, SourceWriter
+from tests.data.conftest import fault_of as fault
 from tests.data.test_dedup import jaccard, slow_grams
-from tinyforge.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = ROOT.parent / "shared" / "data" / "gutenberg.zip"
@@ -75,14 +76,6 @@ def filter_file(folder: Path, text: str = KEEP_ALL) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "own.sql").write_text(text, encoding="utf-8")
     return folder / "own.sql"
-
-
-def fault(function: Any, *args: Any, **keywords: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        function(*args, **keywords)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -319,6 +312,14 @@ def test_texts_without_words_and_empty_sources(tmp_path: Path) -> None:
     assert dropped == [None, "exact-duplicate", "exact-duplicate", None, "exact-duplicate"]
     manifest = json.loads((out / "corpus.json").read_text())
     assert manifest["sources"][0]["train"] == {"documents": 0, "bytes": 0}
+
+
+def test_a_folder_with_brackets_is_no_pattern(tmp_path: Path) -> None:
+    """[1] matches 1: DuckDB would read the folder beside."""
+    write_source(tmp_path / "web1", ["one"], "web")
+    many = write_source(tmp_path / "web[1]", [f"{i}" for i in range(20)], "web")
+    build_corpus([many], tmp_path / "out", filters=filter_file(tmp_path), workers=1)
+    assert len(rows(tmp_path / "out")) == 20
 
 
 # --- the split -------------------------------------------------------------------------------------------------------
@@ -631,6 +632,7 @@ def test_the_same_source_twice_and_no_source(tmp_path: Path) -> None:
         {"max_overlap": 2},
         {"max_bytes": 9},
         {"rows": 0},
+        {"bands": 300},
         {"gram_words": 0},
         {"split_by": "book"},
     ],
@@ -640,8 +642,11 @@ def test_a_setting_out_of_bounds_names_its_flag(bad: dict[str, Any]) -> None:
 
 
 def test_bytes_with_and_without_units() -> None:
-    assert [parse_bytes(t) for t in ("7", "1GB", "1.5 MiB", "2kb")] == [7, 10**9, 3 << 19, 2000]
-    assert "--memory-limit is '1 parsec'" in fault(parse_bytes, "1 parsec")
+    sizes = {"7": 7, "1GB": 10**9, "1.5 MiB": 3 << 19, "2kb": 2000, "250000": 250_000, "50mb": 50 * 10**6,
+             "1.5 GB": 1_500_000_000, "7B": 7, "2k": 2000, " 1T ": 10**12}  # fmt: skip
+    assert {text: parse_bytes(text, "--bytes") for text in sizes} == sizes
+    for text in ("1 parsec", "", "0", "-1", "9" * 400, "\u0663MB"):
+        assert fault(parse_bytes, text, "--memory-limit").startswith(f"--memory-limit is {text!r}, wanted bytes")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def out(tmp_path: Path, host: Any) -> Path:
 
 
 def fetch(host: Any, out: Path, patience: Patience = QUICK, **known: Any) -> download.Fetched:
-    return Downloader(patience, progress=False).fetch(f"{host.url}/a.txt", out, **known)
+    return Downloader(patience).fetch(f"{host.url}/a.txt", out, **known)
 
 
 def fault(host: Any, out: Path, **known: Any) -> str:
@@ -76,7 +76,7 @@ def test_redirects_are_followed_and_keep_the_range(host: Any, out: Path, faults:
     host.redirects["/b.txt"] = "/c.txt"
     host.redirects["/c.txt"] = f"{host.url}/a.txt"
     host.faults["/a.txt"] = [faults.cut(100_000)]
-    Downloader(QUICK, progress=False).fetch(f"{host.url}/b.txt", out)
+    Downloader(QUICK).fetch(f"{host.url}/b.txt", out)
     assert out.read_bytes() == CONTENT
     assert host.gets("/a.txt")[1].headers["Range"] == "bytes=100000-"
 
@@ -127,9 +127,15 @@ def test_a_retry_after_of_an_hour_is_reported_instead(host: Any, out: Path, faul
     assert len(host.gets()) == 1
 
 
+def test_a_retry_after_that_is_no_number_is_ignored(host: Any, out: Path, faults: Any) -> None:
+    host.faults["/a.txt"] = [faults.status(503, Retry_After=words) for words in ("\xb2", "soon")]
+    fetch(host, out)
+    assert out.read_bytes() == CONTENT
+
+
 def test_pauses_double_with_jitter(host: Any, out: Path, faults: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     host.faults["/a.txt"] = [faults.status(503)] * 9
-    downloader = Downloader(Patience(2.0, attempts=6, backoff=1.0, longest=5.0, gap=0.0), progress=False)
+    downloader = Downloader(Patience(2.0, attempts=6, backoff=1.0, longest=5.0, gap=0.0))
     pauses: list[float] = []
     monkeypatch.setattr(downloader, "_sleep", pauses.append)
     with pytest.raises(FetchError, match="HTTP 503"):
@@ -199,7 +205,7 @@ def test_a_part_of_another_address_is_not_gone_on_with(host: Any, out: Path, fau
     host.files["/b.txt"] = CHANGED
     host.faults["/a.txt"] = [faults.cut(120_000), *[faults.status(404)] * 3]
     urls = [f"{host.url}/a.txt", f"{host.url}/b.txt"]
-    assert Downloader(QUICK, progress=False).fetch(urls, out).url == urls[1]
+    assert Downloader(QUICK).fetch(urls, out).url == urls[1]
     assert out.read_bytes() == CHANGED and "Range" not in host.gets("/b.txt")[0].headers
 
 
@@ -327,14 +333,14 @@ def test_mirrors_are_tried_in_turn(host: Any, out: Path, faults: Any) -> None:
     host.faults["/broken.txt"] = [faults.status(503)] * 9
     dead = f"http://127.0.0.1:{closed_port()}/a.txt"
     urls = [dead, f"{host.url}/none.txt", f"{host.url}/broken.txt", f"{host.url}/a.txt"]
-    assert Downloader(QUICK, progress=False).fetch(urls, out).url == urls[3]
+    assert Downloader(QUICK).fetch(urls, out).url == urls[3]
     assert [request.path for request in host.gets()] == ["/none.txt", *["/broken.txt"] * 4, "/a.txt"]
 
 
 def test_all_mirrors_failing_is_one_line(out: Path) -> None:
     urls = [f"http://127.0.0.1:{closed_port()}/a.txt"] * 2
     with pytest.raises(FetchError, match=r"and 1 more URLs.*no answer .*refused.*check the network") as caught:
-        Downloader(QUICK, progress=False).fetch(urls, out)
+        Downloader(QUICK).fetch(urls, out)
     assert "\n" not in str(caught.value)
 
 
@@ -343,7 +349,7 @@ def test_a_silent_host_is_not_asked_for_the_next_file(
 ) -> None:
     host.files["/1"] = host.files["/2"] = b"text"
     dead = f"http://127.0.0.1:{closed_port()}"
-    downloader = Downloader(QUICK, progress=False)
+    downloader = Downloader(QUICK)
     asked, send = [], downloader._opener.open
     monkeypatch.setattr(downloader._opener, "open", lambda r, **rest: asked.append(r.full_url) or send(r, **rest))
     downloader.fetch([f"{dead}/1", f"{host.url}/1"], tmp_path / "1")
@@ -357,7 +363,7 @@ def test_several_files_on_two_connections_with_a_gap(host: Any, tmp_path: Path, 
     del host.files["/3"]
     jobs = [Job((f"{host.url}/{i}",), tmp_path / str(i)) for i in range(6)]
     began = time.monotonic()
-    got = Downloader(Patience(2.0, attempts=2, backoff=0.01, gap=0.1), progress=False).fetch_all(jobs)
+    got = Downloader(Patience(2.0, attempts=2, backoff=0.01, gap=0.1)).fetch_all(jobs)
     assert time.monotonic() - began >= 0.5  # six requests, five gaps
     assert [getattr(item, "bytes", None) for item in got] == [6, 6, 6, None, 6, 6]
     assert isinstance(got[3], FetchError) and "HTTP 404" in str(got[3])
@@ -369,7 +375,7 @@ def test_a_fault_of_the_disk_stops_all_files(host: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fsync", full_disk)
     jobs = [Job((f"{host.url}/{i}",), tmp_path / str(i)) for i in range(6)]
     with pytest.raises(UserError, match="the disk is full"):
-        Downloader(QUICK, progress=False).fetch_all(jobs)
+        Downloader(QUICK).fetch_all(jobs)
 
 
 @pytest.mark.parametrize(
@@ -405,7 +411,7 @@ from data.download import Downloader, Patience
 from tinyforge.errors import run_command
 url, out = sys.argv[1:]
 patience = Patience(timeout=5.0, attempts=3, backoff=0.01, gap=0.0)
-run_command(lambda: print(Downloader(patience, progress=False).fetch(url, Path(out)).sha256))
+run_command(lambda: print(Downloader(patience).fetch(url, Path(out)).sha256))
 """
 
 

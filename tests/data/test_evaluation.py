@@ -144,6 +144,7 @@ def test_another_version_is_refused(folder: Path) -> None:
         ("winogrande", "winogrande/dev.jsonl",
          '{"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}', "a sentence without a blank"),
         ("lambada", "lambada_test.jsonl", '{"text": "word"}', "a text of one word"),
+        ("lambada", "lambada_test.jsonl", '{"text": "half a \\ud83d"}', "not as lambada is published .*surrogates"),
     ],
 )  # fmt: skip
 def test_a_file_of_another_form(folder: Path, name: str, file: str, content: str, message: str) -> None:

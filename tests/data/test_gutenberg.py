@@ -22,6 +22,7 @@ from data import files, gutenberg
 from data.download import Downloader, Patience
 from data.gutenberg import Book, clean, main
 from data.source import Source, read_source
+from tests.data.conftest import fault_of
 from tinyforge.errors import UserError
 
 HEADER = """The Project Gutenberg EBook of The Lamp, by Ann Author
@@ -286,10 +287,7 @@ def pack(path: Path, **members: str) -> Path:
 
 
 def fault(*arguments: str | Path) -> str:
-    with pytest.raises(UserError) as caught:
-        main([str(argument) for argument in arguments])
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return fault_of(main, [str(argument) for argument in arguments])
 
 
 def texts(out: Path) -> dict[str, str]:
@@ -475,7 +473,7 @@ def numbered(number: int, body: str = BOOK) -> bytes:
 
 
 def fetch(out: Path, *hosts: Any, numbers: Sequence[int] = (84,)) -> Source:
-    downloader = Downloader(QUICK, progress=False)
+    downloader = Downloader(QUICK)
     return gutenberg.make_source(out, numbers=numbers, base_urls=[h.url for h in hosts], downloader=downloader)
 
 

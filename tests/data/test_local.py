@@ -16,6 +16,7 @@ import pytest
 
 from data.local import main, make_source, read_documents, read_text
 from data.source import read_source
+from tests.data.conftest import fault_of
 from tinyforge.errors import UserError
 
 
@@ -34,12 +35,7 @@ def write_parquet(path: Path, select: str, options: str = "") -> Path:
 
 
 def fault(*paths: Path, encoding: str = "utf-8") -> str:
-    """The message of the UserError that reading `paths` raises, which is one line."""
-    with pytest.raises(UserError) as caught:
-        read_documents(paths, encoding)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return fault_of(read_documents, paths, encoding)
 
 
 def test_a_text_file_of_any_suffix_is_one_document(tmp_path: Path) -> None:
@@ -113,6 +109,13 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_parquet_without_any_text_is_refused(tmp_path: Path) -> None:
     assert "is empty" in fault(write_parquet(tmp_path / "a.parquet", "SELECT NULL::VARCHAR AS text"))
+
+
+@pytest.mark.parametrize("stage", ["corpus", "source"])
+def test_an_earlier_stage_of_the_data_is_told_what_comes_next(tmp_path: Path, stage: str) -> None:
+    write(tmp_path / f"{stage}.json", "{}")
+    message = fault(tmp_path)
+    assert message.startswith(f"{tmp_path} is a {stage}; make ") and "python -m data.shards" in message
 
 
 def test_a_folder_without_documents_is_refused(tmp_path: Path) -> None:
@@ -315,9 +318,17 @@ def test_what_the_command_refuses_as_a_whole(tmp_path: Path) -> None:
     assert "--name 'a/b': wanted letters" in command_fault(path, *out, "--name", "a/b")
     (tmp_path / "empty").mkdir()
     assert "empty: no documents there" in command_fault(tmp_path / "empty", *out)
+    assert "is an input too; choose another folder" in command_fault(tmp_path, "--out", tmp_path)
     blank = write(tmp_path / "blank.txt", "")
     assert "no documents there" in (message := command_fault(blank, *out)) and "blank.txt: is empty" in message
     assert not (tmp_path / "out" / "source.json").exists()
+
+
+def test_the_folder_we_are_in_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "notes" / "a.txt", "a")
+    monkeypatch.chdir(tmp_path / "notes")
+    assert main([".", "--out", str(tmp_path / "out")]) == 0
+    assert documents(tmp_path / "out") == {"notes/a.txt": "a"}
 
 
 def test_two_inputs_of_one_name(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ import pytest
 from data import shards as command
 from data.shards import make_shards, read_corpus, read_texts
 from data.world import documents
-from tinyforge.errors import UserError
+from tests.data.conftest import contents
+from tests.data.conftest import fault_of as fault
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, open_shards
 
@@ -70,17 +71,6 @@ def texts() -> Texts:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, texts: Texts) -> Path:
     return make_corpus(tmp_path_factory.mktemp("made") / "corpus", texts)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def fault(call: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("shard_tokens", [997, 20_000, 10**8])
@@ -255,10 +245,10 @@ def edit(corpus: Path, change: Callable[[Any], None]) -> None:
         (lambda c: edit(c, lambda m: m["sources"][0]["train"].update(documents=3)),
          "a: got 2 documents of train, corpus.json says 3"),
         (lambda c: edit(c, lambda m: m["sources"].clear()), "no documents to train on"),
-        (lambda c: (c / "train" / "a-00000.parquet").unlink(), "a-00000.parquet: is listed in corpus.json but missing"),
-        (lambda c: (c / "train" / "a-00000.parquet").write_bytes(b"x"), "a-00000.parquet: got 1 bytes, corpus.json"),
+        (lambda c: (c / "train" / "a-00000.parquet").unlink(), "a-00000.parquet: is missing, but corpus.json lists it"),
+        (lambda c: (c / "train" / "a-00000.parquet").write_bytes(b"x"), "a-00000.parquet: 1 bytes, but corpus.json"),
         (lambda c: (c / "val" / "a-00000.parquet").write_bytes(
-            (c / "val" / "a-00000.parquet").read_bytes()[::-1]), "val/a-00000.parquet: got SHA-256"),
+            (c / "val" / "a-00000.parquet").read_bytes()[::-1]), "val/a-00000.parquet: its SHA-256 is not the one"),
     ],
 )  # fmt: skip
 def test_a_corpus_that_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:

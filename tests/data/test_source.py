@@ -14,6 +14,7 @@ import pytest
 
 from data import source
 from data.source import Document, Source, SourceWriter, read_source
+from tests.data.conftest import fault_of
 from tinyforge.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -43,10 +44,7 @@ def rows(found: Source) -> list[tuple[object, ...]]:
 
 
 def fault(folder: Path, verify: bool = False) -> str:
-    with pytest.raises(UserError) as caught:
-        read_source(folder, verify)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return fault_of(read_source, folder, verify)
 
 
 def test_documents_come_back_as_they_went_in(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from data import tinystories
 from data.download import Downloader, FetchError, Patience
 from data.source import Source
 from data.tinystories import FILE, REPOSITORY, main, make_source
+from tests.data.conftest import fault_of
 from tinyforge.errors import UserError
 
 QUICK = Patience(timeout=2.0, attempts=2, backoff=0.01, gap=0.0)
@@ -30,14 +31,11 @@ def expected(name: str) -> dict[str, str]:
 
 
 def fetch(out: Path, host: Any, **how: Any) -> Source:
-    return make_source(out, base_url=host.url, downloader=Downloader(QUICK, progress=False), **how)
+    return make_source(out, base_url=host.url, downloader=Downloader(QUICK), **how)
 
 
 def fault(*arguments: str | Path) -> str:
-    with pytest.raises(UserError) as caught:
-        main([str(argument) for argument in arguments])
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return fault_of(main, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 5, 13, 1 << 20])

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,15 @@ def test_every_page_has_an_example_with_its_output() -> None:
     for page in PAGES:
         kinds = [kind for kind, _ in BLOCK.findall(page.read_text(encoding="utf-8"))]
         assert ("python", "text") in zip(kinds, kinds[1:], strict=False), page
+
+
+def test_an_own_recipe_is_wrong_in_one_line(tmp_path: Path, write_examples: Callable[[Path, Path], None]) -> None:
+    write_examples(ROOT / "docs/train-your-own.md", tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for flags, said in (((), "no text; give one with --data"), (("--data", "absent"), "the text absent: No such")):
+        done = subprocess.run([sys.executable, "train_bigram.py", "--backend", "numpy", *flags], cwd=tmp_path,
+                              env=environment, capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
 
 
 def test_the_cuda_kernel_of_add_an_op_compiles(tmp_path: Path, write_examples: Callable[[Path, Path], None]) -> None:

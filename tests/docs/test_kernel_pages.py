@@ -42,8 +42,10 @@ WARPS = defined(ROWS_FILE, r"#define WARPS \(PER > 4 \? \d+ : (\d+)\)")
 SHELF, PIECE, RUN = (constant(EMBEDDING, name) for name in ("SHELF", "PIECE", "BATCH"))
 RESIDENT = defined(LOSS, r"#define RESIDENT \(PER && PER \* VEC <= 16 \? (\d+) : \d+\)")
 THREADS = defined(LOSS, r"__launch_bounds__\(HELD \? HELD_THREADS : (\d+), RESIDENT\) softmax_residual")
-FEWER, MORE = (defined("ops/gemm_hopper.cu", rf"{name}_registers<(\d+)>") for name in ("fewer", "more"))
-ROW_FEWER, ROW_MORE = (defined("infer/cuda/row.cu", rf"setmaxnreg\.{name}\S+ (\d+)") for name in ("dec", "inc"))
+(FEWER, MORE), (ROW_FEWER, ROW_MORE) = (
+    [defined(file, rf"{name}_registers<(\d+)>") for name in ("fewer", "more")]
+    for file in ("ops/gemm_hopper.cu", "infer/cuda/row.cu")
+)
 TMA_MORE, TMA_FEWER = (defined("ops/attention_tma.cu", rf"{name}_REGISTERS = (\d+)") for name in ("WORKER", "COPIER"))
 QUIET, HELD = defined("infer/cuda/row.cu", r"QUIET = (\d+)"), constant("infer/cuda/row.cu", "HELD")
 STATEMENTS = (

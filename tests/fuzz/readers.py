@@ -61,7 +61,7 @@ def _conversation(arguments: list[str]) -> None:
 
 def _record(arguments: list[str]) -> None:
     """A file that an earlier run has downloaded; what does not match is asked for again, where nobody answers."""
-    Downloader(QUICK, progress=False).fetch(f"{NOWHERE}/a.txt", Path(arguments[0]))
+    Downloader(QUICK).fetch(f"{NOWHERE}/a.txt", Path(arguments[0]))
 
 
 def _listing(arguments: list[str]) -> None:
@@ -72,13 +72,13 @@ def _listing(arguments: list[str]) -> None:
     path = raw / "files.json"
     record = f'{{"url": "{url}", "bytes": {path.stat().st_size}, "sha256": "{sha256_of(path)}"}}'
     (raw / "files.json.json").write_text(record, encoding="utf-8")
-    data_hub.list_files(Downloader(QUICK, progress=False), NOWHERE, "a/b", "data", raw)
+    data_hub.list_files(Downloader(QUICK), NOWHERE, "a/b", "data", raw)
 
 
 def _slice(arguments: list[str]) -> None:
     """A slice of FineWeb-Edu that an earlier run has taken; what does not match is asked for again."""
     where = {"files": ["sample/10BT/a.parquet"], "base_url": NOWHERE}
-    source = fineweb_edu.make_source(Path(arguments[0]), rows=20, patience=QUICK, progress=False, **where)
+    source = fineweb_edu.make_source(Path(arguments[0]), rows=20, patience=QUICK, **where)
     corpus.main([str(source.folder), "--out", "out", "--workers", "1"])
 
 

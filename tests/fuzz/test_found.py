@@ -206,7 +206,7 @@ def test_a_kill_between_the_files_of_a_download(tmp_path: Path) -> None:
     record = {"url": "http://127.0.0.1:9/a.txt", "bytes": 4, "sha256": digest}
     (tmp_path / "a.txt.json").write_text(json.dumps(record), encoding="utf-8")
     (tmp_path / "a.txt.part.json").write_text("{}", encoding="utf-8")
-    downloader = Downloader(Patience(attempts=1, timeout=0.1), progress=False)
+    downloader = Downloader(Patience(attempts=1, timeout=0.1))
     assert downloader.fetch("http://127.0.0.1:9/a.txt", tmp_path / "a.txt").sha256 == digest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "a.txt.json"]
 

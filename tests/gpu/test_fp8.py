@@ -22,7 +22,8 @@ from tinyforge.ops.fp8 import (
     rounded,
     swiglu_bwd_fp8,
 )
-from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd, rmsnorm_scaled_bwd, rmsnorm_scaled_fwd
+from tinyforge.ops.fp8_rmsnorm import rmsnorm_scaled_bwd, rmsnorm_scaled_fwd
+from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]

@@ -15,9 +15,10 @@ from models.vit import PRESETS as VIT_PRESETS
 from models.vit import Config as ViTConfig
 from models.vit import hf as vit_hf
 from tests.hub.float64 import in_float64, random_peer
+from tests.hub.foreign import entries_of, load_weights
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub.foreign import entries_of, load_weights, weights_of
+from tinyforge.hub.foreign import weights_of
 from tinyforge.hub.huggingface import open_directory, write_directory
 from tinyforge.op import Stash
 

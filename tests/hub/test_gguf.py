@@ -179,7 +179,7 @@ def test_what_a_type_keeps(
             else:
                 worst = rounding(wanted, "f16" if wanted.shape[-1] % 32 and kind[0] == "q" else kind)
                 assert (np.abs(got - wanted) <= worst).all() and (got != wanted).any(), name
-    noted = "where rows are no whole number of blocks of 32: rows of 20" in capsys.readouterr().err
+    noted = "for rows that are not whole blocks of 32: rows of 20" in capsys.readouterr().err
     assert noted == (kind in ("q8_0", "q4_0"))
 
 
@@ -224,7 +224,7 @@ def test_other_models_and_types_are_refused(tokenizer: Tokenizer, tmp_path: Path
     from models.char_mlp import CharMLP
     from models.char_mlp import Config as CharMLPConfig
 
-    with pytest.raises(UserError, match="CharMLP has no form that other programs read"):
+    with pytest.raises(UserError, match="other programs have no format for CharMLP"):
         save_pretrained(CharMLP(CharMLPConfig(vocab=300), FP32), tokenizer, tmp_path / "m.gguf")
     with pytest.raises(UserError, match="cannot save as hf in q8_0; supported: hf in f32, bf16; llama2c in f32; gguf"):
         save_pretrained(make("llama"), tokenizer, tmp_path / "m", dtype="q8_0")
@@ -305,7 +305,7 @@ FAULTY = {
     "other values than keys": (file([LLAMA, *SIZES, key("llama.attention.value_length", 4, b"\6\0\0\0"), EPS],
                                     [EMBEDDING], bytes(48)), "attention.value_length is 6, wanted 2"),
     "other factors": (file([LLAMA, *SIZES, EPS], [EMBEDDING, tensor("rope_freqs.weight", (1,), offset=64)],
-                           bytes(64) + struct.pack("<f", 3.0)), "rope_freqs.weight holds other factors than Llama 3's"),
+                           bytes(64) + struct.pack("<f", 3.0)), "the factors in rope_freqs.weight are not Llama 3's"),
 }  # fmt: skip
 
 

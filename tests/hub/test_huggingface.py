@@ -14,9 +14,10 @@ from safetensors.numpy import load_file, save_file
 from models.gpt2 import GPT2
 from models.gpt2 import Config as GPT2Config
 from models.llama import Config, Llama
+from tests.hub.foreign import load_weights
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub.foreign import load_weights, weights_of
+from tinyforge.hub.foreign import weights_of
 from tinyforge.hub.huggingface import open_directory, write_directory
 
 FP32 = get_backend("numpy", "fp32", workers=1)
@@ -136,7 +137,7 @@ def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None
         ({"vocab_size": 12}, r"model.embed_tokens.weight has shape \(11, 8\), config.json asks for \(12, 8\)"),
         ({"tie_word_embeddings": True}, "tensor lm_head.weight has no place"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
-        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": [[]]}, "layer_types is no list of texts"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": [[]]}, "layer_types is not a list of texts"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4,
           "max_window_layers": 1}, "layers with and without a sliding window"),
     ],

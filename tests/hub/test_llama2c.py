@@ -13,10 +13,11 @@ from models.gpt2 import GPT2
 from models.gpt2 import Config as GPT2Config
 from models.llama import Config, Llama
 from models.nanoeuler import PRESETS, NanoEuler
+from tests.hub.foreign import load_weights
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.hub import llama2c
-from tinyforge.hub.foreign import load_weights, weights_of
+from tinyforge.hub.foreign import weights_of
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 TINY = Config(dim=12, heads=3, kv_heads=3, layers=2, context=9, vocab=11, hidden=5)
@@ -93,10 +94,10 @@ def test_nanoeuler_fits_into_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (Llama(TINY.override({"qkv_bias": True}), FP64), "has architectures .*Llama.*, the model .*Qwen2"),
         (Llama(TINY.override({"window": 3}), FP64), "has architectures .*Llama.*, the model .*Mistral"),
-        (Llama(TINY.override({"norm_eps": 1e-6}), FP64), "has rms_norm_eps 1e-05, the model 1e-06"),
-        (Llama(TINY.override({"rope_theta": 500.0}), FP64), "has rope_theta 10000.0, the model 500.0"),
+        (Llama(TINY.override({"norm_eps": 1e-6}), FP64), "has rms_norm_eps 1e-05, the model has 1e-06"),
+        (Llama(TINY.override({"rope_theta": 500.0}), FP64), "has rope_theta 10000.0, the model has 500.0"),
         (Llama(TINY.override({"rope_scaling": "linear"}), FP64), "has rope_scaling None, the model .*linear"),
-        (Llama(TINY.override({"head_dim": 6}), FP64), "has head_dim 4, the model 6"),
+        (Llama(TINY.override({"head_dim": 6}), FP64), "has head_dim 4, the model has 6"),
         (GPT2(GPT2Config(dim=4, heads=1, layers=1, context=2, vocab=3), FP64), "has architectures"),
     ],
 )

@@ -100,7 +100,7 @@ def test_as_an_adapter_of_peft_and_back(
     # On the base as another program has it, from a place of its own.
     assert convert.main([str(tmp_path / "base"), str(tmp_path / "hf")]) == 0
     shutil.move(tmp_path / "base", tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="which is not here; merge the two by .* --base PATH"):
+    with pytest.raises(UserError, match="which is not here; merge the two with .* --base PATH"):
         load(tmp_path / "adapter", FP64)
     found = load(tmp_path / "adapter", FP64, base=tmp_path / "hf").model
     assert worst(logits(found), logits(wanted)) < 1e-12
@@ -217,10 +217,10 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
     [
         ("run", another_base, "is an adapter for another base: "),
         ("adapter", another_base, "is an adapter for another base: "),
-        ("run", lambda folder: shutil.rmtree(folder / "base"), "is not there; put it back, or merge the two by python"),
-        ("base --base base", lambda folder: None, "base is no adapter; leave out --base"),
-        ("base --adapter", lambda folder: None, "base has no adapter of ours to write"),
-        ("adapter --adapter", lambda folder: None, "adapter has no adapter of ours to write"),
+        ("run", lambda folder: shutil.rmtree(folder / "base"), "is missing; put it back, or merge the two with python"),
+        ("base --base base", lambda folder: None, "base is not an adapter; leave out --base"),
+        ("base --adapter", lambda folder: None, "base has no adapter to write"),
+        ("adapter --adapter", lambda folder: None, "adapter has no adapter to write"),
         ("run --adapter --dtype bf16", lambda folder: None, "--adapter writes PEFT's format in f32"),
         ("adapter", in_config(peft_type="IA3"), "adapter_config.json: peft_type is 'IA3'"),
         ("adapter", in_config(use_dora=True), "adapter_config.json: use_dora is True"),

@@ -15,8 +15,9 @@ from models.llama import Llama
 from models.llama import hf as llama_hf
 from models.nanoeuler import PRESETS, NanoEuler
 from tests.hub.float64 import Float64Torch, in_float64, random_peer
+from tests.hub.foreign import entries_of, load_weights
 from tinyforge.backends import get_backend
-from tinyforge.hub.foreign import entries_of, load_weights, weights_of
+from tinyforge.hub.foreign import weights_of
 from tinyforge.hub.huggingface import open_directory, write_directory
 from tinyforge.op import Stash
 from tinyforge.train.objectives import Batch, NextTokens, with_terms

@@ -120,9 +120,9 @@ def test_a_checkpoint_of_another_model_says_which_it_is(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load(path, CPU)
     said = str(caught.value)
-    assert "meta.json names no model, which stands for a nanoeuler, but its config is another model's" in said
+    assert "meta.json names no model, which means nanoeuler, but its config is another model's" in said
     assert "unknown key 'n_embd'" in said and "known models: nanoeuler" in said and "\n" not in said
-    with pytest.raises(UserError, match="meta.json says that it holds a nanoeuler, but its config is another"):
+    with pytest.raises(UserError, match="meta.json names the model nanoeuler, but its config is another"):
         load(save_run(tmp_path / "wrong", config=other, model="nanoeuler"), CPU)
 
 

@@ -75,7 +75,7 @@ def test_a_model_that_is_no_causal_lm_is_refused_in_one_line() -> None:
         lambda: next(generate(model, [1], GREEDY)), lambda: make_decoder(model), lambda: logits(model, [[1]]),
         lambda: trace(model, [1]), lambda: ReferenceDecoder(model),
     ):  # fmt: skip
-        with pytest.raises(UserError, match="^Scorer generates no text: it has no make_cache; ") as e:
+        with pytest.raises(UserError, match="^Scorer cannot generate text: it lacks make_cache; ") as e:
             attempt()
         assert "\n" not in str(e.value)
 

@@ -140,6 +140,13 @@ def test_a_reply_that_fills_the_context_says_so(tmp_path: Path) -> None:
     assert talk.notice == "the reply ends here: the context of 60 tokens is full"
 
 
+def test_a_long_prompt_and_a_reply_that_fills_the_context_are_both_said(tmp_path: Path) -> None:
+    talk = conversation(save_parrot(tmp_path, b"aba", context=60))
+    say(talk, "go " * 99)
+    cut, ends = talk.notice.split("; ")
+    assert "tokens were left out" in cut and ends == "the reply ends here: the context of 60 tokens is full"
+
+
 def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
     talk = conversation(save_parrot(tmp_path, b"ok"))
     for text in ("", " \n"):
@@ -191,7 +198,7 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
         with pytest.raises(UserError, match=message):
             talk.save(file)
         assert file.read_text() == content
-    with pytest.raises(UserError, match="cannot save .*: No such file or directory; choose another place"):
+    with pytest.raises(UserError, match="cannot write .*: No such file or directory; free some space or choose"):
         talk.save(tmp_path / "absent" / "talk.json")
     with pytest.raises(UserError, match="cannot read .*: No such file"):
         talk.load(tmp_path / "absent.json")
@@ -398,7 +405,7 @@ def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
     t = terminal(save_parrot(tmp_path, b"xyz", context=120), "--temperature", "0", NO_COLOR="1")
     for typed, shown in (
         ("one", "xyz"), ("/stats", "3 tokens at"), ("/save talk.json", "saved 1 turns to talk.json"),
-        ("/undo", "taken back: one"), ("/undo", "error: there is no turn to take back"), ("/load talk.json", "> one"),
+        ("/undo", "taken back: one"), ("/undo", "error: there is no turn to undo"), ("/load talk.json", "> one"),
         ("/retry", "the reply will be the same"), ("/set top_k 5", "> "), ("/show", "top_k               5 "),
         ("/set top_k many", "error: /set top_k: got 'many', wanted a number"),
         ("/set top_p 7", "error: --top-p is 7.0, wants"), ("/set colour 1", "error: /set colour: no such setting"),

@@ -193,7 +193,8 @@ def test_a_token_allocates_nothing() -> None:
 
     tokens(40)
     found = [measured() for _ in range(3)]  # another thread of the process may allocate in one of them
-    assert min(peak for peak, _ in found) < 4096 and min(stays for _, stays in found) < 1024, found
+    # 3,912 bytes of views at the most, some 700 more in a process that has run other tests; logits would be 2,048.
+    assert min(peak for peak, _ in found) < 5000 and min(stays for _, stays in found) < 1024, found
 
 
 def test_a_decoder_refuses_what_it_has_no_room_for() -> None:

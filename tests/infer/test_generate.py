@@ -13,6 +13,7 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.infer import session as session_module
 from tinyforge.infer.decoder import Decoder, Drawn, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate, generate_batch
@@ -78,7 +79,7 @@ def test_generation_ends_at_a_stop_token_at_max_tokens_and_at_a_full_context(dra
     [
         ([], "prompt is empty"),
         (prompt(150), "150 tokens, .* is 150; shorten"),
-        ([3, 999], "token id 999 is outside of the model's vocabulary of 259; use"),
+        ([3, 999], "token id 999 is outside the model's vocabulary of 259; use"),
         ([-1], "token id -1 is outside"),
     ],
     ids=["empty", "long", "large", "negative"],
@@ -152,14 +153,14 @@ def test_a_reply_that_is_left_open_leaves_no_draft_behind(change: str, monkeypat
     model = tiny(config=CONFIG.override({"mtp_heads": 4}))
     truth = prompt(30) + list(generate(model, prompt(30), GREEDY))
 
-    def draft(session: Session, logits: np.ndarray, new: list[int], *rest: Any) -> tuple[list[int], None]:
-        return truth[len(session.tokens) + len(new) :][: len(logits)], None
+    def propose(logits: np.ndarray, sampling: Sampling, numbers: Any, text: list[int], prompt: int) -> Any:
+        return truth[len(text) :][: len(logits)], None
 
     for taken in range(1, 12):
         session = Session(model)
         session.extend(prompt(30))
         with monkeypatch.context() as patch:
-            patch.setattr(Session, "_draft", draft)
+            patch.setattr(session_module, "propose", propose)
             left_open = session.generate(GREEDY)
             for _ in range(taken):
                 next(left_open)
@@ -178,7 +179,7 @@ def test_an_interrupt_inside_of_a_pass_leaves_the_session_whole(monkeypatch: pyt
     session = Session(model)
     session.extend(prompt(30))
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "_draft", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(session_module, "propose", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             continued(session)
     assert continued(session) == list(generate(model, prompt(30), GREEDY))

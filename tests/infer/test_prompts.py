@@ -10,7 +10,7 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from tests.backends.as_graphs import AsGraphs
 from tinyforge.backends import get_backend
-from tinyforge.infer.cuda.prompts import LONGEST, MOST, Prompts, RowCache, filled_up
+from tinyforge.infer.cuda.prompts import LONGEST, MOST, Prompts, RowCache, padded_length
 
 CONFIG = Config(dim=24, heads=4, kv_heads=2, layers=2, context=700, vocab=19, mtp_heads=1, hidden=10, mtp_weights=(1,))
 
@@ -85,6 +85,6 @@ def test_what_has_no_graph(model: NanoEuler) -> None:
 
 
 def test_lengths() -> None:
-    lengths = sorted({filled_up(n) for n in range(1, LONGEST + 1)})
+    lengths = sorted({padded_length(n) for n in range(1, LONGEST + 1)})
     assert lengths == [*range(64, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512)]
-    assert all(n <= filled_up(n) < max(n + 64, 1.25 * n) for n in range(1, LONGEST + 1))
+    assert all(n <= padded_length(n) < max(n + 64, 1.25 * n) for n in range(1, LONGEST + 1))

@@ -139,7 +139,7 @@ def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:
         replace(BASE, dim=576)
     with pytest.raises(UserError, match="head size 16 at 2 bytes a number, wanted a power of 2 of at least 32"):
         replace(BASE, dim=192)
-    with pytest.raises(UserError, match="24 heads share 1 keys, wanted at most 16 to a key"):
+    with pytest.raises(UserError, match="24 heads share 1 key heads, wanted at most 16 to a key head"):
         replace(BASE, heads=24, kv_heads=1)
-    with pytest.raises(UserError, match="20000 bytes of shared memory a block hold no row of 2048 numbers"):
+    with pytest.raises(UserError, match="20000 bytes of shared memory per block do not hold a row of 2048 numbers"):
         replace(BASE, shared=20000)

@@ -17,8 +17,8 @@ from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling, choose
-from tinyforge.infer.scheduler import AHEAD, BLOCK, Made, Prefixes, QueueFull, Request, Scheduler
-from tinyforge.infer.session import Session
+from tinyforge.infer.scheduler import AHEAD, BLOCK, Prefixes, QueueFull, Request, Scheduler
+from tinyforge.infer.session import Session, Token
 from tinyforge.registry import models
 from tinyforge.rng import Stream
 
@@ -79,7 +79,7 @@ def wishes(rng: random.Random, vocab: int, context: int, drafts: int, count: int
 
 def run(scheduler: Scheduler, asked: Sequence[dict[str, Any]], rng: random.Random | None) -> list[tuple[Any, ...]]:
     """What each request got: tokens with log-probabilities, and the end. With rng they come and go at random."""
-    got: dict[Request, list[Made]] = {}
+    got: dict[Request, list[Token]] = {}
     requests: list[Request] = []
     left = list(asked)
 
@@ -285,7 +285,7 @@ def test_queue_deadline_and_cancelling() -> None:
     first = scheduler.submit([1], Sampling(max_tokens=100), deadline=5)
     scheduler.step()
     second, third = (scheduler.submit([i], Sampling(max_tokens=2), deadline=5 + i) for i in (1, 2))
-    with pytest.raises(QueueFull, match="2 requests wait, and 2 may"):
+    with pytest.raises(QueueFull, match="2 requests wait, the queue holds 2"):
         scheduler.submit([1], Sampling())
     with pytest.raises(QueueFull):
         scheduler.enqueue([scheduler.prepare([1], Sampling()) for _ in range(2)])
@@ -305,10 +305,40 @@ def test_queue_deadline_and_cancelling() -> None:
     assert fourth.reason == "cancelled" and scheduler.free == [0]
 
 
+def test_a_step_tells_of_a_request_once() -> None:
+    """Where the decoder draws for some rows, the others take more than one pass in a step."""
+    model = tiny()
+    scheduler = Scheduler(model, 2, decoder=Drawing(model, 2))
+    scheduler.submit([1, 2], Sampling(temperature=0, max_tokens=60))
+    told = scheduler.submit([3, 4], Sampling(temperature=0, max_tokens=8, logprobs=True))
+    got: list[Token] = []
+    while scheduler.busy:
+        found = scheduler.step()
+        assert len({id(request) for request, _ in found}) == len(found)
+        got += [made for request, new in found if request is told for made in new]
+    assert [made.id for made in got] == told.tokens == drawn_alone(model, [3, 4], told.sampling)
+
+
+def test_what_a_reset_has_ended_stays_ended() -> None:
+    """A caller that has not heard of it yet may cancel its request: whoever has the row now keeps it."""
+    scheduler = Scheduler(tiny(), 1)
+    before = [scheduler.submit([i], Sampling(max_tokens=9)) for i in (1, 2)]
+    scheduler.step()
+    scheduler.reset()
+    assert not scheduler.busy
+    after = scheduler.submit([3], Sampling(temperature=0, max_tokens=3))
+    scheduler.step()
+    for request in before:
+        scheduler.cancel(request)
+    while scheduler.busy:
+        scheduler.step()
+    assert after.reason == "length" and [request.reason for request in before] == ["error", "error"]
+
+
 def test_the_caller_ends_a_text() -> None:
     seen: list[int] = []
 
-    def accept(made: Sequence[Made]) -> int | None:
+    def accept(made: Sequence[Token]) -> int | None:
         seen.extend(token.id for token in made)
         return 1 if len(seen) >= 4 else None
 

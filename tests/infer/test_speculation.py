@@ -13,6 +13,7 @@ import pytest
 from models.nanoeuler import Config, NanoEuler
 from models.nanoeuler.config import PRESETS
 from tinyforge.backends import get_backend
+from tinyforge.infer import session as session_module
 from tinyforge.infer.decoder import Drawn, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.sampling import Sampling, penalise, probabilities
@@ -232,18 +233,18 @@ def test_the_distribution_is_unchanged_on_a_trained_model(trained: NanoEuler, sa
 @pytest.mark.parametrize(("fault", "texts"), [("accepts everything", 600), ("draws again from p", 2000)])
 def test_a_wrong_rule_is_seen(fault: str, texts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the same test refuses both mistakes that one makes with the rejection rule."""
-    right = Session._verify
+    right = session_module.verify
 
-    def verify(self: Session, logits: np.ndarray, drafts: list[int], proposed: np.ndarray, *rest: object) -> list[int]:
+    def verify(logits: np.ndarray, drafts: list[int], proposed: np.ndarray, *rest: object) -> list[int]:
         q = np.zeros_like(proposed) if drafts and fault == "accepts everything" else proposed
-        new = right(self, logits, drafts, q, *rest)  # type: ignore[arg-type]
+        new = right(logits, drafts, q, *rest)  # type: ignore[arg-type]
         if fault == "draws again from p" and len(new) <= len(drafts):
             p = probabilities(logits[len(new) - 1 : len(new)].astype(np.float64), SAMPLINGS[0])[0]
             new[-1] = int(rng.choice(len(p), p=p))
         return new
 
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(Session, "_verify", verify)
+    monkeypatch.setattr(session_module, "verify", verify)
     model, sampling = untrained(FEW), replace(SAMPLINGS[0], max_tokens=4)
     counts = sampled(Session(model), [1, 3, 0], sampling, texts)
     statistic, limit = chi_square(counts, exact(model, [1, 3, 0], sampling, 4))

@@ -65,12 +65,12 @@ def test_scores_are_those_of_one_text_at_a_time(name: str, tokens: int) -> None:
     assert sum(counted) == len(pairs)
 
 
-def test_a_shared_beginning_is_computed_once() -> None:
-    model = built("llama")
-    pairs = [Pair(tuple(range(20)), (i, 7)) for i in range(4)]
-    scorer = Scorer(model, None)  # type: ignore[arg-type]
-    scorer.score(pairs)
-    assert scorer.computed == 19 + 4 * 2
+def test_a_shared_beginning_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, computed = built("llama"), []
+    hidden = model.hidden
+    monkeypatch.setattr(model, "hidden", lambda ids, **more: computed.append(ids.size) or hidden(ids, **more))
+    Scorer(model, None).score([Pair(tuple(range(20)), (i, 7)) for i in range(4)])  # type: ignore[arg-type]
+    assert computed == [19] + 4 * [2]
 
 
 def test_windows_score_every_token_once() -> None:
@@ -157,7 +157,7 @@ def test_answers_alone_and_side_by_side(tokenizer: Tokenizer, monkeypatch: pytes
     prompts = [tokenizer.encode(text)[:6] for text in ("How much is", "It is four, said", "two", "dog and the old")]
     answers = []
     for rows in (1, 3):
-        monkeypatch.setattr(tasks, "_rows", lambda model, count, rows=rows: ReferenceDecoder(model, rows))
+        monkeypatch.setattr(tasks, "reply_decoder", lambda model, count, rows=rows: ReferenceDecoder(model, rows))
         answers.append(tasks.answer_all(model, tokenizer, prompts, 8, lambda count: None))
     assert len(answers[0]) == 4 and answers[0] == answers[1]
 

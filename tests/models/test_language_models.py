@@ -110,7 +110,7 @@ def test_a_cache_gives_the_same_as_the_whole_text(kind: str) -> None:
     np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=1e-10, atol=1e-12)
     assert cache.length == 60 and cache.can_rewind == (kind not in RECURRENT)
     if not cache.can_rewind:
-        with pytest.raises(ValueError, match="has seen 60 positions and forgets none, cannot go to 17"):
+        with pytest.raises(ValueError, match="holds 60 positions and cannot drop any, asked to keep 17"):
             cache.rewind(17)
         return
     cache.rewind(17)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.backends.test_workers import runs
+from tests.backends.test_workers import die_with_their_maker
 from tinyforge.backends.workers import CAN_FORK, worker_pids
 from tinyforge.errors import UserError
 from tinyforge.parallel import Group, group, part_of, start_group
@@ -166,12 +164,4 @@ def test_ranks_end_when_rank_0_is_killed(waiting: str) -> None:
         f"def follow(r): {waiting}\n"
         "group = start_group(4, follow); print(*worker_pids(), flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
-        assert maker.stdout is not None
-        pids = [int(word) for word in maker.stdout.readline().split()]
-        maker.kill()
-    assert len(pids) == 3
-    deadline = time.monotonic() + 30
-    while any(runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"ranks {pids} outlived rank 0"
-        time.sleep(0.02)
+    die_with_their_maker(code)

@@ -393,7 +393,7 @@ def test_windows_where_all_ranks_have_them(
     assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False]
     assert sorted(Tried.given_up) == [0, 1]
     assert capsys.readouterr().out == (
-        "NCCL sums without windows, which takes longer: ncclMemAlloc failed: no such thing\n"
+        "NCCL runs without windows, which is slower: ncclMemAlloc failed: no such thing\n"
     )
 
 
@@ -405,7 +405,7 @@ def test_windows_that_bring_nothing_are_not_taken(
     monkeypatch.setattr(nccl, "no_windows", lambda hosts: "")
     monkeypatch.setattr(FakeEngine, lost, lambda self, *arrays: None)
     assert [engine.has_windows for engine in engines(monkeypatch)] == [False, False]
-    assert "takes longer: the first sum in a window is wrong" in capsys.readouterr().out
+    assert "is slower: the first sum in a window is wrong" in capsys.readouterr().out
 
 
 def test_no_windows_between_hosts_in_an_old_library_or_unwanted(

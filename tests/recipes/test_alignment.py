@@ -118,7 +118,7 @@ def test_the_reference_is_read_where_it_is_and_made_again_where_it_is_damaged(
     assert run("read").count("the reference's log-probabilities are those of cache/") == 2
     damaged = next(iter(cached))
     damaged.write_bytes(cached[damaged][:-5])
-    assert f"{damaged} is damaged; it is made again" in run("mended")
+    assert f"{damaged} is damaged; computing it again" in run("mended")
     assert {path: path.read_bytes() for path in Path("cache").iterdir()} == cached
     wanted = Path("dpo/step-00000007/model.safetensors").read_bytes()
     assert all(Path(out, "step-00000007/model.safetensors").read_bytes() == wanted for out in ("read", "mended"))
@@ -176,7 +176,7 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),
         ("dpo --base tuned --label-smoothing 0.5", "--label-smoothing is 0.5, wants a share from 0 to below 0.5"),
         ("dpo --base tuned --beta 0", "--beta is 0.0, wants a number above 0"),
-        ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has None"),
+        ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has none"),
         ("dpo --resume --out sft", "--resume: nothing to resume in sft"),
         ("grpo --base tuned --group 1", "--group is 1, wants at least 2"),
         ("grpo --base tuned --zero 1", "--zero is for pretrain, sft, dpo and classify; leave it out here"),
@@ -206,7 +206,7 @@ def test_rewards_that_are_always_equal(folder: Path) -> None:
 
 def test_a_base_that_has_gone(folder: Path) -> None:
     shutil.move("tuned", "elsewhere")
-    with pytest.raises(UserError, match="it started from, tuned/step-00000012, is not there; put it back"):
+    with pytest.raises(UserError, match="it started from, tuned/step-00000012, is missing; put it back"):
         dpo.main(["--resume", "--out", "dpo"])
 
 

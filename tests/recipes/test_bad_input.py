@@ -118,6 +118,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --data text.txt --tokenizer absent.json", "cannot read the tokenizer absent.json"),
         ("pretrain --data text.txt --tokenizer bytes.json", "bytes.json has 258 ids, the config's vocab is 512"),
         ("pretrain --data text.txt --seq-len 129", "--seq-len is 129, the config's context is 128; use at most that"),
+        ("pretrain --workers 100", "--workers is 100, a batch has 8 rows to share; use at most"),
         ("pretrain --lr nan", "--lr is nan, wants a number above 0"),
         ("pretrain --steps 0", "--steps is 0, wants a number above 0"),
         ("pretrain --steps 9 --minutes 1", "--steps and --minutes are both given, and a run ends by one of them"),
@@ -134,10 +135,13 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("sft --resume --out absent", "--resume: nothing to resume in absent; start the run without --resume"),
         ("sft --base absent --data good.json", "no checkpoint in absent; train one first"),
         ("sft --data good.json", "no pretrained run under runs/; run python recipes/pretrain.py first, or give --base"),
+        ("sft --resume --out run", "--resume: the run in run is one of pretrain.py; resume it with that, or"),
+        ("chat --checkpoint text.txt", "text.txt is a file, but not a model; wanted a run, a Hugging Face directory"),
+        ("chat --checkpoint .", "no checkpoint in .: it has no step-* folder and no config.json; check the path"),
         ("chat --checkpoint nothing", "no checkpoint in nothing; train one first"),
-        ("pretrain --resume --out run --set dim=64", "--resume: --set is ('dim=64',), the run in run has ('dim=32'"),
-        ("pretrain --resume --out run --config base", "--resume: --config is 'base', the run in run has 'small'; drop"),
-        ("pretrain --resume --out run --tokenizer mine.json", "--resume: --tokenizer is 'mine.json', the run in run"),
+        ("pretrain --resume --out run --set dim=64", "--resume: --set is dim=64, the run in run has dim=32"),
+        ("pretrain --resume --out run --config base", "--resume: --config is base, the run in run has small; drop"),
+        ("pretrain --resume --out run --tokenizer mine.json", "--tokenizer is mine.json, the run in run has none;"),
         ("pretrain --resume --out run --steps 9", "--resume: --steps is 9, the run in run has 4; drop --steps, or"),
         (f"pretrain {SHAPE} --data text.txt --steps 1 --out run", "run already holds a run; continue it with --resume"),
         (f"pretrain {SHAPE} --data text.txt --steps 1 --out text.txt", "cannot write in text.txt: File exists; choose"),
@@ -160,6 +164,14 @@ def test_a_damaged_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str], 
     assert "model.safetensors has SHA-256" in fault(command, capsys)
     weights.unlink()
     assert "model.safetensors is missing; use another checkpoint of the run" in fault(command, capsys)
+
+
+@pytest.mark.parametrize("recipe", ["pretrain", "sft"])
+def test_a_base_that_comes_with_the_repository_is_known_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    assert MAINS[recipe]("--base small --plan --backend numpy".split()) == 0
+    assert "peak" in capsys.readouterr().out
 
 
 def test_data_that_changed_under_a_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,7 +183,7 @@ BAD = {
     other_columns: "bad.parquet: no column 'image'; its columns are picture, label, wanted image and label",
     no_pictures: "an image is str, wanted the bytes of a PNG file",
     beyond: "label 2 of example 1, wanted 0 to 1: there are 2 classes",
-    cut_off: "its header says (40, 6, 6); it is cut off",
+    cut_off: "its header says (40, 6, 6); it is truncated",
     half_a_gzip: "it is damaged, get it again",
     damaged_png: "bad/a/2.png cannot be read as an image",
     oblong: "images of 6 x 9 pixels, wanted square ones",
@@ -227,7 +227,7 @@ def test_the_exit_status_is_2(here: Path) -> None:
 
 def test_an_image_model_neither_chats_nor_continues(here: Path) -> None:
     assert classify.main([*SHAPE.split(), *"--data idx --steps 1 --batch-size 2 --out run".split()]) == 0
-    with pytest.raises(UserError, match="ViT generates no text"):
+    with pytest.raises(UserError, match="ViT cannot generate text"):
         chat.main("--checkpoint run --backend numpy --prompt The".split())
     with pytest.raises(UserError, match="ViT learns images, it continues no text"):
         sft.main("--base run --out tuned".split())
@@ -291,7 +291,7 @@ def test_texts_pretrained_fine_tuned_resumed_and_given_away(here: Path, capsys: 
     ours, again = (load(Path(name), CPU).model.classify(ids, ids * 0, lengths) for name in ("tuned", "hf"))
     assert np.array_equal(ours, again)
     assert json.loads(Path("hf/tokenizer.json").read_text())["model"]["type"] == "WordPiece"
-    with pytest.raises(UserError, match="BERT generates no text"):
+    with pytest.raises(UserError, match="BERT cannot generate text"):
         chat.main("--checkpoint bert --backend numpy --prompt The".split())
     with pytest.raises(UserError, match="BERT learns masked text, it continues no text"):
         sft.main("--base bert --out other".split())

@@ -104,7 +104,7 @@ def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]
     written = Path("base/README.md").read_text(encoding="utf-8")
     assert f"| held-out text of web, a 5-gram model, bits per byte | {bits:.3f} |" in written
     assert re.search(r"\| last word of a sentence among ten, books \| \d+\.\d% ± \d+\.\d% \|", written)
-    assert "± is a standard error" in written
+    assert "± is the standard error" in written
 
 
 def test_windows_of_another_length(folder: Path) -> None:
@@ -174,7 +174,7 @@ def test_other_text_than_the_runs_own(folder: Path, capsys: pytest.CaptureFixtur
     before = metrics.read_scores(Path("base"), 6)["held-out text, bits per byte"]
     found = measured("--checkpoint", "base")
     assert list(found["text"]["sources"]) == ["built-in world"] and not found["text"]["own"]
-    assert "the model learned from shards; give --data to measure on that" in capsys.readouterr().err
+    assert "the model learned from shards; give --data to evaluate on it" in capsys.readouterr().err
     other = measured("--checkpoint", "base", "--data", "text.txt")
     assert list(other["text"]["sources"]) == ["text"]
     assert other["text"]["bits_per_byte"] != found["text"]["bits_per_byte"]
@@ -269,7 +269,7 @@ def test_without_duckdb(folder: Path) -> None:
         ("--checkpoint base --data other", "--data: other was made with the tokenizer "),
         ("--checkpoint base --data shards text.txt", "--data: shards holds token shards, text.txt does not"),
         ("--checkpoint tuned --instructions absent.json", "absent.json: no such file"),
-        ("--checkpoint tuned --instructions none.json", "none.json: record 0 (counted from 0), line 1, column 2"),
+        ("--checkpoint tuned --instructions none.json", "none.json: is empty, wanted Alpaca records"),
         ("--checkpoint tuned --instructions text.txt", "text.txt: record 0"),
         ("--checkpoint tuned --instructions long.json", "--instructions: none of the 4 held-out prompts has at"),
         ("--checkpoint base --seeds -1", "--seeds is -1, wants 0 or more"),
@@ -414,7 +414,6 @@ def test_help_says_which_model_is_taken(command: ModuleType, capsys: pytest.Capt
         command.main(["--help"])
     flag = " ".join(capsys.readouterr().out.rpartition("--checkpoint DIR")[2].split())
     assert flag.startswith(
-        "a run, one of its checkpoints, another program's model, or one that comes with the repository: small, "
-        "storyteller (default: the newest run under runs/, fine-tuned before pretrained; else one that comes with the "
-        "repository)"
+        "a run, one of its checkpoints, another program's model, or a model of the repository: small, storyteller "
+        "(default: the newest run under runs/, fine-tuned before pretrained; else a model of the repository)"
     )

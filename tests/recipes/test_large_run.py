@@ -144,6 +144,14 @@ def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     assert call("storyteller.sh", "train", there, *PLAIN, **learn).count("complete, skipped") == 2
 
 
+def test_without_any_book_the_storyteller_stops(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ncase $2 in data.gutenberg) exit 2 ;; esac\n")
+    python.chmod(0o755)
+    shown = call("storyteller.sh", "data", tmp_path / "out", *[python] * 3, status=1, PYTHON=str(python))
+    assert "data.tinystories" in shown and shown.splitlines()[-1].startswith("$ -m data.gutenberg")
+
+
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [

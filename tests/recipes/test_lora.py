@@ -109,6 +109,7 @@ def fault(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--base run --lora 4 --lora-dropout 1", "--lora-dropout is 1.0, wants a share from 0 to below 1"),
         ("--base run --lora 4 --lora-targets qkv,gate", "is called 'gate'; known: qkv, out, gate_up, down"),
         ("--resume --out whole --lora 8", "--resume: --lora is 8, the run in whole has 4"),
+        ("--base run --lora 1000", "--lora is 1000, wants at most "),
         ("--base nothing --lora 4", "no checkpoint in nothing"),
     ],
 )
@@ -118,7 +119,7 @@ def test_one_line(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, 
 
 def test_another_base_in_the_place_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree("run")
-    assert "its base run/step-00000002 is not there" in fault("--resume --out whole", capsys)
+    assert "its base run/step-00000002 is missing" in fault("--resume --out whole", capsys)
     shutil.copytree("other", "run")
     assert "whole/step-00000008 is an adapter for another base: run/step-00000002" in fault(
         "--resume --out whole", capsys)  # fmt: skip

@@ -136,17 +136,22 @@ def test_what_cannot_be_carried_is_refused(flags: str, message: str, here: None)
     assert not Path("base").exists()
 
 
-def test_characters_in_place_of_a_vocabulary(here: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """As nanoGPT's shakespeare_char: an id for each character, and one for the end of a document."""
+@pytest.mark.parametrize("tokenizer", [["--tokenizer", "chars"], []])
+def test_characters_in_place_of_a_vocabulary(
+    here: None, capsys: pytest.CaptureFixture[str], tokenizer: list[str]
+) -> None:
+    """As nanoGPT's shakespeare_char: an id for each character, and one for the end of a document. The preset, which has
+    no room for the bytes, needs no flag for it."""
     characters = len(set(Path("text.txt").read_text(encoding="utf-8")))
     shape = ["--model", "gpt2", "--config", "char", "--set", "dim=12", "heads=2", "layers=1", "context=16"]
-    flags = "--data text.txt --tokenizer chars --steps 1 --batch-size 2 --workers 1 --backend numpy --out base".split()
-    assert pretrain.main([*flags, *shape]) == 0
+    flags = "--data text.txt --steps 1 --batch-size 2 --workers 1 --backend numpy --out base".split()
+    assert pretrain.main([*flags, *shape, *tokenizer]) == 0
     meta = checkpoint.load(Path("base")).meta
     assert meta["config"]["vocab"] == characters + 1
     size = Path("text.txt").stat().st_size
     assert meta["corpus"][0]["bytes"] == int(size * 0.9)  # ASCII; the last tenth is held out
-    assert f"vocab 65 -> {characters + 1}: the characters of the text" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"vocab 65 -> {characters + 1}: the characters of the text" in printed and "sft.py" not in printed
     assert chat.main("--checkpoint base --backend numpy --prompt The --max-tokens 5".split()) == 0
 
 

@@ -145,7 +145,7 @@ def test_other_ways_that_work(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ("--data other --base run", "--base: run/step-00000008 has another tokenizer than other; make the shards"),
         ("--data shards --base run --model gpt2", "is a nanoeuler, wanted a gpt2; give --model too"),
         ("--data shards --base none", "no checkpoint in none; train one first"),
-        ("--resume --out run --mix books=1", "--resume: --mix is ('books=1',), the run in run has ('books=0.7', "),
+        ("--resume --out run --mix books=1", "--resume: --mix is books=1, the run in run has books=0.7 "),
     ],
 )  # fmt: skip
 def test_one_line(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:

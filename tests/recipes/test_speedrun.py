@@ -167,7 +167,7 @@ def test_ctrl_c_lets_the_stage_save_and_says_how_to_go_on(run: Run) -> None:
 def test_a_stage_that_fails_is_named(run: Run, stage: str) -> None:
     run.fault(stage, "3")
     _, err = run.finish(*run.files, status=3)
-    assert err.startswith(f"error: stage {stage} failed with status 3, log: a run/logs/{stage}.log; mend what it says")
+    assert err.startswith(f"error: stage {stage} failed with status 3, log: a run/logs/{stage}.log; fix the error")
     assert err.count("\n") == 1 and "continue with: PYTHON=./python" in err
     assert run.stages()[-1] == stage
     run.finish(*run.files)
@@ -207,7 +207,7 @@ def test_a_lost_base_is_trained_again_and_so_is_its_chat(run: Run) -> None:
     out, _ = run.finish(*run.files)
     assert run.stages() == [*STAGES, "pretrain", *STAGES[5:]]
     assert [call.split()[0] for call in run.calls() if "--resume" in call] == ["pretrain"]
-    assert "a run/sft is made again; what was there is removed" in out and "a run/pretrain is made" not in out
+    assert "a run/sft is stale and made again; the old one is removed" in out and "a run/pretrain is stale" not in out
     assert [path.name for path in (run.out / "sft").iterdir()] == ["step-1"]
 
 
@@ -219,7 +219,7 @@ def test_training_that_was_cut_short_starts_anew_on_other_shards(run: Run) -> No
     shutil.rmtree(run.out / "shards")
     out, _ = run.finish(*run.files)
     assert run.stages() == [*STAGES[:6], *STAGES[4:]]
-    assert "a run/pretrain is made again" in out and not any("--resume" in call for call in run.calls())
+    assert "a run/pretrain is stale and made again" in out and not any("--resume" in call for call in run.calls())
 
 
 def test_alignment_and_benchmarks_where_their_files_are_given(run: Run) -> None:
@@ -318,7 +318,7 @@ def test_the_commands_that_data_only_prints(run: Run, out: str) -> None:
     named = [] if out.startswith("runs") else ["--out", out]
     flags = ["--config", "small", *named, "--data-only", *run.files, "--pretrain-flags", "--steps 5"]
     *_, title, here, other, there = execute(shlex.join(["bash", str(SCRIPT), *flags]), run.folder)
-    assert title.endswith("To train on them here:") and other.startswith("and on another machine")
+    assert title.endswith("To train on them here:") and other.startswith("or on another machine")
     execute(here, run.folder)
     assert run.stages() == STAGES and "--card --steps 5" in run.calls()[5]
 
@@ -337,7 +337,7 @@ def test_the_commands_that_data_only_prints(run: Run, out: str) -> None:
     [
         (["--what"], "--what: no such flag; recipes/speedrun.sh --help lists them"),
         (["book.txt"], "book.txt: no such flag"),
-        (["--books"], "--books: wants a value after it"),
+        (["--books"], "--books: needs a value; see recipes/speedrun.sh --help"),
         (["--config", "huge"], "--config huge: wanted small or base"),
         (["--books", "no.zip"], "no.zip: no such file or folder; check the path, relative to "),
         (["--web", "book.txt", "--web", "nothing/"], "nothing/: no such file or folder"),
@@ -347,10 +347,10 @@ def test_the_commands_that_data_only_prints(run: Run, out: str) -> None:
         (["--task-data", "faults", "--tasks", "blimb"], "--tasks: unknown task 'blimb'"),
         (["--task-data", "faults"], "--task-data: no file for blimp; wanted"),
         (["--books", "none"], "--books none and --web none leave no text; name some"),
-        (["--shards", "faults"], "--shards faults: no manifest.json in it; name what data.shards has made"),
-        (["--shards", "made", "--books", "book.txt"], "--books: the shards of --shards are made; drop one of the two"),
-        (["--shards", "made", "--data-only"], "--data-only: the shards of --shards are made; drop one of the two"),
-        (["--out", "book.txt"], "--out book.txt: cannot be made; name another folder"),
+        (["--shards", "faults"], "--shards faults: no manifest.json in it; name a folder of data.shards"),
+        (["--shards", "made", "--books", "book.txt"], "--books: --shards names finished shards; drop one of the two"),
+        (["--shards", "made", "--data-only"], "--data-only: --shards names finished shards; drop one of the two"),
+        (["--out", "book.txt"], "--out book.txt: cannot be created; name another folder"),
         (["--backend", "abacus"], "unknown backend 'abacus'; known: auto, numpy, cupy"),
         (["--precision", "bf16"], "precision 'bf16' is not available on backend numpy; use one of"),
     ],
@@ -468,7 +468,7 @@ def test_a_small_text_of_ones_own_becomes_shards(real: Run, config: str) -> None
 @pytest.mark.slow
 def test_from_text_to_a_chat_killed_in_every_stage(real: Run) -> None:
     out = kill_in_each(real, STAGES[:5], DATA, seed=3)
-    assert "The data is made: a run/shards and a run/sources/instructions/alpaca.json" in out
+    assert "The data are ready: a run/shards and a run/sources/instructions/alpaca.json" in out
     made = open_shards([real.out / "shards"], False)
     assert {name: source.licence[:13] for name, source in made.sources.items()} == {
         "gutenberg": "public domain", "web": "ours",

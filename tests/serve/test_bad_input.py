@@ -3,10 +3,12 @@ protocol's own form, tells nothing of the machine, and stays unharmed."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,12 @@ def test_wrong_bodies(server: Running, body: bytes, words: str) -> None:
 def test_wrong_types_and_numbers_out_of_range_name_the_field(server: Running, field: str, value: Any) -> None:
     error = check_error(server.post("/v1/chat/completions", {**CHAT, field: value}), 400)
     assert error["param"] is not None and error["param"].split(".")[0] == field
+
+
+def test_the_branches_of_a_union_are_no_part_of_a_fields_name(server: Running) -> None:
+    assert check_error(server.post("/v1/completions", {"prompt": 5}), 400)["param"] == "prompt"
+    content = {"messages": [{"role": "user", "content": 5}]}
+    assert check_error(server.post("/v1/chat/completions", content), 400)["param"] == "messages.0.content"
 
 
 def test_numbers_that_are_almost_zero(server: Running) -> None:
@@ -312,7 +320,7 @@ def test_health_and_metrics(server: Running) -> None:
     after = httpx.get(server.url + "/metrics").text
 
     def value(text: str, name: str) -> float:
-        return float(next(line.split()[-1] for line in text.splitlines() if line.startswith(name)))
+        return float(next((line.split()[-1] for line in text.splitlines() if line.startswith(name)), 0))
 
     name = "tinyforge_generated_tokens_total"
     assert value(after, name) - value(before, name) == 7
@@ -320,3 +328,70 @@ def test_health_and_metrics(server: Running) -> None:
     name = 'tinyforge_requests_total{path="/v1/chat/completions",status="200"}'
     assert value(after, name) - value(before, name) == 1
     assert value(after, "tinyforge_first_token_seconds_count") >= 1 and "process_resident_memory_bytes" in after
+
+
+def test_a_call_that_nobody_awaits_any_more_harms_no_text(start: Callable[..., Any]) -> None:
+    """The handler of a request is cancelled while the engine's thread has yet to compute its attention."""
+    with start() as server:
+        loop, engine = server.engine._loop, server.engine
+
+        async def call_and_leave() -> None:
+            task = asyncio.ensure_future(engine.call(lambda: None))
+            await asyncio.sleep(0)
+            task.cancel()
+
+        server.slow[0] = 0.2
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.post, "/v1/chat/completions", CHAT)
+            until = time.monotonic() + 10
+            while not engine.outstanding and time.monotonic() < until:
+                time.sleep(0.01)
+            asyncio.run_coroutine_threadsafe(call_and_leave(), loop).result(10)
+            assert answer.result(30)[0] == 200
+        assert server.engine.ended == {"stop": 1}
+
+
+def test_a_stream_whose_opening_nobody_takes_is_cancelled(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the opening, with the echo of a prompt, finds no room on its way: the client reads nothing."""
+    from tinyforge.serve import app
+
+    monkeypatch.setattr(app, "SEND_SECONDS", 0.2)
+    with start() as server:
+        server.slow[0] = 0.05
+
+        async def stuck(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(60)
+
+        async def ask() -> None:
+            body = json.dumps({"prompt": "The dog", "stream": True, "echo": True, "max_tokens": 100,
+                               "logit_bias": {"510": -100, "511": -100}}).encode()  # fmt: skip
+            parts = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> Any:
+                if parts:
+                    return parts.pop()
+                await asyncio.sleep(60)
+
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+                     "query_string": b"", "headers": [(b"host", b"localhost")]}  # fmt: skip
+            await server.app.asgi(scope, receive, stuck)
+
+        asyncio.run_coroutine_threadsafe(ask(), server.engine._loop).result(20)
+        assert server.settled() and server.engine.ended == {"cancelled": 1}
+
+
+def test_attention_while_the_server_shuts_down(start: Callable[..., Any]) -> None:
+    with start() as server:
+        server.engine.draining = True
+        check_error(server.post("/v1/attention", {"text": "x"}), 503, "shutting down")
+        check_error(server.post("/v1/chat/completions", CHAT), 503, "shutting down")
+
+
+def test_an_engine_that_never_started_stops(small: Loaded) -> None:
+    from tinyforge.infer.scheduler import Scheduler
+    from tinyforge.serve.engine import Engine
+
+    Engine(Scheduler(small.model, 2), small.tokenizer).stop()

@@ -140,3 +140,22 @@ def test_a_port_that_is_taken_is_told() -> None:
         bound.listen()
         with pytest.raises(UserError, match="choose another --host or --port"):
             listening("127.0.0.1", bound.getsockname()[1])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_a_signal_before_the_server_listens_ends_it() -> None:
+    import asyncio
+
+    from tinyforge.serve.http import Server
+
+    drained: list[int] = []
+
+    async def interrupted() -> None:
+        server = Server(None, 1, lambda: None, lambda: drained.append(1))
+        with server.capture_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.01)
+        assert server.should_exit
+
+    asyncio.run(interrupted())
+    assert drained == [1]

@@ -281,20 +281,22 @@ def test_errors_are_the_clients_own(client: Any, start: Callable[..., Any]) -> N
         return caught.value
 
     assert wrong(openai.NotFoundError, "no model 'gpt-4o'", model="gpt-4o").code == "model_not_found"
-    long = wrong(openai.BadRequestError, "context is 128 tokens, and the messages take 227",
+    long = wrong(openai.BadRequestError, "messages: 227 tokens, which leave no room",
                  messages=asked("ten " * 100))  # fmt: skip
     assert long.code == "context_length_exceeded" and long.param == "messages"
-    assert "take at least" in str(wrong(openai.BadRequestError, "context", messages=asked("ten " * 10000)))
+    assert "messages: at least" in str(wrong(openai.BadRequestError, "context", messages=asked("ten " * 10000)))
+    with pytest.raises(openai.BadRequestError, match="prompt: .* tokens, which leave no room .*; shorten the text"):
+        client.completions.create(model="small", prompt="ten " * 100)
     assert wrong(openai.BadRequestError, "temperature", temperature=-1).param == "temperature"
     for given, match in (
         ({"n": 9}, "n is 9, this server gives at most 8"), ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "text alone"), ({"top_logprobs": 3}, "wants logprobs"),
-        ({"max_tokens": 0}, "wants at least 1"), ({"logit_bias": {"512": 1}}, "no token id from 0 to 511"),
+        ({"response_format": {"type": "json_object"}}, "only with text"), ({"top_logprobs": 3}, "needs logprobs"),
+        ({"max_tokens": 0}, "wants at least 1"), ({"logit_bias": {"512": 1}}, "wants 0 to 511"),
         ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"messages": []}, "messages"),
-        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "the user first"),
+        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "user first"),
         ({"messages": [*asked("Hi"), {"role": "assistant", "content": "Hi"}]}, "wants the user's"),
         ({"messages": [{"role": "tool", "content": "Hi", "tool_call_id": "1"}]}, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "reads text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
     ):  # fmt: skip
         wrong(openai.BadRequestError, match, **given)
     for given, match in (({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"prompt": [513]}, "513"),
@@ -336,3 +338,9 @@ def test_a_full_queue_is_a_rate_limit(start: Callable[..., Any]) -> None:
             assert server.settled()
             short = client.completions.create(model="small", prompt="The dog", max_tokens=2, temperature=0)
             assert short.choices[0].text
+
+
+def test_one_token_has_no_speed(server: Running) -> None:
+    wish = {"prompt": "The dog", "max_tokens": 1, "ignore_eos": True, "tinyforge": {"look_inside": True}}
+    assert server.post("/v1/completions", wish)[1]["tinyforge"]["tokens_per_second"] is None
+    assert server.post("/v1/completions", {**wish, "max_tokens": 9})[1]["tinyforge"]["tokens_per_second"] > 0

@@ -476,7 +476,7 @@ def test_a_failed_save_keeps_the_old_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", disk_full)
-    with pytest.raises(UserError, match="cannot write the tokenizer .*No space left on device; free space"):
+    with pytest.raises(UserError, match="cannot write the tokenizer .*No space left on device; free some space"):
         Tokenizer([], ["</s>"]).save(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["tokenizer.json"]

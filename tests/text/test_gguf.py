@@ -44,7 +44,7 @@ def test_byte_level_tokenizers_come_back(kind: str, tmp_path: Path) -> None:
     back = from_gguf(as_read(metadata), FILE)
     assert back.specials == ours.specials and back.bos == ours.bos
     nfc = kind == "qwen2"
-    assert lost_in_gguf(ours) == ("text is not brought into Unicode's normal form C" if nfc else "")
+    assert lost_in_gguf(ours) == ("text is not normalised to Unicode's form C" if nfc else "")
     if not nfc:
         assert back.hash() == ours.hash()
     for text in ["Zoë's 12 \u00e9 dogs", "x=1;\r\n\tb++", " WE'LL  "]:
@@ -87,7 +87,7 @@ def test_merges_become_scores_that_encode_alike(normalizer: Any, cut: Any, lost:
     assert isinstance(ours, SentencePiece) and ours.scores is None
     merges = ours.pairs()
     # The trainer wrote one way to make each token; SentencePiece's own files, and those of Llama, have all of them.
-    with pytest.raises(UserError, match="joins by scores, and none give the merges of this tokenizer"):
+    with pytest.raises(UserError, match="joins by scores, and none give this tokenizer's merges"):
         to_gguf(ours, ours.vocab_size)
     scored = SentencePiece(ours.pieces, ours.specials, 1, [-float(i) for i in range(ours.vocab_size)],
                            spaces=ours.spaces)  # fmt: skip
@@ -103,7 +103,7 @@ def test_merges_become_scores_that_encode_alike(normalizer: Any, cut: Any, lost:
 def test_what_llama_cpp_cannot_do_is_refused() -> None:
     with pytest.raises(UserError, match="cannot hold a CharTokenizer"):
         to_gguf(CharTokenizer("abc"), 4)
-    with pytest.raises(UserError, match="keeps all spaces, this tokenizer takes some out"):
+    with pytest.raises(UserError, match="keeps all spaces, this tokenizer removes some"):
         to_gguf(tiny(["a"], spaces=Spaces(collapsed=True)), 260)
     every = ["<unk>", "<s>", "</s>", *BYTES, "a", "b", "ab", "ba", "aba"]
     # "aba" is made of ab and a before "ba" is made, and of a and ba after.
@@ -121,23 +121,23 @@ SCORED = as_read(to_gguf(tiny(["a", "b", "ab"]), 262))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "bert"}, "its tokenizer is of the kind 'bert'; supported: 'gpt2', 'llama'"),
-        ({"model": ["gpt2", "llama"]}, r"its tokenizer.ggml.model is \['gpt2', 'llama'\], which is no str"),
+        ({"model": "bert"}, "its tokenizer is of kind 'bert'; supported: 'gpt2', 'llama'"),
+        ({"model": ["gpt2", "llama"]}, r"its tokenizer.ggml.model is \['gpt2', 'llama'\], wanted str"),
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre is 'deepseek-llm'; supported: gpt-2, llama-bpe, smaug-bpe"),
-        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\], which is no str"),
-        ({"tokens": None}, "its tokenizer.ggml.tokens is no list of texts"),
-        ({"tokens": np.arange(259)}, "its tokenizer.ggml.tokens is no list of texts"),
+        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\], wanted str"),
+        ({"tokens": None}, "its tokenizer.ggml.tokens is not a list of texts"),
+        ({"tokens": np.arange(259)}, "its tokenizer.ggml.tokens is not a list of texts"),
         ({"tokens": ["a"] * 259}, "model.gguf: "),
-        ({"merges": None}, "its tokenizer.ggml.merges is no list of texts"),
+        ({"merges": None}, "its tokenizer.ggml.merges is not a list of texts"),
         ({"merges": ["h i x"]}, "merge 0: got 'h i x', wanted two tokens"),
-        ({"token_type": np.ones(7, np.int32)}, "its tokenizer.ggml.token_type is no array of 259 numbers"),
-        ({"token_type": "all"}, "its tokenizer.ggml.token_type is no array of 259 numbers"),
+        ({"token_type": np.ones(7, np.int32)}, "its tokenizer.ggml.token_type is not an array of 259 numbers"),
+        ({"token_type": "all"}, "its tokenizer.ggml.token_type is not an array of 259 numbers"),
         ({"token_type": np.array([5] + [1] * 258)}, "token 0 '.*' is of type 5; supported are normal"),
         ({"token_type": np.array([4] + [1] * 258)}, "token 0 '.*' is of type 4"),
         ({"token_type": np.array([77] + [1] * 258)}, "token 0 '.*' is of type 77"),
-        ({"add_bos_token": True, "bos_token_id": 3}, "its bos_token_id is 3, which is no special token"),
-        ({"bos_token_id": np.arange(2)}, r"its tokenizer.ggml.bos_token_id is array\(\[0, 1\]\), which is no int"),
-        ({"add_bos_token": np.arange(2)}, "its tokenizer.ggml.add_bos_token is array.*, which is no bool"),
+        ({"add_bos_token": True, "bos_token_id": 3}, "its bos_token_id is 3, which is not a special token"),
+        ({"bos_token_id": np.arange(2)}, r"its tokenizer.ggml.bos_token_id is array\(\[0, 1\]\), wanted int"),
+        ({"add_bos_token": np.arange(2)}, "its tokenizer.ggml.add_bos_token is array.*, wanted bool"),
     ],
 )
 def test_faulty_metadata_is_one_line(change: dict[str, Any], message: str) -> None:
@@ -149,7 +149,7 @@ def test_faulty_metadata_is_one_line(change: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scores": None}, "its tokenizer.ggml.scores is no array of 262 numbers"),
+        ({"scores": None}, "its tokenizer.ggml.scores is not an array of 262 numbers"),
         ({"scores": np.full(262, np.nan, np.float32)}, "token 261 'ab': got the score nan"),
         ({"tokens": [*SPECIALS, *["a"] * 259]}, "token 4: got 'a', which is token 3 too"),
     ],
@@ -162,6 +162,6 @@ def test_faulty_scores_are_one_line(change: dict[str, Any], message: str) -> Non
 
 
 def test_files_that_do_not_name_a_kind_or_a_pattern() -> None:
-    for key, message in (("model", "of the kind ''; supported"), ("pre", "pre is ''; supported: gpt-2")):
+    for key, message in (("model", "of kind ''; supported"), ("pre", "pre is ''; supported: gpt-2")):
         with pytest.raises(UserError, match=message):
             from_gguf({name: value for name, value in GOOD.items() if name != f"tokenizer.ggml.{key}"}, FILE)

@@ -279,13 +279,13 @@ def test_exports_that_are_refused() -> None:
     # "abc" in two ways: an id each here, one entry there.
     twice = Tokenizer([(97, 98), (98, 99), (256, 99), (97, 257)], [])
     assert "the bytes b'abc' as ids 258 and 259" in user_error(lambda: to_huggingface(twice))
-    for special, wanted in [("ab", "spelt as token 256 is"), ("a", "spelt as token 97 is"), ("\ud83d", "surrogate")]:
+    for special, wanted in [("ab", "spelling of token 256"), ("a", "spelling of token 97"), ("\ud83d", "surrogate")]:
         odd = Tokenizer([(97, 98)], [special])
         for recognise in (False, True):
             assert wanted in user_error(lambda odd=odd, flag=recognise: to_huggingface(odd, flag))
     accent = Tokenizer([], ["été"])
     assert "characters that spell other bytes" in user_error(lambda: to_huggingface(accent, True))
-    assert "spelt as token 32 is" in user_error(lambda: to_huggingface(Tokenizer([], ["Ġ"]), True))
+    assert "spelling of token 32" in user_error(lambda: to_huggingface(Tokenizer([], ["Ġ"]), True))
     assert "cannot hold a CharTokenizer" in user_error(lambda: to_huggingface(CharTokenizer("ab")))
     for spaces, pieces in [(Spaces(collapsed=True), ["a"]), (Spaces("first"), ["a"]), (Spaces(), ["ab"])]:
         scores = [0.0] * (256 + len(pieces))
@@ -366,7 +366,7 @@ def template(*names: str) -> dict[str, Any]:
         ("model.vocab", {"a": "b"}, "model.vocab"),
         ("model.vocab.a", 98, "got id 98 for both 'a' and 'b'"),
         ("model.vocab.ab", 300, "got no token with id 256, but 258 tokens"),
-        ("model.vocab.ÃĠ", 258, "which no merge makes and which is no text"),
+        ("model.vocab.ÃĠ", 258, "which no merge makes and which is not a text"),
         ("model.vocab.zzz", 257, "got id 257 for both"),
         ("model.vocab.zzz", -1, "got no token with id 258"),
         ("model.merges", None, "model.merges"),
@@ -375,8 +375,8 @@ def template(*names: str) -> dict[str, Any]:
         ("model.merges", [["a", 1]], "merge 0"),
         ("model.merges", ["a b c"], "merge 0"),
         ("model.merges", [["a", "b"], ["a", "b"]], "merge 1: got the ids 97 and 98, wanted a new pair"),
-        ("added_tokens", {"a": 1}, "got no list as added_tokens"),
-        ("added_tokens", [SPECIAL | {"content": "  ", "special": False}], "'  ' that is not special"),
+        ("added_tokens", {"a": 1}, "added_tokens is not a list"),
+        ("added_tokens", [SPECIAL | {"content": "  ", "special": False}], "'  ', which is not special"),
         ("added_tokens", [{"id": 258}], "wanted an id and a content"),
         ("added_tokens", [SPECIAL], "'</s>' with two ids"),
         ("added_tokens", [SPECIAL | {"content": ""}], "'' with two ids"),
@@ -398,7 +398,7 @@ def test_vocabularies_that_are_refused(tmp_path: Path) -> None:
     content = to_huggingface(Tokenizer([], [])) | {"normalizer": {"type": "NFC"}}
     content["model"]["vocab"] |= {"中": 256}
     path = save(content, tmp_path / "tokenizer.json")
-    assert "token 256: got '中', which spells no bytes" in user_error(lambda: from_huggingface(path))
+    assert "token 256: got '中', which does not spell bytes" in user_error(lambda: from_huggingface(path))
     content["model"]["vocab"] = {"a": 0}
     save(content, path)
     assert "got no token for the byte 0x00, wanted one for each byte" in user_error(lambda: from_huggingface(path))
@@ -415,7 +415,7 @@ def test_vocabularies_that_are_refused(tmp_path: Path) -> None:
         ("pre_tokenizer", METASPACE, "got pre_tokenizer"),
         ("decoder", {"type": "Metaspace"}, "got decoder"),
         ("model.ignore_merges", True, "got model.ignore_merges True"),
-        ("model.merges", [["a", "b"]], "merge 0: got 'ab' which is no token"),
+        ("model.merges", [["a", "b"]], "merge 0: got 'ab' which is not a token"),
         ("model.vocab.<0x41>", 900, "got no token with id"),
         ("post_processor", template("A", "</s>"), "got post_processor"),
     ],
@@ -447,7 +447,7 @@ def test_byte_fallback_files_that_are_refused(dotted: str, value: object, wanted
         ({"nfc": None}, "nfc or ignore_merges is not true or false"),
         ({"tokens": None}, "tokens is not a list of texts"),
         ({"tokens": [1]}, "tokens is not a list of texts"),
-        ({"tokens": ["中"]}, "a character that spells no byte"),
+        ({"tokens": ["中"]}, "a character that does not spell a byte"),
         ({"tokens": ["a"], "specials": {}, "bos": None}, "got no token for the byte 0x00"),
         ({"specials": []}, "specials does not map texts to ids"),
         ({"specials": {"</s>": 999}}, "specials does not map texts to ids"),

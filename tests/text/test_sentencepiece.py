@@ -112,7 +112,7 @@ def test_the_memory_of_words_begins_anew(llama: tuple[Any, SentencePiece], monke
     ours._words.clear()
     assert ours.encode(text) == theirs.encode(text)
     remembered = len(ours._words)
-    monkeypatch.setattr(sentencepiece, "KNOWN_CHARACTERS", 200)
+    monkeypatch.setattr(sentencepiece, "CACHED_CHARACTERS", 200)
     ours._words.clear()
     ours._words.room = 0
     assert ours.encode(text) == theirs.encode(text)
@@ -253,7 +253,7 @@ def test_what_llama2c_cannot_hold(tmp_path: Path) -> None:
     merges = SentencePiece(["<unk>", "<s>", "</s>", *BYTES, "a", "aa"], SPECIALS, 1, merges=[(259, 259)])
     path = tmp_path / "tokenizer.bin"
     for tokenizer in (merges, tiny(["a"], spaces=Spaces(collapsed=True))):
-        assert "llama2.c's format holds" in user_error(lambda t=tokenizer: write_llama2c(t, path))
+        assert "llama2.c's format has" in user_error(lambda t=tokenizer: write_llama2c(t, path))
         assert not path.exists()
     assert "No such file" in user_error(lambda: write_llama2c(tiny(["a"]), tmp_path / "no" / "tokenizer.bin"))
 
@@ -269,8 +269,8 @@ GOOD = HEAD + b"".join(entry(byte.encode()) for byte in BYTES)
 @pytest.mark.parametrize(
     ("data", "wanted"),
     [
-        (b"", "got less than 3 tokens"),
-        (b"\1\0\0\0", "got less than 3 tokens"),
+        (b"", "fewer than 3 tokens"),
+        (b"\1\0\0\0", "fewer than 3 tokens"),
         (GOOD + b"\0", "at token 259"),
         (GOOD + entry(b"ab", -1.0)[:-1], "got the length 2 at token 259"),
         (GOOD + entry(b"ab", -1.0, 2**31 - 1), "got the length 2147483647"),
@@ -281,7 +281,7 @@ GOOD = HEAD + b"".join(entry(byte.encode()) for byte in BYTES)
         (GOOD + 2 * entry(b"a"), "token 260: got 'a', which is token 259 too"),
         (GOOD + entry(b"a") + entry(b"ab", -1.0) + entry(b"ac", -1.0), "got the score -1.0"),
         (GOOD + entry(b"a") + entry(b"aa", float("nan")), "got the score nan"),
-        (HEAD, "got no token <0x00>"),
+        (HEAD, "there is no token <0x00>"),
     ],
 )
 def test_damaged_llama2c_files(data: bytes, wanted: str, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def content_of(tokenizer: SentencePiece) -> dict[str, Any]:
         ({"merges": 1}, "merges is not a list of pairs"),
         ({"merges": [[1, 2, 3]]}, "merges is not a list of pairs"),
         ({"merges": [[259, 259]], "pieces": [*BYTES, "a"], "specials": {}, "bos": None}, "got the ids 259 and"),
-        ({"merges": [[256, 256]], "pieces": [*BYTES, "a"], "specials": {}, "bos": None}, "got 'aa' which is no token"),
+        ({"merges": [[256, 256]], "pieces": [*BYTES, "a"], "specials": {}, "bos": None}, "'aa' which is not a token"),
         ({"specials": []}, "specials does not map texts to ids"),
         ({"specials": {"<s>": "1"}}, "specials does not map texts to ids"),
         ({"specials": {"<s>": 999}}, "specials does not map texts to ids"),
@@ -334,7 +334,7 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     for options, wanted in [
         ({"model_type": "unigram"}, "got model type 1, wanted 2 (BPE)"),
         ({"normalization_rule_name": "nmt_nfkc"}, "got a normalisation of characters"),
-        ({"byte_fallback": False}, "got no token <0x00>"),
+        ({"byte_fallback": False}, "there is no token <0x00>"),
         ({"user_defined_symbols": ["<x>"]}, "got the token '<x>' of type 4"),
         ({"treat_whitespace_as_suffix": True}, "got spaces behind words"),
     ]:
@@ -371,7 +371,7 @@ def test_wire_format() -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    assert "got no tokenizer there" in user_error(lambda: load_tokenizer(tmp_path))
+    assert "no tokenizer there" in user_error(lambda: load_tokenizer(tmp_path))
     (tmp_path / "tokenizer.bin").write_bytes(GOOD)
     assert load_tokenizer(tmp_path).vocab_size == 259
     assert "cannot read" in user_error(lambda: load_tokenizer(tmp_path / "none.json"))

@@ -101,7 +101,7 @@ BYTES = [bytes([byte]) for byte in range(256)]
     ("lines", "wanted"),
     [
         ([], "got 0 ranks"),
-        (ranks(BYTES[:9]), "got 9 ranks of which 9 is none"),
+        (ranks(BYTES[:9]), "got 9 ranks without rank 9"),
         (["YQ=="], "line 1: got 'YQ==', wanted a token in base64 and its rank"),
         (["Y!== 1"], "line 1: got 'Y!== 1'"),
         (["YQ== one"], "line 1"),
@@ -109,10 +109,10 @@ BYTES = [bytes([byte]) for byte in range(256)]
         (["YQ== -1"], "line 1: got b'a' with rank -1"),
         ([*ranks(BYTES), "YWI= 255"], "line 257: got b'ab' with rank 255"),
         ([*ranks(BYTES), "YQ== 256"], "line 257: got b'a' with rank 256"),
-        ([*ranks(BYTES), "YWI= 257"], "of which 256 is none"),
+        ([*ranks(BYTES), "YWI= 257"], "without rank 256"),
         (ranks([*reversed(BYTES)]), "for the byte 0x00"),
-        (ranks([*BYTES, b"abc"]), "line 257: got b'abc', which tokens of lower rank make in 3 parts, wanted 2"),
-        (ranks([*BYTES, b"ab", b".\n"]), "line 258: got b'.\\n', which GPT-2's pattern cuts in two"),
+        (ranks([*BYTES, b"abc"]), "line 257: got b'abc', which is 3 tokens of lower rank, wanted 2"),
+        (ranks([*BYTES, b"ab", b".\n"]), "line 258: got b'.\\n', which GPT-2's pattern splits"),
     ],
 )
 def test_rank_files_that_are_refused(lines: list[str], wanted: str, tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from tinyforge.gradcheck import TOLERANCE, directional_error
 from tinyforge.op import Stash
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens
-from tinyforge.train.policy import GRPO, NORMALISE, OLD, REFERENCE, advantages, policy_batch, reward_figures
+from tinyforge.train.policy import GRPO, OLD, REFERENCE, advantages, policy_batch, reward_figures
 from tinyforge.train.preferences import DPO, IPO, ORPO, Encoded, Pairs, SimPO, reply_rows
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 CONFIG = Config(dim=8, heads=2, kv_heads=1, layers=1, context=9, vocab=11, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5))
 PREFERENCES = [DPO(0.7), DPO(0.7, 0.2), IPO(0.3), SimPO(2.0, 0.0, 0.5), SimPO(1.5, 0.1), ORPO(0.4), ORPO(0.4, 0.1)]
-POLICIES = [GRPO(0.1, 0.2, 0.3, name, 6) for name in NORMALISE] + [GRPO(), GRPO(0.5, 0.3, 0.4)]
+POLICIES = [GRPO(0.1, 0.2, 0.3, name, 6) for name in ("grpo", "dapo", "dr_grpo")] + [GRPO(), GRPO(0.5, 0.3, 0.4)]
 
 
 def model(seed: int = 1) -> NanoEuler:

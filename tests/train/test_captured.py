@@ -123,7 +123,7 @@ def test_what_cannot_be_captured_is_one_line() -> None:
     with pytest.raises(UserError, match="--capture: the objective DPO is not one that a graph can repeat"):
         Captured(Sharded(model, backend, DPO()), AdamW(model.buffer, backend), 1.0)
     for settings in (DpoSettings(capture="on"), GrpoSettings(capture="on")):
-        with pytest.raises(UserError, match="--capture: here the loss is weighed by numbers that a graph would not"):
+        with pytest.raises(UserError, match="--capture: the loss is weighed on the host, which no graph can repeat"):
             settings.check()
 
 

@@ -81,7 +81,7 @@ def test_of_a_block_that_is_run_again_only_the_input_is_kept(name: str) -> None:
 
 def test_a_model_without_blocks_says_so() -> None:
     spec = find_model("mamba")
-    with pytest.raises(UserError, match="Mamba has no blocks that can be run again; leave it out, or use one of"):
+    with pytest.raises(UserError, match="Mamba has no blocks that can be recomputed; leave it out, or use one of"):
         plan_step(spec, next(iter(spec.presets.values())), "bf16", 1, 16, recompute="blocks")
 
 

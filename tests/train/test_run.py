@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -293,6 +294,16 @@ def test_norms_by_layer_make_up_the_whole_norm(tmp_path: Path) -> None:
         assert whole == pytest.approx(rows["loss"][step]["grad_norm"], rel=1e-5) and row["peak_memory_mib"] > 1
 
 
+def test_a_figure_that_only_some_evaluations_have_is_plotted(tmp_path: Path) -> None:
+    steps = [{"step": n, "tokens": n, "loss": 1.0, "lr": 0.1, "seconds": n, "reward": 2.0} for n in (1, 2, 3)]
+    held_out = [{"step": n, "tokens": n, "val_bits_per_byte": 3.0} for n in (1, 3)]
+    picture, rows = tmp_path / "loss.png", [*steps, *held_out, {"step": 3, "tokens": 3, "val_bits_per_byte_book": 2.0}]
+    for curve in ("", "reward"):
+        assert metrics.plot(rows, picture, curve) and picture.stat().st_size > 10_000
+        picture.unlink()
+    assert not metrics.plot(rows, picture, "absent") and not picture.exists()
+
+
 def test_samples_and_what_the_run_is_are_written(tmp_path: Path) -> None:
     """As the figures are: rows after the checkpoint go when a run is resumed, and the files have the same bytes."""
     whole = Trial(tmp_path / "whole")
@@ -438,6 +449,23 @@ def test_hints_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert f"Continue with --resume --out {shlex.quote(str(out))}\n" in capsys.readouterr().err
 
 
+def test_a_signal_between_two_steps_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step is taken, and neither saved nor evaluated; then, as the last thing before the fourth, it comes."""
+    trial = Trial(tmp_path, eval_every=9)
+    run = Run(trial.task, trial.settings, trial.backend)
+
+    def clock() -> float:
+        if sys._getframe(1).f_code.co_name == "train" and run.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return time.perf_counter()
+
+    monkeypatch.setattr("tinyforge.train.run.time", SimpleNamespace(perf_counter=clock))
+    with pytest.raises(SystemExit) as left:
+        run.train()
+    assert left.value.code == 128 + signal.SIGTERM and run.last_saved == tmp_path / "step-00000003"
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
 def test_kernels_that_are_made_ready_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a GPU does in its first steps; what is loaded later is no longer the start."""
 
@@ -448,7 +476,7 @@ def test_kernels_that_are_made_ready_are_counted(tmp_path: Path, capsys: pytest.
             compile.on_load("rmsnorm_bwd of ops/rmsnorm.cu", 0.6)
 
     Trial(tmp_path, load).train()
-    assert "making 2 kernels ready, the next run finds them on the disk: 1.3 s" in capsys.readouterr().out
+    assert "preparing 2 kernels, which the next run finds on disk: 1.3 s" in capsys.readouterr().out
 
 
 def test_the_parts_of_a_run_can_be_called_alone(tmp_path: Path) -> None:

@@ -117,5 +117,6 @@ def test_help_names_every_flag_and_its_default(capsys: pytest.CaptureFixture[str
         parse(PretrainSettings, "a recipe", ["--help"])
     shown = capsys.readouterr().out
     assert all(f"--{f.name.replace('_', '-')}" in shown for f in fields(PretrainSettings))
+    assert "order and samples (default: 0)" in " ".join(shown.split())
     assert "(default: 0.004)" in shown and "(default: runs/pretrain)" in shown
-    assert "2 % slower" in " ".join(shown.split())
+    assert "2 % slower" in " ".join(shown.split()) and "and samples (default: 0)" in " ".join(shown.split())

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from models.llama import Config, Llama
+from tests.hub.foreign import entries_of
 from tinyforge.backends import get_backend
-from tinyforge.hub.foreign import entries_of, weights_of
+from tinyforge.hub.foreign import weights_of
 from tinyforge.hub.huggingface import write_directory
 from tinyforge.op import Stash
 from tinyforge.train.data_parallel import Sharded

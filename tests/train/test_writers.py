@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,18 @@ def test_a_package_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_shows_the_figures_and_forgets_what_a_resumed_run_drops(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_figures_and_forgets_what_a_resumed_run_drops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Read by TensorBoard itself."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log(tmp_path, "tensorboard", 0, 5)
-    import atexit
-
-    atexit._run_exitfuncs()  # as at the end of the process
-    log(tmp_path, "tensorboard", 3, 6)
-    atexit._run_exitfuncs()
+    at_exit: list[Callable[[], object]] = []
+    monkeypatch.setattr("tinyforge.train.writers.atexit", types.SimpleNamespace(register=at_exit.append))
+    for first, last in ((0, 5), (3, 6)):
+        log(tmp_path, "tensorboard", first, last)
+        at_exit.pop()()  # as at the end of the process
     found = EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
     assert sorted(found.Tags()["scalars"]) == ["loss", "val_loss"]

@@ -74,8 +74,9 @@ def test_shapes_are_those_of_a_real_step() -> None:
     [
         (["show", "gpt5"], "unknown model 'gpt5'; known: nanoeuler"),
         (["show", "gpt2", "--config", "small"], "gpt2 has no preset 'small'; known: char, 124m, 355m"),
-        (["show", "gpt2", "--batch-size", "0"], "--batch-size 0, --seq-len 256; wants 1 or more"),
-        (["show", "gpt2", "--seq-len", "257"], "--seq-len 257; wants 1 or more, and 1 to the config's context, 256"),
+        (["show", "gpt2", "--batch-size", "0"], "--batch-size 0, --seq-len 256: wants a batch of at least 1"),
+        (["show", "gpt2", "--seq-len", "0"], "--seq-len 0: wants a batch of at least 1"),
+        (["show", "gpt2", "--seq-len", "257"], "--seq-len 257: wants a batch of at least 1, and a length of 1 to"),
         (["show", "gpt2", "--precision", "fp4"], "precision 'fp4' is not one of"),
         (["show"], "the following arguments are required: NAME"),
         ([], "the following arguments are required: list|show|record|page"),

@@ -1,7 +1,7 @@
 """Backends: where arrays live, in which precision, and what the device can tell about itself.
 
-A backend is an array module (`xp`) and a dtype policy. Which function runs for a kernel on a backend is the kernel's
-own business, see `tinyforge/kernel.py`; nothing here knows an op.
+A backend is an array module (`xp`) and a dtype policy. A kernel knows its own implementation on each backend, see
+`tinyforge/kernel.py`; nothing here knows an op.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tinyforge.errors import UserError
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are kept, on the backends named.
+    """The dtypes of a training step, and the backends that support it.
 
-    storage: activations, their gradients, and the weights as the ops read them. master: the weights that the optimizer
-    updates, its moments, the gradients of parameters, and what ops keep of sums over a row.
+    storage: of activations, their gradients, and the weights as the ops read them. master: of the weights that the
+    optimizer updates, its moments, parameter gradients, and row statistics that ops save.
     """
 
     name: str
@@ -68,7 +68,7 @@ def fp8_dtype(name: str) -> np.dtype:
 
 @cache
 def wide(dtype: np.dtype) -> np.dtype:
-    """What arrays of `dtype` are summed in, and statistics of their rows kept in: float32, or float64 for float64."""
+    """The dtype of sums over arrays of `dtype`, and of row statistics: float32, or float64 for float64."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
@@ -76,8 +76,8 @@ class Backend:
     """An array module and a precision.
 
     dtype, master_dtype: see `Precision`. workers: how many shards of a batch may run at once (processes on a CPU, one
-    on a GPU). read_every: steps between two looks at the loss; each look waits for the device. blocks: partial sums of
-    a sum over a large array. group: of the ranks that compute together, each with a backend of its own
+    on a GPU). read_every: steps between two reads of the loss; each read waits for the device. blocks: partial sums of
+    a reduction over a large array. group: the ranks that compute together, each with a backend of its own
     (`tinyforge.parallel.Group`); None for this process and its workers.
     """
 
@@ -112,39 +112,39 @@ class Backend:
         return self.zeros(shape, dtype)
 
     def asarray(self, array: Any, dtype: np.dtype | None = None) -> Any:
-        """`array` on this backend: floats in its dtype, integers as int32, or what is asked for."""
+        """`array` on this backend: as `dtype`, by default floats in the backend's and integers as int32."""
         if dtype is None:
             dtype = self.dtype if np.asarray(array).dtype.kind == "f" else np.dtype(np.int32)
         return self.xp.asarray(array, dtype=dtype)
 
     def table(self, shape: tuple[int, ...], make: Callable[[], np.ndarray]) -> Any:
-        """The numbers that `make` computes, of that shape, in the master's dtype; a phantom does not compute them."""
+        """make(), an array of that shape, in the master dtype. The phantom backend does not call it."""
         return self.asarray(make(), self.master_dtype)
 
     def describe(self) -> str:
-        """What computes, for people."""
+        """The device, for people."""
         return f"{cpu_model()}, {self.workers} workers (one a core unless --workers)"
 
     def synchronize(self) -> None:
-        """Wait until everything that was asked for is computed."""
+        """Wait until the device has finished all work."""
 
     def spare(self, count: int) -> None:
-        """From now on leave so many of a GPU's multiprocessors to kernels that run beside those of the ops."""
+        """From now on leave `count` of a GPU's multiprocessors to kernels that run beside the ops' own."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the device's own memory: used, held, free, total; nothing where it has none of its own."""
+        """Bytes of the device's memory: used, held, free, total; empty for a device without memory of its own."""
         return {}
 
     def energy(self) -> float | None:
-        """Joules that the device has used since some moment long ago; None where nobody counts them."""
+        """Joules that the device has used since an arbitrary start; None if it has no counter."""
         return None
 
     def graphs(self) -> Any:
-        """What captures a function's launches, see `backends/graphs.py`. Raises UserError where nothing is launched."""
+        """Captures a function's launches, see `backends/graphs.py`. Raises UserError on a backend without launches."""
         raise UserError(f"--capture makes a CUDA graph of the step, and the backend is {self.name}; use --capture off")
 
     def matmul_peak(self) -> float:
-        """FLOP/s of the best of some rounds of large matrix products of random numbers: measured, not looked up."""
+        """FLOP/s of large matrix products of random numbers, the best of a few rounds: measured, not looked up."""
         raise NotImplementedError
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -158,7 +158,7 @@ class Backend:
 def get_backend(
     name: str = "auto", precision: str = "fp32", workers: int | None = None, device: int | None = None
 ) -> Backend:
-    """The backend called `name`; `auto` takes the best that this machine has: a GPU if there is one.
+    """The backend called `name`; `auto` takes a GPU if there is one.
 
     workers: for NumPy. device: the number of the GPU, for CuPy.
     """
@@ -188,12 +188,12 @@ def get_backend(
 
 
 def gpu_is_there() -> bool:
-    """Whether CuPy is installed and finds a GPU. Asks without noise: `auto` must work on any machine."""
+    """Whether CuPy is installed and finds a GPU. Never raises: `auto` must work on any machine."""
     return gpu_count() > 0
 
 
 def gpu_count() -> int:
-    """The GPUs that CuPy finds; 0 where it is not installed or does not load: --backend cupy says which."""
+    """The number of GPUs that CuPy finds; 0 if it is not installed or does not load. --backend cupy says which."""
     if importlib.util.find_spec("cupy") is None:
         return 0
     try:

@@ -10,14 +10,14 @@ that lie beside it and those of this package:
 
     load(Path(__file__).with_name("mine.cu"), "mine_fwd", SCALAR="float")
 
-Each file lists the combinations that are used in its head, so that all of them can be compiled ahead of time, and on
-a machine without a GPU, to see that they build and what they cost in registers:
+The head of each file lists the combinations that are used, so that all of them can be compiled ahead of time, and
+without a GPU, to see that they build and how many registers they take:
 
     // compile: SCALAR=double|float|bf16 VEC=1          every combination of the values; several lines add up
     // spills: none                                     no variant may spill registers to memory
 
-CuPy keeps what was compiled on disk (~/.cupy/kernel_cache), under a hash of the source text. Headers
-(`#include "ops/common.cuh"`) are pasted into that text, so that a change in one of them is seen.
+CuPy caches compiled kernels on disk (~/.cupy/kernel_cache), under a hash of the source text. Headers
+(`#include "ops/common.cuh"`) are pasted into that text, so a change in one of them changes the hash.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 from tinyforge.errors import UserError
 
-FOLDERS = ("ops", "optim", "infer/cuda")
+FOLDERS = ("ops", "optim", "parallel", "infer/cuda")
 INSTALL = 'pip install "cupy-cuda13x[ctk]" ml_dtypes'
 OPTIONS = ("-std=c++17",)
 
@@ -42,14 +42,12 @@ _INCLUDE = re.compile(r'^#include "([\w/.]+\.cuh)"$', re.MULTILINE)
 _VARIANTS = re.compile(r"^// compile:(.*)$", re.MULTILINE)
 _NO_SPILLS = re.compile(r"^// spills: none$", re.MULTILINE)
 
-_ENTRY = re.compile(r'^extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?(?!__)(\w+)\(', re.MULTILINE)
-
 Macros = Mapping[str, int | str]
 File = str | Path  # relative to the package, or the full path of a file outside it
 
 
 class KernelError(RuntimeError):
-    """A kernel that does not compile: names the file and the macros and carries NVRTC's log."""
+    """A kernel that does not compile. The message names the file and the macros and has NVRTC's log."""
 
 
 def kernel_files() -> list[str]:
@@ -60,7 +58,7 @@ def kernel_files() -> list[str]:
 
 @cache
 def read(file: File) -> str:
-    """The text of a .cu file, headers pasted in; errors still point at the files as they are. Raises KernelError."""
+    """The text of a .cu file, headers pasted in; #line directives keep error positions right. Raises KernelError."""
     path = Path(file) if Path(file).is_absolute() else files("tinyforge").joinpath(str(file))
     try:
         text = path.read_text(encoding="utf-8")
@@ -99,7 +97,7 @@ def variants(file: File) -> list[dict[str, str]]:
 
 
 def constant(file: File, name: str) -> int:
-    """The number after `#define name` in a file: what a launcher needs to know of its kernel stands in one place."""
+    """The number after `#define name` in a file: a launcher reads its kernel's constants instead of repeating them."""
     found = re.search(rf"^#define {name} (\d+)", read(file), re.MULTILINE)
     if found is None:
         raise KernelError(f"{_shown(file)} has no line `#define {name} <number>`")
@@ -111,19 +109,19 @@ def promises_no_spills(file: File) -> bool:
 
 
 on_load: Callable[[str, float], None] | None = None
-"""Called with each kernel that `load` has made ready, and the seconds it took: a few milliseconds from CuPy's cache on
-the disk, about a second where it was compiled. For progress displays."""
+"""Called with each kernel that `load` has made ready and the seconds it took: a few milliseconds from CuPy's cache on
+disk, about a second to compile. For progress displays."""
 
 
 @cache
 def load(
     file: File, entry: str, shared_bytes: int = 0, *, arch: str = "", cooperative: bool = False, **macros: int | str
 ) -> Any:
-    """The kernel `entry` of a .cu file, as a cupy.RawKernel; compiled here, the first time.
+    """The kernel `entry` of a .cu file, as a cupy.RawKernel; compiled on the first call.
 
-    shared_bytes: the dynamic shared memory of its launches; unasked they get 48 KB, static shared memory included.
-    arch: for what needs a feature of one architecture, e.g. "sm_90a", in place of the device's own. cooperative: its
-    blocks wait for each other, so a launch of more than the device runs at once is an error.
+    shared_bytes: the dynamic shared memory of its launches; by default 48 KB, static shared memory included. arch:
+    compile for this architecture, e.g. "sm_90a" for its special features, instead of the device's own. cooperative:
+    the blocks wait for each other, so launching more than the device runs at once is an error.
     """
     import cupy
 
@@ -133,14 +131,14 @@ def load(
     kernel = cupy.RawKernel(code, entry, options=options, enable_cooperative_groups=cooperative)
     try:
         kernel.compile()
-        # CuPy hands out one function for the same text: a smaller number would take away what another launch needs.
+        # CuPy shares one function among kernels of the same text: never lower the limit that another launch has set.
         if shared_bytes > kernel.max_dynamic_shared_size_bytes:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
     except cupy.cuda.compiler.CompileException as error:
         raise KernelError(f"{describe(file, macros)} does not compile:\n{error.get_message()}") from error
     except RuntimeError as error:
         if "nvrtc" in str(error).lower() and "load" in str(error).lower():
-            raise UserError(f"NVRTC, CUDA's compiler at run time, is not found: {INSTALL}") from error
+            raise UserError(f"NVRTC, CUDA's runtime compiler, is not found: {INSTALL}") from error
         raise KernelError(f"{describe(file, macros)}, kernel {entry}: {error}") from error
     if on_load is not None:
         on_load(f"{entry} of {describe(file, macros)}", time.perf_counter() - start)
@@ -152,13 +150,8 @@ def describe(file: File, macros: Macros) -> str:
     return f"{_shown(file)} with {' '.join(f'{k}={v}' for k, v in macros.items()) or 'no macros'}"
 
 
-def entries(file: File) -> list[str]:
-    """The kernels that a file defines."""
-    return _ENTRY.findall(read(file))
-
-
 def warm_up() -> int:
-    """Compile every specialisation of every file now; returns how many. TINYFORGE_WARMUP=1 does it at the start."""
+    """Compile every specialisation of every file now; returns how many. TINYFORGE_WARMUP=1 does it at start-up."""
     import cupy
 
     count, capability = 0, cupy.cuda.Device().compute_capability
@@ -183,7 +176,7 @@ def compile_to_cubin(file: File, macros: Macros, arch: str) -> str:
     macros = dict(macros)
     arch = str(macros.pop("arch", "")) or arch
     code = specialise(file, tuple(sorted(macros.items())))
-    # As CuPy compiles it, and the report of the assembler.
+    # The options of CuPy, and the report of the assembler.
     options = (*OPTIONS, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v", f"-I{_headers()}")
     program = nvrtc.createProgram(code, str(file), (), ())
     try:
@@ -198,7 +191,7 @@ def compile_to_cubin(file: File, macros: Macros, arch: str) -> str:
 
 
 def _headers() -> str:
-    """Where CUDA's own headers are (cuda_bf16.h and its like), for the kernels that include them."""
+    """The folder of CUDA's own headers, such as cuda_bf16.h."""
     from cuda import pathfinder
 
     return pathfinder.find_nvidia_header_directory("cudart") or "."

@@ -1,18 +1,18 @@
 """Matrix products on the GPU: one wrapper for all of them, over the gemmEx that CuPy carries.
 
 cupy.matmul does not take bf16 with more than two axes, cannot accumulate, and cannot write float32 from bf16 factors;
-gemmEx does all of it. float64, float32, float32 by TF32 tensor cores (`tf32=True`), and bf16: products of bf16 are
-exact in float32, and are summed in float32.
+gemmEx can. It takes float64, float32, float32 by TF32 tensor cores (`tf32=True`), and bf16, whose products are exact in
+float32 and summed in float32.
 
-CuPy refuses its own call while a stream is being captured in a graph; the library does not. `Products` calls the same
-function of the same library by ctypes, on a handle and with a workspace of its own, whose size is cuBLAS's default: the
-library then chooses the same algorithms, and the bits are the same.
+CuPy refuses its own gemmEx while a stream is being captured in a graph; cuBLAS does not. `Products` calls the same
+function of the same library by ctypes, with a handle and a workspace of its own. The workspace has cuBLAS's default
+size, so that the library chooses the same algorithms and the bits are the same.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -60,23 +60,23 @@ class Products:
         self.handle: int = cublas.create()
         finalize(self, cublas.destroy, self.handle)
         major = int(cupy.cuda.Device().compute_capability[:-1])
-        # Not from a pool: like the workspace of CuPy's handle, nothing that the memory forecast knows of.
+        # Not from a pool: like the workspace of CuPy's handle, it is outside of the memory forecast.
         self.workspace = cupy.cuda.Memory(32 << 20 if major >= 9 else 4 << 20)
 
     def __call__(self, other_handle: int, *arguments: Any) -> None:
         """As cublas.gemmEx; the handle is this one's own."""
-        _check("cublasGemmEx", _library().cublasGemmEx(self.handle, *arguments))
+        check_status("cublasGemmEx", _library().cublasGemmEx(self.handle, *arguments))
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """All products in here are made by this, on the stream that is current now."""
+        """Inside, `gemm` uses this object, on the stream that is current now."""
         global _gemm_ex
         library, before = _library(), _gemm_ex
-        _check("cublasSetStream", library.cublasSetStream_v2(self.handle, cupy.cuda.get_current_stream().ptr))
-        # After the stream: setting that takes the workspace away.
-        _check("cublasSetWorkspace",
+        check_status("cublasSetStream", library.cublasSetStream_v2(self.handle, cupy.cuda.get_current_stream().ptr))
+        # After the stream: setting the stream resets the workspace.
+        check_status("cublasSetWorkspace",
                library.cublasSetWorkspace_v2(self.handle, self.workspace.ptr, self.workspace.size))  # fmt: skip
-        _check("cublasSetSmCountTarget", library.cublasSetSmCountTarget(self.handle, _processors))
+        check_status("cublasSetSmCountTarget", library.cublasSetSmCountTarget(self.handle, _processors))
         _gemm_ex = self
         try:
             yield
@@ -84,24 +84,29 @@ class Products:
             _gemm_ex = before
 
 
+def load_library(name: str, functions: Mapping[str, tuple[Any, ...]]) -> Any:
+    """One of CUDA's libraries by ctypes, the copy that CuPy uses. functions: the types of their arguments."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    library = ctypes.CDLL(load_nvidia_dynamic_lib(name).abs_path)
+    for function, arguments in functions.items():
+        getattr(library, function).argtypes = arguments
+    return library
+
+
 @cache
 def _library() -> Any:
-    from cuda.pathfinder import load_nvidia_dynamic_lib  # which CuPy finds its own libraries by
-
-    library = ctypes.CDLL(load_nvidia_dynamic_lib("cublas").abs_path)
     integer, pointer = ctypes.c_int, ctypes.c_void_p
-    for name, arguments in {
+    return load_library("cublas", {
         "cublasSetStream_v2": (pointer, pointer),
         "cublasSetWorkspace_v2": (pointer, pointer, ctypes.c_size_t),
         "cublasSetSmCountTarget": (pointer, integer),
         "cublasGemmEx": (pointer, *(integer,) * 5, *(pointer, pointer, integer, integer), *(pointer, integer, integer),
                          *(pointer, pointer, integer, integer), integer, integer),
-    }.items():  # fmt: skip
-        getattr(library, name).argtypes = arguments
-    return library
+    })  # fmt: skip
 
 
-def _check(name: str, status: int) -> None:
+def check_status(name: str, status: int) -> None:
     if status:
         raise RuntimeError(f"{name} returned status {status}; cublasStatus_t in cublas_api.h says what it means")
 
@@ -110,10 +115,10 @@ _processors = 0
 
 
 def use_processors(count: int) -> None:
-    """Products from now on are made for so many multiprocessors; 0: for all that there are."""
+    """From now on cuBLAS plans its products for `count` multiprocessors; 0: for all of them."""
     global _processors
     _processors = count
-    _check("cublasSetSmCountTarget", _library().cublasSetSmCountTarget(device.get_cublas_handle(), count))
+    check_status("cublasSetSmCountTarget", _library().cublasSetSmCountTarget(device.get_cublas_handle(), count))
 
 
 def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
@@ -149,8 +154,8 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
     if scale != 1.0 or keep != 1.0:
         numbers = np.array([scale, keep if accumulate else 0.0], kind)  # alive until gemmEx has read them
         alpha, beta = numbers.ctypes.data, numbers[1:].ctypes.data
-    # cuBLAS counts down columns. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change
-    # places and each keeps its own flag.
+    # cuBLAS is column-major. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors swap places
+    # and each keeps its own flag.
     _gemm_ex(
         device.get_cublas_handle(), TRANSPOSE if transpose_b else NO, TRANSPOSE if transpose_a else NO, n, m, k,
         alpha, b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),

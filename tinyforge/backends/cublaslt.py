@@ -1,11 +1,11 @@
 """Matrix products that add a bias or a whole array, one or many at a time, by cuBLASLt, which comes with cuBLAS and
 which CuPy does not wrap.
 
-cuBLAS can only add what already stands in the output: it would have to be written there first and read again, two
-passes over memory. cuBLASLt adds it while the sums are in registers, from where it lies, and rounds once.
+cuBLAS can only add to the output: the array would have to be copied there first and read again, two passes over memory.
+cuBLASLt reads it in place, adds it while the sums are in registers, and rounds once.
 
 A product is described once for each shape and alignment: what to compute, the layout of the arrays, the algorithm that
-the library's heuristics put first. The choice depends on nothing else, so that a run gives the same bits every time.
+the library's heuristics rank first. The choice depends on nothing else, so a run gives the same bits every time.
 Source: the cuBLAS manual, "Using the cuBLASLt API"; names and numbers as in cublasLt.h.
 """
 
@@ -28,7 +28,9 @@ from tinyforge.backends.cublas import (
     ONE,
     TRANSPOSE,
     ZERO,
+    check_status,
     leading,
+    load_library,
     type_code,
 )
 from tinyforge.kernel import Array
@@ -58,11 +60,8 @@ class _Heuristic(ctypes.Structure):
 
 @cache
 def _library() -> Any:
-    from cuda.pathfinder import load_nvidia_dynamic_lib  # which CuPy finds its own libraries by
-
-    library = ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)
     integer, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
-    for name, arguments in {
+    return load_library("cublasLt", {
         "cublasLtMatmulDescCreate": (pointer, integer, integer),
         "cublasLtMatmulDescSetAttribute": (_Handle, integer, pointer, size),
         "cublasLtMatrixLayoutCreate": (pointer, integer, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
@@ -73,16 +72,14 @@ def _library() -> Any:
         "cublasLtMatmulAlgoGetHeuristic": (_Handle,) * 7 + (integer, pointer, pointer),
         "cublasLtMatmul": (_Handle, _Handle, pointer, pointer, _Handle, pointer, _Handle, pointer, pointer, _Handle,
                            pointer, _Handle, pointer, pointer, size, pointer),
-    }.items():  # fmt: skip
-        getattr(library, name).argtypes = arguments
-    return library
+    })  # fmt: skip
 
 
 def _call(name: str, *arguments: Any, may: int = 0) -> int:
     """Call a function of the library. Raises unless it returns success, or the status `may`."""
     status: int = getattr(_library(), name)(*arguments)
-    if status not in (0, may):
-        raise RuntimeError(f"{name} returned status {status}; cublasStatus_t in cublas_api.h says what it means")
+    if status != may:
+        check_status(name, status)
     return status
 
 
@@ -102,12 +99,11 @@ def _described(
     transpose_b: bool, batch: int, epilogue: int, dtype: np.dtype, compute: int, gpu: int,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """(description, layouts of a, b, add and out, algorithm) of out = a b + add in cuBLAS's order, with the bias where
-    the epilogue says so, or None where the library has no algorithm for it. shapes: of the matrices a, b, add and out
+    the epilogue says so, or None if the library has no algorithm for it. shapes: of the matrices a, b, add and out
     as they lie; steps: distances between their rows; alignments: of their addresses; batch: how many of each there are,
     without gaps one behind the other."""
     description = _create("cublasLtMatmulDescCreate", compute, type_code(FLOAT64 if dtype == FLOAT64 else FLOAT32))
-    # Column-major: a row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors change places and each
-    # keeps its own flag.
+    # Column-major, as in cublas.gemm: the factors swap places and each keeps its own flag.
     flags = (_TRANSA, TRANSPOSE if transpose_b else NO), (_TRANSB, TRANSPOSE if transpose_a else NO)
     for attribute, value in (*flags, (_EPILOGUE, epilogue)):
         _set("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.c_int(value))
@@ -126,7 +122,7 @@ def _described(
     arguments = (description, b, a, add, out, preference, 1, ctypes.byref(found), ctypes.byref(count))
     _call("cublasLtMatmulAlgoGetHeuristic", device.get_cublas_handle(), *arguments, may=_NOT_SUPPORTED)
     _call("cublasLtMatmulPreferenceDestroy", preference)
-    # The default preference allows no workspace: nothing that the memory forecast would have to know of.
+    # The default preference allows no workspace, so the memory forecast need not count one.
     return (description, a, b, add, out, found) if count.value and found.state == 0 else None
 
 
@@ -201,7 +197,7 @@ def _compute(a: Array, tf32: bool) -> int:
 
 
 def _multiply(described: tuple[Any, ...], arrays: tuple[Array, ...], alpha: int, beta: int) -> None:
-    """alpha, beta: the addresses of numbers of the type that sums have."""
+    """alpha, beta: addresses of numbers in the precision of sums."""
     description, layout_a, layout_b, layout_add, layout_out, found = described
     a, b, add, out = (x.data.ptr for x in arrays)
     _call(

@@ -1,7 +1,7 @@
 """The CuPy backend: arrays in the memory of one GPU, kernels of our own in CUDA (the .cu files beside the ops).
 
 A kernel is launched by a function with the same name and arguments as its NumPy body, in a file beside the op:
-`ops/rmsnorm_cuda.py` launches `ops/rmsnorm.cu`. What they all need is here: the storage type as a macro, how wide an
+`ops/rmsnorm_cuda.py` launches `ops/rmsnorm.cu`. Here is what they share: the storage type as a macro, how wide an
 access may be, how many blocks a launch takes. Launches return at once; nothing here waits for the device except
 `to_numpy`. Importing this module needs CuPy; making a `CupyBackend` needs a GPU.
 """
@@ -34,7 +34,7 @@ _MAX_BLOCKS = 2**31 - 1
 
 
 def new(shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """An array that is not filled. A launch costs Python some ten microseconds, of which cupy.empty would add some."""
+    """An uninitialised array. A launch costs Python about ten microseconds, and cupy.empty would add to that."""
     return cupy.ndarray(shape, dtype)
 
 
@@ -48,7 +48,7 @@ def scalar(dtype: np.dtype) -> str:
 
 
 def contiguous(x: Array) -> Array:
-    """x itself, or a copy where it has gaps: kernels see an address and no strides."""
+    """x itself, or a C-contiguous copy: kernels get an address and no strides."""
     return x if x.flags.c_contiguous else cupy.ascontiguousarray(x)
 
 
@@ -58,21 +58,22 @@ def or_null(x: Array | None) -> Any:
 
 
 def key_arguments(key: Any) -> tuple[Any, np.uint32, np.uint32]:
-    """Of a kernel that draws: where the words of the key lie, and the words where that is null."""
+    """The arguments of a kernel that draws random numbers: the address of the key's words, and the words themselves
+    where that is null."""
     if isinstance(key, tuple):
         return np.uintp(0), np.uint32(key[0]), np.uint32(key[1])
     return key, np.uint32(0), np.uint32(0)
 
 
 def vector(width: int, *arrays: Array) -> int:
-    """Elements of a 16-byte access where rows of `width` and all addresses allow it, else 1. First array: storage."""
+    """Elements of a 16-byte access if rows of `width` and all addresses allow it, else 1. First array: storage."""
     count = 16 // arrays[0].itemsize
     return count if width % count == 0 and all(a.data.ptr % 16 == 0 for a in arrays) else 1
 
 
 @cache
 def vectors_a_lane(width: int, vec: int, dtype: np.dtype) -> int:
-    """The macro PER for rows of `width` taken by a warp: vectors in a lane's registers, 0 where they are too many."""
+    """The macro PER for a warp that takes rows of `width`: vectors in a lane's registers, 0 if they are too many."""
     if vec == 1:
         return 0
     needed = -(-width // (32 * vec))
@@ -96,7 +97,7 @@ _spared = 0
 
 
 def free_processors() -> int:
-    """Those that a kernel with a block for each may fill: all but what `CupyBackend.spare` leaves to others."""
+    """Multiprocessors that a persistent kernel may fill: all but those that `CupyBackend.spare` leaves to others."""
     return processors() - _spared
 
 
@@ -108,14 +109,14 @@ def has_wgmma() -> bool:
 
 @cache
 def shared_limit(resident: int = 1) -> int:
-    """Bytes of shared memory that a block may use, if so many are to run on each multiprocessor at a time."""
+    """Bytes of shared memory that a block may use if `resident` of them are to run on a multiprocessor at a time."""
     device = cupy.cuda.Device().attributes
     each = device["MaxSharedMemoryPerMultiprocessor"] // resident - device["ReservedSharedMemoryPerBlock"]
     return int(min(device["MaxSharedMemoryPerBlockOptin"], each))
 
 
 def add_columns(out: Array, second: Array | None, partial: Array) -> None:
-    """out += the sum over the rows of partial, in a fixed order; the columns past out's size go to `second`, if any."""
+    """out += the sum over the rows of partial, in a fixed order; columns past out's size go to `second`, if given."""
     count, columns = partial.shape
     launch = load("ops/columns.cu", "add_columns", SCALAR=scalar(partial.dtype))
     numbers = map(np.int32, (count, columns, out.size))
@@ -128,7 +129,7 @@ class CupyBackend(Backend):
     name = "cupy"
     xp = cupy
     read_every = 10
-    repeats = False  # set by `graphs.Graphs` while what is launched is to be launched again with other data
+    repeats = False  # set by `graphs.Graphs` while it captures launches that will be replayed with other data
 
     def __init__(self, precision: str = "fp32", device: int | None = None) -> None:
         super().__init__(precision, workers=1)
@@ -151,13 +152,13 @@ class CupyBackend(Backend):
         return self.precision.name == "tf32"
 
     def asarray(self, array: Any, dtype: np.dtype | None = None) -> Array:
-        """As on any backend; a NumPy array is copied by way of pinned memory, without waiting for the device."""
+        """See `Backend`; a NumPy array is copied through pinned memory, without waiting for the device."""
         if not isinstance(array, cupy.ndarray):
             array = np.asarray(array)
             if self.repeats:
                 raise UserError(
-                    f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph would not do "
-                    "again; use --capture off"
+                    f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph cannot repeat; "
+                    "use --capture off"
                 )
         if dtype is None:
             dtype = self.dtype if array.dtype.kind in "fV" else np.dtype(np.int32)  # bf16 is of kind V
@@ -175,11 +176,11 @@ class CupyBackend(Backend):
         self.device.synchronize()
 
     def spare(self, count: int) -> None:
-        """A kernel with a block for each multiprocessor deals the work out before it starts. Where another kernel holds
-        a few of them, the blocks that find no room start when the first ones end, and the kernel takes twice its time.
+        """A kernel with one block per multiprocessor divides the work before it starts. If another kernel holds a few
+        multiprocessors, the blocks that find no room start when the first ones end, and the kernel takes twice as long.
 
-        With another number cuBLAS may sum in another order, and what is summed in partial sums has more or fewer; our
-        products have the same bits. Of the process, not of this backend.
+        With another number cuBLAS may sum in another order, and reductions have more or fewer partial sums; our own
+        matrix products keep the same bits. The setting belongs to the process, not to this backend.
         """
         global _spared
         if count != _spared:
@@ -207,7 +208,7 @@ class CupyBackend(Backend):
         return 2 * size**3 / best
 
     def energy(self) -> float | None:
-        """As the driver's NVML counts them, for the whole device, some ten times a second."""
+        """NVML's counter, of the whole device, updated about ten times a second."""
         try:
             nvml = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
@@ -227,28 +228,28 @@ class CupyBackend(Backend):
         return Graphs(self)
 
     def memory(self) -> dict[str, int]:
-        """Bytes: `used` by arrays now, `held` by the pools (the most ever used, and gaps), `free` and `total`."""
+        """Bytes: `used` by arrays now, `held` by the pools (their peak and fragmentation), `free` and `total`."""
         free, total = cupy.cuda.runtime.memGetInfo()
         held = sum(pool.total_bytes() for pool in pools())
         return {"used": used_bytes(), "held": held, "free": free, "total": total}
 
 
 other_pools: list[Any] = []
-"""Those of `Graphs`, and of NCCL's windows. A plain list, because `PeakMemory` goes through it at every allocation."""
+"""The pools of `Graphs` and of NCCL's windows. A plain list: `PeakMemory` goes through it at every allocation."""
 
 
 def pools() -> list[Any]:
-    """CuPy's own, and the others."""
+    """CuPy's own pool and the others."""
     return [cupy.get_default_memory_pool(), *other_pools]
 
 
 def used_bytes() -> int:
-    """By arrays now, in all pools."""
+    """Bytes used by arrays now, in all pools."""
     return sum(pool.used_bytes() for pool in pools())
 
 
 class PeakMemory(cupy.cuda.MemoryHook):
-    """Inside `with PeakMemory() as peak:`, peak.bytes is the most that arrays have used at one time."""
+    """Inside `with PeakMemory() as peak:`, peak.bytes is the most that arrays have used at once."""
 
     name = "PeakMemory"
 

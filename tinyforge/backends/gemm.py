@@ -1,12 +1,13 @@
-"""Matrix products on the GPU: by a kernel of our own where a measurement says that it is faster, else by cuBLAS.
+"""Matrix products on the GPU: by a kernel of our own where it was measured to be faster, else by cuBLAS.
 
-Ours (ops/gemm_hopper.cu) takes bf16 on a Hopper. Which of its variants to use for which product, or that cuBLAS is
-faster, was measured once for each shape by bench/gemm.py, and lies in gemm_table.json by the name of the GPU. A product
-that is not in the table goes to cuBLAS: another GPU, another shape, another precision. So the choice depends on the
-shape alone, and a run gives the same bits every time.
+Ours (ops/gemm_hopper.cu) takes bf16 on a Hopper. bench/gemm.py measured once, for each shape, which of its variants is
+fastest or whether cuBLAS is; the results are in gemm_table.json by the name of the GPU. A product that is not in the
+table goes to cuBLAS: another GPU, shape or precision. So the choice depends on the shape alone, and a run gives the
+same bits every time.
 
-Some products of ours end with an op's whole pass over memory (EPILOGUES): `gemm_swiglu`, `gemm_swiglu_backward` and
-`gemm_rope` give None where the table has none of these for a shape, and the op takes its passes one by one.
+Some of our products have an epilogue that replaces another op's pass over memory (EPILOGUES). `gemm_swiglu`,
+`gemm_swiglu_backward` and `gemm_rope` return None where the table has no such product for the shape, and the op then
+makes its passes one by one.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ DEPTH, THREADS, LINE, BARRIERS, PIECE, PIECES, HEAD = (
 )
 SIDE = constant(PLAIN, "SIDE")
 MOST_BLOCKS = 1024  # of the plain kernel
+BAND = 8  # rows of tiles that blocks work on at a time, unless a variant has another number
 
 # Whether a product transposes its factors, for those that a model and its gradient have: x W^T, dy W, dy^T x.
 PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "WEIGHT"}
 
-# What may stand in the table beside them: a product, and the epilogue of its kernel.
+# The epilogues that the table may have, each with the product that it ends.
 EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "ROPE": "FORWARD"}
 
 # Products in FP8 (ops/fp8.py), both factors lying along: x W^T with x in e4m3, or in e5m2, or with an epilogue; and
@@ -50,11 +52,11 @@ FP8_PRODUCTS = {
 }  # fmt: skip
 
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
-"""Called with every product of bf16: (product, m, n, k) and the variant, None being cuBLAS."""
+"""Called with every bf16 product: (product, m, n, k) and the variant, None for cuBLAS."""
 
 
 def announce(say: Callable[[str], object]) -> None:
-    """Say from now on which kernel makes each product of bf16, once for each shape."""
+    """From now on report which kernel computes each bf16 product, once for each shape."""
     seen = set()
 
     def once(product: str, m: int, n: int, k: int, variant: Variant | None) -> None:
@@ -72,7 +74,7 @@ class Variant:
 
     rows, columns: of a tile. stages: of the ring of buffers. pingpong: each of the two multiplying warpgroups has
     tiles of its own. cluster: blocks that share their copies. band: rows of tiles that blocks work on at a time.
-    splits: parts of the sum, of a WEIGHT product alone.
+    splits: parts of the sum, only for a WEIGHT product.
     """
 
     rows: int
@@ -80,7 +82,7 @@ class Variant:
     stages: int
     pingpong: int
     cluster: int
-    band: int = 8
+    band: int = BAND
     splits: int = 1
 
     def __str__(self) -> str:
@@ -105,7 +107,7 @@ def compiled(product: str = "FORWARD") -> list[Variant]:
 
 
 def macros_of(product: str) -> dict[str, str]:
-    """What the kernel's text says of a product or an epilogue."""
+    """The kernel's macros for a product or an epilogue."""
     if product in FP8_PRODUCTS:
         return {"PRODUCT": "FORWARD", **FP8_PRODUCTS[product]}
     return {"PRODUCT": EPILOGUES[product], "EPILOGUE": product} if product in EPILOGUES else {"PRODUCT": product}
@@ -128,7 +130,7 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
 
 
 def gemm_swiglu(x: Array, weight: Array) -> tuple[Array, Array] | None:
-    """gu = x weight^T and h = swiglu(gu) by one kernel, or None, with nothing done, where the table has none for it.
+    """gu = x weight^T and h = swiglu(gu) by one kernel; or None, with nothing done, if the table has none for it.
 
     x: (m, k), weight: (2 n, k), the gate first; gu: (m, 2 n); h: (m, n). The bits are those of our product of the same
     tile followed by the op."""
@@ -271,7 +273,7 @@ def _plan_fp8(
 
 @dataclass(frozen=True)
 class Plan:
-    """What a launch needs and arrays of the same shapes and strides share; a look-up is quicker than all that."""
+    """The part of a launch that depends only on shapes and strides; looking it up is faster than computing it."""
 
     kernel: Any
     units: int  # of work, each of a cluster
@@ -286,7 +288,7 @@ Described = tuple[np.dtype, tuple[int, ...], tuple[int, ...]]  # dtype, shape, s
 
 @lru_cache(1024)
 def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) -> Plan | None:
-    """None where the kernel cannot take them."""
+    """None if the kernel cannot take these arrays."""
     (kind, a, a_strides), (b_kind, b, b_strides), (result, out, out_strides) = arrays
     macros = macros_of(product)
     across_a, across_b = macros["PRODUCT"] == "WEIGHT", macros["PRODUCT"] != "FORWARD"
@@ -330,9 +332,9 @@ def _add_parts(out: Array, parts: Array, accumulate: bool) -> None:
 
 
 def gemm_naive(
-    a: Array, b: Array, out: Array, product: str, *, accumulate: bool = False, splits: int = 1, band: int = 8
+    a: Array, b: Array, out: Array, product: str, *, accumulate: bool = False, splits: int = 1
 ) -> Array:
-    """What `hopper` computes, one number a thread, for any precision, shape and distance between rows."""
+    """The result of `hopper`, computed with one thread per number, for any precision, shape and row stride."""
     across_a, across_b = product == "WEIGHT", product != "FORWARD"
     (rows, depth), columns = a.shape[::-1] if across_a else a.shape, b.shape[1 if across_b else 0]
     splits = min(splits, -(-depth // DEPTH))
@@ -340,7 +342,7 @@ def gemm_naive(
     parts = new((splits, rows, columns) if splits > 1 else (1,), sums)
     macros: dict[str, int | str] = {"SCALAR": scalar(a.dtype), "RESULT": scalar(out.dtype), "VEC": 1}
     ways = [(1, leading(x)) if across else (leading(x), 1) for x, across in ((a, across_a), (b, across_b))]
-    sizes = map(np.int32, (rows, columns, depth, leading(out), band, splits, DEPTH, accumulate))
+    sizes = map(np.int32, (rows, columns, depth, leading(out), BAND, splits, DEPTH, accumulate))
     tiles = -(-rows // SIDE) * -(-columns // SIDE) * splits
     launch = load(PLAIN, "gemm_naive", **macros)
     launch((min(tiles, MOST_BLOCKS),), (SIDE * SIDE,), (out, parts, a, b, *ways[0], *ways[1], *sizes))
@@ -353,7 +355,7 @@ def gemm_naive(
 
 @cache
 def _table() -> dict[tuple[str, int, int, int], Variant]:
-    """What was measured on a GPU of this name."""
+    """The measured choices for a GPU of this name."""
     device = cupy.cuda.runtime.getDevice()
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
     return parsed(json.loads(files("tinyforge.backends").joinpath(TABLE).read_text("utf-8")).get(name, {}))

@@ -1,10 +1,9 @@
-"""CUDA graphs: what a function launches, written down once and launched again as a whole.
+"""CUDA graphs: a function's launches, recorded once and replayed as a whole.
 
-A launch costs Python 10 to 25 us, a node of a graph about one. A node has the addresses and numbers of its launch: what
-changes from one replay to the next must lie in arrays that stay where they are, and the backend refuses uploads
-meanwhile (`CupyBackend.repeats`). So does the memory that the function takes for itself: it comes from a pool that
-nobody else has. In there an array's memory is taken again as soon as Python lets go of it, as always: the nodes run in
-the order in which they were captured.
+A launch costs Python 10 to 25 us, a node of a graph about 1 us. A node keeps the addresses and numbers of its launch.
+So whatever changes from one replay to the next must lie in arrays at fixed addresses, and the backend refuses uploads
+during capture (`CupyBackend.repeats`). The memory that the function allocates comes from a pool of the graphs' own.
+The pool reuses an array's memory as soon as Python frees it, as always: the nodes run in the order of capture.
 
 Source: the CUDA programming guide, "CUDA Graphs"; the CuPy manual, `Stream.begin_capture`.
 """
@@ -24,14 +23,14 @@ from tinyforge.errors import UserError
 
 
 class Graphs:
-    """A stream and memory for graphs that run one after the other: they share both.
+    """The stream and the memory pool that all graphs share; they run one after the other.
 
-    products: matrix products that can be captured; for what is to have the same bits outside of a graph.
+    products: matrix products that can be captured; use them outside of graphs too where the bits must be the same.
     """
 
     def __init__(self, backend: CupyBackend) -> None:
         self.backend = backend
-        # What others ask of the default stream meanwhile does not end a capture on such a stream.
+        # Non-blocking: work that others put on the default stream does not end a capture on this one.
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.pool = cupy.cuda.MemoryPool()
         other_pools.append(self.pool)
@@ -39,15 +38,15 @@ class Graphs:
         self.products = Products()
 
     def run(self, work: Callable[[], None]) -> None:
-        """work() as `capture` will see it, but now: kernels are compiled, and the memory is there from then on."""
+        """Run work() now, as `capture` will see it: this compiles its kernels and fills the memory pool."""
         self.backend.synchronize()
-        cupy.get_default_memory_pool().free_all_blocks()  # of the steps before, which the graph's memory replaces
+        cupy.get_default_memory_pool().free_all_blocks()  # left by steps without a graph
         with self._inside():
             work()
         self.backend.synchronize()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What launches all of work() again, on the stream that is current then; nothing is computed now."""
+        """Capture work(), which computes nothing now. Returns a function that replays it on the current stream."""
         self.backend.synchronize()
         try:
             with self._inside():
@@ -80,5 +79,5 @@ class Graphs:
 
 
 def _refuse(size: int) -> Any:
-    """In place of memory that CuPy uploads from, in functions of its own too: a graph would read it again later."""
-    raise UserError(f"--capture: the step uploads {size} bytes, which a graph would not do again; use --capture off")
+    """Replaces the allocator of pinned memory, from which CuPy uploads: a replay would read that memory again."""
+    raise UserError(f"--capture: the step uploads {size} bytes, which a graph cannot repeat; use --capture off")

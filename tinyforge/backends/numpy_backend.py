@@ -1,10 +1,10 @@
 """The NumPy backend: the reference that every other backend is compared with, and a fast one in its own right.
 
-Where the speed comes from. NumPy runs an elementwise function on one core, and a large matrix product on all of
-them; a training step spends about as long in the first as in the second. So a batch is cut into one shard per core,
-each shard runs the whole forward and backward in a worker of its own (`workers.py`) with single-threaded BLAS, and
-the shards' gradients are added in a fixed order. Kernels make few passes over memory, in blocks that fit a core's
-cache, and lay data out so that reductions and broadcasts go along whole rows. docs/performance.md has the measurements.
+NumPy runs an elementwise function on one core and a large matrix product on all of them, and a training step spends
+about as long in the first as in the second. So a batch is cut into one shard per core. Each shard runs the whole
+forward and backward in a worker of its own (`workers.py`) with single-threaded BLAS, and the shards' gradients are
+added in a fixed order. Kernels make few passes over memory, in blocks that fit a core's cache, and lay data out so that
+reductions and broadcasts go along whole rows. docs/performance.md has the measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def pin_blas_to_one_thread() -> bool:
-    """Make each BLAS call run on the thread that makes it; True if the bundled OpenBLAS took the order."""
+    """Make each BLAS call run on the calling thread; True if the bundled OpenBLAS could be told so."""
     library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]  # no public way to it
     for symbol in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
         function = getattr(library, symbol, None)
@@ -38,7 +38,8 @@ def pin_blas_to_one_thread() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep freed blocks: given back and taken anew, a page costs more than the arithmetic on it."""
+    """Ask glibc to keep freed blocks: returning a page to the system and faulting it in again costs more than the
+    arithmetic on it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -46,15 +47,15 @@ def keep_freed_memory() -> None:
 
 
 def row_blocks(rows: int, row_bytes: int, budget: int = 1 << 20) -> Iterator[slice]:
-    """Slices of range(rows) of about `budget` bytes: passes over one block after another find it in the core's cache,
-    where passes over the whole array would each read it from memory."""
+    """Slices of range(rows) of about `budget` bytes: several passes over one block hit the core's cache, where passes
+    over the whole array would each read memory."""
     step = max(1, budget // max(1, row_bytes))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
 
 class NumpyBackend(Backend):
-    """NumPy arrays in memory; `workers` share a step (as many as there are cores unless told otherwise)."""
+    """NumPy arrays in memory; `workers` share a step (default: one per core)."""
 
     name = "numpy"
     xp = np
@@ -83,7 +84,7 @@ class NumpyBackend(Backend):
         try:
             first = function(items[0])
         finally:
-            wait(later)  # Ctrl-C too: nothing is written any more when the caller goes on
+            wait(later)  # after Ctrl-C too: no thread still writes when the caller goes on
         return [first] + [future.result() for future in later]
 
     def matmul_peak(self, size: int = 1024, rounds: int = 5) -> float:
@@ -94,7 +95,7 @@ class NumpyBackend(Backend):
 
 
 def _without_pool(backend: weakref.ref[NumpyBackend]) -> None:
-    """A forked child has its parent's backend, but not its threads: it would wait for them for ever."""
+    """A forked child has its parent's backend but not its threads: it would wait for them forever."""
     if (here := backend()) is not None:
         here._pool = None
 

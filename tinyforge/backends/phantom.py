@@ -1,10 +1,10 @@
 """Arrays without memory: what a training step will need, found by running it on shapes alone.
 
 A phantom array has a shape, a dtype and an owner that counts its bytes while anything refers to it. The model, its
-backward and the optimizer run on phantoms as they do on arrays; Python lets go of a phantom when it would let go of the
-array, so the peak of the count is the peak of the real step. Each kernel has a memory shape function beside its body,
-`@....on("phantom")`, which allocates what the CUDA launcher does and computes nothing. Left out is scratch whose size
-follows from the number of multiprocessors: a megabyte or two. No GPU is needed, and `base` takes a tenth of a second.
+backward and the optimizer run on phantoms as they do on arrays; Python frees a phantom when it would free the array, so
+the peak of the count is the peak of the real step. Each kernel has a memory shape function beside its body,
+`@....on("phantom")`, which allocates what the CUDA launcher does and computes nothing. Scratch whose size depends on
+the number of multiprocessors is left out: a megabyte or two. No GPU is needed, and `base` takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tinyforge.backends import PRECISIONS, Backend
 from tinyforge.errors import UserError
 
 GRANULE = 512
-"""CuPy's memory pool hands out multiples of so many bytes."""
+"""CuPy's memory pool allocates multiples of this many bytes."""
 
 
 class Meter:
-    """Bytes that phantoms hold now, and the most they have held."""
+    """Bytes that phantoms hold now, and their peak."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -48,7 +48,7 @@ class _Block:
 
 
 class Phantom(np.ndarray):
-    """An array of zeros that are all one zero. Reading gives zeros, writing does nothing, arithmetic gives phantoms."""
+    """An array whose elements are all the same zero. Reads give 0, writes do nothing, arithmetic gives phantoms."""
 
     owner: _Block | None
 

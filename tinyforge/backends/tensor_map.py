@@ -1,4 +1,4 @@
-"""What the tensor copy engine of a Hopper GPU (TMA) must know of an array: 128 bytes, encoded by the driver.
+"""Tensor maps: 128 bytes, encoded by the driver, that describe an array to a Hopper GPU's copy engine (TMA).
 
 A kernel takes them by value, as `const __grid_constant__ TensorMap` (ops/hopper.cuh), and copies boxes of the array
 into shared memory with one instruction each. Source: the CUDA driver's manual, "Tensor Map Object Management".
@@ -23,8 +23,8 @@ _MAP = np.dtype((np.void, 8 * _WORDS))
 def tensor_map(x: Array, box: tuple[int, int, int]) -> np.ndarray:
     """The map of x, bf16 with three axes, for copies of boxes of this shape under the 128-byte swizzle.
 
-    The last axis has no gaps; rows may have some, and begin at multiples of 16 bytes. A box has at most 64 numbers in
-    its last axis and 256 in the others. What a box has outside the array becomes 0.
+    The last axis is contiguous; rows may be apart, and begin at multiples of 16 bytes. A box has at most 64 numbers in
+    its last axis and 256 in the others. Elements of a box outside the array read as 0.
     """
     steps = distances(x.shape, x.strides, x.itemsize)
     if x.dtype.name != "bfloat16" or steps is None or x.data.ptr % 16:

@@ -1,8 +1,8 @@
 """Workers that compute beside the caller: forked processes, or threads where a process cannot be forked.
 
-Why processes: NumPy lets go of the interpreter lock inside an array function and takes it again at its end, some
-thousand times in a training step. With two threads that made the elementwise half of a step a third slower than the
-same work in two processes (docs/performance.md).
+Why processes: NumPy releases the interpreter lock inside an array function and takes it again at its end, about a
+thousand times in a training step. With two threads the elementwise half of a step was a third slower than with two
+processes (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinyforge.errors import UserError
 
 _pids: set[int] = set()  # forked and not yet ended
 
-# What to do when a worker of a training run dies.
+# For the user of a training run in which a worker dies.
 ADVICE = "the last checkpoint is intact: continue with --resume and --workers 1 or a smaller --batch-size"
 
 # On macOS a forked child may not call the system's libraries, BLAS among them; Windows has no fork.
@@ -39,7 +39,7 @@ def cores() -> int:
 
 
 def cpu_model() -> str:
-    """What the CPU is called."""
+    """The CPU's name."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -47,7 +47,7 @@ def cpu_model() -> str:
 
 
 def shared_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Zeros in memory that forked workers share: what one process writes, all of them read."""
+    """Zeros in memory that forked workers share: each process sees what the others write."""
     count = int(np.prod(shape))
     return np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count).reshape(shape)
 
@@ -58,13 +58,21 @@ def worker_pids() -> list[int]:
 
 
 def fork(run: Callable[[Connection], Any]) -> tuple[Connection, Callable[[], None]]:
-    """Start a child process that calls run(pipe) and ends; returns our end of the pipe, and what ends the child.
+    """Start a child process that calls run(pipe) and exits; returns our end of the pipe, and a function that ends the
+    child.
 
-    The child sees all objects as they are now, and arrays of `shared_zeros` as they will be. Its end of the pipe closes
-    when it ends, however it does, and ours when this process dies: who reads the pipe learns of it.
+    The child has copies of all objects as they are now; arrays of `shared_zeros` stay shared. Each end of the pipe
+    closes when its process ends, however it ends, and the reader of the other end sees that. Raises UserError if the
+    system starts no more processes.
     """
     ours, theirs = Pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # a limit on processes, of a container say, or on memory
+        ours.close()
+        theirs.close()
+        raise UserError(f"cannot start a worker process: {error.strerror}; use fewer --workers, or raise the limit on "
+                        "processes or memory") from error  # fmt: skip
     if pid == 0:
         ours.close()
         _live(run, theirs)
@@ -74,8 +82,8 @@ def fork(run: Callable[[Connection], Any]) -> tuple[Connection, Callable[[], Non
 
 
 def _live(run: Callable[[Connection], Any], pipe: Connection) -> None:
-    """The child's whole life. It leaves by _exit: the caller's buffered output and exit handlers are not its own."""
-    # Ctrl-C reaches every process of a terminal; the caller decides what becomes of the step, and then lets go.
+    """All that the child does. It leaves by _exit: the caller's buffered output and exit handlers are not its own."""
+    # Ctrl-C reaches every process of a terminal; the caller finishes the step and then ends the child.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -87,14 +95,14 @@ def _live(run: Callable[[Connection], Any], pipe: Connection) -> None:
 def _end(pipe: Connection, pid: int) -> None:
     pipe.close()
     _pids.discard(pid)
-    os.kill(pid, signal.SIGKILL)  # it may be in the middle of a long step, whose result nobody wants any more
+    os.kill(pid, signal.SIGKILL)  # it may be in the middle of a long step whose result is not needed any more
     os.waitpid(pid, 0)
 
 
 def on_all_cores(work: Callable[[Any], None], tasks: Sequence[Any], least: int = 1) -> None:
-    """work(task) for every task, in a process for each core; the results go into arrays of `shared_zeros`.
+    """work(task) for every task, with a process for each core; the results go into arrays of `shared_zeros`.
 
-    least: tasks that are worth a process. Where there is no fork, all are done here, one after the other.
+    least: the fewest tasks that are worth a process. Without fork all tasks run here, one after the other.
     """
     count = max(1, min(cores(), len(tasks) // least)) if CAN_FORK else 1
 
@@ -114,8 +122,8 @@ def on_all_cores(work: Callable[[Any], None], tasks: Sequence[Any], least: int =
 class ForkedWorker:
     """A child process that answers each request with answer(request), in order.
 
-    It ends when the caller lets go of it or dies: its end of the pipe closes then. `advice` ends the message when it
-    dies itself.
+    It ends when the caller drops this object or dies, because the pipe closes then. If it dies itself, the error
+    message ends with `advice`.
     """
 
     def __init__(self, answer: Callable[[Any], Any], advice: str = ADVICE) -> None:
@@ -152,7 +160,7 @@ def _serve(answer: Callable[[Any], Any], pipe: Connection) -> None:
 
 
 class ThreadWorker:
-    """The same on a thread, which does not die by itself."""
+    """The same on a thread, which cannot die on its own."""
 
     def __init__(self, answer: Callable[[Any], Any], advice: str = ADVICE) -> None:
         self._answer = answer

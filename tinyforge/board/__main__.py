@@ -4,8 +4,8 @@
     python -m tinyforge.board runs/pretrain         one run
     python -m tinyforge.board runs --export report.html      one file to keep or send: no server, no network
 
-It reads metrics.jsonl, samples.jsonl, run.json, scores.json and README.md of each run while they grow, and the folder's
-logs/*.log, and writes nothing there.
+It follows metrics.jsonl, samples.jsonl, run.json, scores.json and README.md of each run, and the folder's logs/*.log.
+It writes nothing there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from tinyforge.board.runs import METRICS, Board
 from tinyforge.board.server import Server, exported
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import write_whole
+from tinyforge.files import write_whole, writing
 from tinyforge.terminal import one_line
 
 PORT = 8321
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR",
                         help="a run, or a folder with runs in it (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file, and leave")
+    parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file and exit")
     parser.add_argument("--host", default="127.0.0.1",
-                        help="address to listen on (default: %(default)s, which this machine alone reaches; 0.0.0.0: "
-                        "whoever reaches the machine can read the board)")  # fmt: skip
-    parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any that is free (default: %(default)s)")
+                        help="address to listen on (default: %(default)s, this machine only; 0.0.0.0 lets everyone on "
+                        "the network read the board)")  # fmt: skip
+    parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any free one (default: %(default)s)")
     args = parser.parse_args(argv)
     folder = Path(args.folder)
     if not folder.is_dir():
@@ -50,10 +50,8 @@ def export(folder: Path, target: Path) -> int:
     page = exported(board)
     if not board.runs:
         raise UserError(f"no run in {folder}: no folder there has a {METRICS}; name the folder of a run")
-    try:
+    with writing(target):
         write_whole(target, page)
-    except OSError as error:
-        raise UserError(f"--export: cannot write {target}: {error.strerror}; choose another file") from error
     rows = sum(run.count for run in board.runs.values())
     print(f"wrote {one_line(str(target))}: {len(board.runs)} runs, {rows:,} rows, {len(page) / 1e6:.1f} MB")
     return 0
@@ -62,7 +60,7 @@ def export(folder: Path, target: Path) -> int:
 def serve(folder: Path, host: str, port: int) -> int:
     try:
         server = Server(host, port, Board(folder))
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be a host's
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a host name
         cause = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on {host}, port {port}: {cause}; choose another --port or --host") from error
     with server:

@@ -1,7 +1,7 @@
 """The runs in a folder, read while they grow.
 
-A run is a folder with a metrics.jsonl. `Board.refresh` finds them and reads what was appended since the last look, a
-bounded part at a time. `Run.curve` gives a series in as many points as a screen has, however many rows there are.
+A run is a folder with a metrics.jsonl. `Board.refresh` finds the runs and reads what was appended since its last call,
+in bounded chunks. `Run.curve` downsamples a series to what a screen can show, however many rows there are.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tinyforge.train.metrics import numbers, read_row, sample
 
 METRICS, SAMPLES, ABOUT, SCORES, LEDGER = "metrics.jsonl", "samples.jsonl", "run.json", "scores.json", "ledger.json"
 CARD, LOGS = "README.md", "logs"
-MOST_TEXT, MOST_LOGS = 64 << 10, 100  # bytes of a text that are shown, its last ones; the newest logs
-CLOCK = ("step", "tokens", "seconds")  # what a curve may be drawn over
-CHUNK = 4 << 20  # bytes of one look at a file
-BATCH = 500  # lines that are parsed at once
-TAIL = 256  # bytes before the place where reading goes on: they show whether it is still the same file
+MOST_TEXT, MOST_LOGS = 64 << 10, 100  # the last bytes of a text, and the newest logs, are shown
+CLOCK = ("step", "tokens", "seconds")  # the x axes of curves
+CHUNK = 4 << 20  # bytes read from a file at a time
+BATCH = 500  # lines parsed together
+TAIL = 256  # bytes before the offset, compared at the next read: is it still the same file?
 MOST_RUNS, MOST_DEPTH, MOST_KEYS, MOST_TABLES, MOST_SAMPLES = 500, 4, 400, 64, 1000
 SEARCH = 2.0  # seconds between looks for new runs
-LIVE = 60.0  # seconds since the last line within which a run counts as under way
+LIVE = 60.0  # seconds after its last line for which a run counts as live
 
 
 class Appended:
-    """The whole lines of a file that another program appends to, each once.
+    """The lines of a file that another program appends to, each once.
 
-    A file that was replaced, cut, or written anew since the last look is read again from its start; `anew` counts how
-    often. A last line without its end is left for the next look. done: the last look has reached the end.
+    A file that was replaced, truncated or rewritten since the last read is read again from its start; `anew` counts how
+    often. An incomplete last line is left for the next read. done: the last read reached the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class Appended:
         self._tail, self._inode = b"", 0
 
     def lines(self) -> list[bytes]:
-        """What is new, at most CHUNK bytes of it; nothing where the file cannot be read."""
+        """The new lines, at most CHUNK bytes of them; none where the file cannot be read."""
         try:
             with open(self.path, "rb") as file:
                 stat = os.fstat(file.fileno())
@@ -62,7 +62,7 @@ class Appended:
             return []
         end = found.rfind(b"\n") + 1
         if not end:
-            if len(found) == CHUNK:  # no row has such a line: go past it
+            if len(found) == CHUNK:  # no row is that long: skip it
                 self.offset, self._tail = self.offset + CHUNK, found[-TAIL:]
             return []
         self.offset += end
@@ -80,22 +80,21 @@ class Appended:
 
 @dataclass
 class Table:
-    """Rows of the same keys, one after the other in one array of doubles."""
+    """Rows with the same keys, one after the other in one array of doubles."""
 
     keys: tuple[str, ...]
     flat: array[float] = field(default_factory=lambda: array("d"))
-
     seen: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
 
     def rows(self) -> np.ndarray:
-        """(rows, keys), a copy: an array that NumPy looks at cannot grow."""
+        """(rows, keys), a copy: an array with a NumPy view cannot grow."""
         if self.seen.size != len(self.flat):
             self.seen = np.array(self.flat, np.float64).reshape(-1, len(self.keys))
         return self.seen
 
 
 class Run:
-    """One run's figures. version: grows with every change; a page that has seen it needs nothing anew."""
+    """One run's figures. version: grows with every change, so that a page fetches only what has changed."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.version = folder, name, 0
@@ -103,8 +102,8 @@ class Run:
         self.about: dict[str, Any] = {}
         self.scores: dict[str, Any] = {}
         self._stamps: dict[str, Any] = {}
+        self.samples: list[dict[str, Any]] = []
         self._clear()
-        self._clear_samples()
 
     def _clear(self) -> None:
         self.tables: dict[tuple[str, ...], Table] = {}
@@ -113,13 +112,10 @@ class Run:
         self.count = self.damaged = self.left_out = 0
         self._curves: dict[Any, Any] = {}
 
-    def _clear_samples(self) -> None:
-        self.samples: list[dict[str, Any]] = []
-
     # --- reading
 
     def refresh(self) -> bool:
-        """Read what is new; whether there may be more at once."""
+        """Read what is new; returns whether there is more to read."""
         anew, lines = self.file.anew, self.file.lines()
         if self.file.anew != anew:
             self._clear()
@@ -129,7 +125,7 @@ class Run:
             self.version += 1
         anew, lines = self.samples_file.anew, self.samples_file.lines()
         if self.samples_file.anew != anew:
-            self._clear_samples()
+            self.samples = []
         if lines:
             read = (read_row(line, sample) for line in lines)
             found = [{key: row.get(key) for key in ("step", "tokens", "text")} for row in read if row is not None]
@@ -140,7 +136,7 @@ class Run:
         return not self.file.done or not self.samples_file.done
 
     def _small(self, name: str, known: dict[str, Any]) -> dict[str, Any]:
-        """A file that is replaced as a whole; {} where it is missing or damaged."""
+        """The content of a small JSON file; {} where it is missing or damaged."""
         try:
             stat = (self.folder / name).stat()
         except OSError:
@@ -163,7 +159,7 @@ class Run:
 
     def _rows(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
         try:
-            rows = json_value(b"[" + b",".join(lines) + b"]")  # one call for all of them: three times as fast
+            rows = json_value(b"[" + b",".join(lines) + b"]")  # one call for all is three times as fast
             if len(rows) != len(lines):
                 raise ValueError
         except ValueError:
@@ -190,7 +186,7 @@ class Run:
     # --- looking
 
     def columns(self, key: str) -> np.ndarray:
-        """(4, n): step, tokens, seconds and the key's value, in the order of the steps; finite values alone."""
+        """(4, n): step, tokens, seconds and the key's value, sorted by step, without rows whose value is not finite."""
         parts = []
         for table in list(self.tables.values()):
             if key in table.keys and "step" in table.keys:
@@ -206,14 +202,14 @@ class Run:
     def curve(
         self, key: str, smooth: float, points: int, over: str = "step", first: float = -np.inf, last: float = np.inf
     ) -> dict[str, Any]:
-        """A series as the page draws it, at most about `points` points.
+        """A series as the page draws it, in about `points` points at most.
 
-        smooth: 0, or the share of the moving average that stays at each step. over, first, last: of which part. Returns
-        {"step", "tokens", "seconds", "value": lists; "count": how many there are}.
+        smooth: 0, or the decay of the moving average. over, first, last: the range to return. Returns {"step",
+        "tokens", "seconds", "value": lists; "count": the points before downsampling}.
         """
         asked = (key, smooth, points, over, first, last)
         if asked not in self._curves:
-            if len(self._curves) > 200:  # views of a run that does not grow
+            if len(self._curves) > 200:  # many views of a run that does not grow
                 self._curves.clear()
             found = self._curves.get(key)
             if found is None:
@@ -221,7 +217,7 @@ class Run:
             if smooth:
                 found = np.vstack([found[:3], smoothed(found[3], smooth)])
             x = found[CLOCK.index(over)]
-            if first > -np.inf or last < np.inf:  # and a point on either side, so that the line reaches the frame
+            if first > -np.inf or last < np.inf:  # with a point on either side, so that the line reaches the frame
                 inside = np.flatnonzero((x >= first) & (x <= last))
                 found = found[:, max(0, inside[0] - 1) : inside[-1] + 2] if inside.size else found[:, :0]
             kept = found[:, extremes(found[3], points)]
@@ -251,8 +247,7 @@ class Run:
 
 
 class Board:
-    """All runs under a folder. It reads when it is asked: nothing runs while nobody looks. Whoever calls a method or
-    looks at a run holds the lock."""
+    """All runs under a folder. It reads only when asked. Callers of its methods, and readers of a run, hold `lock`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, threading.Lock()
@@ -261,7 +256,7 @@ class Board:
         self._searched = -math.inf
 
     def refresh(self, seconds: float = 0.5) -> bool:
-        """Find the runs, and read what is new in each, for about so long; whether there is more to read."""
+        """Find the runs and read what is new, for about so long; returns whether there is more to read."""
         start = time.monotonic()
         if start - self._searched > SEARCH:
             found, self._searched = self._find(), start
@@ -275,15 +270,15 @@ class Board:
         return bool(more)
 
     def summary(self) -> dict[str, Any]:
-        """All that the page shows but the curves and the texts, of which it has name and time."""
+        """All that the page shows except curves and texts; of the texts, their names and times."""
         now = time.time()
         return {"runs": [self.runs[name].summary(now) for name in sorted(self.runs)], "too_many": self.too_many,
                 "texts": {name: time_of(path) for name, path in self.texts().items()}}  # fmt: skip
 
     def texts(self) -> dict[str, Path]:
-        """The runs' cards by "RUN: card", then by their names the logs in the folder, the oldest first."""
+        """The runs' cards, as "RUN: card", then the folder's logs by name, oldest first."""
         cards = {f"{name}: card": self.runs[name].folder / CARD for name in sorted(self.runs)}
-        logs = sorted((path for path in (self.folder / LOGS).glob("*.log")), key=time_of)[-MOST_LOGS:]
+        logs = sorted((self.folder / LOGS).glob("*.log"), key=time_of)[-MOST_LOGS:]
         return {name: path for name, path in cards.items() if path.is_file()} | {path.name: path for path in logs}
 
     def _find(self) -> dict[str, Path]:
@@ -303,7 +298,7 @@ class Board:
         return found
 
     def ledger(self) -> dict[str, Any] | None:
-        """What `python -m tinyforge.gradcheck --json runs/ledger.json` has written; None without it."""
+        """What `python -m tinyforge.gradcheck --json runs/ledger.json` wrote, or None."""
         try:
             found = finite(read_json(self.folder / LEDGER, "the ledger", max_bytes=8 << 20))
         except UserError:
@@ -314,7 +309,7 @@ class Board:
 
 
 def time_of(path: Path) -> float:
-    """Of the last change; 0 for what has just gone."""
+    """The time of the last change; 0 for a file that is gone."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -322,7 +317,7 @@ def time_of(path: Path) -> float:
 
 
 def text_of(path: Path) -> str:
-    """The end of a text file for people, without the characters that steer a terminal; "" where it cannot be read."""
+    """The end of a text file, without control characters; "" where it cannot be read."""
     try:
         with open(path, "rb") as file:
             left_out = max(0, os.fstat(file.fileno()).st_size - MOST_TEXT)
@@ -330,13 +325,13 @@ def text_of(path: Path) -> str:
             text = file.read(MOST_TEXT).decode("utf-8", "replace")
     except OSError:
         return ""
-    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))  # what a progress bar has written over
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))  # a progress bar overwrites its line
     shown = "\n".join("".join(c for c in line if c.isprintable() or c == "\t") for line in lines)
     return f"({left_out:,} bytes before this are left out)\n{shown}" if left_out else shown
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinities, and a browser refuses them: they are null."""
+    """The value with NaN and infinities as None: JSON has neither, and browsers refuse them."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -345,7 +340,7 @@ def finite(value: Any) -> Any:
 
 
 def smoothed(values: np.ndarray, keep: float) -> np.ndarray:
-    """The exponential moving average, without its bias to the start:
+    """The exponential moving average with bias correction:
 
         s_t = keep s_{t-1} + (1 - keep) x_t,  s_0 = 0;  y_t = s_t / (1 - keep^t)
 
@@ -363,8 +358,8 @@ def smoothed(values: np.ndarray, keep: float) -> np.ndarray:
 
 
 def extremes(values: np.ndarray, points: int) -> np.ndarray:
-    """Which of the values to draw, ascending: the smallest and the largest of each of points / 2 stretches of equal
-    length, and the first and the last. No spike is lost, however many values there are."""
+    """Indices of the values to draw, ascending: the minimum and the maximum of each of points / 2 equal stretches, and
+    both ends. No spike is lost, however many values there are."""
     n, buckets = len(values), max(1, points // 2)
     if n <= points:
         return np.arange(n)
@@ -379,7 +374,7 @@ def extremes(values: np.ndarray, points: int) -> np.ndarray:
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """Seven digits, which is more than a screen shows, in few characters; None for what is not finite."""
+    """Seven significant digits, more than a screen shows, in few characters; None for what is not finite."""
     good = np.isfinite(values)
     safe = np.where(good & (values != 0), values, 1.0)
     digits = np.clip(6 - np.floor(np.log10(np.abs(safe))), -300, 300)

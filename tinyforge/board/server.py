@@ -1,8 +1,8 @@
 """The board's server, and its page in one file.
 
-Python's own http.server is enough: a few people look at pages of some kilobytes. It listens on this machine alone
-unless it is told otherwise, answers GET alone, and serves files of the page and runs that `Board` has found by
-name: no path that a client sends is opened.
+Python's own http.server is enough: a few people look at pages of some kilobytes. By default it listens on this machine
+only. It answers GET only, and serves the page's files and, by name, the runs that `Board` has found: it never opens a
+path that a client sends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import socket
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,11 +31,11 @@ MOST_POINTS, MOST_CURVES = 5000, 2000
 LEVELS = (0.9, 0.98, 0.995)  # of smoothing, as the page offers them
 POINTS = 1200  # of a curve in an exported page
 MOST_CONNECTIONS = 64
-SECONDS = 20  # that a client may take
+SECONDS = 20  # without a byte from the client, after which it is disconnected
 
 
 class BadRequest(Exception):
-    """What a client has sent cannot be answered; the message says why."""
+    """A request that cannot be answered; the message says why."""
 
 
 class Server(ThreadingHTTPServer):
@@ -46,7 +47,7 @@ class Server(ThreadingHTTPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__((host, port), Handler)
-        # A page of another site must not read the board through a name that leads here (DNS rebinding).
+        # Against DNS rebinding: another site's page must not read the board through a name that resolves to here.
         own = host in ("127.0.0.1", "::1", "localhost")
         self.names = {"127.0.0.1", "localhost", "[::1]"} if own else None
 
@@ -68,7 +69,7 @@ class Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is no news."""
+        """Nothing: only clients that leave get here."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -76,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "tinyforge", ""
     timeout = SECONDS
-    wbufsize = -1  # headers and body in one packet: the second would wait 40 ms for the first one's receipt
+    wbufsize = -1  # headers and body in one packet: a second one would wait 40 ms for the first one's ACK
 
     def do_GET(self) -> None:
         try:
@@ -87,18 +88,23 @@ class Handler(BaseHTTPRequestHandler):
                 return self._send(200, (PAGE / name).read_bytes(), TYPES[name])
             answer = ANSWERS.get(path)
             if answer is None:
-                return self._send_json(404, {"error": "there is no such page"})
+                return self._send_json(404, {"error": "no such page"})
             with self.server.board.lock:
                 found = answer(self.server.board, query)
             self._send_json(200, found)
         except (BadRequest, ValueError) as error:  # ValueError: from urllib, for a malformed URL
             self._send_json(400, {"error": str(error)})
+        except OSError:  # the client has left
+            raise
+        except Exception:
+            traceback.print_exc()
+            self._send_json(500, {"error": "the board failed; its terminal says why"})
 
     def _check_host(self) -> None:
         names, host = self.server.names, self.headers.get("Host", "")
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
         if names is not None and name not in names:
-            raise BadRequest("this board answers to localhost alone; start it with --host to open it to others")
+            raise BadRequest("this board only answers to localhost; start it with --host to open it to others")
 
     def _send_json(self, status: int, content: Any) -> None:
         self._send(status, to_json(content).encode(), "application/json")
@@ -115,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a page that follows a run asks every other second."""
+        """Nothing: an open page polls every other second."""
 
 
 # --- answers
@@ -130,7 +136,7 @@ def runs_of(board: Board, query: Query) -> dict[str, Any]:
 
 
 def curves_of(board: Board, query: Query) -> dict[str, Any]:
-    """run, key, smooth_key: any number of them; smooth: of the smooth_keys; points; over, from, to: which part."""
+    """run, key, smooth_key: any number of each; smooth: for the smooth_keys; points; over, from, to: the range."""
     over = query.get("over", ["step"])[0]
     if over not in CLOCK:
         raise BadRequest(f"over wants one of {', '.join(CLOCK)}")
@@ -142,7 +148,7 @@ def curves_of(board: Board, query: Query) -> dict[str, Any]:
     runs = [board.runs[name] for name in query.get("run", []) if name in board.runs]
     asked = [(key, 0.0) for key in query.get("key", [])] + [(key, smooth) for key in query.get("smooth_key", [])]
     if len(runs) * len(asked) > MOST_CURVES:
-        raise BadRequest(f"{len(runs)} runs with {len(asked)} curves are too many; choose fewer")
+        raise BadRequest(f"{len(runs)} runs with {len(asked)} curves each are too many; choose fewer")
     return {"curves": [
         {"run": run.name, "key": key, "smooth": level, **run.curve(key, level, points, *part)}
         for run in runs for key, level in asked if key in run.keys
@@ -158,7 +164,7 @@ def ledger_of(board: Board, query: Query) -> dict[str, Any]:
 
 
 def texts_of(board: Board, query: Query) -> dict[str, Any]:
-    """name: of the texts that /api/runs names."""
+    """name: any number of those that /api/runs lists."""
     known = board.texts()
     return {"texts": {name: text_of(known[name]) for name in query.get("name", []) if name in known}}
 
@@ -185,8 +191,8 @@ def to_json(content: Any) -> str:
 
 
 def exported(board: Board) -> str:
-    """The page with its style, its scripts and all data in it. It needs no server and no network, and says so to the
-    browser: its policy names the hashes of its own scripts and style, and allows nothing else."""
+    """The page with its style, its scripts and all data inline. It needs no server and no network, and its policy
+    enforces that: it allows only the page's own scripts and style, by hash."""
     while board.refresh(60.0):
         pass
     data = {
@@ -196,7 +202,7 @@ def exported(board: Board) -> str:
         "printed": {name: text_of(path) for name, path in board.texts().items()},
     }  # fmt: skip
     style, plot, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("board.css", "plot.js", "board.js"))
-    # A text of a run must not be able to end the element that it stands in.
+    # A run's text must not be able to close the <script> element around it.
     block = to_json(data).replace("<", "\\u003c")
     policy = (f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(plot)} {_hash(script)}; "
               "base-uri 'none'; form-action 'none'")  # fmt: skip
@@ -215,7 +221,7 @@ def exported(board: Board) -> str:
 
 
 def _all_curves(run: Run) -> list[dict[str, Any]]:
-    """Every key as it is, and what each step has measured smoothed at each level too."""
+    """Every key as it is; keys of training steps at each level of smoothing too."""
     trained = {key for table in run.tables.values() if "lr" in table.keys for key in table.keys}
     make = partial(run.curve, points=POINTS)
     return [

@@ -11,7 +11,7 @@ def main() -> int:
     from tinyforge.hub import convert
 
     if sys.argv[1:2] != ["convert"]:
-        raise UserError("wanted: python -m tinyforge.hub convert SRC DST; see python -m tinyforge.hub convert --help")
+        raise UserError("usage: python -m tinyforge.hub convert SRC DST; see python -m tinyforge.hub convert --help")
     return convert.main(sys.argv[2:])
 
 

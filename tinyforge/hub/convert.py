@@ -1,17 +1,17 @@
 """Convert trained models between our checkpoints, Hugging Face directories, GGUF, and llama2.c's .bin files.
 
     python -m tinyforge.hub convert runs/sft my-model                       our checkpoint, for transformers
-    python -m tinyforge.hub convert runs/sft small --format tinyforge --dtype bf16      to give away, with its card
-    python -m tinyforge.hub convert storyteller storyteller.gguf            one that comes with the repository
+    python -m tinyforge.hub convert runs/sft small --format tinyforge --dtype bf16      to publish, with its card
+    python -m tinyforge.hub convert storyteller storyteller.gguf            a model of the repository
     python -m tinyforge.hub convert SmolLM2-135M smol --format tinyforge    to fine-tune it here
-    python -m tinyforge.hub convert stories260K.bin stories                 the tokenizer lies beside it
+    python -m tinyforge.hub convert stories260K.bin stories                 with the tokenizer beside it
     python -m tinyforge.hub convert runs/sft model.gguf --type q8_0         for llama.cpp; Ollama's Modelfile beside it
     python -m tinyforge.hub convert runs/sft model.bin                      for llama2.c's run.c
     python -m tinyforge.hub convert runs/sft my-adapter --adapter           the adapter of a run with --lora, for PEFT
 
-An adapter, of a run of ours or of PEFT, is merged into its base; --adapter writes it alone.
+An adapter, ours or PEFT's, is merged into its base; --adapter writes it alone.
 
-Parts that a format cannot hold, such as the later output heads of NanoEuler, are left out and named on stderr.
+Parts that a format cannot hold, such as NanoEuler's later output heads, are left out and named on stderr.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("source", metavar="SRC",
-                        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, an adapter of PEFT, "
-                        "or a model that comes with the repository: small, storyteller")  # fmt: skip
+                        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, a PEFT adapter, or "
+                        "a model of the repository: small, storyteller")  # fmt: skip
     parser.add_argument("target", metavar="DST", help="the directory, or the .gguf or .bin file, to write")
     parser.add_argument("--format", choices=list(FORMATS), default="",
                         help="format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)")  # fmt: skip
     parser.add_argument("--type", "--dtype", dest="dtype", choices=TYPES, default="f32",
-                        help="type of the stored weights; f16, q8_0, q4_0: gguf alone (default: f32)")  # fmt: skip
-    parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, where it does not lie beside it")
-    parser.add_argument("--base", metavar="PATH", help="SRC's base, where SRC is an adapter and it lies elsewhere")
-    parser.add_argument("--adapter", action="store_true", help="write SRC's adapter alone, as PEFT has it")
+                        help="type of the stored weights; f16, q8_0 and q4_0 for gguf only (default: f32)")  # fmt: skip
+    parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, if it is not beside it")
+    parser.add_argument("--base", metavar="PATH", help="the base of SRC, if SRC is an adapter whose base has moved")
+    parser.add_argument("--adapter", action="store_true", help="write only SRC's adapter, in PEFT's format")
     args = parser.parse_args(argv)
     source, target = trained_model(args.source), Path(args.target)
     base = Path(args.base) if args.base else None
@@ -71,7 +71,7 @@ def _size(target: Path) -> float:
 
 
 def _card_of(path: Path, dtype: str) -> str:
-    """The card of a model of ours, which lies in it or in its run's directory; "" where there is none."""
+    """The card of one of our models, from its directory or its run's; "" if there is none."""
     if is_foreign(path):
         return ""
     places = [path, path.parent] if path in checkpoint.steps(path.parent) else [path]

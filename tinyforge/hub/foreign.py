@@ -1,4 +1,4 @@
-"""Models in the formats of others: Hugging Face directories (safetensors), GGUF, and llama2.c's .bin files.
+"""Models of other programs: Hugging Face directories (safetensors), GGUF, and llama2.c's .bin files.
 
 Each model's hf.py maps their tensors to our parameters (see `tinyforge.layout`). Nothing in a file is executed, all
 names and shapes are checked before a model is built, and tensors are read and written one at a time.
@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.files import shown
 from tinyforge.hub import gguf, huggingface, llama2c
-from tinyforge.hub.opened import Tensors, fill
+from tinyforge.hub.opened import Tensors
 from tinyforge.hub.weights import Weights
 from tinyforge.layout import Entry
 from tinyforge.registry import ModelSpec, models
@@ -31,31 +30,23 @@ HEAD = "lm_head.weight"
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether `path` is another program's model; else it should be a checkpoint of ours."""
+    """Whether `path` is a model of another program; otherwise it should be one of our checkpoints."""
     files = llama2c.is_file(path) or gguf.is_file(path)
     return files or huggingface.is_directory(path) or huggingface.is_adapter(path)
 
 
 def open_weights(path: Path) -> Weights:
-    """The weights of a foreign model, not read yet; UserError where the files are faulty."""
+    """The weights of a foreign model, not read yet. UserError for damaged files."""
     if llama2c.is_file(path):
         return llama2c.open_file(path)
     return gguf.open_file(path) if gguf.is_file(path) else huggingface.open_directory(path)
 
 
-def load_weights(weights: Weights, backend: Backend) -> Any:
-    """Build the model that the weights belong to. Raises UserError as `describe` does."""
-    spec, config, tensors = describe(weights)
-    model = spec.build(config, backend)
-    fill(model.buffer, tensors(), weights.source)
-    return model
-
-
 def describe(weights: Weights) -> tuple[ModelSpec, ModelConfig, Tensors]:
     """The registered model that the weights belong to, its config, and the weights under our names.
 
-    Raises UserError for an architecture that no registered model reads, and for tensors that are missing, too many, or
-    of the wrong shape; no tensor is read for that.
+    Raises UserError for an architecture that no registered model reads, and for tensors that are missing, surplus, or
+    of the wrong shape. No tensor is read for these checks.
     """
     try:
         spec = _spec_of(weights.config)
@@ -71,7 +62,7 @@ def describe(weights: Weights) -> tuple[ModelSpec, ModelConfig, Tensors]:
 
 
 def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:
-    """Our parameter, put together from their tensors."""
+    """One of our parameters, assembled from their tensors."""
     whole: np.ndarray | None = None
     for entry, read in parts:
         theirs = read()
@@ -91,19 +82,14 @@ def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:
 
 
 def entries(spec: ModelSpec, config: ModelConfig) -> Iterator[Entry]:
-    """A model's tensors under their Hugging Face names. Raises UserError for a model that has none."""
+    """A model's tensors under their Hugging Face names. UserError for a model without a Hugging Face form."""
     return _layout(spec).entries(config)
 
 
-def entries_of(model: Any) -> list[Entry]:
-    """The same of a model that is built."""
-    return list(entries(spec_of_model(model), model.config))
-
-
 def weights_of(model: Any) -> Weights:
-    """A model's weights under Hugging Face's names. What they have no place for is left out, with a line on stderr.
+    """A model's weights under Hugging Face's names. Parts without a place there are left out, with a line on stderr.
 
-    Raises UserError for a model that has no such form.
+    UserError for a model without a Hugging Face form.
     """
     layout = _layout(spec_of_model(model))
     if lost := layout.left_out(model.config):
@@ -120,7 +106,7 @@ def weights_of(model: Any) -> Weights:
 
 
 def spec_of_model(model: Any) -> ModelSpec:
-    """The registered model that `model` is one of."""
+    """The registered spec of a model."""
     return next(spec for spec in models().values() if type(model.config) is spec.config)
 
 
@@ -136,17 +122,17 @@ def _spec_of(config: dict[str, Any]) -> ModelSpec:
 
 def _layout(spec: ModelSpec) -> ModuleType:
     if not spec.hf:
-        raise UserError(f"{spec.title} has no form that other programs read; supported: --format tinyforge")
+        raise UserError(f"other programs have no format for {spec.title}; use --format tinyforge")
     return importlib.import_module(spec.hf)
 
 
 def _places(
     weights: Weights, layout: ModuleType, config: ModelConfig
 ) -> list[tuple[Entry, Callable[[], np.ndarray]]]:
-    """Each tensor with its place, after a look at all names and shapes. One layer's tensors follow the other's, so that
-    a config of a billion layers is refused at the first that is missing."""
+    """Each tensor with its entry, after checking all names and shapes. Entries come layer by layer, so that a config
+    with a billion layers is refused at the first missing one."""
     left = {_renamed(name, layout): found for name, found in weights.tensors.items()}
-    if left and not any(name.startswith(layout.PREFIX) for name in left):  # files of the bare trunk
+    if left and not any(name.startswith(layout.PREFIX) for name in left):  # without the head's prefix
         left = {name if name == HEAD else layout.PREFIX + name: found for name, found in left.items()}
     places = []
     for entry in layout.entries(config):
@@ -161,17 +147,17 @@ def _places(
         del left[HEAD]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise UserError(f"tensor {min(left)}{more} has no place in the model; its layers would be lost")
+        raise UserError(f"tensor {min(left)}{more} has no place in the model; it would be lost")
     return places
 
 
 def _renamed(name: str, layout: ModuleType) -> str:
-    """A tensor's name as it is today."""
+    """The current name of a tensor that was renamed."""
     for old, new in getattr(layout, "RENAMED", ()):
         name = name.replace(old, new)
     return name
 
 
 def _is_tied(head: Lazy, embedding: tuple[Entry, Any]) -> bool:
-    """Whether a head that config.json calls tied is the embedding, written twice."""
+    """Whether a head that config.json calls tied is a second copy of the embedding."""
     return head[0] == embedding[0].shape and np.array_equal(head[1](), embedding[1]())

@@ -1,16 +1,15 @@
 """GGUF, the format of llama.cpp and Ollama, read and written: https://github.com/ggml-org/llama.cpp.
 
-`ARCHITECTURES` is a table from theirs to Hugging Face's names, of keys and of tensors; that is how this module shows a
-file, and what it writes from. What is more than a name:
+`ARCHITECTURES` maps their names of keys and tensors to Hugging Face's, for reading and for writing. Beyond names:
 
 - In the llama architecture rotary pairs are neighbours, (x_2i, x_2i+1), so the rows of q and k are reordered; qwen2 and
   qwen3 keep Hugging Face's halves, (x_i, x_i+D/2).
-- GPT-2's matrices are transposed back: rows are outputs.
-- Llama 3's RoPE scaling is a tensor, rope_freqs: what each pair's frequency is divided by.
-- llama.cpp knows no sliding window in these architectures. A model that has one is written with its window as the
-  context, up to which both agree.
-- A norm, a bias, and GPT-2's positions are float32 whatever the type asked for. Rows that no whole number of blocks
-  fills become f16, as in llama.cpp's own converter. q4_0 keeps the output head in q8_0, where llama.cpp has q6_K.
+- GPT-2's matrices are transposed: rows are outputs.
+- Llama 3's RoPE scaling is a tensor, rope_freqs, that divides each pair's frequency.
+- llama.cpp has no sliding window in these architectures. A model with one is written with the window as its context, up
+  to which both agree.
+- Norms, biases and GPT-2's positions are always float32. Rows that are not a whole number of blocks become f16, as in
+  llama.cpp's own converter. q4_0 keeps the output head in q8_0, where llama.cpp has q6_K.
 
 `tinyforge.hub.gguf_file` is the container, `tinyforge.text.gguf` the tokenizer.
 """
@@ -40,10 +39,10 @@ ROPE_FREQS = "rope_freqs.weight"
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of llama.cpp's. hf: the architecture in config.json. sizes: its keys there, by their keys here, which follow
-    the architecture's name. block: what the names of a layer's tensors begin with there. tensors, layer: names there,
-    by the names here, without ".weight" and ".bias". interleaved: rotary pairs are neighbours. transposed: tensors of a
-    layer."""
+    """An architecture of llama.cpp. hf: its name in config.json. sizes: keys of config.json by GGUF's keys, the latter
+    without the architecture's prefix. block: the prefix of a layer's tensors in Hugging Face's names. tensors, layer:
+    Hugging Face's names by GGUF's, without ".weight" and ".bias". interleaved: rotary pairs are neighbours. transposed:
+    GGUF's names of a layer's transposed tensors."""
 
     hf: str
     sizes: Mapping[str, str]
@@ -108,7 +107,7 @@ def is_file(path: Path) -> bool:
 def open_file(path: Path) -> Weights:
     """The weights in a .gguf file under Hugging Face's names; tensors are not read yet.
 
-    Raises UserError for a damaged file, another architecture, another type of tensor, sizes that contradict each other.
+    Raises UserError for a damaged file, another architecture or type of tensor, and sizes that contradict each other.
     """
     content = gguf_file.read(path)
     name = content.metadata.get("general.architecture")
@@ -134,14 +133,13 @@ def open_file(path: Path) -> Weights:
 
 
 class _Values:
-    """The metadata's values of an architecture."""
+    """An architecture's values in the metadata."""
 
     def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
         self.architecture, self.metadata = architecture, metadata
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The number, or the text, of that name. Raises UserError for another type, and without a default where there
-        is none."""
+        """The number or text of that name. UserError for another type, and for a missing one without a default."""
         key = f"{self.architecture}.{name}"
         value = self.metadata.get(key, default)
         kinds = (str,) if isinstance(default, str) else (int, float)
@@ -154,7 +152,7 @@ class _Values:
 
 
 def _config(architecture: Architecture, values: _Values, stored: Mapping[str, gguf_file.Tensor]) -> dict[str, Any]:
-    """config.json's content."""
+    """The content of config.json."""
     defaults: dict[str, Any] = {}
     if "token_embd.weight" in stored:
         defaults["vocab_size"] = stored["token_embd.weight"].shape[0]
@@ -172,8 +170,8 @@ def _config(architecture: Architecture, values: _Values, stored: Mapping[str, gg
     for own, theirs in architecture.sizes.items():
         value = values.get(own, defaults.get(own))
         if config.setdefault(theirs, value) != value:
-            raise UserError(f"{values.architecture}.{own} is {value}, wanted {config[theirs]}, as the other sizes have "
-                            "it; only such a model can be read")  # fmt: skip
+            raise UserError(f"{values.architecture}.{own} is {value}, wanted {config[theirs]} by the other sizes; only "
+                            "such a model can be read")  # fmt: skip
     return config
 
 
@@ -187,7 +185,7 @@ def _linear_scaling(values: _Values) -> dict[str, Any] | None:
 
 
 def _llama3_scaling(config: Mapping[str, Any], original: float, factors: np.ndarray) -> dict[str, Any]:
-    """What gives these factors. The file has nothing but them, so the published models' other settings are tried."""
+    """The scaling with these factors. The file holds only them, so the published models' other settings are tried."""
     for context in (original, 8192):
         found = {"rope_type": "llama3", "factor": float(str(factors.max())), "low_freq_factor": 1.0,
                  "high_freq_factor": 4.0, "original_max_position_embeddings": context}  # fmt: skip
@@ -196,11 +194,11 @@ def _llama3_scaling(config: Mapping[str, Any], original: float, factors: np.ndar
                 wanted = _factors({**config, "rope_scaling": found}, len(factors))
             if np.allclose(factors, wanted, rtol=1e-5, atol=0):
                 return found
-    raise UserError(f"{ROPE_FREQS} holds other factors than Llama 3's; other RoPE scalings cannot be read")
+    raise UserError(f"the factors in {ROPE_FREQS} are not Llama 3's; no other RoPE scaling can be read")
 
 
 def _factors(config: Mapping[str, Any], pairs: int) -> np.ndarray:
-    """What Llama 3's scaling divides the frequency of each pair by."""
+    """The factors by which Llama 3's scaling divides the pairs' frequencies."""
     rope, f = config["rope_scaling"], config["rope_theta"] ** (-np.arange(pairs) / pairs)
     scaling = RopeScaling("llama3", rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"],
                           rope["original_max_position_embeddings"])  # fmt: skip
@@ -216,8 +214,8 @@ def write_file(
     """Write a .gguf file that llama.cpp reads.
 
     metadata: the tokenizer's, and other keys that are not the architecture's. dtype: one of TYPES. others(): see
-    `gguf_file.write`. What could not be stored as asked is said on stderr. Raises UserError for a model it cannot hold,
-    and where it cannot write.
+    `gguf_file.write`. Tensors stored in another type are named on stderr. UserError for a model that the format cannot
+    hold, and where it cannot be written.
     """
     config = dict(weights.config)
     name = _name_of(config["architectures"][0], path)
@@ -234,11 +232,10 @@ def write_file(
     types = {own: _type_of(own, shape, dtype, head) for own, (shape, _) in tensors.items()}
     odd = sorted({shape[-1] for own, (shape, _) in tensors.items() if types[own] == "f16" != dtype})
     if odd:
-        print(f"note: f16, not {dtype}, where rows are no whole number of blocks of {BLOCK}: rows of "
+        print(f"note: f16, not {dtype}, for rows that are not whole blocks of {BLOCK}: rows of "
               f"{', '.join(map(str, odd))}", file=sys.stderr)  # fmt: skip
     own_keys = {"general.type": "model", "general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2}
-    gguf_file.write(path, name, {**own_keys, **_sizes(name, config), **metadata}, tensors, types,
-                    others)  # fmt: skip
+    gguf_file.write(path, name, {**own_keys, **_sizes(name, config), **metadata}, tensors, types, others)
 
 
 def _name_of(hf: str, path: Path) -> str:
@@ -247,12 +244,12 @@ def _name_of(hf: str, path: Path) -> str:
     name = next((name for name, architecture in ARCHITECTURES.items() if architecture.hf == hf), None)
     if name is None:
         supported = ", ".join(architecture.hf for architecture in ARCHITECTURES.values())
-        raise UserError(f"cannot write {path}: the model is a {hf}; a .gguf file can be written of {supported}")
+        raise UserError(f"cannot write {path}: the model is a {hf}; .gguf files can hold {supported}")
     return name
 
 
 def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the architecture."""
+    """The architecture's keys."""
     window, context = config.get("sliding_window"), config.get("max_position_embeddings")
     if window and context and window < context:
         print(f"note: llama.cpp has no sliding window here; the context becomes the window, {window} of {context} "
@@ -300,7 +297,7 @@ def _from_hf(architecture: Architecture, theirs: str) -> str:
 
 
 def _change(architecture: Architecture, own: str, config: Mapping[str, Any], back: bool = False) -> Change:
-    """What is done to a tensor of Hugging Face's before it is written, or `back`, after it is read."""
+    """The change of a tensor from Hugging Face's layout to GGUF's, or `back`."""
     reorder = rotary.halves if back else rotary.pairs
     if architecture.interleaved and own.endswith("attn_q.weight"):
         return lambda x: reorder(x, config["num_attention_heads"])

@@ -5,9 +5,9 @@
     tensors     name, number of dimensions, dimensions (the row's length first), type, offset among the data
     data        each tensor at a multiple of `general.alignment` bytes, 32 where there is no such key
 
-Numbers are little-endian. Files come from strangers, and the reader of the gguf package believes every count in them;
-so the header is read here, each length checked against what is left of the file before anything is allocated. The
-package writes files and packs numbers into blocks.
+Numbers are little-endian. The gguf package's reader trusts every count in a file, so the header is read here, and each
+length is checked against the rest of the file before anything is allocated. The package writes files and packs numbers
+into blocks.
 
 Source: the specification in the ggml repository, docs/gguf.md.
 """
@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.files import written_whole
+from tinyforge.files import writing, written_whole
 from tinyforge.tensors import Lazy
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-"""How numbers are stored. q8_0: blocks of 32, a float16 scale and 32 times 8 bits; q4_0: a scale and 32 times 4."""
+"""Types of stored numbers. q8_0: blocks of a float16 scale and 32 times 8 bits; q4_0: a scale and 32 times 4 bits."""
 
 MOST_HEADER = 1 << 28  # bytes of the header; a vocabulary of 256,000 tokens takes about ten million
 MOST_KEYS = MOST_TENSORS = 1 << 16
@@ -54,7 +54,7 @@ def package() -> ModuleType:
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies. shape: rows last, as in NumPy. dtype: a number of ggml's."""
+    """The place of a tensor. shape: as in NumPy, the row's length last. dtype: ggml's number for it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -63,18 +63,18 @@ class Tensor:
     nbytes: int
 
     def read(self) -> np.ndarray:
-        """float32, with the values that the stored numbers stand for."""
+        """The values, dequantised to float32."""
         gguf = package()
         stored = np.fromfile(self.file, np.uint8, self.nbytes, offset=self.start)
         kind = gguf.GGMLQuantizationType(self.dtype)
         rows = stored.reshape(math.prod(self.shape[:-1]), -1)
-        with np.errstate(invalid="ignore"):  # a scale may be infinite; a model with such weights says so itself
+        with np.errstate(invalid="ignore"):  # a scale may be infinite; the model reports such weights
             return gguf.quants.dequantize(rows, kind).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds. metadata: numbers, texts, lists of texts, arrays of numbers."""
+    """A file's content. metadata: numbers, texts, lists of texts, arrays of numbers."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -84,9 +84,9 @@ class Content:
 
 
 def read(path: Path) -> Content:
-    """The metadata of a file, and where its tensors lie; no tensor is read.
+    """The metadata of a file, and the places of its tensors; no tensor is read.
 
-    Raises UserError, naming the file, where it is damaged, has tensors of another type than TYPES, or is a part.
+    Raises UserError, naming the file, if it is damaged, has tensors of a type not in TYPES, or is one of several parts.
     """
     try:
         state = path.stat()
@@ -95,7 +95,7 @@ def read(path: Path) -> Content:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
 
 
-@lru_cache(maxsize=1)  # the weights, the tokenizer and the template are asked for one after the other
+@lru_cache(maxsize=1)  # weights, tokenizer and template are read one after the other
 def _read(path: Path, modified: int, size: int) -> Content:
     gguf = package()
     if size < len(b"GGUF"):
@@ -103,14 +103,14 @@ def _read(path: Path, modified: int, size: int) -> Content:
     with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header = _Header(data)
         try:
-            version, metadata = header.start()
+            metadata = header.metadata()
             tensors = header.tensors()
             alignment = metadata.get("general.alignment", 32)
             if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
                 raise ValueError(f"general.alignment is {alignment!r}")
             begin = -(-header.at // alignment) * alignment
         except (ValueError, struct.error) as error:
-            raise UserError(f"{path} is damaged, or no GGUF file ({error}); get it again") from error
+            raise UserError(f"{path} is damaged, or not a GGUF file ({error}); get it again") from error
     if str(parts := metadata.get("split.count", 0)) not in ("0", "1"):
         raise UserError(f"{path} is one of {parts!s:.40} parts; join them first: llama-gguf-split --merge")
     supported = {int(gguf.GGMLQuantizationType[name.upper()]): name for name in TYPES}
@@ -133,12 +133,12 @@ def _read(path: Path, modified: int, size: int) -> Content:
 
 
 class _Header:
-    """Reads a header from its beginning on. Raises ValueError for what cannot be."""
+    """Reads a header from its beginning. Raises ValueError for what is impossible."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at, self.end = data, 0, min(len(data), MOST_HEADER)
 
-    def start(self) -> tuple[int, dict[str, Any]]:
+    def metadata(self) -> dict[str, Any]:
         if self.take(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         version = self.number("<I")
@@ -151,7 +151,7 @@ class _Header:
             if key in metadata:
                 raise ValueError(f"the key {key[:80]} twice")
             metadata[key] = self.value(self.number("<I"))
-        return version, metadata
+        return metadata
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], int, int]]:
         """Shape, type and offset by name."""
@@ -178,7 +178,7 @@ class _Header:
     def limited(self, what: str, most: int) -> int:
         count = self.number("<Q")
         if count > most:
-            raise ValueError(f"{count:,} {what}, at most {most:,} are believed")
+            raise ValueError(f"{count:,} {what}, at most {most:,} are plausible")
         return count
 
     def string(self) -> str:
@@ -209,35 +209,30 @@ def write(
     path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Lazy], types: Mapping[str, str],
     others: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """Write a file whole or not at all; one tensor is in memory at a time.
+    """Write a file, whole or not at all, with one tensor in memory at a time.
 
     metadata: whole numbers become uint32 (in lists int32), other numbers float32. types: of TYPES, by tensor. others():
-    writes what lies beside the file, before the file itself appears. Raises UserError where it cannot be written.
+    writes files beside this one, before it appears. Raises UserError where it cannot be written.
     """
     gguf = package()
-    try:
-        with written_whole(path) as partial:
-            writer = gguf.GGUFWriter(partial, architecture)
-            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-                   list: writer.add_array}  # fmt: skip
-            for key, value in metadata.items():
-                add[type(value)](key, value)
-            for name, (shape, _) in tensors.items():
-                kind = gguf.GGMLQuantizationType[types[name].upper()]
-                block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-                nbytes = math.prod(shape) // block * block_bytes
-                writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kind)
-            try:
-                writer.write_header_to_file()
-                writer.write_kv_data_to_file()
-                writer.write_ti_data_to_file()
-                for name, (_, make) in tensors.items():
-                    values = np.ascontiguousarray(make(), np.float32)
-                    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType[types[name].upper()])
-                    writer.write_tensor_data(packed)
-            finally:
-                writer.close()
-            if others:
-                others()
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
+    kinds = {name: gguf.GGMLQuantizationType[types[name].upper()] for name in tensors}
+    with writing(path), written_whole(path) as partial:
+        writer = gguf.GGUFWriter(partial, architecture)
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+               list: writer.add_array}  # fmt: skip
+        for key, value in metadata.items():
+            add[type(value)](key, value)
+        for name, (shape, _) in tensors.items():
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kinds[name]]
+            nbytes = math.prod(shape) // block * block_bytes
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, raw_dtype=kinds[name])
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, (_, make) in tensors.items():
+                writer.write_tensor_data(gguf.quants.quantize(np.ascontiguousarray(make(), np.float32), kinds[name]))
+        finally:
+            writer.close()
+        if others:
+            others()

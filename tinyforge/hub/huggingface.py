@@ -14,7 +14,7 @@ from typing import Any
 
 from tinyforge import tensors
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, replace, sync, write_whole
+from tinyforge.files import read_json, replace, sync, write_whole, writing
 from tinyforge.hub.weights import Weights
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -22,19 +22,19 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def is_directory(path: Path) -> bool:
-    """Whether `path` looks like a Hugging Face model: a config.json is what every one of them has."""
+    """Whether `path` looks like a Hugging Face model: all of them have a config.json."""
     return (path / CONFIG).is_file()
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether `path` looks like an adapter of PEFT, for a model that lies elsewhere."""
+    """Whether `path` looks like a PEFT adapter."""
     return (path / ADAPTER_CONFIG).is_file()
 
 
 def open_directory(path: Path) -> Weights:
     """The config and the tensors of a directory; the tensors are not read yet.
 
-    Raises UserError for a directory without safetensors, a damaged file, a shard that is missing or lies elsewhere.
+    Raises UserError for a directory without safetensors, a damaged file, and a shard that is missing or elsewhere.
     """
     config = read_json(path / CONFIG, "the config")
     if (path / INDEX).is_file():
@@ -55,7 +55,7 @@ def _sharded(path: Path) -> dict[str, tensors.Tensor]:
     shards: dict[str, dict[str, tensors.Tensor]] = {}
     found = {}
     for name, shard in places.items():
-        # A plain name: an index from elsewhere must not lead to files outside its directory.
+        # A plain name: an index must not lead to files outside its directory.
         if not isinstance(shard, str) or shard != os.path.basename(shard) or "\\" in shard or shard in ("", ".", ".."):
             raise UserError(f"{path / INDEX}: {name} is in {shard!r}, wants the name of a file in the same directory")
         if shard not in shards:
@@ -67,7 +67,7 @@ def _sharded(path: Path) -> dict[str, tensors.Tensor]:
 
 
 def write_directory(path: Path, weights: Weights, dtype: str, others: Callable[[Path], Any] | None = None) -> None:
-    """Write a directory that appears whole or not at all. others(directory) writes the tokenizer's files and a card.
+    """Write a directory, whole or not at all. others(directory) writes the tokenizer's files and a card.
 
     Raises UserError where `path` exists or cannot be written.
     """
@@ -79,21 +79,20 @@ def write_files(
     path: Path, configs: Mapping[str, Any], file: str, lazy: Mapping[str, tensors.Lazy], dtype: str,
     others: Callable[[Path], Any] | None = None,
 ) -> None:  # fmt: skip
-    """A directory of JSON files by name and one safetensors file. UserError as for `write_directory`."""
+    """Write a directory of JSON files, by name, and one safetensors file; as `write_directory`."""
     if path.exists():
         raise UserError(f"{path} exists already; remove it, or choose another directory")
     partial = path.parent / f".partial-{path.name}"
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
-        partial.mkdir(parents=True)
-        for name, content in configs.items():
-            write_whole(partial / name, json.dumps(content, indent=2) + "\n")
-        if others:
-            others(partial)
-        tensors.write(partial / file, lazy, dtype)
-        replace(partial, path)
-        sync(path.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
+        with writing(path):
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+            partial.mkdir(parents=True)
+            for name, content in configs.items():
+                write_whole(partial / name, json.dumps(content, indent=2) + "\n")
+            if others:
+                others(partial)
+            tensors.write(partial / file, lazy, dtype)
+            replace(partial, path)
+            sync(path.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

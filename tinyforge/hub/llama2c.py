@@ -4,8 +4,8 @@
     float32     embedding (V, C); for all layers: attention norm, q, k, v, out, MLP norm, gate, down, up;
                 final norm; cos and sin of the angles (context, D/2); the head (V, C) where it is not tied
 
-Rotary pairs are neighbours there, (x_2i, x_2i+1), where Hugging Face and this project pair (x_i, x_i+D/2): the rows of
-q and k are reordered. The rest is a LlamaForCausalLM, and that is how this module shows it.
+Rotary pairs are neighbours there, (x_2i, x_2i+1), while Hugging Face and this project pair (x_i, x_i+D/2), so the rows
+of q and k are reordered. Otherwise the model is a LlamaForCausalLM, and this module presents it as one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.files import written_whole
+from tinyforge.files import writing, written_whole
 from tinyforge.hub import rotary
 from tinyforge.hub.weights import Weights
 
 HEADER = struct.Struct("<7i")
 LIMITS = {"dim": 1 << 16, "hidden": 1 << 20, "layers": 1 << 10, "heads": 1 << 10, "kv_heads": 1 << 10, "vocab": 1 << 24,
           "context": 1 << 24}  # fmt: skip
-"""The largest sizes believed; a file that claims more is something else."""
-EPS, THETA = 1e-5, 10000.0  # as run.c has them
+"""The largest plausible sizes; a file that claims more is something else."""
+EPS, THETA = 1e-5, 10000.0  # as in run.c
 _MAGIC = 0x616B3432  # "ak42": versions 1 and 2
 
 
@@ -38,7 +38,7 @@ def is_file(path: Path) -> bool:
 def open_file(path: Path) -> Weights:
     """The weights in a .bin file, as a LlamaForCausalLM; tensors are not read yet.
 
-    Raises UserError for a file of another kind or version, sizes that cannot be, and a wrong length.
+    Raises UserError for a file of another kind or version, impossible sizes, and a wrong length.
     """
     try:
         with open(path, "rb") as opened:
@@ -46,7 +46,7 @@ def open_file(path: Path) -> Weights:
         length = path.stat().st_size
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
-    # Taken as a dim, these would be above 65,536; a true dim has zeros there.
+    # A header's first number is the dim, at most 65,536, so its upper two bytes are 0.
     if (head[:2] == b"PK" or head[:1] == b"\x80") and head[2:4] != b"\0\0":
         raise UserError(
             f"{path} is a pickle, which can run code when it is read; supported: llama2.c's .bin, safetensors"
@@ -77,7 +77,7 @@ def open_file(path: Path) -> Weights:
 
 
 def check(path: Path, config: dict[str, Any]) -> None:
-    """UserError for a model that the format cannot hold; `path` is for the error."""
+    """UserError for a model that the format cannot hold; `path` is for the message."""
     wanted = {
         "architectures": ["LlamaForCausalLM"], "rms_norm_eps": EPS, "rope_theta": THETA, "rope_scaling": None,
         "head_dim": config.get("hidden_size", 0) // config.get("num_attention_heads", 1),
@@ -85,13 +85,13 @@ def check(path: Path, config: dict[str, Any]) -> None:
     for name, value in wanted.items():
         if config.get(name) != value:
             raise UserError(
-                f"cannot write {path}: llama2.c's format has {name} {value}, the model {config.get(name)}; "
+                f"cannot write {path}: llama2.c's format has {name} {value}, the model has {config.get(name)}; "
                 "use --format hf"
             )
 
 
 def write_file(path: Path, weights: Weights) -> None:
-    """Write a .bin file that run.c reads. Raises UserError for a model it cannot hold, and where it cannot write."""
+    """Write a .bin file that run.c reads. UserError for a model that it cannot hold, and where it cannot be written."""
     config = weights.config
     check(path, config)
     head_dim, context = config["head_dim"], config["max_position_embeddings"]
@@ -99,20 +99,17 @@ def write_file(path: Path, weights: Weights) -> None:
     angles = iter((np.cos(angle), np.sin(angle)))
     vocab = config["vocab_size"] * (1 if config["tie_word_embeddings"] else -1)
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    try:
-        with written_whole(path) as partial, open(partial, "wb") as out:
-            out.write(HEADER.pack(*(config[name] for name in names), vocab, context))
-            for tensor, _ in layout(config):
-                values = next(angles) if tensor is None else weights.tensors[tensor][1]()
-                if tensor is not None and (heads := _heads(tensor, config)):
-                    values = rotary.pairs(values, heads)
-                np.ascontiguousarray(values, "<f4").tofile(out)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
+    with writing(path), written_whole(path) as partial, open(partial, "wb") as out:
+        out.write(HEADER.pack(*(config[name] for name in names), vocab, context))
+        for tensor, _ in layout(config):
+            values = next(angles) if tensor is None else weights.tensors[tensor][1]()
+            if tensor is not None and (heads := _heads(tensor, config)):
+                values = rotary.pairs(values, heads)
+            np.ascontiguousarray(values, "<f4").tofile(out)
 
 
 def layout(config: dict[str, Any]) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """The tensors in the order of the file, by Hugging Face's names; None for the tables of angles."""
+    """The tensors in file order, by Hugging Face's names; None for the tables of angles."""
     dim, hidden, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     width, kv = config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
     yield "model.embed_tokens.weight", (vocab, dim)
@@ -148,7 +145,7 @@ def _config(sizes: dict[str, int], tied: bool) -> dict[str, Any]:
 
 
 def _heads(name: str, config: dict[str, Any]) -> int:
-    """How many heads' rotary pairs a tensor holds; 0 where it holds none."""
+    """The number of heads with rotary pairs in a tensor, 0 for none."""
     if name.endswith("q_proj.weight"):
         return config["num_attention_heads"]
     return config["num_key_value_heads"] if name.endswith("k_proj.weight") else 0

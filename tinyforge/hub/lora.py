@@ -1,9 +1,9 @@
-"""LoRA adapters in files: those of our runs, and PEFT's, both added to their base when it is loaded.
+"""LoRA adapters in files, of our runs and of PEFT; both are merged into their base when it is loaded.
 
-A run of `recipes/sft.py --lora` keeps A and B alone in its checkpoints; `meta["lora"]` says where its base lies and
-what the base's weights are by hash. PEFT's directory is adapter_config.json and adapter_model.safetensors, with a pair
-of matrices for each linear layer as Hugging Face has them. Where one matrix of ours is several of theirs (queries, keys
-and values; gate and up), they share A, and B is cut by its rows: (B A) cut by rows is what each of them adds.
+A run of `recipes/sft.py --lora` stores only A and B in its checkpoints; `meta["lora"]` holds the path of its base and
+the hash of the base's weights. A PEFT directory is adapter_config.json and adapter_model.safetensors, with a pair of
+matrices for each of Hugging Face's linear layers. Where one of our matrices is several of theirs (queries, keys and
+values; gate and up), they share A, and B is split by rows, as the rows of B A are what each of them adds.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ UNSUPPORTED = (
     "use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias",
     "trainable_token_indices", "target_parameters", "megatron_config", "use_qalora", "alora_invocation_tokens",
 )  # fmt: skip
-"""What PEFT's LoRA can be told and this one cannot do: refused unless it is off."""
+"""PEFT's options that are not supported here: refused unless they are off."""
 
 Change = Callable[[np.ndarray], np.ndarray]
-"""A weight of the base to the weight with its adapter merged in."""
+"""From a weight of the base to that weight with its adapter merged in."""
 
 
 # --- of our runs
 
 
 def describe(settings: Adapters, base: Opened, parameters: int, out: Path) -> dict[str, Any]:
-    """What a run's checkpoints note under "lora". The path of the base is relative to the run's: both may move.
+    """The entry "lora" in the meta of a run's checkpoints. The base's path is relative to the run's, as both may move.
 
     parameters: of the base.
     """
     return {
-        "parameters": parameters,
-        "rank": settings.rank, "alpha": settings.alpha, "dropout": settings.dropout, "targets": list(settings.targets),
+        "parameters": parameters, "rank": settings.rank, "alpha": settings.alpha, "dropout": settings.dropout,
+        "targets": list(settings.targets),
         "base": os.path.relpath(base.path, out), "base_sha256": base.fingerprint(),
     }  # fmt: skip
 
 
 def noted(found: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What `describe` has noted in a checkpoint. Raises UserError where it is damaged."""
+    """The entry that `describe` made. UserError if it is damaged."""
     about, number = meta["lora"], (int, float)
     kinds: dict[str, Any] = {"base": str, "base_sha256": str, "rank": int, "alpha": number, "dropout": number}
     right = isinstance(about, dict) and all(isinstance(about.get(name), kind) for name, kind in kinds.items())
@@ -68,19 +68,19 @@ def noted(found: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def base_of(found: Path, meta: Mapping[str, Any]) -> Path:
-    """Where the base of the run's checkpoint `found` lies. Raises UserError where there is nothing."""
+    """The path of the base of a run's checkpoint. UserError if nothing is there."""
     run = found.parent if found in checkpoint.steps(found.parent) else found
     base = Path(os.path.normpath(run / noted(found, meta)["base"]))
     if not base.exists():
         raise UserError(
-            f"{found} is an adapter, and its base {base} is not there; put it back, or merge the two by "
+            f"{found} is an adapter, but its base {base} is missing; put it back, or merge the two with "
             f"python -m tinyforge.hub convert {found} DIR --base PATH"
         )
     return base
 
 
 def check_base(adapter: Path, base: Opened, wanted: str) -> None:
-    """Refuse a base that is not the one that the adapter was trained on."""
+    """UserError for a base other than the one that the adapter was trained on."""
     if (got := base.fingerprint()) != wanted:
         raise UserError(
             f"{adapter} is an adapter for another base: {base.path} has weights of SHA-256 {got[:12]}..., it was "
@@ -95,13 +95,13 @@ def merged_run(found: checkpoint.Checkpoint, base: Opened) -> Opened:
     scale, changes = about["alpha"] / about["rank"], {}
     for name, (a, b) in _pairs(found).items():
         changes[f"{name}.weight"] = partial(_merge, a, b, scale)
-    # Without "lora": what is merged is no adapter any more, and would be merged again.
+    # Without "lora": otherwise the merged model would be merged again.
     meta = {key: value for key, value in found.meta.items() if key != "lora"}
     return _merged(base, changes, found.path, meta, "alpaca")
 
 
 def _pairs(found: checkpoint.Checkpoint) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """A and B of a run's checkpoint by the name of the linear map. Raises UserError where they make no pair."""
+    """A and B of a run's checkpoint by the name of the linear map. UserError if they do not fit together."""
     pairs = {}
     for name in dict.fromkeys(name.rpartition(".lora_")[0] for name in found.weights if ".lora_" in name):
         a, b = (found.weights.get(f"{name}.lora_{which}") for which in "ab")
@@ -116,7 +116,7 @@ def _pairs(found: checkpoint.Checkpoint) -> dict[str, tuple[np.ndarray, np.ndarr
 
 
 def _merge(a: np.ndarray, b: np.ndarray, scale: float, weight: np.ndarray) -> np.ndarray:
-    """In float64: the sum is rounded once, to what the model is built in. Raises UserError where they do not fit."""
+    """Merge in float64, so that the sum is rounded once, to the model's type. UserError if the shapes do not fit."""
     if (len(b), a.shape[1]) != weight.shape:
         raise UserError(f"an adapter of {len(b)} x {a.shape[1]} on a weight of {weight.shape}; give its own base")
     weight, a, b = (x.astype(np.float64) for x in (weight, a, b))
@@ -135,19 +135,19 @@ def _merged(base: Opened, changes: Mapping[str, Change], path: Path, meta: dict[
 
 
 def base_of_peft(path: Path) -> Path:
-    """The directory that a PEFT adapter names as its base. Raises UserError where it names none on this machine."""
+    """The directory that a PEFT adapter names as its base. UserError if there is none on this machine."""
     named = str(read_json(path / CONFIG, "the adapter's config").get("base_model_name_or_path") or "")
     if not named or not Path(named).exists():
         raise UserError(
-            f"{path} is an adapter for {named or 'a base that it does not name'}, which is not here; merge the two by "
-            f"python -m tinyforge.hub convert {path} DIR --base PATH"
+            f"{path} is an adapter for {named or 'a base that it does not name'}, which is not here; merge the two "
+            f"with python -m tinyforge.hub convert {path} DIR --base PATH"
         )
     return Path(named)
 
 
 def merged_peft(path: Path, base: Opened) -> Opened:
-    """The base with a PEFT adapter merged in. Raises UserError for what this program does not have, and for an adapter
-    that does not fit the base."""
+    """The base with a PEFT adapter merged in. UserError for unsupported options, and for an adapter that does not fit
+    the base."""
     if (path / BASE).is_file():  # written by us: the base is known by its weights
         check_base(path, base, str(read_json(path / BASE, "the hash of the base").get("sha256")))
     given = read_json(path / CONFIG, "the adapter's config")
@@ -212,8 +212,8 @@ def _read_changes(path: Path, base: Opened, rank: int, scale: float) -> dict[str
 
 
 def write_peft(path: Path, found: checkpoint.Checkpoint, base: Opened) -> None:
-    """Write a run's adapter for PEFT: it loads on the base as `hub convert` writes it. Raises UserError where `path`
-    exists, and for a model that Hugging Face has no form of."""
+    """Write a run's adapter for PEFT, to be loaded on the base that `hub convert` writes. UserError where `path`
+    exists, and for a model without a Hugging Face form."""
     about, pairs = noted(found.path, found.meta), _pairs(found)
     check_base(found.path, base, about["base_sha256"])
     lazy: dict[str, tensors.Lazy] = {}
@@ -224,7 +224,7 @@ def write_peft(path: Path, found: checkpoint.Checkpoint, base: Opened) -> None:
             b = entry.at(b)
             for which, matrix in (("A", a), ("B", b)):
                 lazy[f"{PREFIX}{layer}.lora_{which}.weight"] = matrix.shape, partial(np.asarray, matrix)
-            modules.add(re.sub(r".*\.\d+\.", "", layer))  # what stands behind the number of the layer
+            modules.add(re.sub(r".*\.\d+\.", "", layer))  # the part after the layer's number
             transposed = entry.transposed
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base.path.resolve()),

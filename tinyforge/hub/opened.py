@@ -1,4 +1,4 @@
-"""A trained model before it is built: what it is, and its weights one after the other, whoever wrote them."""
+"""A trained model that is not built yet: its description, and its weights one by one, from any format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tinyforge.registry import ModelSpec
 from tinyforge.text import TextTokenizer
 
 Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
-"""Goes once through a model's weights: our parameter's name and its value, float32 or float64."""
+"""Iterates once over a model's weights: our parameter's name and its value, float32 or float64."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Loaded:
     """A trained model with its tokenizer.
 
     meta: as saved (`kind` is "pretrain", "sft", "dpo" or "grpo"). path: of the checkpoint. template: the name of the
-    chat template that the model was fine-tuned with, "plain" for a base model.
+    chat template of its fine-tuning, "plain" for a base model.
     """
 
     model: Any
@@ -42,7 +42,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Opened:
-    """A trained model that was read and checked and is not built yet; see `Loaded`."""
+    """A trained model, read and checked but not built; see `Loaded`."""
 
     path: Path
     spec: ModelSpec
@@ -56,10 +56,10 @@ class Opened:
         self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None, *, frozen: bool = False,
         weights: str = "",
     ) -> Loaded:  # fmt: skip
-        """The model with its weights; with `adapters` these are frozen, and the adapters' own are still all zero.
+        """Build the model with its weights. With `adapters` these are frozen, and the adapters' own are still zero.
 
-        frozen: for a model that is only read: without master weights and gradients. weights: of such a model, "int8" or
-        "fp8" for matrices in one byte a weight.
+        frozen: for inference, without master weights and gradients. weights: "int8" or "fp8" for a frozen model with
+        matrices in one byte per weight.
         """
         make: Callable[..., Any] = partial(self.spec.build, self.config, backend, recompute=recompute)
         model = Adapted(make, adapters) if adapters else frozen_model(make, weights) if frozen or weights else make()
@@ -67,8 +67,7 @@ class Opened:
         return Loaded(model, self.tokenizer, self.meta, self.path, self.template)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the weights in float32 under our names, in hexadecimal: the same for the same weights in any
-        format, and of any other weights another one."""
+        """SHA-256 of the weights in float32 under our names, in hexadecimal; the format does not matter."""
         parts = sorted(
             f"{name} {value.shape} {hashlib.sha256(np.ascontiguousarray(value, '<f4').data).hexdigest()}"
             for name, value in self.tensors()
@@ -77,15 +76,14 @@ class Opened:
 
 
 def fill(buffer: ParamBuffer, tensors: Iterator[tuple[str, np.ndarray]], source: Path) -> None:
-    """Give a model's own parameters their weights. Raises UserError where one is missing or of another shape."""
+    """Set a model's own parameters. UserError where one is missing or has another shape."""
     left = {p.name: p for p in buffer.frozen or buffer.params}
     for name, value in tensors:
-        p = left.pop(name, None)
-        if p is not None and value.shape != p.shape:
+        if (p := left.pop(name, None)) is None:
+            continue
+        if value.shape != p.shape:
             raise UserError(f"checkpoint {source}: {name} has {value.shape}, the model wants {p.shape}")
-        if p is not None:
-            buffer.set_master(p, value)
-    if left:
-        p = next(iter(left.values()))
+        buffer.set_master(p, value)
+    for p in left.values():
         raise UserError(f"checkpoint {source}: {p.name} has nothing, the model wants {p.shape}")
     buffer.publish()

@@ -26,7 +26,7 @@ from tinyforge.text.chat_templates import TEMPLATES
 from tinyforge.text.vocabulary import TextTokenizer
 
 FORMATS = {"hf": DTYPES, "llama2c": ("f32",), "gguf": gguf_file.TYPES, "tinyforge": DTYPES}
-"""What each format holds weights in."""
+"""The types of weights that each format stores."""
 
 
 def load_pretrained(
@@ -34,8 +34,8 @@ def load_pretrained(
 ) -> tuple[Any, TextTokenizer]:
     """The model and the tokenizer at `path`, in any of the formats.
 
-    tokenizer: its file or folder, where it does not lie beside the model. Raises UserError, naming the file, for what
-    is damaged or not supported; nothing is loaded by halves.
+    tokenizer: its file or folder, if it is not beside the model. Raises UserError, naming the file, for what is damaged
+    or not supported; nothing is loaded in part.
     """
     found = load(Path(path), backend, None if tokenizer is None else Path(tokenizer))
     return found.model, found.tokenizer
@@ -51,15 +51,19 @@ def save_pretrained(
     meta: Mapping[str, Any] | None = None,
     card: str = "",
 ) -> None:
-    """Write a model and its tokenizer; other programs and `load_pretrained` read them.
+    """Write a model and its tokenizer for other programs and `load_pretrained`.
 
-    format: one of FORMATS, which says their types; left out, llama2c for a path that ends in .bin, gguf for .gguf, else
-    hf. meta: of the run, for "tinyforge"; "gguf" and "hf" take the chat template from it. card: the text of README.md;
-    a short one where it is left out. What a format has no place for is left out with a line on stderr. Raises
+    format: one of FORMATS; by default llama2c for a path that ends in .bin, gguf for .gguf, else hf. dtype: one of the
+    format's types. meta: of the run, for "tinyforge"; "gguf" and "hf" take the chat template from it. card: the text of
+    README.md, by default a short one. Parts that the format cannot hold are left out, with a line on stderr. Raises
     UserError where the format cannot hold the model, where `path` exists, and where it cannot be written.
     """
     path, spec = Path(path), foreign.spec_of_model(model)
-    format = format or ("llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf")
+    by_name = "llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf"
+    format = format or by_name
+    if format != by_name and (by_name != "hf" or format in ("gguf", "llama2c")):
+        raise UserError(f"{path} is not a name for --format {format}: llama2c's files end in .bin, GGUF's in .gguf, "
+                        "and directories in neither")  # fmt: skip
     if format not in FORMATS or dtype not in FORMATS[format]:
         known = "; ".join(f"{name} in {', '.join(types)}" for name, types in FORMATS.items())
         raise UserError(f"cannot save as {format} in {dtype}; supported: {known}")
@@ -77,7 +81,7 @@ def save_pretrained(
     if format == "llama2c":
         place, weights = tokenizers.place_for_llama2c(path, tokenizer), foreign.weights_of(model)
         llama2c.check(path, weights.config)
-        # The model last: a kill between the two must not leave one that has no tokenizer, and cannot be written again.
+        # The model last: a process killed in between must not leave a model without a tokenizer.
         tokenizers.write_for_llama2c(place, tokenizer)
         llama2c.write_file(path, weights)
         return
@@ -107,7 +111,7 @@ USES = {
     "masked text": ("fill-mask", "python recipes/classify.py --base"),
     "images": ("image-classification", "python recipes/classify.py --model vit --base"),
 }
-"""What a model is for, by `ModelSpec.learns`: Hugging Face's word for it, and a command of ours that takes it."""
+"""What a model is for, by `ModelSpec.learns`: Hugging Face's pipeline tag, and one of our commands that takes it."""
 
 CARD = """---
 library_name: {library}

@@ -1,4 +1,4 @@
-"""Trained models: loading one, and finding the one to use when nobody names it."""
+"""Trained models: loading one, and finding the default one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tinyforge.text import TextTokenizer, load_tokenizer
 from tinyforge.text.labels import Labels
 
 FINE_TUNED = ("sft", "dpo", "grpo")
-"""The kinds of runs whose models answer."""
+"""The kinds of runs that make chat models."""
 
 
 def load(
@@ -38,12 +38,11 @@ def load(
 
 
 def open_model(path: Path, tokenizer: Path | None = None, base: Path | None = None) -> Opened:
-    """The model of a checkpoint, of the newest checkpoint in a run's directory, or of another program: a Hugging Face
-    directory, a .gguf file, a .bin file of llama2.c. An adapter, of a run of ours or of PEFT, is merged into its base.
-    UserError for a faulty one.
+    """The model of a checkpoint, of a run's newest checkpoint, or of another program: a Hugging Face directory, a .gguf
+    file, a .bin file of llama2.c. An adapter, ours or PEFT's, is merged into its base. UserError if it is damaged.
 
-    tokenizer: of another program's model, where it does not lie beside it. base: of an adapter, where it does not lie
-    where the adapter says.
+    tokenizer: of another program's model, if it is not beside the model. base: of an adapter, if it is not where the
+    adapter says.
     """
     if is_adapter(path):
         return lora.merged_peft(path, open_model(base or lora.base_of_peft(path), tokenizer))
@@ -57,15 +56,15 @@ def open_model(path: Path, tokenizer: Path | None = None, base: Path | None = No
             return lora.merged_run(read, open_model(base or lora.base_of(read.path, read.meta)))
         found = _open_checkpoint(read)
     if base is not None:
-        raise UserError(f"{path} is no adapter; leave out --base")
+        raise UserError(f"{path} is not an adapter; leave out --base")
     return found
 
 
 def write_adapter(run: Path, target: Path, base: Path | None = None) -> None:
-    """Write the adapter of a run with --lora for PEFT. Raises UserError for a run that has none."""
+    """Write the adapter of a run with --lora for PEFT. UserError for a run without one."""
     found = None if is_foreign(run) else checkpoint.load(run)
     if found is None or "lora" not in found.meta:
-        raise UserError(f"{run} has no adapter of ours to write; --adapter takes a run of recipes/sft.py --lora")
+        raise UserError(f"{run} has no adapter to write; --adapter takes a run of recipes/sft.py --lora")
     lora.write_peft(target, found, open_model(base or lora.base_of(found.path, found.meta)))
 
 
@@ -92,13 +91,13 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     tokenizer = load_tokenizer(found.tokenizer_path)
     if tokenizer.hash() != found.meta.get("tokenizer_hash"):
         raise UserError(f"checkpoint {found.path}: tokenizer.json is not the one it was trained with; use another")
-    # Fewer is fine: published models often have a few ids more than their tokenizers.
+    # Fewer ids are fine: published models often have a few more than their tokenizers.
     if tokenizer.vocab_size > config.vocab:
         raise UserError(
             f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
             "use another checkpoint of the run"
         )
-    # A damaged config can ask for more memory than there is: it is compared with the weights before any is taken.
+    # A damaged config could ask for any amount of memory: compare it with the weights before allocating.
     check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
     return Opened(
@@ -107,26 +106,26 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
 
 
 def template_of(meta: Mapping[str, Any]) -> str:
-    """The name of the chat template that a checkpoint's meta.json tells."""
+    """The name of the chat template in a checkpoint's meta.json."""
     return str(meta.get("template", "alpaca" if meta.get("kind") in FINE_TUNED else "plain"))
 
 
 def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
-    """The registered model that a checkpoint is of, the default one where it names none, and its config."""
+    """The registered model of a checkpoint, the default one if it names none, and its config."""
     name = str(found.meta.get("model", default_model()))
     if name not in models():
         raise UserError(
-            f"checkpoint {found.path}: it holds a model {name!r}, which is not registered; known: "
-            f"{', '.join(models())}; install the package that defines it"
+            f"checkpoint {found.path} holds a model {name!r}, which is not registered; known: {', '.join(models())}; "
+            "install the package that defines it"
         )
     spec = find_model(name)
     try:
         return spec, spec.config.from_dict(found.meta.get("config", {}))
     except UserError as error:
-        said = "says that it holds" if "model" in found.meta else "names no model, which stands for"
+        says = f"names the model {name}" if "model" in found.meta else f"names no model, which means {name}"
         raise UserError(
-            f"checkpoint {found.path}: meta.json {said} a {name}, but its config is another model's ({error}); known "
-            f"models: {', '.join(models())}"
+            f"checkpoint {found.path}: meta.json {says}, but its config is another model's ({error}); known models: "
+            f"{', '.join(models())}"
         ) from error
 
 
@@ -136,21 +135,21 @@ def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
 def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
     """--checkpoint, for `trained_model`."""
     p.add_argument("--checkpoint", metavar="DIR",
-                   help="a run, one of its checkpoints, another program's model, or one that comes with the "
-                   "repository: small, storyteller (default: the newest run under runs/, fine-tuned before pretrained; "
-                   "else one that comes with the repository)")  # fmt: skip
+                   help="a run, one of its checkpoints, another program's model, or a model of the repository: small, "
+                   "storyteller (default: the newest run under runs/, fine-tuned before pretrained; else a model of "
+                   "the repository)")  # fmt: skip
 
 
 def add_weights_flag(p: argparse.ArgumentParser) -> None:
     """--weights, for `Opened.build`."""
     p.add_argument("--weights", default="", choices=tuple(FORMATS),
-                   help="keep the matrices in one byte a weight: less memory, and on a GPU less time for one text "
+                   help="store matrices in one byte per weight: less memory, and on a GPU faster decoding of one text "
                    "(default: as --precision says)")  # fmt: skip
 
 
 def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
-    """The path of the model to use: what was asked for, a path or the name of a model that comes with the code; else
-    the newest run (fine-tuned before pretrained); else the trained model that comes with the default one's code."""
+    """The path of the model to use: the one asked for, a path or the name of a model of the repository; else the newest
+    run (fine-tuned before pretrained); else the default model of the repository."""
     if asked:
         given = {path.name: path for spec in models().values() for path in (spec.bundled, spec.storyteller) if path}
         return given[asked] if asked in given and not Path(asked).exists() else Path(asked)
@@ -162,11 +161,8 @@ def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
 
 
 def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None:
-    """The newest checkpoint under `root` of the first of `kinds` that has any: "pretrain", "sft", "dpo", "grpo", or
-    "tuned", any of the last three.
-
-    A checkpoint that is damaged is skipped, with a line on stderr.
-    """
+    """The newest checkpoint under `root` of the first of `kinds` that has one: "pretrain", "sft", "dpo", "grpo", or
+    "tuned" for any of the last three. Skips a damaged checkpoint with a line on stderr."""
     found = sorted(_checkpoints(root), reverse=True)
     for kind in kinds:
         for _, path, of_kind in found:
@@ -176,7 +172,7 @@ def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None
 
 
 def _checkpoints(root: Path) -> Iterator[tuple[int, Path, str]]:
-    """When it was written, where it lies, and its kind, of every checkpoint whose meta.json can be read."""
+    """The time, the path and the kind of every checkpoint whose meta.json can be read."""
     for hashes in root.glob("**/step-*/hashes.json"):
         path = hashes.parent
         try:

@@ -1,4 +1,4 @@
-"""The tokenizer beside a model's weights: finding it, writing it, and the chat template that goes with it."""
+"""The tokenizer of a foreign model, and its chat template: finding and writing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, read_text, write_whole
+from tinyforge.files import read_json, read_text, write_whole, writing
 from tinyforge.hub import gguf, gguf_file
 from tinyforge.text import Tokenizer, load_tokenizer
 from tinyforge.text.chat_templates import Template, recognise
@@ -25,11 +25,11 @@ TEMPLATE_KEY = "tokenizer.chat_template"  # of GGUF
 
 
 def find_tokenizer(model: Path, vocab: int, asked: Path | None = None) -> TextTokenizer:
-    """The tokenizer of a foreign model with `vocab` ids: what was asked for, or what lies beside the model.
+    """The tokenizer of a foreign model with `vocab` ids: the one asked for, or the model's own.
 
-    A directory has it under a usual name, a .gguf file holds it; a .bin file has it beside it, as tok<vocab>.bin or
-    tokenizer.bin, or in another format under the same names. Raises UserError where there is none, and where it has
-    more ids than the model.
+    A directory holds it under its usual name, and a .gguf file inside; for a .bin file it lies beside it, as
+    tok<vocab>.bin or tokenizer.bin, or in another format under these names. Raises UserError where there is none, and
+    where it has more ids than the model.
     """
     if asked is not None:
         found = load_tokenizer(asked)
@@ -58,7 +58,7 @@ def _in_directory(path: Path) -> TextTokenizer:
 
 
 def template_in(path: Path, tokenizer: TextTokenizer) -> str:
-    """The name of the chat template of a foreign model, "plain" where there is none that is known."""
+    """The name of a foreign model's chat template; "plain" if it has none, or an unknown one."""
     if gguf.is_file(path):
         text = gguf_file.read(path).metadata.get(TEMPLATE_KEY)
     elif (path / TEMPLATE).is_file():
@@ -72,14 +72,13 @@ def template_in(path: Path, tokenizer: TextTokenizer) -> str:
 
 
 def special_ids(tokenizer: TextTokenizer) -> dict[str, Any]:
-    """bos_token_id and eos_token_id of config.json. transformers' defaults, 1 and 2, are two letters here."""
+    """bos_token_id and eos_token_id of config.json. transformers' defaults, 1 and 2, are ordinary bytes here."""
     ends = [tokenizer.specials[text] for text in ENDS if text in tokenizer.specials]
     return {"bos_token_id": tokenizer.bos, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
 
 
 def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, template: Template, context: int) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat template, where there is one; nothing where the names of
-    classes stand in the tokenizer's place."""
+    """Write tokenizer.json, tokenizer_config.json and the chat template, if any; nothing for `Labels`."""
     if isinstance(tokenizer, Labels):
         return
     texts = {id: text for text, id in tokenizer.specials.items()}
@@ -98,7 +97,7 @@ def write_for_huggingface(directory: Path, tokenizer: TextTokenizer, template: T
 
 
 def class_names(config: Mapping[str, Any], count: int) -> list[str]:
-    """The names of a classifier's `count` classes in config.json, their numbers where it names none that fit."""
+    """The names of a classifier's `count` classes in config.json; their numbers if its names do not fit."""
     given = config.get("id2label")
     numbers = list(map(str, range(count)))
     if isinstance(given, dict) and set(given) == set(numbers) and all(isinstance(n, str) for n in given.values()):
@@ -113,9 +112,9 @@ def class_labels(names: Sequence[str]) -> dict[str, Any]:
 
 
 def place_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:
-    """Where the tokenizer of a .bin file goes, so that `find_tokenizer` finds it. UserError where another one lies.
+    """The path of a .bin file's tokenizer, where `find_tokenizer` finds it. UserError if another tokenizer is there.
 
-    llama2.c reads SentencePiece tokenizers alone; others are kept in our own format.
+    llama2.c reads only SentencePiece tokenizers; others are kept in our own format.
     """
     suffix = ".bin" if isinstance(tokenizer, SentencePiece) else ".json"
     path = model.parent / f"tok{tokenizer.vocab_size}{suffix}"
@@ -128,12 +127,12 @@ def write_for_llama2c(path: Path, tokenizer: TextTokenizer) -> None:
     if isinstance(tokenizer, SentencePiece):
         write_llama2c(tokenizer, path)
     else:
-        print(f"note: run.c reads SentencePiece tokenizers alone; this one is kept in {path}", file=sys.stderr)
+        print(f"note: run.c reads only SentencePiece tokenizers; this one is kept in {path}", file=sys.stderr)
         tokenizer.save(path)
 
 
 def for_gguf(tokenizer: TextTokenizer, ids: int, template: Template) -> dict[str, Any]:
-    """The metadata of a .gguf file whose model has so many `ids`: tokenizer, special tokens, chat template."""
+    """The metadata of a .gguf file for a model with `ids` ids: tokenizer, special tokens, chat template."""
     found = to_gguf(tokenizer, ids)
     if lost := lost_in_gguf(tokenizer):
         print(f"note: in llama.cpp {lost}", file=sys.stderr)
@@ -141,7 +140,7 @@ def for_gguf(tokenizer: TextTokenizer, ids: int, template: Template) -> dict[str
     if ends:
         found[f"{PREFIX}eos_token_id"] = tokenizer.specials[ends[0]]
     if tokenizer.bos is None and ENDS[0] in tokenizer.specials:
-        # Not put before texts, but better than llama.cpp's default, id 11, where a program wants one.
+        # Not added to texts, but better than llama.cpp's default, id 11, for programs that want one.
         found[f"{PREFIX}bos_token_id"] = tokenizer.specials[ENDS[0]]
     if template.ends:
         found[TEMPLATE_KEY] = jinja(template)
@@ -149,16 +148,14 @@ def for_gguf(tokenizer: TextTokenizer, ids: int, template: Template) -> dict[str
 
 
 def write_modelfile(model: Path, tokenizer: TextTokenizer, template: Template, context: int) -> None:
-    """Write the Modelfile of Ollama beside a .gguf file: as Modelfile, or where there is one, as NAME.Modelfile.
+    """Write Ollama's Modelfile beside a .gguf file, as Modelfile or, if that exists, as NAME.Modelfile.
 
     Raises UserError where it cannot be written.
     """
     stops = [text for text in template.ends if text in tokenizer.specials]
     text, path = modelfile(template, model.name, stops, context), model.with_name("Modelfile")
-    if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):  # ours, if a kill came after it
+    if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):  # ours, of a killed process
         path = model.with_suffix(".Modelfile")
-    try:
+    with writing(path):
         write_whole(path, text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
     print(f"note: for Ollama: ollama create {model.stem} -f {path}", file=sys.stderr)

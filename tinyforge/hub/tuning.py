@@ -1,4 +1,4 @@
-"""What recipes share that go on from a trained model: opening it, building it, asking it, noting where it came from."""
+"""What fine-tuning recipes share: opening and building the base, asking it, and recording where it came from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.hub import lora
 from tinyforge.hub.opened import Loaded, Opened
-from tinyforge.hub.runs import newest_run, open_model
+from tinyforge.hub.runs import newest_run, open_model, trained_model
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.generation import generate
@@ -29,15 +29,15 @@ from tinyforge.train.plan import Plan, Split, check_fits
 from tinyforge.train.settings import TuneSettings, open_backend, restarts, sequence_length
 
 S = TypeVar("S", bound=TuneSettings)
-# What is kept of the meta of a model that a run goes on from.
+# The keys of a base's meta that a run keeps.
 OF_BASE = (
     "settings", "step", "elapsed", "data_hash", "corpus", "inputs", "machine", "tokens", "tokens_per_second", "joules",
 )  # fmt: skip
 
 
 def open_start(settings: TuneSettings, resume: bool) -> Opened:
-    """What alignment starts from, and holds on to: --base, else the newest fine-tuned run, else the model that comes
-    with the repository. A run that resumes opens it again: its own weights are in its checkpoint. Raises UserError."""
+    """The start and the reference of alignment: --base, else the newest fine-tuned run, else the repository's model. A
+    resumed run opens it again, while its own weights are in its checkpoint. Raises UserError."""
     if resume:
         found = checkpoint.latest(Path(settings.out))
         meta = checkpoint.read_meta(found)
@@ -45,20 +45,21 @@ def open_start(settings: TuneSettings, resume: bool) -> Opened:
         about, run = meta["reference"], found.parent
         path = Path(os.path.normpath(run / str(about.get("base"))))
         if not path.exists():
-            raise UserError(f"{found}: the model that it started from, {path}, is not there; put it back")
+            raise UserError(f"{found}: the model that it started from, {path}, is missing; put it back")
         base = open_model(path)
         if base.fingerprint() != about.get("sha256"):
             raise UserError(f"{found}: {path} is not the model that it started from, its weights differ; put that back")
         return base
-    start = Path(settings.base) if settings.base else newest_run(("tuned",)) or find_model(default_model()).bundled
+    start = (trained_model(settings.base) if settings.base
+             else newest_run(("tuned",)) or find_model(default_model()).bundled)  # fmt: skip
     if start is None:
         raise UserError("no fine-tuned run under runs/; run python recipes/sft.py first, or give --base DIR")
     return open_model(start)
 
 
 def build(settings: S, base: Opened, rows: int, ranks: Ranks | None = None) -> tuple[Loaded, Backend, S, Plan]:
-    """The model with its weights, and adapters where they are asked for; says what it is and where it computes. rows:
-    of a batch; UserError where a step does not fit into memory. The plan is that of its memory."""
+    """Build the base, with adapters if the settings ask for them, and print what it is and where it computes. rows: of
+    a batch. Returns the memory plan too. UserError if a step does not fit into memory."""
     spec, config, adapters = base.spec, base.config, settings.adapters
     seq_len = sequence_length(config, settings.seq_len)
     with timed("opening the backend"):
@@ -81,7 +82,7 @@ def build(settings: S, base: Opened, rows: int, ranks: Ranks | None = None) -> t
 
 
 def about(loaded: Loaded, base: Opened, backend: Backend, settings: TuneSettings) -> dict[str, Any]:
-    """What a run's checkpoints note of the model and of the one it started from: see `Task.meta`."""
+    """What the meta of a run's checkpoints says about the model and its base: see `Task.meta`."""
     model = loaded.model
     noted: dict[str, Any] = {
         "model": base.spec.name, "config": base.config.to_dict(), "tokenizer_hash": loaded.tokenizer.hash(),
@@ -94,8 +95,8 @@ def about(loaded: Loaded, base: Opened, backend: Backend, settings: TuneSettings
 
 
 def history(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
-    """Of a run of alignment: the model it started from, by its path from the run's and its hash; the pretraining; what
-    came between; and the hashes of all files that were learned from, its own `inputs` among them."""
+    """The history of an alignment run: the model it started from, by relative path and hash; the pretraining run; the
+    stages in between; and the hashes of all training files, its own `inputs` included."""
     kept = {key: base.meta[key] for key in OF_BASE if key in base.meta}
     noted = {
         "reference": {"base": os.path.relpath(base.path, out), "sha256": base.fingerprint()},
@@ -108,7 +109,7 @@ def history(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
 
 
 def finish(settings: TuneSettings, with_card: bool) -> None:
-    """The end of a run that made a model to chat with: its card, if asked for, and the command for the chat."""
+    """End a run that made a chat model: write its card, if asked for, and print the command to chat."""
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
     print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
@@ -120,7 +121,7 @@ def prompt_ids(loaded: Loaded, instruction: str, input: str) -> list[int]:
 
 
 def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
-    """The greedy reply; empty if the prompt leaves no room for one."""
+    """The greedy reply; "" if the prompt leaves no room for one."""
     tokenizer, prompt = loaded.tokenizer, prompt_ids(loaded, instruction, input)
     if len(prompt) >= loaded.model.config.context:
         return ""

@@ -1,4 +1,4 @@
-"""Weights of others, whatever their files: a config and tensors under Hugging Face's names."""
+"""Weights of other programs, from any format: a config and tensors under Hugging Face's names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Inference with a trained model: `logits`, `generate`, `Session`, `Conversation`, and what they are made of.
+"""Inference with a trained model: `logits`, `generate`, `Session`, `Conversation`, and their parts.
 
     from tinyforge.infer import Sampling, generate
     ids = list(generate(model, prompt, Sampling(temperature=0.8, seed=1)))
 
-Names are imported when they are first asked for, so that a model can import this package's protocols at no cost.
+Names are imported on first use, so that a model can import this package's protocols at no cost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model keeps of the tokens that it has seen, so that each costs one pass."""
+"""Caches: what a model keeps of earlier positions, so that it computes each one only once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tinyforge.kernel import Array
 
 
 class Cache(Protocol):
-    """What `model.hidden(ids, cache=cache)` reads of earlier positions, and where it leaves those of `ids`.
+    """What `model.hidden(ids, cache=cache)` reads of earlier positions, and where it stores those of `ids`.
 
-    length: positions that each of its rows holds. can_rewind: whether it can go back to fewer, as keys and values can;
-    a recurrent state cannot.
+    length: positions that each row holds. can_rewind: whether positions can be dropped again: keys and values can, a
+    recurrent state cannot.
     """
 
     @property
@@ -26,11 +26,10 @@ class Cache(Protocol):
         """Drop the positions from `length` on. Nothing is copied."""
 
     def saved(self, start: int) -> Any:
-        """A copy of what it holds of the positions from `start` to its length: arrays in tuples and lists. A state
-        that is not kept by position is copied whole."""
+        """A copy of the positions from `start` on: arrays in tuples and lists. A recurrent state is copied whole."""
 
     def restore(self, saved: Any) -> None:
-        """Append what `saved` gave. Both caches must hold the same positions before it."""
+        """Append what `saved` returned. Both caches must hold the same positions before it."""
 
 
 class LayerCache(NamedTuple):
@@ -41,7 +40,7 @@ class LayerCache(NamedTuple):
     length: int
 
     def append(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """k, v: (B, T, Hkv, D) of the next T positions; returns those of all S positions so far, (B, S, Hkv, D)."""
+        """Append k, v of the next T positions, (B, T, Hkv, D); returns those of all S positions, (B, S, Hkv, D)."""
         end = self.length + k.shape[1]
         self.keys[:, self.length : end], self.values[:, self.length : end] = k, v
         return self.keys[:, :end], self.values[:, :end]
@@ -52,9 +51,9 @@ class KVCache:
 
         for i, block in enumerate(self.blocks):
             a = block.attention.forward(qkv, cache=cache.layer(i))
-        cache.advance(qkv.shape[1])          # once a pass, after the last layer
+        cache.advance(qkv.shape[1])          # once per pass, after the last layer
 
-    A pass that ends half-way has appended nothing: the length changes at its end.
+    An interrupted pass appends nothing: the length changes only at its end.
     """
 
     can_rewind = True
@@ -71,7 +70,7 @@ class KVCache:
         return LayerCache(self.keys[layer], self.values[layer], self.length)
 
     def advance(self, count: int) -> None:
-        """`count` more positions have been appended in every layer."""
+        """Count `count` positions that have been appended in every layer."""
         if self.length + count > self.capacity:
             raise ValueError(f"KVCache: holds {self.length} of {self.capacity} positions, no room for {count} more")
         self.length += count
@@ -93,9 +92,9 @@ class KVCache:
 
 
 class StateCache:
-    """The states of a recurrent model: arrays that its layers read and overwrite, of a size that does not grow.
+    """The states of a recurrent model: arrays of fixed size that its layers read and overwrite.
 
-    states: in the model's own form. The model adds what it has seen to `length`.
+    states: in the model's own form. The model adds the positions of each pass to `length`.
     """
 
     can_rewind = False
@@ -106,7 +105,7 @@ class StateCache:
 
     def rewind(self, length: int) -> None:
         if length != self.length:
-            raise ValueError(f"StateCache: has seen {self.length} positions and forgets none, cannot go to {length}")
+            raise ValueError(f"StateCache: holds {self.length} positions and cannot drop any, asked to keep {length}")
 
     def saved(self, start: int) -> tuple[Any, int]:
         return copy.deepcopy(self.states), self.length
@@ -114,3 +113,12 @@ class StateCache:
     def restore(self, saved: tuple[Any, int]) -> None:
         states, self.length = saved
         self.states = copy.deepcopy(states)
+
+
+def array_bytes(value: Any) -> int:
+    """Bytes of all arrays in nested dicts, tuples and lists."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return sum(map(array_bytes, value))
+    return int(getattr(value, "nbytes", 0))

@@ -1,4 +1,4 @@
-"""What a model brings to be generated from: the protocol `CausalLM`, and `FusedWeights` for the fused decoders."""
+"""What generation needs of a model: the protocol `CausalLM`, and `FusedWeights` for the fused decoders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from tinyforge.op import Stash
 
 
 class FusedLayer(NamedTuple):
-    """The matrices of a layer, rows by columns, with W = (heads + 2 kv_heads) head_dim and A = heads head_dim; arrays,
-    or `Quantised`."""
+    """The matrices of a layer, each an array or `Quantised`; W = (heads + 2 kv_heads) head_dim, A = heads head_dim."""
 
     qkv: Array  # W x dim, rows in the order q, k, v
     out: Array  # dim x A
@@ -28,13 +27,13 @@ class FusedLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedWeights:
-    """The weights of a model of Llama's shape, the model's own arrays: what a fused decoder copies and lays out anew.
+    """The weights of a model of Llama's shape: the model's own arrays, which a fused decoder copies into its layout.
 
-    That shape is, for each layer, x + out(attention(rope(qkv(rmsnorm(x))))), then x + down(silu(gate(h)) up(h)) of
-    h = rmsnorm(x), no biases, causal attention over all positions with grouped queries, RoPE with split halves; then a
-    final RMSNorm and `lm_heads`. gains: of the norms in the order of forward, 2 layers + 1. embedding: (vocab, dim).
-    lm_heads: (K, vocab, dim), an array or `Quantised`; head k predicts the token k + 1 places ahead. cos, sin:
-    (context, head_dim / 2), of RoPE's angles.
+    The shape: each layer is x + out(attention(rope(qkv(rmsnorm(x))))), then x + down(silu(gate(h)) up(h)) with
+    h = rmsnorm(x); no biases, causal attention over all positions with grouped queries, RoPE with split halves. A
+    final RMSNorm and `lm_heads` follow. gains: of the norms in the order of forward, 2 layers + 1. embedding: (vocab,
+    dim). lm_heads: (K, vocab, dim), an array or `Quantised`; head k predicts the token k + 1 positions ahead. cos, sin:
+    of RoPE's angles, (context, head_dim / 2).
     """
 
     dim: int
@@ -54,7 +53,7 @@ class FusedWeights:
 
 
 class CausalLM(Protocol):
-    """A model that predicts each token from those before it."""
+    """A model that predicts each token from the tokens before it."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -64,42 +63,42 @@ class CausalLM(Protocol):
 
     @property
     def prediction_heads(self) -> int:
-        """K: output heads, of which head k predicts the token k + 1 places ahead; 1 for most models."""
+        """K, the number of output heads; head k predicts the token k + 1 positions ahead. 1 for most models."""
 
     def hidden(self, ids: Array, stash: Stash | None = None, *, cache: Any = None) -> Array:
-        """ids: (B, T) int32 to the final stream, (B, T, C). With a cache, of this model's `make_cache`, ids follow what
-        it holds, and it holds them afterwards."""
+        """ids: (B, T) int32 to the final hidden states, (B, T, C). With a cache of this model's `make_cache`, the ids
+        follow the positions that it holds, and are appended to it."""
 
     def logits(self, h: Array, head: int = 0) -> Array:
-        """h: (..., C) to (..., V), of one output head."""
+        """h: (..., C) to the logits of one output head, (..., V)."""
 
     def make_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache for `batch` rows of up to `capacity` positions each."""
+        """An empty cache for `batch` rows of up to `capacity` positions."""
 
     def fused_weights(self) -> FusedWeights | None:
-        """The weights for the fused decoders, None where the model is of another shape than they compute. A model that
-        has them reads and writes its cache through the methods of `KVCache` alone: a fused decoder hands in its own."""
+        """The weights for the fused decoders, None where the model is not of their shape. A model that has them must
+        access its cache only through the methods of `KVCache`: a fused decoder passes in a cache of its own."""
 
 
 _WANTED = ("config", "backend", "prediction_heads", "hidden", "logits", "make_cache", "fused_weights")
 
 
 def check_causal_lm(model: Any) -> CausalLM:
-    """The model, if text can be generated from it; else UserError says what it lacks."""
+    """The model, if it can generate text; else UserError says what it lacks."""
     missing = [name for name in _WANTED if not hasattr(model, name)]
     if missing:
         raise UserError(
-            f"{type(model).__name__} generates no text: it has no {', '.join(missing)}; use a causal language model "
-            "(tinyforge.infer.CausalLM)"
+            f"{type(model).__name__} cannot generate text: it lacks {', '.join(missing)}; use a causal language model "
+            "(tinyforge.infer.CausalLM); recipes/classify.py is for encoders"
         )
     return model
 
 
 def logits(model: CausalLM, ids: Any) -> np.ndarray:
-    """The logits of head 0 behind every token of ids: (B, T); (B, T, V), in host memory. Nothing is cached.
+    """The logits of head 0 after every token. ids: (B, T); returns (B, T, V) in host memory, in the model's master
+    precision, float64 or float32. Nothing is cached.
 
-    dtype: the model's master precision, float64 or float32. UserError for ids outside of the vocabulary and for more
-    tokens than the model's context.
+    UserError for ids outside the vocabulary, and for more tokens than the model's context.
     """
     model = check_causal_lm(model)
     ids, c = np.asarray(ids), model.config

@@ -13,9 +13,9 @@ from tinyforge.infer.decoder_numpy import NumpyDecoder
 def make_decoder(
     model: CausalLM, batch: int = 1, capacity: int | None = None, spare_memory: bool = False
 ) -> Decoder:
-    """The fastest decoder for the model's backend and shape: a fused one where it takes the model, else the reference.
+    """The fastest decoder for the model's backend and shape: a fused one where it fits, else the reference.
 
-    spare_memory: no second copy of the weights on a GPU, for use beside training. It is slower there.
+    spare_memory: on a GPU make no second copy of the weights, for use during training; slower.
     """
     backend = check_causal_lm(model).backend.name
     if model.fused_weights() is not None:
@@ -25,6 +25,6 @@ def make_decoder(
             from tinyforge.infer.cuda.batch import BatchDecoder
             from tinyforge.infer.cuda.row import RowDecoder
 
-            with suppress(UserError):  # a shape that the kernel does not take
+            with suppress(UserError):  # a shape that the kernels do not take
                 return RowDecoder(model, capacity) if batch == 1 else BatchDecoder(model, batch, capacity)
     return ReferenceDecoder(model, batch, capacity)

@@ -1,12 +1,11 @@
-"""A conversation: the turns so far, laid out as the one text that the model continues.
+"""A conversation: its turns, rendered as one text that the model continues.
 
     conversation = Conversation(model, tokenizer, TEMPLATES["alpaca"])
     for piece in conversation.ask("What is 3 plus 4?", sampling): ...
     conversation.turns[-1].reply
 
-The template lays the turns out as the model was trained to see them; a base model sees the plain text. What two
-questions have in common stays in the cache, so that a turn costs its own tokens only. When the context is full, the
-oldest turns are left out.
+The template renders the turns as in the model's training; a base model sees plain text. Earlier turns stay cached, so
+that a turn costs only its own tokens. When the context is full, the oldest turns are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, shown, write_whole
+from tinyforge.files import read_json, shown, write_whole, writing
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
@@ -28,12 +27,12 @@ from tinyforge.text.chat_templates import Turn as Message
 
 FORMAT, VERSION = "tinyforge-chat", 1
 READ = (FORMAT, "nanoeuler-chat")  # the second is what earlier versions wrote, the same otherwise
-ROOM_FOR_REPLY = 4  # a quarter of the context at least
+ROOM_FOR_REPLY = 4  # a quarter of the context, unless max_tokens is smaller
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What was said, and the reply: its text, and the tokens that the model made; None where it comes from a file."""
+    """A question and its reply: the text, and the tokens that the model generated, None for a turn from a file."""
 
     user: str
     reply: str
@@ -41,9 +40,9 @@ class Turn:
 
 
 class Conversation:
-    """The turns with a model, oldest first. `notice` says what had to be left out of the last one, or is empty.
+    """The turns with a model, oldest first. `notice` says what was left out in the last turn, or is empty.
 
-    system: the system prompt, for templates that have a place for it.
+    system: the system prompt, for templates that have one.
     """
 
     def __init__(self, model: CausalLM, tokenizer: TextTokenizer, template: Template, system: str = "") -> None:
@@ -53,14 +52,14 @@ class Conversation:
         self.session = Session(model)
         self.turns: list[Turn] = []
         self.notice = ""
-        self._first = 0  # the oldest turn that the model still sees
+        self._first = 0  # the oldest turn in the context
 
     @property
     def context(self) -> int:
         return self.session.decoder.capacity
 
     def seen(self) -> tuple[int, int]:
-        """How many of the turns the model still sees, the newest ones, and how many tokens they are."""
+        """How many turns, the newest ones, are still in the context, and how many tokens they take."""
         first, ids = self._fitting([], self.context)
         return len(self.turns) - first, len(ids)
 
@@ -69,9 +68,9 @@ class Conversation:
         return self.session.stats
 
     def ask(self, text: str, sampling: Sampling) -> Generator[str]:
-        """Yield the reply in pieces that never cut a character in two; then it is a turn.
+        """Yield the reply in pieces that never split a character, and append it as a turn.
 
-        The caller may stop at any piece, also by an exception: what the model has said until then is the reply.
+        The caller may stop at any piece, also by an exception: the reply is then what has been generated.
         """
         if not text.strip():
             raise UserError("the prompt is empty; give at least one character")
@@ -85,7 +84,8 @@ class Conversation:
                 pieces.append(piece)
                 yield piece
             if len(self.session.tokens) == self.context:
-                self.notice = f"the reply ends here: the context of {self.context} tokens is full"
+                ends = f"the reply ends here: the context of {self.context} tokens is full"
+                self.notice = f"{self.notice}; {ends}" if self.notice else ends
         finally:
             self.turns.append(Turn(text, "".join(pieces), tuple(self.session.tokens[len(ids) :])))
 
@@ -105,7 +105,7 @@ class Conversation:
         return ids
 
     def _fitting(self, new: list[Message], limit: int) -> tuple[int, list[int]]:
-        """The first of the most turns that fit into `limit` tokens together with the new one, and the ids of both."""
+        """The first of as many turns as fit into `limit` tokens with the new one, and the ids of all."""
 
         def ids_from(first: int) -> list[int]:
             turns: list[Message] = [(t.user, t.reply if t.tokens is None else t.tokens) for t in self.turns[first:]]
@@ -121,10 +121,10 @@ class Conversation:
         return first, ids
 
     def _shortened(self, text: str, tokens: int, limit: int) -> str:
-        """What was said without its beginning, so that it fits into `limit` tokens alone. tokens: of all of it."""
+        """A text without its beginning, so that alone it fits into `limit` tokens. tokens: of the whole text."""
         ids = self.tokenizer.encode(text)
         kept = ids[max(1, tokens - limit) :]
-        # Cut ids can join otherwise when they are text again: let go of a few more until it fits.
+        # Decoded and encoded again, the kept ids can merge differently: drop more of them until the text fits.
         while kept and len(self._encode_one(self.tokenizer.decode(kept))) > limit:
             kept = kept[1:]
         if not kept:
@@ -134,7 +134,7 @@ class Conversation:
         return self.tokenizer.decode(kept)
 
     def _encode_one(self, text: str) -> list[int]:
-        """The ids of a prompt alone. Special tokens typed as text stay text: templates encode them as such."""
+        """The ids of a prompt alone."""
         return self.template.encode(self.tokenizer, [(text, None)], self.system)
 
     def clear(self) -> None:
@@ -143,27 +143,25 @@ class Conversation:
         self._first = 0
 
     def undo(self) -> Turn:
-        """Take the last turn back."""
+        """Remove and return the last turn."""
         if not self.turns:
-            raise UserError("there is no turn to take back; say something first")
+            raise UserError("there is no turn to undo; say something first")
         self._first = min(self._first, len(self.turns) - 1)
         return self.turns.pop()
 
     # --- files
 
     def save(self, path: Path) -> None:
-        """Write the turns as JSON. A file that is not a saved conversation is not replaced."""
+        """Write the turns as JSON. Never replaces a file that is not a saved conversation."""
         if path.exists():
             _read(path)
         turns = [{"user": turn.user, "reply": turn.reply} for turn in self.turns]
         content = json.dumps({"format": FORMAT, "version": VERSION, "turns": turns}, indent=1) + "\n"
-        try:
+        with writing(path):
             write_whole(path, content)
-        except OSError as error:
-            raise UserError(f"cannot save {path}: {error.strerror}; choose another place") from error
 
     def load(self, path: Path) -> None:
-        """Replace the turns by those of a file that `save` wrote."""
+        """Replace the turns by those of a file written by `save`."""
         self.turns = [Turn(user, reply) for user, reply in _read(path)]
         self._first = 0
 
@@ -179,5 +177,5 @@ def _read(path: Path) -> list[tuple[str, str]]:
         raise UserError(f"{path}: got no list of turns; the file is damaged, choose another")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or not all(isinstance(turn.get(name), str) for name in ("user", "reply")):
-            raise UserError(f"{path}: turn {number} wants the texts 'user' and 'reply'; mend or remove it")
+            raise UserError(f"{path}: turn {number} wants the texts 'user' and 'reply'; fix or remove it")
     return [(turn["user"], turn["reply"]) for turn in turns]

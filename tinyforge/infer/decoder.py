@@ -1,8 +1,8 @@
-"""Decoders: caches of some rows, and the pass that extends them by some positions and gives their logits.
+"""Decoders: caches for some rows, and passes that append positions to them and return logits.
 
-`Decoder` is the contract. `ReferenceDecoder` runs the model's own ops with the model's own caches: every model, every
-backend, slow. The fused decoders, which compute one shape of model fast, are checked against it. `make_decoder`
-(choose.py) takes the fastest that fits. docs/inference.md has the reasons and the measurements.
+`Decoder` is the contract. `ReferenceDecoder` runs the model's own ops and caches: slow, for every model and backend.
+The fused decoders are fast, for one shape of model, and are checked against it. `make_decoder` (choose.py) picks the
+fastest that fits. docs/inference.md has the reasons and the measurements.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tinyforge.rng import Stream
 
 
 class Drawn(NamedTuple):
-    """Tokens drawn by a decoder itself: ids (rows, m), and log p of each under the model where asked for.
+    """Tokens that a decoder drew itself: ids (rows, m), and log p of each under the model where asked for.
 
-    passes: where the decoder speculates, how many of the m tokens each pass gave; else a pass gives one.
+    passes: how many of the m tokens each pass gave, where the decoder speculates; else each pass gives one.
     """
 
     ids: np.ndarray
@@ -31,8 +31,8 @@ class Drawn(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A row of `Decoder.queue`: the tokens that it takes first, one a pass, and how it draws those that follow; the
-    first of them with the next number of the stream."""
+    """A row that starts in `Decoder.queue`: the tokens it takes first, one per pass, and how it draws the tokens after
+    them. The first draw uses the stream's next number."""
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -40,15 +40,15 @@ class Start(NamedTuple):
 
 
 class Decoder(ABC):
-    """Caches of `batch` rows, each of up to `capacity` positions; `lengths[i]` of row i hold tokens.
+    """Caches of `batch` rows with up to `capacity` positions each; row i holds `lengths[i]`.
 
-    A pass of `step` takes the next n tokens of every row and returns logits for each of them. All results are in host
-    memory. Rows that have ended are kept out of the way by rewinding them to 0. The weights are those of the model when
-    the decoder was made: make a new one after training. Tokens are trusted to be below the vocabulary's size.
+    `step` takes the next n tokens of every row and returns logits for each of them. All results are in host memory.
+    Rewind a row that has ended to 0, so that it always has room. The decoder keeps the weights that the model had when
+    it was made: make a new one after training. Token ids are not checked against the vocabulary.
 
-    can_rewind: whether a row can go back to any length, as a cache of keys and values can; else it goes back to 0 only.
-    can_save: whether parts of a row's cache can be put into another row's. most_drafts: drafts that a pass can check.
-    piece: positions of a prompt that a scheduler computes together.
+    can_rewind: whether a row can go back to any length, as keys and values can; else only to 0. can_save: whether part
+    of one row's cache can be copied into another's. most_drafts: drafts that a pass can verify. piece: positions of a
+    prompt that a scheduler prefills together.
     """
 
     can_rewind = True
@@ -68,24 +68,24 @@ class Decoder(ABC):
 
     @abstractmethod
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
-        """Append any number of tokens to a row; no logits."""
+        """Append any number of tokens to a row, without logits."""
 
     def repeat(self, row: int, source: int) -> bool:
-        """Give an empty row what another one holds: several replies to one prompt. Whether the decoder can."""
+        """Copy another row into an empty one, for several replies to one prompt; returns False if it cannot."""
         return False
 
     @abstractmethod
     def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
-        """Append tokens: (batch, n) to the rows; returns logits (batch, n, heads, V), of heads 0 .. heads - 1.
+        """Append tokens, (batch, n); returns the logits of heads 0 .. heads - 1, (batch, n, heads, V).
 
-        The array belongs to the decoder: it is good until the next call.
+        The array belongs to the decoder, and is valid until the next call.
         """
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
-        """As `step` for some of the rows, each once and in increasing order: tokens (len(rows), n) to logits
-        (len(rows), n, heads, V). What a row gives does not depend on which others take part, to the last bit.
+        """`step` for some rows, in increasing order: tokens (len(rows), n) to logits (len(rows), n, heads, V). A row's
+        logits do not depend on which other rows take part, to the last bit.
 
-        Here: a pass over all rows, of which the others are set back. They must have room for it.
+        This default passes over all rows and rewinds the others, which must have room for it.
         """
         lengths, all_tokens = list(self.lengths), np.zeros((self.batch, len(tokens[0])), np.int64)
         all_tokens[list(rows)] = tokens
@@ -96,13 +96,13 @@ class Decoder(ABC):
         return logits
 
     def saved(self, row: int, start: int) -> Any:
-        """Where `can_save`: a copy of what a row's cache holds from position `start` on, for `restore`; arrays in
-        tuples and lists."""
+        """Where `can_save`: a copy of a row's cache from position `start` on, for `restore`; arrays in tuples and
+        lists."""
         raise NotImplementedError(f"{type(self).__name__} saves no part of its cache")
 
     def restore(self, row: int, saved: Any, length: int) -> None:
-        """Append what `saved` gave, so that the row holds `length` positions. The row holds the same positions before
-        it as the other one did, and so the same bits as if they had been computed here."""
+        """Append what `saved` returned, after which the row holds `length` positions. The row must hold the same
+        positions before it as the saved one did; then it has the bits that computing them here would give."""
         raise NotImplementedError(f"{type(self).__name__} restores no part of its cache")
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ class Decoder(ABC):
             self.rewind_row(row, length)
 
     def rewind_row(self, row: int, length: int) -> None:
-        """Drop the positions of a row from `length` on. Nothing is copied."""
+        """Drop a row's positions from `length` on. Nothing is copied."""
         held = self.lengths[row]
         if not 0 <= length <= held:
             raise ValueError(f"rewind: row {row} holds {held} positions, cannot go to {length}")
@@ -120,30 +120,29 @@ class Decoder(ABC):
         self.lengths[row] = length
 
     def draws(self, sampling: Sampling) -> bool:
-        """Whether `stream` is offered, for this kind of sampling, and of many rows `queue`."""
+        """Whether the decoder draws tokens itself with this sampling: by `stream`, and with many rows by `queue`."""
         return False
 
     def stream(
         self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
-        """For a decoder that draws where its cache lies: blocks of up to `count` new tokens for every row, without a
-        wait per token.
+        """Blocks of new tokens for every row, up to `count` in all, without waiting for the device per token.
 
-        tokens: the last token of each row, not yet in the cache. samplings[i] and streams[i] draw the tokens of row i:
-        from the same distributions as `sampling.choose`, not necessarily the same tokens, and the same ones every time,
-        whatever the other rows have. A decoder of one row may use drafts, as many as its sampling allows at most. The
-        caller stops when it likes, and rewinds.
+        tokens: the last token of each row, not yet cached. samplings[i] and streams[i] draw row i's tokens, from the
+        same distributions as `sampling.choose` but not necessarily the same tokens. They are the same on every run,
+        whatever the other rows hold. A decoder of one row may speculate with up to `sampling.drafts` drafts. The caller
+        may stop at any time, and rewinds.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 
     def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
-        """For a decoder of many rows that draws: append `count` tokens to each of some rows, without a wait. Returns a
-        function that waits; it gives what was drawn behind each token, (batch, count).
+        """Append `count` tokens to each of some rows without waiting. Returns a function that waits and gives the token
+        drawn after each of them, (batch, count).
 
-        None is a row that goes on from the last call, with what it drew there; else it starts, with at most `count`
-        tokens. What a row draws before the last token it was given means nothing, and so does all of the rows that take
-        no part, and what follows once a cache is full. Rows may be rewound, filled and started again before
-        the function is called. What a row draws does not depend on the others, nor on how passes are cut into calls.
+        A row with a `Start` begins with its tokens, at most `count`; a row with None goes on from its last call. Draws
+        mean nothing before the last token of a start, in rows that take no part, and once a cache is full. Rows may be
+        rewound, prefilled and started again before the function is called. A row's draws do not depend on the other
+        rows, nor on how passes are split into calls.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 
@@ -156,7 +155,7 @@ class Decoder(ABC):
 
 
 class ReferenceDecoder(Decoder):
-    """`model.hidden` row by row, each with a cache of its own: for every model, and what others are checked against."""
+    """`model.hidden` row by row, each with its own cache: for every model, and the reference for the other decoders."""
 
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         super().__init__(model, batch, capacity)
@@ -165,7 +164,7 @@ class ReferenceDecoder(Decoder):
         self.can_rewind = all(cache.can_rewind for cache in self.caches)
         self.can_save = all(hasattr(cache, "saved") for cache in self.caches)
         if not self.can_rewind:
-            self.most_drafts = 0  # one that falls could not be taken back
+            self.most_drafts = 0  # a rejected one could not be taken back
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         self._check_room([row], len(tokens))
@@ -192,7 +191,7 @@ class ReferenceDecoder(Decoder):
             self.caches[row] = self.model.make_cache(1, self.capacity)
 
     def _extend(self, row: int, tokens: Sequence[int]) -> Array:
-        """Append to one row; returns the final stream of the new positions, (1, n, C)."""
+        """Append to one row; returns the final hidden states of the new positions, (1, n, C)."""
         ids = self.model.backend.asarray(np.asarray([tokens]))
         try:
             h = self.model.hidden(ids, cache=self.caches[row])

@@ -1,4 +1,4 @@
-"""The fused decoder for CPUs: `FusedWeights` laid out for few positions a pass, in NumPy."""
+"""The fused decoder for CPUs, in NumPy: `FusedWeights` laid out for passes of few positions."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tinyforge.infer.decoder import Decoder
 from tinyforge.quantised import plain
 
 PREFILL_ROWS, QUERY_TILE, KEY_TILE = 256, 64, 256
-"""Of a prompt in `NumpyDecoder`: positions in one product; queries that are scored together, fewer, so that less is
-computed above the diagonal; and the keys that they are scored with at a time."""
+"""Prefill: positions per product; queries per tile of attention, fewer, to compute less above the diagonal; and keys
+per tile."""
 SAFE_SCORE = 60.0
-"""Attention of a prompt leaves out the softmax's shift where no score can be beyond this: exp does not overflow."""
+"""Prefill skips the softmax's shift where no score can exceed this: exp cannot overflow."""
 MIN_ROWS = 4
-"""`NumpyDecoder` gives BLAS no product of fewer rows. See `pack`."""
+"""The fewest rows of a product. See `pack`."""
 TILE = 16
-"""`NumpyDecoder` scores keys and mixes values in multiples of this: BLAS's inner loop, with nothing left over."""
+"""Keys and values are taken in multiples of this: BLAS's inner loop, without a remainder."""
 SMALL_PRODUCT = 1e6
-"""Multiply-adds up to which OpenBLAS multiplies without copying its operands into packed blocks first."""
+"""Multiply-adds up to which OpenBLAS multiplies without packing its operands first."""
 
 
 def pack(weight: np.ndarray) -> np.ndarray:
     """(..., O, I) to (..., O / b, I, b): x @ this is x W^T in blocks of b columns, each a small product for OpenBLAS.
 
-    Why not a matrix-vector product for one token: with inputs down and outputs across, and MIN_ROWS rows, OpenBLAS's
-    product of small matrices takes as long as its matrix-vector product (both wait for the weights), and it adds up
-    every row in the same order. So four tokens cost as much as one, and give the same bits as one after the other.
+    Why not a matrix-vector product for one token: in this layout, with MIN_ROWS rows, OpenBLAS's small matrix product
+    takes as long as its matrix-vector product (both wait for the weights), and sums every row in the same order. So
+    four tokens cost as much as one, and give the same bits together as one by one.
     """
     *lead, rows, columns = weight.shape
     limit = int(SMALL_PRODUCT / (MIN_ROWS * columns))
-    # Where one block is too large, 64 columns are fastest. Rows that no whole tiles divide stay one block, and slower.
+    # If one block is too large, 64 columns are fastest. Rows that no multiple of TILE divides stay one, slower, block.
     sizes = [64, *range(limit // TILE * TILE, 0, -TILE)]
     size = rows if rows <= limit else next((b for b in sizes if b <= limit and rows % b == 0), rows)
     blocks = weight.reshape(*lead, rows // size, size, columns)
@@ -44,12 +44,12 @@ def pack(weight: np.ndarray) -> np.ndarray:
 
 
 def blocks_of(out: np.ndarray, packed: np.ndarray) -> np.ndarray:
-    """out: (..., rows, O) as the (..., O / b, rows, b) that a product with `packed` writes, a view."""
+    """A view of out, (..., rows, O), as the (..., O / b, rows, b) that a product with `packed` writes."""
     return out.reshape(*out.shape[:-1], packed.shape[-3], packed.shape[-1]).swapaxes(-2, -3)
 
 
 def grouped(x: np.ndarray, group: int, dims: int = 0) -> np.ndarray:
-    """(..., rows, C) to (rows / group, ..., 1 x dims, group, C), a view: a product with it is one for each group."""
+    """A view of (..., rows, C) as (rows / group, ..., 1 x dims, group, C): a product with it is one per group."""
     *lead, rows, columns = x.shape
     return np.moveaxis(x.reshape(*lead, rows // group, *[1] * dims, group, columns), len(lead), 0)
 
@@ -57,18 +57,17 @@ def grouped(x: np.ndarray, group: int, dims: int = 0) -> np.ndarray:
 class NumpyDecoder(Decoder):
     """A decoder of any number of rows for models with `fused_weights`; UserError for others, and for another backend.
 
-    A pass is some 30 calls of NumPy a layer on arrays that exist already. B rows, n positions each, heads of size D:
+    A pass is some 30 NumPy calls per layer on preallocated arrays. With B rows, n positions each, heads of size D:
 
-    - Norms: the gain and sqrt(C) are in the rows of the weights that follow, so a norm is x / sqrt(x . x + C eps).
-    - RoPE: the rows of q and k are reordered so that the two numbers of a pair are neighbours; a pair is one complex
-      number, and turning it is one complex product. q . k does not change when both are reordered alike. The scores'
-      1 / sqrt(D) is in the rows of q.
+    - Norms: the gain and sqrt(C) are folded into the next weights, so that a norm is x / sqrt(x . x + C eps).
+    - RoPE: the rows of q and k are reordered so that the two numbers of a pair are neighbours. A pair is then one
+      complex number, and its rotation one complex product. q . k does not change when both are reordered alike. The
+      scores' 1 / sqrt(D) is folded into the rows of q.
     - Cache: keys (layers, B, Hkv, D, positions), values (layers, B, Hkv, positions, D + 1 or more), contiguous for each
-      head. The columns behind D are 1: one product gives the weighted sum and, in them, the softmax's divisor.
+      head. The columns after D are 1: one product gives the weighted sum and, in them, the softmax's denominator.
     - SwiGLU: the gate's rows are halved, and silu(2 a) = a (1 + tanh(a)), which does not overflow.
-    - Products have at least MIN_ROWS rows. Those of `step` have exactly so many, one product after the other, and its
-      attention is a product for each position: what a position gives depends, to the last bit, neither on how many
-      others there are nor on what they hold. See `pack`.
+    - Products in `step` have exactly MIN_ROWS rows each, and its attention is one product per position: a position's
+      result depends, to the last bit, neither on the number of other positions nor on their values. See `pack`.
     """
 
     can_save = True
@@ -100,14 +99,14 @@ class NumpyDecoder(Decoder):
         self.lm_heads = pack(plain(c.lm_heads) * gains[-1])
         self.turns = (c.cos[: self.capacity] + 1j * c.sin[: self.capacity]).astype(complex_dtype)
 
-        # Two tiles more than are used: rows of keys a power of two apart would share a few sets of the cache.
+        # Two tiles of padding: rows of keys a power of two apart would compete for a few cache sets.
         self.positions = (-(-self.capacity // TILE) + 2) * TILE
         layers = len(c.layers)
         self.keys = np.zeros((layers, batch, c.kv_heads, c.head_dim, self.positions), self.dtype)
         self.value_width = -(-(c.head_dim + 1) // TILE) * TILE
         self.values = np.zeros((layers, batch, c.kv_heads, self.positions, self.value_width), self.dtype)
-        self.with_ones = 0  # positions whose columns of ones are written: memory is taken as the texts grow
-        # Row i: 0 up to column i, then -inf; every row a view of the same numbers.
+        self.with_ones = 0  # positions whose columns of ones are written: memory is touched only as the texts grow
+        # Row i is 0 up to column i, then -inf; all rows are views of the same numbers.
         steps = np.zeros(2 * self.positions - 1, self.dtype)
         steps[self.positions :] = -np.inf
         self.masks = np.lib.stride_tricks.sliding_window_view(steps, self.positions)[::-1]
@@ -148,7 +147,7 @@ class NumpyDecoder(Decoder):
         self.lengths[row] = length
 
     def _reserve(self, rows: int) -> None:
-        """Buffers for passes of up to `rows` positions in all. Zeros: rows that pad a product must be finite."""
+        """Allocate buffers for passes of up to `rows` positions in all. Zeros: padding rows must be finite."""
         c = self.weights
         self.rows = rows = -(-rows // MIN_ROWS) * MIN_ROWS
         wide = (c.heads + 2 * c.kv_heads) * c.head_dim
@@ -168,7 +167,7 @@ class NumpyDecoder(Decoder):
         self._shapes: dict[tuple[int, int], _Shape] = {}
 
     def _put_ones(self, positions: int) -> None:
-        """The columns behind the values, for as many positions."""
+        """Write the columns of ones after the values, for as many positions."""
         if positions > self.with_ones:
             self.values[..., self.with_ones : positions, self.weights.head_dim :] = 1
             self.with_ones = positions
@@ -184,7 +183,7 @@ class NumpyDecoder(Decoder):
         self._put_ones(seen.keys)
         s.ids[:] = tokens
         one_each = (np.array(rows), np.array(lengths)) if n == 1 and batch > MIN_ROWS else None
-        if one_each is not None:  # one place in each row
+        if one_each is not None:  # one position in each row: fancy indexing instead of a loop
             s.turn[:, 0, 0], s.mask[:, 0, : seen.keys] = self.turns[one_each[1]], self.masks[one_each[1], : seen.keys]
         else:
             for b, past in enumerate(lengths):
@@ -194,7 +193,7 @@ class NumpyDecoder(Decoder):
 
         matmul, add, multiply, subtract, divide = np.matmul, np.add, np.multiply, np.subtract, np.divide
         x, f = s.x, s.f
-        s.x_padding.fill(0)  # else the rows that pad products would grow from pass to pass
+        s.x_padding.fill(0)  # else the padding rows would grow from pass to pass
         np.take(c.embedding, s.flat_ids, axis=0, out=s.x_new, mode="clip")
         for (w_qkv, w_out, w_gate_up, w_down), keys, values in zip(self.layers, self.keys, self.values, strict=True):
             self._norm(s)
@@ -233,8 +232,9 @@ class NumpyDecoder(Decoder):
         return s.logits[:, :, :heads]
 
     def _runs(self, rows: Sequence[int], lengths: Sequence[int], n: int) -> list[tuple[slice, slice, int]]:
-        """Neighbours that see equally many tiles of keys, whose attention is one call: their places in the pass and in
-        the cache, and the keys. A row's own length alone says how many keys it sees, so no other row shows in it."""
+        """Runs of neighbouring rows that see equally many tiles of keys, so that one call computes their attention:
+        their slices of the pass and of the cache, and the number of keys. That number depends only on a row's own
+        length, so that no other row changes its bits."""
         runs: list[tuple[slice, slice, int]] = []
         first, row, own = 0, rows[0], -1
         for b, (r, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -254,13 +254,13 @@ class NumpyDecoder(Decoder):
 
 
 class _Prompt:
-    """Tokens that a row of a `NumpyDecoder` takes without logits, layer by layer, so that a layer's weights are read
-    once, and all cores take part. Within a layer a block of positions needs of the others their keys and values alone:
+    """Prefill of one row, layer by layer: a layer's weights are read once, and all cores share its blocks of positions.
+    Within a layer a block needs only the keys and values of the others:
 
-        attention and the second half of layer i - 1, then keys and values of layer i, block by block; then the next i
+        attention and MLP of layer i - 1, then q, k and v of layer i, block by block; then the next i
 
-    The blocks, and so the bits, do not depend on how many threads share them. Of the last layer nothing is computed but
-    keys and values: nobody reads its stream.
+    The blocks, and so the bits, do not depend on the number of threads. Of the last layer only keys and values are
+    computed: nobody reads its output.
     """
 
     def __init__(self, decoder: NumpyDecoder, row: int, tokens: Sequence[int]) -> None:
@@ -273,7 +273,7 @@ class _Prompt:
         self.queries = np.empty((c.heads * c.head_dim) * self.count, decoder.dtype)
         blocks = [slice(start, min(start + PREFILL_ROWS, rows)) for start in range(0, rows, PREFILL_ROWS)]
         shares = min(decoder.workers, len(blocks))
-        # There and back: later blocks see more keys, and every share gets early ones and late ones.
+        # Back and forth: later blocks see more keys, so every thread gets early and late ones.
         self.shares = [blocks[i :: 2 * shares] + blocks[2 * shares - 1 - i :: 2 * shares] for i in range(shares)]
 
     def run(self) -> None:
@@ -281,7 +281,7 @@ class _Prompt:
             self.decoder.map(partial(self._share, layer), self.shares)
 
     def _share(self, layer: int, blocks: Sequence[slice]) -> None:
-        """One thread's part of what the class describes."""
+        """One thread's blocks of a layer."""
         c, most = self.weights, max(rows.stop - rows.start for rows in blocks)
         scratch = np.empty(most * max(3 * c.hidden, c.dim + (c.heads + 2 * c.kv_heads) * c.head_dim), self.x.dtype)
         scores = np.empty(c.heads * min(QUERY_TILE, most) * (self.past + self.count), self.x.dtype)
@@ -304,17 +304,17 @@ class _Prompt:
         return out
 
     def _part(self, rows: slice) -> tuple[int, int]:
-        """The tokens in a block: the first, and how many there are without the padding."""
+        """The first token of a block, and the number of its tokens without padding."""
         return rows.start, min(rows.stop, self.count) - rows.start
 
     def _queries_of(self, start: int, n: int) -> np.ndarray:
-        """(heads, n, D), of the block that begins there."""
+        """The queries of the block at `start`, (heads, n, D)."""
         c = self.weights
         wide = c.heads * c.head_dim
         return self.queries[start * wide : (start + n) * wide].reshape(c.heads, n, c.head_dim)
 
     def _keys(self, layer: int, rows: slice, scratch: np.ndarray) -> None:
-        """Queries, kept for `_attend`, and keys and values, in the cache."""
+        """Compute queries, kept for `_attend`, and keys and values, in the cache."""
         c, d = self.weights, self.decoder
         start, n = self._part(rows)
         size, turned, first = rows.stop - rows.start, c.heads + c.kv_heads, self.past + start
@@ -337,7 +337,7 @@ class _Prompt:
         attended, delta = _parts(scratch, (size, c.heads * c.head_dim), (size, c.dim))
         attended[n:] = 0
         by_head = attended[:n].reshape(n, c.kv_heads, group, c.head_dim).transpose(1, 2, 0, 3)
-        # |q . k| <= |q| |k|, which most layers of trained models keep below 40: cheap beside a maximum of the scores.
+        # |q . k| <= |q| |k|, below 40 in most layers of trained models: cheaper than a maximum over the scores.
         k = keys[..., :end].swapaxes(-1, -2)
         largest = np.vecdot(q, q).max() * np.vecdot(k, k).max()
         safe = bool(largest <= SAFE_SCORE**2)
@@ -347,7 +347,7 @@ class _Prompt:
             before = self.past + start + i
             seen = before + tile
             mixed: np.ndarray | None = None
-            # Without a shift sums over tiles of keys add up, and a tile of scores stays in the cache.
+            # Without a shift the sums over tiles of keys simply add up, and a tile of scores stays in the CPU's cache.
             step = KEY_TILE if safe else seen
             for first in range(0, seen, step):
                 last = min(first + step, seen)
@@ -379,7 +379,7 @@ class _Prompt:
 
 
 def _parts(flat: np.ndarray, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    """Arrays of these shapes, one behind the other in `flat`."""
+    """Arrays of these shapes, one after the other in `flat`."""
     found, first = [], 0
     for shape in shapes:
         size = math.prod(shape)
@@ -389,20 +389,17 @@ def _parts(flat: np.ndarray, *shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 class _Seen(NamedTuple):
-    """Views for a number of visible keys."""
+    """Views for passes over a given number of keys."""
 
     keys: int
     scores: np.ndarray  # (B, Hkv, G n, keys)
-    products: np.ndarray  # the same as products write them: (B, Hkv, n, G, keys)
-    by_query: np.ndarray  # the same as (B, Hkv, G, n, keys)
+    products: np.ndarray  # the same, as the products write them: (B, Hkv, n, G, keys)
+    by_query: np.ndarray  # the same, as (B, Hkv, G, n, keys)
     mask: np.ndarray  # (B, 1, 1, n, keys)
 
 
 class _Shape:
-    """Views of a `NumpyDecoder`'s buffers for passes of B rows with n positions each, made once for each such pair.
-
-    Products take MIN_ROWS positions each.
-    """
+    """Views of a `NumpyDecoder`'s buffers for passes of B rows with n positions each, made once per (B, n)."""
 
     def __init__(self, d: NumpyDecoder, batch: int, n: int) -> None:
         c, count = d.weights, batch * n
@@ -412,15 +409,15 @@ class _Shape:
         self.decoder, self.batch, self.n = d, batch, n
 
         def part(flat: np.ndarray, *shape: int) -> np.ndarray:
-            return flat[: int(np.prod(shape))].reshape(shape)
+            return flat[: math.prod(shape)].reshape(shape)
+
+        def by_group(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
+            return blocks_of(grouped(x, MIN_ROWS), packed)
 
         self.flat_ids = d.ids[:count]
         self.ids = self.flat_ids.reshape(batch, n)
         self.turn = part(d.turn, batch, n, 1, c.head_dim // 2)
         self.mask = part(d.mask, batch, n, d.positions)
-        def by_group(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
-            return blocks_of(grouped(x, MIN_ROWS), packed)
-
         self.x, self.h, self.delta = d.x[:rows], d.h[:rows], d.delta[:rows]
         self.h_by_group, self.h_by_part = grouped(self.h, MIN_ROWS, 1), grouped(self.h, MIN_ROWS, 2)
         self.a = grouped(d.attended[:rows], MIN_ROWS, 1)
@@ -453,7 +450,7 @@ class _Shape:
         self._seen: dict[int, _Seen] = {}
 
     def seen(self, longest: int) -> _Seen:
-        """The views for rows of up to `longest` positions, rounded up to whole tiles of keys."""
+        """The views for rows of up to `longest` positions, rounded up to whole tiles."""
         keys = -(-longest // TILE) * TILE
         found = self._seen.get(keys)
         if found is None:
@@ -466,5 +463,5 @@ class _Shape:
         return found
 
     def by_product(self, x: np.ndarray) -> np.ndarray:
-        """(B, Hkv, G n, ...) as attention's products take it: the G of each position."""
+        """(B, Hkv, G n, ...) as attention's products take it, (B, Hkv, n, G, ...)."""
         return x.reshape(*x.shape[:2], -1, self.n, x.shape[-1]).swapaxes(2, 3)

@@ -1,11 +1,11 @@
-"""Measurements of a trained model: the last words of sentences, whole replies, and how far its heads guess right.
+"""Measures of a trained model: last words of sentences, whole replies, and how often its drafts are accepted.
 
     items = cloze_items(texts, 500, seed)                   sentences, each with ten candidates for its last word
-    scored = cloze_credits(decoder, tokenizer, items)       with 1 where the word that stood there is the most likely
+    scored = cloze_credits(decoder, tokenizer, items)       1 where the original word is the most likely
     replies = reply_to(model, prompts, sampling, end, decoder)
-    reply_shares([Reply(...), ...])                         how many end, are not empty, do not go in circles
+    reply_shares([Reply(...), ...])                         how many end, are not empty, do not loop
 
-`recipes/evaluate.py` is the command; docs/evaluation.md says what each figure means, and how much of it is chance.
+`recipes/evaluate.py` is the command; docs/evaluation.md explains each figure and its noise.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tinyforge.text import TextTokenizer
 
 CANDIDATES = 10
 NEIGHBOURS = 40
-"""The other candidates are drawn from so many last words, those whose frequency is nearest to the right one's."""
+"""The wrong candidates are drawn from so many last words, those nearest in frequency to the right one."""
 FEWEST_WORDS, MOST_WORDS = 5, 40  # of a sentence, before its last word
-BATCH = 64  # replies side by side, where the decoder has rows
-REPEATS = 3  # what is said so often is a circle
+BATCH = 64  # replies decoded together
+REPEATS = 3  # occurrences that count as a loop
 
-# The last word in small letters, so that no capital tells a name from a noun; one mark, and white space behind it.
+# The last word is in lower case: a capital would give a name away. One closing mark, then white space.
 _SENTENCE = re.compile(r"([A-Z].*) ([a-z]{2,})([.!?])", re.DOTALL)
 _BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 
 
 def standard_error(share: float, count: int) -> float:
-    """Of a share of `count` independent yes-or-no results: sqrt(p (1 - p) / n)."""
+    """The standard error of a share of `count` independent yes-or-no results: sqrt(p (1 - p) / n)."""
     return math.sqrt(share * (1 - share) / count)
 
 
@@ -49,8 +49,8 @@ def standard_error(share: float, count: int) -> float:
 
 @dataclass(frozen=True)
 class Cloze:
-    """A sentence without its end. candidates[0] is the word that stood there, mark the one that closed the sentence;
-    commonest: which of the candidates ends the most sentences, the guess of one who has read nothing else."""
+    """A sentence without its last word. candidates[0] is that word, mark the closing mark. commonest: the candidate
+    that ends the most sentences, which is the best guess without reading the beginning."""
 
     beginning: str
     candidates: tuple[str, ...]
@@ -59,11 +59,11 @@ class Cloze:
 
 
 def cloze_items(texts: Sequence[str], count: int, seed: int) -> list[Cloze]:
-    """Up to `count` sentences of `texts`, each with ten candidates; none where fewer than ten last words differ.
+    """Up to `count` sentences of `texts`, each with ten candidates; none where there are fewer than ten last words.
 
-    The rule: all last words are put in the order of how many sentences they end, those that end equally many in the
-    order of how often they occur in `texts`. The nine wrong candidates are drawn by the seed, without repetition, from
-    the 40 words nearest to the right one in that order. So frequency alone gives little away: see `commonest`.
+    All last words are sorted by how many sentences they end, ties by how often they occur in `texts`. The nine wrong
+    candidates are drawn by the seed, without repetition, from the 40 words nearest to the right one in that order, so
+    that frequency alone gives little away: see `commonest`.
     """
     pieces = (piece for text in texts for piece in _BETWEEN_SENTENCES.split(text))
     found = (match.groups() for piece in pieces if (match := _SENTENCE.fullmatch(piece)))
@@ -102,8 +102,7 @@ def cloze_credits(decoder: Decoder, tokenizer: TextTokenizer, items: Sequence[Cl
 
 
 def log_probabilities(decoder: Decoder, beginning: Sequence[int], ends: Sequence[Sequence[int]]) -> np.ndarray:
-    """ln p(end | beginning) for each of the ends; all are token ids. If the cache can rewind, the beginning is
-    computed once."""
+    """ln p(end | beginning) for each end; all are token ids. A decoder that can rewind computes the beginning once."""
     known, scores = len(beginning) - 1, []
     decoder.rewind([0])
     for ids in ends:
@@ -119,7 +118,7 @@ def log_probabilities(decoder: Decoder, beginning: Sequence[int], ends: Sequence
 
 @dataclass(frozen=True)
 class Reply:
-    """What a model answered. tokens: without the end of the reply; ended: whether that came by itself."""
+    """A model's reply. tokens: its length, without the end token. ended: whether the model ended it."""
 
     text: str
     tokens: int
@@ -127,7 +126,7 @@ class Reply:
 
 
 def reply_decoder(model: CausalLM, prompts: int) -> Decoder:
-    """The decoder for so many prompts: one of many rows where it draws for all of them at once, else one of one row."""
+    """A decoder for so many prompts: of many rows where it draws for all rows itself (on a GPU), else of one row."""
     if model.backend.name != "numpy" and prompts > 1:
         groups = -(-prompts // BATCH)
         decoder = make_decoder(model, -(-prompts // groups))
@@ -141,7 +140,7 @@ def reply_to(
 ) -> list[tuple[list[int], bool]]:
     """The tokens of the reply to each prompt, and whether it ended with the token `end`.
 
-    Prompt i draws with the seed sampling.seed + i. Decoder: from `reply_decoder`.
+    Prompt i draws with the seed sampling.seed + i. decoder: from `reply_decoder`.
     """
     replies: list[list[int]] = [[] for _ in prompts]
     rows, stop = decoder.batch, frozenset({end})
@@ -157,16 +156,16 @@ def reply_to(
         for i, token in generate_batch(model, padded, drawn, stop, decoder):
             if i < len(group):
                 replies[first + i].append(token.id)
-    # One that has all the tokens it could have was cut.
+    # A reply that uses its whole budget was cut.
     budgets = [min(sampling.max_tokens, decoder.capacity - len(prompt)) for prompt in prompts]
     return [(ids, len(ids) < budget) for ids, budget in zip(replies, budgets, strict=True)]
 
 
 def repeats_a_line(text: str) -> bool:
-    """Whether some line or sentence stands in the text three times or more.
+    """Whether some line or sentence occurs three times or more.
 
-    What stands between line breaks, and between the ends of sentences within a line, so that a reply of one line can
-    repeat itself too. Capitals and white space do not count, nor pieces without a letter or digit, such as a brace.
+    A text is split at line breaks and at the ends of sentences. Capitals and white space do not matter; pieces without
+    a letter or digit, such as a brace, do not count.
     """
     pieces = (" ".join(piece.lower().split()) for piece in re.split(r"\n|(?<=[.!?])\s", text))
     counts = Counter(piece for piece in pieces if any(map(str.isalnum, piece)))
@@ -174,15 +173,15 @@ def repeats_a_line(text: str) -> bool:
 
 
 def repeats_four_words(text: str) -> bool:
-    """Whether the same four words, in a row, stand in the text three times or more; overlapping ones count."""
+    """Whether some four consecutive words occur three times or more, overlaps included."""
     words = text.lower().split()
     counts = Counter(zip(words, words[1:], words[2:], words[3:], strict=False))
     return max(counts.values(), default=0) >= REPEATS
 
 
 def reply_shares(replies: Sequence[Reply]) -> dict[str, float]:
-    """Shares of the replies that end by themselves, are not empty, repeat no line three times, and do all three; the
-    share that has four words three times; and the mean number of tokens."""
+    """The shares of replies that the model ended, that are not empty, that repeat no line three times, and that meet
+    all three; the share that repeats four words three times; and the mean number of tokens."""
     fine = np.array([[r.ended, bool(r.text.strip()), not repeats_a_line(r.text)] for r in replies])
     ended, not_empty, no_line_repeated = fine.mean(axis=0).tolist()
     return {
@@ -197,7 +196,7 @@ def reply_shares(replies: Sequence[Reply]) -> dict[str, float]:
 
 
 def speculate(model: CausalLM, prompts: Sequence[Sequence[int]], max_tokens: int, stop: frozenset[int]) -> Stats:
-    """What all drafting heads achieve on greedy continuations of the prompts."""
+    """The statistics of speculative decoding, with all heads, on greedy continuations of the prompts."""
     session = Session(model)
     sampling = Sampling(temperature=0.0, max_tokens=max_tokens, drafts=model.prediction_heads - 1)
     for prompt in prompts:

@@ -21,7 +21,7 @@ def generate(
 ) -> Iterator[int]:  # fmt: skip
     """Yield the ids that follow `prompt`, until one in `stop` (not yielded), max_tokens, or the context is full.
 
-    decoder: one that was made before, which saves the time to lay the weights out.
+    decoder: an existing one, which saves laying out the weights again.
     """
     session = Session(model, decoder)
     session.extend(prompt)
@@ -33,10 +33,10 @@ def generate_batch(
     model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int] = frozenset(),
     decoder: Decoder | None = None,
 ) -> Generator[tuple[int, Token]]:  # fmt: skip
-    """Yield (i, token) for the tokens that follow each prompt, all prompts side by side, whatever their lengths.
+    """Yield (i, token) for the tokens that follow each prompt, decoding all prompts together, whatever their lengths.
 
-    Prompt i draws as it would alone with the seed sampling.seed + i. Decoding is plain: drafts are not used, since the
-    rows of a batch already share each reading of the weights.
+    Prompt i draws as it would alone with the seed sampling.seed + i. Drafts are not used: the rows of a batch already
+    share each read of the weights.
     """
     decoder = decoder or make_decoder(model, len(prompts))
     if decoder.batch != len(prompts):
@@ -68,10 +68,10 @@ def generate_batch(
 
 
 def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> Iterator[Drawn]:
-    """Up to `count` tokens for each row of a decoder, in blocks: from `Decoder.stream`, or else drawn here from `step`.
+    """Up to `count` tokens per row, in blocks: from `Decoder.stream`, or drawn here from the logits of `step`.
 
-    texts: each row's tokens, all but the last of them in the cache. The caller appends what comes; a text that has not
-    grown when the next block is asked for has ended, and what its row gives from then on means nothing.
+    texts: each row's tokens, all but the last of them cached. The caller appends the drawn tokens. A text that has not
+    grown by the next block has ended, and from then on its row's tokens mean nothing.
     """
     streams = [Stream(sampling.seed + i, "sample") for i in range(len(texts))]
     if decoder.draws(sampling):
@@ -91,6 +91,6 @@ def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Samp
             logprobs = np.array([[log_probability(row, x)] for row, x in zip(logits, ids, strict=True)])
         yield Drawn(ids[:, None], logprobs)
         wanted = [length + 1 for length in wanted]
-        # A row that has ended starts over at every step, so that it always has room.
+        # A row that has ended is rewound to 0, so that it always has room.
         decoder.rewind([held if len(text) == length else 0
                         for held, text, length in zip(decoder.lengths, texts, wanted, strict=True)])  # fmt: skip

@@ -1,12 +1,12 @@
-"""The log-likelihood of texts under a model, many at a time: what benchmarks are scored by.
+"""The log-likelihood of texts under a model, many at a time, for scoring benchmarks.
 
     scorer = Scorer(model, tokenizer)
     pairs = [scorer.pair("Question: Is ice cold?\\nAnswer:", " yes"), scorer.pair("", " Ice is cold.")]
     scorer.score(pairs)         [Score(log_prob=-3.2, greedy=False, cut=False), ...], in the order of the pairs
     scorer.rolling(text)        ln p of a text of any length, every token predicted once
 
-Tokenisation, the token before a text, and what is cut from a text that is too long are those of EleutherAI's
-lm-evaluation-harness, so that scores can be compared. docs/evaluation.md has the rules.
+Tokenisation, the token before a text, and the truncation of long texts follow EleutherAI's lm-evaluation-harness, so
+that scores can be compared. docs/evaluation.md has the rules.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tinyforge.text.shards import separator_of
 from tinyforge.text.vocabulary import ENDS, start_ids
 
 TOKENS = {"numpy": 1 << 11, "cupy": 1 << 15}
-"""Tokens of a batch. On a CPU a larger one leaves the cache; a GPU is full with these."""
-LOGITS = 1 << 24  # numbers in the logits that are in memory at a time
-SHARED = 8  # tokens that several texts must begin with for a cache to pay
+"""Tokens per batch. On a CPU a larger batch no longer fits the cache; this one fills a GPU."""
+LOGITS = 1 << 24  # logits in memory at a time
+SHARED = 8  # tokens of common context from which a cache pays
 
 
 class Pair(NamedTuple):
-    """Token ids: what is given, at least one, and what is scored, at least one."""
+    """Token ids, at least one each: those given, and those scored."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 class Score(NamedTuple):
     """log_prob: ln p(continuation | context). greedy: whether each of its tokens is the most likely one. cut: whether
-    the beginning did not fit the model's context and was left out."""
+    the beginning was left out, because it did not fit the model's context."""
 
     log_prob: float
     greedy: bool
@@ -54,7 +54,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class _Row:
-    """A text as the model reads it. ids: all but the last token; scored: how many tokens count, from the end."""
+    """A text as the model reads it. ids: all but its last token. targets: the tokens scored, at its end."""
 
     number: int
     ids: tuple[int, ...]
@@ -63,26 +63,25 @@ class _Row:
 
 
 class Scorer:
-    """Scores texts under a causal language model, `tokens` at a time at most (one text where it is longer)."""
+    """Scores texts under a causal language model, in batches of up to `tokens` tokens, or one longer text."""
 
     def __init__(self, model: CausalLM, tokenizer: TextTokenizer, tokens: int | None = None) -> None:
         self.model, self.tokenizer = check_causal_lm(model), tokenizer
         self.context = model.config.context
         self.tokens = tokens or TOKENS.get(model.backend.name, 1 << 11)
-        self.computed = 0  # tokens that went through the model, for tests and reports
 
     # --- text to ids
 
     def prefix(self) -> int:
-        """The token before a text that has no context: bos, else the one that ends a text."""
+        """The token before a text without context: bos, else the end-of-text token."""
         if self.tokenizer.bos is not None:
             return self.tokenizer.bos
         text = next((end for end in ENDS if end in self.tokenizer.specials), None)
         return self.tokenizer.specials[text or separator_of(self.tokenizer)]
 
     def pair(self, context: str, continuation: str) -> Pair:
-        """The ids of a text in two parts. Spaces at the end of the context go to the continuation, and the whole is
-        encoded at once: the context's ids are those it has alone, the continuation's all that come behind as many."""
+        """The ids of a text in two parts. The context's are those of the context alone, without its trailing spaces;
+        the continuation's are the rest of the whole text's ids."""
         if not context:
             ids = self.tokenizer.encode(continuation)
             first = self.prefix()
@@ -93,13 +92,13 @@ class Scorer:
             known = start_ids(self.tokenizer) + self.tokenizer.encode(bare)
             rest = whole[len(known) :]
         if not (known and rest):
-            raise UserError(f"nothing to score in {continuation[:40]!r} behind {context[-40:]!r}; mend the file")
+            raise UserError(f"nothing to score in {continuation[:40]!r} after {context[-40:]!r}; fix the file")
         return Pair(tuple(known), tuple(rest))
 
     # --- scores
 
     def score(self, pairs: Sequence[Pair], done: Callable[[int], object] = lambda count: None) -> list[Score]:
-        """done is called with the number of pairs that have been scored since the last call."""
+        """The scores, in the order of the pairs. done is called with the number of pairs scored since its last call."""
         found: dict[int, Score] = {}
         alone: list[_Row] = []
         families: dict[tuple[int, ...], list[_Row]] = defaultdict(list)
@@ -127,17 +126,17 @@ class Scorer:
         return [found[number] for number in range(len(pairs))]
 
     def rolling(self, text: str, done: Callable[[int], object] = lambda count: None) -> float:
-        """ln p(text): every token is predicted once. The first window is the token before a text and the text's first
-        `context` tokens but one; each later one is full, and scores the tokens that no earlier one has."""
+        """ln p(text), each token predicted once. The first window is the token before a text and the text's first
+        context - 1 tokens; each later one is full, and scores the tokens that no earlier one did."""
         ids = start_ids(self.tokenizer) + self.tokenizer.encode(text)
         return sum(score.log_prob for score in self.score(list(windows(ids, self.prefix(), self.context)), done))
 
     def _caches_pay(self) -> bool:
-        # A GPU computes the shared beginning again faster than many small passes are launched.
+        # On a GPU recomputing the shared context is faster than launching many small passes.
         return self.model.backend.name == "numpy" and self.model.make_cache(1, 1).can_rewind
 
     def _batches(self, rows: Iterable[_Row], length: Callable[[_Row], int]) -> Iterable[list[_Row]]:
-        """Rows of about one length together, the longest first: what does not fit into memory shows at once."""
+        """Rows in batches of similar length, the longest first, so that running out of memory happens at once."""
         batch: list[_Row] = []
         for row in sorted(rows, key=lambda row: (-length(row), row.number)):
             if batch and (len(batch) + 1) * length(batch[0]) > self.tokens:
@@ -148,36 +147,33 @@ class Scorer:
             yield batch
 
     def _score_rows(self, rows: Sequence[_Row]) -> dict[int, Score]:
-        """Rows side by side, padded on the right, where causal models do not look."""
+        """Score rows side by side, padded on the right, where a causal model does not look."""
         ids = np.zeros((len(rows), max(len(row.ids) for row in rows)), np.int32)
         for i, row in enumerate(rows):
             ids[i, : len(row.ids)] = row.ids
-        self.computed += ids.size
         h = self.model.hidden(self.model.backend.asarray(ids))
         return self._read(h, rows, [len(row.ids) - len(row.targets) for row in rows])
 
     def _score_families(self, length: int, families: Sequence[list[_Row]]) -> dict[int, Score]:
-        """Families of rows, each with a beginning of its own, all of `length` tokens, that is computed once."""
+        """Score families of rows. The rows of a family share a context of `length` tokens, which is computed once."""
         found: dict[int, Score] = {}
         backend = self.model.backend
         longest = max(len(row.ids) for rows in families for row in rows)
         cache = self.model.make_cache(len(families), longest)
         known = np.array([rows[0].ids[: length - 1] for rows in families], np.int32)
         self.model.hidden(backend.asarray(known), cache=cache)
-        self.computed += known.size
         for place in range(max(map(len, families))):
             rows = [family[min(place, len(family) - 1)] for family in families]
             ids = np.zeros((len(rows), max(len(row.targets) for row in rows)), np.int32)
             for i, row in enumerate(rows):
                 ids[i, : len(row.targets)] = row.ids[length - 1 :]
             h = self.model.hidden(backend.asarray(ids), cache=cache)
-            self.computed += ids.size
             cache.rewind(length - 1)
             found |= self._read(h, rows, [0] * len(rows))
         return found
 
     def _read(self, h: Array, rows: Sequence[_Row], starts: Sequence[int]) -> dict[int, Score]:
-        """The scores of rows whose targets are predicted from h[i, starts[i]:] on."""
+        """The scores of rows; h[i, starts[i]:] predicts the targets of row i."""
         backend, vocab = self.model.backend, self.model.config.vocab
         at = np.concatenate([i * h.shape[1] + start + np.arange(len(row.targets))
                              for i, (row, start) in enumerate(zip(rows, starts, strict=True))])  # fmt: skip
@@ -200,18 +196,18 @@ class Scorer:
 
 
 def windows(ids: Sequence[int], prefix: int, context: int) -> Iterable[Pair]:
-    """A text of any length as pairs of at most `context` tokens read, each token scored once."""
+    """Split a text of any length into pairs that read at most `context` tokens; each token is scored once."""
     whole, done = [prefix, *ids], 0
     while done < len(ids):
         end = min(len(ids), done + context)
-        begin = max(0, end - context)  # the last window is full: it reads again what the one before it scored
+        begin = max(0, end - context)  # the last window is full: it reads tokens that were scored before
         yield Pair(tuple(whole[begin : done + 1]), tuple(ids[done:end]))
         done = end
 
 
 def bytes_needed(spec: ModelSpec, config: ModelConfig, precision: str, tokens: int, weights: str = "") -> int:
-    """Bytes that scoring takes, the weights included: they, one pass over `tokens` tokens, on arrays without memory,
-    and its logits with their exponentials. weights: their format, where they have one of their own."""
+    """Bytes that scoring takes: the weights, one pass over `tokens` tokens, measured on arrays without memory, and its
+    logits with their exponentials. weights: "int8" or "fp8" for quantised ones."""
     backend = PhantomBackend(precision)
     length = min(config.context, tokens)
     start = METER.now

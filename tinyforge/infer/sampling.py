@@ -1,4 +1,4 @@
-"""Sampling: from logits to the distribution that a token is drawn from, and the draw."""
+"""Sampling: from logits to a distribution, and a draw from it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ UNIFORMS_AT_ONCE = 64
 class Sampling:
     """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 change nothing.
 
-    In this order: logit_bias is added, (token id, bias) pairs; from the logits of tokens that were generated already,
-    presence_penalty is subtracted once and frequency_penalty once for each time; logits of tokens that the text holds
-    already, prompt included, are divided by repetition_penalty where positive and multiplied by it where negative; all
-    are divided by the temperature; top_k keeps the k most
-    likely tokens; top_p the fewest of these whose probabilities sum to it; min_p those with at least min_p times the
-    probability of the most likely one. Tokens that tie with the last one kept are kept too.
+    The steps, in order: logit_bias, (token id, bias) pairs, is added. From the logits of generated tokens,
+    presence_penalty is subtracted once, and frequency_penalty once per occurrence. Logits of tokens in the text, prompt
+    included, are divided by repetition_penalty if positive and multiplied by it if negative. All are divided by the
+    temperature. top_k keeps the k most likely tokens; top_p the fewest of these whose probabilities reach the sum
+    top_p; min_p those with at least min_p times the probability of the most likely token. Ties with the last token kept
+    are kept too.
 
-    max_tokens: the longest reply. seed: the same seed gives the same text. drafts: tokens that the later heads propose
-    for each pass (speculation); at most prediction_heads - 1 are used, 0 is plain decoding. It changes the speed only:
-    greedy text stays the same, and sampled text keeps its distribution. A decoder may use fewer. logprobs: also give
-    log p of each token under the model, before any of this.
+    max_tokens: of a reply. seed: the same seed gives the same text. drafts: tokens that the later heads draft for each
+    pass (speculative decoding); 0 is plain decoding, at most prediction_heads - 1 are used, a decoder may use fewer.
+    Drafts change only the speed: greedy text stays the same, sampled text keeps its distribution. logprobs: also return
+    log p of each token under the model, before any of these steps.
 
     Sources: Keskar et al., "CTRL" (2019; the penalty); Fan et al. (2018; top-k); Holtzman et al. (2019; top-p); Nguyen
     et al. (2024; min-p).
@@ -49,7 +49,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        # Written so that NaN is refused too.
+        # Comparisons that NaN fails too.
         rules = (
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (no limit) or more"),
@@ -66,7 +66,6 @@ class Sampling:
             if not fine:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wants {wanted}")
 
-
     @property
     def changes_logits(self) -> bool:
         """Whether `penalise` does anything."""
@@ -74,8 +73,8 @@ class Sampling:
 
 
 def penalise(logits: np.ndarray, sampling: Sampling, seen: Iterable[int], made: Iterable[int] = ()) -> np.ndarray:
-    """float64 logits: (..., V) after the bias and the penalties on the tokens of the text, `seen`, and on those of it
-    that were generated, `made`."""
+    """logits: (..., V) with bias and penalties applied, in float64. seen: all tokens of the text; made: the generated
+    ones among them."""
     z = logits.astype(np.float64)
     if sampling.logit_bias:
         tokens, biases = zip(*sampling.logit_bias, strict=True)
@@ -91,15 +90,15 @@ def penalise(logits: np.ndarray, sampling: Sampling, seen: Iterable[int], made: 
 
 
 def probabilities(z: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """What tokens are drawn from, for penalised logits z: (n, V) float64; returns (n, V); temperature > 0."""
+    """The distributions that tokens are drawn from, (n, V), for penalised logits z, (n, V) float64; temperature > 0."""
     p = _weights(z, sampling)
     p /= p.sum(axis=-1, keepdims=True)
     return p
 
 
 def _weights(z: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """`probabilities` times a factor for each row. Each cut keeps the most likely tokens, so all of them together are
-    one threshold on the logits of a row."""
+    """Unnormalised `probabilities`. Each cut keeps the most likely tokens, so that together they are one threshold on a
+    row's logits."""
     z = z - z.max(axis=-1, keepdims=True)
     z /= sampling.temperature
     vocab = z.shape[-1]
@@ -110,7 +109,7 @@ def _weights(z: np.ndarray, sampling: Sampling) -> np.ndarray:
         top.sort()
         top = top[:, ::-1]
         last: Any = k - 1
-        if sampling.top_p < 1:  # the first whose sum reaches top_p is the last one kept
+        if sampling.top_p < 1:  # the first token whose running sum reaches top_p is the last one kept
             total = np.exp(top).cumsum(axis=-1)
             last = (total < sampling.top_p * total[:, -1:]).sum(axis=-1)
         p *= z >= top[np.arange(len(top)), last, None]
@@ -120,30 +119,30 @@ def _weights(z: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def draw(p: np.ndarray, uniforms: Sequence[float]) -> list[int]:
-    """For each row of p, (n, V): the token at which its running sum passes its uniform, in [0, 1), times its total."""
+    """For each row of p, (n, V): the first token whose running sum exceeds u times the row's sum, u in [0, 1)."""
     running = p.cumsum(axis=-1)
     total = running[:, -1:]
     tokens = np.count_nonzero(running <= np.reshape(uniforms, (-1, 1)) * total, axis=-1)
-    # Rounding can put the product on the total itself, behind every token: the last one with any weight is meant.
+    # Rounding can make the product equal the total, past every token: then take the last one with any weight.
     return np.minimum(tokens, np.count_nonzero(running < total, axis=-1)).tolist()
 
 
 def uniforms(seed: int) -> Iterator[float]:
-    """The numbers that a seed draws with, one after the other."""
+    """The stream of uniform numbers of a seed."""
     stream = Stream(seed, "sample")
     while True:
         yield from stream.uniform((UNIFORMS_AT_ONCE,)).tolist()
 
 
 def choose(logits: np.ndarray, sampling: Sampling, numbers: Iterable[float]) -> list[int]:
-    """A token for each row of penalised logits: (n, V), drawn with its own one of `numbers`, which greedy ignores."""
+    """A token for each row of penalised logits, (n, V), drawn with that row's number; greedy ignores the numbers."""
     if sampling.temperature == 0:
         return logits.argmax(axis=-1).tolist()
     return draw(_weights(logits.astype(np.float64), sampling), list(numbers))
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:
-    """log softmax(logits)[token] for logits: (V,), in float64."""
+    """log softmax(logits)[token], in float64. logits: (V,)."""
     z = logits.astype(np.float64)
     top = z.max()
     return float(z[token] - top - np.log(np.exp(z - top).sum()))

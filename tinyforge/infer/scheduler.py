@@ -5,21 +5,21 @@
     while scheduler.busy:
         for request, new in scheduler.step(): ...       # new: the tokens since the last time
 
-A step admits waiting requests to free rows, computes some pieces of their prompts, and then a block of tokens of every
-row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Such blocks are queued ahead,
-so that the decoder computes the next one while the last one is read here. Rows are freed when a block has been read.
+A step admits waiting requests to free rows, prefills some pieces of their prompts, and then decodes a block of tokens
+for every row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Those blocks are
+queued ahead: the decoder computes one while the host reads another. A row is freed once its last block is read.
 
-A request's text depends on its prompt, its sampling and its seed alone, to the last bit, whatever happens beside it:
+A request's text depends only on its prompt, its sampling and its seed, to the last bit, whatever runs beside it:
 
-- A prompt is computed in pieces of `Decoder.piece` positions, and what is less than two of them in one more; its last
-  token is the first pass's. So the shape of each product is the prompt's own, whatever comes between two pieces.
-- Where the decoder draws, what is less than a piece is no piece: the row takes one of these tokens in each pass, beside
-  the tokens of the others, until it has the last one and draws.
-- Prompts share whole pieces: what is saved of one prompt's piece is what another one would compute, bit for bit.
-- `Decoder.step_rows` gives a row the same bits beside any others. Rows that speculate take passes of their own.
-- Numbers are drawn from the request's own stream. Whether a decoder draws itself is the request's choice of sampling.
+- A prompt is prefilled in pieces of `Decoder.piece` positions; the last piece takes the remainder too, and so has up to
+  two pieces' positions. The last token is left to the first pass. So the shape of each product is the prompt's own.
+- Where the decoder draws, a remainder shorter than a piece is not prefilled: the row takes one of its tokens in each
+  pass, beside the other rows' tokens, until it has the last one and draws.
+- Prompts share whole pieces: a saved piece holds the bits that computing it again would give.
+- `Decoder.step_rows` gives a row the same bits whichever rows run beside it. Speculating rows have their own passes.
+- Random numbers come from the request's own stream. The request's sampling alone decides who draws, decoder or host.
 
-Nothing here knows of threads or of time but `deadline`, which is compared with `clock`.
+The scheduler knows no threads, and of time only `deadline`, which it compares with `clock`.
 """
 
 from __future__ import annotations
@@ -34,51 +34,34 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tinyforge.errors import UserError
+from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, Start
 from tinyforge.infer.sampling import Sampling, choose, log_probability, penalise, uniforms
-from tinyforge.infer.session import Stats, check_prompt, checked_ids
+from tinyforge.infer.session import Refused, Stats, Token, check_prompt, checked_ids
 from tinyforge.infer.speculation import propose, verify
 from tinyforge.rng import Stream
 
 BLOCK = 16
-"""Tokens of every row between two looks at what waits, where the decoder draws them itself."""
+"""Tokens per row and step, where the decoder draws them itself."""
 AHEAD = 2
-"""Blocks that are queued: one is computed while another is read."""
+"""Blocks in flight: one is computed while the other is read."""
 HOST_PASSES = 2
-"""Passes for the rows that are drawn here, after each block of those that the decoder draws."""
+"""Passes for the rows that the host draws, after each block of the rows that the decoder draws."""
 PREFIX_BYTES = 256 << 20
-"""Of prompts' pieces that are kept for other prompts, at most."""
+"""Memory for pieces of prompts, kept for later prompts that begin alike."""
 
-Reason = Literal["stop", "length", "cancelled", "deadline"]
+Reason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 class QueueFull(Exception):
-    """More requests wait than the scheduler takes."""
-
-
-class Refused(NamedTuple):
-    """A token that a head proposed for a place, where another one came."""
-
-    head: int
-    id: int
-
-
-class Made(NamedTuple):
-    """A token that was generated. logprob: log p of it under the model, where asked for; others: the most likely tokens
-    there, best first, with theirs. head: 0, or the head whose draft it is."""
-
-    id: int
-    logprob: float | None = None
-    others: tuple[tuple[int, float], ...] = ()
-    head: int = 0
-    refused: Refused | None = None
+    """The queue has no room for these requests."""
 
 
 class _Block(NamedTuple):
-    """Tokens that are on their way from the decoder. read: waits for the ids, (rows, BLOCK or fewer). parts: requests,
-    their rows, and how many ids of each mean nothing, while it took its prompt."""
+    """A block in flight. read: waits for the ids, (rows, BLOCK or fewer). parts: requests, their rows, and how many ids
+    at the start of each row mean nothing, because the row was still taking its prompt."""
 
     read: Callable[[], np.ndarray]
     parts: list[tuple[Request, int, int]]
@@ -86,11 +69,12 @@ class _Block(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """What is asked of a `Scheduler`, and how far it is.
+    """A request and its progress.
 
-    accept: called with new tokens; None for all of them, or a number to end the text after so many. alternatives: how
-    many `others` each token is to have. deadline: of `Scheduler.clock`. reason: why it has ended, None before. text:
-    prompt and tokens. stats: as of a session, without times; first_token: when it came, by the clock.
+    accept: called with new tokens; returns None, or after how many of them the text ends. alternatives: how many
+    `others` each token gets. deadline, submitted, first_token: times of `Scheduler.clock`. reason: why it ended, None
+    while it runs. text: prompt and generated tokens. stats: as a session's, without times. budget: tokens that may
+    still come.
     """
 
     prompt: tuple[int, ...]
@@ -98,7 +82,7 @@ class Request:
     stop: frozenset[int]
     alternatives: int
     deadline: float | None
-    accept: Callable[[Sequence[Made]], int | None] | None
+    accept: Callable[[Sequence[Token]], int | None] | None
     text: list[int] = field(default_factory=list)
     reason: Reason | None = None
     stats: Stats = field(default_factory=Stats)
@@ -106,7 +90,7 @@ class Request:
     first_token: float | None = None
     budget: int = 0
     device: bool = False  # whether the decoder draws its tokens
-    kind: tuple[Any, ...] = ()  # rows of the same kind are drawn by the same rule
+    kind: tuple[Any, ...] = ()  # rows of one kind are drawn together
     row: int | None = None
     numbers: Iterator[float] = field(default_factory=lambda: iter(()))
     drafts: list[int] = field(default_factory=list)
@@ -118,15 +102,15 @@ class Request:
 
     @property
     def end(self) -> int:
-        """The positions that its row holds when it has all its tokens: the last one is in no cache."""
+        """The positions that its row will hold at the end. The last token is never cached."""
         return len(self.text) - 1 + self.budget
 
 
 class Scheduler:
-    """Rows of one decoder, and the requests that wait for one.
+    """Shares the rows of one decoder among requests.
 
-    rows: texts that grow side by side. queue: requests that may wait beside them. decoder: one that was made before,
-    with `rows` rows. prefix_bytes: memory for pieces of prompts.
+    rows: texts decoded side by side. queue: requests that may wait for a row. decoder: one with `rows` rows or more,
+    made here if left out. prefix_bytes: memory for pieces of prompts.
     """
 
     def __init__(
@@ -134,47 +118,46 @@ class Scheduler:
         prefix_bytes: int = PREFIX_BYTES, decoder: Decoder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        # A decoder of one row may be of another kind than that of many, with other bits.
+        # Never a decoder of one row: it may be of another kind, with other bits.
         self.decoder = decoder or make_decoder(model, max(2, rows), capacity)
         self.rows, self.queue, self.clock = rows, queue, clock
         self.decoder.rewind([0] * self.decoder.batch)
         self.waiting: deque[Request] = deque()
-        self.filling: deque[Request] = deque()  # their prompts are being computed, the first one first
+        self.filling: deque[Request] = deque()  # their prompts are being prefilled, in this order
         self.running: dict[int, Request] = {}  # by row
         self.free = list(range(rows))
         self.prefixes = Prefixes(prefix_bytes if self.decoder.can_save else 0)
-        self._ended: list[Request] = []  # without having had a token in this step
-        self._blocks: deque[_Block] = deque()  # queued and not read
-        # A token of which no more is told than its id, by id: a block has thousands.
-        self._plain_tokens = list(map(Made, range(self.decoder.config.vocab if self.decoder.draws(Sampling()) else 0)))
+        self._ended: list[Request] = []  # since the last step returned
+        self._blocks: deque[_Block] = deque()  # in flight
+        # Tokens with nothing but an id, by id: a block has thousands.
+        self._plain_tokens = list(map(Token, range(self.decoder.config.vocab if self.decoder.draws(Sampling()) else 0)))
 
     @property
     def most_drafts(self) -> int:
-        """Drafts that a request may have; none where the decoder draws tokens itself."""
+        """Drafts that a request may use; none where the decoder draws tokens itself."""
         return 0 if self.decoder.draws(Sampling()) else self.decoder.most_drafts
 
     # --- requests
 
     def submit(
-        self, prompt: Iterable[int], sampling: Sampling, stop: frozenset[int] = frozenset(), *, alternatives: int = 0,
-        deadline: float | None = None, accept: Callable[[Sequence[Made]], int | None] | None = None,
-    ) -> Request:  # fmt: skip
-        """A request in the queue. UserError for a prompt that the model cannot take, `QueueFull`."""
-        request = self.prepare(prompt, sampling, stop, alternatives=alternatives, deadline=deadline, accept=accept)
+        self, prompt: Iterable[int], sampling: Sampling, stop: frozenset[int] = frozenset(), **options: Any
+    ) -> Request:
+        """`prepare` and `enqueue` a request."""
+        request = self.prepare(prompt, sampling, stop, **options)
         self.enqueue([request])
         return request
 
     def prepare(
         self, prompt: Iterable[int], sampling: Sampling, stop: frozenset[int] = frozenset(), *, alternatives: int = 0,
-        deadline: float | None = None, accept: Callable[[Sequence[Made]], int | None] | None = None,
+        deadline: float | None = None, accept: Callable[[Sequence[Token]], int | None] | None = None,
     ) -> Request:  # fmt: skip
-        """A request that is checked, and is not in the queue yet."""
+        """A checked request, not yet in the queue. UserError for one that the model cannot take."""
         config = self.decoder.config
         ids = tuple(checked_ids(prompt, config.vocab))
         check_prompt(ids, self.decoder.capacity)
         checked_ids((token for token, _ in sampling.logit_bias), config.vocab)
         if alternatives and not sampling.logprobs:
-            raise UserError("alternatives are asked for without log-probabilities; ask for logprobs too")
+            raise UserError("alternatives need log-probabilities; ask for logprobs too")
         drafts = min(sampling.drafts, self.most_drafts)
         s = sampling if sampling.drafts == drafts else replace(sampling, drafts=drafts)
         return Request(
@@ -183,25 +166,30 @@ class Scheduler:
             kind=(s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits), numbers=uniforms(s.seed),
         )  # fmt: skip
 
-    def enqueue(self, requests: Sequence[Request], bounded: bool = True) -> None:
-        """Let requests wait for rows, all of them or, with `QueueFull`, none. bounded: else the caller counts them."""
-        if bounded and len(self.waiting) + len(requests) > self.queue + len(self.free):
-            raise QueueFull(f"{len(self.waiting)} requests wait, and {self.queue} may")
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Put requests in the queue, all of them or, with `QueueFull`, none."""
+        if len(self.waiting) + len(requests) > self.queue + len(self.free):
+            raise QueueFull(f"{len(self.waiting)} requests wait, the queue holds {self.queue}")
         for request in requests:
             request.submitted = request.submitted or self.clock()
             self.waiting.append(request)
 
     def cancel(self, request: Request, reason: Reason = "cancelled") -> None:
-        """End a request. What it has made stays in it."""
+        """End a request; it keeps the tokens that it has. Does nothing to one that has ended."""
         if request.reason is None:
             self._end(request, reason)
 
-    def cancel_all(self, reason: Reason = "cancelled") -> None:
-        for request in [*self.waiting, *self.filling, *self.running.values()]:
-            self.cancel(request, reason)
+    def cancel_all(self) -> None:
+        for request in self._all():
+            self.cancel(request)
+
+    def _all(self) -> list[Request]:
+        return [*self.waiting, *self.filling, *self.running.values()]
 
     def reset(self) -> None:
-        """Forget all requests, also after an exception in `step`."""
+        """End all requests with reason "error", for example after an exception in `step`."""
+        for request in self._all():
+            request.reason, request.row = "error", None
         self.waiting.clear()
         self.filling.clear()
         self.running.clear()
@@ -216,37 +204,39 @@ class Scheduler:
 
     # --- a step
 
-    def step(self) -> list[tuple[Request, list[Made]]]:
-        """Admit, compute pieces of prompts, and a block of tokens; what each request got, and those that have ended."""
+    def step(self) -> list[tuple[Request, list[Token]]]:
+        """Admit, prefill, and decode a block. Returns each request that got tokens, with them, or that has ended."""
         now = self.clock()
-        for request in [*self.waiting, *self.filling, *self.running.values()]:
+        for request in self._all():
             if request.deadline is not None and now >= request.deadline:
                 self._end(request, "deadline")
         while self.free and self.waiting:
             request = self.waiting.popleft()
             request.row = self.free.pop(0)
-            if not self._has_prompt(request):
+            if not self._start_if_filled(request):
                 self.filling.append(request)
         self._fill()
-        while len(self._blocks) < AHEAD and (block := self._queued()):
+        while len(self._blocks) < AHEAD and (block := self._queue_block()):
             self._blocks.append(block)
-        found = self._from_device()
+        found = dict(self._from_device())
         for _ in range(HOST_PASSES if self._blocks or found else 1):
-            found += self._from_host()
-        ended, self._ended = self._ended, []
-        with_tokens = {id(request) for request, _ in found}
-        return found + [(request, []) for request in ended if id(request) not in with_tokens]
+            for request, new in self._from_host():
+                found.setdefault(request, []).extend(new)
+        for request in self._ended:
+            found.setdefault(request, [])
+        self._ended.clear()
+        return list(found.items())
 
     def _fill(self) -> None:
-        """Compute pieces of prompts: about as many positions as the running rows take tokens, at least one piece."""
+        """Prefill about as many positions as the running rows take tokens, and at least one piece."""
         room = max(self.decoder.piece, 2 * len(self.running))
         while self.filling and room > 0:
             room -= self._fill_piece(self.filling[0])
-            if self._has_prompt(self.filling[0]):
+            if self._start_if_filled(self.filling[0]):
                 self.filling.popleft()
 
-    def _has_prompt(self, request: Request) -> bool:
-        """Whether a row has what its passes do not take of its prompt; then it is running."""
+    def _start_if_filled(self, request: Request) -> bool:
+        """Mark a request as running once its row holds all of the prompt that its passes do not take."""
         assert request.row is not None
         end, size = len(request.prompt) - 1, self.decoder.piece
         ready = self.decoder.lengths[request.row] == (end // size * size if request.device else end)
@@ -255,7 +245,7 @@ class Scheduler:
         return ready
 
     def _fill_piece(self, request: Request) -> int:
-        """One piece of a prompt, from another's cache or computed; returns how many positions were computed."""
+        """Add one piece of a prompt, saved or computed; returns how many positions were computed."""
         decoder, row, size = self.decoder, request.row, self.decoder.piece
         assert row is not None
         start, end = decoder.lengths[row], len(request.prompt) - 1
@@ -273,8 +263,8 @@ class Scheduler:
             self.prefixes.put(key, decoder.saved(row, start))
         return len(piece)
 
-    def _queued(self) -> _Block | None:
-        """A block of passes over the rows for which the decoder draws, which nobody has waited for."""
+    def _queue_block(self) -> _Block | None:
+        """Queue a block of passes over the rows for which the decoder draws, without waiting for it."""
         decoder, lengths = self.decoder, self.decoder.lengths
         left = {row: n for row, r in self.running.items() if r.device and (n := r.end - lengths[row]) > 0}
         if not left:
@@ -284,7 +274,7 @@ class Scheduler:
         parts = []
         for row in left:
             r, before = self.running[row], 0
-            if lengths[row] < len(r.prompt):  # what the cache has not of it comes first; behind its last token r draws
+            if lengths[row] < len(r.prompt):  # the rest of the prompt comes first; after its last token the row draws
                 tokens = r.prompt[lengths[row] : lengths[row] + count]
                 starts[row] = Start(tokens, r.sampling, Stream(r.sampling.seed, "sample"))
                 before = min(len(r.prompt) - 1 - lengths[row], count)
@@ -292,12 +282,12 @@ class Scheduler:
             parts.append((r, row, before))
         read = decoder.queue(starts, count)
         for row, n in left.items():
-            if n < count:  # what a row draws behind its end nobody reads
+            if n < count:  # nobody reads what a row draws past its end
                 decoder.rewind_row(row, self.running[row].end)
         return _Block(read, parts)
 
-    def _from_device(self) -> list[tuple[Request, list[Made]]]:
-        """The tokens of the block that was queued first, if someone still wants one."""
+    def _from_device(self) -> list[tuple[Request, list[Token]]]:
+        """The tokens of the oldest block in which some request still runs."""
         while self._blocks:
             read, parts = self._blocks.popleft()
             parts = [part for part in parts if part[0].reason is None]
@@ -311,9 +301,9 @@ class Scheduler:
             return found
         return []
 
-    def _from_host(self) -> list[tuple[Request, list[Made]]]:
-        """A token of each other row, or as many as a pass with drafts gives."""
-        found: list[tuple[Request, list[Made]]] = []
+    def _from_host(self) -> list[tuple[Request, list[Token]]]:
+        """One pass over the rows that the host draws: a token each, or more with drafts."""
+        found: list[tuple[Request, list[Token]]] = []
         running = [r for _, r in sorted(self.running.items()) if not r.device]
         for (drafts, heads), group in _grouped(running, lambda r: (len(r.drafts), r.sampling.drafts + 1)):
             rows = [r.row for r in group if r.row is not None]
@@ -328,7 +318,7 @@ class Scheduler:
                       for request, made in zip(group, new, strict=True)]  # fmt: skip
         return found
 
-    def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Made]]:
+    def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Token]]:
         """A token for each row from its logits, (rows, V)."""
         chosen: list[int] = [0] * len(group)
         for _, part in _grouped(enumerate(group), lambda entry: entry[1].kind):
@@ -343,8 +333,8 @@ class Scheduler:
                 chosen[place] = token
         return [[_told(r, logits[i], chosen[i])] for i, r in enumerate(group)]
 
-    def _speculated(self, request: Request, logits: np.ndarray) -> list[Made]:
-        """The tokens of a pass over a row's last token and its drafts, (1 + drafts, heads, V), and the next drafts."""
+    def _speculated(self, request: Request, logits: np.ndarray) -> list[Token]:
+        """Verify a row's drafts and propose the next ones. logits: (1 + drafts, heads, V)."""
         r, prompt = request, len(request.prompt)
         new = verify(logits[:, 0], r.drafts, r.proposed, r.sampling, r.numbers, r.text, prompt)
         right, offered = len(new) - 1, r.drafts
@@ -362,8 +352,8 @@ class Scheduler:
 
     # --- ends
 
-    def _take(self, request: Request, made: list[Made], ids: list[int]) -> list[Made]:
-        """New tokens, with their ids, into the text, up to a stop or the budget; returns those that are in it."""
+    def _take(self, request: Request, made: list[Token], ids: list[int]) -> list[Token]:
+        """Append new tokens, with these ids, up to a stop or the budget; returns those that were appended."""
         r = request
         if r.first_token is None:
             r.first_token = self.clock()
@@ -397,7 +387,7 @@ class Scheduler:
 
 
 class Prefixes:
-    """Pieces of prompts' caches by the prompt up to their end; those that were not used for longest go first."""
+    """Saved pieces of caches, keyed by the prompt up to their end; the least recently used go first."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.bytes = most_bytes, 0
@@ -415,7 +405,7 @@ class Prefixes:
         return found[0]
 
     def put(self, key: bytes, saved: Any) -> None:
-        size = _bytes_of(saved)
+        size = array_bytes(saved)
         self._pieces[key] = saved, size
         self.bytes += size
         while self.bytes > self.most_bytes:
@@ -426,12 +416,6 @@ class Prefixes:
         return len(self._pieces)
 
 
-def _bytes_of(saved: Any) -> int:
-    if isinstance(saved, (tuple, list)):
-        return sum(map(_bytes_of, saved))
-    return int(getattr(saved, "nbytes", 0))
-
-
 def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
     groups: dict[Any, list[Any]] = {}
     for item in items:
@@ -439,10 +423,10 @@ def _grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any,
     return list(groups.items())
 
 
-def _told(request: Request, logits: np.ndarray, token: int, head: int = 0) -> Made:
-    """A token with what the request wants to know of it. logits: (V,), of head 0."""
+def _told(request: Request, logits: np.ndarray, token: int, head: int = 0) -> Token:
+    """A token with the log-probabilities that its request asked for. logits: (V,), of head 0."""
     if not request.sampling.logprobs:
-        return Made(token, head=head)
+        return Token(token, head=head)
     others: tuple[tuple[int, float], ...] = ()
     if request.alternatives:
         z = logits.astype(np.float64)
@@ -450,4 +434,4 @@ def _told(request: Request, logits: np.ndarray, token: int, head: int = 0) -> Ma
         top = z.max()
         logprobs = z[best] - top - np.log(np.exp(z - top).sum())
         others = tuple(zip(best.tolist(), logprobs.tolist(), strict=True))
-    return Made(token, log_probability(logits, token), others, head)
+    return Token(token, log_probability(logits, token), others, head)

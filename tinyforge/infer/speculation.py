@@ -1,5 +1,5 @@
-"""Speculation: the heads behind head 0 propose the next tokens, and the next pass checks all of them at once. What is
-proposed never decides what comes out: docs/inference.md has the proof.
+"""Speculative decoding: the heads after head 0 draft the next tokens, and the next pass verifies all drafts at once.
+The drafts never change the distribution of the text: docs/inference.md has the proof.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023).
 """
@@ -17,14 +17,14 @@ def verify(
     logits: np.ndarray, drafts: Sequence[int], proposed: np.ndarray | None, sampling: Sampling,
     numbers: Iterator[float], text: Sequence[int], prompt: int = 0,
 ) -> list[int]:  # fmt: skip
-    """The drafts that stand, and one token more: what drawing from head 0 alone would give, in distribution.
+    """The accepted drafts and one more token, distributed as if all were drawn from head 0.
 
-    logits: (drafts + 1, V), head 0 after each prefix of the drafts. A draft x from q stands with probability
-    min(1, p(x) / q(x)); at the first that falls, the token is drawn from max(0, p - q), normalised. Greedy: p and q
-    are certain of one token each, so a draft stands if it is head 0's choice, and else that choice takes its place.
+    logits: (drafts + 1, V), head 0 after each prefix of the drafts. A draft x from q is accepted with probability
+    min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(0, p - q), normalised. Greedy: a draft is
+    accepted if it is head 0's choice, and replaced by that choice otherwise.
 
-    proposed: the distributions that the drafts were drawn from, (drafts, V). text: what the drafts follow, its first
-    `prompt` tokens given, the others generated.
+    proposed: the distributions that the drafts were drawn from, (drafts, V). text: the tokens before the drafts, of
+    which the first `prompt` were given and the others generated.
     """
     z = logits
     if sampling.changes_logits:
@@ -46,8 +46,8 @@ def verify(
 def propose(
     logits: np.ndarray, sampling: Sampling, numbers: Iterator[float], text: Sequence[int], prompt: int = 0
 ) -> tuple[list[int], np.ndarray | None]:
-    """A token from each head's logits, (drafts, V), by the same rules as head 0's; and their distributions. text: what
-    the token before the drafts ends, as in `verify`."""
+    """A draft from each head's logits, (drafts, V), sampled as head 0's tokens are, and their distributions (None when
+    greedy). text, prompt: as in `verify`."""
     z = penalise(logits, sampling, text, text[prompt:])
     if sampling.temperature == 0:
         return z.argmax(axis=-1).tolist(), None

@@ -1,4 +1,4 @@
-"""Token ids to pieces of text, as they come."""
+"""Streaming text: token ids to pieces of text as they come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinyforge.text import TextTokenizer
 
 
 class TextStream:
-    """The text of tokens in pieces, as soon as it is sure: never half a character, and nothing from a stop string on.
+    """The text of tokens, in pieces: never half a character, and nothing from a stop string on.
 
         stream = TextStream(tokenizer, stop=["\\n"])
         for token in tokens:
@@ -18,8 +18,7 @@ class TextStream:
             if stream.stopped: break
         piece = stream.finish()
 
-    What may be the beginning of a stop string is held back until it is one or cannot be. Bytes that are no UTF-8 become
-    replacement characters.
+    Text that may begin a stop string is held back until that is decided. Bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
@@ -31,11 +30,11 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int) -> str:
-        """What is sure of the text once this token has come. Behind a stop string nothing comes any more."""
+        """The text that this token completes; "" after a stop string."""
         return self._take(self._decoder.decode(self.tokenizer.token_bytes(token)), last=False)
 
     def finish(self) -> str:
-        """The rest, where no further token comes."""
+        """The rest of the text, after the last token."""
         return self._take(self._decoder.decode(b"", final=True), last=True)
 
     def _take(self, new: str, last: bool) -> str:
@@ -52,7 +51,7 @@ class TextStream:
 
 
 def stream_text(tokens: Iterable[int], tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> Iterator[str]:
-    """The pieces of a `TextStream` that are not empty. At a stop string no further token is asked for."""
+    """The non-empty pieces of a `TextStream`. Takes no further token after a stop string."""
     stream = TextStream(tokenizer, stop)
     for token in tokens:
         if piece := stream.push(token):
@@ -69,6 +68,6 @@ def _find_first(text: str, stop: Sequence[str]) -> int | None:
 
 
 def _possible_start(text: str, stop: Sequence[str]) -> int:
-    """The length of the longest end of `text` with which a stop string may begin."""
+    """The length of the longest suffix of `text` that begins a stop string."""
     longest = max((len(s) - 1 for s in stop), default=0)
     return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)

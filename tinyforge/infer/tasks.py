@@ -1,12 +1,12 @@
-"""Benchmarks: items of four kinds, how a model is scored on them, and how sure the score is.
+"""Benchmarks: four kinds of items, how a model is scored on them, and the standard error of the score.
 
-    Choice      which of several texts is the likeliest: BLiMP, ARC, PIQA, BoolQ, Winogrande, OpenBookQA
-    LastWord    whether the word that ends a passage is the one that greedy decoding gives: LAMBADA
+    Choice      which of several texts is the most likely: BLiMP, ARC, PIQA, BoolQ, Winogrande, OpenBookQA
+    LastWord    whether greedy decoding gives the last word of a passage: LAMBADA
     Passage     bits per byte of a text: WikiText
-    Problem     a question that is answered in words and ends in a number: GSM8K
+    Problem     a question whose worked answer ends in a number: GSM8K
 
-`data/evaluation.py` reads them from the published files; `run_task` scores them as EleutherAI's lm-evaluation-harness
-does. docs/evaluation.md has the formulas.
+`data/evaluation.py` reads them from the published files; `run_task` scores them like EleutherAI's
+lm-evaluation-harness. docs/evaluation.md has the formulas.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.choose import make_decoder
-from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.evaluate import reply_decoder
 from tinyforge.infer.generation import generate_batch
 from tinyforge.infer.likelihood import Scorer
 from tinyforge.infer.sampling import Sampling
@@ -31,15 +30,14 @@ from tinyforge.text import TextTokenizer
 from tinyforge.text.vocabulary import ENDS, start_ids
 
 LN2 = math.log(2.0)
-LONGEST_ANSWER = 256  # tokens, as in lm-evaluation-harness; half of a shorter context than twice that
-STOPS = ("Question:", "</s>", "<|im_end|>")  # text at which the answer to a problem ends
-BATCH = 64  # problems side by side, where the decoder has rows
+LONGEST_ANSWER = 256  # tokens, as in lm-evaluation-harness; at most half the context
+STOPS = ("Question:", "</s>", "<|im_end|>")  # stop strings of an answer
 
 
 @dataclass(frozen=True)
 class Choice:
-    """pairs: (context, continuation) of each choice. texts: the choices, whose lengths normalise. group: the part of
-    the set that the item is of, "" where there is one part."""
+    """pairs: (context, continuation) of each choice. texts: the choices, by whose lengths scores are normalised. group:
+    the part of the set that the item is in, "" where there is one part."""
 
     pairs: tuple[tuple[str, str], ...]
     texts: tuple[str, ...]
@@ -57,7 +55,7 @@ class LastWord:
 
 @dataclass(frozen=True)
 class Passage:
-    """text: what is scored. bytes, words: of the text as published, which differs where it was detokenised."""
+    """text: the text scored. bytes, words: of the text as published, before detokenisation."""
 
     text: str
     bytes: int
@@ -66,7 +64,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, its answer, and solved problems to show before it, each a (question, answer)."""
+    """A question, its answer, and solved examples to show before it, each a (question, answer)."""
 
     question: str
     answer: str
@@ -78,8 +76,8 @@ Item = Choice | LastWord | Passage | Problem
 
 @dataclass(frozen=True)
 class Result:
-    """figures: by metric. errors: the standard error of each, where it has one. groups: figures by part of the set.
-    items: how many. cut: how many of them did not fit the context, and lost their beginning."""
+    """figures: by metric. errors: their standard errors, where defined. groups: figures by part of the set. items: how
+    many. cut: how many of them did not fit the context and lost their beginning."""
 
     figures: dict[str, float]
     errors: dict[str, float]
@@ -94,14 +92,14 @@ class Result:
 
 
 def mean_error(values: Sequence[float]) -> float:
-    """The standard error of a mean: the sample's standard deviation, with n - 1, over the square root of n."""
+    """The standard error of a mean: the sample's standard deviation (n - 1) over sqrt(n)."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def run_task(
     scorer: Scorer, items: Sequence[Item], done: Callable[[int], object] = lambda count: None
 ) -> Result:
-    """Score the items, which are all of one kind. done is called with the number of texts finished since."""
+    """Score the items, all of one kind. done is called with the number of texts finished since its last call."""
     first = items[0]
     if isinstance(first, Choice):
         return _choices(scorer, items, done)  # type: ignore[arg-type]
@@ -113,7 +111,7 @@ def run_task(
 
 
 def texts_of(items: Sequence[Item]) -> int:
-    """How often `run_task` will count: choices, words, passages or problems."""
+    """The total that `run_task` reports to `done`: choices, words, passages or problems."""
     return sum(len(item.pairs) if isinstance(item, Choice) else 1 for item in items)
 
 
@@ -133,7 +131,7 @@ def _choices(scorer: Scorer, items: Sequence[Choice], done: Callable[[int], obje
             right[metric].append(float(np.argmax(log_probs / length) == item.gold))
         groups.setdefault(item.group, []).append(right["acc"][-1])
     chance = float(np.mean([1 / len(item.pairs) for item in items]))
-    if len(groups) > 1:  # the score is the mean over the parts; only acc means anything, all choices are sentences
+    if len(groups) > 1:  # the score is the mean over the parts; as all choices are sentences, only acc applies
         shares = {name: float(np.mean(values)) for name, values in sorted(groups.items())}
         error = math.sqrt(sum(mean_error(values) ** 2 for values in groups.values())) / len(groups)
         return Result({"acc": float(np.mean(list(shares.values())))}, {"acc": error}, chance, len(items), cut, shares)
@@ -162,7 +160,7 @@ def _passages(scorer: Scorer, items: Sequence[Passage], done: Callable[[int], ob
         done(1)
     size, words, total = sum(i.bytes for i in items), sum(i.words for i in items), -sum(logs)
     bits = total / LN2 / size
-    # Of a ratio of sums over documents (Cochran, "Sampling Techniques", 1977, 2.11): what each has beyond its share.
+    # The standard error of a ratio of sums (Cochran, "Sampling Techniques", 1977, 2.11), from each document's residual.
     beyond = [-log / LN2 - bits * item.bytes for log, item in zip(logs, items, strict=True)]
     errors = {"bits_per_byte": mean_error(beyond) * len(items) / size} if len(items) > 1 else {}
     figures = {"bits_per_byte": bits, "word_perplexity": math.exp(min(total / words, 700.0))}
@@ -177,31 +175,31 @@ _IGNORED = (re.compile(","), re.compile(r"\$"), re.compile(r"(?s).*#### "), re.c
 
 
 def strict_answer(text: str) -> str:
-    """The number behind the first ####; "[invalid]" where there is none."""
+    """The number after the first ####; "[invalid]" if there is none."""
     found = _STRICT.search(text)
     return found[1] if found else "[invalid]"
 
 
 def flexible_answer(text: str) -> str:
-    """The last number in the text, with its sign, dollar, commas and point; "[invalid]" where there is none."""
+    """The last number in the text, with sign, dollar, commas and point; "[invalid]" if there is none."""
     found = _NUMBER.findall(text)
     return next((part for part in found[-1] if part), "[invalid]") if found else "[invalid]"
 
 
 def same_answer(given: str, wanted: str) -> bool:
-    """Whether two answers are equal but for commas, dollars, the way to them, a full stop and capitals."""
+    """Whether two answers are equal up to commas, dollars, the text before ####, a final full stop, and capitals."""
     for pattern in _IGNORED:
         given, wanted = pattern.sub("", given), pattern.sub("", wanted)
     return given.lower() == wanted.lower()
 
 
 def prompt_ids(tokenizer: TextTokenizer, problem: Problem, most: int) -> tuple[list[int], int]:
-    """The prompt's ids, with as many of the shown problems as leave it at most `most`, and how many these are. A
-    question that is longer alone loses its beginning."""
+    """At most `most` ids of the prompt, with as many solved examples as fit, and their number. A question that is too
+    long alone loses its beginning; the number is then -1."""
     begins = start_ids(tokenizer)
     for shots in range(len(problem.shown), -1, -1):
-        told = [f"Question: {question}\nAnswer: {answer}" for question, answer in problem.shown[:shots]]
-        ids = begins + tokenizer.encode("\n\n".join([*told, f"Question: {problem.question}\nAnswer:"]))
+        solved = [f"Question: {question}\nAnswer: {answer}" for question, answer in problem.shown[:shots]]
+        ids = begins + tokenizer.encode("\n\n".join([*solved, f"Question: {problem.question}\nAnswer:"]))
         if len(ids) <= most:
             return ids, shots
     return ids[-most:], -1
@@ -231,10 +229,10 @@ def answer_all(
     model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], longest: int,
     done: Callable[[int], object],
 ) -> list[str]:  # fmt: skip
-    """What greedy decoding says to each prompt, up to a stop, the end of the text or `longest` tokens."""
+    """The greedy answer to each prompt, up to a stop string, the end of the text, or `longest` tokens."""
     ends = frozenset(tokenizer.specials[text] for text in ENDS if text in tokenizer.specials)
     sampling = Sampling(temperature=0.0, max_tokens=longest)
-    decoder = _rows(model, len(prompts))
+    decoder = reply_decoder(model, len(prompts))
     answers: list[str] = []
     if decoder.batch == 1:
         session = Session(model, decoder)
@@ -244,7 +242,7 @@ def answer_all(
             with closing(session.generate(sampling, ends)) as tokens:
                 for token in tokens:
                     ids.append(token.id)
-                    # The longest stop has nine characters, and a token at least one byte.
+                    # The longest stop string has ten characters, and a token at least one byte.
                     if any(stop in tokenizer.decode(ids[-16:], "text") for stop in STOPS):
                         break
             answers.append(_before_stop(tokenizer.decode(ids, "text")))
@@ -259,15 +257,6 @@ def answer_all(
         answers += [_before_stop(tokenizer.decode(row, "text")) for row in rows[: len(group)]]
         done(len(group))
     return answers
-
-
-def _rows(model: CausalLM, count: int) -> Decoder:
-    """On a GPU a decoder of many rows where it draws for all of them at once, else one of one row."""
-    if model.backend.name != "numpy" and count > 1:
-        decoder = make_decoder(model, min(count, BATCH))
-        if decoder.draws(Sampling(temperature=0.0)):
-            return decoder
-    return make_decoder(model)
 
 
 def _before_stop(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a model computes over one text and usually keeps to itself: every head's distributions, and its attention."""
+"""A look inside a model's pass over one text: every head's distributions, and its attention weights."""
 
 from __future__ import annotations
 
@@ -15,29 +15,34 @@ from tinyforge.ops.softmax import softmax_fwd
 
 
 class Trace(NamedTuple):
-    """probabilities: (T, heads, V), of each output head behind each token. attention: (query heads, T, T) for each of
-    the model's attention ops, in the order of forward; none for a model without attention."""
+    """probabilities: (T, heads, V), of each output head after each token. attention: (query heads, T, T) for each
+    attention op of the model, in the order of forward; empty for a model without attention."""
 
     probabilities: np.ndarray
     attention: tuple[np.ndarray, ...]
 
 
 def trace(model: CausalLM, ids: Sequence[int]) -> Trace:
-    """The model's forward over one text, with what a backward would need; float64 NumPy arrays.
+    """Trace one pass over a text; float64 NumPy arrays.
 
-    `attention[l][h, t, s]` = softmax over the visible s of q_t . k_s / sqrt(D). The query heads of a group read the
-    same keys.
+    `attention[l][h, t, s]` = softmax over the visible s of q_t . k_s / sqrt(D). The query heads of a group share keys.
     """
-    model, stash = check_causal_lm(model), Stash()
-    h = model.hidden(model.backend.asarray(np.asarray([ids])), stash)
+    h, attended = _hidden(check_causal_lm(model), ids)
     to_numpy = model.backend.to_numpy
     logits = [to_numpy(model.logits(h, k))[0] for k in range(model.prediction_heads)]
-    attention = [weights_of(op, to_numpy(saved[0])[0]) for op, saved in stash if isinstance(op, Attention)]
-    return Trace(softmax_fwd(np.stack(logits, axis=1).astype(np.float64)), tuple(attention))
+    attention = tuple(weights_of(op, to_numpy(qkv)[0]) for op, qkv in attended)
+    return Trace(softmax_fwd(np.stack(logits, axis=1).astype(np.float64)), attention)
+
+
+def _hidden(model: CausalLM, ids: Sequence[int]) -> tuple[Array, list[tuple[Attention, Array]]]:
+    """The final hidden states, and each attention op with the q, k and v that it saved for backward."""
+    stash = Stash()
+    h = model.hidden(model.backend.asarray(np.asarray([ids], np.int32)), stash)
+    return h, [(op, saved[0]) for op, saved in stash if isinstance(op, Attention)]
 
 
 def weights_of(op: Attention, qkv: Array) -> np.ndarray:
-    """The weights with which an attention op mixes the values: (T, Hq + 2 Hkv, D) to (Hq, T, T)."""
+    """The attention weights of an op: (T, Hq + 2 Hkv, D) to (Hq, T, T)."""
     q, k = np.split(qkv[:, : op.heads + op.kv_heads].astype(np.float64), [op.heads], axis=1)
     scores = np.einsum("thd,shd->hts", q, k.repeat(op.heads // op.kv_heads, axis=1)) * q.shape[-1] ** -0.5
     visible = np.ones(scores.shape[1:], bool)
@@ -50,14 +55,10 @@ def weights_of(op: Attention, qkv: Array) -> np.ndarray:
 
 def attention_ops(model: CausalLM) -> list[Attention]:
     """The model's attention ops, in the order of forward."""
-    stash = Stash()
-    model.hidden(model.backend.asarray(np.zeros((1, 1), np.int32)), stash)
-    return [op for op, _ in stash if isinstance(op, Attention)]
+    return [op for op, _ in _hidden(model, [0])[1]]
 
 
 def attention_of(model: CausalLM, ids: Sequence[int], layer: int) -> np.ndarray:
     """`Trace.attention` of one layer, (query heads, T, T), without the logits."""
-    stash = Stash()
-    model.hidden(model.backend.asarray(np.asarray([ids], np.int32)), stash)
-    op, saved = [(op, saved) for op, saved in stash if isinstance(op, Attention)][layer]
-    return weights_of(op, model.backend.to_numpy(saved[0])[0])
+    op, qkv = _hidden(model, ids)[1][layer]
+    return weights_of(op, model.backend.to_numpy(qkv)[0])

@@ -11,6 +11,7 @@ from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
 from tinyforge.ops.fork import Fork
 from tinyforge.ops.fp8_linear import FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear
+from tinyforge.ops.fp8_rmsnorm import FP8AddRMSNorm, FP8RMSNorm
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
@@ -43,8 +44,8 @@ IN_FP8: tuple[type[Op], ...] = (FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear)
 
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",
-    "Embedding", "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm",
-    "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches",
-    "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take",
-    "Tanh", "TopKRouter",
+    "Embedding", "FP8AddRMSNorm", "FP8Linear", "FP8LinearSwiGLU", "FP8RMSNorm", "FP8SwiGLULinear", "Fork", "GELU",
+    "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA",
+    "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax",
+    "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.layernorm import layernorm_bwd, layernorm_fwd
+from tinyforge.ops.layernorm import LayerNorm, layernorm_fwd
 from tinyforge.params import with_buffer
 
 
@@ -24,36 +24,24 @@ def add_layernorm_fwd(
 
 
 @add_layernorm_fwd.on("phantom")
-def add_layernorm_fwd_memory(
-    residual: Array, delta: Array, weight: Array, bias: Array | None, eps: float
-) -> tuple[Array, Array, Array, Array]:
+def add_layernorm_fwd_memory(delta: Array) -> tuple[Array, Array, Array, Array]:
     x, y = (empty(delta.shape, delta.dtype) for _ in range(2))
     mean, rstd = (empty(delta.shape[:-1], wide(delta.dtype)) for _ in range(2))
     return x, y, mean, rstd
 
 
-class AddLayerNorm(Op):
+class AddLayerNorm(LayerNorm):
     """x = residual + delta,  y = layernorm(x); returns (x, y)
 
-    residual, delta, x, y: (..., C); w: (C,); b: (C,), or none. Saves x, and mean and reciprocal deviation: (...). delta
-    None: who made `residual` has added it already, as Linear does with `add`, and x is `residual`. The unfused
+    residual, delta, x, y: (..., C); w: (C,); b: (C,), or none. Saves x, and mean and reciprocal deviation: (...).
+    delta=None: the op before has added it already, as Linear does with `add`, and x is `residual`. The unfused
     reference is `residual + delta`, then LayerNorm.
 
     backward(dy=(dx, dy)): both inputs of the add get the same gradient, dx + layernorm_bwd(dy), returned as
     (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
     """
 
-    kernels = (add_layernorm_fwd, layernorm_fwd, layernorm_bwd)
-
-    def __init__(
-        self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = ""
-    ) -> None:
-        super().__init__(backend, name)
-        self.weight, self.bias = weight, bias
-        self.eps = eps
-
-    def params(self) -> list[Param]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+    kernels = (add_layernorm_fwd, *LayerNorm.kernels)
 
     def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Array]:
         known = (self.weight.value, self.bias.value if self.bias else None, self.eps)
@@ -66,7 +54,7 @@ class AddLayerNorm(Op):
         return x, y
 
     def normed(self, x: Array) -> Array:
-        """y computed again, from the sum x."""
+        """y, recomputed from the sum x."""
         bias = self.bias.value if self.bias else None
         return self.k.layernorm_fwd(x, self.weight.value, bias, self.eps)[0]
 

@@ -1,10 +1,10 @@
 // Grouped-query attention, forward and backward (FlashAttention): no T x T matrix in memory, no atomics.
 //
-// Two families of kernels, chosen by macros. attention_hopper.cu has a third, with Hopper's own instructions, and
-// attention_tf32.cu a fourth, for float32 with products in TF32.
+// This file has two families of kernels, chosen by macros. Three more are in files of their own: attention_hopper.cu
+// and attention_tma.cu (bf16, Hopper's wgmma), attention_tf32.cu (float32 with TF32 products).
 //
-//   REAL=float, double or bf16, HEAD_DIM up to 128     read these first; gradient checks run them, and bf16 at head
-//                                                      sizes that the tensor-core kernels do not have
+//   REAL=float, double or bf16, HEAD_DIM up to 128     no tensor cores. Read these first: gradient checks run them, and
+//                                                      bf16 at head sizes that the tensor-core kernels lack
 //     attention_fwd_plain      out, lse                     one block: ROWS queries of one head
 //     attention_bwd_q_plain    dq, and the statistics       one block: ROWS queries of one head
 //     attention_bwd_kv_plain   dk, dv                       one block: ROWS keys of one kv head
@@ -13,35 +13,39 @@
 //     attention_bwd_q_mma      dq, and the statistics       one warp: OWN queries of one head
 //     attention_bwd_kv_mma     dk, dv                       one warp: OWN keys of one kv head
 //
-// The idea. A block keeps its own rows on the chip and streams the rows of the other side past them, a tile at a time.
-// Forward computes the scores of a tile, keeps a running maximum and sum (online softmax), and adds P V to the output
-// in registers. Backward needs no maximum: P = exp(S - lse). It visits each pair of tiles twice. The first kernel owns
-// queries: it computes delta = rowsum(dO * O), stores (lse, delta) of each row for the second kernel, and sums dQ = dS
-// K. The second owns keys and streams the queries of every head that reads them, so the sum over a group of heads stays
-// in registers: dV = P^T dO, dK = dS^T Q. That is seven products instead of five. Five would need atomics to add up dQ
-// in memory; seven give every sum a fixed order, and two runs the same bits.
+// Algorithm. A block keeps its own rows on the chip and streams the rows of the other side past them, one tile at a
+// time.
+//   forward        owns queries. For each tile of keys: S = Q K^T / sqrt(D), the online softmax (a running maximum and
+//                  a running sum for each row), O += P V. At the end it writes O / sum, and lse = log of the sum of
+//                  exp(S).
+//   backward, q    owns queries. First delta = rowsum(dO * O); (lse, delta) of each row are stored for the next kernel.
+//                  For each tile of keys: P = exp(S - lse), dP = dO V^T, dS = P (dP - delta), dQ += dS K.
+//   backward, kv   owns keys, and streams the queries of every head that reads them, so that the sum over the group
+//                  stays in registers. For each tile of queries: P^T and dS^T as above, dV += P^T dO, dK += dS^T Q.
+// Backward recomputes S in both kernels: seven products instead of five. Five would need atomics to add up dQ in
+// memory; with seven, every sum has a fixed order, and two runs give the same bits.
 //
-// A query at position t of the last T of S positions sees keys 0 .. t + (S - T). With the macro BAND=1 it sees the keys
-// from `back` before its own position to `forth` after it (three more arguments): a sliding window, or all keys in both
-// directions, where `lengths`, if it is not null, says how many keys each sequence has: those behind them are padding,
-// seen by none, and get gradients of 0. The causal kernels do not contain that code. A band's tiles of keys begin with
-// the first key that the block's first query sees. So another row may see no key of the first tiles: its maximum is
-// then still -inf, and 0 is used instead. The kernel that owns keys loads queries too far behind them, but skips their
-// products.
-// With the macro DROP=1 each probability is multiplied by a number of the dropout mask, 0 or 1 / (1 - rate): five more
-// arguments. With DROP=2 the key is read from `words`, for graphs, which draw another mask each time they are launched:
-// some 20 registers more, and a few spills in the plain kernels. Neither the log-sum-exp nor delta changes. The mask is
-// computed where it is needed, from (sequence, head, query, key) alone, by Philox: in every 16 x 16 square of scores
-// one block of four words belongs to queries t and t + 8 and keys s and s + 8. A lane of the tensor-core kernels holds
-// all four, in P as in P^T.
-// With the macro DOCS=1 a row holds several documents, and `bounds` says of each row that is owned what it sees of the
-// other side: attention.cuh. Tiles of other documents are skipped on both sides. As with a band, a row may see no key
-// of the first tiles.
-// Tensors are (batch, token, head, dim) with heads side by side; token and batch strides are arguments, so that q, k, v
-// are views of one packed tensor.
+// Masks, each compiled in by a macro:
+//   (none)    causal. The query at position t of the last T of S positions sees keys 0 .. t + (S - T).
+//   BAND=1    a query sees the keys from `back` before its own position to `forth` after it: a sliding window, or full
+//             attention in both directions. `lengths`, if not null, is the number of keys of each sequence; the padding
+//             after them is seen by no query, and its gradients are 0. The kernel that owns keys also loads queries
+//             past the band, but skips their products.
+//   DOCS=1    rows that pack several documents; `bounds` holds what each owned row sees of the other side: see
+//             attention.cuh.
+//   DROP=1    dropout: each probability is multiplied by 0 or 1 / (1 - rate). lse and delta do not change. The mask is
+//             not stored: it is a function of (sequence, head, query, key), by Philox. One block of four words serves
+//             queries t and t + 8 and keys s and s + 8 of a 16 x 16 square of scores; one lane of the tensor-core
+//             kernels holds these four scores, in P and in P^T alike.
+//   DROP=2    the same with the key read from `words`, so that a captured graph draws a new mask at each launch. Costs
+//             some 20 registers, and a few spills in the plain kernels.
+// Tiles that the mask hides entirely are skipped. With BAND or DOCS, the first tile is the first that any row of the
+// block sees, so another row may have seen no key yet: its maximum is -inf, and 0 is used in its place.
 //
-// Grid, block and shared memory are stated above each kernel. Blocks of the same sequence and kv head differ in y, the
-// longest come first: the short ones fill the gaps at the end.
+// Layout. Tensors are (batch, token, head, dim) with the heads of a token adjacent. Strides of token and batch are
+// arguments, so that q, k and v can be views of one packed tensor. Grid, block and shared memory are stated above each
+// kernel. blockIdx.y counts the blocks of one sequence and kv head, longest first: short blocks fill the gaps at the
+// end.
 //
 // Registers (sm_90), none spilled: plain 118 to 128 in float at head size 64; mma.sync at 64: forward 246 (two blocks
 // of four warps on a multiprocessor), backward_q 128 (four), backward_kv 252 (two); with DROP 242, 140 (three), 254;
@@ -50,13 +54,14 @@
 // Tried, at 16 x 1024 tokens, 12/4 heads of 64, on an H200, in us:
 //   forward       32 rows a warp 101; 16 rows, three blocks 107; 16 rows, eight warps 110; tiles of 128 keys 122
 //   backward_q    16 rows a warp, four blocks, pieces of 16 keys 133, of 32 keys with three blocks 141; 32 rows a warp
-//                 142: twice the fragments from shared memory are cheaper than half the warps; fetching `out` for
-//                 delta only after dO had come: 20 more
+//                 142: twice the fragments from shared memory are cheaper than half the warps; loading `out` for delta
+//                 only after dO had arrived: 20 more
 //   backward_kv   32 keys a warp 164, of 16 keys in pieces of 32 queries 177. All eight fragments of k and v of a row
 //                 tile in registers: 167, spills; k's four: 164, spills on sm_80; three: 168; none: 175. Pieces
 //                 unrolled twice: 174
-//   A tile of dO and q streamed as 32 rows instead of 64: 173. Stalls are then the fixed latencies between dependent
-//   instructions (ncu: 2.4 of 5.7 cycles an instruction), with the tensor pipe at 52 %: more warps, not more bandwidth.
+//   A tile of dO and q streamed as 32 rows instead of 64: 173. The stalls are then the fixed latencies between
+//   dependent instructions (ncu: 2.4 of 5.7 cycles an instruction), with the tensor pipe at 52 %: it needs more warps,
+//   not more bandwidth.
 //
 // compile: REAL=float HEAD_DIM=32|64 ROWS=64
 // compile: REAL=float HEAD_DIM=128 ROWS=32
@@ -120,18 +125,18 @@ constexpr int back = 0, forth = 0; // `back` is never read
 constexpr const int *lengths = nullptr;
 #endif
 
-// How many of the keys of a sequence are no padding.
+// The number of keys of a sequence, without its padding.
 __device__ inline int unpadded(const int *lengths, int batch, int keys) {
     return band && lengths ? min_int(keys, lengths[batch]) : keys;
 }
 
-// The first key, a multiple of `tile`, that a block must look at whose first query is at `position`.
+// The first key, rounded down to a multiple of `tile`, of a block whose first query is at `position`.
 __device__ inline int first_key(int position, int back, int tile) {
     return band && position > back ? (position - back) / tile * tile : 0;
 }
 
 #ifdef REAL
-typedef Wide<REAL> A; // what is computed with, and kept in shared memory
+typedef Wide<REAL> A; // the type of arithmetic and of shared memory
 #else
 typedef float A;
 #endif
@@ -155,17 +160,17 @@ constexpr A drop_scale = 1;
 #ifdef REAL
 // ------------------------------------------------------------------------------------------------- the plain kernels
 //
-// 256 threads as 16 x 16. A thread computes a PER x PER piece of a tile of scores: rows ty + 16 i, columns tx + 16 j.
-// So the 16 threads of a row read 16 different rows of the other operand at once, 16 bytes each. Rows are padded by VEC
+// 256 threads as 16 x 16. A thread computes PER x PER scores of a tile: rows ty + 16 i, columns tx + 16 j. The 16
+// threads of a row then read 16 different rows of the other operand at once, 16 bytes each. Rows are padded by VEC
 // elements, so that these reads fall into different banks.
 
 constexpr int THREADS = 256;
-constexpr int PLAIN_BLOCKS = sizeof(A) == 8 && D > 64 ? 1 : 2;              // on a multiprocessor: shared memory
+constexpr int PLAIN_BLOCKS = sizeof(A) == 8 && D > 64 ? 1 : 2;     // on a multiprocessor; limited by shared memory
 constexpr int PER = ROWS / 16;
 constexpr int VEC = 16 / sizeof(A);
-constexpr int PADDED = ceil_div(D, 16) * 16;                                   // dims, zeros behind the last
-constexpr int DIMS = PADDED / 16;                                              // that a thread accumulates
-constexpr int WIDE = DIMS % VEC == 0 ? VEC : DIMS % 2 == 0 ? 2 : 1;            // of them side by side
+constexpr int PADDED = ceil_div(D, 16) * 16;                                   // dims, padded with zeros
+constexpr int DIMS = PADDED / 16;                                              // dims that a thread accumulates
+constexpr int WIDE = DIMS % VEC == 0 ? VEC : DIMS % 2 == 0 ? 2 : 1;            // of these, adjacent ones
 constexpr int LINE = PADDED + VEC;                                             // a row of q, k, v, dO in shared memory
 constexpr int SCORE_LINE = ROWS + VEC;                                         // a row of scores
 constexpr int TILE = ROWS * LINE;
@@ -182,7 +187,7 @@ struct Place {
     __device__ int dim(int c) const { return (c / WIDE * 16 + tx) * WIDE + c % WIDE; }
 };
 
-// Loads ROWS rows of global memory, from row `first` on; zeros from row `stop` on.
+// Loads ROWS rows from global memory, starting at row `first`; rows from `stop` on are zeros.
 __device__ void load_tile(A *tile, const REAL *from, i64 token, int first, int stop, A scale = 1) {
     constexpr int STEP = D * sizeof(REAL) % 16 == 0 ? VEC : 1; // else rows are not aligned
     constexpr int PER_ROW = PADDED / STEP;
@@ -230,7 +235,7 @@ __device__ void add_product(Sums &out, const A *p, const A *m, Place at) {
     }
 }
 
-// The 16 threads of a row are half a warp and read only what they wrote themselves: no barrier of the block is needed.
+// The 16 threads of a row are half a warp and read only what they wrote themselves: a warp barrier is enough.
 __device__ void store_scores(A *p, const Scores &x, Place at) {
     __syncwarp();
     for (int i = 0; i < PER; ++i)
@@ -247,7 +252,7 @@ __device__ A row_max(A x) {
     return x;
 }
 
-// Which of a thread's scores are kept: bit PER * i + j. It uses one word of each block that it draws.
+// Dropout: bit PER * i + j says whether score [i][j] is kept. Of each block of four words that it draws it uses one.
 template <bool ROWS_ARE_KEYS>
 __device__ u32 kept_bits(int row, int column, int head, int batch, Place at, u32 key0, u32 key1, u32 threshold) {
     u32 bits = 0;
@@ -309,8 +314,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
         Scores s = {};
         add_scores(s, q_tile, k_tile, at);
         for (int i = 0; i < PER; ++i) {
-            // Key 0 is in the first tile and, without a band or documents, every row sees it: top is finite from there
-            // on.
+            // Without a band or documents every row sees key 0, which is in the first tile: top is then finite.
             A most = top[i], sum = 0;
             const int position = first + at.row(i) + ahead;
             for (int j = 0; j < PER; ++j) {
@@ -322,7 +326,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
             }
             most = row_max(most);
             const A base = (band || docs) && most == -INFINITY ? A(0) : most;
-            const A shrink = exp(top[i] - base); // what was summed under the old maximum
+            const A shrink = exp(top[i] - base); // rescales the sums taken under the old maximum
             for (int j = 0; j < PER; ++j) sum += s[i][j] = exp(s[i][j] - base);
             total[i] = total[i] * shrink + row_sum(sum);
             top[i] = most;
@@ -367,7 +371,7 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
 
     load_tile(q_tile, q, q_token, first, queries, scale);
     load_tile(dy_tile, dy, heads * D, first, queries);
-    load_tile(k_tile, out, heads * D, first, queries); // where keys go later
+    load_tile(k_tile, out, heads * D, first, queries); // in the place of keys, which come later
     __syncthreads();
     A row_lse[PER], delta[PER];
     for (int i = 0; i < PER; ++i) {
@@ -474,54 +478,57 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
 #else
 // ------------------------------------------------------------------------------------------ the tensor-core kernels
 //
-// The unit of work is a warp that owns OWN = 16 ROW_TILES rows: every fragment of the streamed side that it fetches
-// from shared memory feeds ROW_TILES products. With two of them ldmatrix moves half the bytes, with one there are
-// registers for twice the warps; which is better differs by kernel, see above.
+// The unit of work is a warp that owns OWN = 16 ROW_TILES rows: each fragment of the streamed side that it loads from
+// shared memory feeds ROW_TILES products. With two row tiles ldmatrix moves half the bytes; with one there are
+// registers for twice the warps. Which is better depends on the kernel, see above.
 //
 // Fragments of mma.m16n8k16, with g = lane / 4 and c = 2 (lane % 4): a thread holds
 //   A (16 x 16): a[0] = (g, c..c+1), a[1] = (g + 8, c..), a[2] = (g, c + 8..), a[3] = (g + 8, c + 8..)
 //   B (16 x 8):  b[0] = (c..c+1, g), b[1] = (c + 8.., g)
 //   C (16 x 8):  c[0..1] = (g, c..c+1), c[2..3] = (g + 8, c..c+1)
-// Two C side by side have the layout of an A: scores turn into the left operand of the next product in registers.
+// Two C side by side have the layout of an A: scores become the left operand of the next product without leaving
+// registers.
 
-__device__ inline void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    multiply_add(c, a[0], a[1], a[2], a[3], b0, b1);
+// c[0] and c[1], side by side, += a b: b holds two B, as one ldmatrix loads them.
+__device__ inline void multiply_two(float (*c)[4], const u32 (&a)[4], const u32 (&b)[4]) {
+    multiply_add(c[0], a[0], a[1], a[2], a[3], b[0], b[1]);
+    multiply_add(c[1], a[0], a[1], a[2], a[3], b[2], b[3]);
 }
 
 typedef float Sums[ROW_TILES][D / 8][4];
 
-// Minus infinity for keys (columns, from `key` on) outside the band of a query (row): the first row sees low .. seen -
-// 1, and no row sees `end` or what comes behind it.
-__device__ inline void hide_outside(Scores &s, int key, int low, int seen, int end, int row, int column) {
+// sums += p b, where b is the 16 rows of a streamed tile that start at `row`.
+__device__ inline void add_product(Sums &sums, const u32 (&p)[ROW_TILES][4], u32 tile, int row, int lane) {
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
+    for (int n = 0; n < STEPS; ++n) {
+        u32 b[4];
+        load_matrix_transposed(b, piece(tile, row, n, lane));
 #pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = key + n * 8 + column + i % 2, r = m * 16 + i / 2 * 8 + row;
-                if (at < low + r || at >= seen + r || at >= end) s[m][n][i] = -INFINITY;
-            }
-}
-// The transposed case: rows are keys, columns are queries.
-__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int there, int row,
-                                               int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int t = query + n * 8 + column + i % 2, at = key + m * 16 + i / 2 * 8 + row;
-                if (at > t + forth || at < t - back || at >= there) s[m][n][i] = -INFINITY;
-            }
+        for (int m = 0; m < ROW_TILES; ++m) multiply_two(sums[m] + 2 * n, p[m], b);
+    }
 }
 
-// Which of a lane's 8 scores in a 16 x 16 square are kept: bit 4 n + i stands for [n][i]. row, column: of the square.
+// The masks of a band, as hide_future and hide_past. The first query sees keys low .. seen - 1, each next query one key
+// further; no query sees `end` or a later key.
+__device__ inline void hide_outside(Scores &s, int key, int low, int seen, int end, int row, int column) {
+    EACH_SCORE(m, n, i) {
+        const int at = key + n * 8 + column + i % 2, r = m * 16 + i / 2 * 8 + row;
+        if (at < low + r || at >= seen + r || at >= end) s[m][n][i] = -INFINITY;
+    }
+}
+__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int there, int row,
+                                               int column) {
+    EACH_SCORE(m, n, i) {
+        const int t = query + n * 8 + column + i % 2, at = key + m * 16 + i / 2 * 8 + row;
+        if (at > t + forth || at < t - back || at >= there) s[m][n][i] = -INFINITY;
+    }
+}
+
+// Dropout: bit 4 n + i says whether the lane's score [n][i] in the 16 x 16 square at (row, column) is kept.
 template <bool ROWS_ARE_KEYS>
 __device__ inline u32 kept_bits(int row, int column, int head, int batch, int lane, u32 key0, u32 key1, u32 threshold) {
     u32 bits = 0;
-    asm volatile("" : "+r"(row)); // no part of it is computed ahead of a loop and held in registers
+    asm volatile("" : "+r"(row)); // keeps the compiler from hoisting parts of it out of a loop, into registers
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const u32 r = row / 2 + lane / 4, c = column / 2 + lane % 4 * 2 + i;
@@ -548,19 +555,14 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     const int ahead = keys - queries, behind_last = unit.last_of_block + ahead + 1 + forth;
     const int there = unpadded(lengths, unit.batch, keys);
     const int seen_by_block = band ? min_int(there, behind_last) : behind_last;
-    const int seen_by_all = unit.first + ahead + 1 + forth; // behind the last key that the first row sees
+    const int seen_by_all = unit.first + ahead + 1 + forth; // one past the last key that the first row sees
     const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
     const int low = unit.first + ahead - back; // the first key that the first row sees, in a band
     int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first + ahead, back, TILE) : 0;
-    // The first keys that the block's first row, and the warp's first and last, see.
-    int first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + lane / 4, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
+    if (docs) from = starts.of_block;
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
 
@@ -579,18 +581,15 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
     Sums sums = {};
     RowValues top, total;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
+    set_rows(top, -INFINITY), set_rows(total, 0);
 
     u32 stage = 0;
     for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
-        __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
+        __syncthreads(); // this tile has arrived, and no thread still reads the other stage
         if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
-        if (key >= seen || band && key + TILE <= low || docs && key + TILE <= first_start) continue;
+        if (key >= seen || band && key + TILE <= low || docs && key + TILE <= starts.of_first) continue;
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 
         Scores s = {};
@@ -601,10 +600,8 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                 u32 b[4];
                 load_matrix(b, piece_of_rows(k_tile, n * 16, step, lane));
 #pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m) {
-                    multiply_add(s[m][2 * n], q_part[m][step], b[0], b[1]);
-                    multiply_add(s[m][2 * n + 1], q_part[m][step], b[2], b[3]);
-                }
+                for (int m = 0; m < ROW_TILES; ++m)
+                    multiply_two(s[m] + 2 * n, q_part[m][step], b);
             }
         // Only if the diagonal, or a border of the band, crosses this tile.
         if (band) {
@@ -613,19 +610,12 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
         } else if (key + TILE > seen_by_all) {
             hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
         }
-        if (docs && key < last_start) hide_before(s, key, starts, lane % 4 * 2);
+        if (docs && key < starts.of_last) hide_before(s, key, row_starts, lane % 4 * 2);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float shrink = raise_top(top[m][half], s, m, half, scale), base = top[m][half], sum = 0;
-                if ((band || docs) && base == -INFINITY) base = shrink = 0;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale, -base));
-                total[m][half] = total[m][half] * shrink + sum; // of this lane's columns; `finish_row` adds the four
+                const float shrink = softmax_step<band || docs>(s, m, half, scale, top[m][half], total[m][half]);
 #pragma unroll
                 for (int n = 0; n < D / 8; ++n) sums[m][n][2 * half] *= shrink, sums[m][n][2 * half + 1] *= shrink;
             }
@@ -643,16 +633,7 @@ attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float 
                 }
                 pack_scores(p[m], s, m, step);
             }
-#pragma unroll
-            for (int n = 0; n < STEPS; ++n) {
-                u32 b[4];
-                load_matrix_transposed(b, piece(v_tile, step * 16, n, lane));
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m) {
-                    multiply_add(sums[m][2 * n], p[m], b[0], b[1]);
-                    multiply_add(sums[m][2 * n + 1], p[m], b[2], b[3]);
-                }
-            }
+            add_product(sums, p, v_tile, step * 16, lane);
         }
     }
     if (unit.idle) return;
@@ -691,19 +672,15 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
     const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
     const int low = unit.first - back;
     int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first, back, TILE) : 0;
-    int first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + lane / 4, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
+    if (docs) from = starts.of_block;
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
 
-    uint4 out_part[OWN_CHUNKS] = {}; // in flight together with the copies
+    uint4 out_part[OWN_CHUNKS] = {}; // in flight while the copies are
     if (!unit.idle) {
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
         load_rows<OWN, 32>(dy_tile, dy + first_output, row_of_outputs, unit.first, queries, lane);
@@ -742,7 +719,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
 #pragma unroll UNROLL
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
-            if (band && key + part + PIECE <= low || docs && key + part + PIECE <= first_start) continue;
+            if (band && key + part + PIECE <= low || docs && key + part + PIECE <= starts.of_first) continue;
             Scores s = {}, dp = {};
 #pragma unroll
             for (int n = 0; n < PIECE / 16; ++n)
@@ -753,10 +730,8 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                     load_matrix(c, piece_of_rows(v_tile, part + n * 16, step, lane));
 #pragma unroll
                     for (int m = 0; m < ROW_TILES; ++m) {
-                        multiply_add(s[m][2 * n], q_part[m][step], b[0], b[1]);
-                        multiply_add(s[m][2 * n + 1], q_part[m][step], b[2], b[3]);
-                        multiply_add(dp[m][2 * n], dy_part[m][step], c[0], c[1]);
-                        multiply_add(dp[m][2 * n + 1], dy_part[m][step], c[2], c[3]);
+                        multiply_two(s[m] + 2 * n, q_part[m][step], b);
+                        multiply_two(dp[m] + 2 * n, dy_part[m][step], c);
                     }
                 }
             if (band) {
@@ -765,7 +740,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
             } else if (key + part + PIECE > seen_by_all) {
                 hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
             }
-            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
+            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; drop && m < ROW_TILES; ++m)
 #pragma unroll
@@ -778,30 +753,16 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
                         x = kept >> i & 1 ? x * drop_scale : 0;
                     }
                 }
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
-                        s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]);
-                    }
+            EACH_SCORE(m, n, i) {
+                const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
+                s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]);
+            }
 #pragma unroll
             for (int step = 0; step < PIECE / 16; ++step) {
                 u32 ds[ROW_TILES][4];
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; ++m) pack_scores(ds[m], s, m, step);
-#pragma unroll
-                for (int n = 0; n < STEPS; ++n) {
-                    u32 b[4];
-                    load_matrix_transposed(b, piece(k_tile, part + step * 16, n, lane));
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m) {
-                        multiply_add(sums[m][2 * n], ds[m], b[0], b[1]);
-                        multiply_add(sums[m][2 * n + 1], ds[m], b[2], b[3]);
-                    }
-                }
+                add_product(sums, ds, k_tile, part + step * 16, lane);
             }
         }
     }
@@ -815,7 +776,7 @@ attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v,
 #if PART == BACKWARD_KV
 // Grid (batch * kv heads, ceil(keys / (WORKERS * OWN))); shared: k and v of each warp, two stages of q and dO with the
 // statistics of their rows. Longest blocks first: the first keys. HELD: how many of the left operands' 2 STEPS
-// fragments (those of k, then those of v) stay in registers; the others are fetched again for every piece of queries.
+// fragments (those of k, then those of v) stay in registers; the others are loaded again for every piece of queries.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
                      bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
@@ -833,18 +794,12 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     const int there = unpadded(lengths, batch, queries);
     const bool idle = first >= queries;
     const int start = band ? first_key(first_of_block, forth, TILE) : first_of_block / TILE * TILE;
-    // Behind the last queries that see any of the block's keys, the warp's first and its last.
-    int stop = queries, first_end = queries, last_end = queries;
-    RowBounds ends;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + batch * queries;
-        stop = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
-        first_end = bound_of(own, first, queries), last_end = bound_of(own, first + OWN - 1, queries);
-        load_bounds(ends, own, first + lane / 4, queries);
-    }
+    const LastQueries ends(DOCS_BOUNDS, batch, queries, first_of_block, first);
+    RowBounds row_ends;
+    load_bounds(row_ends, DOCS_BOUNDS + batch * queries, first + lane / 4, queries);
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
                      stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
-                     docs ? stop : queries);
+                     docs ? ends.of_block : queries);
     const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
 
     load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
@@ -866,7 +821,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
     Sums dk_sums = {}, dv_sums = {};
     u32 stage = 0;
     for (int head = 0; head < group; ++head)
-        for (int query = start; query < (docs ? stop : queries); query += TILE, stage ^= 1) {
+        for (int query = start; query < (docs ? ends.of_block : queries); query += TILE, stage ^= 1) {
             copy_wait<0>();
             __syncthreads();
             if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
@@ -875,9 +830,9 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
             const u32 stats_tile = dy_tile + TILE_BYTES;
 #pragma unroll UNROLL
             for (int part = 0; part < TILE; part += PIECE) {
-                if (query + part + PIECE + forth <= first) continue; // all of them before this warp's keys
-                if (band && query + part - back > first + OWN - 1 || docs && query + part >= last_end) continue;
-                // Rows are keys, columns queries: P^T and dS^T come out as left operands.
+                if (query + part + PIECE + forth <= first) continue; // all of these queries come before the warp's keys
+                if (band && query + part - back > first + OWN - 1 || docs && query + part >= ends.of_last) continue;
+                // Rows are keys, columns queries: P^T and dS^T come out in the layout of left operands.
                 Scores p = {}, ds = {};
 #pragma unroll
                 for (int step = 0; step < STEPS; ++step) {
@@ -893,10 +848,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                         load_matrix(c, piece_of_rows(dy_tile, part + n * 16, step, lane));
 #pragma unroll
                         for (int m = 0; m < ROW_TILES; ++m) {
-                            multiply_add(p[m][2 * n], k_part[m][step], b[0], b[1]);
-                            multiply_add(p[m][2 * n + 1], k_part[m][step], b[2], b[3]);
-                            multiply_add(ds[m][2 * n], v_part[m][step], c[0], c[1]);
-                            multiply_add(ds[m][2 * n + 1], v_part[m][step], c[2], c[3]);
+                            multiply_two(p[m] + 2 * n, k_part[m][step], b);
+                            multiply_two(ds[m] + 2 * n, v_part[m][step], c);
                         }
                     }
                 }
@@ -908,7 +861,7 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                 } else if (query + part < first + OWN - 1) {
                     hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
                 }
-                if (docs && query + part + PIECE > first_end) hide_behind(p, query + part, ends, lane % 4 * 2);
+                if (docs && query + part + PIECE > ends.of_first) hide_behind(p, query + part, row_ends, lane % 4 * 2);
                 static_assert(!drop || PIECE == 16, "a piece is one square for each 16 rows");
                 u32 kept = 0; // 8 bits for each 16 rows
 #pragma unroll
@@ -943,10 +896,8 @@ attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v
                         load_matrix_transposed(d, piece(q_tile, part + step * 16, n, lane));
 #pragma unroll
                         for (int m = 0; m < ROW_TILES; ++m) {
-                            multiply_add(dv_sums[m][2 * n], a[m], b[0], b[1]);
-                            multiply_add(dv_sums[m][2 * n + 1], a[m], b[2], b[3]);
-                            multiply_add(dk_sums[m][2 * n], c[m], d[0], d[1]);
-                            multiply_add(dk_sums[m][2 * n + 1], c[m], d[2], d[3]);
+                            multiply_two(dv_sums[m] + 2 * n, a[m], b);
+                            multiply_two(dk_sums[m] + 2 * n, c[m], d);
                         }
                     }
                 }

@@ -1,13 +1,15 @@
-// What attention.cu, attention_hopper.cu, attention_tma.cu and attention_tf32.cu share: the parts of FlashAttention on
-// tensor cores.
+// What the attention kernels on tensor cores share: attention.cu, attention_hopper.cu, attention_tma.cu
+// and attention_tf32.cu.
 //
-// A worker is one warp (mma.sync) or a warpgroup of four warps (wgmma). It owns OWN rows, WARP_ROWS of them in each of
-// its warps, and streams the rows of the other side past them.
+// A worker is one warp (mma.sync) or a warpgroup of four warps (wgmma). It owns OWN rows, WARP_ROWS in each of its
+// warps, and streams the rows of the other side past them. In the order of this file: the layout of rows in shared
+// memory, loads of fragments, loads of tiles, units of work, masks, the online softmax, the statistics (lse, delta),
+// stores.
 //
-// Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS in a block; WORKER_WARPS; ROW_TILES, the tiles of
+// Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS of a block; WORKER_WARPS; ROW_TILES, the tiles of
 // 16 rows that a warp owns; TILE, the rows streamed at a time; PIECE, the rows of a tile whose scores a warp holds at a
-// time, TILE if undefined; TF32 for float numbers instead of bf16; DOCS for rows of several documents; BY_TMA, no
-// function that copies rows. The plain kernels define REAL and take only D and DOCS.
+// time, TILE if undefined; TF32 for float numbers in place of bf16; DOCS for rows of several documents; BY_TMA leaves
+// out what copies rows. The plain kernels define REAL and use only D and DOCS.
 
 #include "ops/common.cuh"
 
@@ -15,9 +17,9 @@ __device__ inline int min_int(int a, int b) { return a < b ? a : b; }
 
 constexpr int D = HEAD_DIM;
 
-// Rows of several documents: each row that is owned has a bound, and bounds ascend along a sequence. Of a query it is
-// the first key that it sees, where its document begins; of a key it is behind the last query that sees it, where its
-// document ends. bounds: (batch, rows).
+// Rows of several documents: each owned row has a bound, and bounds ascend along a sequence. The bound of a query is
+// the first key that it sees, where its document begins. The bound of a key is one past the last query that sees it,
+// where its document ends. bounds: (batch, rows).
 #ifdef DOCS
 #define DOCS_ARGUMENTS , const int *bounds
 #define DOCS_BOUNDS bounds
@@ -25,10 +27,10 @@ enum : bool { docs = true };
 #else
 #define DOCS_ARGUMENTS
 #define DOCS_BOUNDS static_cast<const int *>(nullptr) // never read
-enum : bool { docs = false }; // a constant would stand in the cubin, which is to stay what it was
+enum : bool { docs = false }; // not a constexpr variable, which would be stored in the cubin
 #endif
 
-// The bound of a row, or of the last of `rows` for those behind it.
+// The bound of a row; past the end, that of the last of `rows`.
 __device__ inline int bound_of(const int *bounds, int row, int rows) { return bounds[min_int(row, rows - 1)]; }
 
 #ifndef REAL
@@ -50,7 +52,7 @@ constexpr int THREADS = WORKERS * WORKER_WARPS * 32;
 constexpr int WARP_ROWS = ROW_TILES * 16;              // rows that a warp owns
 constexpr int OWN = WORKER_WARPS * WARP_ROWS;          // rows that a worker owns
 constexpr int ROW_BYTES = D * sizeof(Number);
-constexpr int STEPS = ROW_BYTES / 32;                  // products along a row; each takes 32 bytes of it
+constexpr int STEPS = ROW_BYTES / 32;                  // products along a row, of 32 bytes each
 constexpr int CHUNKS = ROW_BYTES / 16;                 // 16-byte chunks in a row
 constexpr int CHUNK = 16 / sizeof(Number);             // numbers in a chunk
 constexpr int TILE_BYTES = TILE * ROW_BYTES;
@@ -65,10 +67,12 @@ typedef float Scores[ROW_TILES][PIECE / 8][4];
 // One number for each of the rows of which a lane holds scores.
 typedef float RowValues[ROW_TILES][2];
 
-// And its document's bound.
+// The bounds of their documents.
 typedef int RowBounds[ROW_TILES][2];
 
+// bounds: of this row of the batch; first: the lane's first row.
 __device__ inline void load_bounds(RowBounds &x, const int *bounds, int first, int rows) {
+    if (!docs) return;
 #pragma unroll
     for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
@@ -80,24 +84,36 @@ __device__ inline void set_rows(RowValues &x, float value) {
     for (int m = 0; m < ROW_TILES; ++m) x[m][0] = x[m][1] = value;
 }
 
-// ldmatrix reads 16 bytes at the same column of 8 rows. The exclusive or with the row spreads those over all banks, for
-// stores too, without padding. At 128 bytes a row it is the 128-byte swizzle of wgmma.
+// The byte of a 16-byte chunk in a swizzled tile. ldmatrix reads the same chunk of 8 rows; the exclusive or with the
+// row spreads these over all banks, for stores too, without padding. At 128 bytes a row this is the 128-byte swizzle of
+// wgmma.
 __device__ inline u32 swizzled(int row, int chunk) {
     const int turn = ROW_BYTES == 64 ? row / 2 % 4 : row % 8;
     return row * ROW_BYTES + ((chunk ^ turn) << 4);
 }
 
-__device__ inline void load_matrix(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
 __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+#ifdef TF32
+// x as TF32, to nearest. One instruction since sm_90; before, two, and ties go away from zero.
+__device__ inline u32 rounded(float x) {
+    u32 y;
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#else
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+#endif
+    return y;
+}
+// A score as the next product takes it.
+__device__ inline float as_factor(float x) { return __uint_as_float(rounded(x)); }
+#else
+__device__ inline float as_factor(float x) { return x; } // pack_scores rounds
+#endif
 __device__ inline void load_four(float (&x)[4], u32 from) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
@@ -114,19 +130,19 @@ __device__ inline uint4 load_chunk(u32 from) {
     return x;
 }
 
-// The address from which a lane fetches its row of a fragment: 16 rows x 32 bytes at (row, 32 * step). `row` must be a
-// multiple of 8; the swizzle then depends on the lane alone, and a step is one exclusive or.
+// The address that a lane passes to ldmatrix for a fragment of 16 rows x 32 bytes at (row, 32 * step). `row` must be a
+// multiple of 8: the swizzle then depends on the lane alone, and a step is one exclusive or.
 // As A, or transposed as two B side by side: rows by lane % 16, then the columns.
 __device__ inline u32 piece(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 16, lane / 16) ^ (step * 32));
 }
-// As B of a product with the transpose: the tile's rows are B's columns; two B, one after the other.
+// As B of a product with the transpose: the tile's rows are the columns of two B, one after the other.
 __device__ inline u32 piece_of_rows(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (step * 32));
 }
 
 #ifndef BY_TMA
-// Copies COUNT rows, from row `first` on, into a swizzled tile; zeros from row `stop` on. BY threads take part.
+// Copies COUNT rows, starting at row `first`, into a swizzled tile; rows from `stop` on are zeros. By BY threads.
 template <int COUNT, int BY>
 __device__ inline void load_rows(u32 tile, const Number *from, int token, int first, int stop, int thread) {
     static_assert(BY % CHUNKS == 0, "whole rows");
@@ -135,17 +151,17 @@ __device__ inline void load_rows(u32 tile, const Number *from, int token, int fi
     int offset = (first + row) * token + chunk * CHUNK;
 #pragma unroll
     for (int i = 0; i < ceil_div(COUNT * CHUNKS, BY); ++i) {
-        constexpr int ROWS = BY / CHUNKS; // in one go
+        constexpr int ROWS = BY / CHUNKS; // at a time
         if (COUNT % ROWS != 0 && row + i * ROWS >= COUNT) break;
         const bool valid = first + row + i * ROWS < stop;
-        // Every 8 rows the swizzle repeats.
+        // The swizzle repeats every 8 rows.
         const u32 place = ROWS % 8 == 0 ? to + i * ROWS * ROW_BYTES : tile + swizzled(row + i * ROWS, chunk);
         copy_async(place, from + (valid ? offset : 0), valid);
         offset += ROWS * token;
     }
 }
 
-// Two streamed tiles, one behind the other, as one group of copies: k and v.
+// Two streamed tiles, one after the other, as one group of copies: k and v.
 __device__ inline void load_pair(u32 stage, const Number *k, i64 k_token, const Number *v, i64 v_token, int first,
                                  int stop, int thread) {
     load_rows<TILE, THREADS>(stage, k, k_token, first, stop, thread);
@@ -153,13 +169,14 @@ __device__ inline void load_pair(u32 stage, const Number *k, i64 k_token, const 
     copy_commit();
 }
 
-// The work of a worker in the kernels that own queries: OWN positions of one head. The heads of a group come one after
-// the other at the same positions. So the workers of a block need nearly the same keys, whatever the size of the group:
-// little is wasted at the diagonal, and a group's keys and values are fetched once for all its heads.
+// The work of a worker in the kernels that own queries: OWN positions of one head. Units run through the heads of a
+// group at the same positions, then to the next positions. The workers of a block therefore need nearly the same keys,
+// whatever the size of the group: little is wasted at the diagonal, and keys and values are loaded once for all heads
+// of a group.
 struct Unit {
-    int batch, kv_head, head, first; // first: of its positions
+    int batch, kv_head, head, first; // first: its first position
     int last_of_block;               // the highest position in the block
-    bool idle;                       // more workers than units: this one only helps to load
+    bool idle;                       // more workers than units: this one only helps with loads
     __device__ Unit(int queries, int heads, int kv_heads, int worker) {
         const int group = heads / kv_heads, units = ceil_div(queries, OWN) * group;
         const int start = (gridDim.y - 1 - blockIdx.y) * WORKERS; // longest blocks first
@@ -171,70 +188,96 @@ struct Unit {
         idle = start + worker >= units;
     }
 };
+
+// Where the documents begin of the queries that a worker owns: the first keys that these see, in the kernels that
+// stream keys. 0 without documents.
+struct FirstKeys {
+    int of_block = 0;              // the block's first query, rounded down to a multiple of TILE
+    int of_first = 0, of_last = 0; // the worker's first query, and its last
+    __device__ __forceinline__ FirstKeys(const Unit &unit, const int *bounds, i64 queries, i64 heads, i64 kv_heads) {
+        if (!docs) return;
+        const int *const own = bounds + unit.batch * queries;
+        of_block = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
+        of_first = bound_of(own, unit.first, queries), of_last = bound_of(own, unit.first + OWN - 1, queries);
+    }
+};
+// Where the documents end of the keys that a worker owns: one past the last queries that see these, in the kernels that
+// stream queries. The number of queries without documents.
+struct LastQueries {
+    int of_block, of_first, of_last; // the block's last key; the worker's first key, and its last
+    __device__ __forceinline__ LastQueries(const int *bounds, int batch, i64 queries, int first_of_block, int first)
+        : of_block(queries), of_first(queries), of_last(queries) {
+        if (!docs) return;
+        const int *const own = bounds + batch * queries;
+        of_block = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
+        of_first = bound_of(own, first, queries), of_last = bound_of(own, first + OWN - 1, queries);
+    }
+};
 #endif
 
-// Minus infinity for keys (columns) that a query (row) must not see. The columns begin at key `key`, and the first row
-// sees `seen` keys.
+// For each score s[m][n][i] that a lane holds: that of row 16 m + i / 2 * 8 and column 8 n + i % 2, counted from the
+// lane's first row, g, and its first column, c. A macro, since a function with a lambda compiles to slightly other
+// code.
+#define EACH_SCORE(m, n, i)                                                                                            \
+    _Pragma("unroll") for (int m = 0; m < ROW_TILES; ++m)                                                              \
+        _Pragma("unroll") for (int n = 0; n < PIECE / 8; ++n)                                                          \
+            _Pragma("unroll") for (int i = 0; i < 4; ++i)
+
+// The masks: minus infinity for scores of a query that must not see a key. row, column: the lane's first.
+// Causal. Rows are queries, the first of which sees `seen` keys; the columns are the keys from `key` on.
 __device__ inline void hide_future(Scores &s, int key, int seen, int row, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int t = key + n * 8 + column + i % 2;
-                if (t >= seen + m * 16 + i / 2 * 8 + row) s[m][n][i] = -INFINITY;
-            }
+    EACH_SCORE(m, n, i) {
+        if (key + n * 8 + column + i % 2 >= seen + m * 16 + i / 2 * 8 + row) s[m][n][i] = -INFINITY;
+    }
 }
-// The transposed case: rows are keys, columns are queries.
+// Causal and transposed. Rows are the keys from `key` on, columns the queries from `query` on.
 __device__ inline void hide_past(Scores &s, int key, int query, int row, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int t = query + n * 8 + column + i % 2;
-                if (key + m * 16 + i / 2 * 8 + row > t) s[m][n][i] = -INFINITY;
-            }
+    EACH_SCORE(m, n, i) {
+        if (key + m * 16 + i / 2 * 8 + row > query + n * 8 + column + i % 2) s[m][n][i] = -INFINITY;
+    }
 }
-// Minus infinity for keys (columns, from `key` on) before the document of a query (row).
+// Documents. Keys (columns, from `key` on) before the document of a query (row).
 __device__ inline void hide_before(Scores &s, int key, const RowBounds &starts, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (key + n * 8 + column + i % 2 < starts[m][i / 2]) s[m][n][i] = -INFINITY;
+    EACH_SCORE(m, n, i) {
+        if (key + n * 8 + column + i % 2 < starts[m][i / 2]) s[m][n][i] = -INFINITY;
+    }
 }
-// The transposed case: queries (columns, from `query` on) behind the document of a key (row).
+// Documents, transposed. Queries (columns, from `query` on) after the document of a key (row).
 __device__ inline void hide_behind(Scores &s, int query, const RowBounds &ends, int column) {
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (query + n * 8 + column + i % 2 >= ends[m][i / 2]) s[m][n][i] = -INFINITY;
+    EACH_SCORE(m, n, i) {
+        if (query + n * 8 + column + i % 2 >= ends[m][i / 2]) s[m][n][i] = -INFINITY;
+    }
 }
 
-// The online softmax of a row (m, half): raises its maximum, `top`, to that of the new scores, and returns what sums
-// under the old maximum are to be multiplied by. Maxima are in powers of two, hence `scale`. Key 0 is in the first
-// piece and every row sees it: top is finite from there on.
-__device__ inline float raise_top(float &top, const Scores &s, int m, int half, float scale) {
+// One step of the online softmax of a row (m, half). It raises the row's maximum, `top`, to that of the new scores,
+// turns them into P = exp(s - top), adds their sum over this lane's columns to `total`, and returns the factor for sums
+// that were taken under the old maximum. Exponentials are powers of two, and so is top: hence `scale`. Key 0 is in the
+// first piece and every row sees it, so that top is finite from there on. Where MASKED, a row may have seen no key yet:
+// its maximum is then -inf, and 0 takes its place.
+template <bool MASKED>
+__device__ inline float softmax_step(Scores &s, int m, int half, float scale, float &top, float &total) {
     float most = s[m][0][2 * half];
 #pragma unroll
     for (int n = 0; n < PIECE / 8; ++n) most = fmaxf(most, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
     most = fmaxf(top, most * scale);
-    const float shrink = exp2_fast(top - most);
+    float shrink = exp2_fast(top - most), base = most, sum = 0;
     top = most;
+    if (MASKED && base == -INFINITY) base = shrink = 0;
+#pragma unroll
+    for (int n = 0; n < PIECE / 8; ++n)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            const float p = exp2_fast(fmaf(s[m][n][i], scale, -base));
+            sum += p;
+            s[m][n][i] = as_factor(p);
+        }
+    total = total * shrink + sum;
     return shrink;
 }
 // The end of the softmax of a row: adds its four lanes' parts of `total`, stores its log-sum-exp if the row exists, and
-// returns 1 / total. first + row is the first of the 8 rows that the lanes of a warp finish together.
+// returns 1 / total. The row is first + eight + row: the lanes of a warp finish 8 rows together.
 __device__ inline float finish_row(float total, float top, float *lse, int first, i64 stop, int eight, int row,
                                    int column) {
     total += __shfl_xor_sync(~0u, total, 1);
@@ -245,8 +288,9 @@ __device__ inline float finish_row(float total, float top, float *lse, int first
 }
 
 #ifndef BY_TMA
-// (lse in powers of two, delta) of each of a warp's rows, for this warp in shared memory (`mine`) and for the kernel
-// that owns keys in `stats`. delta_of(i, row, chunk): delta of a row, in all lanes that hold chunks of it.
+// Computes (lse in powers of two, delta) of each of a warp's rows, and stores it in `stats` for the kernel that owns
+// keys, and by way of shared memory (`mine`) in this lane's registers. delta_of(i, row, chunk): delta of a row, in all
+// lanes that hold chunks of it.
 template <class Delta>
 __device__ inline void make_statistics(float2 *mine, float2 *stats, const float *lse, i64 first_row, int first,
                                        i64 stop, int lane, RowValues &row_lse, RowValues &delta, Delta delta_of) {
@@ -270,14 +314,14 @@ __device__ inline void make_statistics(float2 *mine, float2 *stats, const float 
         }
 }
 
-// Tiles of q and dO with their rows' statistics, head after head of a group, for the kernel that owns keys: the next to
-// load.
+// For the kernel that owns keys: the next tile of q and dO to load, with its rows' statistics; head after head of a
+// group.
 struct QueryTiles {
     const Number *q, *dy; // of the group's first head
     const float2 *stats;
     i64 q_token, dy_token, queries;
     int start, query, head; // start: the first query that sees any of the block's keys
-    i64 stop;               // behind the last
+    i64 stop;               // one past the last
 
     __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token,
                           i64 queries, int start, i64 stop)
@@ -301,12 +345,6 @@ struct QueryTiles {
 #endif
 
 #ifndef TF32
-__device__ inline void load_matrix_transposed(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
 __device__ inline u32 pack(float low, float high) {
     u32 x;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
@@ -314,6 +352,12 @@ __device__ inline u32 pack(float low, float high) {
 }
 __device__ inline float low(u32 x) { return __uint_as_float(x << 16); }
 __device__ inline float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+
+// The dot product of 8 numbers and 8.
+__device__ inline float dot(uint4 x, uint4 y) {
+    return low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y) +
+           low(x.z) * low(y.z) + high(x.z) * high(y.z) + low(x.w) * low(y.w) + high(x.w) * high(y.w);
+}
 
 // 16 columns of scores, as the left operand of a product: two accumulators side by side have the layout of an A.
 __device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step) {
@@ -323,9 +367,15 @@ __device__ inline void pack_scores(u32 (&a)[4], const Scores &s, int m, int step
         a[i] = pack(s[m][n][pair], s[m][n][pair + 1]);
     }
 }
+// The scores of the first 16 rows, rounded to bf16, as left operands of 16 columns each.
+typedef u32 Rounded[PIECE / 16][4];
+__device__ inline void round_scores(Rounded &p, const Scores &s) {
+#pragma unroll
+    for (int step = 0; step < PIECE / 16; ++step) pack_scores(p[step], s, 0, step);
+}
 
 #ifndef BY_TMA
-// Puts the sums of a warp's rows, scaled, as bf16 into the warp's own part of shared memory.
+// Writes the sums of a warp's rows, scaled and rounded to bf16, to the warp's own part of shared memory.
 __device__ inline void stage_rows(const float (&x)[ROW_TILES][D / 8][4], const RowValues &scale, u32 tile, int lane) {
     __syncwarp();
 #pragma unroll
@@ -340,7 +390,7 @@ __device__ inline void stage_rows(const float (&x)[ROW_TILES][D / 8][4], const R
             }
     __syncwarp();
 }
-// Stores them, by way of shared memory, so that every store to global memory has 16 bytes.
+// Stores them to global memory by way of shared memory, so that each store has 16 bytes.
 __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
                                   const RowValues &scale, u32 tile, int lane) {
     stage_rows(x, scale, tile, lane);
@@ -352,7 +402,7 @@ __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, cons
     }
 }
 
-// Reads a warp's rows of `out`, for delta; CHUNKS lanes hold a row.
+// Loads a warp's rows of `out`, for delta; CHUNKS lanes hold a row.
 __device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 token, int first, i64 stop, int lane) {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; ++i) {
@@ -361,12 +411,9 @@ __device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 
     }
 }
 
-// The sum over a row of the products of 8 numbers in shared memory and 8 in registers, by the CHUNKS lanes that hold
-// it.
+// The dot product of two rows. Each of CHUNKS lanes has a chunk of both: at `place` in shared memory, and y.
 __device__ inline float row_product(u32 place, uint4 y) {
-    const uint4 x = load_chunk(place);
-    float sum = low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y) +
-                low(x.z) * low(y.z) + high(x.z) * high(y.z) + low(x.w) * low(y.w) + high(x.w) * high(y.w);
+    float sum = dot(load_chunk(place), y);
 #pragma unroll
     for (int lane = 1; lane < CHUNKS; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
     return sum;

@@ -18,12 +18,12 @@ from tinyforge.ops.rope import RoPE, rope
 from tinyforge.rng import philox
 
 QUERY_TILE, TILE = 64, 128
-"""Queries and keys of a tile of scores (NumPy). Fewer queries, so that less is computed above the diagonal."""
+"""Queries and keys of a tile of scores (NumPy). There are fewer queries, to compute less above the diagonal."""
 
 HIDDEN = -1e30
-"""Added to the score of a key that a query does not see: exp of it is 0 beside any other score. Not -inf, since with a
-window a query may see nothing of the first tile that its neighbours need, and -inf - -inf is not a number; what such a
-tile adds is multiplied by exp(HIDDEN - maximum) = 0 when the first visible key comes."""
+"""Added to the score of a key that a query does not see: its exp is 0 beside any other score. Not -inf: with a window a
+query may see nothing in the first tile that its neighbours need, and -inf - -inf is NaN. What such a tile adds is
+multiplied by exp(HIDDEN - maximum) = 0 when the first visible key comes."""
 
 
 @lru_cache(maxsize=64)
@@ -43,9 +43,9 @@ def past_mask(columns: int, rows: int, shift: int, group: int, dtype: Any) -> Ar
 def tiles(
     queries: int, keys: int, causal: bool, window: int | None, starts: Array | None
 ) -> Iterator[tuple[slice, list[tuple[slice, int]]]]:
-    """Row tiles, and for each the column tiles that it sees with the diagonal's shift inside the tile.
+    """Row tiles, and for each the column tiles that it sees, with the diagonal's shift inside the tile.
 
-    starts: (n, queries), of the sequences that share the tiles.
+    starts: (n, queries), for the sequences that share the tiles.
     """
     ahead = keys - queries  # cached positions before the first query
     for i in range(0, queries, QUERY_TILE):
@@ -70,8 +70,10 @@ def hide_padding_(s: Array, lengths: Array | None, first: int) -> None:
 
 
 def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None, starts: Array | None) -> None:
-    """Set the scores of keys that a query does not see to HIDDEN. s: (n, Hkv, columns, G * rows). starts: (n, rows),
-    the first column that each row sees."""
+    """Set the scores of keys that a query does not see to HIDDEN.
+
+    s: (n, Hkv, columns, G * rows); starts: (n, rows), the first column that each row sees.
+    """
     if not causal:
         return
     columns, rows = s.shape[-2], s.shape[-1] // group
@@ -100,10 +102,10 @@ def stack_group(x: Array, kv_heads: int, scale: float = 1.0) -> Array:
 
 
 def as_columns(x: Array, last: Array | None = None) -> Array:
-    """(n, H, rows, D) to (n, H, D, rows): BLAS multiplies by this twice as fast as by a transposed view, so narrow.
+    """(n, H, rows, D) to (n, H, D, rows): for such narrow matrices BLAS is twice as fast as on a transposed view.
 
-    `last`, (n, H, rows), becomes one more row. The product of `with_ones(k)` and this is then k x^T + last: a number
-    per query is added by BLAS, where NumPy would pass over the whole tile again.
+    `last`, (n, H, rows), becomes one more row. The product of `with_ones(k)` and this is then k x^T + last: BLAS adds
+    one number per query, where NumPy would make another pass over the whole tile.
     """
     n, heads, rows, dim = x.shape
     columns = np.empty((n, heads, dim + (last is not None), rows), x.dtype)
@@ -114,7 +116,7 @@ def as_columns(x: Array, last: Array | None = None) -> Array:
 
 
 def with_ones(x: Array) -> Array:
-    """(n, H, rows, D) with a column of ones behind it."""
+    """(n, H, rows, D) with a column of ones appended."""
     return np.concatenate([x, np.ones((*x.shape[:-1], 1), x.dtype)], axis=-1)
 
 
@@ -128,9 +130,9 @@ def dropout_mask(
 ) -> Array:
     """(n, Hkv, columns, G * rows) of 0 and 1 / (1 - rate), for a tile that begins at multiples of 16.
 
-    In a square of 16 x 16 scores, one block of Philox has the words of queries t and t + 8 and keys s and s + 8. A
+    In a square of 16 x 16 scores, one block of Philox gives the words for queries t and t + 8 and keys s and s + 8. A
     thread of the tensor-core kernels holds all four, whether its rows are queries or keys. The block's counter is
-    (s, t, head, sequence), with s and t counted without the second 8 of every 16.
+    (s, t, head, sequence), where s and t skip the second 8 of every 16.
     """
     n, keys, queries = part.stop - part.start, columns.stop - columns.start, rows.stop - rows.start
     s, t = (np.arange(x.start // 2, x.start // 2 + -(-(x.stop - x.start) // 16) * 8) for x in (columns, rows))
@@ -166,8 +168,8 @@ def attention_fwd(
             total: Array = None
             acc: Array = None
             for columns, shift in seen:
-                # Keys run down and queries across, so that what belongs to a query (its maximum, its log-sum-exp) is a
-                # row: NumPy takes maxima down the columns of a tile five times as fast as along its rows.
+                # Keys run down and queries across, so that per-query numbers (the maximum, the log-sum-exp) are a row:
+                # NumPy takes maxima down the columns of a tile five times as fast as along its rows.
                 s = kb[:, :, columns] @ qi
                 hide_(s, shift, group, causal, window, None if begins is None else begins[:, rows] - columns.start)
                 hide_padding_(s, ends, columns.start)
@@ -176,13 +178,13 @@ def attention_fwd(
                     np.maximum(new_top, top, out=new_top)
                 s -= new_top
                 np.exp(s, out=s)
-                # A sum as a product with ones takes BLAS half of the time that NumPy's reduction takes.
+                # A sum as a product with ones: BLAS takes half the time of NumPy's reduction.
                 tile_sum = np.ones((1, s.shape[-2]), s.dtype) @ s
                 if key is not None:
                     s *= dropout_mask(part, rows, columns, heads, kv_heads, key, rate, s.dtype)
                 tile_out = s.swapaxes(-1, -2) @ vb[:, :, columns]
                 if top is not None:
-                    # What was summed under the old maximum shrinks by exp(old - new).
+                    # Rescale the sums under the old maximum by exp(old - new).
                     shrink = np.exp(top - new_top)
                     tile_sum += total * shrink
                     tile_out += acc * shrink.swapaxes(-1, -2)
@@ -194,10 +196,7 @@ def attention_fwd(
 
 
 @attention_fwd.on("phantom")
-def attention_fwd_memory(
-    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
-    window: int | None, key: Key | None, rate: float,
-) -> tuple[Array, Array]:  # fmt: skip
+def attention_fwd_memory(q: Array, starts: Array | None, window: int | None) -> tuple[Array, Array]:
     batch, queries, heads, _ = q.shape
     if starts is not None and window is not None:
         _bounds = empty((2, *starts.shape), starts.dtype)  # what each query sees, and what sees each key
@@ -247,11 +246,7 @@ def attention_bwd(
 
 
 @attention_bwd.on("phantom")
-def attention_bwd_memory(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
-    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
-    rate: float,
-) -> None:  # fmt: skip
+def attention_bwd_memory(starts: Array | None, lse: Array) -> None:
     _stats = empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
     if starts is not None:
         _bounds = empty((2, *starts.shape), starts.dtype)
@@ -268,26 +263,21 @@ def attention_rope_bwd(
     rope(dqkv, dqkv, cos, sin, rotated)
 
 
-@attention_rope_bwd.on("phantom")
-def attention_rope_bwd_memory(
-    dqkv: Array, dy: Array, qkv: Array, lengths: Array | None, starts: Array | None, out: Array, lse: Array,
-    cos: Array, sin: Array, rotated: int, causal: bool, window: int | None, key: Key | None, rate: float,
-) -> None:  # fmt: skip
-    attention_bwd_memory(dqkv, dqkv, dqkv, dy, qkv, qkv, qkv, lengths, starts, out, lse, causal, window, key, rate)
+attention_rope_bwd.on("phantom")(attention_bwd_memory)
 
 
 def split(qkv: Array, heads: int) -> tuple[Array, Array, Array]:
-    """q, k and v of a packed qkv, (B, T, Hq + 2 Hkv, D), with so many heads of q."""
+    """q, k and v of a packed qkv, (B, T, Hq + 2 Hkv, D), where q has `heads` heads."""
     kv = heads + (qkv.shape[2] - heads) // 2
     return qkv[:, :, :heads], qkv[:, :, heads:kv], qkv[:, :, kv:]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of packed rows, as a model's forward takes them.
+    """The documents of packed rows, an input of a model's forward.
 
-    starts: (B, T) int32, where in its row each token's document begins. restart: positions count from there, instead of
-    from the beginning of the row; attention is the same. On the host, or on a backend's device.
+    starts: (B, T) int32, where in its row each token's document begins; on the host or on a device. restart: positions
+    count from there instead of from the beginning of the row; attention is the same.
     """
 
     starts: Array
@@ -311,13 +301,13 @@ class Attention(Op):
     """o[t] = sum over the visible s of softmax_s(q[t] . k[s] / sqrt(D)) v[s], per head
 
     qkv: (B, T, Hq + 2 Hkv, D), heads in the order q, k, v; o: (B, T, Hq, D). Query head h reads key and value head
-    h // (Hq / Hkv). Visible are all s <= t; with `window`, those of them with s > t - window; with causal=False, all.
-    lengths: (B,) int32, 1 to T, for sequences of unequal lengths in one array, with causal=False: what comes behind is
-    padding, which nobody sees. What padding sees itself means nothing, and the gradient of its k and v is 0.
-    starts: (B, T) int32, for rows that hold several documents, with starts[b, t] <= t and in ascending order: where t's
-    document begins. Then only those s >= starts[b, t] are visible. Saved by reference.
+    h // (Hq / Hkv). All s <= t are visible; with `window`, only those with s > t - window; with causal=False, all s.
+    lengths: (B,) int32, 1 to T, for sequences of unequal lengths in one array, with causal=False: the positions behind
+    are padding, which no query sees. The outputs of padding are meaningless, and the gradient of its k and v is 0.
+    starts: (B, T) int32, for rows that hold several documents: where t's document begins, with starts[b, t] <= t and
+    ascending in t. Then only s >= starts[b, t] are visible. Saved by reference.
     Saves qkv, o and the log-sum-exp of each row of scores, (B, Hq, T): memory linear in T. Backward recomputes the
-    probabilities of one tile at a time from it:
+    probabilities from it, one tile at a time:
 
         P = exp(q k^T / sqrt(D) - lse)      dV = P^T dO          dP = dO V^T
         dS = P * (dP - rowsum(dO * O))      dQ = dS K / sqrt(D)  dK = dS^T Q / sqrt(D)
@@ -328,7 +318,7 @@ class Attention(Op):
         o[t] = sum_s M[t, s] P[t, s] v[s]   dV = (P * M)^T dO    dP = (dO V^T) * M
 
     m is a pure function of the stash's noise and the op's name, as in Dropout: only the stream's key is saved, and
-    tiles of the mask are made where they are needed. Without a stash or without noise on it, nothing is dropped.
+    tiles of the mask are recomputed where they are needed. Without a stash, or without noise on it, nothing is dropped.
 
     With a cache (inference only), the T positions are the last of S: their keys and values are appended to it, and q
     attends to all S.
@@ -377,7 +367,7 @@ class Attention(Op):
         return out
 
     def backward(self, dy: Array, stash: Stash, *, rope: RoPE | None = None) -> Array:
-        """rope: the op before this one, whose backward is done here too, while the gradients of q and k are at hand."""
+        """rope: the op before this one; if given, its backward is done here too, on the gradients of q and k."""
         qkv, lengths, starts, out, lse, key = stash.pop(self)
         dqkv = self.backend.empty(qkv.shape)
         known = (lengths, starts, out, lse)
@@ -408,8 +398,8 @@ class Attention(Op):
             padded = WithKeywords(cls(4, 2, backend, causal=False, dropout=rate), lengths=lambda given: given)
             qkv = backend.asarray(rng.normal(size=(len(ends), t, 8, 4)))
             yield padded, (qkv, backend.asarray(np.array(ends)))
-        # Documents: within a tile, some of one token; across tiles, one that begins where a tile does, and one left out
-        # by all later ones; with a window, with dropout.
+        # Documents: within a tile, some of one token; across tiles, one of them beginning with a tile, and one that no
+        # later query sees; with a window, with dropout.
         for begins, t, width, rate in (
             (((0, 3, 4), (0, 6)), 7, None, 0.0), (((0, 64, TILE, 200),), 2 * TILE + 3, None, 0.0),
             (((0, 40, 131), (0, 1)), TILE + 4, 30, 0.0), (((0, 50, 129), (0,)), TILE + 3, None, 0.4),

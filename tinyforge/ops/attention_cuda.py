@@ -1,11 +1,11 @@
-"""Attention on a CUDA GPU: chooses a kernel of attention.cu, its grid and its shared memory, and launches it.
+"""Attention on a CUDA GPU: chooses a kernel, its grid and its shared memory, and launches it.
 
-float64 and float32 run the plain kernels of attention.cu, float32 in precision tf32 those of attention_tf32.cu,
-bfloat16 on a Hopper those of attention_hopper.cu or attention_tma.cu, elsewhere attention.cu's with tensor cores, and
-at head sizes that none has the plain ones. Rows of several documents are in all of them. Windows, attention in both
-directions and dropout are in attention.cu alone, dropout together with one of the others in its plain kernels alone.
-A window in rows of several documents moves their bounds, and on a Hopper every causal window without dropout is one in
-rows of a document each. The heads of these files list the tile sizes.
+float64 and float32 run the plain kernels of attention.cu; float32 in precision tf32 runs those of attention_tf32.cu;
+bfloat16 on a Hopper runs those of attention_hopper.cu or attention_tma.cu, elsewhere the tensor-core kernels of
+attention.cu; head sizes that these lack run the plain kernels. All of them take rows of several documents. Windows,
+bidirectional attention and dropout are in attention.cu only, and dropout together with one of the other two in its
+plain kernels only. In rows of several documents a window just moves their bounds, so on a Hopper every causal window
+without dropout runs as one in rows of a single document. The heads of these files list the tile sizes.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ OPTIONS = ("BAND", "DOCS", "DROP", "TURN")
 BOUNDS_FILE, BOUNDS_THREADS = "ops/attention_documents.cu", 256
 LINE, BARRIERS = (constant(TMA_FILE, name) for name in ("LINE", "BARRIERS"))
 OWN = 64  # rows of a worker of TMA_FILE
-CACHED = 24 << 20  # bytes that all blocks stream at a time: half an L2 cache
-START = 2  # what starting and ending a unit of work takes, in tiles
-UNEVEN = 1.04  # how much more than the average a block may get to do, for the sake of the cache
+CACHED = 24 << 20  # bytes that all blocks stream at a time: half of the L2 cache
+START = 2  # the cost of starting and ending a unit of work, in tiles
+UNEVEN = 1.04  # how much more work than the average a block may get, for the sake of the cache
 PLAIN_LIMIT = 128
 PLAIN_THREADS = 256
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -58,7 +58,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 class Launch(NamedTuple):
     """A kernel and what its launches have in common.
 
-    rows: queries or keys of a worker, workers: of a block. A plain kernel's block is one worker.
+    rows: queries or keys per worker. workers: per block; a plain kernel's block is one worker.
     """
 
     kernel: Callable[..., None]
@@ -75,8 +75,8 @@ class Launch(NamedTuple):
 
 @cache
 def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...], drop: int = 1) -> Launch:
-    """tiles: of rows of q, k, v or dO that a block holds at a time; it holds one of scores besides. options: those of
-    OPTIONS that are on. drop: the macro DROP, where it is on."""
+    """tiles: of rows of q, k, v or dO that a block holds at a time, besides one of scores. options: those of OPTIONS
+    that are on. drop: the macro DROP, if it is on."""
     if not 1 <= dim <= PLAIN_LIMIT:
         raise UserError(f"attention on cupy: head size {dim}, wanted 1 to {PLAIN_LIMIT}; use that, or --backend numpy")
     # 64 rows where they fit the 99 KB of shared memory of the smallest GPUs.
@@ -91,7 +91,7 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]
 
 
 def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...]) -> str | None:
-    """The file whose tensor-core kernels are to run, None for the plain kernels."""
+    """The file whose tensor-core kernels run, None for the plain kernels."""
     everywhere = set(options) <= {"DOCS"}
     if dtype == BF16 and everywhere and has_wgmma():
         if dim in TMA_HEAD_SIZES:
@@ -107,13 +107,14 @@ def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...])
 
 @cache
 def tensor_core(file: str, part: str, dim: int, options: tuple[str, ...], drop: int = 1) -> Launch:
-    """The kernel of a part (a key of ENTRIES) in a file of `tensor_core_file` but TMA_FILE. drop: as of `plain`."""
+    """The kernel of a part (a key of ENTRIES) in a file from `tensor_core_file` other than TMA_FILE. drop: see `plain`.
+    """
     macros = listed(file, part, dim, options)
     return tensor_core_launch(file, part, {**macros, "DROP": drop} if "DROP" in macros else macros)
 
 
 def listed(file: str, part: str, dim: int, options: tuple[str, ...]) -> dict[str, str]:
-    """The macros that the head of the file has for a kernel."""
+    """The macros that the head of the file lists for a kernel."""
     found = (v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
     return next(v for v in found if options == tuple(name for name in OPTIONS if name in v))
 
@@ -123,8 +124,8 @@ def tensor_core_launch(file: str, part: str, macros: Mapping[str, int | str]) ->
     itemsize = 4 if file == TF32_FILE else 2
     workers, tile, dim = int(macros["WORKERS"]), int(macros["TILE"]), int(macros["HEAD_DIM"])
     own = 16 * int(macros.get("ROW_TILES", 1)) * warps
-    # Each worker's own rows of one tensor or two, two stages of two streamed ones; in backward a pair of statistics
-    # for each query that is held or streamed.
+    # Each worker's own rows of one or two tensors, and two stages of two streamed tensors; in backward also a pair of
+    # statistics for each query that is held or streamed.
     rows = workers * own * (1 if part == "FORWARD" else 2) + 4 * tile
     pairs = {"FORWARD": 0, "BACKWARD_Q": workers * own, "BACKWARD_KV": 2 * tile}[part]
     shared = rows * dim * itemsize + pairs * 8
@@ -133,7 +134,7 @@ def tensor_core_launch(file: str, part: str, macros: Mapping[str, int | str]) ->
 
 
 class TmaKernel(NamedTuple):
-    """A kernel of TMA_FILE. workers: of a block; each owns OWN rows. docs: of rows of several documents."""
+    """A kernel of TMA_FILE. workers: per block, each with OWN rows. docs: whether rows hold several documents."""
 
     kernel: Callable[..., None]
     part: str
@@ -149,9 +150,9 @@ class TmaKernel(NamedTuple):
         streamed = 2 * dim * k.itemsize * (group * queries if self.part == "BACKWARD_KV" else keys)
         costs = unit_costs(self.part, queries, keys, group, self.workers, self.tile)
         at_once, units = max(1, CACHED // streamed), columns * len(costs)
-        # Documents decide how long a unit takes: then each is a block, and the hardware deals them out.
+        # With documents the cost of a unit is unknown here: each unit is a block, scheduled by the hardware.
         blocks = units if self.docs else min(free_processors(), units)
-        if units <= processors() or len(set(costs)) == 1:  # nothing to choose: one schedule for every length of a cache
+        if units <= processors() or len(set(costs)) == 1:  # no choice: one schedule for every length of a cache
             costs, at_once = (1,) * len(costs), columns
         table = schedule(costs, columns, at_once, blocks, cp.cuda.Device().id)
         args = (*before, table, len(table), *behind)
@@ -171,7 +172,7 @@ def tma_kernel(part: str, dim: int, options: tuple[str, ...]) -> TmaKernel:
 
 @lru_cache(1024)
 def unit_costs(part: str, queries: int, keys: int, group: int, workers: int, tile: int) -> tuple[int, ...]:
-    """What each unit of work of a sequence and kv head takes, in tiles."""
+    """The cost, in tiles, of each unit of work of a sequence and kv head."""
     if part == "BACKWARD_KV":
         firsts = range(0, queries, workers * OWN)
         return tuple(START + group * -(-(queries - first // tile * tile) // tile) for first in firsts)
@@ -181,10 +182,10 @@ def unit_costs(part: str, queries: int, keys: int, group: int, workers: int, til
 
 
 def dealt(costs: Sequence[int], columns: int, at_once: int, blocks: int) -> np.ndarray:
-    """Which block does which units, (rounds, blocks) int32, -1 for none.
+    """The units of each block, (rounds, blocks) int32, -1 for none.
 
-    Units of `at_once` columns come after one another, the longest first, each to the block that is free first. Of more
-    columns where some blocks would be done late.
+    The units of `at_once` columns at a time are dealt out, the longest first, each to the block that is free first. If
+    some blocks would finish late, more columns are dealt out at a time.
     """
     loads: list[tuple[int, int]] = [(0, block) for block in range(blocks)]  # a heap
     mine: list[list[int]] = [[] for _ in range(blocks)]
@@ -205,12 +206,12 @@ def dealt(costs: Sequence[int], columns: int, at_once: int, blocks: int) -> np.n
 
 @lru_cache(1024)
 def schedule(costs: tuple[int, ...], columns: int, at_once: int, blocks: int, device: int) -> Array:
-    """`dealt`, on the device: made once for each shape."""
+    """`dealt`, on the device; cached for each shape."""
     return cp.asarray(dealt(costs, columns, at_once, blocks))
 
 
 def rows_map(x: Array, rows: int) -> Any:
-    """The map of (B, T, H, D), heads side by side, for copies of `rows` rows and 64 of their numbers."""
+    """The tensor map of (B, T, H, D), heads side by side, for boxes of `rows` rows and 64 numbers of each."""
     batch, tokens, heads, dim = x.shape
     shape = (batch, tokens, heads * dim)
     steps = distances(shape, (*x.strides[:2], x.itemsize), x.itemsize)
@@ -220,7 +221,8 @@ def rows_map(x: Array, rows: int) -> Any:
 
 
 def strides(name: str, x: Array) -> tuple[int, int]:
-    """Elements from sequence to sequence and from token to token; refuses layouts that the kernels cannot read."""
+    """Strides in elements between sequences and between tokens. Raises ValueError for layouts that kernels cannot read.
+    """
     batch, tokens, heads, dim = x.shape
     size = x.itemsize
     sequence, token, head, one = x.strides
@@ -237,8 +239,8 @@ def band_of(
     causal: bool, window: int | None, keys: int, lengths: Array | None, starts: Array | None
 ) -> tuple[Any, ...]:
     """The arguments (back, forth, lengths) of the BAND kernels: a query sees the keys from `back` before its position
-    to `forth` after it, but no padding. Empty for the causal kernels, and where the bounds of documents have the window
-    in them."""
+    to `forth` after it, but no padding. Empty for the causal kernels, and if the documents' bounds include the window.
+    """
     if not causal:
         return keys, keys, or_null(lengths)
     return () if window is None or window >= keys or starts is not None else (window - 1, 0, or_null(None))
@@ -247,7 +249,7 @@ def band_of(
 def starts_for(
     q: Array, keys: int, causal: bool, window: int | None, starts: Array | None, key: Key | None
 ) -> Array | None:
-    """starts, or those of one document in each row where that lets Hopper's kernels have a window."""
+    """starts; or starts of a single document per row, if that lets Hopper's kernels compute a window."""
     batch, queries, _, dim = q.shape
     alone = starts is None and causal and key is None and keys == queries and window is not None and window < keys
     if alone and tensor_core_file(q.dtype, dim, False, ("DOCS",)) in (WGMMA_FILE, TMA_FILE):
@@ -256,7 +258,7 @@ def starts_for(
 
 
 def checked_starts(starts: Array, batch: int, queries: int, keys: int) -> Array:
-    """starts of documents, as the kernels read them."""
+    """starts of documents, checked and contiguous."""
     if starts.dtype != np.int32 or starts.shape != (batch, queries) or keys != queries:
         raise ValueError(f"attention: starts are {starts.dtype} of shape {starts.shape}, {keys} keys; wanted int32 of "
                          f"shape {(batch, queries)}, and as many keys as queries")  # fmt: skip
@@ -264,7 +266,7 @@ def checked_starts(starts: Array, batch: int, queries: int, keys: int) -> Array:
 
 
 def document_bounds(starts: Array, window: int | None) -> Array:
-    """(2, B, T) int32: the first key that each query sees, and behind the last query that sees each key."""
+    """(2, B, T) int32: the first key that each query sees, and one past the last query that sees each key."""
     length = starts.shape[1]
     bounds = cp.empty((2, *starts.shape), starts.dtype)
     sizes = (starts.size, length, length if window is None else min(window, length))
@@ -281,7 +283,7 @@ def drop_of(key: Key | None, rate: float, dtype: Any) -> tuple[Any, ...]:
 
 
 def drop_macro(key: Key | None) -> int:
-    """Of the DROP kernels: 2 where they read the key from memory. It takes registers, which others keep."""
+    """The macro DROP: 2 for kernels that read the key from memory, which takes more registers."""
     return 1 if key is None or isinstance(key, tuple) else 2
 
 
@@ -338,8 +340,8 @@ def backward(
     starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
     rate: float, turn: tuple[Array, ...], backend: CupyBackend,
 ) -> bool:  # fmt: skip
-    """As attention_bwd. turn: the cosines and sines of RoPE's backward, for dq and dk; True where the kernels have done
-    it."""
+    """As attention_bwd. turn: the cosines and sines of RoPE's backward, for dq and dk; returns whether the kernels have
+    applied it."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
     if keys != queries:
@@ -374,7 +376,7 @@ def backward(
     sizes = (queries, heads, kv_heads, *band)
     q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *outputs[0], *sizes, *of_queries, *drop, *turn)
     kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *outputs[1], *outputs[2], *sizes, *of_keys, *drop, *turn)
-    # In this order: the first writes the statistics that the second reads.
+    # The order matters: the first kernel writes the statistics that the second reads.
     if file:
         group, options = heads // kv_heads, (*options, "TURN") if turn else options
         tensor_core(file, "BACKWARD_Q", dim, options, macro)(batch * kv_heads, queries, group, *q_args)

@@ -1,12 +1,12 @@
-// FlashAttention in float32 with products in TF32 (mma.sync, sm_80 and up): attention.cu's kernels for wider numbers.
+// FlashAttention in float32 with products in TF32 (mma.sync, sm_80 and up): attention.cu's kernels for float32 numbers.
 //
 //   PART=FORWARD       attention_fwd_tf32       out, lse                   one warp: OWN queries of one head
 //   PART=BACKWARD_Q    attention_bwd_q_tf32     dq, and the statistics     one warp: OWN queries of one head
 //   PART=BACKWARD_KV   attention_bwd_kv_tf32    dk, dv                     one warp: OWN keys of one kv head
 //
-// The idea, the units of work, the statistics and the order of the kernels are those of attention.cu; read it first.
-// Numbers are float32, but the factors of products are rounded to 10 bits of mantissa, to nearest. A warp rounds its
-// own rows once, in shared memory; scores once, in registers; streamed rows at each fetch, because rounding them once
+// The algorithm, the units of work, the statistics and the order of sums are those of attention.cu; read it first.
+// Tensors are float32; the factors of products are rounded to TF32, 10 bits of mantissa, to nearest. A warp rounds its
+// own rows once, in shared memory; scores once, in registers; streamed rows at each load, because rounding them once
 // per block would cost a pass over the tile and a barrier. delta is computed from dO before dO is rounded.
 //
 // Fragments of mma.m16n8k8, with g = lane / 4 and c = lane % 4: a lane holds
@@ -14,24 +14,24 @@
 //   B (8 x 8):  b[0] = (c, g), b[1] = (c + 4, g)
 //   C (16 x 8): c[0..1] = (g, 2c..2c + 1), c[2..3] = (g + 8, 2c..2c + 1)
 //
-// Scores are a product along rows. ldmatrix gives a lane one 4-byte number as it gives two 2-byte numbers, so A and B
-// are loaded as in bf16.
+// Scores are a product along rows. ldmatrix gives a lane one 4-byte number where it would give two 2-byte numbers, so A
+// and B are loaded as in bf16.
 //
 // The products with scores run across rows, and ldmatrix cannot transpose 4-byte numbers. So the sums are kept
-// transposed, sums^T += tile^T P^T, with scores as the right operand. Half a C, (g, 2c..2c + 1), then stands where B
-// needs the rows c and c + 4 of column g. A product does not change if the columns of A and the rows of B are permuted
-// alike. So key 2c counts as row c and key 2c + 1 as row c + 4, and a pair of accumulators is a B, without a shuffle or
-// a move. A reads the rows 2c and 2c + 1 of the tile to match. The order of A's own rows is free as well: the dims 2n
-// and 2n + 1 count as rows n and n + 8, so that a[0..1] and a[2..3] are one 8-byte load each. Half a warp reads two
-// pieces of 16 bytes of each of four rows of one parity; the swizzle puts these into all banks, once.
+// transposed, sums^T += tile^T P^T, with the scores as the right operand, and no shuffle or move is needed:
+//   B   half a C, (g, 2c..2c + 1), is where B needs the rows c and c + 4 of column g. A product does not change if the
+//       columns of A and the rows of B are permuted alike: key 2c counts as row c, and key 2c + 1 as row c + 4.
+//   A   reads the rows 2c and 2c + 1 of the tile to match. The order of A's own rows is free as well: the dims 2n and
+//       2n + 1 count as rows n and n + 8, so that a[0..1] and a[2..3] are one 8-byte load each. Half a warp reads two
+//       pieces of 16 bytes from each of four rows of one parity; the swizzle spreads these over all banks, once.
 //
 // At head size 64: forward 248 registers and 96 KB of shared memory, backward_q 246 and 97 KB, backward_kv 251 and 96.5
 // KB (sm_90), none spilled: two blocks of four warps per multiprocessor on Hopper, one where it has 164 KB (sm_80).
 // Every variant fits into 99 KB.
 //
 // Tried on an H200, at head size 64, 12 and 4 heads, us at 32 x 512 and 16 x 1024:
-//   forward       104.3 173.6, as here. Tiles of 32: 106.4 178.4; and nothing held 115.5 189.5, in three blocks 109.9
-//                 188.5 with 48 bytes spilled. Tiles of 64 in one piece, nothing held: 105.6 173.7; unrolled by two
+//   forward       104.3 173.6, as here. Tiles of 32: 106.4 178.4; and no fragments held 115.5 189.5, in three blocks
+//                 109.9 188.5 with 48 bytes spilled. Tiles of 64 in one piece, none held: 105.6 173.7; unrolled by two
 //                 110.7 182.2. Tiles of 32 in blocks of two warps, four a multiprocessor, 110.7 187.1; of eight warps,
 //                 one, 117.1 188.1; warps of 16 rows, three blocks, 119.0 205.1
 //   backward_q    167.8 254.1, as here. Eight fragments held 168.6 255.1, none 173.3 261.1, and unrolled by four 189.0
@@ -40,7 +40,7 @@
 //   backward_kv   183.0 332.3, as here. Unrolled by eight 178.1 324.0, but 8 bytes spilled; by two 190.8 330.3; by one
 //                 199.6 345.2. Pieces of 16, two held, 189.7 348.2; warps of 16 rows, 16 held, 188.3 338.0; blocks of
 //                 two warps 214.2 376.2
-// And before that, for sm_90, from what the assembler makes of it:
+// Compared by the assembler's output alone, for sm_90:
 //   sums not transposed, P as A, tiles read by 16 bytes: each rounded number is moved into its pair; 823 instructions
 //                 after S in the loop of backward_kv, 655 as here
 //   cvt.rna       a comparison and an addition; cvt.rn, which sm_80 does not have, is one instruction
@@ -69,19 +69,6 @@
 static_assert(HELD == 0 || UNROLL * 8 >= D, "registers are not counted through");
 static_assert(TILE % PIECE == 0 && PIECE % 16 == 0, "a tile is whole pieces");
 
-// x as TF32, to nearest. One instruction since sm_90; before, two, and ties go away from zero.
-__device__ inline u32 rounded(float x) {
-    u32 y;
-#if __CUDA_ARCH__ >= 900
-    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-#else
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
-#endif
-    return y;
-}
-
-__device__ inline float as_factor(float x) { return __uint_as_float(rounded(x)); }
-
 __device__ inline void load_two(float &x, float &y, u32 from) {
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(from) : "memory");
 }
@@ -104,7 +91,7 @@ constexpr int HELD_OF_FIRST = HELD < STEPS ? HELD : STEPS, HELD_OF_SECOND = HELD
 typedef float Sums[D / 16][2 * ROW_TILES][4]; // transposed: 16 dims by 8 rows
 typedef u32 Held[ROW_TILES][STEPS][4];
 
-// A warp's own rows, rounded where they lie.
+// Rounds a warp's own rows in place.
 __device__ inline void round_rows(u32 tile, int lane) {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; ++i) {
@@ -124,7 +111,7 @@ template <int COUNT> __device__ inline void hold(Held &held, u32 own, int lane) 
             load_matrix(held[m][step], piece(own + step / 4 * 128, m * 16, step % 4, lane));
 }
 
-// s += a b^T: the warp's own rows and PIECE rows of a streamed tile. The first COUNT fragments of a are held.
+// s += a b^T: the warp's own rows and PIECE rows of a streamed tile. The first COUNT fragments of a are in registers.
 template <int COUNT>
 __device__ inline void add_scores(Scores &s, const Held &held, u32 own, u32 rows, int lane) {
 #pragma unroll UNROLL
@@ -152,7 +139,8 @@ __device__ inline void add_scores(Scores &s, const Held &held, u32 own, u32 rows
     }
 }
 
-// sums += b^T p^T over PIECE rows b of a streamed tile, in the order that the top explains; p is rounded.
+// sums += b^T p^T over PIECE rows b of a streamed tile, with rows permuted as the head of the file explains. p:
+// rounded.
 __device__ inline void add_product(Sums &sums, const Scores &p, u32 rows, int lane) {
     const int row = lane % 4 * 2, column = lane / 4 % 2 * 8;
     const u32 even = rows + swizzled(row, lane / 8) + column, odd = rows + swizzled(row + 1, lane / 8) + column;
@@ -176,7 +164,7 @@ __device__ inline void add_product(Sums &sums, const Scores &p, u32 rows, int la
         }
 }
 
-// Scales 8 own rows of the sums, which are columns there, by a number that the four lanes of a row of scores hold.
+// Scales 8 own rows, which are columns of the sums, by a number that the four lanes of a row of scores hold.
 __device__ inline void scale_columns(Sums &sums, int i, float by, int lane) {
     const float even = __shfl_sync(~0u, by, lane % 4 * 8), odd = __shfl_sync(~0u, by, lane % 4 * 8 + 4);
 #pragma unroll
@@ -184,7 +172,7 @@ __device__ inline void scale_columns(Sums &sums, int i, float by, int lane) {
         sums[n][i][0] *= even, sums[n][i][1] *= odd, sums[n][i][2] *= even, sums[n][i][3] *= odd;
 }
 
-// Sums of a warp's rows, scaled, straight to memory: 8 lanes write 64 bytes of a row.
+// Stores the sums of a warp's rows, scaled, without staging: 8 lanes write 64 bytes of a row.
 __device__ inline void store_rows(float *to, i64 token, int first, int stop, const Sums &x, float scale, int lane) {
 #pragma unroll
     for (int i = 0; i < 2 * ROW_TILES; ++i)
@@ -200,8 +188,8 @@ __device__ inline void store_rows(float *to, i64 token, int first, int stop, con
 }
 
 #if PART == FORWARD
-// Grid (batch * kv heads, ceil(units / WORKERS)); shared: q of each warp, two stages of k and v. HELD: of q's STEPS
-// fragments, so many stay in registers; the others are fetched again for every piece of keys.
+// Grid (batch * kv heads, ceil(units / WORKERS)); shared: q of each warp, two stages of k and v. HELD: how many of q's
+// STEPS fragments stay in registers; the others are loaded again for every piece of keys.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, float *lse, i64 q_batch, i64 q_token,
                    i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
@@ -214,22 +202,16 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     const int ahead = keys - queries, seen_by_block = unit.last_of_block + ahead + 1;
     const int seen_by_all = unit.first + ahead + 1; // keys that the first row sees
     const int seen = unit.idle ? 0 : min_int(keys, seen_by_all + OWN - 1);
-    // The first keys that the block's first row, and the warp's first and last, see.
-    int from = 0, first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + lane / 4, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
 
     if (!unit.idle)
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, from, keys, thread);
+    load_pair(stages, k, k_token, v, v_token, starts.of_block, keys, thread);
     copy_wait<1>();
     __syncwarp();
     round_rows(q_tile, lane);
@@ -239,43 +221,29 @@ attention_fwd_tf32(const float *q, const float *k, const float *v, float *out, f
     const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
     Sums sums = {};
     RowValues top, total;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) top[m][half] = -INFINITY, total[m][half] = 0;
+    set_rows(top, -INFINITY), set_rows(total, 0);
 
     u32 stage = 0;
-    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = starts.of_block; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
-        __syncthreads(); // this tile has arrived, and no thread reads the other stage any more
+        __syncthreads(); // this tile has arrived, and no thread still reads the other stage
         if (key + TILE < seen_by_block)
             load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
         const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
 #pragma unroll 1
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
-            if (docs && key + part + PIECE <= first_start) continue;
+            if (docs && key + part + PIECE <= starts.of_first) continue;
             Scores s = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             // The diagonal crosses this piece.
             if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
-            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
+            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, lane % 4 * 2);
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    float shrink = raise_top(top[m][half], s, m, half, scale), base = top[m][half];
-                    if (docs && base == -INFINITY) base = shrink = 0; // the row has seen no key yet
-                    float sum = 0;
-#pragma unroll
-                    for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                            const float p = exp2_fast(fmaf(s[m][n][i], scale, -base));
-                            sum += p;
-                            s[m][n][i] = as_factor(p);
-                        }
-                    total[m][half] = total[m][half] * shrink + sum; // of this lane's columns; the four meet at the end
+                    const float shrink = softmax_step<docs>(s, m, half, scale, top[m][half], total[m][half]);
                     scale_columns(sums, 2 * m + half, shrink, lane);
                 }
             add_product(sums, s, v_tile + part * ROW_BYTES, lane);
@@ -314,19 +282,14 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
     const Unit unit(queries, heads, kv_heads, warp);
     const int seen_by_block = unit.last_of_block + 1, seen_by_all = unit.first + 1;
     const int seen = unit.idle ? 0 : min_int(queries, seen_by_all + OWN - 1);
-    int from = 0, first_start = 0, last_start = 0;
-    RowBounds starts;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + unit.batch * queries;
-        from = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        first_start = bound_of(own, unit.first, queries), last_start = bound_of(own, unit.first + OWN - 1, queries);
-        load_bounds(starts, own, unit.first + lane / 4, queries);
-    }
+    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
+    RowBounds row_starts;
+    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
     k += unit.batch * k_batch + unit.kv_head * D;
     v += unit.batch * v_batch + unit.kv_head * D;
     const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
 
-    float4 out_part[OWN_CHUNKS] = {}; // in flight together with the copies
+    float4 out_part[OWN_CHUNKS] = {}; // in flight while the copies are
     if (!unit.idle) {
         load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
         load_rows<OWN, 32>(dy_tile, dy + first_output, row_of_outputs, unit.first, queries, lane);
@@ -338,7 +301,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
         }
     }
     copy_commit();
-    load_pair(stages, k, k_token, v, v_token, from, queries, thread);
+    load_pair(stages, k, k_token, v, v_token, starts.of_block, queries, thread);
     copy_wait<1>();
     __syncwarp();
 
@@ -364,7 +327,7 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
     const float scale = rsqrtf(float(D));
     Sums sums = {};
     u32 stage = 0;
-    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
+    for (int key = starts.of_block; key < seen_by_block; key += TILE, stage ^= 1) {
         copy_wait<0>();
         __syncthreads();
         if (key + TILE < seen_by_block)
@@ -373,21 +336,16 @@ attention_bwd_q_tf32(const float *dy, const float *q, const float *k, const floa
 #pragma unroll 1
         for (int part = 0; part < TILE; part += PIECE) {
             if (key + part >= seen) break;
-            if (docs && key + part + PIECE <= first_start) continue;
+            if (docs && key + part + PIECE <= starts.of_first) continue;
             Scores s = {}, dp = {};
             add_scores<HELD_OF_FIRST>(s, q_held, q_tile, k_tile + part * ROW_BYTES, lane);
             add_scores<HELD_OF_SECOND>(dp, dy_held, dy_tile, v_tile + part * ROW_BYTES, lane);
             if (key + part + PIECE > seen_by_all) hide_future(s, 0, seen_by_all - key - part, lane / 4, lane % 4 * 2);
-            if (docs && key + part < last_start) hide_before(s, key + part, starts, lane % 4 * 2);
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < PIECE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
-                        s[m][n][i] = as_factor(p * (dp[m][n][i] - delta[m][i / 2]));
-                    }
+            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, lane % 4 * 2);
+            EACH_SCORE(m, n, i) {
+                const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
+                s[m][n][i] = as_factor(p * (dp[m][n][i] - delta[m][i / 2]));
+            }
             add_product(sums, s, k_tile + part * ROW_BYTES, lane);
         }
     }
@@ -414,18 +372,12 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
     const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
     const bool idle = first >= queries;
     const int start = first_of_block / TILE * TILE;
-    // Behind the last queries that see any of the block's keys, the warp's first and its last.
-    int stop = queries, first_end = queries, last_end = queries;
-    RowBounds ends;
-    if (docs) {
-        const int *const own = DOCS_BOUNDS + batch * queries;
-        stop = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
-        first_end = bound_of(own, first, queries), last_end = bound_of(own, first + OWN - 1, queries);
-        load_bounds(ends, own, first + lane / 4, queries);
-    }
+    const LastQueries ends(DOCS_BOUNDS, batch, queries, first_of_block, first);
+    RowBounds row_ends;
+    load_bounds(row_ends, DOCS_BOUNDS + batch * queries, first + lane / 4, queries);
     QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
                      stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
-                     docs ? stop : queries);
+                     docs ? ends.of_block : queries);
     const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
 
     load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
@@ -444,7 +396,7 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
     Sums dk_sums = {}, dv_sums = {};
     u32 stage = 0;
     for (int head = 0; head < group; ++head)
-        for (int query = start; query < (docs ? stop : queries); query += TILE, stage ^= 1) {
+        for (int query = start; query < (docs ? ends.of_block : queries); query += TILE, stage ^= 1) {
             copy_wait<0>();
             __syncthreads();
             if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
@@ -453,14 +405,14 @@ attention_bwd_kv_tf32(const float *dy, const float *q, const float *k, const flo
             const u32 stats_tile = dy_tile + TILE_BYTES;
 #pragma unroll 1
             for (int part = 0; part < TILE; part += PIECE) {
-                if (query + part + PIECE <= first) continue; // all of them before this warp's keys
-                if (docs && query + part >= last_end) break;
-                // Rows are keys, columns queries: P^T and dS^T are left operands as they come.
+                if (query + part + PIECE <= first) continue; // all of these queries come before the warp's keys
+                if (docs && query + part >= ends.of_last) break;
+                // Rows are keys, columns queries: P^T and dS^T.
                 Scores p = {}, ds = {};
                 add_scores<HELD_OF_FIRST>(p, k_held, k_tile, q_tile + part * ROW_BYTES, lane);
                 // Only if the diagonal crosses this piece.
                 if (query + part < first + OWN - 1) hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
-                if (docs && query + part + PIECE > first_end) hide_behind(p, query + part, ends, lane % 4 * 2);
+                if (docs && query + part + PIECE > ends.of_first) hide_behind(p, query + part, row_ends, lane % 4 * 2);
                 const u32 row_stats = stats_tile + (part + lane % 4 * 2) * 8; // lse, delta, lse, delta of two queries
 #pragma unroll
                 for (int n = 0; n < PIECE / 8; ++n) {

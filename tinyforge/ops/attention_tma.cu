@@ -1,34 +1,37 @@
-// FlashAttention in bf16 for Hopper (sm_90a), with the tensor copy engine (TMA) and warps that only copy.
+// FlashAttention in bf16 for Hopper (sm_90a), warp-specialised: a producer thread that copies by TMA, and warpgroups
+// that multiply by wgmma. Head sizes 96 and 128.
 //
 //   PART=FORWARD       attention_fwd_tma       out, lse
 //   PART=BACKWARD_Q    attention_bwd_q_tma     dq, and the statistics
 //   PART=BACKWARD_KV   attention_bwd_kv_tma    dk, dv
 //
-// The idea, the statistics and the order of sums are those of attention.cu; read it first, then attention_hopper.cu,
-// which has the products by wgmma. At head size 128 that file's scheme does not fit: a warpgroup's 64 rows and two stages
-// of 64 streamed ones are 80 KB, two blocks a multiprocessor, and each block fetches all keys for 64 queries alone.
+// The algorithm, the statistics and the order of sums are those of attention.cu; read it first, then
+// attention_hopper.cu for products by wgmma. At head size 128 the scheme of that file does not fit: a warpgroup's 64
+// rows and two stages of 64 streamed rows take 80 KB, so that two blocks fit on a multiprocessor, and each loads all
+// keys for only 64 queries.
 //
-// So a block has the multiprocessor to itself and stays on it. It has WORKERS + 1 warpgroups. Of the first, one thread
-// copies: the rows that the workers own, then tiles of TILE rows of the other side round a ring of STAGES pairs of
-// buffers, and it runs on into the next unit of work while the workers finish this one. The workers are warpgroups of 64
-// rows each. Nobody waits for the whole block: a buffer has a barrier that says that it is full, which counts TMA's
-// bytes, and one that says that all warps of all workers have read it. So the workers drift apart, and one takes
-// exponentials while another multiplies. In forward, besides, a worker starts the scores of the next tile and the product
-// of this one's P with V before it takes the exponentials of the next: both run meanwhile.
+// Here a block has the multiprocessor to itself and stays on it (a persistent kernel). It has WORKERS + 1 warpgroups.
+//   producer   one thread of the first warpgroup. It copies the rows that the workers own, then tiles of TILE rows of
+//              the other side into a ring of STAGES pairs of buffers, and runs ahead into the next unit of work while
+//              the workers finish this one.
+//   workers    warpgroups of 64 rows each. In forward, a worker starts the scores of the next tile and this tile's P V
+//              before it takes the exponentials of the next tile: both products run meanwhile.
+//   barriers   each buffer has two in shared memory: full, which counts TMA's bytes, and empty, at which every warp of
+//              every worker arrives after reading. No barrier is for the whole block, so the workers drift apart, and
+//              one takes exponentials while another multiplies.
 //
-// A unit of work is WORKERS x 64 rows: in the kernels that own queries, positions of the heads of a group as in
-// attention.cuh, so that workers share keys and values; in the one that owns keys, keys of one kv head. Causal units differ
-// in length up to the number of tiles. `schedule` says which block does which, and in which order: a row for each round,
-// a number for each block, -1 for none. The launcher deals them out, the longest first, each to the block that is free
-// first, a few kv heads after the other, so that what is streamed stays in the L2 cache.
+// A unit of work is WORKERS x 64 rows. In the kernels that own queries these are positions of the heads of a group, as
+// in attention.cuh, so that workers share keys and values; in the kernel that owns keys, keys of one kv head. The
+// lengths of causal units differ by up to the number of tiles. `schedule` assigns units to blocks: a row for each
+// round, a number for each block, -1 for none. The launcher deals out the longest units first, each to the block that
+// is free first, and a few kv heads at a time, so that what is streamed stays in the L2 cache.
 //
-// Rows in shared memory have HALVES lines of 128 bytes, under the 128-byte swizzle: the tile's first 64 columns, then the
-// next. At head size 96 the second line is half of the next head's: no product along rows reads it, and what products
-// across rows make of it is not stored.
-// Rows behind the last are zeros. The statistics have a multiple of 64 rows for each head, zeros behind the last, as they
-// come by TMA too.
+// A row in shared memory has HALVES lines of 128 bytes, under the 128-byte swizzle: a tile's first 64 columns, then the
+// next 64. At head size 96 the second line is half of the next head's: products along rows do not read it, and what
+// products across rows make of it is not stored. Rows past the end are zeros. The statistics are padded to a multiple
+// of 64 rows for each head, with zeros, as they are copied by TMA too.
 //
-// Grid: a block for each multiprocessor, or for each unit, where documents decide how long they take. Block: 128
+// Grid: a block for each multiprocessor, or for each unit, where documents decide how long a unit takes. Block: 128
 // (WORKERS + 1) threads. Shared memory: see Ring. Registers of a worker: 240.
 //
 // compile: arch=sm_90a PART=FORWARD HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=3
@@ -68,7 +71,7 @@ __device__ __forceinline__ u32 own_tile(int worker, int which) {
 
 enum Signal { FIRST_FULL, FIRST_EMPTY, SECOND_FULL, SECOND_EMPTY }; // of the two buffers of a stage
 
-// Where in the ring a thread stands. In backward the first buffer's barriers speak for both.
+// A thread's position in the ring. In backward the first buffer's barriers stand for both buffers of a stage.
 struct Ring {
     u32 stage = 0, phase = 0;
     __device__ __forceinline__ u32 tile(int which) const {
@@ -83,7 +86,7 @@ struct Ring {
         if (++stage == STAGES) stage = 0, phase ^= 1;
     }
 };
-// Of the rows that the workers own.
+// Barriers of the rows that the workers own.
 __device__ __forceinline__ u32 own_full() { return Ring::barriers() + 4 * STAGES * 8; }
 __device__ __forceinline__ u32 own_empty() { return own_full() + 8; }
 
@@ -100,19 +103,19 @@ __device__ __forceinline__ void make_barriers() {
     __syncthreads();
 }
 
-// The assembler puts a wait for products as early as it can, and what stands before it behind it: exponentials that were
-// to run beside these products. What an instruction with effects depends on stays before it; this one never runs, as no
-// exponential has all bits set.
+// The assembler hoists a wait for products above the exponentials that were meant to overlap with them. It keeps in
+// place what an instruction with side effects depends on. This one does, and never runs: no exponential has all bits
+// set.
 __device__ __forceinline__ void stay_before(u32 bits) {
     if (bits == ~0u) asm volatile("nanosleep.u32 64;");
 }
 
-// A worker's warp has read what this barrier stands for.
+// By a worker's warp that has read what this barrier guards.
 __device__ __forceinline__ void release(u32 empty) {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }
 
-// Starts the copies of ROWS rows of a head, from `row` on; `x` has its heads side by side.
+// Starts the copies of ROWS rows of a head, from `row` on; the heads of `x` are adjacent.
 template <int ROWS>
 __device__ __forceinline__ void copy_rows(u32 to, const TensorMap *x, int batch, int head, int row, u32 barrier) {
 #pragma unroll
@@ -120,8 +123,9 @@ __device__ __forceinline__ void copy_rows(u32 to, const TensorMap *x, int batch,
         copy_box(to + half * ROWS * LINE, x, head * D + half * 64, row, batch, barrier);
 }
 
-// A unit of work. `share`: of how many heads its items are, the group's in the kernels that own queries, else 1. An item is
-// OWN rows of one head, the heads of a group one after the other; each worker has one.
+// A unit of work: an item for each worker. An item is OWN rows of one head; items run through the heads of a group,
+// then to the next rows. `share`: how many heads they run through, those of the group in the kernels that own queries,
+// else 1.
 struct Unit {
     int batch, kv_head, share, item;
     __device__ __forceinline__ Unit(int number, int rows, int kv_heads, int share) : share(share) {
@@ -138,7 +142,7 @@ struct Keys {
     int from = 0, count;
     __device__ __forceinline__ Keys(const Unit &unit, int queries, int ahead, const int *bounds) {
         if (docs) from = bound_of(bounds + unit.batch * queries, unit.first(0), queries) / TILE * TILE;
-        const int behind = min_int(queries, unit.first(WORKERS - 1) + OWN) + ahead; // what its last query sees
+        const int behind = min_int(queries, unit.first(WORKERS - 1) + OWN) + ahead; // keys that its last query sees
         count = ceil_div(behind - from, TILE);
     }
 };
@@ -155,10 +159,10 @@ struct Thread {
     int lane = threadIdx.x % 32, worker = threadIdx.x / 128 - 1;
     int slab = threadIdx.x % 128 / 32 * 16; // the first of the warp's rows among the worker's 64
     int row = slab + lane / 4;              // this thread holds row and row + 8 of them
-    int column = lane % 4 * 2;              // of every 8: column and column + 1
+    int column = lane % 4 * 2;              // and, of every 8 columns, column and column + 1
 };
 
-// d = a b^T over the row: the worker's own 64 rows and a tile's.
+// d = a b^T: the worker's own 64 rows and the rows of a tile.
 __device__ __forceinline__ void scores(Scores &d, u32 own, u32 tile) {
     multiply_fence();
 #pragma unroll
@@ -169,9 +173,8 @@ __device__ __forceinline__ void scores(Scores &d, u32 own, u32 tile) {
 }
 
 typedef float Sums[WIDE / 8][4];
-typedef u32 Rounded[TILE / 16][4]; // scores as left operands of 16 columns each
 
-// d += p b over the rows of a tile.
+// d += p b, b being the rows of a tile.
 __device__ __forceinline__ void accumulate(Sums &d, const Rounded &p, u32 tile) {
     const u64 b = matrix(tile, TILE * LINE);
     multiply_fence();
@@ -179,13 +182,20 @@ __device__ __forceinline__ void accumulate(Sums &d, const Rounded &p, u32 tile) 
     for (int step = 0; step < TILE / 16; ++step) multiply_held(d, p[step], rows(b, step));
     multiply_commit();
 }
-__device__ __forceinline__ void round_scores(Rounded &p, const Scores &s) {
-#pragma unroll
-    for (int step = 0; step < TILE / 16; ++step) pack_scores(p[step], s, 0, step);
-}
 __device__ __forceinline__ void scale_sums(Sums &d, float above, float below) {
 #pragma unroll
     for (int n = 0; n < WIDE / 8; ++n) d[n][0] *= above, d[n][1] *= above, d[n][2] *= below, d[n][3] *= below;
+}
+
+// Starts the copies of the rows that a unit's workers own: of q, of q and dO, or of k and v.
+__device__ __forceinline__ void copy_own(const Unit &unit, const TensorMap *own, const TensorMap *second, u32 phase) {
+    barrier_wait(own_empty(), phase ^ 1);
+    barrier_expect(own_full(), WORKERS * OWNED * OWN_TILE);
+    for (int w = 0; w < WORKERS; ++w) {
+        copy_rows<OWN>(own_tile(w, 0), own, unit.batch, unit.head(w), unit.first(w), own_full());
+        if (OWNED > 1) copy_rows<OWN>(own_tile(w, 1), second, unit.batch, unit.head(w), unit.first(w), own_full());
+    }
+    barrier_arrive(own_full());
 }
 
 // The thread that copies keys and values for workers that own queries: `own` and, in backward, `second` are their rows.
@@ -213,19 +223,12 @@ __device__ __forceinline__ void copy_keys(const TensorMap *own, const TensorMap 
             copy_rows<TILE>(ring.tile(1), v, unit.batch, unit.kv_head, key, both);
             barrier_arrive(both);
             if (tile > 0) continue;
-            barrier_wait(own_empty(), phase ^ 1);
-            barrier_expect(own_full(), WORKERS * OWNED * OWN_TILE);
-            for (int w = 0; w < WORKERS; ++w) {
-                copy_rows<OWN>(own_tile(w, 0), own, unit.batch, unit.head(w), unit.first(w), own_full());
-                if (PART == BACKWARD_Q)
-                    copy_rows<OWN>(own_tile(w, 1), second, unit.batch, unit.head(w), unit.first(w), own_full());
-            }
-            barrier_arrive(own_full());
+            copy_own(unit, own, second, phase);
         }
     }
 }
 
-// The part of a unit that a worker does: tiles `first` to `stop` of its keys, none if it is idle.
+// A worker's part of a unit: tiles `first` to `stop` of its keys, none if it is idle.
 struct Part {
     int head, position, seen_by_all, first = 0, stop; // seen_by_all: keys that the worker's first row sees
     int last_start = 0;                               // where the document of its last row begins
@@ -242,7 +245,7 @@ struct Part {
             load_bounds(starts, own, position + row, queries);
         }
     }
-    // Minus infinity for what the rows do not see of the tile at `key`.
+    // Masks the tile at `key`.
     __device__ __forceinline__ void hide(Scores &s, int key, const Thread &at) const {
         if (key + TILE > seen_by_all) hide_future(s, key, seen_by_all, at.row, at.column);
         if (docs && key < last_start) hide_before(s, key, starts, at.column);
@@ -250,7 +253,7 @@ struct Part {
 };
 
 #if PART == FORWARD
-// Goes past tiles that this worker has no use for. It waits for them: a buffer that is not full yet is not to be refilled.
+// Skips tiles that this worker does not need. It must wait for them: a buffer may only be released after it was filled.
 __device__ __forceinline__ void skip(Ring &ring, int tiles) {
     for (; tiles > 0; --tiles, ring.next()) {
         barrier_wait(ring.barrier(FIRST_FULL), ring.phase);
@@ -300,17 +303,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_fwd_tma
         const auto exponentials = [&](int tile) {
             part.hide(s, all.from + tile * TILE, at);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                shrink[half] = raise_top(top[0][half], s, 0, half, scale);
-                float base = top[0][half], sum = 0;
-                if (docs && base == -INFINITY) base = shrink[half] = 0; // the row has seen no key yet
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 2 * half; i < 2 * half + 2; ++i)
-                        sum += s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale, -base));
-                total[0][half] = total[0][half] * shrink[half] + sum; // of this thread's columns; the four meet later
-            }
+            for (int half = 0; half < 2; ++half)
+                shrink[half] = softmax_step<docs>(s, 0, half, scale, top[0][half], total[0][half]);
         };
         barrier_wait(ring.barrier(FIRST_FULL), ring.phase);
         scores(s, q_tile, ring.tile(0));
@@ -319,7 +313,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_fwd_tma
         release(ring.barrier(FIRST_EMPTY));
         exponentials(part.first);
         round_scores(p, s);
-        Ring behind = ring; // at the tile of which p is
+        Ring behind = ring; // at the tile that p belongs to
         for (int tile = part.first + 1; tile < part.stop; ++tile) {
             ring.next();
             barrier_wait(ring.barrier(FIRST_FULL), ring.phase);
@@ -362,12 +356,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_fwd_tma
 #endif
 
 #if PART == BACKWARD_Q
-// The sum of the products of 8 numbers and 8.
-__device__ __forceinline__ float eight_products(uint4 x, uint4 y) {
-    return low(x.x) * low(y.x) + high(x.x) * high(y.x) + low(x.y) * low(y.y) + high(x.y) * high(y.y) +
-           low(x.z) * low(y.z) + high(x.z) * high(y.z) + low(x.w) * low(y.w) + high(x.w) * high(y.w);
-}
-
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_tma(
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v, const bf16 *dy_rows, const bf16 *out, const float *lse, float2 *stats, bf16 *dq,
@@ -395,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_t
         const Part part(unit, all, at.worker, at.row, queries, queries, DOCS_BOUNDS);
         number = round < rounds ? schedule[round * gridDim.x + blockIdx.x] : -1;
         float row_lse[2] = {}, delta[2] = {};
-        if (part.stop > 0) { // the statistics of the warp's rows: two lanes to a row, then each for the rows it has scores of
+        if (part.stop > 0) { // statistics: two lanes compute a row, then each lane gets those of its rows of scores
             const int t = part.position + at.slab + at.lane / 2, side = at.lane % 2;
             float log = 0, sum = 0;
             if (t < queries) {
@@ -408,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_t
                 }
                 log = lse[(i64(unit.batch) * heads + part.head) * queries + t] * LOG2E;
 #pragma unroll
-                for (int i = 0; i < D / 16; ++i) sum += eight_products(x[i], y[i]);
+                for (int i = 0; i < D / 16; ++i) sum += dot(x[i], y[i]);
             }
             sum += __shfl_xor_sync(~0u, sum, 1);
             if (side == 0) stats[(i64(unit.batch) * heads + part.head) * padded + t] = {log, sum};
@@ -431,20 +419,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_t
                 settled(s[0]);
                 part.hide(s, all.from + tile * TILE, at);
                 u32 bits = 0;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        s[0][n][i] = exp2_fast(fmaf(s[0][n][i], scale * LOG2E, -row_lse[i / 2]));
-                        bits |= __float_as_uint(s[0][n][i]);
-                    }
+                EACH_SCORE(m, n, i) {
+                    s[m][n][i] = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[i / 2]));
+                    bits |= __float_as_uint(s[m][n][i]);
+                }
                 stay_before(bits);
                 multiply_wait<0>();
                 settled(dp[0]);
-#pragma unroll
-                for (int n = 0; n < TILE / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) s[0][n][i] *= dp[0][n][i] - delta[i / 2];
+                EACH_SCORE(m, n, i) s[m][n][i] *= dp[m][n][i] - delta[i / 2];
                 Rounded ds;
                 round_scores(ds, s);
                 accumulate(sums, ds, k_tile);
@@ -464,9 +446,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_q_t
 #endif
 
 #if PART == BACKWARD_KV
-// (lse, delta) of two queries.
-__device__ __forceinline__ void stats_of_two(float (&x)[4], u32 place) { load_four(x, place); }
-
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_tma(
     const __grid_constant__ TensorMap dy, const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
     const __grid_constant__ TensorMap v, const float2 *stats, bf16 *dk, bf16 *dv, const int *schedule, i64 rounds,
@@ -497,13 +476,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_
                     barrier_arrive(full);
                     if (begun) continue;
                     begun = true;
-                    barrier_wait(own_empty(), phase ^ 1);
-                    barrier_expect(own_full(), WORKERS * OWNED * OWN_TILE);
-                    for (int w = 0; w < WORKERS; ++w) {
-                        copy_rows<OWN>(own_tile(w, 0), &k, unit.batch, unit.kv_head, unit.first(w), own_full());
-                        copy_rows<OWN>(own_tile(w, 1), &v, unit.batch, unit.kv_head, unit.first(w), own_full());
-                    }
-                    barrier_arrive(own_full());
+                    copy_own(unit, &k, &v, phase);
                 }
         }
         return;
@@ -520,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_
         const Queries all(unit, queries, DOCS_BOUNDS);
         const int first = unit.first(at.worker);
         number = round < rounds ? schedule[round * gridDim.x + blockIdx.x] : -1;
-        // Behind the last queries that see the worker's first key and its last; 0 if it has none.
+        // One past the last queries that see the worker's first key and its last; 0 if it has no keys.
         int first_end = queries, stop = first < queries ? queries : 0;
         RowBounds ends;
         if (docs) {
@@ -536,8 +509,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_
                 barrier_wait(ring.barrier(FIRST_FULL), ring.phase);
                 if (query + TILE > first && query < stop) {
                     const u32 q_tile = ring.tile(0), dy_tile = ring.tile(1), pairs = ring.pairs() + at.column * 8;
-                    // Rows are keys, columns queries: P^T and dS^T are left operands as they come. For dS, P is unpacked
-                    // from the bf16 pairs that dV's product reads: fewer registers.
+                    // Rows are keys, columns queries: P^T and dS^T come out in the layout of left operands. For dS, P
+                    // is unpacked from the bf16 pairs that dV's product reads: fewer registers.
                     Scores p, ds;
                     scores(p, k_tile, q_tile);
                     scores(ds, v_tile, dy_tile);
@@ -547,8 +520,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_
                     if (docs && query + TILE > first_end) hide_behind(p, query, ends, at.column);
 #pragma unroll
                     for (int n = 0; n < TILE / 8; ++n) {
-                        float two[4];
-                        stats_of_two(two, pairs + n * 64);
+                        float two[4]; // lse, delta, lse, delta of two queries
+                        load_four(two, pairs + n * 64);
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
                             p[0][n][i] = exp2_fast(fmaf(p[0][n][i], scale * LOG2E, i % 2 ? -two[2] : -two[0]));
@@ -561,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1) attention_bwd_kv_
 #pragma unroll
                     for (int n = 0; n < TILE / 8; ++n) {
                         float two[4];
-                        stats_of_two(two, pairs + n * 64);
+                        load_four(two, pairs + n * 64);
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
                             const u32 of_p = a[n / 2][n % 2 * 2 + i / 2];

@@ -24,8 +24,6 @@
 typedef SCALAR T;
 typedef Wide<T> A;
 
-__device__ __forceinline__ A sigmoid(A s) { return inverse_for<T>(A(1) + exp_for<T>(-s)); }
-
 // The strip of a thread. pitch: elements from one position of x to the next; x may be a part of wider rows.
 struct Strip {
     int channel, row, start, stop;
@@ -79,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(128) causal_conv_fwd(
                 window[k][j] = k + 1 < TAPS ? window[k + 1][j] : widen(in.v[j]);
                 sum += w[k][j] * window[k][j];
             }
-            narrow(sum * sigmoid(sum), out.v[j]);
+            narrow(sum * sigmoid<T>(sum), out.v[j]);
         }
         store(y + (i64(s.row) * length + t) * channels + s.channel, out);
     }
@@ -119,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(128) causal_conv_bwd(
                 ds[k][j] = k + 1 < TAPS ? ds[k + 1][j] : A(0);
                 sum += w[k][j] * window[k][j];
             }
-            const A gate = sigmoid(sum), d = widen(up.v[j]) * gate * (A(1) + sum * (A(1) - gate));
+            const A gate = sigmoid<T>(sum), d = widen(up.v[j]) * gate * (A(1) + sum * (A(1) - gate));
             ds[TAPS - 1][j] = d;
             A dsum = 0;
 #pragma unroll

@@ -16,7 +16,7 @@ from tinyforge.params import with_buffer
 
 
 def _before_silu(tail: Array | None, x: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
-    """The convolution, (B, T, C), and its input with the K - 1 positions before it, (B, K - 1 + T, C)."""
+    """The convolution, (B, T, C), and its padded input, (B, K - 1 + T, C)."""
     batch, length, channels = x.shape
     taps = weight.shape[-1]
     padded = np.zeros((batch, taps - 1 + length, channels), x.dtype)
@@ -32,7 +32,7 @@ def _before_silu(tail: Array | None, x: Array, weight: Array, bias: Array) -> tu
 
 @kernel
 def causal_conv_fwd(tail: Array | None, x: Array, weight: Array, bias: Array) -> Array:
-    """tail: (B, K - 1, C), the inputs before x; the last K - 1 are written there for the next call. None: zeros."""
+    """tail: (B, K - 1, C), the inputs before x; replaced by the last K - 1 inputs for the next call. None: zeros."""
     s, padded = _before_silu(tail, x, weight, bias)
     if tail is not None:
         tail[...] = padded[:, x.shape[1] :]
@@ -41,7 +41,7 @@ def causal_conv_fwd(tail: Array | None, x: Array, weight: Array, bias: Array) ->
 
 
 @causal_conv_fwd.on("phantom")
-def causal_conv_fwd_memory(tail: Array | None, x: Array, weight: Array, bias: Array) -> Array:
+def causal_conv_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -49,7 +49,7 @@ def causal_conv_fwd_memory(tail: Array | None, x: Array, weight: Array, bias: Ar
 def causal_conv_bwd(
     dx: Array | None, dweight: Array | None, dbias: Array | None, dy: Array, x: Array, weight: Array, bias: Array
 ) -> Array:
-    """Returns dx, written into the first argument where that is given."""
+    """Returns dx, written into the first argument if that is given."""
     s, padded = _before_silu(None, x, weight, bias)
     length, taps = x.shape[1], weight.shape[-1]
     gate = sigmoid(s)
@@ -71,22 +71,20 @@ def causal_conv_bwd(
 
 
 @causal_conv_bwd.on("phantom")
-def causal_conv_bwd_memory(
-    dx: Array | None, dweight: Array | None, dbias: Array | None, dy: Array, x: Array, weight: Array, bias: Array
-) -> Array:
+def causal_conv_bwd_memory(dx: Array | None, x: Array) -> Array:
     return empty(x.shape, x.dtype) if dx is None else dx
 
 
 class CausalConv(Op):
     """y[t, c] = silu(s[t, c]),  s[t, c] = b[c] + sum over k of w[c, k] x[t - (K - 1) + k, c],  silu(s) = s sigmoid(s)
 
-    x, y: (B, T, C); w: (C, 1, K), the layout of PyTorch's Conv1d with C groups; b: (C,). Before the first position
-    stand zeros, or, with tail=, (B, K - 1, C), the inputs before it; it then holds those before the next call. Each
-    channel is by itself, and a position sees itself and the K - 1 before it. Saves x; backward computes s again:
+    x, y: (B, T, C); w: (C, 1, K), the layout of PyTorch's Conv1d with C groups; b: (C,). The inputs before the first
+    position are zeros, or tail, (B, K - 1, C), which is updated for the next call. Channels are independent, and a
+    position sees itself and the K - 1 before it. Saves x; backward recomputes s:
         ds = dy sigmoid(s) (1 + s (1 - sigmoid(s))),   db += sum of ds
         dw[c, k] += sum over t of ds[t, c] x[t - (K - 1) + k, c]
         dx[t, c]  = sum over k of w[c, k] ds[t + K - 1 - k, c]
-    x may be a view with gaps between its rows, as may backward's `out=`, into which dx is written.
+    x may be a view with gaps between its rows, and so may backward's `out=`, into which dx is written.
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), section 3.4.
     """
@@ -96,9 +94,6 @@ class CausalConv(Op):
     def __init__(self, weight: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight, self.bias = weight, bias
-
-    def params(self) -> list[Param]:
-        return [self.weight, self.bias]
 
     def forward(self, x: Array, stash: Stash | None = None, *, tail: Array | None = None) -> Array:
         if stash is not None:

@@ -15,7 +15,7 @@ STRIP = constant(FILE, "STRIP")
 
 
 def with_pitch(x: Array) -> tuple[Array, int]:
-    """x: (B, T, C), itself where its rows of C lie at equal distances, else a copy; and that distance in elements."""
+    """x: (B, T, C), or a copy unless its rows of C are equally spaced; and the distance between rows, in elements."""
     step, size = x.strides[1], x.itemsize
     if x.strides[2] == size and step >= x.shape[2] * size and x.strides[0] == step * x.shape[1]:
         return x, step // size
@@ -23,12 +23,12 @@ def with_pitch(x: Array) -> tuple[Array, int]:
 
 
 def sums_or_scratch(grad: Array | None, value: Array) -> Array:
-    """The gradient to add to; for a frozen parameter, memory that nobody reads."""
+    """The gradient to add to; for a frozen parameter, scratch memory."""
     return new(value.shape, wide(value.dtype)) if grad is None else grad
 
 
 def _vector(channels: int, pitches: tuple[int, ...], *arrays: Array) -> int:
-    """Elements of an access of 8 bytes, or 1 where sizes and addresses do not allow it."""
+    """Elements of an access of 8 bytes, or 1 if sizes and addresses do not allow it."""
     count = max(1, 8 // arrays[0].itemsize)
     fits = all(n % count == 0 for n in (channels, *pitches)) and all(a.data.ptr % 8 == 0 for a in arrays)
     return count if fits else 1

@@ -3,7 +3,7 @@
 // Kernels:  class_token_fwd     y
 //           class_token_bwd     dx; and the first row of each sequence's dy, which linear.cu sums up for dc
 //
-// Idea. A copy that leaves room for one row. Backward writes the rows that belong to c side by side: adding them up is
+// Idea. A copy that leaves room for one row. Backward stores the rows that belong to c contiguously: adding them up is
 // then the same as for the bias of a linear map, in a fixed order.
 // Grid: a thread for each vector of y or dy. Block: 256 threads. No shared memory. Bound by memory.
 //

@@ -1,4 +1,4 @@
-"""A learned token in front of a sequence: the place where a classifier collects what it reads off."""
+"""A learned token in front of a sequence, whose output a classifier reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def class_token_fwd(x: Array, token: Array) -> Array:
 
 
 @class_token_fwd.on("phantom")
-def class_token_fwd_memory(x: Array, token: Array) -> Array:
+def class_token_fwd_memory(x: Array) -> Array:
     return empty((len(x), x.shape[1] + 1, x.shape[2]), x.dtype)
 
 
@@ -34,7 +34,7 @@ def class_token_bwd(dtoken: Array | None, dy: Array) -> Array:
 
 
 @class_token_bwd.on("phantom")
-def class_token_bwd_memory(dtoken: Array | None, dy: Array) -> Array:
+def class_token_bwd_memory(dy: Array) -> Array:
     return empty((len(dy), dy.shape[1] - 1, dy.shape[2]), dy.dtype)
 
 
@@ -44,7 +44,7 @@ class ClassToken(Op):
     x: (B, T, C); c: (C,), a parameter; y: (B, T + 1, C). Saves nothing.
     backward: dx[b, t] = dy[b, 1 + t], dc += sum over b of dy[b, 0].
 
-    Sources: Devlin et al., "BERT" (2018), has [CLS] among its words; Dosovitskiy et al. (2020) put it before patches.
+    Sources: [CLS] in Devlin et al., "BERT" (2018); before patches in Dosovitskiy et al. (2020).
     """
 
     kernels = (class_token_fwd, class_token_bwd)
@@ -52,9 +52,6 @@ class ClassToken(Op):
     def __init__(self, token: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.token = token
-
-    def params(self) -> list[Param]:
-        return [self.token]
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         if stash is not None:

@@ -4,11 +4,11 @@
 //
 // Idea. The gradient of a norm's gain is a sum over all tokens. The kernels that make it leave one partial sum per
 // block; this one adds those in a fixed order, where atomics would add them in the order in which blocks happen to end.
-// LayerNorm's two, of gain and bias, lie side by side and take one launch: at this size a launch is what costs. Where
+// LayerNorm's two, of gain and bias, are adjacent and take one launch: at this size the cost is that of a launch. Where
 // it has no bias, `second` is null and those columns are dropped.
 // Grid: a block for 32 columns. Block: 32 x 32 threads; warp y takes rows y, y + 32, ..., then warp 0 adds the 32 sums.
 // Shared memory: 32 x 33 numbers (the 33rd column keeps a column's numbers in different banks).
-// Bound by latency: a megabyte or two, microseconds. So BATCH loads of a thread are under way at a time.
+// Bound by latency: a megabyte or two, microseconds. So a thread has BATCH loads in flight at a time.
 //
 // compile: SCALAR=double|float
 // spills: none
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(1024) add_columns(
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
-    // Turned by 90 degrees, each column's 32 sums lie in one warp.
+    // Transposed, each column's 32 sums are in one warp.
     sum = warp_sum(sums[threadIdx.x][threadIdx.y]);
     const int mine = blockIdx.x * 32 + threadIdx.y;
     if (threadIdx.x == 0 && mine < (second ? columns : width)) {

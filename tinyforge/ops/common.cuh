@@ -47,8 +47,8 @@ __device__ __forceinline__ Wide<T> rounded(Wide<T> x) {
     return widen(stored);
 }
 
-// N elements that move in one access, or several if they have more than 16 bytes. The caller must pass aligned
-// addresses.
+// N elements that are loaded or stored in one access, or in several if they have more than 16 bytes. The caller must
+// pass aligned addresses.
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
     T v[N];
@@ -63,7 +63,7 @@ __device__ __forceinline__ void store(T *to, const Pack<T, N> &pack) {
     *reinterpret_cast<Pack<T, N> *>(to) = pack;
 }
 
-// The same for data that is not read soon: such lines are evicted from the L2 cache first.
+// The same for data that is not read again soon: its lines are evicted from the L2 cache first.
 template <class T, int N>
 __device__ __forceinline__ void store_streaming(T *to, const Pack<T, N> &pack) {
     if constexpr (sizeof(pack) == 16) {
@@ -73,10 +73,7 @@ __device__ __forceinline__ void store_streaming(T *to, const Pack<T, N> &pack) {
     }
 }
 
-// Starts to bring the line of 128 bytes at `from` into the L2 cache.
-__device__ __forceinline__ void prefetch(const void *from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
-
-// Reads what another block of the same kernel has written: from the L2 cache, as the multiprocessor's own may be stale.
+// Loads what another block of the same kernel has written: from the L2 cache, as the L1 cache may be stale.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> load_from_l2(const Pack<T, N> *from) {
     Pack<T, N> pack;
@@ -123,8 +120,23 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], u32 a0, u32 a1, u3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// exp(x) and 1 / x for results that are stored as a T: where that is bf16, by the hardware's own approximations, some
-// hundred times as exact as what is stored.
+// Four 8 x 8 matrices of 16-bit numbers from shared memory, as fragments of a product (ldmatrix). A lane passes the
+// address of row lane % 8 of matrix lane / 8.
+__device__ __forceinline__ void load_matrix(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrix_transposed(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+// exp(x) and 1 / x for results that are stored as a T: for bf16 by the hardware's approximations, whose error is about
+// a hundredth of that of the rounding.
 template <class T>
 __device__ __forceinline__ Wide<T> exp_for(Wide<T> x) {
     return exp(x);
@@ -142,12 +154,18 @@ __device__ __forceinline__ float inverse_for<bf16>(float x) {
     return __fdividef(1.0f, x);
 }
 
+// 1 / (1 + exp(-x)), for x far below 0 as well: exp(-x) overflows to infinity, and 1 / infinity is 0.
+template <class T>
+__device__ __forceinline__ Wide<T> sigmoid(Wide<T> x) {
+    return inverse_for<T>(Wide<T>(1) + exp_for<T>(-x));
+}
+
 template <class A>
 __device__ __forceinline__ A largest(A a, A b) {
     return a > b ? a : b;
 }
 
-// Over the 32 lanes of a warp; every lane gets the result. Partners add the same two numbers, so all agree bit for bit.
+// Over the 32 lanes of a warp; every lane gets the result, with the same bits: partners add the same two numbers.
 template <class A>
 __device__ __forceinline__ A warp_sum(A x) {
 #pragma unroll
@@ -184,19 +202,9 @@ __device__ __forceinline__ A block_sum(A x, A *scratch) {
     __syncthreads();
     return x;
 }
-template <class A>
-__device__ __forceinline__ A block_max(A x, A *scratch) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    x = warp_max(x);
-    if (lane == 0) scratch[warp] = x;
-    __syncthreads();
-    x = warp_max(scratch[lane < warps ? lane : 0]);
-    __syncthreads();
-    return x;
-}
 
-// The end of a sum over rows in a block of 32 x 8 threads, where lane c of each warp has added up vector c of the 32 of
-// the block's columns: adds the eight warps' sums, in their order. partial: (gridDim.y, width).
+// The end of a sum over rows by a block of 32 x 8 threads, where lane c of each warp has added up vector c of the
+// block's 32 vectors of columns: adds the sums of the eight warps, in order. partial: (gridDim.y, width).
 template <int N, class A>
 __device__ __forceinline__ void store_column_sums(A *partial, A (&sums)[8][32 * N], const Pack<A, N> &sum, int width) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// cross_entropy: logits into softmax - onehot where they lie, and -log p(target) of each row.
+// cross_entropy: logits into softmax - onehot, in place, and -log p(target) of each row.
 //
 // Kernels:  softmax_residual     a row of V logits: nll and, where asked, its residual in place
 //           softmax_residual_naive   the same: read it first; tests compare the two
@@ -6,27 +6,30 @@
 //           scale_heads          y = c[k] x for the part of x that belongs to head k
 //           add_scaled_heads     y += c[k] x
 //
-// Idea. Logits of a language model are the largest array of a step. They are read once and written once: a block holds
-// its whole row in registers (PER vectors a thread), takes maximum and sum over it, and writes the residual over the
-// logits. Each warp sums exp(z - its own maximum); sums are brought to the row's maximum when they are added, so that
-// one barrier does for both. Nothing else of that size exists. The loss is never averaged here: see
-// tinyforge/ops/cross_entropy.py.
-// Grid: a block for each row (token and head). Block: up to 256 threads, as many as the row has vectors.
-// Shared memory: 64 numbers; HELD = 1 a row more. Bound by memory: the row read and written.
-// PER = 0 is for any vocabulary: maximum and sum are found in one pass by rescaling (the online softmax), and the row
-// is read a second time. EDGE = 1 is for a vocabulary that is not a whole number of vectors (GPT-2's 50,257): rows are
-// `pitch` apart, so that each begins at 16 bytes; numbers past the vocabulary count as -inf and get a residual of 0.
-// HELD = 1 is for rows too long for registers that fit in shared memory, with or without an edge: the pass that finds
-// maximum and sum leaves the row there, and the second reads it from there, each thread its own vectors. Two rows of
-// GPT-2's 100 kB fit on a multiprocessor, so that one is read while the other is written.
+// Idea. Logits of a language model are the largest array of a step. They are read once and written once: a block takes
+// maximum and sum of its row, and writes the residual over the logits. Nothing else of that size exists. Each warp sums
+// exp(z - its own maximum); sums are brought to the maximum of the row when they are added, so that one barrier does
+// for both. The loss is never averaged here: see tinyforge/ops/cross_entropy.py. Where the row is between the two
+// passes:
+//   PER > 0  in registers, PER vectors a thread
+//   PER = 0  in memory, for any vocabulary: maximum and sum are found in one pass by rescaling (the online softmax),
+//            and the row is read a second time
+//   HELD = 1 in shared memory, for rows too long for registers: the pass that finds maximum and sum leaves the row
+//            there, and each thread reads its own vectors back. Two rows of GPT-2's 100 kB fit on a multiprocessor, so
+//            that one is read while the other is written.
+// EDGE = 1 is for a vocabulary that is not a whole number of vectors (GPT-2's 50,257): rows are `pitch` apart, so that
+// each begins at 16 bytes; numbers past the vocabulary count as -inf and get a residual of 0. HELD = 1 takes either.
+//
+// sum_heads: one block for each head, threads over tokens in a fixed stride, then a fixed tree. The two scale kernels
+// are elementwise. An upstream gradient that is the same for all tokens is applied to the small matrices, W and dW, and
+// not to the large one; one number per token scales the rows of residuals in place (a head is then a row).
+//
+// Grid: a block for each row (token and head). Block: up to 256 threads, as many as the row has vectors. Shared memory:
+// 64 numbers; HELD = 1 a row more. Bound by memory: the row read and written.
 //
 // Tried on an H200 (65,536 rows of 4,096 in bf16: 1.07 GB): two reductions with a barrier each and exp in full 392 us;
 // one barrier and the hardware's exponential 327 us; the same held to 32 registers, so that eight blocks fit on a
 // multiprocessor, 291 us, 86 % of a copy. 128 threads with twice the numbers each: 338 us. 512 threads: 358 us.
-//
-// sum_heads: one block for each head, threads over tokens in a fixed stride, then a fixed tree. The two scale kernels
-// are elementwise. An upstream gradient that is the same for all tokens goes onto the small matrices, W and dW, and not
-// onto the large one; one number per token scales the rows of residuals where they lie (a head is then a row).
 //
 // compile: SCALAR=double VEC=1|2 PER=0
 // compile: SCALAR=float VEC=1 PER=0
@@ -55,13 +58,13 @@ typedef Wide<T> A;
 #endif
 
 #define HELD_THREADS 512  // of a block where a row is in shared memory
-#define BATCH 4           // vectors that such a thread has under way
+#define BATCH 4           // vectors that such a thread has in flight
 
 #if HELD
 #define RESIDENT (sizeof(T) > 4 ? 1 : 2)
 extern __shared__ uint4 held[];  // the row
 #else
-// Blocks of 256 threads that must fit on a multiprocessor: all that it can hold where a thread keeps few numbers.
+// Blocks of 256 threads that must fit on a multiprocessor: the most that it can hold, where a thread keeps few numbers.
 #define RESIDENT (PER && PER * VEC <= 16 ? 8 : 4)
 #endif
 
@@ -103,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
     __shared__ A tops[32], sums[32];
     const i64 row = blockIdx.x;
     const int target = targets[row], lane = threadIdx.x % 32;
-    // A vector that is read has at least one number of the vocabulary in it; all of the row is written.
+    // Vectors with at least one number of the vocabulary are read; the whole row is written.
     const int vectors = EDGE || HELD ? (vocab + VEC - 1) / VEC : pitch / VEC, all = pitch / VEC;
     T *z = logits + row * pitch;
     if (target < 0) {  // the same for the whole block
@@ -116,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
         }
         return;
     }
-    const A picked = widen(z[target]);  // before anything is overwritten: every write is behind the barrier
+    const A picked = widen(z[target]);  // before it is overwritten: all writes come after the barrier
     // top and sum of a warp's part: sum of exp(z - top). A warp without an element has top = -inf and sum = 0.
     A top = -INFINITY, sum = 0;
 #if PER
@@ -184,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
     sum = warp_sum(sum == 0 ? A(0) : sum * exp_for<T>(top - highest_in_warp));
     top = highest_in_warp;
 #endif
-    // One barrier: every warp adds the warps' sums for itself.
+    // One barrier: every warp adds the warps' sums itself.
     if (lane == 0) {
         tops[threadIdx.x / 32] = top;
         sums[threadIdx.x / 32] = sum;
@@ -206,37 +209,32 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
         }
         store(z + v * VEC, out);
     }
-    // Again by the thread that wrote its vector: 1 less at the target.
+    // 1 less at the target, by the thread that wrote its vector.
     if (target / VEC % blockDim.x == threadIdx.x) narrow(exp_for<T>(picked - highest) * scale - A(1), z[target]);
-}
 #else
+    // Writes vector v of the residual. probability(j): of its number j.
+    const auto write_vector = [&](int v, auto probability) {
+        Pack<T, VEC> out;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) narrow(probability(j) - (v * VEC + j == target ? A(1) : A(0)), out.v[j]);
+        store(z + v * VEC, out);
+    };
 #if PER
     const A scale = exp_for<T>(top - highest) / sum;
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int v = i * blockDim.x + threadIdx.x;
-        if (v < vectors) {
+        if (v < vectors) write_vector(v, [&](int j) { return kept[i][j] * scale; });
+    }
 #else
     const A scale = A(1) / sum;
     for (int v = threadIdx.x; v < all; v += blockDim.x) {
-        {
-            const Pack<T, VEC> p = logits_at(z, v, vocab);
-#endif
-            Pack<T, VEC> out;
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
-#if PER
-                const A probability = kept[i][j] * scale;
-#else
-                const A probability = exp_for<T>(widen(p.v[j]) - highest) * scale;
-#endif
-                narrow(probability - (v * VEC + j == target ? A(1) : A(0)), out.v[j]);
-            }
-            store(z + v * VEC, out);
-        }
+        const Pack<T, VEC> p = logits_at(z, v, vocab);
+        write_vector(v, [&](int j) { return exp_for<T>(widen(p.v[j]) - highest) * scale; });
     }
-}
 #endif
+#endif
+}
 
 // Grid: heads. Block: 1024 threads.
 extern "C" __global__ void sum_heads(double *out, const A *nll, int tokens, int heads) {

@@ -16,14 +16,14 @@ from tinyforge.ops.linear import linear_fwd
 from tinyforge.params import with_buffer
 
 CHUNK_BYTES = 1 << 21
-"""Logits in work at once on NumPy: what stays in a core's cache between the passes over them."""
+"""Size of a chunk of logits on NumPy: it stays in a core's cache between passes."""
 FEW_LOGITS = 1024
 FROZEN_LOGITS = 1 << 25
-"""Logits in work at once on a GPU, where a frozen weight's are not kept."""
+"""Logits of a chunk on a GPU if the weight is frozen: they are not kept."""
 
 
 def masked_targets(rng: np.random.Generator, n: int, heads: int, vocab: int) -> np.ndarray:
-    """Random targets as training has them: the tail of each later head is -1, and so are some rows at random."""
+    """Random targets as in training: the tail of each later head is -1, and so are some random rows."""
     targets = rng.integers(0, vocab, (n, heads))
     for k in range(heads):
         targets[max(n - k, 0) :, k] = -1
@@ -32,17 +32,17 @@ def masked_targets(rng: np.random.Generator, n: int, heads: int, vocab: int) -> 
 
 
 def exp_needs_shift(x: Array) -> bool:
-    """Whether a softmax of x must subtract the maximum first. Within +-60 exp neither overflows nor vanishes, in fp32
-    too, and neither do its sums; softmax is the same function with and without the shift, and one pass over all of x
-    here saves two that go row by row."""
+    """Whether a softmax of x must subtract the maximum first. Within +-60 neither exp nor its sums overflow or vanish,
+    even in fp32, and softmax is the same function with and without the shift. One pass over x here saves two that go
+    row by row."""
     return x.size > 0 and bool(x.max() > 60 or x.min() < -60)
 
 
 def softmax_residual_(logits: Array, targets: Array) -> Array:
     """Turn logits (K, V, n) into softmax - onehot in place (0 where there is no target); returns nll: (n, K).
 
-    targets: (n, K). The vocabulary runs down, so that NumPy takes maxima and sums of whole rows at a time: along a
-    row they cost five times as much.
+    targets: (n, K). The vocabulary is not the last axis, so that NumPy takes maxima and sums over whole rows at a time:
+    along a row they take five times as long.
     """
     index = targets.T[:, None]
     masked = index < 0
@@ -95,7 +95,7 @@ def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
 
 
 @cross_entropy_bwd.on("phantom")
-def cross_entropy_bwd_memory(dnll: Array, residual: Array) -> Array:
+def cross_entropy_bwd_memory(residual: Array) -> Array:
     return empty(residual.shape, residual.dtype)
 
 
@@ -105,9 +105,9 @@ def chunks(rows: int, weight: Array) -> Iterator[slice]:
 
 
 def row_pitch(heads: int, vocab: int, itemsize: int) -> int:
-    """Numbers from one token's logits to the next on a GPU: heads * vocab, and for one head with a large odd vocabulary
-    as many more as let every row begin at 128 bytes: else matrix products and vector accesses take several times as
-    long. Few logits are quick anyway, and a copy of the weights with more rows would cost more."""
+    """Numbers from one token's logits to the next on a GPU: heads * vocab, or for one head with a large odd vocabulary
+    the next multiple of 128 bytes: unaligned rows make matrix products and vector accesses take several times as long.
+    Few logits are fast anyway, and padding copies the weights."""
     odd = heads == 1 and vocab >= FEW_LOGITS and vocab * itemsize % 16
     return -(-vocab * itemsize // 128) * 128 // itemsize if odd else heads * vocab
 
@@ -128,7 +128,7 @@ def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool
 
 
 @linear_cross_entropy_fwd.on("phantom")
-def linear_cross_entropy_fwd_memory(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
+def linear_cross_entropy_fwd_memory(h: Array, weight: Array, keep: bool) -> tuple[Array, Any]:
     heads, vocab, _ = weight.shape
     nll, pitch = empty((len(h), heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
     _padded = empty((pitch if pitch > heads * vocab else 0, weight.shape[2]), weight.dtype)
@@ -145,7 +145,7 @@ def linear_cross_entropy_bwd(
     flat = weight.reshape(-1, weight.shape[-1])
     shared = dnll.ndim == 1
     if shared:
-        # It goes onto the small matrices, W and dW, so that the large one is read twice and never written.
+        # Scale the small matrices, W and dW: the large residual is then read twice and never written.
         flat = (weight * scale).reshape(flat.shape)
     gradient = None if dweight is None else np.zeros(flat.shape, h.dtype)
     dh = np.empty(h.shape, h.dtype)
@@ -168,7 +168,7 @@ def linear_cross_entropy_bwd(
 
 @linear_cross_entropy_bwd.on("phantom")
 def linear_cross_entropy_bwd_memory(
-    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array, accumulate: bool = True
+    dweight: Array | None, dnll: Array, h: Array, residual: Array, weight: Array
 ) -> Array:
     if dnll.ndim > 1:
         heads, vocab, dim = weight.shape
@@ -176,13 +176,13 @@ def linear_cross_entropy_bwd_memory(
         return empty(h.shape, h.dtype)
     shape = residual.shape[1], weight.shape[2]
     if dweight is not None:
-        empty(shape, dweight.dtype)  # dW before the heads' weights in the loss go onto it
+        empty(shape, dweight.dtype)  # dW before it is scaled by dnll
     scaled = empty(shape, weight.dtype)
     return empty(h.shape, scaled.dtype)
 
 
 def chunk_rows(pitch: int) -> int:
-    """Rows of logits at once on a GPU where a frozen weight's are not kept: a multiple of 128, 64 MB in bf16."""
+    """Rows of a chunk of logits on a GPU if the weight is frozen: a multiple of 128, 64 MB in bf16."""
     return min(max(FROZEN_LOGITS // pitch // 128, 1) * 128, 4096)
 
 
@@ -203,9 +203,7 @@ def linear_cross_entropy_frozen_fwd(
 
 
 @linear_cross_entropy_frozen_fwd.on("phantom")
-def linear_cross_entropy_frozen_fwd_memory(
-    h: Array, weight: Array, targets: Array, keep: bool
-) -> tuple[Array, Array | None]:
+def linear_cross_entropy_frozen_fwd_memory(h: Array, weight: Array, keep: bool) -> tuple[Array, Array | None]:
     heads, vocab, dim = weight.shape
     nll, pitch = empty((len(h), heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
     _padded = empty((pitch if pitch > heads * vocab else 0, dim), weight.dtype)
@@ -221,7 +219,7 @@ def linear_cross_entropy_frozen_bwd(dnll: Array, dh: Array) -> Array:
 
 
 @linear_cross_entropy_frozen_bwd.on("phantom")
-def linear_cross_entropy_frozen_bwd_memory(dnll: Array, dh: Array) -> Array:
+def linear_cross_entropy_frozen_bwd_memory(dh: Array) -> Array:
     scaled, (rows, heads, dim) = empty(dh.shape, dh.dtype), dh.shape
     if heads == 1:
         return scaled
@@ -238,10 +236,10 @@ class CrossEntropy(Op):
     """nll[n, k] = log(sum_v exp(z[n, k, v])) - z[n, k, targets[n, k]],  0 where targets[n, k] is -1
 
     logits z: (..., K, V); targets: (..., K) int32 in [0, V), or -1 for "no target"; nll: (..., K), nats, one number per
-    token and head, in the precision of sums (`wide`). What they weigh in a loss is the caller's business: a mean over
-    shards or micro-batches with unequal counts is not the mean of their means. Saves softmax(z) - onehot.
+    token and head, in the precision of sums (`wide`). The caller weighs them in its loss: the mean over shards or
+    micro-batches with unequal counts is not the mean of their means. Saves softmax(z) - onehot.
 
-    backward(dnll: (..., K), or (K,) where it is the same for all tokens):
+    backward(dnll: (..., K), or (K,) if it is the same for all tokens):
         dz[n, k] = dnll[n, k] * (softmax(z[n, k]) - onehot(targets[n, k])),  0 where there is no target
 
     Source: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction" (2024).
@@ -274,16 +272,16 @@ class CrossEntropy(Op):
 class LinearCrossEntropy(Op):
     """nll = cross_entropy(h W^T), chunk by chunk: the reference is Linear, then CrossEntropy
 
-    h: (..., C); W: (K, V, C), an output head for each predicted token, or (V, C) for one head alone; targets: (..., K);
-    nll: (..., K). W may be another op's too, an embedding's (V, C): then the heads are tied, and both ops add to its
+    h: (..., C); W: (K, V, C), an output head for each predicted token, or (V, C) for a single head; targets: (..., K);
+    nll: (..., K). W may also be an embedding's table, (V, C): then the weights are tied, and both ops add to its
     gradient.
-    With a stash, the logits turn into softmax - onehot in place while they are in cache, and that is what is saved,
-    (N, K, V) with N rows, and h; without one, each chunk's logits are dropped.
+    With a stash, each chunk's logits become softmax - onehot in place while they are in cache; this residual is saved,
+    (N, K, V) with N rows, and so is h. Without a stash each chunk's logits are dropped.
 
-    backward(dnll: (..., K), or (K,) where it is the same for all tokens), with R = softmax - onehot:
+    backward(dnll: (..., K), or (K,) if it is the same for all tokens), with R = softmax - onehot:
         dh[n] = sum_k dnll[n, k] R[n, k] W[k],   dW[k] += sum_n dnll[n, k] R[n, k]^T h[n]
-    The same for all tokens is the fast path: dnll goes onto W and dW, and R is read twice and never written.
-    A frozen W has no dW: forward goes on to R[n, k] W[k], and that is what is saved, (N, K, C). A vocabulary is wide.
+    (K,) is the fast path: dnll scales W and dW, and R is read twice and never written. With a frozen W there is no dW:
+    forward already computes R[n, k] W[k] and saves that, (N, K, C), which is smaller since C < V.
     """
 
     kernels = (
@@ -297,9 +295,6 @@ class LinearCrossEntropy(Op):
         self.weight = weight
         weight.by_product = True
         self.shape = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(self, h: Array, targets: Array, stash: Stash | None = None) -> Array:
         heads, _, dim = self.shape

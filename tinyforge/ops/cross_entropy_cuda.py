@@ -27,7 +27,7 @@ from tinyforge.ops.mixture_cuda import sum_of_rows
 
 FILE = "ops/cross_entropy.cu"
 CHUNK = 4096
-"""Tokens whose logits are in work at once; without a stash no more of them exist."""
+"""Tokens per chunk of logits; without a stash only one chunk exists at a time."""
 
 HELD_THREADS = constant(FILE, "HELD_THREADS")
 BESIDE = 512
@@ -36,7 +36,7 @@ _IN_REGISTERS = {"float64": (), "float32": (1, 4, 8), "bfloat16": (1, 2, 4)}
 
 
 def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vocab: int) -> None:
-    """Rows of logits, (..., V or more), into their residuals (with `write`); nll: one number a row."""
+    """Turn rows of logits, (..., V or more), into residuals (with `write`); nll: one number per row."""
     pitch = logits.shape[-1]
     vec = vector(pitch, logits)
     vectors, variant, shared = pitch // vec, {"EDGE": 1} if pitch > vocab else {}, 0
@@ -53,8 +53,8 @@ def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vo
 
 
 def scale_heads(x: Array, scale: Array, part: int, y: Array = None) -> Array:
-    """x with scale[k] on the numbers of head k: `part` of them in a row, head after head. Into y (x itself
-    will do), or a new array."""
+    """scale[k] x for the numbers of head k: `part` at a time, head after head. Written into y, which may be x, or into
+    a new array."""
     if y is None:
         y = new(x.shape, x.dtype)
     if x.size:
@@ -75,7 +75,7 @@ def add_scaled_heads(y: Array, x: Array, scale: Array) -> None:
 
 
 def padded_rows(weight: Array, count: int) -> Array:
-    """The weights as one matrix of `count` rows: (K V, C), or where that is fewer a copy with rows of 0 behind."""
+    """The weights as one matrix of `count` rows: (K V, C), or if these are fewer, a copy padded with rows of 0."""
     flat = weight.reshape(-1, weight.shape[-1])
     if len(flat) == count:
         return flat
@@ -143,7 +143,7 @@ def linear_cross_entropy_bwd(
             flat = dweight.reshape(rows, dim)
             gemm(residual[:, :rows], h, flat, transpose_a=True, accumulate=accumulate, tf32=backend.tf32)
         return gemm(residual, padded_rows(weight, pitch), tf32=backend.tf32)
-    # dnll goes onto the small matrices, W and dW: the large one is read twice and never written.
+    # dnll scales the small matrices, W and dW: the large residual is read twice and never written.
     if dweight is not None:
         unscaled = gemm(residual, h, new((pitch, dim), dweight.dtype), transpose_a=True, tf32=backend.tf32)[:rows]
         if accumulate and len(h):

@@ -4,7 +4,8 @@
 //
 // Idea. Philox is a function of a counter and a key, not a state that moves on: block b of four words is philox(b).
 // A thread makes the words of its own elements, the same bits as tinyforge/rng.py, and nothing is stored.
-// key: where its words lie; null: they are key0 and key1. A graph of launches reads them, to draw others each time.
+// key: the address of the key's two words; null: they are key0 and key1. A captured graph reads them from memory, to
+// draw a new mask at each launch.
 // Grid: a thread for each vector of VEC elements. Block: 256 threads. No shared memory.
 // Bound by memory for bf16 (ten rounds for four elements stay just below it).
 //

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a pure function of the stash's noise and the op's name."""
+"""Dropout with a mask that is a pure function of the stash's noise and the op's name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dropout(x: Array, key: Key, rate: float) -> Array:
 
 
 @dropout.on("phantom")
-def dropout_memory(x: Array, key: Key, rate: float) -> Array:
+def dropout_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -32,9 +32,9 @@ class Dropout(Op):
     """y = x * m / (1 - p), m[i] = 1 with probability 1 - p
 
     x, y: (...). m[i] = (bits[i] >= floor(p * 2^32)), bits[i] the i-th 32-bit word of the stream
-    `stash.noise.fork(name)`: the same mask on every backend, and again in backward, so nothing but the stream's key is
-    saved. Give each dropout of a model a name of its own, and each micro-batch of a run a noise of its own. Without a
-    stash, without noise on it, or at rate 0, nothing is random: y = x, the same array.
+    `stash.noise.fork(name)`: the mask is the same on every backend and is recomputed in backward, so only the stream's
+    key is saved. Give each dropout of a model a name of its own, and each micro-batch of a run a noise of its own.
+    Without a stash, without noise on it, or at rate 0, y = x, the same array.
 
     Source: Srivastava et al., "Dropout" (2014); masks without memory as in Salmon et al., Philox (2011).
     """
@@ -66,6 +66,6 @@ class Dropout(Op):
 
 
 def adding(op: Op, dropout: Dropout, x: Array) -> dict[str, Array]:
-    """For op's forward, where it can add x to its result and nothing comes in between: else an adapter is in its place,
-    or something is dropped, and the norm behind adds."""
+    """The keyword that makes op's forward add x to its result. Empty if dropout comes in between, or if op cannot add
+    because an adapter has replaced it: then the next norm adds."""
     return {"add": x} if op.adds and not dropout.rate else {}

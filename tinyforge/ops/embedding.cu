@@ -5,17 +5,18 @@
 //           embedding_bwd     dW, from the tokens in that order
 //           embedding_bwd_naive   dW: read it first; tests compare the two
 //
-// Idea of backward. Adding dy[n] to row ids[n] with atomics gives other bits in each run. So the tokens are sorted
-// first, by a counting sort that keeps equal ids in their order. A block of embedding_order looks for SHELF rows of W:
-// it reads all ids (64 KB for 16,384 of them, from cache after the first block), counts those of its own rows, one
-// count for each warp's share of the tokens, and those of earlier rows, which is where its part of the order begins; on
-// a second reading it puts the tokens there. No block waits for another, and nothing is read back by the host.
-// embedding_bwd then reads dy once. A block takes a row of W and adds that row's tokens. A row of more than PIECE
-// tokens (in text the commonest have hundreds) is cut where the order's index is a multiple of PIECE; each piece is
-// summed by a block of its own, and the block that ends last adds the pieces, in order, to dW: which block that is
-// differs from run to run, what it adds does not.
-// Grid: embedding_order a block for SHELF rows; embedding_bwd a block for each row, behind one for each possible piece,
-// and as many side by side as a row's vectors need. Block: 32 x 32 threads; embedding_bwd a thread a vector.
+// Idea of backward. Adding dy[n] to row ids[n] with atomics gives other bits in each run. So the tokens are first
+// sorted by id, by a stable counting sort; then dy is read once, row by row of W.
+//   embedding_order   A block sorts the tokens of SHELF rows of W. It reads all ids (64 KB for 16,384 of them, from
+//                     cache after the first block) and counts those of its own rows, one count for each warp's share of
+//                     the tokens, and those of earlier rows, which is where its part of the order begins. In a second
+//                     pass it puts the tokens there. No block waits for another, and the host reads nothing back.
+//   embedding_bwd     A block takes a row of W and adds up that row's tokens. A row of more than PIECE tokens (in text
+//                     the commonest have hundreds) is cut where the order's index is a multiple of PIECE. Each piece is
+//                     summed by a block of its own, and the block that ends last adds the pieces, in order, to dW:
+//                     which block that is differs from run to run, what it adds does not.
+// Grid: embedding_order a block for SHELF rows; embedding_bwd a block for each possible piece, then one for each row,
+// and in y as many as a row's vectors need. Block: 32 x 32 threads; embedding_bwd a thread for each vector.
 // Bound by memory: dy, and dW read and written.
 //
 // Tried on an H200 (bf16, 16,384 tokens, 4,096 x 768), us of embedding_bwd for ids that are equally frequent, by Zipf's
@@ -38,10 +39,10 @@
 typedef SCALAR T;
 typedef Wide<T> A;
 
-#define SHELF 32  // as many as warps: each looks after the counts of one row
-#define SCAN 16   // ids of a lane under way at a time
+#define SHELF 32  // as many as warps: each has the counts of one row
+#define SCAN 16   // ids of a lane in flight at a time
 #define PIECE 64
-#define BATCH 8  // rows of dy of a thread under way at a time
+#define BATCH 8  // rows of dy of a thread in flight at a time
 
 extern "C" __global__ void __launch_bounds__(256) embedding_fwd(
     T *y, const int *ids, const T *table, u32 total, u32 vectors
@@ -81,7 +82,7 @@ __device__ __forceinline__ int each_match(const int *ids, int tokens, int first,
             const u32 all = __ballot_sync(~0u, found);
             if (all) {
                 if (found) use(row[k], n + 32 * k, __match_any_sync(all, row[k]), all);
-                __syncwarp();  // what one lane counts here, another goes on from
+                __syncwarp();  // another lane continues from what one lane counts here
             }
         }
     }
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) embedding_bwd(
             Pack<T, VEC> d[BATCH];
 #pragma unroll
             for (int k = 0; k < BATCH; k++) {
-                // Past the end the last one again, from cache: no branch keeps the loads from being under way together.
+                // Past the end, the last row again, from cache: without a branch all loads are in flight together.
                 d[k] = load<VEC>(dy + (i64(order[min(i + k, to - 1)]) * vectors + v) * VEC);
             }
 #pragma unroll

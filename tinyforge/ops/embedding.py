@@ -27,8 +27,8 @@ def embedding_fwd_memory(ids: Array, weight: Array) -> Array:
 
 @kernel
 def embedding_bwd(dweight: Array, dy: Array, ids: Array) -> None:
-    # Sorting brings equal ids together, so each row of dW is one sum in a fixed order. np.add.at gives the same
-    # sums one element at a time, several times slower.
+    # Sorting brings equal ids together, so each row of dW is one sum in a fixed order. np.add.at computes the same sums
+    # one element at a time, several times slower.
     flat = ids.reshape(-1)
     if flat.size == 0:
         return
@@ -46,7 +46,7 @@ def embedding_bwd_memory(dweight: Array, dy: Array, ids: Array) -> None:
     vector = 16 // dy.itemsize if width % (16 // dy.itemsize) == 0 else 1
     columns = -(-width // (vector * 256))
     pieces = (tokens - 1) // constant("ops/embedding.cu", "PIECE") + 1
-    # The ids sorted, where each row begins, what is done of each, and the sums of rows that were cut into pieces.
+    # The sorted ids, where each row begins, progress counters, and partial sums of rows that are cut into pieces.
     held = [empty((n,), np.int32) for n in (tokens, rows + 1, columns * rows)]
     held.append(empty((2 * pieces, width), dweight.dtype))
 
@@ -54,8 +54,8 @@ def embedding_bwd_memory(dweight: Array, dy: Array, ids: Array) -> None:
 class Embedding(Op):
     """y[..., :] = W[ids[...], :]
 
-    ids: (...) int32 in [0, V); W: (V, C); y: (..., C). Saves ids. Ids are range-checked by the loader, not here:
-    a check inside the op would have to wait for the device.
+    ids: (...) int32 in [0, V); W: (V, C); y: (..., C). Saves ids. The loader checks the range of ids: a check here
+    would have to wait for the device.
 
     backward: dW[v] += sum of dy over the positions where ids == v. Ids get no gradient.
     """
@@ -65,9 +65,6 @@ class Embedding(Op):
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(self, ids: Array, stash: Stash | None = None) -> Array:
         if stash is not None:

@@ -1,4 +1,4 @@
-"""A stream that two readers take: what a residual connection is before anything is added."""
+"""One array for two readers: the start of a residual connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fork_bwd(first: Array, second: Array) -> Array:
 
 
 @fork_bwd.on("phantom")
-def fork_bwd_memory(first: Array, second: Array) -> Array:
+def fork_bwd_memory(first: Array) -> Array:
     return empty(first.shape, first.dtype)
 
 
@@ -27,7 +27,7 @@ class Fork(Op):
     """y = x,  z = x
 
     x, y, z: (...), the same array. Saves nothing. backward(dy=(dy, dz)): dx = dy + dz. In a pre-norm block this sum is
-    part of the norm's backward; in a post-norm block the stream itself goes into a linear map, and the sum stands here.
+    part of the norm's backward; in a post-norm block the stream itself goes into a linear map, so it needs this op.
     """
 
     kernels = (fork_bwd,)

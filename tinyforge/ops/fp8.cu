@@ -28,6 +28,17 @@
 #define PITCH 17    // words of a row of it in shared memory, one more than its numbers take
 #define PARTS 32
 
+// The largest of a block's numbers; every thread gets it. scratch: 32 numbers in shared memory.
+__device__ __forceinline__ float block_max(float x, float *scratch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    x = warp_max(x);
+    if (lane == 0) scratch[warp] = x;
+    __syncthreads();
+    x = warp_max(scratch[lane < warps ? lane : 0]);
+    __syncthreads();
+    return x;
+}
+
 extern "C" __global__ void quantise_rows(byte *codes, A *scales, const T *x, int rows, int width) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;

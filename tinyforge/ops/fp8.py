@@ -122,7 +122,7 @@ def transposed_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 @quantise_transposed.on("phantom")
-def quantise_transposed_memory(x: Array, scale: Array, e5m2: bool) -> tuple[Array | None, Array]:
+def quantise_transposed_memory(x: Array, e5m2: bool) -> tuple[Array | None, Array]:
     return empty(x.shape, BYTE) if e5m2 else None, empty(transposed_shape(x.shape), BYTE)
 
 
@@ -136,7 +136,7 @@ def swiglu_bwd_fp8(
 
 
 @swiglu_bwd_fp8.on("phantom")
-def swiglu_bwd_fp8_memory(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> tuple[Array, Array]:
+def swiglu_bwd_fp8_memory(gu: Array) -> tuple[Array, Array]:
     return empty(gu.shape, BYTE), empty(transposed_shape(gu.shape), BYTE)
 
 
@@ -151,9 +151,7 @@ def quantise_weights(outs: Sequence[FP8Weight], weights: Sequence[Array], *, bac
                 place[...] = value
 
 
-@quantise_weights.on("phantom")
-def quantise_weights_memory(outs: Sequence[FP8Weight], weights: Sequence[Array]) -> None:
-    pass
+quantise_weights.on("phantom")(lambda: None)
 
 
 def fp8_weight_of(param: Param, backend: Backend, *, codes: bool = False, transposed: bool = False) -> FP8Weight:

@@ -25,7 +25,7 @@ typedef Wide<T> A;
 
 #define SQRT_2_OVER_PI A(0.7978845608028654)
 #define CUBIC A(0.044715)
-#define ROWS 2                    // that a thread of gelu_bwd_bias has under way
+#define ROWS 2                    // that a thread of gelu_bwd_bias has in flight
 #define RESIDENT (EXACT ? 1 : 4)  // of its blocks, on each multiprocessor; erf takes more registers
 
 __device__ __forceinline__ A phi(A x) {

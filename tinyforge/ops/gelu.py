@@ -24,7 +24,7 @@ def _ratio(x: Array, numerator: tuple[float, ...], denominator: tuple[float, ...
 
 
 def erf(x: Array) -> Array:
-    """The error function to a few units in the last place; NumPy has none.
+    """The error function, to a few units in the last place; NumPy has none.
 
     Source: W. J. Cody, "Rational Chebyshev approximations for the error function" (1969): one rational function on
     |x| <= 0.46875, one for exp(x^2) erfc(x) up to 4, one beyond.
@@ -68,7 +68,7 @@ _TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
 def _phi32(x: Array) -> Array:
-    """Phi of float32 by the error function, to 3e-7: in half of the time that `erf` takes.
+    """Phi of float32 by the error function, to 3e-7, in half the time of `erf`.
 
     Source: Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 7.1.26: erfc(a) = exp(-a^2) P(t) for
     a >= 0, P a polynomial of degree 5 without a constant, t = 1 / (1 + 0.3275911 a).
@@ -106,7 +106,7 @@ def gelu_fwd(x: Array, bias: Array | None, approximate: str) -> Array:
 
 
 @gelu_fwd.on("phantom")
-def gelu_fwd_memory(x: Array, bias: Array | None, approximate: str) -> Array:
+def gelu_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -114,7 +114,7 @@ def gelu_fwd_memory(x: Array, bias: Array | None, approximate: str) -> Array:
 def gelu_bwd(
     hidden: Array | None, dbias: Array | None, dy: Array, x: Array, bias: Array | None, approximate: str
 ) -> Array:
-    """dx; with `hidden`, which has the shape of x, gelu(x + bias) is written there too. dbias: with bias alone."""
+    """Returns dx, and writes gelu(x + bias) into `hidden`, of x's shape, if given. dbias: only with bias."""
     if bias is not None:
         x = x + bias
     phi = _phi(x, approximate)
@@ -132,9 +132,7 @@ def gelu_bwd(
 
 
 @gelu_bwd.on("phantom")
-def gelu_bwd_memory(
-    hidden: Array | None, dbias: Array | None, dy: Array, x: Array, bias: Array | None, approximate: str
-) -> Array:
+def gelu_bwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -142,7 +140,7 @@ class GELU(Op):
     """y = x Phi(x), Phi the normal distribution function
 
     approximate="erf":   Phi(x) = (1 + erf(x / sqrt 2)) / 2
-    approximate="tanh":  Phi(x) ~ (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as GPT-2 has it
+    approximate="tanh":  Phi(x) ~ (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2, as in GPT-2
 
     bias: added to x first; (C,), or none. x, y: (..., C). Saves x.
     backward: dx = dy * (Phi(x) + x Phi'(x)), Phi' the derivative of the formula in use.
@@ -159,9 +157,6 @@ class GELU(Op):
         if approximate not in ("tanh", "erf"):
             raise ValueError(f"GELU: approximate is {approximate!r}, wants 'tanh' or 'erf'")
         self.approximate, self.bias = approximate, bias
-
-    def params(self) -> list[Param]:
-        return [] if self.bias is None else [self.bias]
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         if stash is not None:

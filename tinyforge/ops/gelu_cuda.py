@@ -18,25 +18,21 @@ from tinyforge.backends.cupy_backend import (
 )
 from tinyforge.kernel import Array
 from tinyforge.ops import gelu
+from tinyforge.ops.rows_cuda import launch_elements
 
 FILE = "ops/gelu.cu"
 
 
 @gelu.gelu_fwd.on("cupy")
 def gelu_fwd(x: Array, bias: Array | None, approximate: str) -> Array:
-    x = contiguous(x)
+    x, exact = contiguous(x), int(approximate == "erf")
     y = new(x.shape, x.dtype)
-    if not x.size:
-        return y
-    macros = {"SCALAR": scalar(x.dtype), "EXACT": int(approximate == "erf")}
     if bias is None:
-        vec = vector(x.size, x, y)
-        launch = load(FILE, "gelu_fwd", VEC=vec, **macros)
-        launch(blocks(x.size // vec), (256,), (y, x, np.uint32(x.size // vec)))
-    else:
+        launch_elements(FILE, "gelu_fwd", y, x, EXACT=exact)
+    elif x.size:
         width = x.shape[-1]
         vec = vector(width, x, y, bias)
-        launch = load(FILE, "gelu_fwd_bias", VEC=vec, **macros)
+        launch = load(FILE, "gelu_fwd_bias", SCALAR=scalar(x.dtype), VEC=vec, EXACT=exact)
         launch(blocks(x.size // vec), (256,), (y, x, bias, np.uint32(x.size // vec), np.uint32(width // vec)))
     return y
 
@@ -45,24 +41,19 @@ def gelu_fwd(x: Array, bias: Array | None, approximate: str) -> Array:
 def gelu_bwd(
     hidden: Array | None, dbias: Array | None, dy: Array, x: Array, bias: Array | None, approximate: str
 ) -> Array:
-    dy, x = contiguous(dy), contiguous(x)
+    dy, x, exact = contiguous(dy), contiguous(x), int(approximate == "erf")
     dx = new(x.shape, x.dtype)
-    if not x.size:
-        return dx
-    macros = {"SCALAR": scalar(x.dtype), "EXACT": int(approximate == "erf")}
-    written = (dx,) if hidden is None else (dx, hidden)
     if bias is None:
-        vec = vector(x.size, x, dy, *written)
-        launch = load(FILE, "gelu_bwd", VEC=vec, **macros)
-        launch(blocks(x.size // vec), (256,), (dx, or_null(hidden), dy, x, np.uint32(x.size // vec)))
+        launch_elements(FILE, "gelu_bwd", dx, hidden, dy, x, EXACT=exact)
+    if bias is None or not x.size:
         return dx
     width = x.shape[-1]
-    rows, vec = x.size // width, vector(width, x, dy, bias, *written)
+    rows, vec = x.size // width, vector(width, x, dy, bias, dx, *(() if hidden is None else (hidden,)))
     columns = -(-width // (32 * vec))
-    # Two rounds of the four blocks that a multiprocessor holds; at least 64 rows each.
+    # Two waves of the four blocks that a multiprocessor holds; at least 64 rows each.
     parts = min(-(-rows // 64), -(-8 * processors() // columns))
-    partial = new((parts, width), wide(x.dtype))  # nobody reads it where the bias is frozen
-    launch = load(FILE, "gelu_bwd_bias", VEC=vec, **macros)
+    partial = new((parts, width), wide(x.dtype))  # unused if the bias is frozen
+    launch = load(FILE, "gelu_bwd_bias", SCALAR=scalar(x.dtype), VEC=vec, EXACT=exact)
     arrays = (dx, or_null(hidden), partial, dy, x, bias)
     launch((columns, parts), (32, 8), (*arrays, np.int32(rows), np.int32(width)))
     if dbias is not None:

@@ -1,4 +1,4 @@
-"""GELU and the linear map behind it in one op, which keeps nothing but GELU's input."""
+"""GELU and the linear map after it in one op, which keeps only GELU's input."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def gelu_linear_fwd(
 
 
 @gelu_linear_fwd.on("phantom")
-def gelu_linear_fwd_memory(
-    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None, approximate: str
-) -> Array:
+def gelu_linear_fwd_memory(u: Array, weight: Array) -> Array:
     hidden = empty(u.shape, u.dtype)
     return empty((*u.shape[:-1], weight.shape[0]), hidden.dtype)
 
@@ -49,10 +47,7 @@ def gelu_linear_bwd(
 
 
 @gelu_linear_bwd.on("phantom")
-def gelu_linear_bwd_memory(
-    dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, approximate: str, accumulate: bool = True,
-) -> Array:  # fmt: skip
+def gelu_linear_bwd_memory(dweight: Array | None, u: Array) -> Array:
     _hidden = None if dweight is None else empty(u.shape, u.dtype)
     dhidden = empty(u.shape, u.dtype)
     return empty(u.shape, dhidden.dtype)
@@ -62,8 +57,8 @@ class GELULinear(Op):
     """y = h W^T + b,  h = gelu(u + b_in) by GELU's formula `approximate`: the reference is GELU, then Linear
 
     u: (..., H); W: (O, H); b: (O,), or none; b_in: (H,), or none; y: (..., O). b_in is the bias of the linear map that
-    made u: added here it costs no pass over u. `add`: as in Linear. Saves u: h, as large, is computed again in the pass
-    over u that backward takes anyway:
+    made u: added here it costs no extra pass over u. `add`: as in Linear. Saves u; h, which is as large, is recomputed
+    in the pass over u that backward makes anyway:
 
         dh = dy W,   du = gelu_bwd(dh, u + b_in),   dW += dy^T h,   db += sum over rows of dy,
         db_in += sum over rows of du
@@ -78,11 +73,8 @@ class GELULinear(Op):
     ) -> None:  # fmt: skip
         super().__init__(backend, name)
         self.approximate = approximate
-        self.weight, self.bias, self.input_bias = weight, bias, input_bias
+        self.input_bias, self.weight, self.bias = input_bias, weight, bias
         weight.by_product = True
-
-    def params(self) -> list[Param]:
-        return [p for p in (self.input_bias, self.weight, self.bias) if p is not None]
 
     def forward(self, u: Array, stash: Stash | None = None, *, add: Array | None = None) -> Array:
         if stash is not None:

@@ -3,11 +3,11 @@
 // Kernels:  gemm_naive    out = a b^T, or out += a b^T: out[r, c] = sum over k of a[r, k] b[c, k]
 //           gemm_sum      out = the sum over the parts, or out += it, in their order
 //
-// Idea. gemm_hopper.cu is the fast sibling; both walk through the units of work of gemm.cuh. Here a block's SIDE x SIDE
-// threads each add up one number of a tile. A factor may lie along, with the steps of the sum next to each other in
-// memory, or across, its transpose: `step_a` and `step_b` say how far one step of the sum is.
-//   With more than one part each leaves its sums in a plane of its own, and gemm_sum adds the planes up: the order of
-// the sum depends on the shape and the number of parts alone.
+// Idea. gemm_hopper.cu is the fast sibling; both walk through the units of work of gemm.cuh. Here a block has SIDE x
+// SIDE threads, and each adds up one number of a tile. The steps of the sum are adjacent in memory, or a row apart in a
+// transposed factor: `step_a` and `step_b` are the distances.
+// With more than one part, each part stores its sums in a plane of its own, and gemm_sum adds the planes up. The order
+// of a sum depends only on the shape and the number of parts.
 // Grid: any number of blocks; a thread for each VEC numbers. Block: SIDE x SIDE; 256. Bound by loads; by memory.
 //
 // compile: SCALAR=double RESULT=double VEC=1|2

@@ -1,34 +1,38 @@
 // gemm_hopper: matrix products of bf16, summed in float32, with Hopper's wgmma and TMA (sm_90a). docs/kernels/gemm.md
 // builds it up step by step.
 //
-// Kernels:  gemm_hopper    out = a b^T, or with float32 results out += a b^T, or what an epilogue makes of it
+// Kernels:  gemm_hopper    out = a b^T; with float32 results out += a b^T; or what an epilogue makes of it
 //
-// Idea. A block stays on its multiprocessor and takes unit after unit (gemm.cuh): a tile of ROWS x COLUMNS, over all
-// steps of the sum or a part of them. It has three warpgroups. Of the first, one thread copies: pieces of both factors,
-// DEPTH steps of the sum long, go by TMA round a ring of STAGES buffers, and the copies run on into the next unit. The
-// other two multiply, in one of two schedules:
-//   PINGPONG=0   both work on one tile, ROWS / 2 of its rows each
-//   PINGPONG=1   each has tiles of its own, every second one; while one writes its tile, the other multiplies. A barrier
-//                for each of the two says whose turn it is to multiply. It is needed: parities tell neighbouring rounds
-//                of the ring apart, and a warpgroup that waited for its next tile early could be two rounds ahead.
-// With CLUSTER=2 two blocks, on neighbouring multiprocessors, take tiles above each other. Each copies its own rows of a,
-// and half of the piece of b that both need, to both: a third less to fetch from the L2 cache at 128 x 256. A buffer is
-// then empty when the consumers of both blocks have read it.
-//   A factor lies along, steps of the sum next to each other in memory, or across (hopper.cuh); it is copied as it lies and
-// transposed on its way into the tensor cores:
+// Idea. A persistent kernel: a block stays on its multiprocessor and takes unit after unit (gemm.cuh), a tile of ROWS x
+// COLUMNS over all steps of the sum or a part of them. It is warp-specialised, with three warpgroups.
+//   producer    one thread of the first warpgroup. It copies pieces of both factors, DEPTH steps of the sum long, by
+//               TMA into a ring of STAGES buffers, and runs ahead into the next unit.
+//   consumers   the other two warpgroups multiply, in one of two schedules.
+//     PINGPONG=0   both work on one tile, ROWS / 2 rows each
+//     PINGPONG=1   each has every second tile to itself: while one writes its tile, the other multiplies. A barrier for
+//                  each says whose turn it is to multiply. It is needed: parities only tell neighbouring rounds of the
+//                  ring apart, and a warpgroup that waited early for its next tile could be two rounds ahead.
+// CLUSTER=2: two blocks, on neighbouring multiprocessors, take tiles one above the other. Each copies its own rows of
+// a, and half of the piece of b, which both need, to both blocks: a third less to read from the L2 cache at 128 x 256. A
+// buffer is then empty when the consumers of both blocks have read it.
+//
+// A factor is stored along, with the steps of the sum adjacent in memory, or across (hopper.cuh). It is copied as it
+// is, and transposed on its way into the tensor cores:
 //   PRODUCT=FORWARD    y = x W^T       both along
 //   PRODUCT=INPUT      dx = dy W       dy along, W across
 //   PRODUCT=WEIGHT     dW += dy^T x    both across; in float32
-// What a box has outside its array is 0, so a last piece of the sum and last tiles need no other code; what lies outside of
-// `out` is not written.
-//   EPILOGUE: what would be a pass over memory of its own is done to a tile while it is in registers, and, with PINGPONG,
-// while the other warpgroup multiplies. Sums are rounded to bf16 first, so that the bits are those of the separate pass:
-//   SWIGLU             of gate|up = x W^T, with h = silu(gate) up beside it. A tile has COLUMNS / 2 columns of the gate and
-//                      the same of up: two boxes of W.
-//   SWIGLU_BACKWARD    of dh = dy W: dgate|dup and h, from gate|up; dh itself is not written. A thread of its own copies a
-//                      tile's gate|up ahead, in pieces of 64 rows and 64 columns, round buffers of their own.
-//   ROPE               of q|k|v = x W^T, heads of 64: each pair of q and k is turned by the angle of its position
-//   With `splits` parts of the sum, `out` has a plane in float32 for each, which gemm_sum (gemm.cu) adds up in their order.
+// TMA fills the part of a box outside its array with 0, so that the last piece of a sum and the last tiles need no other
+// code; stores outside of `out` are left out. With `splits` parts of the sum, `out` has a float32 plane for each, which
+// gemm_sum (gemm.cu) adds up in order.
+//
+// EPILOGUE: an elementwise pass is fused into the store of a tile, while it is in registers, and, with PINGPONG, while
+// the other warpgroup multiplies. Sums are rounded to bf16 first, so that the bits are those of the separate pass:
+//   SWIGLU             of gate|up = x W^T, with h = silu(gate) up beside it. A tile has COLUMNS / 2 columns of the gate
+//                      and the same columns of up: two boxes of W.
+//   SWIGLU_BACKWARD    of dh = dy W: dgate|dup and h, from gate|up; dh itself is not written. A thread of its own
+//                      prefetches a tile's gate|up, in pieces of 64 rows and 64 columns, into buffers of their own.
+//   ROPE               of q|k|v = x W^T, heads of 64: each pair of q and k is rotated by the angle of its position
+//
 // Grid: a multiple of CLUSTER blocks, one for each multiprocessor. Block: THREADS. Shared memory: STAGES x (ROWS +
 // COLUMNS) x 128 bytes, a tile's gate|up, and the barriers. Bound by tensor cores.
 //
@@ -60,7 +64,7 @@
 
 #define DEPTH 64
 #define THREADS 384
-#define LINE 128      // bytes of a line: 64 numbers, steps of the sum or what stays
+#define LINE 128      // bytes of a line: 64 numbers along the sum, or across it
 #define BARRIERS 256  // bytes: full and empty of each stage, the turns, and of gate|up
 #define PIECE 16384   // bytes of 64 rows and 64 columns of gate|up
 #define PIECES 4      // of a tile of SWIGLU_BACKWARD
@@ -89,13 +93,13 @@ typedef SCALAR Result;
 #endif
 
 constexpr bool ACROSS_A = PRODUCT == WEIGHT && FACTORS == BF16, ACROSS_B = PRODUCT != FORWARD && FACTORS == BF16;
-constexpr bool IN_PARTS = PRODUCT == WEIGHT;  // the sum may be cut: elsewhere there are tiles enough
+constexpr bool IN_PARTS = PRODUCT == WEIGHT;  // the sum may be cut; elsewhere there are enough tiles
 constexpr int LEFT = ROWS * LINE, RIGHT = COLUMNS * LINE;  // bytes of a piece of a factor, 64 numbers by so many
 constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that work on one tile
-constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 rows that each of them does
+constexpr int BLOCKS = ROWS / SHARERS / 64;                // products of 64 rows for each of them
 constexpr int WIDE = EPILOGUE == SWIGLU ? COLUMNS / 2 : COLUMNS;  // columns of the result from one tile to the next
-constexpr int GATES = STAGES * (LEFT + RIGHT);             // where gate|up begins in shared memory
-constexpr int BEHIND = GATES + (EPILOGUE == SWIGLU_BACKWARD ? PIECES * PIECE : 0);  // and the barriers
+constexpr int GATES = STAGES * (LEFT + RIGHT);             // offset of gate|up in shared memory
+constexpr int BEHIND = GATES + (EPILOGUE == SWIGLU_BACKWARD ? PIECES * PIECE : 0);  // and of the barriers
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2), "");
 static_assert((2 * STAGES + 2 + 3 * PIECES) * 8 <= BARRIERS, "");
@@ -105,7 +109,7 @@ static_assert(EPILOGUE != SWIGLU_BACKWARD || (PINGPONG && ROWS / 64 * (COLUMNS /
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, gate|up, the barriers
 
-// Where in the ring of buffers a warp stands. Phases alternate each time round.
+// A warp's position in the ring of buffers. The phase flips each time round.
 struct Ring {
     u32 base, slot = 0, phase = 0;
 
@@ -114,10 +118,10 @@ struct Ring {
     __device__ __forceinline__ u32 right() const { return left() + LEFT; }
     __device__ __forceinline__ u32 full() const { return base + BEHIND + slot * 8; }
     __device__ __forceinline__ u32 empty() const { return full() + STAGES * 8; }
-    // Says that warpgroup 0 or 1 may multiply.
+    // The barrier that lets warpgroup 0 or 1 multiply.
     __device__ __forceinline__ u32 turn(int group) const { return base + BEHIND + (2 * STAGES + group) * 8; }
-    // Of a piece of gate|up: that it is there, for the warpgroup whose tile it is of, and that it has been read. A buffer
-    // serves both warpgroups in turn; with one barrier for both, a parity could be of the other's round.
+    // The barriers of a piece of gate|up: full, one for each warpgroup, and empty. A buffer serves both warpgroups in
+    // turn; with one full barrier for both, a parity could belong to the other's round.
     __device__ __forceinline__ u32 gates_full(int group, int piece) const { return turn(2 + group * PIECES + piece); }
     __device__ __forceinline__ u32 gates_empty(int piece) const { return turn(2 + 2 * PIECES + piece); }
     __device__ __forceinline__ void next() {
@@ -130,8 +134,8 @@ struct Ring {
     }
 };
 
-// Full: the copying thread has arrived, and TMA's bytes. Empty: the four warps of each warpgroup that reads the buffer,
-// in each block. A turn: the four warps of the other warpgroup. Of gate|up the same with a single warpgroup.
+// Arrivals. Full: the copying thread, and TMA's bytes. Empty: the four warps of each warpgroup that reads the buffer,
+// in each block. A turn: the four warps of the other warpgroup. For gate|up the same with a single warpgroup.
 __device__ __forceinline__ void make_barriers() {
     if (threadIdx.x == 0) {
         Ring ring;
@@ -153,7 +157,8 @@ __device__ __forceinline__ void make_barriers() {
     else __syncthreads();
 }
 
-// Starts the copies of a buffer: DEPTH steps of the sum from k on, of a tile's rows and columns. half: columns of the gate.
+// Starts the copies into a buffer: DEPTH steps of the sum from k on, of a tile's rows and columns. half: columns of the
+// gate.
 __device__ __forceinline__ void copy_pieces(
     const Ring &ring, const TensorMap *a, const TensorMap *b, int row, int column, int k, u32 rank, int half
 ) {
@@ -173,7 +178,7 @@ __device__ __forceinline__ void copy_pieces(
             copy_box(ring.right(), b, k, column, 0, full);
             if constexpr (EPILOGUE == SWIGLU) copy_box(ring.right() + WIDE * LINE, b, k, half + column, 0, full);
         }
-    } else {  // this block's half, to both
+    } else {  // this block's half, to both blocks
         constexpr int LINES = (ACROSS_B ? DEPTH : COLUMNS) / CLUSTER;
         const int first = rank * LINES;
         const u32 to = ring.right() + first * LINE;
@@ -187,7 +192,7 @@ __device__ __forceinline__ void copy_pieces(
     barrier_arrive(full);
 }
 
-// Copies gate|up of tile after tile, which the epilogues of the two warpgroups read in turn. parity: of the phase of
+// Copies gate|up of a tile; the epilogues of the two warpgroups read tiles in turn. parity: of the phase of
 // `gates_empty` that this tile waits for. half: columns of the gate.
 __device__ __forceinline__ void copy_gates(
     const TensorMap *gu, int group, u32 parity, int row, int column, int half
@@ -205,12 +210,12 @@ __device__ __forceinline__ void copy_gates(
     }
 }
 
-// The side of a warpgroup that multiplies.
+// A warpgroup that multiplies.
 struct Products {
     Ring ring;
     float sum[BLOCKS][COLUMNS / 8][4] = {};
     int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
-    int top = PINGPONG ? 0 : group * (ROWS / 2);  // of the tile: this warpgroup's first row
+    int top = PINGPONG ? 0 : group * (ROWS / 2);  // this warpgroup's first row of the tile
 
     __device__ __forceinline__ void release(u32 empty) const {
         if constexpr (CLUSTER > 1) {
@@ -220,7 +225,7 @@ struct Products {
         }
     }
 
-    // The sums of a unit of so many steps. `meanwhile` runs while the tensor cores have the first buffer.
+    // The sums of a unit of `steps` steps. `meanwhile` runs while the tensor cores work on the first buffer.
     template <class Function>
     __device__ __forceinline__ void multiply(int steps, Function meanwhile) {
         u32 last = 0;  // the barrier of the buffer that is being read
@@ -250,7 +255,7 @@ struct Products {
             last = ring.empty();
             ring.next();
         }
-        // The last of its buffers was full: those that come next are the other's.
+        // All buffers of this unit have arrived: the next ones are the other warpgroup's.
         if (PINGPONG && lane == 0) barrier_arrive(ring.turn(group ^ 1));
         multiply_wait<0>();
         release(last);
@@ -258,7 +263,7 @@ struct Products {
         for (int i = 0; i < BLOCKS; i++) settled(sum[i]);
     }
 
-    // Multiplies by the scales of the rows of a and of the weight.
+    // Multiplies the sums by the scales of their rows: scales[i][0] for the first row of block i, [1] for its other row.
     __device__ __forceinline__ void rescale(const float (&scales)[BLOCKS][2]) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
@@ -270,10 +275,10 @@ struct Products {
         }
     }
 
-    // Of the tile: the first of the rows of block i of which this thread has sums; the others are 8 below.
+    // The row of the tile of this thread's first sums in block i; its other row is 8 below.
     __device__ __forceinline__ int row_of(int i) const { return top + i * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4; }
 
-    // out: the tile's first number; rows, columns: how many there are from there on.
+    // out: the tile's first number; rows, columns: what is left of `out` from there on.
     template <class R>
     __device__ __forceinline__ void write(R *out, int stride, int rows, int columns, bool accumulate) const {
 #pragma unroll
@@ -308,8 +313,9 @@ struct Products {
         }
     }
 
-    // The sums of block i, rounded, and each row's 8 columns in one thread: half of the registers. The sums become 0, since
-    // the next product reads what is there even though it does not use it: they would be kept for that.
+    // The sums of block i, rounded, with 8 adjacent columns of a row in one thread: half of the registers. The sums are
+    // set to 0, because the next product formally reads them, though it does not use them: they would stay in
+    // registers.
     template <class R>
     __device__ __forceinline__ void take_rounded(Pack<R, 8> (&taken)[2][COLUMNS / 32], int i) {
 #pragma unroll
@@ -323,8 +329,8 @@ struct Products {
         }
     }
 
-    // dgate|dup, and h where there is room for it, from the sums dh and from gate|up, which copy_gates brings. parity: of the
-    // phase of `gates_full` that it waits for. Arguments as above.
+    // dgate|dup, and h unless `hidden` is null, from the sums dh and from gate|up, which copy_gates loads. parity: of
+    // the phase of `gates_full` that it waits for. Other arguments as above.
     template <class R>
     __device__ __forceinline__ void write_swiglu_backward(
         R *dgu, R *hidden, u32 parity, int stride, int half, int rows, int columns
@@ -368,19 +374,19 @@ struct Products {
         }
     }
 
-    // q|k|v with q and k turned. out: the tile's first number; token: of the tile's first row, which is at position token %
-    // positions; turned_columns: how many there are of q and k from there on.
+    // q|k|v with q and k rotated. out: the tile's first number; token: of the tile's first row, at position token %
+    // positions; rotated_columns: how many columns of q and k are left from there on.
     template <class R>
     __device__ __forceinline__ void write_rope(
         R *out, int stride, int rows, int columns, const float *cosines, const float *sines, int token, int positions,
-        int turned_columns
+        int rotated_columns
     ) {
         const int first = lane % 4 * 8;
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
             Pack<R, 8> taken[2][COLUMNS / 32];
             take_rounded(taken, i);
-            asm volatile("" ::: "memory");  // the angles come when their registers are free, and before any store
+            asm volatile("" ::: "memory");  // loads the angles when their registers are free, and before any store
             Pack<float, 8> c[2], s[2];
 #pragma unroll
             for (int below = 0; below < 2; below++) {
@@ -394,7 +400,7 @@ struct Products {
 #pragma unroll
                 for (int n = 0; n < COLUMNS / 32; n += 2) {
                     Pack<R, 8> &left = taken[below][n], &right = taken[below][n + 1];
-                    if (32 * n < turned_columns) turn(left, right, c[below], s[below]);
+                    if (32 * n < rotated_columns) rotate(left, right, c[below], s[below]);
                     if (row < rows && 32 * n < columns) {
                         store(to + 32 * n, left);
                         store(to + 32 * n + HEAD / 2, right);
@@ -407,21 +413,21 @@ struct Products {
 
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
-// FP8: maps and `depth` count pairs of numbers. scales: of a, one for each row if by_row, else one; weight_scale: of b.
+// In FP8 the maps and `depth` count pairs of numbers. scales: of a, one per row if by_row, else one; weight_scale: of b.
 #if FACTORS == BF16
 #define FP8_ARGUMENTS
 #else
 #define FP8_ARGUMENTS , const float *scales, const float *weight_scale, int by_row
 #endif
 
-// With an epilogue of SwiGLU `columns` are those of h, of which `hidden` has no gaps; out and gu have rows of 2 x columns.
-// Of ROPE the first `turned_columns` are q and k; a row is a token, at position row % positions.
+// With an epilogue of SwiGLU, `columns` are those of h, which `hidden` stores without gaps; out and gu have rows of 2 x
+// columns. With ROPE, the first `rotated_columns` are q and k; a row is a token, at position row % positions.
 #if EPILOGUE == SWIGLU
 #define MORE_ARGUMENTS , Result *hidden
 #elif EPILOGUE == SWIGLU_BACKWARD
 #define MORE_ARGUMENTS , Result *hidden, const __grid_constant__ TensorMap gu
 #elif EPILOGUE == ROPE
-#define MORE_ARGUMENTS , const float *cosines, const float *sines, int positions, int turned_columns
+#define MORE_ARGUMENTS , const float *cosines, const float *sines, int positions, int rotated_columns
 #else
 #define MORE_ARGUMENTS
 #endif
@@ -480,8 +486,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
 #if FACTORS != BF16
             float of_rows[BLOCKS][2];
 #endif
-            // Where the tile lies, and which unit comes next. Divisions take some hundred clocks; the empty instruction
-            // keeps the compiler from putting them off.
+            // The place of this tile, and the next unit. Divisions take some hundred clocks; the empty instruction
+            // keeps the compiler from moving them past the product.
             products.multiply(steps, [&] {
                 row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * WIDE;
                 if constexpr (IN_PARTS) split = unit.split;
@@ -512,11 +518,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
             products.write_swiglu_backward(to, hidden ? hidden + at : nullptr, gates_parity, stride, columns, below, beside);
             gates_parity ^= 1;
 #else
-            products.write_rope(to, stride, below, beside, cosines, sines, row, positions, turned_columns - column);
+            products.write_rope(to, stride, below, beside, cosines, sines, row, positions, rotated_columns - column);
 #endif
         }
     }
-    if constexpr (CLUSTER > 1) {  // the other block's copies and arrivals come here until it is done too
+    if constexpr (CLUSTER > 1) {  // the other block copies and arrives here until it is done too
         __syncwarp();
         cluster_sync();
     }

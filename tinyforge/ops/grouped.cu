@@ -5,9 +5,9 @@
 //           grouped_bwd_weight    dW_e += sum over the rows r of expert e of dy_t(r) x_t(r)^T
 //
 // Idea. A block computes SIDE x SIDE numbers of a product, a thread one of them, from SIDE x SIDE pieces of the two
-// factors in shared memory: the matrix product of a first course in CUDA. What is special to groups is find_tile
-// (grouped.cuh), and that row r is fetched from where tokens[r] says, or from r where tokens is null.
-// grouped_mma.cu has the same on tensor cores; it is what trains, and this is what it is checked against.
+// factors in shared memory: the matrix product of a first course in CUDA. Two things are special to groups: find_tile
+// (grouped.cuh), and that row r is loaded from row tokens[r], or from row r where tokens is null.
+// grouped_mma.cu does the same on tensor cores; training uses that one, and tests compare it with this one.
 // Grid: (columns / SIDE, tiles); grouped_bwd_weight (I / SIDE, O / SIDE, E). Block: SIDE x SIDE, in one dimension.
 //
 // compile: SCALAR=double|float|bf16
@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiply(
     const int i = threadIdx.x / SIDE, j = threadIdx.x % SIDE, row = first + i, column = blockIdx.x * SIDE + j;
     const T *w = weight + i64(expert) * columns * depth;
     const i64 from = row >= stop ? 0 : tokens ? tokens[row] : row;
-    const int other = blockIdx.x * SIDE + i;  // the column that this thread fetches where depth is the last axis
+    const int other = blockIdx.x * SIDE + i;  // the column that this thread loads where depth is the last axis
     A sum = 0;
     for (int k = 0; k < depth; k += SIDE) {
         left[i][j] = row < stop && k + j < depth ? widen(x[from * depth + k + j]) : A(0);

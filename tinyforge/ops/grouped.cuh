@@ -1,10 +1,10 @@
-// What the grouped products share: which expert, and which of its rows, a block works on.
+// What the grouped products share: the expert, and the rows of it, that a block works on.
 
 #include "ops/common.cuh"
 
-// The rows of all experts are cut into tiles of `size`, each expert's last one shorter. Finds tile number `tile`: its
-// expert and rows `first` to `stop`, where the expert's rows end. False past the last tile: there are fewer than a
-// launch, which does not know the starts, allows for. Called by whole warps of a block of one dimension.
+// The rows of each expert are cut into tiles of `size`, the last one shorter. Finds tile number `tile`: its expert, its
+// first row, and `stop`, where the expert's rows end. Returns false past the last tile: a launch does not know the
+// starts, and allows for the most tiles that there can be. Called by whole warps of a one-dimensional block.
 __device__ __forceinline__ bool find_tile(
     int tile, const int *starts, int experts, int size, int &expert, int &first, int &stop
 ) {

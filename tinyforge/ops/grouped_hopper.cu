@@ -4,18 +4,20 @@
 //           grouped_bwd_input     dx_r = W_e^T dy_t(r)
 //           grouped_bwd_weight    dW_e += sum over the rows r of expert e of dy_t(r) x_t(r)^T, in float32
 //
-// Idea. A block stays on its multiprocessor and takes tile after tile, ROWS x COLUMNS of an expert's product, until
-// there are no more. It has three warpgroups. One copies: pieces of both factors, DEPTH long in the direction that is
-// summed over, go round STAGES buffers, and the copies run on into the next tile. Two multiply, each 64 rows of the
-// tile, 128 sums a thread. Two barriers for each buffer say that it is full, and that it is empty.
-//   Rows, which are gathered by tokens, come by cp.async, 16 bytes at a time: TMA on Hopper cannot gather, and a row
-// that is not there must be 0. Weights come by TMA: one thread starts a copy of 32 KB. In dW both factors are rows, and
-// what is summed over ends where the expert's rows end: the zeros behind it make the sum exact. There TMA takes those
+// Idea. A persistent kernel: a block takes tile after tile, ROWS x COLUMNS of an expert's product, until there are no
+// more. It has three warpgroups.
+//   producer    The first. It copies pieces of both factors, DEPTH long in the direction that is summed over, into a
+//               ring of STAGES buffers, and runs ahead into the next tile. Rows that are gathered by tokens are copied
+//               by cp.async, 16 bytes at a time, since TMA on Hopper cannot gather, and missing rows must become 0.
+//               Weights are copied by TMA: one thread starts a copy of 32 KB.
+//   consumers   The other two multiply, each 64 rows of the tile, 128 sums a thread. Results are stored from registers:
+//               those in bf16 are exchanged among the four threads of a row, so that each writes 16 bytes; those of dW
+//               are added to float32, 32 bytes for four threads.
+//   barriers    Each buffer has two, full and empty.
+// In dW both factors are rows, and the sum ends where the expert's rows end: zeros after them keep it exact. TMA copies
 // rows that are not gathered, up to the expert's last whole buffer.
-//   The sums go to memory from the registers. Results in bf16 change places among the four threads of a row, so
-// that each writes 16 bytes; those of dW are added to float32, 32 bytes for four threads.
-// Grid: a block for each multiprocessor. Block: THREADS. Shared memory: STAGES x 48 KB, and the barriers.
-// Bound by tensor cores.
+// Grid: a block for each multiprocessor. Block: THREADS. Shared memory: STAGES x 48 KB, and the barriers. Bound by
+// tensor cores.
 //
 // compile: arch=sm_90a SCALAR=bf16
 // spills: none
@@ -24,7 +26,6 @@
 #include "ops/hopper.cuh"
 
 typedef SCALAR T;
-typedef Pack<T, 8> Piece;  // 16 bytes, what a thread copies at a time
 
 #define ROWS 128
 #define COLUMNS 256
@@ -33,12 +34,12 @@ typedef Pack<T, 8> Piece;  // 16 bytes, what a thread copies at a time
 #define THREADS 384
 #define LEFT 16384   // bytes of the left factor's piece: 128 x 64
 #define RIGHT 32768  // of the right one's: 256 x 64
-#define CHUNK 8192   // of 64 lines: where lines are steps of the sum, 64 of the 128 or 256 that stay
+#define CHUNK 8192   // of 64 lines; where lines are steps of the sum, 64 of the 128 or 256 rows or columns
 #define BARRIERS 64  // bytes: full and empty of each stage
 
 extern __shared__ __align__(1024) unsigned char room[];  // the stages, then the barriers
 
-// Where in the ring of buffers a warp stands. Phases alternate each time round.
+// A warp's position in the ring of buffers. The phase flips each time round.
 struct Ring {
     u32 base, slot = 0, phase = 0;
 
@@ -52,7 +53,7 @@ struct Ring {
     }
 };
 
-// Full: each of the 128 copying threads has arrived, and TMA's bytes. Empty: each of the 8 multiplying warps has.
+// Arrivals. Full: each of the 128 copying threads, and TMA's bytes. Empty: each of the 8 multiplying warps.
 __device__ __forceinline__ void make_barriers() {
     if (threadIdx.x == 0) {
         Ring ring;
@@ -65,11 +66,10 @@ __device__ __forceinline__ void make_barriers() {
     __syncthreads();
 }
 
-// The side of the copying warpgroup: buffers are announced one later than their copies were started, when these have
-// arrived.
+// The producer. It arrives at a buffer's full barrier when the copies have arrived: one buffer after it started them.
 struct Copies {
     Ring ring;
-    u32 started = 0;  // the barrier of the buffer that is under way
+    u32 started = 0;  // the full barrier of the buffer in flight
 
     __device__ __forceinline__ void begin() { barrier_wait(ring.empty(), ring.phase ^ 1); }
     __device__ __forceinline__ void end() {
@@ -89,12 +89,12 @@ struct Copies {
     }
 };
 
-// The side of a multiplying warpgroup.
+// A warpgroup that multiplies.
 struct Products {
     Ring ring;
     float sum[32][4] = {};
     int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
-    int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // of the tile: this thread holds row and row + 8
+    int row = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;  // this thread holds row and row + 8 of the tile
 
     // The sums of a tile, over `steps` buffers.
     template <int A_ACROSS, int B_ACROSS>
@@ -194,14 +194,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grouped_bwd_input(
     multiply<true>(dx, dy, &weight, tokens, starts, columns, depth, experts);
 }
 
-// Rows of one array as steps of the sum, WIDE of its columns: 128 or 256. Those of a buffer come by TMA where they lie next
-// to each other and are all the expert's, else one by one: a copying thread takes line, line + 8, ...
+// Rows of one array as steps of the sum, WIDE of its columns: 128 or 256. A buffer is copied by TMA where its rows are
+// contiguous and all belong to the expert, else row by row: a copying thread takes line, line + 8, ...
 template <int WIDE>
 struct Steps {
     const T *from;
     const TensorMap *map;
     const int *tokens;
-    int width, first, stop;  // `first`: this thread's of the buffer that comes next
+    int width, first, stop;  // first: this thread's first row of the next buffer
     int ids[8];
 
     __device__ __forceinline__ Steps(const T *from, const TensorMap *map, const int *tokens, int width)
@@ -218,8 +218,8 @@ struct Steps {
             found[i] = row >= stop ? -1 : tokens ? tokens[row] : row;
         }
     }
-    // Starts the copies of a buffer that begins at row k, to `to`. column: of the tile. Which row comes next is looked up
-    // first: the numbers are there when they are needed.
+    // Starts the copies of a buffer that begins at row k, to `to`. column: of the tile. The rows of the next buffer are
+    // looked up first, so that they are in registers when they are needed.
     __device__ __forceinline__ void copy(u32 to, u32 full, int k, int column) {
         first += DEPTH;
         if (!tokens && k + DEPTH <= stop) {
@@ -228,7 +228,7 @@ struct Steps {
 #pragma unroll
                 for (int c = 0; c < WIDE; c += 64) copy_box(to + c / 64 * CHUNK, map, column + c, k, 0, full);
             }
-            if (k + 2 * DEPTH > stop) look(ids);  // the last buffer comes row by row
+            if (k + 2 * DEPTH > stop) look(ids);  // the last buffer is copied row by row
             return;
         }
         int next[8];

@@ -4,17 +4,17 @@
 //           grouped_bwd_input     dx_r = W_e^T dy_t(r)
 //           grouped_bwd_weight    dW_e += sum over the rows r of expert e of dy_t(r) x_t(r)^T, in float32
 //
-// Idea. A block computes a tile of ROWS x COLUMNS of one expert's product and looks up which, and from where to
-// where, on the device (grouped.cuh): the host never learns how many rows an expert has. The grid has a block for the
-// most tiles that there can be, R / ROWS + E; those past the last return at once.
-//   Pieces of the two factors, DEPTH long in the direction that is summed over, go through STAGES buffers in shared
-// memory by asynchronous copies. A copy moves 16 bytes and takes its row from tokens[r], so that rows are gathered
-// where they are read and no sorted copy of x or dy exists. Four warps compute 64 x 64 each, so that what is fetched
-// from shared memory is used in 8 products, or 4. Two blocks are on a multiprocessor: one fills its pipeline, or
-// writes, while the other multiplies.
-//   A factor lies in memory either with the direction that is summed over along its rows (x and W in the forward
-// product), or across them (W in the product for dx; both in the one for dW). It is copied as it lies, and ldmatrix
-// turns what lies across: TRANSPOSED.
+// Idea. A block computes a tile of ROWS x COLUMNS of one expert's product. It finds the expert and its rows on the
+// device (grouped.cuh): the host never learns how many rows an expert has. The grid has a block for the most tiles that
+// there can be, R / ROWS + E; those past the last return at once.
+//   pipeline   Pieces of the two factors, DEPTH long in the direction that is summed over, go through STAGES buffers in
+//              shared memory by cp.async. A copy moves 16 bytes, and takes its row from tokens[r]: rows are gathered
+//              where they are read, and no sorted copy of x or dy exists.
+//   products   Four warps compute 64 x 64 each, so that a fragment loaded from shared memory is used in 8 products, or
+//              4. Two blocks share a multiprocessor: one fills its pipeline, or stores, while the other multiplies.
+//   layout     The direction that is summed over runs along a factor's rows (x and W in the forward product), or across
+//              them (W in the product for dx; both factors in dW). A factor is copied as it is; where it is TRANSPOSED,
+//              ldmatrix transposes it.
 // Grid: (columns / COLUMNS, tiles); grouped_bwd_weight (I / COLUMNS, O / ROWS, E). Block: THREADS. Shared memory:
 // STAGES x 32 KB. Bound by tensor cores.
 //
@@ -24,7 +24,6 @@
 #include "ops/grouped.cuh"
 
 typedef SCALAR T;
-typedef Pack<T, 8> Piece;  // 16 bytes, what is copied at a time
 
 #define ROWS 128
 #define COLUMNS 128
@@ -36,23 +35,9 @@ typedef Pack<T, 8> Piece;  // 16 bytes, what is copied at a time
 
 extern __shared__ uint4 room[];  // STAGES x 2 x FACTOR bytes
 
-// Four 8 x 8 matrices, one address a lane: of row lane % 8 of matrix lane / 8.
-__device__ __forceinline__ void load_matrices(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
-__device__ __forceinline__ void load_matrices_transposed(u32 (&x)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(from)
-                 : "memory");
-}
-
-// A factor, 128 wide in the direction that stays and as deep as the sum. A thread copies 8 of a piece's 1,024 vectors.
-// TRANSPOSED: the array's rows are steps of the sum, and tokens, if any, say which array row a step is.
-// Otherwise: the array's rows are what stays, and tokens say which array row each of them is.
+// A factor: 128 rows or columns of the product, and as deep as the sum. A thread copies 8 of a piece's 1,024 vectors.
+// TRANSPOSED: the array's rows are steps of the sum. Otherwise they are rows or columns of the product. In both cases
+// `tokens`, unless null, maps them to rows of the array.
 template <bool TRANSPOSED>
 struct Factor {
     static constexpr int PIECES = TRANSPOSED ? 16 : 8;     // of 16 bytes, in a row of a piece
@@ -60,7 +45,7 @@ struct Factor {
     const T *from;
     const int *tokens;
     int stride, wide, deep;  // elements between array rows; how much of the 128, and of the sum, there is
-    int ids[8];              // the array rows of this thread's copies
+    int ids[8];              // array rows of this thread's copies
 
     __device__ __forceinline__ Factor(const T *from, const int *tokens, int stride, int wide, int deep)
         : from(from), tokens(tokens), stride(stride), wide(wide), deep(deep) {
@@ -69,7 +54,7 @@ struct Factor {
 
     __device__ __forceinline__ static int row(int i) { return threadIdx.x / PIECES + i * APART; }
 
-    // Looks up the array rows for the piece at k; when they do not change, once is enough.
+    // Looks up the array rows for the piece at k; once is enough where they do not depend on k.
     __device__ __forceinline__ void look(int k) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -79,7 +64,7 @@ struct Factor {
         }
     }
 
-    // Starts the copies of the piece at k; what lies outside becomes 0.
+    // Starts the copies of the piece at k; elements outside the factor become 0.
     __device__ __forceinline__ void fetch(u32 to, int k) {
         const int piece = threadIdx.x % PIECES, column = (TRANSPOSED ? 0 : k) + piece * 8;
         const bool inside = column < (TRANSPOSED ? wide : deep);
@@ -88,7 +73,7 @@ struct Factor {
             const bool there = inside && ids[i] >= 0;
             copy_async(to + place(row(i), piece), there ? from + i64(ids[i]) * stride + column : from, there);
         }
-        if (TRANSPOSED) look(k + DEPTH);  // for the next fetch: the numbers are there by then
+        if (TRANSPOSED) look(k + DEPTH);  // for the next fetch, when the numbers will have arrived
     }
 
     // The byte of a piece in shared memory. The exclusive or puts the same column of 8 rows into different banks.
@@ -99,15 +84,15 @@ struct Factor {
     // A of mma.m16n8k16 (see common.cuh): rows m to m + 15, steps k to k + 15 of the piece.
     __device__ __forceinline__ static void left(u32 (&a)[4], u32 at, int m, int k) {
         const int lane = threadIdx.x % 32, low = lane % 8, odd = lane / 8 % 2, high = lane / 16;
-        if (TRANSPOSED) load_matrices_transposed(a, at + place(k + low + high * 8, m / 8 + odd));
-        else load_matrices(a, at + place(m + low + odd * 8, k / 8 + high));
+        if (TRANSPOSED) load_matrix_transposed(a, at + place(k + low + high * 8, m / 8 + odd));
+        else load_matrix(a, at + place(m + low + odd * 8, k / 8 + high));
     }
 
     // B of two products: columns n to n + 7 in b[0..1], n + 8 to n + 15 in b[2..3].
     __device__ __forceinline__ static void right(u32 (&b)[4], u32 at, int n, int k) {
         const int lane = threadIdx.x % 32, low = lane % 8, odd = lane / 8 % 2, high = lane / 16;
-        if (TRANSPOSED) load_matrices_transposed(b, at + place(k + low + odd * 8, n / 8 + high));
-        else load_matrices(b, at + place(n + low + high * 8, k / 8 + odd));
+        if (TRANSPOSED) load_matrix_transposed(b, at + place(k + low + odd * 8, n / 8 + high));
+        else load_matrix(b, at + place(n + low + high * 8, k / 8 + odd));
     }
 };
 
@@ -125,11 +110,11 @@ struct Tile {
 #pragma unroll
         for (int s = 0; s < STAGES - 1; s++) {
             if (s < steps) fetch(left, right, base, s, s);
-            copy_commit();  // an empty group past the last, so that counting groups counts steps
+            copy_commit();  // empty groups past the last: the number of groups is the number of steps
         }
         for (int step = 0, slot = 0; step < steps; step++) {
             copy_wait<STAGES - 2>();
-            __syncthreads();  // all have this step's pieces, and have done with the last one's
+            __syncthreads();  // this step's pieces have arrived for all, and no thread still reads the last step's
             const int ahead = step + STAGES - 1;
             if (ahead < steps) fetch(left, right, base, ahead, slot == 0 ? STAGES - 1 : slot - 1);
             copy_commit();
@@ -164,7 +149,7 @@ struct Tile {
         right.fetch(base + slot * 2 * FACTOR + FACTOR, step * DEPTH);
     }
 
-    // Calls use(row, column, two sums side by side) for all that this thread holds.
+    // Calls use(row, column, two adjacent sums) for all that this thread holds.
     template <class Use>
     __device__ __forceinline__ void each(Use use) const {
         const int row = m() + threadIdx.x % 32 / 4, column = n() + threadIdx.x % 4 * 2;
@@ -178,7 +163,7 @@ struct Tile {
         }
     }
 
-    // Rounded, by way of shared memory, so that 16 bytes are written at a time. out: the tile's first number.
+    // Stores the rounded sums by way of shared memory, 16 bytes at a time. out: the tile's first number.
     __device__ __forceinline__ void write(T *out, int stride, int rows, int columns) const {
         T *shared = reinterpret_cast<T *>(room);
         each([&](int row, int column, float x, float y) {
@@ -234,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) grouped_bwd_weight(
     const int expert = blockIdx.z, first = starts[expert], rows = starts[expert + 1] - first;
     if (rows == 0) return;
     const int out = blockIdx.y * ROWS, in = blockIdx.x * COLUMNS;
-    // Without tokens the rows begin at `first`, with them the tokens do.
+    // Without tokens the rows begin at `first`; with them, the tokens do.
     Factor<true> left(dy + out + (dy_tokens ? 0 : i64(first) * outs), dy_tokens ? dy_tokens + first : dy_tokens,
                       outs, outs - out, rows);
     Factor<true> right(x + in + (x_tokens ? 0 : i64(first) * ins), x_tokens ? x_tokens + first : x_tokens,

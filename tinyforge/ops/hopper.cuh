@@ -1,35 +1,37 @@
-// Hopper's instructions (sm_90a): products by a warpgroup (wgmma), barriers in shared memory, copies by the tensor copy
-// engine (TMA), pairs of blocks that share their copies (clusters). Needs common.cuh, pasted in before it. Who uses it:
-// attention_hopper.cu, attention_tma.cu, gemm_hopper.cu, grouped_hopper.cu.
+// Hopper's instructions (sm_90a): products by a warpgroup (wgmma), mbarriers, copies by the Tensor Memory Accelerator
+// (TMA), and clusters of blocks that share their copies. Needs common.cuh, included before it. Used by
+// attention_hopper.cu, attention_tma.cu, gemm_hopper.cu and grouped_hopper.cu.
 //
-// wgmma takes both factors from shared memory, in lines of 128 bytes, 64 numbers of bf16, under the 128-byte swizzle: the
-// 16-byte column c of line r lies at r * 128 + (c ^ r % 8) * 16 from a multiple of 1024. TMA writes this layout; copies
-// of single pieces must follow it. Two ways in which a factor may lie, n being the direction that stays (rows or columns
-// of the product) and k the one that is summed over:
-//   along    a line is one n, and 64 steps of k: x and W in x W^T
-//   across   a line is one k, and 64 of n; more than 64 of n are several such arrays of lines, `chunk` bytes apart
+// wgmma reads a factor from shared memory, in lines of 128 bytes, 64 numbers of bf16, under the 128-byte swizzle: the
+// 16-byte column c of line r is at r * 128 + (c ^ r % 8) * 16 from a multiple of 1024. TMA writes this layout; copies
+// of single pieces must follow it. A factor is stored in one of two ways, n being the direction that stays (rows or
+// columns of the product) and k the one that is summed over:
+//   along    a line is one n, and 64 steps of k: x and W in x W^T (K-major)
+//   across   a line is one k, and 64 of n (MN-major); more than 64 of n are several such arrays of lines, `chunk` bytes
+//            apart
 //
-// The order that makes memory right: writes by ordinary stores or cp.async, then shared_fence() by each writer, then a
+// The order that makes memory right: ordinary stores or cp.async, then shared_fence() by each thread that wrote, then a
 // barrier, then wgmma. TMA's writes need no fence; their barrier counts bytes.
 
-// How wgmma finds a factor: its address, the way to the next chunk, the way from 8 lines to the next 8 (1024 bytes), and
-// the 128-byte swizzle.
+// wgmma's descriptor of a factor: its address, the distance to the next chunk, the distance from 8 lines to the next 8
+// (1024 bytes), and the 128-byte swizzle.
 __device__ __forceinline__ u64 matrix(u32 address, u32 chunk = 1024) {
     return 1ull << 62 | 64ull << 32 | u64(chunk >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
-// The next 16 steps of k: 32 bytes further where it lies along, 16 lines where it lies across.
+// The descriptor of the next 16 steps of k: 32 bytes further if the factor is along, 16 lines further if across.
 __device__ __forceinline__ u64 columns(u64 matrix, int step) { return matrix + step * 2; }
 __device__ __forceinline__ u64 rows(u64 matrix, int step) { return matrix + step * 128; }
 
-// A product begins with multiply_fence, ends with multiply_commit, and is done when multiply_wait says so; until then
-// neither its factors nor its sums may be touched.
+// A product begins with multiply_fence and ends with multiply_commit. It is asynchronous: until multiply_wait returns,
+// neither its factors nor its sums may be touched. multiply_wait<n> waits until at most the last n products are
+// pending.
 __device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void multiply_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void multiply_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// For the compiler: what is read of d from here on is what the products left there.
+// Tells the compiler that the products have changed d: reads of d are not moved above this.
 template <int N>
 __device__ __forceinline__ void settled(float (&d)[N][4]) {
 #pragma unroll
@@ -40,11 +42,11 @@ __device__ __forceinline__ void settled(float (&d)[N][4]) {
 }
 #include "ops/barriers.cuh"
 
-// Sums of a warpgroup, 64 rows of 8 N: thread t of it holds, with r = 16 (t / 32) + t % 32 / 4 and c = 2 (t % 4),
-// d[n][0..1] = (r, 8 n + c..c+1) and d[n][2..3] = (r + 8, 8 n + c..c+1). As operands of an instruction:
+// The sums of a warpgroup, 64 rows of 8 N columns. With r = 16 (t / 32) + t % 32 / 4 and c = 2 (t % 4), thread t of it
+// holds d[n][0..1] = (r, 8 n + c..c+1) and d[n][2..3] = (r + 8, 8 n + c..c+1). As operands of an instruction:
 #define FOUR(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define SIXTEEN(n) FOUR(n), FOUR(n + 1), FOUR(n + 2), FOUR(n + 3)
-// and their names in it.
+// and the names of the operands:
 #define NAMES_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -58,8 +60,8 @@ __device__ __forceinline__ void settled(float (&d)[N][4]) {
     NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
     "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// d (+)= a b for one warpgroup: d 64 x 256, 64 x 192, 64 x 128 or 64 x 64, 16 steps of k. `add` 0 overwrites d.
-// A_ACROSS, B_ACROSS: how the factors lie.
+// d (+)= a b for one warpgroup: d is 64 x 256, 64 x 192, 64 x 128 or 64 x 64, over 16 steps of k. `add` 0 overwrites d.
+// A_ACROSS, B_ACROSS: 1 for a factor that is stored across, 0 for along.
 template <int A_ACROSS, int B_ACROSS>
 __device__ __forceinline__ void multiply_wide(float (&d)[32][4], u64 a, u64 b, int add) {
     asm volatile(
@@ -101,8 +103,8 @@ __device__ __forceinline__ void multiply_wide(float (&d)[8][4], u64 a, u64 b, in
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
 }
 
-// The same in FP8, 32 steps of k: both factors lie along, and a line is 128 steps. a is e5m2 or else e4m3; b is e4m3. TMA and
-// the swizzle see pairs of numbers as one number of bf16.
+// The same in FP8, over 32 steps of k. Both factors must be along, and a line is 128 steps: TMA and the swizzle treat two
+// FP8 numbers as one of bf16. a is in e5m2 or e4m3, b in e4m3.
 #define MULTIPLY_FP8_32(KINDS)                                           \
     asm volatile(                                                           \
         "{.reg .pred p;\n"                                                  \
@@ -143,8 +145,8 @@ __device__ __forceinline__ void multiply_fp8(float (&d)[16][4], u64 a, u64 b, in
     else MULTIPLY_FP8_16("e4m3.e4m3");
 }
 
-// d += a b: a 64 x 16 in registers, as sums that were rounded lie (pair(d[n][0], d[n][1]), pair(d[n][2], d[n][3]), then
-// those of n + 1); b across, 16 steps of 64 or 128.
+// d += a b with a, 64 x 16, in registers, in the layout of rounded sums: pair(d[n][0], d[n][1]), pair(d[n][2],
+// d[n][3]), then those of n + 1. b is across, 16 steps of 64 or 128.
 __device__ __forceinline__ void multiply_held(float (&d)[8][4], const u32 (&a)[4], u64 b) {
     asm volatile(
         "{.reg .pred p;\n"
@@ -163,7 +165,7 @@ __device__ __forceinline__ void multiply_held(float (&d)[16][4], const u32 (&a)[
         : SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// For the compiler: a's registers are in use up to here.
+// Tells the compiler that the products read a up to here: its registers are not reused above this.
 template <int N>
 __device__ __forceinline__ void held(const u32 (&a)[N][4]) {
 #pragma unroll
@@ -173,19 +175,19 @@ __device__ __forceinline__ void held(const u32 (&a)[N][4]) {
     }
 }
 
-// Sums on their way to memory. row: of the tile, what this thread holds with row + 8; out: the tile's first number; rows,
-// columns: how many there are from there on, columns by eights.
+// Stores of sums. row: of the tile; this thread holds row and row + 8. out: the tile's first number. rows, columns:
+// what is left of `out` from there on, columns in multiples of eight.
 
-// Two numbers in bf16.
+// Two numbers, rounded to bf16.
 __device__ __forceinline__ u32 pair(float x, float y) {
     u32 two;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));  // the first named is the upper half
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(y), "f"(x));  // the first operand is the upper half
     return two;
 }
 
-// Four threads hold a row of 8 columns, two columns each, of four tiles that lie side by side, p[0] to p[3]. They exchange
-// pairs: what comes back is all 8 columns of tile t % 4.
-__device__ __forceinline__ Pack<bf16, 8> turned(const u32 (&p)[4]) {
+// Four threads hold a row of four adjacent tiles of 8 columns: each has two columns of every tile, p[0] to p[3]. They
+// exchange pairs, and each gets all 8 columns of one tile, number t % 4.
+__device__ __forceinline__ Pack<bf16, 8> transposed(const u32 (&p)[4]) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
     const u32 x = __shfl_xor_sync(~0u, odd ? p[0] : p[1], 1), y = __shfl_xor_sync(~0u, odd ? p[2] : p[3], 1);
     const u32 a0 = odd ? x : p[0], a1 = odd ? p[1] : x, b0 = odd ? y : p[2], b1 = odd ? p[3] : y;
@@ -194,16 +196,16 @@ __device__ __forceinline__ Pack<bf16, 8> turned(const u32 (&p)[4]) {
     return reinterpret_cast<const Pack<bf16, 8> &>(line);
 }
 
-// Tiles n to n + 3 of a row (half 0) or of the row 8 below (half 1), rounded to bf16 and turned.
+// Tiles n to n + 3 of a row (half 0), or of the row 8 below (half 1), rounded to bf16 and transposed among the threads.
 template <int N>
 __device__ __forceinline__ Pack<bf16, 8> rounded_row(const float (&sum)[N][4], int n, int half) {
     u32 p[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) p[j] = pair(sum[n + j][2 * half], sum[n + j][2 * half + 1]);
-    return turned(p);
+    return transposed(p);
 }
 
-// Rounded to bf16; each thread writes 16 bytes at a time.
+// Stores rounded to bf16; each thread writes 16 bytes at a time.
 template <int N>
 __device__ __forceinline__ void write_sums(
     bf16 *out, const float (&sum)[N][4], int row, int stride, int rows, int columns
@@ -221,7 +223,7 @@ __device__ __forceinline__ void write_sums(
     }
 }
 
-// In float32; with `accumulate`, added to what is there, of which BATCH accesses are under way at a time.
+// Stores in float32. With `accumulate` they are added to `out`, with BATCH loads in flight at a time.
 template <int BATCH, int N>
 __device__ __forceinline__ void write_sums(
     float *out, const float (&sum)[N][4], int row, int stride, int rows, int columns, bool accumulate
@@ -247,22 +249,11 @@ __device__ __forceinline__ void write_sums(
     }
 }
 
-// A warpgroup that copies needs few registers, those that multiply need many: a kernel starts with the same for all. N: a
-// multiple of 8. By all threads of the warpgroup.
-template <int N>
-__device__ __forceinline__ void fewer_registers() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N>
-__device__ __forceinline__ void more_registers() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// What TMA knows of an array, and of the boxes that it copies: written by backends/tensor_map.py, passed by value.
+// TMA's descriptor of an array and of the boxes that it copies: written by backends/tensor_map.py, passed by value.
 struct alignas(64) TensorMap {
     u64 words[16];
 };
-// Starts a copy of the box at (x, y, z), x being the index that runs fastest; what lies outside the array becomes 0.
+// Starts a copy of the box at (x, y, z), x being the fastest index; elements outside the array become 0.
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, int x, int y, int z, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
@@ -270,16 +261,17 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap *map, int x, in
         : "memory");
 }
 
-// A cluster: blocks that run at the same time on neighbouring multiprocessors and reach each other's shared memory.
+// A cluster: blocks that run at the same time on neighbouring multiprocessors, and can access each other's shared
+// memory.
 
-// All threads of all blocks of the cluster, warps converged. Before a block's barriers are used by another, and before a block ends that
-// another may still reach.
+// A barrier of all threads of all blocks of the cluster, warps converged. Needed before another block uses a block's
+// barriers, and before a block ends that another one may still access.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// Arrives at the barrier that lies at this place in block `rank`. Not `.release.cluster`: the assembler makes a barrier for
-// all of the GPU's memory of that, MEMBAR.ALL.GPU, a microsecond. This one says that a buffer has been read, by products
-// that were waited for; there are no writes that the other block should see.
+// Arrives at the barrier at this address in block `rank`. Without `.release.cluster`, which the assembler turns into a
+// fence for all of the GPU's memory, MEMBAR.ALL.GPU, of a microsecond. None is needed: the arrival says that a buffer
+// has been read, by products that were waited for, and there are no writes that the other block should see.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{.reg .b32 there;\n"
@@ -287,7 +279,8 @@ __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
         "mbarrier.arrive.shared::cluster.b64 _, [there];}" ::"r"(barrier), "r"(rank)
         : "memory");
 }
-// copy_box to the same place in each block whose bit is set in `blocks`; the bytes count at each one's own barrier.
+// copy_box to the same address in each block whose bit is set in `blocks` (multicast); each block's own barrier counts
+// the bytes.
 __device__ __forceinline__ void copy_box_to(
     u32 to, const TensorMap *map, int x, int y, int z, u32 barrier, unsigned short blocks
 ) {

@@ -1,4 +1,4 @@
-// layernorm: y = w * xhat + b, xhat = (x - mean(x)) r, r = 1 / sqrt(var(x) + eps), and the same behind a residual add.
+// layernorm: y = w * xhat + b, xhat = (x - mean(x)) r, r = 1 / sqrt(var(x) + eps), and the same after a residual add.
 //
 // Kernels:  layernorm_fwd, add_layernorm_fwd    y, mean and r (and x = residual + delta)
 //           layernorm_bwd, add_layernorm_bwd    dx (plus the stream's gradient), partial sums of dw and db
@@ -6,16 +6,16 @@
 //           layernorm_columns                   partial sums of dw and db alone, for rows that do not fit in registers
 //
 // Idea. As rmsnorm.cu: a warp takes a row, sums are shuffles, dw and db stay in registers over all rows of a warp, and
-// the rows to come are on their way to shared memory meanwhile (rows.cuh). The variance is taken of x - mean(x), in a
+// the next rows are copied to shared memory meanwhile (rows.cuh). The variance is taken of x - mean(x), in a
 // second pass over the registers: E[x^2] - E[x]^2 loses all digits where the mean is large. Backward computes xhat
-// again from x: to keep xhat as well would cost forward a third row of traffic.
+// again from x: keeping xhat as well would cost forward a third row of traffic.
 //   g = dy w     dx = r (g - mean(g) - xhat mean(g xhat))     dw = sum of dy xhat     db = sum of dy
 // Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x WARPS threads.
 // Bound by memory: forward 2 (with add 4), backward 3 (4) rows of traffic.
 //
 // Tried on an H200 while xhat was kept (bf16, 16,384 x 768), us of layernorm_bwd alone and, after +, with add_columns;
 // a copy of as many bytes takes 20.9:
-//   two rows under way, two blocks of 8 warps, as here    24.5 + 3.5
+//   two rows in flight, two blocks of 8 warps, as here    24.5 + 3.5
 //   one row / three rows                                  25.4 + 3.9  /  24.9 + 3.7
 //   three blocks: 80 registers, 72 bytes spilled          35.2 + 4.4
 //   one block of 16 warps / four of 4                     24.5 + 3.4  /  24.2 + 4.4

@@ -1,15 +1,15 @@
-"""Layer normalisation with gain, and bias if wanted."""
+"""Layer normalisation with gain and optional bias."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
@@ -27,7 +27,7 @@ def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tu
 
 
 @layernorm_fwd.on("phantom")
-def layernorm_fwd_memory(x: Array, weight: Array, bias: Array | None, eps: float) -> tuple[Array, Array, Array]:
+def layernorm_fwd_memory(x: Array) -> tuple[Array, Array, Array]:
     kind = wide(x.dtype)
     return empty(x.shape, x.dtype), empty(x.shape[:-1], kind), empty(x.shape[:-1], kind)
 
@@ -37,7 +37,7 @@ def layernorm_bwd(
     dweight: Array | None, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
     residual: Array | None,
 ) -> Array:  # fmt: skip
-    """residual: a gradient that x has from elsewhere; it is added to dx."""
+    """residual: another gradient of x, which is added to dx."""
     rows = (-1, dy.shape[-1])
     xhat = x - mean[..., None]
     xhat *= rstd[..., None]
@@ -56,10 +56,7 @@ def layernorm_bwd(
 
 
 @layernorm_bwd.on("phantom")
-def layernorm_bwd_memory(
-    dweight: Array | None, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
-    residual: Array | None,
-) -> Array:  # fmt: skip
+def layernorm_bwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -72,13 +69,12 @@ class LayerNorm(Op):
         dw += sum over rows of dy * xhat,   db += sum over rows of dy
         dx  = r * (g - mean(g) - xhat * mean(g * xhat))
 
-    backward(..., residual=g) adds g, a gradient that x has from elsewhere, in the same pass: where x is also a residual
-    stream that continues unchanged.
+    backward(..., residual=g) adds g, another gradient of x, in the same pass: for an x that is also a residual stream.
 
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
 
-    kernels = (layernorm_fwd, layernorm_bwd)
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (layernorm_fwd, layernorm_bwd)
 
     def __init__(
         self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = ""
@@ -86,9 +82,6 @@ class LayerNorm(Op):
         super().__init__(backend, name)
         self.weight, self.bias = weight, bias
         self.eps = eps
-
-    def params(self) -> list[Param]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         bias = self.bias.value if self.bias else None

@@ -25,7 +25,7 @@ def layernorm_bwd(
     residual: Array | None,
 ) -> Array:  # fmt: skip
     dy, x = contiguous(dy), contiguous(x)
-    # The two sums come along together; where nobody wants one, it goes where nobody reads it.
+    # The kernel computes both sums; one that is not needed goes to scratch memory.
     if dweight is not None or dbias is not None:
         dweight, dbias = (new(weight.shape, rstd.dtype) if sums is None else sums for sums in (dweight, dbias))
     alone, sums = ("layernorm_columns", (dy, x, mean, rstd)), (dweight, dbias)

@@ -3,9 +3,9 @@
 // Kernels:  linear_fwd_bias    y[n, o] = b[o]: the matrix product is then added to it
 //           linear_bwd_bias    partial sums of db[o] += sum over n of dy[n, o]; columns.cu adds them up
 //
-// Idea. Forward, cuBLASLt adds the bias to the product (backends/cublaslt.py) where it has an algorithm for the case; in
-// float64 it has none. Then y = b first and y += x W^T, not the other way round: cuBLAS adds in float32, so that in bf16
-// the sum is rounded once. That writes and reads y once more.
+// Idea. Forward, cuBLASLt adds the bias to the product (backends/cublaslt.py) where it has an algorithm for the case;
+// in float64 it has none. Then y = b first and y += x W^T, not the other way round: cuBLAS adds in float32, so that in
+// bf16 the sum is rounded once. That writes and reads y one more time.
 // Backward: block (c, p) sums 32 vectors of columns over every P-th share of the rows; the order of the sum does not
 // depend on which block ends first.
 // Grid: forward a thread for each vector of y; backward (columns / (32 VEC), partial rows). Block: 256; 32 x 8.

@@ -23,7 +23,7 @@ def linear_fwd(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 @linear_fwd.on("phantom")
-def linear_fwd_memory(x: Array, weight: Array, bias: Array | None) -> Array:
+def linear_fwd_memory(x: Array, weight: Array) -> Array:
     return empty((*x.shape[:-1], weight.shape[0]), x.dtype)
 
 
@@ -35,27 +35,23 @@ def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array) -> A
     return y
 
 
-@linear_add_fwd.on("phantom")
-def linear_add_fwd_memory(x: Array, weight: Array, bias: Array | None, add: Array) -> Array:
-    return linear_fwd_memory(x, weight, None)
+linear_add_fwd.on("phantom")(linear_fwd_memory)
 
 
 @kernel
 def linear_bwd_bias(dbias: Array, dy: Array) -> None:
-    """dbias += the sum over the rows of dy: what `linear_bwd` does for its bias, for ops that add one."""
+    """dbias += the sum over the rows of dy, for ops that add a bias."""
     dbias += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
 
 
-@linear_bwd_bias.on("phantom")
-def linear_bwd_bias_memory(dbias: Array, dy: Array) -> None:
-    pass
+linear_bwd_bias.on("phantom")(lambda: None)
 
 
 @kernel
 def linear_bwd(
     dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True
 ) -> Array:
-    """x is read for dweight alone. accumulate: as of `Param.summed_in`, for dweight."""
+    """x is only needed for dweight. accumulate: from `Param.summed_in`, for dweight."""
     rows = dy.reshape(-1, dy.shape[-1])
     if dweight is not None and x is not None:
         add_product(dweight, rows.T, x.reshape(-1, x.shape[-1]), accumulate)
@@ -73,21 +69,19 @@ def add_product(out: Array, a: Array, b: Array, accumulate: bool) -> None:
 
 
 @linear_bwd.on("phantom")
-def linear_bwd_memory(
-    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True
-) -> Array:
+def linear_bwd_memory(dy: Array, weight: Array) -> Array:
     return empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
 
 
 class Linear(Op):
     """y = x W^T + b
 
-    x: (..., I); W: (O, I); b: (O,), or none; y: (..., O). Saves x; or `recompute`, a function that computes x again
-    from what other ops have saved anyway: memory for the price of that function (Chen et al., "Training Deep Nets with
-    Sublinear Memory Cost", 2016). With a frozen W nothing is saved.
+    x: (..., I); W: (O, I); b: (O,), or none; y: (..., O). Saves x; or `recompute`, a function that recomputes x from
+    what other ops have saved anyway, which trades time for memory (Chen et al., "Training Deep Nets with Sublinear
+    Memory Cost", 2016). With a frozen W nothing is saved.
 
-    add: (..., O), added to y, as the residual stream is: a pass over memory less than adding it afterwards, and a
-    rounding. Its gradient is dy.
+    add: (..., O), added to y, such as the residual stream: this saves a pass over memory and a rounding compared with
+    adding it afterwards. Its gradient is dy.
 
     backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
@@ -100,9 +94,6 @@ class Linear(Op):
         self.weight = weight
         self.bias = bias
         weight.by_product = True
-
-    def params(self) -> list[Param]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
     def forward(
         self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,

@@ -1,4 +1,4 @@
-"""The linear map on the GPU: matrix products by cuBLAS, with the leading axes folded into one, and linear.cu."""
+"""The linear map on the GPU: matrix products, with the leading axes folded into one, and linear.cu."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def linear_bwd_bias(dbias: Array, dy: Array) -> None:
         return
     vec = vector(width, dy)
     columns = -(-width // (32 * vec))
-    # Some eight blocks for each multiprocessor, of at least 64 rows each.
+    # About eight blocks for each multiprocessor, with at least 64 rows each.
     parts = min(-(-rows // 64), -(-8 * processors() // columns))
     partial = new((parts, width), dbias.dtype)
     launch = load(FILE, "linear_bwd_bias", SCALAR=scalar(dy.dtype), VEC=vec)

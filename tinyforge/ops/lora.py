@@ -1,4 +1,4 @@
-"""LoRA: a frozen linear map with a low-rank product beside it, which is what is learned."""
+"""LoRA: a frozen linear map plus a learned low-rank product."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinyforge.params import with_buffer
 def lora_fwd(
     x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float
 ) -> tuple[Array, Array]:
-    """y, and u = drop(x) a^T: (rows, R). key: of what is dropped; None: nothing is."""
+    """Returns y, and u = drop(x) a^T: (rows, R). key: of the dropout stream; None for no dropout."""
     y = linear_fwd(x, weight, bias)
     dropped = x if key is None else dropout(x, key, rate)
     u = dropped.reshape(-1, x.shape[-1]) @ a.T
@@ -33,9 +33,7 @@ def lora_fwd(
 
 
 @lora_fwd.on("phantom")
-def lora_fwd_memory(
-    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float
-) -> tuple[Array, Array]:
+def lora_fwd_memory(x: Array, weight: Array, a: Array, key: Key | None) -> tuple[Array, Array]:
     y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
     _dropped = None if key is None else empty(x.shape, x.dtype)
     return y, empty((x.size // x.shape[-1], len(a)), x.dtype)
@@ -50,7 +48,7 @@ def lora_bwd(
     if db is not None:
         db += (rows.T @ u) * scale
     du = (rows @ b) * scale
-    mask = None if key is None else dropout(np.ones_like(x), key, rate)  # drawn once: that takes longer than a product
+    mask = None if key is None else dropout(np.ones_like(x), key, rate)  # drawn once: slower than a product
     if da is not None:
         dropped = x if mask is None else x * mask
         da += du.T @ dropped.reshape(-1, x.shape[-1])
@@ -62,35 +60,32 @@ def lora_bwd(
 
 
 @lora_bwd.on("phantom")
-def lora_bwd_memory(
-    da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
-    key: Key | None, rate: float,
-) -> Array:  # fmt: skip
+def lora_bwd_memory(x: Array, u: Array, key: Key | None) -> Array:
     du = empty(u.shape, u.dtype)
     if key is not None:
-        empty(x.shape, x.dtype)  # x, dropped; let go of before there is a gradient
+        empty(x.shape, x.dtype)  # drop(x), freed before dx is allocated
     dx = empty(x.shape, du.dtype)
     return dx if key is None else empty(x.shape, dx.dtype)
 
 
 @kernel
 def lora_merge(weight: Array, a: Array, b: Array, scale: float) -> Array:
-    """weight + scale b a: one matrix that does what the three do."""
+    """weight + scale b a: one matrix in place of the three."""
     return weight + (b @ a) * scale
 
 
 @lora_merge.on("phantom")
-def lora_merge_memory(weight: Array, a: Array, b: Array, scale: float) -> Array:
+def lora_merge_memory(weight: Array) -> Array:
     return empty(weight.shape, weight.dtype)
 
 
 class LoRA(Op):
     """y = h W^T + bias + s drop(h) A^T B^T,  s = alpha / R
 
-    h = x; or `activation`, an op, of x: h is then computed again in backward, as in SwiGLULinear and GELULinear.
-    h: (..., I); W: (O, I) and bias: (O,), or none, both frozen; A: (R, I) and B: (O, R), learned; y: (..., O). drop is
-    dropout at `rate`, drawn as Dropout draws. Where B is 0, as at the start, y is that of the frozen map. Saves h, or
-    what recomputes it; new: u = drop(h) A^T, (rows, R).
+    h = x, or with `activation`, an op, h = activation(x), which is recomputed in backward as in SwiGLULinear and
+    GELULinear. h: (..., I); W: (O, I) and bias: (O,), or none, both frozen; A: (R, I) and B: (O, R), learned;
+    y: (..., O). drop is dropout at `rate`, as in Dropout. B starts at 0, and y is then that of the frozen map. Saves
+    h, or the function that recomputes it, and u = drop(h) A^T, (rows, R).
 
     backward, with m the mask of drop (1 / (1 - rate) or 0), and no dW:
         dB += s dy^T u,   du = s dy B,   dA += du^T (m h),   dh = dy W + m (du A)
@@ -141,7 +136,7 @@ class LoRA(Op):
         return dx if self.activation is None else self.activation.backward(dx, stash)
 
     def merged(self) -> Array:
-        """W + s B A, a new array: what a plain linear map would have in W's place."""
+        """W + s B A, a new array: the weight of an equivalent plain linear map."""
         return self.k.lora_merge(self.weight.value, self.a.value, self.b.value, self.scale)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""LoRA on the GPU: matrix products by cuBLAS, which adds one to another and scales, and dropout.cu."""
+"""LoRA on the GPU: matrix products that scale and accumulate, and dropout.cu."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lora_bwd(
         dropped = x if key is None else dropout(x, key, rate)
         gemm(du, dropped.reshape(len(u), width), da, transpose_a=True, accumulate=True, tf32=backend.tf32)
         del dropped
-    # The adapter's part comes first: it alone is masked, and the product with W is added to it.
+    # The adapter's part comes first: only it is masked, and the product with W is added to it.
     dx = gemm(du, a, tf32=backend.tf32)
     if key is not None:
         dx = dropout(dx, key, rate)

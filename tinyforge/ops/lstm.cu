@@ -4,9 +4,9 @@
 //           lstm_step_bwd      the gradients of the gates' sums at a position, and of c before it
 //           lstm_fwd_naive, lstm_bwd_naive     all positions of a row by one thread: read them first; tests compare
 //
-// Idea. The inputs' part of the gates is one product over all positions, made before. What is left for a position is the
-// product of h[t-1] with the recurrent weights, which cuBLAS adds to the gates where they lie, and this kernel. Time is
-// sequential: two launches a position and direction, and for small layers those are what it costs.
+// Idea. The inputs' part of the gates is one product over all positions, computed before. What is left for a position
+// is the product of h[t-1] with the recurrent weights, which cuBLAS adds to the gates in place, and this kernel. Time
+// is sequential: two launches for each position and direction, which dominate the cost of small layers.
 // Grid: a thread for each number of h. Block: 128 threads. No shared memory.
 // Bound by the latency of launches for few rows, by the products for many.
 //
@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(128) lstm_step_fwd(
     narrow(out * kept, h[n]);
 }
 
-// dh: (B, H), what h[t] gets from position t + 1. dc: (B, H), what c[t] gets from there; then what c[t-1] gets from here.
-// first: c before the first position.
+// dh: (B, H), what h[t] gets from position t + 1. dc: (B, H), what c[t] gets from there; then what c[t-1] gets from
+// here. first: c before the first position.
 extern "C" __global__ void __launch_bounds__(128) lstm_step_bwd(
     T *dgates, A *dc, const T *dy, const A *dh, const T *gates, const T *cells, const T *first, const int *fresh, int t,
     int rows, int length, int width

@@ -1,4 +1,4 @@
-"""One layer of long short-term memory over time."""
+"""One layer of long short-term memory (LSTM)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tinyforge.params import with_buffer
 def lstm_fwd(
     gates: Array, h: Array, c: Array, weight: Array, fresh: Array | None
 ) -> tuple[Array, Array]:
-    """y and the cells, (B, T, H) each. gates: (B, T, 4 H), of the inputs; overwritten with i, f, g, o as they act."""
+    """Returns y and the cells, (B, T, H) each. gates: (B, T, 4 H), W x + b; overwritten with the activated i, f, g, o.
+    """
     batch, length, four = gates.shape
     width = four // 4
     y, cells = np.empty((2, batch, length, width), gates.dtype)
@@ -41,7 +42,7 @@ def lstm_fwd(
 
 
 @lstm_fwd.on("phantom")
-def lstm_fwd_memory(gates: Array, h: Array, c: Array, weight: Array, fresh: Array | None) -> tuple[Array, Array]:
+def lstm_fwd_memory(gates: Array, h: Array) -> tuple[Array, Array]:
     shape = (*gates.shape[:2], h.shape[1])
     return empty(shape, gates.dtype), empty(shape, gates.dtype)
 
@@ -51,8 +52,8 @@ def lstm_bwd(
     dweight: Array | None, dy: Array, dc: Array | None, gates: Array, y: Array, cells: Array, h: Array, c: Array,
     weight: Array, fresh: Array | None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """The gradients of the gates' sums, (B, T, 4 H), and of h and c, the state before the first position. dc: of the
-    last cell, None for 0."""
+    """The gradients of the gates before activation, (B, T, 4 H), and of h and c, the state before the first position.
+    dc: of the last cell, None for 0."""
     batch, length, width = y.shape
     dgates = np.empty_like(gates)
     dh, dc = np.zeros((batch, width), y.dtype), np.zeros((batch, width), y.dtype) if dc is None else dc
@@ -76,10 +77,7 @@ def lstm_bwd(
 
 
 @lstm_bwd.on("phantom")
-def lstm_bwd_memory(
-    dweight: Array | None, dy: Array, dc: Array | None, gates: Array, y: Array, cells: Array, h: Array, c: Array,
-    weight: Array, fresh: Array | None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+def lstm_bwd_memory(gates: Array, y: Array, h: Array, c: Array) -> tuple[Array, Array, Array]:
     _before = empty(y.shape, y.dtype)
     return empty(gates.shape, y.dtype), empty(h.shape, y.dtype), empty(c.shape, y.dtype)
 
@@ -89,11 +87,11 @@ class LSTM(Op):
     W x[t] + U h[t-1] + b, (4 H,) in the order i, f, g, o; all products of vectors elementwise
 
     x: (B, T, I); h, c: (B, H), the state before the first position; W: (4 H, I); U: (4 H, H); b: (4 H,). Returns y,
-    (B, T, H), every h[t], and the last c, (B, H). fresh: (B, T) integers; where not 0, h[t-1] and c[t-1] are taken as
-    0: a text begins there. PyTorch's LSTM has two biases; this one is their sum.
+    (B, T, H), every h[t], and the last c, (B, H). fresh: (B, T) integers; where it is not 0 a text begins, and h[t-1]
+    and c[t-1] count as 0. PyTorch's LSTM has two biases; b is their sum.
 
     W x + b of all positions is one product, before the loop over time. Saves x, h, c, y, and i, f, g, o and c[t] of
-    every position. backward, from the last t down, with dh, dc what h[t], c[t] get from y and from position t + 1:
+    every position. backward, from the last t down, with dh, dc the gradients of h[t], c[t] from y and position t + 1:
         dc += dh o (1 - tanh(c)^2)
         di' = dc g i (1 - i),  df' = dc c[t-1] f (1 - f),  dg' = dc i (1 - g^2),  do' = dh tanh(c) o (1 - o)
         dc[t-1] = dc f,   dh[t-1] = d' U,   with d' = (di', df', dg', do')
@@ -109,9 +107,6 @@ class LSTM(Op):
     def __init__(self, inputs: Param, recurrent: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.inputs, self.recurrent, self.bias = inputs, recurrent, bias
-
-    def params(self) -> list[Param]:
-        return [self.inputs, self.recurrent, self.bias]
 
     def forward(
         self, x: Array, h: Array, c: Array, fresh: Array | None = None, stash: Stash | None = None

@@ -1,4 +1,4 @@
-"""The LSTM on the GPU: for each position a product by cuBLAS and a launch of lstm.cu."""
+"""The LSTM on the GPU: a matrix product and a launch of lstm.cu for each position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE = "ops/lstm.cu"
 
 
 def _kept(state: Array, fresh: Array | None) -> Array:
-    """h or c before the first position, 0 in rows where a text begins there."""
+    """h or c before the first position, with 0 in rows where a text begins there."""
     return state if fresh is None else state * (fresh[:, :1] == 0).astype(state.dtype)
 
 

@@ -1,4 +1,4 @@
-// mixture: rows brought together by expert, SwiGLU with a weight a row, and a token's rows added up again.
+// mixture: rows sorted by expert, SwiGLU with a weight for each row, and the rows of a token added up again.
 //
 // Kernels:  sort_count             counts[e, b]: slots of block b that chose expert e
 //           sort_scan              counts becomes, in place, where each (e, b) begins among all rows; starts, by expert
@@ -80,9 +80,6 @@ extern "C" __global__ void __launch_bounds__(SLOTS) sort_place(
     places[slot] = row;
 }
 
-// exp(-g) overflows to infinity for g far below 0, and 1 / infinity is the 0 that s tends to.
-__device__ __forceinline__ A sigmoid(A g) { return inverse_for<T>(A(1) + exp_for<T>(-g)); }
-
 extern "C" __global__ void __launch_bounds__(256) weighted_swiglu_fwd(
     T *hidden, const T *gu, const A *weights, const int *slots, int rows, int half
 ) {
@@ -96,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256) weighted_swiglu_fwd(
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
             const A x = widen(g.v[j]);
-            narrow(weight * x * sigmoid(x) * widen(u.v[j]), out.v[j]);
+            narrow(weight * x * sigmoid<T>(x) * widen(u.v[j]), out.v[j]);
         }
         store(hidden + i64(row) * half + c, out);
     }
@@ -116,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(256) weighted_swiglu_bwd(
         Vector dgate, dup, out;
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
-            const A x = widen(g.v[j]), s = sigmoid(x), silu = x * s, y = silu * widen(u.v[j]);
+            const A x = widen(g.v[j]), s = sigmoid<T>(x), silu = x * s, y = silu * widen(u.v[j]);
             const A upstream = weight * widen(d.v[j]);
             along += widen(d.v[j]) * y;
             narrow(upstream * widen(u.v[j]) * (s + silu * (A(1) - s)), dgate.v[j]);

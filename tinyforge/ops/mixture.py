@@ -1,8 +1,8 @@
 """A mixture of experts: many feed-forward layers, of which each token passes through a few.
 
-Nothing is dropped and nothing is padded. A token has k choices, one row each; a stable counting sort brings the rows of
-one expert together, and a grouped product multiplies each expert's rows with that expert's matrix. All sizes are known
-without looking at the choices, tokens times k rows; only where one expert's rows end is data, and stays on the device.
+Nothing is dropped or padded. Each of a token's k choices is a row; a stable counting sort brings the rows of one expert
+together, and a grouped product multiplies each expert's rows by that expert's matrix. The number of rows, tokens times
+k, is known without looking at the choices; only where each expert's rows end is data, which stays on the device.
 
     token n, choice j   slot n k + j    slots[r]: the slot of row r     places[n, j]: the row of slot n k + j
     rows of expert e    starts[e] to starts[e + 1]                      tokens[r]: the token of row r, slots[r] // k
@@ -44,9 +44,8 @@ def sort_by_expert_memory(chosen: Array, experts: int) -> tuple[Array, Array, Ar
     return empty((rows,), INT), empty((rows,), INT), empty((rows // active, active), INT), empty((experts + 1,), INT)
 
 
-# The products of rows with their expert's matrix. x[tokens] stands for a gathered copy of x, which the CUDA kernels
-# never make: they fetch row tokens[r] where they need row r. tokens is None where x is in the order of the rows
-# already.
+# The products of rows with their expert's matrix. With tokens, row r is x[tokens[r]]; the CUDA kernels fetch it there
+# and never make a gathered copy. tokens is None if x is in the order of the rows already.
 
 
 @kernel
@@ -59,7 +58,7 @@ def grouped_fwd(x: Array, weight: Array, tokens: Array | None, starts: Array) ->
 
 
 @grouped_fwd.on("phantom")
-def grouped_fwd_memory(x: Array, weight: Array, tokens: Array | None, starts: Array) -> Array:
+def grouped_fwd_memory(x: Array, weight: Array, tokens: Array | None) -> Array:
     return empty((len(x) if tokens is None else len(tokens), weight.shape[1]), x.dtype)
 
 
@@ -73,7 +72,7 @@ def grouped_bwd_input(dy: Array, weight: Array, tokens: Array | None, starts: Ar
 
 
 @grouped_bwd_input.on("phantom")
-def grouped_bwd_input_memory(dy: Array, weight: Array, tokens: Array | None, starts: Array) -> Array:
+def grouped_bwd_input_memory(dy: Array, weight: Array, tokens: Array | None) -> Array:
     return empty((len(dy) if tokens is None else len(tokens), weight.shape[2]), dy.dtype)
 
 
@@ -86,11 +85,7 @@ def grouped_bwd_weight(
         dweight[e] += _rows(dy, dy_tokens, rows).T @ _rows(x, x_tokens, rows)
 
 
-@grouped_bwd_weight.on("phantom")
-def grouped_bwd_weight_memory(
-    dweight: Array, dy: Array, x: Array, dy_tokens: Array | None, x_tokens: Array | None, starts: Array
-) -> None:
-    pass
+grouped_bwd_weight.on("phantom")(lambda: None)
 
 
 def _groups(starts: Array) -> Iterator[tuple[int, slice]]:
@@ -113,7 +108,7 @@ def weighted_swiglu_fwd(gu: Array, weights: Array, slots: Array) -> Array:
 
 
 @weighted_swiglu_fwd.on("phantom")
-def weighted_swiglu_fwd_memory(gu: Array, weights: Array, slots: Array) -> Array:
+def weighted_swiglu_fwd_memory(gu: Array) -> Array:
     return empty((len(gu), gu.shape[1] // 2), gu.dtype)
 
 
@@ -130,13 +125,13 @@ def weighted_swiglu_bwd(dh: Array, gu: Array, weights: Array, slots: Array) -> t
 
 
 @weighted_swiglu_bwd.on("phantom")
-def weighted_swiglu_bwd_memory(dh: Array, gu: Array, weights: Array, slots: Array) -> tuple[Array, Array, Array]:
+def weighted_swiglu_bwd_memory(dh: Array, gu: Array, weights: Array) -> tuple[Array, Array, Array]:
     return empty(gu.shape, gu.dtype), empty(dh.shape, gu.dtype), empty(weights.shape, wide(gu.dtype))
 
 
 @kernel
 def sum_of_rows(rows: Array, places: Array, more: Array | None) -> Array:
-    """y_n = the sum of the rows of token n, and of row n of `more` where that is given. rows: (R, C); y: (N, C)."""
+    """y_n = the sum of the rows of token n, plus row n of `more` if that is given. rows: (R, C); y: (N, C)."""
     y = rows[places[:, 0]]
     for j in range(1, places.shape[1]):
         y += rows[places[:, j]]
@@ -146,7 +141,7 @@ def sum_of_rows(rows: Array, places: Array, more: Array | None) -> Array:
 
 
 @sum_of_rows.on("phantom")
-def sum_of_rows_memory(rows: Array, places: Array, more: Array | None) -> Array:
+def sum_of_rows_memory(rows: Array, places: Array) -> Array:
     return empty((len(places), rows.shape[1]), rows.dtype)
 
 
@@ -154,16 +149,16 @@ class MixtureOfExperts(Op):
     """y_n = sum over the k experts e that token n chooses of w_ne D_e swiglu(G_e x_n),  w from TopKRouter(x_n R^T)
 
     x, y: (..., C). R, the gate: (E, C); G, gate_up: (E, 2H, C); D, down: (E, C, H). Returns y, the router's usage
-    (E + 1,), and starts (E + 1,) int32: where each expert's rows begin. The two go to `RouterLosses`.
+    (E + 1,), and starts (E + 1,) int32: where each expert's rows begin. Usage and starts are for `RouterLosses`.
 
-    The weight multiplies what goes into D_e, not what comes out: the same number, and then a row that comes out of D_e
-    need not be kept for the gradient of its weight. Saved are x, the choices, and G_e x of every row; h = w swiglu(G x)
-    is computed again. backward, over the rows r of token n and expert e:
+    The weight multiplies the input of D_e, not its output: the result is the same, and the output rows of D_e need not
+    be kept for the gradient of the weight. Saves x, the choices, and G_e x of every row; h = w swiglu(G x) is
+    recomputed. backward, over the rows r of token n and expert e:
 
         dh_r = D_e^T dy_n,   dw_r = dh_r . swiglu(gu_r),   dgu_r = w_r swiglu_bwd(dh_r, gu_r)
         dD_e += dy_n h_r^T,   dG_e += dgu_r x_n^T,   dx_n = sum over its rows of G_e^T dgu_r, and the gate's own
 
-    Sources: Jiang et al., "Mixtral of Experts" (2024); Gale et al., "MegaBlocks" (2022), for rows that are not dropped.
+    Sources: Jiang et al., "Mixtral of Experts" (2024); Gale et al., "MegaBlocks" (2022), for not dropping tokens.
     """
 
     kernels = (

@@ -1,7 +1,7 @@
 """Launches mixture.cu and the grouped products. Nothing waits for the device: sizes depend on shapes alone.
 
-The products are in three files: grouped_hopper.cu where the GPU is a Hopper, else grouped_mma.cu, both for bf16 in rows
-of whole pieces of 16 bytes; grouped.cu for all else.
+The products are in three files: grouped_hopper.cu for a Hopper and grouped_mma.cu for other GPUs, both for bf16 with
+rows aligned to 16 bytes; grouped.cu for everything else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHARED = STAGES * 2 * FACTOR
 WIDE_COLUMNS, WIDE_DEPTH, WIDE_THREADS = (constant(HOPPER, n) for n in ("COLUMNS", "DEPTH", "THREADS"))
 WIDE_STAGE = constant(HOPPER, "LEFT") + constant(HOPPER, "RIGHT")
 WIDE_SHARED = constant(HOPPER, "STAGES") * WIDE_STAGE + constant(HOPPER, "BARRIERS")
-MOST_EXPERTS = 1024  # whose counts, for each warp of a block of the sort, fit into its shared memory
+MOST_EXPERTS = 1024  # their counts, for each warp of a block, fit in the sort's shared memory
 
 
 @mixture.sort_by_expert.on("cupy")
@@ -62,7 +62,7 @@ def sort_by_expert(chosen: Array, experts: int) -> tuple[Array, Array, Array, Ar
 
 
 def _file(outs: int, ins: int, *arrays: Array) -> str:
-    """The file whose kernels take the product. Those on tensor cores want bf16, and rows that begin at 16 bytes."""
+    """The file whose kernels compute the product. Tensor-core kernels need bf16 and rows aligned to 16 bytes."""
     if arrays[0].dtype.name != "bfloat16" or outs % 8 or ins % 8 or any(a.data.ptr % 16 for a in arrays):
         return PLAIN
     return HOPPER if has_wgmma() else MMA
@@ -71,7 +71,7 @@ def _file(outs: int, ins: int, *arrays: Array) -> str:
 def _launch(
     file: str, entry: str, grid: tuple[int, ...], arguments: tuple[Any, ...], scalar: str
 ) -> None:
-    """A product's kernel. grid: of tiles; the kernels for Hopper take them one after the other."""
+    """Launch a product's kernel. grid: of tiles; the Hopper kernels are persistent and loop over them."""
     if file == HOPPER:
         grid = (min(free_processors(), math.prod(grid)),)
         load(file, entry, WIDE_SHARED, arch="sm_90a", SCALAR=scalar)(
@@ -97,7 +97,7 @@ def _rows_times(
     if y.size:
         file = _file(columns, depth, x, weight)
         down, across = _tile(file)
-        # No more tiles than this, however the rows are spread: each expert's last one is all that may be short.
+        # An upper bound on the tiles, however the rows are distributed: only each expert's last one may be partial.
         grid = (-(-columns // across), len(y) // down + experts)
         if file == HOPPER:  # boxes of 64 along the sum and a tile's columns, or of 64 columns
             along = entry == "grouped_fwd"

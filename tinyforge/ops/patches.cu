@@ -4,7 +4,7 @@
 //           patches_bwd     dx = scale dy, each number in its place
 //
 // Idea. A permutation: thread y of forward finds its pixel, and backward is the same map read the other way. The writes
-// of a warp are neighbours, its reads lie in rows of P pixels.
+// of a warp are adjacent, its reads are in rows of P pixels.
 // Grid: a thread for each number. Block: 256 threads. No shared memory. Bound by memory: in a step of a vision
 // transformer less than a percent of the time, so nothing faster is tried.
 //
@@ -21,7 +21,7 @@ typedef Wide<T> A;
 __device__ inline A value_of(T x) { return widen(x); }
 __device__ inline A value_of(int pixel) { return A(pixel); }
 
-// Where in the images, (batch, channels, height, width), the element i of the patches lies.
+// Where in the images, (batch, channels, height, width), the element i of the patches is.
 __device__ inline i64 place(u32 i, int channels, int height, int width, int size) {
     const int j = i % size, row = i / size % size, channel = i / (size * size) % channels;
     const u32 patch = i / (size * size * channels);

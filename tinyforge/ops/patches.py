@@ -1,4 +1,4 @@
-"""Images cut into patches: what a vision transformer has in place of tokens."""
+"""Images cut into patches, the tokens of a vision transformer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def patches_fwd(images: Array, size: int, scale: float, shift: float, dtype: Any
 
 
 @patches_fwd.on("phantom")
-def patches_fwd_memory(images: Array, size: int, scale: float, shift: float, dtype: Any) -> Array:
+def patches_fwd_memory(images: Array, size: int, dtype: Any) -> Array:
     batch, channels, height, width = images.shape
     return empty((batch, (height // size) * (width // size), channels * size * size), dtype)
 
@@ -40,7 +40,7 @@ def patches_bwd(dy: Array, shape: tuple[int, ...], size: int, scale: float) -> A
 
 
 @patches_bwd.on("phantom")
-def patches_bwd_memory(dy: Array, shape: tuple[int, ...], size: int, scale: float) -> Array:
+def patches_bwd_memory(dy: Array, shape: tuple[int, ...]) -> Array:
     return empty(shape, dy.dtype)
 
 
@@ -48,11 +48,11 @@ class Patches(Op):
     """y[b, n, (k, i, j)] = scale x[b, k, r P + i, c P + j] + shift,  n = r W/P + c
 
     images x: (B, K, H, W), K channels, H and W multiples of P; y: (B, N, K P P), N = H/P W/P patches row by row, each
-    with its channels one after the other. A linear map behind it is a convolution of P x P with stride P. Saves the
-    shape.
+    with its channels one after the other. With the linear map after it, this is a convolution of P x P with stride P.
+    Saves the shape.
 
-    Images of integers are pixels of 0 to 255, and y = (x / 255 - mean) / std; they get no gradient. Images of floats
-    are taken as they are, scale 1 and shift 0, and backward puts each patch's gradient back in its place.
+    Integer images are pixels from 0 to 255: y = (x / 255 - mean) / std, and they get no gradient. Float images are not
+    scaled, scale 1 and shift 0, and backward puts each patch's gradient back in its place.
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2020).
     """

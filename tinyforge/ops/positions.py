@@ -1,4 +1,4 @@
-"""Learned absolute positions, as GPT-2 has them."""
+"""Learned absolute positions, as in GPT-2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def positions_fwd(x: Array, weight: Array, positions: Array | None) -> Array:
 
 
 @positions_fwd.on("phantom")
-def positions_fwd_memory(x: Array, weight: Array, positions: Array | None) -> Array:
+def positions_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
 
@@ -44,9 +44,9 @@ class LearnedPositions(Op):
     """y[b, t, :] = x[b, t, :] + P[offset + t, :]
 
     x, y: (B, T, C); P: (positions, C), offset + T <= positions. offset: how many tokens come before x, when decoding
-    with a cache. Saves nothing but the offset.
-    starts: (B, T) int32, for rows that hold several documents: where t's document begins, and positions with it. Then
-    P[t - starts[b, t]] is added, and these positions are saved.
+    with a cache. Saves only the offset.
+    starts: (B, T) int32, for rows that hold several documents: where t's document begins and its positions restart.
+    Then P[t - starts[b, t]] is added, and these positions are saved.
     backward: dx = dy (the same array), dP[p] += sum of dy over the tokens at position p.
     """
 
@@ -55,9 +55,6 @@ class LearnedPositions(Op):
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(
         self, x: Array, stash: Stash | None = None, *, offset: int = 0, starts: Array | None = None

@@ -1,4 +1,4 @@
-// rmsnorm: y = w * x * r, r = 1 / sqrt(mean(x^2) + eps), and the same behind a residual add.
+// rmsnorm: y = w * x * r, r = 1 / sqrt(mean(x^2) + eps), and the same after a residual add.
 //
 // Kernels:  rmsnorm_fwd, add_rmsnorm_fwd      y and r (and x = residual + delta)
 //           rmsnorm_bwd, add_rmsnorm_bwd      dx (plus the gradient of the residual stream), partial sums of dw
@@ -8,18 +8,18 @@
 //
 // Idea. A warp takes a row and keeps it in registers (rows.cuh). Sums over the row are shuffles; there is no barrier.
 //   dx = r (dy w - y / w mean(dy y))     dw = sum over rows of dy y / w
-// Backward reads y, which the map behind keeps anyway, and not x: x r = y / w, and dy w x r = dy y. A gain nearer to 0 than
-// LEAST_GAIN counts as that, in both directions: y is then 0 beside anything, and y / w still x r.
-// Backward walks over many rows with each warp so that dw stays in registers, while the rows to come are on their way
-// to shared memory; a block then adds its warps' sums in order and writes one partial row, and add_columns (columns.cu)
-// adds those. No atomics: the same codes every time.
+// Backward reads y, which the linear map after it keeps anyway, and not x: x r = y / w, and dy w x r = dy y. A gain
+// nearer to 0 than LEAST_GAIN is replaced by LEAST_GAIN, in both directions: y is then negligible, and y / w is still
+// x r. In backward a warp walks over many rows, so that dw stays in registers, while the next rows are copied to shared
+// memory; a block then adds its warps' sums in order and writes one partial row, and add_columns (columns.cu) adds
+// those. No atomics: the same bits every time.
 // Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x WARPS threads, a warp a row.
 // Bound by memory: forward 2 (with add 4), backward 3 (4) rows of traffic.
 // The sum x = residual + delta is rounded to its storage type before it is normalised: backward reads it rounded.
 //
 // Tried on an H200 (bf16, 16,384 x 768), us of rmsnorm_bwd and add_rmsnorm_bwd alone and, after +, with add_columns;
 // copies of as many bytes take 20.9 and 26.8:
-//   two rows under way, two blocks of 8 warps, as here    23.4 + 3.8    28.9 + 3.7
+//   two rows in flight, two blocks of 8 warps, as here    23.4 + 3.8    28.9 + 3.7
 //   one row / three rows                                  23.9 + 3.5    29.2 + 3.7  /  23.8 + 3.8    29.6 + 3.6
 //   three blocks                                          23.2 + 4.6    28.9 + 4.6
 //   four blocks, one row: 56 bytes spilled                28.4 + 4.6    34.8 + 4.8

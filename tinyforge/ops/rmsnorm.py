@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, bind, kernel
+from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.fp8 import Scaled, quantise_rows, quantise_rows_memory
 from tinyforge.params import with_buffer
 
 LEAST_GAIN = 2.0**-50
-"""A gain nearer to 0 counts as this: y is then 0 beside anything, and x r is still y over the gain."""
+"""A gain nearer to 0 counts as this: y is negligible, but x r can still be recovered as y over the gain."""
 
 
 def gain_of(weight: Array) -> Array:
@@ -32,7 +31,7 @@ def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
 
 
 @rmsnorm_fwd.on("phantom")
-def rmsnorm_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def rmsnorm_fwd_memory(x: Array) -> tuple[Array, Array]:
     return empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
 
 
@@ -40,7 +39,7 @@ def rmsnorm_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Arra
 def rmsnorm_bwd(
     dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
 ) -> Array:
-    """dx, with `residual` added where there is one."""
+    """Returns dx, plus `residual` if given."""
     width, gain = y.shape[-1], gain_of(weight)
     dys, ys, rs = dy.reshape(-1, width), y.reshape(-1, width), rstd.reshape(-1)
     product = dys * ys
@@ -60,40 +59,8 @@ def rmsnorm_bwd(
 
 
 @rmsnorm_bwd.on("phantom")
-def rmsnorm_bwd_memory(
-    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
-) -> Array:
+def rmsnorm_bwd_memory(y: Array) -> Array:
     return empty(y.shape, y.dtype)
-
-
-@kernel
-def rmsnorm_scaled_fwd(x: Array, weight: Array, eps: float, *, backend: Any) -> tuple[Array, Array, Array, Array]:
-    """y, its codes and scale (fp8.py), rstd."""
-    y, rstd = rmsnorm_fwd(x, weight, eps)
-    return y, *quantise_rows(y, backend=backend), rstd
-
-
-@rmsnorm_scaled_fwd.on("phantom")
-def rmsnorm_scaled_fwd_memory(x: Array, weight: Array, eps: float) -> tuple[Array, Array, Array, Array]:
-    y, rstd = rmsnorm_fwd_memory(x, weight, eps)
-    return y, *quantise_rows_memory(y), rstd
-
-
-@kernel
-def rmsnorm_scaled_bwd(
-    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None, *, backend: Any
-) -> tuple[Array, Array, Array]:
-    """dx as of rmsnorm_bwd, its codes and scale."""
-    dx = rmsnorm_bwd(dweight, dy, weight, y, rstd, residual)
-    return dx, *quantise_rows(dx, backend=backend)
-
-
-@rmsnorm_scaled_bwd.on("phantom")
-def rmsnorm_scaled_bwd_memory(
-    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
-) -> tuple[Array, Array, Array]:
-    dx = empty(y.shape, y.dtype)
-    return dx, *quantise_rows_memory(dx)
 
 
 def into(out: Array | None, y: Array) -> Array:
@@ -104,55 +71,35 @@ def into(out: Array | None, y: Array) -> Array:
     return out
 
 
-def normed(op: Any, x: Array) -> tuple[Any, Array, Array]:
-    """What `op` hands on, y, and rstd. op: an RMSNorm or AddRMSNorm."""
-    if not op.scaled:
-        y, rstd = op.k.rmsnorm_fwd(x, op.weight.value, op.eps)
-        return y, y, rstd
-    y, codes, scale, rstd = op.k.rmsnorm_scaled_fwd(x, op.weight.value, op.eps)
-    return Scaled(y, codes, scale), y, rstd
-
-
 class RMSNorm(Op):
     """y = w * x * r,  r = 1 / sqrt(mean(x^2) + eps), the mean over the last axis
 
-    x: (..., C); w: (C,); y: (..., C). Saves y, which the map behind keeps as well, and r: (...); not x. A w nearer to 0
-    than LEAST_GAIN, 2^-50, counts as that.
+    x: (..., C); w: (C,); y: (..., C). Saves y, which the next map keeps anyway, and r: (...), but not x. A w nearer to
+    0 than LEAST_GAIN, 2^-50, counts as LEAST_GAIN.
 
     backward, with xhat = y / w, and so dy * w * xhat = dy * y:
         dw += sum over rows of dy * y / w
         dx  = r * (dy * w - y / w * mean(dy * y))
-    backward(..., residual=g) adds g, a gradient that x has from elsewhere, in the same pass: where x is also a residual
-    stream that goes on unchanged.
+    backward(..., residual=g) adds g, another gradient of x, in the same pass: for an x that is also a residual stream.
 
     x may be a strided view, such as the query heads of a packed (B, T, heads, D): then C is D, and every head is
-    normalised by itself with the same w (the q/k norm of Qwen3). `out=x` writes y over it, and y is saved apart;
-    backward's `out=` takes dx likewise.
-
-    scaled: y comes as a `Scaled` (fp8.py), for a product in FP8.
+    normalised by itself with the same w (the q/k norm of Qwen3). `out=x` overwrites x with y, and a separate y is
+    saved; backward's `out=` receives dx likewise.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    kernels = (rmsnorm_fwd, rmsnorm_bwd)
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (rmsnorm_fwd, rmsnorm_bwd)
 
-    def __init__(
-        self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "", *, scaled: bool = False
-    ) -> None:
+    def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
         self.eps = eps
-        self.scaled = scaled
-        if scaled:
-            self.k = bind((*self.kernels, rmsnorm_scaled_fwd), backend, type(self).__name__)
 
-    def params(self) -> list[Param]:
-        return [self.weight]
-
-    def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Any:
-        y, kept, rstd = normed(self, x)
+    def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
+        y, rstd = self.k.rmsnorm_fwd(x, self.weight.value, self.eps)
         if stash is not None:
-            stash.push(self, kept, rstd)
+            stash.push(self, y, rstd)
         return into(out, y)
 
     def backward(

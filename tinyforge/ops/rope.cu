@@ -1,15 +1,15 @@
-// rope: turn the pair (x[i], x[i + D/2]) of a head by the angle of its position.
+// rope: rotate the pair (x[i], x[i + D/2]) of a head by the angle of its position.
 //
 // Kernels:  rope     y from x; in place where y is x
 //
-// Idea. A thread takes VEC pairs: one vector from the left half of a head and the one beside it from the right half. It
-// has read both before it writes either, so working in place is safe. Heads that are not turned are copied, or, in
-// place, not visited at all. Backward is the same kernel with the sign of the sines turned.
+// Idea. A thread takes VEC pairs: one vector from the left half of a head and its partner from the right half. It reads
+// both before it writes either, so working in place is safe. Heads that are not rotated are copied, or, in place, not
+// visited at all. Backward is the same kernel with the sines negated.
 // Grid: a thread for each vector of pairs. Block: 256 threads. No shared memory.
-// Bound by memory: each turned head is read and written once; the table of angles stays in cache.
+// Bound by memory: each rotated head is read and written once; the table of angles stays in cache.
 //
 // Tried on an H200 (bf16, 16 heads of 64, 16,384 tokens): all four loads ahead of the first use, 15.6 us, as fast as a
-// copy; the angles loaded after the question whether a head is turned, 19.6 us; one look at the angles for 2, 4 or 8
+// copy; the angles loaded only after testing whether the head is rotated, 19.6 us; the angles loaded once for 2, 4 or 8
 // heads, 17, 18 and 26 us (more registers, fewer threads).
 //
 // compile: SCALAR=double VEC=1|2
@@ -23,7 +23,8 @@
 typedef SCALAR T;
 typedef Wide<T> A;
 
-// visited heads of the `heads` of a token; the first `rotated` are turned. half: vectors in half a head.
+// visited: of the `heads` of a token, those that are not skipped; the first `rotated` are rotated. half: vectors of
+// half a head.
 extern "C" __global__ void __launch_bounds__(256) rope(
     T *y, const T *x, const A *cosines, const A *sines, u32 total, u32 positions, u32 heads, u32 visited, u32 rotated,
     u32 half
@@ -35,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(256) rope(
     const Pack<A, VEC> c = load<VEC>(cosines + angle), s = load<VEC>(sines + angle);
     const i64 at = ((i64(token) * heads + head) * 2 * half + j) * VEC, beside = at + i64(half) * VEC;
     Pack<T, VEC> left = load<VEC>(x + at), right = load<VEC>(x + beside);
-    if (head < rotated) turn(left, right, c, s);
+    if (head < rotated) rotate(left, right, c, s);
     store(y + at, left);
     store(y + beside, right);
 }

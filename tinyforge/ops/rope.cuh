@@ -1,9 +1,8 @@
-// RoPE of VEC pairs: the left and the right half of a head, turned by the angle of their position. Needs common.cuh,
-// pasted in before it. Who uses it: rope.cu, gemm_hopper.cu at the end of a product, and attention_hopper.cu, which turns
-// gradients back. All round what they hand in to T, so they give the same bits.
-
+// RoPE of N pairs: the left and the right half of a head, rotated by the angle of their position. Needs common.cuh,
+// included before it. Used by rope.cu, by gemm_hopper.cu as an epilogue, and by attention_hopper.cu for gradients. All
+// of them round the arguments to T first, so they give the same bits.
 template <class T, int N>
-__device__ __forceinline__ void turn(
+__device__ __forceinline__ void rotate(
     Pack<T, N> &left, Pack<T, N> &right, const Pack<Wide<T>, N> &cosine, const Pack<Wide<T>, N> &sine
 ) {
 #pragma unroll

@@ -29,8 +29,8 @@ def quarter_turn(dim: int, dtype: Any) -> Array:
 def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
     """cos, sin: (T, D/2). y = x cos + (x R) sin, R a quarter turn: exact, since each entry of x R is one entry of x.
 
-    Whole rows of all heads at a time: loops over half a head (16 numbers in the small preset) cost NumPy three times
-    as much. Heads that are not turned have cos = 1 and sin = 0.
+    This processes whole rows of all heads at a time: loops over half a head (16 numbers in the small preset) take NumPy
+    three times as long. Heads that are not rotated have cos = 1 and sin = 0.
     """
     dim = x.shape[-1]
     cosines, sines = np.ones(x.shape[1:], x.dtype), np.zeros(x.shape[1:], x.dtype)
@@ -44,7 +44,7 @@ def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> A
 
 
 @rope.on("phantom")
-def rope_memory(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
+def rope_memory(out: Array | None, x: Array) -> Array:
     return empty(x.shape, x.dtype) if out is None else out
 
 
@@ -56,18 +56,18 @@ def linear_rope_fwd(x: Array, weight: Array, cos: Array, sin: Array, rotated: in
 
 
 @linear_rope_fwd.on("phantom")
-def linear_rope_fwd_memory(x: Array, weight: Array, cos: Array, sin: Array, rotated: int) -> Array:
+def linear_rope_fwd_memory(x: Array, weight: Array, cos: Array) -> Array:
     return empty((*x.shape[:2], weight.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1]), x.dtype)
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies f = theta^(-2i/D) are changed for a context longer than the one that was trained on.
+    """How the frequencies f = theta^(-2i/D) are scaled for a context longer than that of training.
 
     linear: f / factor, as if positions lay closer (Chen et al., "Extending Context Window of Large Language Models via
     Positional Interpolation", 2023).
-    llama3: by the turns r = original_context f / 2 pi that a pair makes over the original context: f where r is above
-    high_freq_factor, f / factor where it is below low_freq_factor, between them (1 - s) f / factor + s f with
+    llama3: by the turns r = original_context f / 2 pi that a pair makes over the original context: f if r is above
+    high_freq_factor, f / factor if it is below low_freq_factor, and between them (1 - s) f / factor + s f with
     s = (r - low_freq_factor) / (high_freq_factor - low_freq_factor) (Llama 3.1, its published `apply_scaling`, 2024).
     """
 
@@ -103,9 +103,9 @@ class RoPE(Op):
         y_i         = x_i cos - x_{i+D/2} sin
         y_{i+D/2}   = x_{i+D/2} cos + x_i sin
 
-    x: (B, T, H, D), D even; the first `rotated` heads are turned, the rest (values, in a packed qkv) copied. Positions
-    are offset .. offset+T-1. Halves are split as in Hugging Face's Llama. Saves nothing: backward turns by -angle.
-    `out=x` works in place. scaling: changes f for long contexts.
+    x: (B, T, H, D), D even; the first `rotated` heads are rotated, the rest (values, in a packed qkv) copied. Positions
+    are offset .. offset+T-1. Halves are split as in Hugging Face's Llama. Saves only the positions: backward rotates by
+    -angle. `out=x` works in place. scaling: scales f for long contexts.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
@@ -139,8 +139,8 @@ class RoPE(Op):
         return self.k.rope(out, x, self.cos[rows], self.sin[rows], self.rotated)
 
     def after(self, linear: Any, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
-        """forward(linear.forward(x)), x: (B, T, C): by one kernel where there is one for both. An adapter in the linear
-        map's place, a product in FP8 and one with a bias do their own part."""
+        """forward(linear.forward(x)), x: (B, T, C), by one kernel if there is one for both. A linear map with a bias,
+        one in FP8, or an adapter in its place, runs by itself."""
         dim = 2 * self.cos.shape[1]
         if type(linear) is not Linear or linear.bias is not None:
             y = linear.forward(x, stash=stash)
@@ -156,7 +156,7 @@ class RoPE(Op):
         return self.k.rope(out, dy, *self.turn_back(stash))
 
     def turn_back(self, stash: Stash) -> tuple[Array, Array, int]:
-        """The cosines and sines of what backward does, and how many heads are turned, for an op that does it."""
+        """The cosines and sines of backward, and how many heads are rotated, for an op that does it in its place."""
         (rows,) = stash.pop(self)
         return self.cos[rows], self.minus_sin[rows], self.rotated
 

@@ -1,4 +1,4 @@
-"""Launches rope.cu, or the product before it that ends with RoPE."""
+"""Launches rope.cu, or a matrix product with RoPE as its epilogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinyforge.ops.linear_cuda import linear_fwd
 
 
 def tables(cos: Array, sin: Array, x: Array) -> tuple[Array, Array]:
-    """Cosines and sines as the kernels read them."""
+    """Cosines and sines in the dtype and layout of the kernels."""
     cos, sin = (contiguous(table.astype(wide(x.dtype), copy=False)) for table in (cos, sin))
     return cos, sin
 
@@ -23,7 +23,7 @@ def tables(cos: Array, sin: Array, x: Array) -> tuple[Array, Array]:
 def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
     in_place = out is x and contiguous(x) is x
     x = contiguous(x)
-    # A tile with gaps to write into is rare (a test's): it is filled from a whole one.
+    # A non-contiguous output is rare: compute into a new array and copy.
     y = out if out is not None and out.flags.c_contiguous else new(x.shape, x.dtype)
     positions, heads, dim = x.shape[1:]
     half = dim // 2

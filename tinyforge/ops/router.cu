@@ -1,13 +1,12 @@
 // router: of E logits z a token the `active` largest, their softmax, and what the router's losses need of all E.
 //
-// Kernels:  router_fwd    weights, chosen; and of each block's tokens the sums of p_e, and behind them that of lse^2
+// Kernels:  router_fwd    weights, chosen; and of each block's tokens the sums of p_e, then that of lse^2
 //           router_bwd    dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E lse p_e, and w_j (dw_j - sum_i dw_i w_i) more
 //                         where e is choice j
 //
 // Idea. A row is short, 8 numbers or a few dozen: a thread takes a token and reads its row again for each pass, from
-// cache. The chosen come one after the other, each the largest behind the one before in the order (z falling, number
-// rising), which needs no list of what has been taken. The sums over tokens are added by blocks, experts one by one;
-// columns.cu adds the blocks up.
+// cache. Choices are found one after the other, each as the next in the order (z falling, number rising), which needs
+// no list of earlier choices. Blocks sum over their tokens, one expert at a time; columns.cu adds the blocks up.
 // Grid: a thread for each token. Block: 128, small, so that 16,384 tokens keep most of a GPU busy. Bound by latency.
 //
 // compile: SCALAR=double|float|bf16

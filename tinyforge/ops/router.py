@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to, and how much each of them counts."""
+"""The router of a mixture of experts: which experts a token goes to, and their weights."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def router_bwd(dweights: Array, dusage: Array, logits: Array, weights: Array, ch
     rows = logits.reshape(-1, logits.shape[-1])
     lse = _log_sum_exp(rows)[:, None]
     p = np.exp(rows - lse)
-    # All logits of a token move its probabilities and its log-sum-exp, which every expert's share of them sees ...
+    # All logits of a token affect usage, through its probabilities and its log-sum-exp ...
     dlogits = p * (dusage[:-1] - (p @ dusage[:-1])[:, None]) + 2 * dusage[-1] * lse * p
-    # ... and those of the chosen move the weights, a softmax among themselves.
+    # ... and those of the chosen experts affect the weights, a softmax over these logits alone.
     active = weights.shape[-1]
     w, dw = weights.reshape(-1, active), dweights.reshape(-1, active)
     at = (np.arange(len(rows))[:, None], chosen.reshape(-1, active))
@@ -49,7 +49,7 @@ def router_bwd(dweights: Array, dusage: Array, logits: Array, weights: Array, ch
 
 
 @router_bwd.on("phantom")
-def router_bwd_memory(dweights: Array, dusage: Array, logits: Array, weights: Array, chosen: Array) -> Array:
+def router_bwd_memory(logits: Array) -> Array:
     return empty(logits.shape, logits.dtype)
 
 
@@ -59,11 +59,11 @@ def _log_sum_exp(rows: Array) -> Array:
 
 
 class TopKRouter(Op):
-    """p = softmax(z);  of each token the `active` experts with the largest p, their p divided by its sum over them
+    """p = softmax(z);  for each token the `active` experts with the largest p, their p divided by its sum over them
 
     logits z: (..., E). Returns weights w (..., k), in the precision of sums; chosen (..., k) int32, the most likely
-    first, of equal ones the one with the smaller number; usage (E + 1,): for each expert the sum of p over the tokens,
-    and behind them the sum of logsumexp(z)^2: what `RouterLosses` is made of.
+    first, ties to the smaller number; usage (E + 1,): for each expert the sum of p over the tokens, followed by the sum
+    of logsumexp(z)^2, for `RouterLosses`.
 
     Saves z, weights and chosen. backward, with upstream gradients dw and du (that of chosen is not read):
         dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E logsumexp(z) p_e,  and w_j (dw_j - sum_i dw_i w_i) if e is choice j
@@ -90,6 +90,6 @@ class TopKRouter(Op):
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for shape, active in (((2, 3, 5), 2), ((7, 8), 3), ((4, 1), 1), ((6, 3), 3), ((0, 4), 2)):
-            # Steps of a third between a token's experts: no finite difference changes which are chosen.
+            # Logits a third apart: no finite difference changes which experts are chosen.
             logits = rng.permuted(np.broadcast_to(np.arange(shape[-1]) / 3, shape), axis=-1)
             yield cls(active, backend), (backend.asarray(logits + 0.1 * rng.random(shape)),)

@@ -1,4 +1,4 @@
-"""What keeps a router from sending everything to a few experts, and its logits from growing."""
+"""Losses that keep a router from sending all tokens to a few experts, and its logits from growing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from tinyforge.op import Op, Stash
 
 @kernel
 def router_losses_fwd(usages: Sequence[Array], starts: Sequence[Array], active: int) -> tuple[Array, Array]:
-    """terms: (2,); and slope: (E + 1,), their gradients in every layer's usage, side by side."""
+    """Returns terms: (2,), and slope: (E + 1,), their gradients in each layer's usage."""
     usage, counts = np.sum(usages, axis=0), np.diff(np.sum(starts, axis=0))
-    rows = max(int(counts.sum()), 1) / active  # tokens, each counted once a layer
+    rows = max(int(counts.sum()), 1) / active  # tokens, each counted once per layer
     slope = np.append(len(counts) * counts / rows, 1) / rows
     return np.array([slope[:-1] @ usage[:-1], slope[-1] * usage[-1]], usage.dtype), slope.astype(usage.dtype)
 
 
 @router_losses_fwd.on("phantom")
-def router_losses_fwd_memory(
-    usages: Sequence[Array], starts: Sequence[Array], active: int
-) -> tuple[Array, Array]:
+def router_losses_fwd_memory(usages: Sequence[Array]) -> tuple[Array, Array]:
     return empty((2,), usages[0].dtype), empty(usages[0].shape, usages[0].dtype)
 
 
@@ -35,19 +33,19 @@ def router_losses_bwd(dterms: Array, slope: Array) -> Array:
 
 
 @router_losses_bwd.on("phantom")
-def router_losses_bwd_memory(dterms: Array, slope: Array) -> Array:
+def router_losses_bwd_memory(slope: Array) -> Array:
     return empty(slope.shape, slope.dtype)
 
 
 class RouterLosses(Op):
     """balance = E sum_e f_e P_e,   z = mean of logsumexp(logits)^2
 
-    f_e: how many of its choices a token gives to expert e, P_e: the probability of e, both on average over all tokens
-    of all layers, as in transformers. balance is k, the number of choices, where all experts get the same, and up to E
-    where all tokens choose the same. f is a count and has no gradient; P has one.
+    f_e: the number of a token's choices that fall on expert e; P_e: the probability of e; both averaged over the tokens
+    of all layers, as in transformers. balance is k, the number of choices, if all experts get the same share, and up to
+    E if all tokens choose the same. f is a count and has no gradient; P has one.
 
-    forward takes usage (E + 1,) of `TopKRouter` and starts (E + 1,) of `MixtureOfExperts` in turn, layer by layer, and
-    returns (2,): balance and z. Saves new: the slope, (E + 1,). backward: usage's gradient is the same in all layers,
+    forward takes usage (E + 1,) of `TopKRouter` and starts (E + 1,) of `MixtureOfExperts`, alternating layer by layer,
+    and returns (2,): balance and z. Saves the slope, (E + 1,). backward: usage's gradient is the same in all layers,
 
         dusage_e = dbalance E f_e / rows,   dusage_E = dz / rows,   rows = tokens times layers
 

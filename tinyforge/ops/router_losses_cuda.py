@@ -29,7 +29,7 @@ def router_losses_fwd(
 
 
 def _joined(arrays: Sequence[Array], repeats: bool) -> Array:
-    """One behind the other. Of more than eight arrays CuPy uploads the addresses, which a graph cannot."""
+    """The arrays concatenated. For more than eight of them CuPy uploads the addresses, which a graph cannot do."""
     if repeats and len(arrays) > AT_ONCE:
         arrays = [cupy.concatenate(arrays[i : i + AT_ONCE]) for i in range(0, len(arrays), AT_ONCE)]
         return _joined(arrays, repeats)

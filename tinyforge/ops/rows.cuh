@@ -1,9 +1,10 @@
-// A row for each warp: what the kernels that need a sum over a row before they can write its first element share.
+// What the kernels share that give each row to a warp, because they need a sum over the row before they can write its
+// first element.
 //
 // Reading a row from memory a second time would cost half as much again. So a lane keeps its vectors of the row:
-//   PER > 0    PER vectors of VEC elements a lane, vector v of the row in lane v % 32
-//   PER = 0    rows of any width: read again for each pass, mostly from cache
-// Lanes are threadIdx.x, a block's warps threadIdx.y. Macros: SCALAR, VEC, PER.
+//   PER > 0  PER vectors of VEC elements a lane, vector v of the row in lane v % 32
+//   PER = 0  rows of any width: read again for each pass, mostly from cache
+// Lanes are threadIdx.x, the warps of a block threadIdx.y. Macros: SCALAR, VEC, PER.
 
 #include "ops/common.cuh"
 
@@ -25,7 +26,7 @@ __device__ __forceinline__ void each_vector(int vectors, Use use) {
 #endif
 }
 
-// A row in registers. All its loads are under way before the first is used.
+// A row in registers. All its loads are in flight before the first is used.
 struct Row {
 #if PER
     Vector kept[PER];
@@ -48,13 +49,13 @@ struct Row {
 #endif
 };
 
-// The rows that a warp of a backward takes one after the other, of ARRAYS arrays at once. With PER > 0 the rows to come
-// are copied into shared memory while the warp works on one, STAGES of them under way: bytes in flight hide the latency
-// of memory, and registers, which hold the sums for the gain, are too few for them. A lane copies and reads back its
-// own vectors alone, so that no lane waits for another.
+// The rows that a warp of a backward kernel takes one after the other, of ARRAYS arrays at once. With PER > 0 the next
+// rows are copied into shared memory while the warp works on one, STAGES of them in flight. Bytes in flight hide the
+// latency of memory; registers are too few for them, as they hold the sums for the gain. A lane copies and reads back
+// only its own vectors, so that no lane waits for another.
 #define STAGES 2
-#define BLOCKS 2                 // of a backward, on each multiprocessor
-#define WARPS (PER > 4 ? 4 : 8)  // of its blocks: fewer where a row is long, so that two blocks' rows fit
+#define BLOCKS 2                 // of a backward kernel, on each multiprocessor
+#define WARPS (PER > 4 ? 4 : 8)  // of its blocks: fewer where rows are long, so that the rows of two blocks fit
 
 #if PER
 extern __shared__ uint4 room[];  // STAGES x ARRAYS x PER x threads

@@ -1,4 +1,4 @@
-"""Launches kernels that are written over rows.cuh: a warp takes a row."""
+"""Launches that several ops share: with a thread for each vector, and over rows.cuh with a warp for each row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from tinyforge.kernel import Array
 
 HEADER = "ops/rows.cuh"
 STAGES, BLOCKS = constant(HEADER, "STAGES"), constant(HEADER, "BLOCKS")
-WARPS = 8  # a block's, each with a row at a time
+WARPS = 8  # per block, each with a row at a time
+
+
+def launch_elements(file: str, entry: str, out: Array, *arrays: Array | None, **macros: int) -> None:
+    """One thread for each vector of elements. out, arrays: the kernel's, of one size and storage type, in its order,
+    None for a null pointer."""
+    if out.size:
+        vec = vector(out.size, out, *(a for a in arrays if a is not None))
+        launch = load(file, entry, SCALAR=scalar(out.dtype), VEC=vec, **macros)
+        launch(blocks(out.size // vec), (256,), (out, *map(or_null, arrays), np.uint32(out.size // vec)))
 
 
 def rows_and_width(x: Array) -> tuple[int, int]:
@@ -46,11 +55,11 @@ def norm_backward(
     stats: tuple[Array, ...], sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
     beside: tuple[Array, ...] = (), **macros: Any,
 ) -> Array:  # fmt: skip
-    """dx; the gradients of gain and bias are added to `sums`, all of them None where both are frozen. x: what was saved
-    of its size, for RMSNorm y. stats: one number a row each.
+    """Returns dx; the gradients of gain and bias are added to `sums`, all None if both are frozen. x: the saved input,
+    or for RMSNorm y. stats: arrays with one number per row.
 
     beside: what the kernel writes besides dx. macros: as above.
-    sums_alone: the kernel, and its inputs, that makes the partial sums where a row does not fit in registers.
+    sums_alone: the kernel, with its inputs, that computes the partial sums if a row does not fit in registers.
     """
     rows, width = rows_and_width(x)
     dx = new(x.shape, x.dtype)
@@ -64,7 +73,7 @@ def norm_backward(
     launch = load(file, entry, shared, **macros, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
     partial = new((min(*blocks(rows, warps), BLOCKS * free_processors()), len(sums) * width), stats[0].dtype)
     sizes = (np.int32(rows), np.int32(width))
-    # With the sums in registers each warp takes many rows, else a row.
+    # With the sums in registers each warp takes many rows, otherwise one row.
     grid = (len(partial),) if per else blocks(rows, warps)
     launch(grid, (32, warps), (dx, *beside, partial, dy, weight, x, *stats, *extra, *sizes), shared_mem=shared)
     if sums[0] is None:

@@ -1,36 +1,38 @@
 // selective_scan: h[t] = exp(dt[t] A) h[t-1] + dt[t] u[t] B[t],  y[t] = (C[t] . h[t] + D u[t]) silu(z[t]), with
 // dt = softplus(delta + bias) and A = -exp(a_log), for each channel e, with N numbers of state each.
 //
-// Kernels:  selective_scan_fwd          y; with `kept`, the states before each tile; with `state`, the one at the end
+// Kernels:  selective_scan_fwd          y; with `kept`, the states before each tile; with `state`, the last one
 //           selective_scan_bwd          du, ddelta, dz, and partial sums of db, dc, da_log, dD and dbias
 //           selective_scan_sum          db and dc from their partial sums
 //           selective_scan_fwd_naive, selective_scan_bwd_naive, selective_scan_sum_naive
 //                                       read them first; tests compare the pairs
 //
-// Idea. Time is sequential, channels are not: QUARTERS threads share a channel, each with PER of its N states in
-// registers, and walk down time together. A block takes CHANNELS channels of a row of the batch. It goes over time in
-// tiles of TILE positions: u, delta, B and C are loaded a tile ahead by all threads, four numbers at a time, so that
-// global reads are coalesced and under way two tiles before; dt, dt u, B and C lie in shared memory, where softplus is
-// computed once for the threads of a channel. Between two barriers a warp writes y of the last tile, prepares the next one
-// and walks along this one, so that warps do not all want the same unit at the same time.
+// Idea. Time is sequential, channels are not. QUARTERS threads share a channel, each with PER of its N states in
+// registers, and walk along time together. A block takes CHANNELS channels of a row of the batch, and goes over time in
+// tiles of TILE positions.
+//   forward   For each tile, all threads load u, delta, B and C of the next tile, four numbers at a time, so that
+//             global loads are coalesced and in flight two tiles ahead; dt, dt u, B and C are put into shared memory,
+//             where softplus is computed once for the threads of a channel. Between two barriers a warp stores y of the
+//             last tile, prepares the next one and walks along this one, so that warps do not all want the same unit at
+//             the same time.
+//   backward  Goes over the tiles from the last to the first. It recomputes the states of a tile from the one that
+//             forward kept; those of the later half stay in shared memory, and it walks back in time:
+//               g[t] = dout[t] C[t] + exp(dt[t+1] A) g[t+1]        e[t] = g[t] h[t-1] exp(dt[t] A)
+//             Then it recomputes those of the earlier half, and walks back over the rest. With the states of half a
+//             tile, three blocks fit on a multiprocessor instead of two. The sums over channels, db and dc, are taken
+//             within each warp by shuffles, over the block's warps in shared memory, and over blocks by
+//             selective_scan_sum: always in the same order.
 //
-// A read of 16 bytes by a warp takes four cycles of shared memory where neighbouring lanes read different places, whether
-// or not others read the same, and two where they read one. So in forward a warp has one quarter of the states of 32
-// channels: B and C are the same for all its lanes. The parts of C . h go to shared memory, and are added up by who
-// writes y. In backward a warp has four quarters of 8 channels, the lanes of a quarter side by side, because db and dc
-// are sums over channels. Sums over a channel's lanes are taken four positions at a time there: of four partial sums
-// each lane hands over three and keeps one, three shuffles in place of eight.
-//
-// Backward goes over the tiles from the last to the first. It computes the states of a tile again, from the one that
-// forward kept; those of the later half stay in shared memory, and it walks up:
-//   g[t] = dout[t] C[t] + exp(dt[t+1] A) g[t+1]        e[t] = g[t] h[t-1] exp(dt[t] A)
-// Then those of the earlier half once more, and up the rest. With the states of half a tile three blocks fit on a
-// multiprocessor in place of two. The sums over channels, db and dc, are taken within each warp by shuffles, over the
-// block's warps in shared memory, and over blocks by selective_scan_sum: always in the same order.
+// Who has which states. A 16-byte load by a warp takes four cycles of shared memory where neighbouring lanes read
+// different addresses, and two where they read the same. So in forward a warp has one quarter of the states of 32
+// channels: B and C are the same for all its lanes. The parts of C . h go to shared memory, and are added by the thread
+// that stores y. In backward a warp has four quarters of 8 channels, the lanes of a quarter adjacent, because db and dc
+// are sums over channels. Sums over a channel's lanes are taken for four positions at a time there: each lane passes on
+// three of its four partial sums and keeps one, three shuffles instead of eight.
 //
 // Grid: (channels / CHANNELS, batch). Block: CHANNELS x QUARTERS threads. Shared memory: Forward and Backward below.
-// Bound: instructions, and the exponentials. Each of B T E N is one operation of the special function unit, 16 a cycle and
-// multiprocessor, and four others; softplus and silu add three and some thirty for each of B T E.
+// Bound by instructions, and by exponentials: each of B T E N is one operation of the special function unit, 16 a cycle
+// and multiprocessor, and four others; softplus and silu add three and some thirty for each of B T E.
 // VEC: 4 where rows of the arrays begin at multiples of four numbers, and there are QUARTERS x PER states, else 1.
 //
 // compile: SCALAR=double|float|bf16 PER=1|2|4 VEC=1|4
@@ -48,7 +50,7 @@
 #define LINES (THREADS / FOURS)  // positions that a block loads or stores at once
 #define EACH (TILE / LINES)
 #define RESIDENT (sizeof(SCALAR) == 8 ? 2 : 3)
-#define SUMS (2 * PER < 8 ? 8 : 2 * PER)  // of db and dc in a lane, filled up so that 8 lanes can share them
+#define SUMS (2 * PER < 8 ? 8 : 2 * PER)  // of db and dc in a lane, padded so that 8 lanes can share them
 
 typedef SCALAR T;
 typedef Wide<T> A;
@@ -60,8 +62,8 @@ __device__ __forceinline__ float exp_base2(float x) {
     return y;
 }
 
-// log(1 + exp(x)), without overflow. In float32 log(1 + e), e = exp(-|x|), is e times the polynomial of least relative
-// error on [0, 1], 3e-8: small e keep their digits, and there is no second special function.
+// log(1 + exp(x)), without overflow. In float32, log(1 + e) with e = exp(-|x|) is e times the polynomial of least
+// relative error on [0, 1], 3e-8: it keeps the digits of small e, and needs no second special function.
 __device__ __forceinline__ double softplus(double x) { return (x > 0 ? x : 0) + log1p(exp(-abs(x))); }
 __device__ __forceinline__ float softplus(float x) {
     const float e = exp_base2(fabsf(x) * -1.442695041f);
@@ -76,7 +78,7 @@ __device__ __forceinline__ float softplus(float x) {
     return fmaf(sum, e, fmaxf(x, 0.0f));
 }
 
-// 1 / (1 + exp(-x)): where exp overflows, 1 / infinity is the 0 that it tends to.
+// 1 / (1 + exp(-x)): where exp overflows to infinity, the result is 0, as it should be.
 __device__ __forceinline__ double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
 __device__ __forceinline__ float sigmoid(float x) {
     return __fdividef(1.0f, 1.0f + exp_base2(x * -1.442695041f));
@@ -90,7 +92,7 @@ struct Sizes {
     int length, int channels, int states, int u_pitch, int delta_pitch, int b_pitch, int c_pitch, int z_pitch
 #define SIZE_NAMES length, channels, states, u_pitch, delta_pitch, b_pitch, c_pitch, z_pitch
 
-// An array as a thread sees it, from its own position and column on. With the pitch in bytes an address is one instruction.
+// An array from a thread's own position and column on. With the pitch in bytes, an address takes one instruction.
 template <class S>
 struct Wave {
     char *at;
@@ -101,9 +103,9 @@ struct Wave {
     __device__ __forceinline__ S *operator()(int t) const { return (S *)(at + i64(t) * pitch); }
 };
 
-// Where a thread stands. channel, quarter: whose states it has. column: the first of the four channels whose numbers it
-// loads and stores, at the positions line, line + LINES, ... of a tile; side: the same within the block. Of B and C it
-// loads the states from `part` on, at position `narrow`.
+// A thread's share of the work. channel, quarter: the states that it has. column: the first of the four channels whose
+// numbers it loads and stores, at the positions line, line + LINES, ... of a tile; side: the same within the block. Of
+// B and C it loads the states from `part` on, at position `narrow`.
 struct Place {
     int row, channel, quarter, column, line, side, narrow, part, over;
     i64 start;
@@ -119,7 +121,7 @@ struct Place {
         narrow = threadIdx.x / QUARTERS;
         part = threadIdx.x % QUARTERS * PER;
         valid = channel < s.channels;
-        over = VEC > 1 ? max(column + 4 - s.channels, 0) : 0;  // four channels that are there are read in any case
+        over = VEC > 1 ? max(column + 4 - s.channels, 0) : 0;  // moves back to four channels that exist
     }
     __device__ int state(int i) const { return quarter * PER + i; }
     template <class S>
@@ -134,7 +136,7 @@ struct Place {
 typedef Pack<T, 4> Four;
 typedef Pack<A, 4> Sum;
 
-// Some N numbers, of which `there` exist; the others become 0, or are not written.
+// N numbers, of which `there` exist; the others are read as 0, or not written.
 template <int N, class S>
 __device__ __forceinline__ Pack<S, N> read(const S *from, int there) {
     if (VEC > 1 && there > 0) return load<N>(from);
@@ -158,8 +160,8 @@ __device__ __forceinline__ void write(S *to, const Pack<S, N> &x, int there) {
     }
 }
 
-// A thread's numbers of the tile that begins at `first`. Of positions that are not there, single reads make zeros; reads
-// of four take the last one, without a branch, and what is made of it must be dropped.
+// A thread's numbers of the tile that begins at `first`. Past the last position, single loads give zeros; loads of four
+// repeat the last position, without a branch, and results for it must be dropped.
 struct Loaded {
     Four v[EACH];
 
@@ -200,7 +202,7 @@ __device__ __forceinline__ Sum read_vector(const T *x, const Place &at, const Si
     return sum;
 }
 
-// The sums over a channel's four lanes, 8 apart, of four numbers each: lane q of them gets that of p[q].
+// The sums over a channel's four lanes, 8 apart, of four numbers each: lane q gets the sum of p[q].
 __device__ __forceinline__ A share(const A (&p)[4], int q) {
     const bool odd = q & 1, high = q & 2;
     const A even = (odd ? p[1] : p[0]) + __shfl_xor_sync(~0u, odd ? p[0] : p[1], 8);
@@ -234,8 +236,8 @@ __device__ __forceinline__ void write_steps(
             fours[i].v[2 * j] = dt, fours[i].v[2 * j + 1] = dt * widen(u.v[i].v[j]);
         }
     }
-    if (first + TILE > s.length) {  // of the last tile alone, once for all: with a condition in the loop above the compiler
-#pragma unroll                      // takes one softplus after the other
+    if (first + TILE > s.length) {  // the last tile only. With a condition in the loop above, the compiler would compute
+#pragma unroll                      // one softplus after the other
         for (int i = 0; i < EACH; i++) {
             if (first + at.line + LINES * i >= s.length) fours[i] = {};
         }
@@ -244,8 +246,8 @@ __device__ __forceinline__ void write_steps(
     for (int i = 0; i < EACH; i++) store(&steps[at.line + LINES * i][at.side].dt, fours[i]);
 }
 
-// Four positions from t on, in registers: read before what the last four end with is stored, because the compiler cannot
-// know that the two places differ, and would wait.
+// Four positions from t on, in registers. They are loaded before the results of the last four are stored: the compiler
+// cannot know that the addresses differ, and would make the loads wait for the stores.
 struct Group {
     Step step[4];
     Pack<A, PER> b[4], c[4];
@@ -258,7 +260,7 @@ struct Group {
             b[j] = load<PER>(&from.b[t + j][at.state(0)]), c[j] = load<PER>(&from.c[t + j][at.state(0)]);
         }
     }
-    // Position j: the states h move on, and a lane's part of C . h is returned.
+    // Moves the states h on to position j, and returns this lane's part of C . h.
     __device__ __forceinline__ A advance(Pack<A, PER> &h, const A (&a)[PER], int j) const {
         A sum;
 #pragma unroll
@@ -282,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selective_scan_f
     A a[PER];
     Pack<A, PER> h;
     read_rates(a, a_log, at, s);
-    const int mine = at.valid ? s.states - at.state(0) : 0;  // and the lanes behind: states from this lane's first on
+    const int mine = at.valid ? s.states - at.state(0) : 0;  // states from this lane's first on, later lanes' included
     A *const end = state + (i64(at.row) * s.channels + at.channel) * s.states + at.state(0);
     h = read<PER>(end, state ? mine : 0);
     const Sum d = read_vector(skip, at, s), shift = read_vector(bias, at, s);
@@ -292,8 +294,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) selective_scan_f
     const auto of_b = at.of_states(b, s.b_pitch), of_c = at.of_states(c, s.c_pitch);
     const auto of_y = at.of_channels(y, s.channels);
 
-    // us, deltas, bs, cs: of the tile after the one that is walked. zs, and u once more, of the one that is: u then comes
-    // from the L2 cache, for fewer registers and moves than if it were kept for two tiles.
+    // us, deltas, bs, cs: of the tile after the current one. zs, and u again: of the current one. u is then loaded from
+    // the L2 cache, with fewer registers and moves than if it were kept for two tiles.
     Loaded us, deltas, walked_us, zs;
     Pack<T, PER> bs, cs;
     const auto load_tile = [&](int first) {
@@ -387,8 +389,8 @@ __device__ __forceinline__ void share_over_channels(A (&v)[SUMS], int lane) {
     }
 }
 
-// parts: (2, gridDim.x, batch, length, states), of db and dc. da_parts: (batch, channels, states); vector_parts: (batch,
-// 2, channels), of dD and dbias.
+// parts: (2, gridDim.x, batch, length, states), of db and dc. da_parts: (batch, channels, states); vector_parts:
+// (batch, 2, channels), of dD and dbias.
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 3) selective_scan_bwd(
     T *du, T *ddelta, T *dz, A *parts, A *da_parts, A *vector_parts, const T *dy, const T *u, const T *delta, const T *b,
     const T *c, const T *z, const T *a_log, const T *skip, const T *bias, const A *kept, SIZES, int dz_pitch
@@ -428,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int some = first + LINES * i + at.line < s.length ? there : 0;
-            Sum up;  // 0 where there is nothing: with it the gradients of states are 0, and their parts of all sums
+            Sum up;  // 0 past the end, which makes the gradients of states, and their parts of all sums, 0
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const A gate = widen(zs.v[i].v[j]);
@@ -453,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
 #pragma unroll 1
         for (int half = HALF; half >= 0; half -= HALF) {
             const Pack<A, PER> ahead = half ? middle : start;
-            if (half == 0) {  // the earlier half's states, once more
+            if (half == 0) {  // recompute the earlier half's states
                 h = start;
 #pragma unroll 1
                 for (int t = 0; t < HALF; t += 4) {
@@ -465,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
                     }
                 }
             }
-            // h is the state at t; the one before it is read a position ahead.
+            // h is the state at t; the one before it is loaded a position ahead.
 #pragma unroll 1
             for (int r = HALF - 4; r >= 0; r -= 4) {
                 const int t = half + r;
@@ -506,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
             }
             __syncthreads();
 
-            // The warps' sums of db, by one half of the threads, and of dc, by the other: a quarter of a position each.
+            // One half of the threads adds the warps' sums of db, the other those of dc: a quarter of a position each.
             const int which = threadIdx.x / (THREADS / 2), t = threadIdx.x % (THREADS / 2) / QUARTERS;
             const int quarter = threadIdx.x % QUARTERS;
             Pack<A, PER> sum = {};
@@ -518,10 +520,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
             const int position = first + half + t;
             A *to = parts + ((i64(which) * gridDim.x + blockIdx.x) * positions + i64(at.row) * s.length + position) * s.states;
             write<PER>(to + at.part, sum, position < s.length ? s.states - at.part : 0);
-            if (half) __syncthreads();  // before they are overwritten
+            if (half) __syncthreads();  // before the sums are overwritten
         }
 
-        if (sizeof(T) == 8) {  // once more: there are not enough registers to hold them
+        if (sizeof(T) == 8) {  // load again: there are not enough registers to keep them
             us.read(of_u, at, s, first);
             deltas.read(of_delta, at, s, first);
             zs.read(of_z, at, s, first);
@@ -557,7 +559,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
                 da[i] * a[i] * A(0.6931471805599453);
         }
     }
-    // The lines of threads have a share each of a channel's sums.
+    // Each line of threads has a part of a channel's sums.
     store(&sh.up[at.line][at.side], dskip);
     store(&sh.y[at.line][at.side], dbias);
     __syncthreads();
@@ -612,8 +614,8 @@ extern "C" __global__ void selective_scan_fwd_naive(
     }
 }
 
-// g: as h, every state's gradient; up: (batch, length, channels), the gradient before the gate. da_parts, vector_parts: as
-// in selective_scan_bwd.
+// g: as h, every state's gradient; up: (batch, length, channels), the gradient before the gate. da_parts, vector_parts:
+// as in selective_scan_bwd.
 extern "C" __global__ void selective_scan_bwd_naive(
     T *du, T *ddelta, T *dz, A *g, A *up, A *da_parts, A *vector_parts, const T *dy, const T *u, const T *delta,
     const T *b, const T *c, const T *z, const T *a_log, const T *skip, const T *bias, const A *h, int batch, int length,

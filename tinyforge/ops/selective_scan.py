@@ -15,10 +15,10 @@ from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
 
 TILE = 32
-"""Positions between two states that forward keeps. Backward computes those between them again, a tile at a time."""
+"""Positions between two states that forward keeps. Backward recomputes the states between them, a tile at a time."""
 
 CHANNELS = 32
-"""Channels of a block of the CUDA kernels."""
+"""Channels per block of the CUDA kernels."""
 
 
 def tiles(length: int) -> int:
@@ -33,7 +33,7 @@ def _softplus(x: Array) -> Array:
 def _states(h: Array, dt: Array, u: Array, b: Array, a: Array) -> tuple[Array, Array]:
     """The decays and the states of a tile, both (t, B, N, E), from the state before it, (B, N, E); a: (N, E).
 
-    Time comes first, so that a step reads and writes memory without gaps, and channels last: inner loops are long.
+    Time is the first axis, so that a step accesses contiguous memory, and channels are the last: inner loops are long.
     """
     decay = dt.swapaxes(0, 1)[:, :, None] * a
     np.exp(decay, out=decay)
@@ -49,9 +49,9 @@ def selective_scan_fwd(
     state: Array | None, u: Array, delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array,
     bias: Array, keep: bool,
 ) -> tuple[Array, Array | None]:  # fmt: skip
-    """y, and, with `keep`, the states before each tile, (B, tiles, E, N).
+    """Returns y, and with `keep` the states before each tile, (B, tiles, E, N).
 
-    state: (B, E, N), that before the first position; the one after the last is written there. None: zeros.
+    state: (B, E, N), before the first position; replaced by the state after the last one. None: zeros.
     """
     batch, length, _ = u.shape
     kept = np.empty((batch, tiles(length), *a_log.shape), u.dtype) if keep else None
@@ -72,10 +72,7 @@ def selective_scan_fwd(
 
 
 @selective_scan_fwd.on("phantom")
-def selective_scan_fwd_memory(
-    state: Array | None, u: Array, delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array,
-    bias: Array, keep: bool,
-) -> tuple[Array, Array | None]:  # fmt: skip
+def selective_scan_fwd_memory(u: Array, a_log: Array, keep: bool) -> tuple[Array, Array | None]:
     kept = empty((len(u), tiles(u.shape[1]), *a_log.shape), wide(u.dtype)) if keep else None
     return empty(u.shape, u.dtype), kept
 
@@ -85,7 +82,7 @@ def selective_scan_bwd(
     dz: Array | None, da_log: Array | None, dskip: Array | None, dbias: Array | None, dy: Array, u: Array,
     delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array, bias: Array, kept: Array,
 ) -> tuple[Array, Array, Array, Array, Array]:  # fmt: skip
-    """du, ddelta, db, dc, dz; the last is written into the first argument where that is given."""
+    """Returns du, ddelta, db, dc, dz; dz is written into the first argument if that is given."""
     a, gate = -np.exp(a_log.T), sigmoid(z)  # (N, E)
     dout = dy * (z * gate)  # the gradient of y before the gate
     dzs = np.empty(z.shape, z.dtype) if dz is None else dz
@@ -93,7 +90,7 @@ def selective_scan_bwd(
     if dskip is not None:
         dskip += (dout * u).sum(axis=(0, 1))
     da = np.zeros(a.shape, a.dtype)
-    ahead: Array = np.zeros((len(u), *a.shape), u.dtype)  # what the state gets from the positions behind it
+    ahead: Array = np.zeros((len(u), *a.shape), u.dtype)  # the state's gradient from later positions
     for tile in reversed(range(kept.shape[1])):
         now = slice(tile * TILE, (tile + 1) * TILE)
         raw, start = delta[:, now] + bias, kept[:, tile].swapaxes(1, 2)
@@ -126,10 +123,9 @@ def selective_scan_bwd(
 
 @selective_scan_bwd.on("phantom")
 def selective_scan_bwd_memory(
-    dz: Array | None, da_log: Array | None, dskip: Array | None, dbias: Array | None, dy: Array, u: Array,
-    delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array, bias: Array, kept: Array,
-) -> tuple[Array, Array, Array, Array, Array]:  # fmt: skip
-    # Each block of channels leaves its part of the sums over channels.
+    dz: Array | None, u: Array, b: Array, c: Array, z: Array, kept: Array
+) -> tuple[Array, Array, Array, Array, Array]:
+    # Each block of channels writes partial sums over its channels.
     _parts = empty((2, -(-u.shape[2] // CHANNELS), *b.shape), kept.dtype)
     du, ddelta = empty(u.shape, u.dtype), empty(u.shape, u.dtype)
     return du, ddelta, empty(b.shape, b.dtype), empty(c.shape, c.dtype), empty(z.shape, z.dtype) if dz is None else dz
@@ -142,9 +138,9 @@ class SelectiveScan(Op):
         dt[t] = softplus(delta[t] + bias) > 0, the step;   A = -exp(a_log) < 0, so that each decay is in (0, 1)
 
     u, delta, z, y: (B, T, E); B, C: (B, T, N), shared by the channels; a_log: (E, N); D, bias: (E,). The state before
-    the first position is 0, or, with state=, (B, E, N), which then holds the one after the last. Inputs may be views
-    with gaps between their rows. Saves its inputs, and the state before every TILE-th position; backward computes the
-    states of a tile again, so that memory for states grows with T / TILE, and no (B, T, E, N) array is ever kept.
+    the first position is 0, or state, (B, E, N), which is replaced by the one after the last. Inputs may be views with
+    gaps between their rows. Saves its inputs, and the state before every TILE-th position; backward recomputes the
+    states of a tile, so that memory for states grows with T / TILE, and no (B, T, E, N) array is ever kept.
 
     backward, with s the output before the gate, ds = dy silu(z), and g[t] the gradient of h[t], from the last t down:
         g[t] = ds[t] C[t] + exp(dt[t+1] A) g[t+1]
@@ -163,9 +159,6 @@ class SelectiveScan(Op):
     def __init__(self, a_log: Param, skip: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.a_log, self.skip, self.bias = a_log, skip, bias
-
-    def params(self) -> list[Param]:
-        return [self.a_log, self.skip, self.bias]
 
     def forward(
         self, u: Array, delta: Array, b: Array, c: Array, z: Array, stash: Stash | None = None, *,

@@ -18,13 +18,13 @@ from tinyforge.ops.selective_scan_plan import FILE, QUARTERS, THREADS, backward_
 
 
 def _with_pitches(*arrays: Array) -> tuple[list[Array], list[Any]]:
-    """The arrays as a kernel reads them, and its sizes: of the first, which is u, and the pitch of each."""
+    """The arrays in a layout that kernels can read, and the pitch of each."""
     found = [with_pitch(a) for a in arrays]
     return [a for a, _ in found], [np.int32(pitch) for _, pitch in found]
 
 
 def _macros(u: Array, states: int, pitches: list[Any], *arrays: Array) -> dict[str, Any]:
-    """What the kernels are compiled for. VEC: 4 where four channels, and a lane's states, are read at once."""
+    """The kernels' macros. VEC: 4 if four channels, and a lane's states, can be read at once."""
     per = states_a_lane(states)
     fits = u.shape[2] % 4 == 0 and states == QUARTERS * per and not any(pitch % 4 for pitch in pitches)
     aligned = all(a.data.ptr % min(16, 4 * a.itemsize) == 0 for a in arrays)

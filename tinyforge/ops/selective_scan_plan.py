@@ -1,4 +1,4 @@
-"""What a launch of selective_scan.cu takes: lanes, and shared memory. Needs no GPU."""
+"""The lanes and the shared memory of a launch of selective_scan.cu, computed without a GPU."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def backward_bytes(states: int, itemsize: int) -> int:
     per = states_a_lane(states)
     sums = max(8, 2 * per)
     rows = 3 * CHANNELS + 3 * (CHANNELS + 8)  # steps and `up`; three that are padded
-    later = THREADS * per + THREADS // 32 * QUARTERS * sums  # of half a tile: states, and sums over channels
+    later = THREADS * per + THREADS // 32 * QUARTERS * sums  # for half a tile: states, and sums over channels
     return (HALF * later + TILE * (rows + 2 * QUARTERS * per)) * itemsize

@@ -3,8 +3,8 @@
 // Kernels:  softmax_fwd, softmax_bwd
 //
 // Idea. A warp takes a row and keeps it in registers (rows.cuh): the maximum, the sum and the quotient need three
-// passes, of which only the first and last touch memory. The exponential is taken twice, which is less than what memory
-// takes: keeping it would be twice the registers in bf16.
+// passes, of which only the first and last touch memory. The exponential is computed twice, which takes less time
+// than memory does: keeping it would take twice the registers in bf16.
 // Grid: a warp for each row. Block: 32 x 8 threads. No shared memory. Bound by memory: two rows of traffic forward,
 // three backward.
 //

@@ -34,7 +34,7 @@ def softmax_bwd(dy: Array, y: Array) -> Array:
 
 
 @softmax_bwd.on("phantom")
-def softmax_bwd_memory(dy: Array, y: Array) -> Array:
+def softmax_bwd_memory(y: Array) -> Array:
     return empty(y.shape, y.dtype)
 
 
@@ -43,8 +43,8 @@ class Softmax(Op):
 
     x, y: (..., C). Saves y.
 
-    backward: dx = y * (dy - sum_j dy_j y_j). Rows of y sum to 1, so a gradient that is the same for all j gives 0:
-    this is why a check with `.sum()` as the loss sees nothing here.
+    backward: dx = y * (dy - sum_j dy_j y_j). Rows of y sum to 1, so a dy that is the same for all j gives dx = 0: a
+    gradient check with `.sum()` as the loss would find nothing.
     """
 
     kernels = (softmax_fwd, softmax_bwd)

@@ -1,9 +1,9 @@
 // swiglu: y = silu(g) u, by the formulas of swiglu.cuh.
 //
 // Kernels:  swiglu_fwd     y from gate and up, the two halves of a row
-//           swiglu_bwd     dgate and dup from dy, gate and up; s is computed again and not kept; and y again, where
-//                          the caller gives room for it: the linear map behind needs it, and gate and up are at hand;
-//                          the room may be that of dy
+//           swiglu_bwd     dgate and dup from dy, gate and up; s is recomputed, not kept. Also recomputes y, where
+//                          the caller passes an array for it, which may be that of dy: the linear map that follows
+//                          needs it, and gate and up are in registers
 //
 // Idea. One thread takes one vector of VEC elements: of the gate, and of up at the same place in the other half.
 // Nothing is shared between threads. Grid: a thread for each vector of y. Block: 256 threads. No shared memory.

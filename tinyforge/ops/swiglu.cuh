@@ -1,13 +1,6 @@
 // SwiGLU, y = silu(g) u with silu(g) = g s, s = 1 / (1 + exp(-g)), and its gradient, for N numbers of a row. Needs
-// common.cuh, pasted in before it. Who uses it: swiglu.cu, and gemm_hopper.cu at the end of a product. Both round what
-// they hand in to T, so they give the same bits.
-
-// exp(-g) overflows to infinity for g far below 0, and 1 / infinity is the 0 that s tends to.
-template <class T>
-__device__ __forceinline__ Wide<T> sigmoid(Wide<T> g) {
-    return inverse_for<T>(Wide<T>(1) + exp_for<T>(-g));
-}
-
+// common.cuh, included before it. Used by swiglu.cu, and by gemm_hopper.cu as an epilogue. Both round the arguments to
+// T first, so they give the same bits.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> swiglu(const Pack<T, N> &gate, const Pack<T, N> &up) {
     Pack<T, N> y;
@@ -19,7 +12,7 @@ __device__ __forceinline__ Pack<T, N> swiglu(const Pack<T, N> &gate, const Pack<
     return y;
 }
 
-// y is computed again on the way; where nobody reads it, the compiler leaves it out.
+// y is recomputed as well; where it is not read, the compiler leaves it out.
 template <class T, int N>
 __device__ __forceinline__ void swiglu_gradient(
     Pack<T, N> &dgate, Pack<T, N> &dup, Pack<T, N> &y, const Pack<T, N> &dy, const Pack<T, N> &gate, const Pack<T, N> &up

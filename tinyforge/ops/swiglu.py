@@ -13,7 +13,7 @@ from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
-# s(g) = (1 + tanh(g / 2)) / 2: unlike exp(-g), tanh overflows nowhere.
+# s(g) = (1 + tanh(g / 2)) / 2: unlike exp(-g), tanh never overflows.
 
 
 @kernel
@@ -38,7 +38,7 @@ def swiglu_fwd_memory(gu: Array) -> Array:
 
 @kernel
 def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
-    """dgu; y is computed again and written to `hidden`, of its shape, where that is given. It may be dy itself."""
+    """Returns dgu. y is recomputed and written into `hidden`, of its shape, if given; hidden may be dy itself."""
     half = gu.shape[-1] // 2
     rows, dys = gu.reshape(-1, 2 * half), dy.reshape(-1, half)
     dgu = np.empty(rows.shape, gu.dtype)
@@ -61,7 +61,7 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
 
 
 @swiglu_bwd.on("phantom")
-def swiglu_bwd_memory(hidden: Array | None, dy: Array, gu: Array) -> Array:
+def swiglu_bwd_memory(gu: Array) -> Array:
     return empty(gu.shape, gu.dtype)
 
 

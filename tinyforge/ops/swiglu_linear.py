@@ -1,7 +1,7 @@
-"""SwiGLU with the linear maps before and behind it: gate|up = x W^T, h = swiglu(gate|up), y = h D^T.
+"""SwiGLU with the linear maps before and after it: gate|up = x W^T, h = swiglu(gate|up), y = h D^T.
 
-The pass over memory that SwiGLU is belongs to one of the products. Forward, h is made where gate|up is, by the map
-before; it is handed on and not kept. Backward, the map behind takes dh to the gradient of gate|up, and makes h again.
+SwiGLU's pass over memory becomes part of one of the products. In forward the first map computes h along with gate|up
+and passes it on; h is not kept. In backward the second map turns dh into the gradient of gate|up and recomputes h.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def linear_swiglu_fwd_memory(x: Array, weight: Array) -> tuple[Array, Array]:
 
 @kernel
 def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array, add: Array | None) -> Array:
-    """hidden: swiglu(gu), where it is there already; gu is not read then. add: as in Linear."""
+    """hidden: swiglu(gu), if it is known already; gu is not read then. add: as in Linear."""
     hidden = swiglu_fwd(gu) if hidden is None else hidden
     return linear_fwd(hidden, weight, None) if add is None else linear_add_fwd(hidden, weight, None, add)
 
 
 @swiglu_linear_fwd.on("phantom")
-def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array, add: Array | None) -> Array:
+def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array) -> Array:
     hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype) if hidden is None else hidden
     return empty((*gu.shape[:-1], weight.shape[0]), hidden.dtype)
 
@@ -51,7 +51,7 @@ def swiglu_linear_bwd(
     dweight: Array | None, dy: Array, gu: Array, weight: Array, accumulate: bool = True
 ) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
-    hidden = rows @ weight  # dh, in whose place h comes
+    hidden = rows @ weight  # dh, later overwritten by h
     dgu = swiglu_bwd(None if dweight is None else hidden, hidden, gu)
     if dweight is not None:
         add_product(dweight, rows.T, hidden, accumulate)
@@ -59,18 +59,16 @@ def swiglu_linear_bwd(
 
 
 @swiglu_linear_bwd.on("phantom")
-def swiglu_linear_bwd_memory(
-    dweight: Array | None, dy: Array, gu: Array, weight: Array, accumulate: bool = True
-) -> Array:
+def swiglu_linear_bwd_memory(gu: Array, weight: Array) -> Array:
     hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype)
     return empty(gu.shape, hidden.dtype)
 
 
 class LinearSwiGLU(Linear):
-    """gu = x W^T, and with `hidden=True` also h = swiglu(gu), for the SwiGLULinear behind: the same bits as there
+    """gu = x W^T, and with `hidden=True` also h = swiglu(gu), for the next SwiGLULinear: the same bits as there
 
-    x: (..., I); W: (2H, I), the gate in the first half; gu: (..., 2H); h: (..., H). Saves and backward as Linear; the
-    gradient by way of h is in dgu, as SwiGLULinear hands it back.
+    x: (..., I); W: (2H, I), the gate in the first half; gu: (..., 2H); h: (..., H). Saves and backward as in Linear;
+    the dgu that SwiGLULinear returns includes the gradient through h.
     """
 
     kernels = (*Linear.kernels, linear_swiglu_fwd)
@@ -97,8 +95,8 @@ class LinearSwiGLU(Linear):
 class SwiGLULinear(Op):
     """y = h W^T,  h = swiglu(gu): the reference is SwiGLU, then Linear
 
-    gu: (..., 2H), the gate in the first half; W: (O, H); y: (..., O); `hidden`: h, where somebody has it; `add`: as in
-    Linear. Saves gu: h, half as large again, is computed again in the pass over gu that backward takes anyway:
+    gu: (..., 2H), the gate in the first half; W: (O, H); y: (..., O); `hidden`: h, if it is known; `add`: as in Linear.
+    Saves gu; h, which would be half as much again, is recomputed in the pass over gu that backward makes anyway:
 
         dh = dy W,   dgu = swiglu_bwd(dh, gu),   dW += dy^T h
     """
@@ -110,9 +108,6 @@ class SwiGLULinear(Op):
         super().__init__(backend, name)
         self.weight = weight
         weight.by_product = True
-
-    def params(self) -> list[Param]:
-        return [self.weight]
 
     def forward(
         self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
@@ -134,8 +129,8 @@ class SwiGLULinear(Op):
 
 
 def swiglu_mlp(before: Any, behind: Any, x: Array, stash: Stash | None, **add: Array) -> Array:
-    """behind(before(x)), as LinearSwiGLU and SwiGLULinear do it together; an adapter in either's place takes gu. add:
-    for behind's forward, as in Linear."""
+    """behind(before(x)), where LinearSwiGLU passes h on to SwiGLULinear; with an adapter in place of either, only gu is
+    passed on. add: for behind's forward, as in Linear."""
     if isinstance(before, LinearSwiGLU) and isinstance(behind, SwiGLULinear):
         gu, hidden = before.forward(x, stash, hidden=True)
         return behind.forward(gu, stash, hidden=hidden, **add)

@@ -1,5 +1,5 @@
-"""Launches of SwiGLU with the linear maps around it: by one kernel each way where the table of backends/gemm.py has one
-for the shape, else matrix products around swiglu.cu."""
+"""Launches of SwiGLU with the linear maps around it: one kernel each way if the table of backends/gemm.py has one for
+the shape, else matrix products around swiglu.cu."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def swiglu_linear_bwd(
     up = dy.reshape(rows, dy.shape[-1])
     made = gemm_swiglu_backward(up, weight, gu.reshape(rows, gu.shape[-1]), again=dweight is not None)
     if made is None:
-        hidden = gemm(up, weight, tf32=backend.tf32)  # dh, in whose place h comes
+        hidden = gemm(up, weight, tf32=backend.tf32)  # dh, later overwritten by h
         dgu = swiglu_bwd(None if dweight is None else hidden, hidden, gu)
     else:
         dgu, hidden = made

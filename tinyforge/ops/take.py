@@ -1,4 +1,4 @@
-"""Chosen positions of each sequence: the class token, or the masked words."""
+"""Selected positions of each sequence: the class token, or the masked words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def take_bwd(dy: Array, where: Array, length: int) -> Array:
 
 
 @take_bwd.on("phantom")
-def take_bwd_memory(dy: Array, where: Array, length: int) -> Array:
+def take_bwd_memory(dy: Array, length: int) -> Array:
     return empty((len(dy), length, dy.shape[-1]), dy.dtype)
 
 
@@ -44,8 +44,8 @@ class Take(Op):
     """y[b, m] = x[b, where[b, m]],  0 where `where` is -1
 
     x: (B, T, C); where: (B, M) int32 in [0, T), no position twice in a row, or -1 for none; y: (B, M, C). Saves where.
-    backward: dx[b, where[b, m]] = dy[b, m], and 0 at all other positions. Each is written once, nothing is added up:
-    that is why none may come twice.
+    backward: dx[b, where[b, m]] = dy[b, m], and 0 at all other positions. A position must not come twice because its
+    gradient is assigned, not added.
     """
 
     kernels = (take_fwd, take_bwd)

@@ -15,13 +15,13 @@ from tinyforge.op import Param
 from tinyforge.params import ParamBuffer
 
 CHUNK = 1 << 17
-"""Elements updated at a time on NumPy. The six arrays of them do not all stay in a core's own cache, but fewer, longer
-passes let go of the interpreter lock less often, and with two threads that counts for more."""
+"""Elements updated at a time on NumPy. Six arrays of this size exceed a core's own cache, but fewer, longer passes
+release the interpreter lock less often, and with two threads that matters more."""
 
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """beta1, beta2: decay of the moments. eps: added to the root of the second. weight_decay: per unit of lr."""
+    """beta1, beta2: decay of the moments. eps: added to the root of the second one. weight_decay: per unit of lr."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -33,8 +33,8 @@ class AdamWConfig:
 def adamw_(
     values: Array, masters: Array, m: Array, v: Array, grads: Array, rates: Array, grad_scale: Any, config: Any
 ) -> None:
-    """Updates values, masters, m, v in place; all flat and of one size. values: masters, rounded; here the same.
-    rates: a row of `step_rates`, where the masters are: what changes from step to step is an address for a launch."""
+    """Updates values, masters, m, v in place; all flat and of one size. values: masters, rounded; here the same array.
+    rates: a row of `step_rates`, on the device, so that a launch has the same arguments in every step."""
     kind = masters.dtype.type
     rate, root, shrink = rates
     g, scratch = np.empty(CHUNK, masters.dtype), np.empty(CHUNK, masters.dtype)
@@ -58,37 +58,31 @@ def adamw_(
         w -= a
 
 
-@adamw_.on("phantom")
-def adamw_memory(
-    values: Array, masters: Array, m: Array, v: Array, grads: Array, rates: Array, grad_scale: Any, config: Any
-) -> None:
-    pass
+adamw_.on("phantom")(lambda: None)
 
 
 @kernel
 def square_sums(sums: Array, grads: Array, bounds: Array) -> None:
-    """sums: (pieces, parts) float64; a row's sum becomes that of the squares of grads[start:stop], with the row's start
-    and stop in bounds, (pieces, 2) int64."""
+    """Writes sums, (pieces, parts) float64: each row adds up to the sum of squares of grads[start:stop], where bounds,
+    (pieces, 2) int64, has the row's start and stop."""
     sums[...] = 0
     for row, (start, stop) in zip(sums, bounds.tolist(), strict=True):
         parts = (grads[i : min(i + CHUNK, stop)] for i in range(start, stop, CHUNK))
         row[0] = sum(float(np.dot(part, part)) for part in parts)
 
 
-@square_sums.on("phantom")
-def square_sums_memory(sums: Array, grads: Array, bounds: Array) -> None:
-    pass
+square_sums.on("phantom")(lambda: None)
 
 
 @kernel
 def clip_factor(sums: Array, previous: Any, limit: float) -> tuple[Any, Any]:
-    """The norm and the factor of `AdamW.clip`. sums: of squares; previous: the factor of the step before."""
+    """The norm and the factor of `AdamW.clip`. sums: of squares; previous: the previous step's factor."""
     norm = float(np.sqrt(sum(sums.tolist())))
     return norm, clip_scale(norm, limit)
 
 
 @clip_factor.on("phantom")
-def clip_factor_memory(sums: Array, previous: Any, limit: float) -> tuple[Any, Any]:
+def clip_factor_memory() -> tuple[Any, Any]:
     state = empty((2,), np.float64)
     return state[0], state[1]
 
@@ -97,13 +91,6 @@ def step_rates(step: int, lr: float, config: AdamWConfig) -> np.ndarray:
     """(2, 3): lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr weight_decay; and the same without decay."""
     rate, root = lr / (1 - config.beta1**step), (1 - config.beta2**step) ** -0.5
     return np.array([[rate, root, 1 - lr * config.weight_decay], [rate, root, 1.0]])
-
-
-def global_norm(grads: Array) -> float:
-    """sqrt(sum of squares) over the flat gradient, summed in float64 from chunks in a fixed order."""
-    sums = np.zeros((1, 1))
-    square_sums(sums, grads, np.array([(0, grads.size)]))
-    return float(np.sqrt(sums[0, 0]))
 
 
 def clip_scale(norm: float, limit: float) -> float:
@@ -125,8 +112,8 @@ class AdamW:
         self, buffer: ParamBuffer, backend: Backend, config: AdamWConfig | None = None,
         pieces: Sequence[slice] | None = None,
     ) -> None:  # fmt: skip
-        """pieces: of the flat gradient, whose squares are summed one by one; all of it as one without. factor: the last
-        that `clip` has found."""
+        """pieces: slices of the flat gradient whose squares are summed one by one; by default one slice. factor: the
+        last result of `clip`."""
         self.buffer = buffer
         self.backend = backend
         self.config = config or AdamWConfig()
@@ -142,33 +129,33 @@ class AdamW:
 
     @property
     def moment_sizes(self) -> tuple[int, int]:
-        """Elements of m and v: of what is updated here."""
+        """Elements of m and v that this optimizer updates."""
         return self.buffer.size, self.buffer.size
 
     def having(self, what: str) -> list[Param]:
-        """The parameters that have such a tensor; see `tensors`."""
+        """The parameters that have a tensor `what`; see `tensors`."""
         return self.buffer.params
 
     def clip(self, limit: float) -> tuple[Any, Any]:
         """The gradient's norm, and the factor for `step` that brings it within `limit` (0: no limit).
 
-        On a GPU both are numbers in its memory: asking for their values waits for the device, `step` does not. There,
-        from the first norm that is not finite, the factor is NaN, and a step with it changes nothing: whoever looks at
-        the norms later finds the weights as they were before that step.
+        On a GPU both are numbers in device memory: reading them waits for the device, `step` does not. There, from the
+        first norm that is not finite on, the factor is NaN, and a step with it changes nothing: a late read of the norm
+        finds the weights as they were before that step.
         """
         norm, self.factor = self.k.clip_factor(self._squares().reshape(-1), self.factor, limit)
         return norm, self.factor
 
     def know(self, pieces: range) -> None:
-        """The gradients of these pieces are known, and those of the others will be when `clip` is called: take the
-        squares of these now. An empty range: all that was known is old."""
+        """The gradients of these pieces are final: sum their squares now, and the others' in `clip`. An empty range
+        discards earlier sums: a new step begins."""
         self._sums, self._known = None, pieces
         if pieces:
             self._sums = self._new_sums()
             self._square(pieces)
 
     def _new_sums(self) -> Array:
-        pieces, blocks = len(self._bounds), self.backend.blocks  # of many pieces each needs fewer
+        pieces, blocks = len(self._bounds), self.backend.blocks  # with many pieces, each needs fewer blocks
         return self.backend.zeros((pieces, min(blocks, -(-8 * blocks // pieces))), np.dtype(np.float64))
 
     def _square(self, pieces: range) -> None:
@@ -187,35 +174,35 @@ class AdamW:
 
     @property
     def _grads(self) -> Array:
-        """The flat gradient, in which the pieces lie."""
+        """The flat gradient that the pieces are slices of."""
         return self.buffer.grads
 
     def owned(self, what: str = "masters") -> list[Param]:
-        """The parameters whose tensors this rank writes into a checkpoint."""
+        """The parameters whose tensors this rank writes to a checkpoint."""
         return self.having(what)
 
     def tensors(self, what: str) -> Iterator[np.ndarray]:
-        """The masters ("masters") or a moment ("m" or "v") of those `owned`, one after the other. Where the ranks share
-        out the state, all of them go through it together."""
+        """The masters ("masters") or a moment ("m" or "v") of the parameters `owned`, one after the other. Where the
+        state is sharded, all ranks iterate together."""
         for p in self.owned(what):
             yield np.array(self.backend.to_numpy(self._view(what, p)))
 
     def take(self, what: str, param: Param, tensor: Array) -> None:
-        """The reverse of `tensors`, of any parameter; `buffer.publish` when all masters are there."""
+        """The reverse of `tensors`, for any parameter; call `buffer.publish` when all masters are set."""
         self._view(what, param)[...] = tensor
 
     def settle(self) -> None:
-        """Wait for weights that are still on their way from other ranks."""
+        """Wait for weights that are still in flight from other ranks."""
 
     def _view(self, what: str, param: Param) -> Array:
         return self.buffer.view(self.buffer.masters if what == "masters" else getattr(self, what), param)
 
     def rates(self, step: int, lr: float) -> np.ndarray:
-        """What changes from step to step: `step_rates`."""
+        """The numbers that change from step to step: `step_rates`."""
         return step_rates(step, lr, self.config)
 
     def count_step(self, lr: float) -> np.ndarray:
-        """Count a step, and give its `rates`."""
+        """Count a step and return its `rates`."""
         self.step_count += 1
         return self.rates(self.step_count, lr)
 
@@ -227,7 +214,7 @@ class AdamW:
         self.apply(self.next_rates(lr), grad_scale)
 
     def apply(self, rates: Array, grad_scale: Any) -> None:
-        """A step with the rates of `next_rates`."""
+        """Take a step with the rates of `next_rates`."""
         cut, size = self.buffer.decay_end, self.buffer.values.size
         decayed, plain = rates
 

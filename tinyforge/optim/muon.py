@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal; AdamW for all that is no matrix between hidden layers."""
+"""Muon: orthogonalised momentum for the matrices between hidden layers, AdamW for everything else."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tinyforge.optim.adamw import AdamW, AdamWConfig
 from tinyforge.params import ParamBuffer
 
 A, B, C = 3.4445, -4.7750, 2.0315
-"""The quintic a s + b s^3 + c s^5 that is applied to all singular values at once. It is steep at 0, so that five steps
-raise a small value by 3.4445^5 = 485, and moves what is near 1 up and down between 0.7 and 1.2: orthogonal enough."""
+"""The quintic a s + b s^3 + c s^5 that is applied to all singular values at once. It is steep at 0: five steps raise a
+small value by 3.4445^5 = 485. Values near 1 move up and down between 0.7 and 1.2, which is orthogonal enough."""
 STEPS = 5
 EPS = 1e-7
 RMS = 0.2
-"""Root mean square of an update's elements, in learning rates: about that of AdamW's."""
+"""Root mean square of an update's elements, in units of the learning rate: about that of AdamW."""
 MOST = 1 << 26
-"""Elements of the matrices of one shape that are worked on at a time: what bounds the memory of a step."""
+"""Elements of the matrices of one shape that are processed at a time: this bounds the memory of a step."""
 
 
 @dataclass(frozen=True)
 class MuonConfig(AdamWConfig):
-    """momentum: of the matrices; all else is AdamW's, of which they share the weight decay."""
+    """momentum: of the matrices. The other fields are AdamW's; weight decay applies to the matrices too."""
 
     momentum: float = 0.95
 
@@ -39,9 +39,8 @@ class MuonConfig(AdamWConfig):
 def muon_momentum(
     m: Array, grads: Array, starts: Array, rows: int, columns: int, grad_scale: Any, momentum: float
 ) -> tuple[Array, Array]:
-    """Updates m, flat, where matrices of (rows, columns) begin at `starts`, (N,) int64. Returns what Nesterov's
-    momentum looks ahead to, (N, rows, columns) in what products are made of, and sums of its squares, (N, parts)
-    float64:
+    """Updates the flat m for the matrices of (rows, columns) that begin at `starts`, (N,) int64. Returns the Nesterov
+    momentum x, (N, rows, columns) in the dtype of products, and sums of its squares, (N, parts) float64:
 
         m = momentum m + (1 - momentum) g;   x = momentum m + (1 - momentum) g
     """
@@ -68,8 +67,8 @@ def muon_momentum_memory(
 
 @kernel
 def newton_schulz(x: Array, squares: Array) -> Array:
-    """About U V^T for each x = U S V^T of (N, rows, columns), which is overwritten; squares: as of `muon_momentum`.
-    Five times, from x / |x| on, whose singular values are at most 1:
+    """About U V^T for each x = U S V^T of (N, rows, columns), which is overwritten; squares: from `muon_momentum`.
+    Starts from x / |x|, whose singular values are at most 1, and repeats five times:
 
         x = a x + (b G + c G^2) x,   G = x x^T      where rows <= columns; else the same of the transpose
 
@@ -94,7 +93,7 @@ def newton_schulz(x: Array, squares: Array) -> Array:
 
 
 @newton_schulz.on("phantom")
-def newton_schulz_memory(x: Array, squares: Array) -> Array:
+def newton_schulz_memory(x: Array) -> Array:
     side = min(x.shape[1:])
     _grams = [empty((len(x), side, side), x.dtype) for _ in range(2)]
     return empty(x.shape, x.dtype)
@@ -104,9 +103,9 @@ def newton_schulz_memory(x: Array, squares: Array) -> Array:
 def muon_(
     values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float
 ) -> None:
-    """w = w (1 - lr weight_decay) - lr scale x, in place, of the matrices x, (N, rows, columns), at `starts` of the
-    flat masters; values: these, rounded; here the same. rates: the last row of `Muon.rates`. grad_scale: where it is
-    NaN on a device, nothing is done."""
+    """w = w (1 - lr weight_decay) - lr scale x, in place, for the matrices x, (N, rows, columns), at `starts` of the
+    flat masters. values: the masters, rounded; here the same array. rates: the last row of `Muon.rates`. grad_scale: if
+    it is NaN on a device, nothing changes."""
     kind, size = masters.dtype.type, x[0].size
     rate, _, shrink = rates
     for number, start in enumerate(starts.tolist()):
@@ -116,11 +115,7 @@ def muon_(
         w -= change
 
 
-@muon_.on("phantom")
-def muon_memory(
-    values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float
-) -> None:
-    pass
+muon_.on("phantom")(lambda: None)
 
 
 class Muon(AdamW):
@@ -130,12 +125,12 @@ class Muon(AdamW):
         X = newton_schulz(momentum m + (1 - momentum) g)       about U V^T
         W = W (1 - lr weight_decay) - lr 0.2 sqrt(max(rows, columns)) X
 
-    and AdamW's step of everything else. A matrix has m alone, no v. An orthogonal matrix has elements of root mean
-    square 1 / sqrt(max(rows, columns)), so an update has 0.2 lr, about what AdamW's has: rates and weight decay that
-    suit AdamW suit this too. What is stacked in one array for the sake of one product (queries, keys and values; gate
-    and up; experts) is several maps, each with singular values of its own, and so each is made orthogonal by itself.
+    and AdamW's step for everything else. A matrix has only m, no v. The elements of an orthogonal matrix have root mean
+    square 1 / sqrt(max(rows, columns)), so those of an update have 0.2 lr, about as in AdamW: learning rates and weight
+    decay that suit AdamW suit Muon too. Maps that are stacked in one array to be one product (queries, keys and values;
+    gate and up; experts) each have singular values of their own, so each is made orthogonal by itself.
 
-    Products are of bf16 where the backend's are, and the matrices of one shape are multiplied together.
+    Products are bf16 if the backend is, and the matrices of one shape are multiplied together.
     Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024); Liu et al., "Muon is
     Scalable for LLM Training" (2025), for the scale and the weight decay.
     """
@@ -146,14 +141,14 @@ class Muon(AdamW):
         self, buffer: ParamBuffer, backend: Backend, config: MuonConfig | None = None,
         pieces: Sequence[slice] | None = None,
     ) -> None:  # fmt: skip
-        """Raises UserError where no parameter has matrices."""
+        """Raises UserError if no parameter has matrices."""
         if not any(p.matrices for p in buffer.params):
             raise UserError("--optimizer muon: of what is learned here nothing is a matrix between hidden layers; use "
                             "--optimizer adamw")  # fmt: skip
-        # AdamW's neighbours, updated together: where they begin and end, and by which row of the rates. Without the
-        # matrices between them they make up v.
+        # Runs of neighbouring AdamW parameters, updated together: start, end, and row of the rates. Concatenated,
+        # without the matrices between them, they make up v.
         self._plain: list[tuple[int, int, int]] = []
-        starts_of: dict[tuple[int, int], list[int]] = {}  # of the matrices of a shape
+        starts_of: dict[tuple[int, int], list[int]] = {}  # where the matrices of each shape begin
         ends = [*(buffer.place(p).start for p in buffer.params[1:]), buffer.size]
         for p, end in zip(buffer.params, ends, strict=True):
             start, row = buffer.place(p).start, int(not p.decay)
@@ -186,7 +181,7 @@ class Muon(AdamW):
         return self.v[start : start + param.size].reshape(param.shape)
 
     def _in_v(self, place: int) -> int:
-        """Where v has what lies at `place` of the flat buffer."""
+        """The position in v of `place` in the flat buffer."""
         return sum(min(place, end) - start for start, end, _ in self._plain if start < place)
 
     def rates(self, step: int, lr: float) -> np.ndarray:

@@ -20,8 +20,8 @@ PARTS = constant(FILE, "PARTS")
 
 
 def _vectors(size: int) -> tuple[int, np.int32]:
-    """The macro VEC, and how many of these a matrix of `size` elements has. All begin where its parameter does, at a
-    multiple of 32 elements, or a multiple of `size` behind."""
+    """The macro VEC, and the number of vectors in a matrix of `size` elements. A parameter begins at a multiple of 32
+    elements, and its matrices at multiples of `size` behind that."""
     vec = 4 if size % 4 == 0 else 1
     return vec, np.int32(size // vec)
 
@@ -62,7 +62,7 @@ def _product(
     a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False, scale: float = 1.0,
     add: Array | None = None, keep: float = 1.0, tf32: bool = False,
 ) -> None:  # fmt: skip
-    """As `gemm_batched`; one by one where that has no algorithm."""
+    """As `gemm_batched`; one by one if that has no algorithm."""
     options: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b, "scale": scale, "keep": keep,
                                "tf32": tf32}  # fmt: skip
     if gemm_batched(a, b, out, add=add, **options):

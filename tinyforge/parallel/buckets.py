@@ -1,9 +1,8 @@
-"""The flat gradient in slices, each summed over the ranks as soon as backward has finished with it.
+"""Buckets: slices of the flat gradient, each summed over the ranks as soon as backward has finished with it.
 
 All gradients lie in one buffer in the order of forward, so backward fills it from the end, and a bucket is a slice. The
-stash tells how far backward has come: when an op takes its record, the op before it is done, and with it the gradients
-of its parameters. The buckets are the same on every rank and in every step, and so is the order in which they are
-summed.
+stash shows how far backward has come: when an op pops its record, the op before it is done, and its parameters'
+gradients are final. The buckets, and the order in which they are summed, are the same on every rank and in every step.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
 BUCKET = 8 << 20  # elements: 32 MB of float32, which NCCL sums at nearly its full speed
-LEAST = 1 << 20  # elements of a bucket however little is still to come
-UNIT = 32  # elements: a rank's part of a bucket is a multiple, so that its kernels read whole vectors
+LEAST = 1 << 20  # elements that a bucket may have even if fewer come before it
+UNIT = 32  # elements: a rank's part of a bucket is a multiple, so that kernels read whole vectors
 
 
 class Buckets:
-    """slices: of the flat buffer, in its order. Each holds whole parameters, `params`: those of more than `elements`
-    have one to themselves, and so have those that are not decayed, which are little and known last.
+    """slices: of the flat buffer, in its order. Each holds whole parameters, `params`: one of more than `elements` has
+    a bucket to itself, and so have those without decay, which are small and final last.
 
-    A bucket holds no more than what lies before it, whose gradients are still to come: the last ones are small, because
-    nothing is left to hide their sums under.
+    A bucket is no larger than everything before it, whose gradients are still to come: the buckets that are summed last
+    are small, because nothing is left to hide their sums.
     """
 
     def __init__(self, buffer: ParamBuffer, ops: Sequence[Op], elements: int = BUCKET) -> None:
@@ -42,13 +41,13 @@ class Buckets:
         bounds.append(buffer.size)
         self.slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)] if self.params else []
         number_of = {id(p): number for number, params in enumerate(self.params) for p in params}
-        # Which buckets an op's parameters lie in.
+        # The buckets that an op's parameters lie in.
         self.of_op = {
             id(op): sorted({number_of[id(p)] for p in op.params() if id(p) in number_of}) for op in ops
         }  # fmt: skip
 
     def parts(self, rank: int, size: int) -> list[slice]:
-        """What of each bucket is rank's."""
+        """The rank's part of each bucket."""
         found = []
         for bucket in self.slices:
             part = part_of(rank, size, bucket.stop - bucket.start, UNIT)
@@ -58,20 +57,20 @@ class Buckets:
     def watched(
         self, noise: Stream | None, begin: Callable[[int], Any], enter: Callable[[int], Any] = lambda number: None
     ) -> Watched:
-        """A stash that calls begin(number) during backward when a bucket's gradients are known, and for the rest in
-        `finish`. enter(number): called before the first of them is written."""
+        """A stash that calls begin(number) during backward when a bucket's gradients are final, and for the other
+        buckets in `finish`. enter(number): called before the first of a bucket's gradients is written."""
         return Watched(self, noise, begin, enter)
 
 
 class Watched(Stash):
-    """See `Buckets.watched`. begun: buckets."""
+    """See `Buckets.watched`. begun: the buckets for which `begin` was called."""
 
     def __init__(
         self, buckets: Buckets, noise: Stream | None, begin: Callable[[int], Any], enter: Callable[[int], Any]
     ) -> None:
         super().__init__(noise)
         self._of_op, self._begin, self._enter = buckets.of_op, begin, enter
-        # The ops that have not yet added to a bucket's gradients.
+        # For each bucket, the ops that have not yet added to its gradients.
         self._missing: list[set[int]] = [set() for _ in buckets.slices]
         for op, numbers in buckets.of_op.items():
             for number in numbers:
@@ -85,12 +84,12 @@ class Watched(Stash):
         super().push(owner, *saved)
 
     def drop(self, length: int) -> None:
-        for owner, _ in self._records[length:]:  # they come again
+        for owner, _ in self._records[length:]:  # they will be pushed again
             self._records_of[id(owner)] -= 1
         super().drop(length)
 
     def pop(self, owner: Op) -> tuple[Any, ...]:
-        if self._last is None:  # what has no record has no gradient
+        if self._last is None:  # an op without a record adds no gradient
             for missing in self._missing:
                 missing &= set(self._records_of)
         else:

@@ -6,9 +6,9 @@ place (hence the underscore). Sums are taken in the order of the ranks, so they 
     group = start_group(4, follow)      this process is rank 0; ranks 1 to 3 run follow(group)
     group.all_reduce_(gradients)        every rank now has the sum
 
-A call that does not match the others' raises RuntimeError on every rank, and a rank that has died or hangs is named
-(star.py). Nothing waits forever. Here are this process alone and the forked workers of one machine; `mpi.py` and
-`nccl.py` have the groups of processes with memory of their own, `launch.py` starts and finds those.
+If the ranks' calls do not match, every rank raises RuntimeError, and a rank that has died or hangs is named (star.py).
+Nothing waits forever. This module has the group of one process and that of one machine's forked workers; `mpi.py` and
+`nccl.py` have the groups of processes with memory of their own, which `launch.py` starts and finds.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from tinyforge.parallel.star import Star
 from tinyforge.parallel.sums import add_
 
 Array = Any  # numpy.ndarray; of the groups of one and of NCCL cupy.ndarray too
-SLOT = 4 << 20  # bytes of a collective that are under way at a time
+SLOT = 4 << 20  # bytes of a collective that are in flight at a time
 
 
 class Group(Protocol):
     """`size` ranks, of which this is number `rank`.
 
-    shares: the ranks share the memory of weights (forked workers), or each has its own. overlaps: collectives only
-    start when they are called, and run beside what is computed until `join`.
+    shares: whether the ranks share the memory of the weights, as forked workers do. overlaps: collectives return when
+    they are started, and run beside other work until `join`.
 
-    Arrays are C-contiguous NumPy arrays, those of NCCL's group CuPy's; `Alone` takes any. Raises ValueError for another
-    layout, RuntimeError where the ranks' calls do not match, `star.Lost` where a rank has died or hangs.
+    Arrays are C-contiguous: NumPy's, or CuPy's for NCCL's group; `Alone` takes any. Raises ValueError for another
+    layout, RuntimeError if the ranks' calls do not match, `star.Lost` if a rank has died or hangs.
 
-    spares: multiprocessors that the ops' kernels are to leave to the collectives.
+    spares: multiprocessors that the ops' kernels leave to the collectives.
 
     tree: add in the order of a binary tree over the ranks, ((r0 + r1) + (r2 + r3)), not one after the other; the number
-    of ranks is then a power of two. unit: the parts of a flat array are multiples of so many elements.
+    of ranks must be a power of two. unit: the parts of a flat array are multiples of `unit` elements.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Group(Protocol):
     def spares(self) -> int: ...
 
     def reachable(self, count: int, dtype: Any) -> Array | None:
-        """Zeros, (count,), in memory where collectives are faster; None where there is no such memory. All ranks call
+        """Zeros, (count,), in memory that makes collectives faster; None if there is no such memory. All ranks call
         it."""
 
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
@@ -66,49 +66,49 @@ class Group(Protocol):
         """array[part_of(rank, size, len, unit)] = that part of the sum, in the flat array; the rest is undefined."""
 
     def all_gather_(self, array: Array, unit: int = 1) -> None:
-        """Each rank brings its part of the flat array, `part_of`, and gets the others'."""
+        """Each rank sends its part of the flat array, `part_of`, and gets the others' parts."""
 
     def broadcast_(self, array: Array) -> None:
-        """array = that of rank 0."""
+        """array = rank 0's."""
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
     def send_object(self, value: Any = None) -> Any:
-        """Rank 0's value, on every rank; pickled on the way. The others call it without one."""
+        """Rank 0's value, on every rank; it is pickled. The others call it without a value."""
 
     def gather_objects(self, value: Any) -> Any:
-        """On rank 0 a list of all ranks' values; pickled on the way."""
+        """On rank 0 a list of all ranks' values; they are pickled."""
 
     def mark(self) -> Any:
-        """This place among the collectives, for `join`."""
+        """The current place among the collectives, for `join`."""
 
     def join(self, mark: Any = None) -> None:
-        """What is computed from here on waits for the collectives that were called, or for those before the mark."""
+        """Later work waits for the collectives called so far, or for those before the mark."""
 
     def after(self, work: Callable[[], Any]) -> None:
-        """Compute something behind the collectives that were called, without what is computed elsewhere waiting."""
+        """Run work() after the collectives called so far; other work does not wait for it."""
 
     def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """What capture() returns: a launch of what it captures in a graph, collectives among it. All ranks call it,
+        """capture(), which returns a function that launches a captured graph, collectives included. All ranks call it,
         and launch together."""
 
     def forget(self) -> None:
-        """Drop what was captured: NCCL does not leave while a graph has its calls."""
+        """Drop captured graphs: NCCL cannot shut down while a graph holds its calls."""
 
     def be_patient(self, seconds: float) -> None:
-        """A rank may keep the others waiting for so long; longer, and it counts as lost."""
+        """A rank may keep the others waiting for `seconds`; after that it counts as lost."""
 
     def name(self, rank: int) -> str:
         """The rank and its host, for messages."""
 
     def close(self) -> None:
-        """Let the other ranks go. Called on rank 0; without it they go when nothing refers to the group."""
+        """End the other ranks. Called on rank 0; otherwise they end when nothing refers to the group."""
 
 
 def part_of(rank: int, size: int, count: int, unit: int = 1) -> slice:
-    """Which of `count` things are rank's: parts in order, whose sizes differ by at most one `unit`; count is a multiple
-    of it."""
+    """The rank's part of range(count): parts in order, whose sizes differ by at most one `unit`; count is a multiple of
+    `unit`."""
     units = count // unit
     return slice(unit * (units * rank // size), unit * (units * (rank + 1) // size))
 
@@ -116,8 +116,8 @@ def part_of(rank: int, size: int, count: int, unit: int = 1) -> slice:
 def summed(
     rows: Sequence[Array], tree: bool, out: Array, add: Callable[[Array, Array], None] = add_
 ) -> None:
-    """out = the sum of the rows, each rank's: from the first to the last, or as a binary tree. Rows other than out may
-    be written to. add(out, x): out += x."""
+    """out = the sum of the ranks' rows, from the first to the last or as a binary tree. The rows may be overwritten.
+    add(out, x): out += x."""
     step = 1 if tree else len(rows)
     rows = list(rows)
     while tree and step < len(rows):
@@ -130,7 +130,7 @@ def summed(
 
 
 class Finished:
-    """Of a group whose collectives are over when they return, wherever an array lies."""
+    """Base of groups whose collectives are finished when they return."""
 
     overlaps: ClassVar = False
     spares: ClassVar = 0
@@ -155,9 +155,9 @@ class Finished:
 
 
 class Alone(Finished):
-    """The group of one, which has nobody to talk to. Its arrays may be a device's.
+    """The group of one process. Its arrays may be a device's.
 
-    size: more than one only for a forecast of what a rank of so many needs, where nothing is computed.
+    size: more than 1 only to forecast the memory of one rank among `size`, where nothing is computed.
     """
 
     rank = 0
@@ -200,14 +200,14 @@ class Alone(Finished):
 class SharedMemory(Finished):
     """Ranks on one machine that share memory: forked processes, or threads.
 
-    The data goes through `slots`: a row of memory for each rank, one for the result. A sum is shared out: each rank
-    adds up its own part of it.
+    Data goes through `slots`: a row of memory for each rank, and one for the result. Each rank computes its own part of
+    a sum.
     """
 
     shares: ClassVar = True
 
     def __init__(self, rank: int, pipes: Sequence[Connection], slots: np.ndarray) -> None:
-        """pipes: of rank 0, to the others in their order; of another rank, to rank 0. slots: (size + 1, SLOT) bytes."""
+        """pipes: on rank 0 one to each other rank, in order; else one to rank 0. slots: (size + 1, SLOT) bytes."""
         self.rank, self.size = rank, len(slots) - 1
         self._slots = slots
         self._star = Star(rank, pipes, ["the run's process", *["a worker process"] * (self.size - 1)], ADVICE)
@@ -272,9 +272,9 @@ class SharedMemory(Finished):
             flat[start : start + result.size] = result
 
     def _pieces(self, flat: np.ndarray, what: str, array: np.ndarray) -> Any:
-        """Parts of `flat` that fit a slot: (start, the result's memory, the ranks' memory), after all ranks agree.
+        """Parts of `flat` that fit a slot: (start, memory of the result, memory of the ranks), after all have agreed.
 
-        Meeting before each piece also keeps a fast rank from overwriting memory that a slow one still reads.
+        Meeting before each part also keeps a fast rank from overwriting memory that a slow one still reads.
         """
         count = max(1, SLOT // flat.itemsize)
         for start in range(0, max(1, flat.size), count):
@@ -288,8 +288,8 @@ class SharedMemory(Finished):
 
 
 def start_group(size: int, follow: Callable[[Group], None]) -> Group:
-    """A group of `size` whose rank 0 is this process. Each other rank runs follow(group) in a forked process, or where
-    that is not possible in a thread; an exception there is raised here by the next collective."""
+    """A group of `size` ranks whose rank 0 is this process. Each other rank runs follow(group) in a forked process, or
+    in a thread where forking is not possible; the next collective here raises an exception of theirs."""
     if size == 1:
         return Alone()
     slots = shared_zeros((size + 1, SLOT), np.dtype(np.uint8))
@@ -308,8 +308,8 @@ def start_group(size: int, follow: Callable[[Group], None]) -> Group:
 def _follower(
     rank: int, slots: np.ndarray, follow: Callable[[Group], None], others: Sequence[Connection], pipe: Connection
 ) -> None:
-    """The life of a rank above 0. others: rank 0's ends of older pipes, which a fork has copied: while they are open
-    here, the ranks behind them would not learn that rank 0 has died."""
+    """All that a rank above 0 does. others: rank 0's ends of older pipes, copied by the fork: while they are open
+    here, the ranks at their other ends would not notice that rank 0 has died."""
     _close(others)
     group = SharedMemory(rank, [pipe], slots)
     try:
@@ -341,7 +341,7 @@ def _close_all(ends: Sequence[Callable[[], None]]) -> None:
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
-    """The array as one row, without a copy."""
+    """The array as one row, a view."""
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
         raise ValueError("group: a collective works in place: it wants a NumPy array, C-contiguous and writeable")
     return array.reshape(-1)

@@ -1,10 +1,10 @@
 """Starting ranks, and finding out which one this process is.
 
 A run has one process, or one for each rank. The ranks are started by `mpirun` or `srun`, by `start` (a recipe's
-`--gpus 2`), or by whatever sets these variables: RANK, WORLD_SIZE, LOCAL_RANK (the GPU's number), MASTER_ADDR and
-MASTER_PORT (where rank 0 listens), TINYFORGE_KEY (a secret of this run).
+`--gpus 2`), or by a launcher that sets these variables: RANK, WORLD_SIZE, LOCAL_RANK (the GPU's number), MASTER_ADDR
+and MASTER_PORT (where rank 0 listens), TINYFORGE_KEY (a secret of this run).
 
-    with joined() as ranks:             talks to the others; an error of any rank ends all of them
+    with joined() as ranks:             connects to the others; an error on any rank ends all of them
         group = ranks.group(backend)    MPI's on a CPU, NCCL's on GPUs
 """
 
@@ -37,12 +37,12 @@ from tinyforge.terminal import one_line
 ADVICE = "the last checkpoint is good: continue with --resume, on as many ranks as are left"
 OURS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TINYFORGE_KEY")
 MPIS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
-GRACE = 10.0  # seconds that ranks have to leave by themselves
+GRACE = 10.0  # seconds that ranks have to exit by themselves
 
 
 @dataclass
 class Ranks:
-    """This process among the ranks of a run. local_rank: its number among those of its host. by: who started them."""
+    """This process among the ranks of a run. local_rank: its number on its host. by: what started the ranks."""
 
     rank: int = 0
     size: int = 1
@@ -56,7 +56,7 @@ class Ranks:
         return self.star.names[rank] if self.star else "this process"
 
     def group(self, backend: Backend) -> Group:
-        """The group that computes on this backend. All ranks call it; it stays theirs."""
+        """The group that computes on this backend. All ranks call it, once."""
         if not (self.star and self.watch):
             return self._group
         if backend.name == "numpy" and self.by != "MPI":
@@ -69,7 +69,8 @@ class Ranks:
         return self._group
 
     def _engine(self) -> nccl.Engine:
-        """NCCL's, with windows where all ranks can have them. Why not, if they are wanted, is said by rank 0."""
+        """NCCL's engine, with windows if all ranks can have them. If they are wanted but not possible, rank 0 prints
+        why."""
         assert self.star
         hosts = len({name.rpartition(" ")[2] for name in self.star.names})
         if self._agreed("" if nccl.windows_wanted() else "not wanted"):
@@ -83,7 +84,7 @@ class Ranks:
                 return engine
             engine.give_up()
         if self.rank == 0:
-            print(f"NCCL sums without windows, which takes longer: {reason}")
+            print(f"NCCL runs without windows, which is slower: {reason}")
         return nccl.CupyEngine(self.size, self.rank, self._token())
 
     def _token(self) -> Any:
@@ -91,7 +92,7 @@ class Ranks:
         return self.star.meet(("NCCL's id",), nccl.new_token() if self.rank == 0 else None)
 
     def _agreed(self, reason: str) -> str:
-        """The first of the ranks' reasons, on all of them; empty where none has one."""
+        """The first rank's reason that is not empty, on all ranks; empty if there is none."""
         assert self.star
         reasons = self.star.meet(("reasons",), bring=reason) or [""]
         found: str = self.star.meet(("the reason",), next(filter(None, reasons), ""))
@@ -99,7 +100,7 @@ class Ranks:
 
 
 def same(group: Group, facts: Mapping[str, Any]) -> None:
-    """Raise UserError on every rank unless all have the same facts, such as {"tokenizer": its hash}."""
+    """Raise UserError on every rank unless all have the same facts, such as {"tokenizer": hash}."""
     if group.size == 1:
         return
     wrong = ""
@@ -134,15 +135,15 @@ def shared(group: Group, folder: Path) -> None:
 
 
 def started_as_rank() -> bool:
-    """Whether somebody has started this process as one of several ranks."""
+    """Whether this process was started as one of several ranks."""
     return all(name in os.environ for name in OURS) or any(name in os.environ for name in MPIS)
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Meet the other ranks, if there are any. What one of them raises ends them all, and rank 0 says it.
+    """Connect to the other ranks, if there are any. An exception on one of them ends all, and rank 0 prints it.
 
-    A rank above 0 prints nothing, and leaves by SystemExit when rank 0 does.
+    A rank above 0 prints nothing, and exits by SystemExit when rank 0 does.
     """
     ranks = _find()
     if not (ranks.star and ranks.watch):
@@ -153,12 +154,12 @@ def joined() -> Iterator[Ranks]:
         with _quiet() if ranks.rank else nullcontext():
             yield ranks
             if ranks.rank:
-                ranks.star.meet(("the end",))  # rank 0 may have much to do yet
+                ranks.star.meet(("the end",))  # rank 0 may still be busy
     except Stopped as stopped:
         _leave(ranks, int(stopped.code or 0))
     except Exception as error:
         if ranks.rank:
-            if isinstance(error, Lost) and ranks.rank == 1:  # rank 0 itself is lost: one of the others says so
+            if isinstance(error, Lost) and ranks.rank == 1:  # rank 0 itself is lost: one of the others prints it
                 print(f"\nerror: {error}", file=sys.stderr, flush=True)
             _tell(ranks, error)
             _leave(ranks, getattr(error, "status", 1))
@@ -220,20 +221,20 @@ def _connected(rank: int, size: int, local: int, by: str, address: tuple[str, in
 
 
 def _tell(ranks: Ranks, error: BaseException) -> None:
-    """Of a rank above 0: rank 0 says what happened here."""
+    """On a rank above 0: have rank 0 print what happened here."""
     assert ranks.star and ranks.watch
+    if isinstance(error, RuntimeError) and str(error).startswith("group: "):
+        return  # every rank has it
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    fault: Exception = UserError(f"{ranks.name(ranks.rank)}: {text}")
-    if isinstance(error, RuntimeError) and text.startswith("RuntimeError: group: "):
-        return  # all ranks have it
+    fault = UserError(f"{ranks.name(ranks.rank)}: {text}")
     ranks.star.say(fault)
     with suppress(OSError):
         ranks.watch.lines[0].send(fault)
 
 
 def _fail(ranks: Ranks, error: Exception) -> NoReturn:
-    """Of rank 0: say what is wrong, and end all ranks. Not by raising: at the interpreter's end the device's library
-    and MPI would wait for what other ranks no longer do."""
+    """On rank 0: print the error and end all ranks. Not by raising: at interpreter exit the device's library and MPI
+    would wait for ranks that are gone."""
     assert ranks.star and ranks.watch
     ranks.watch.close()
     status = getattr(error, "status", 1)
@@ -249,7 +250,7 @@ def _fail(ranks: Ranks, error: Exception) -> NoReturn:
 
 
 def _leave(ranks: Ranks, status: int) -> None:
-    """Of a rank above 0: go. After a fault at once, without MPI's farewell, which waits for the others."""
+    """On a rank above 0: exit. After a fault without MPI's finalisation, which would wait for the others."""
     assert ranks.watch
     ranks.watch.close()
     if status:
@@ -260,7 +261,7 @@ def _leave(ranks: Ranks, status: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A rank above 0 writes nothing, and leaves Ctrl-C to rank 0."""
+    """On a rank above 0: print nothing, and leave Ctrl-C to rank 0."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
@@ -273,7 +274,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _die_with_parent() -> None:
-    """A rank must not outlive who started it and would end it."""
+    """End this rank when the process that started it dies."""
     if sys.platform == "linux" and os.environ.get("TINYFORGE_PARENT") == str(os.getppid()):
         import ctypes
 
@@ -288,16 +289,17 @@ def start(
 ) -> int:
     """Run `command` as `gpus` ranks of this machine, one for each GPU; returns the exit status of rank 0.
 
-    elastic: of --elastic; given how many GPUs are left after a rank was lost, how many ranks to go on with (0: none)
-    and what to add to the command.
+    elastic: for --elastic; called with the number of GPUs that are left after a rank was lost, it returns how many
+    ranks to go on with (0: none) and what to add to the command.
     """
-    devices, more = list(range(gpus)), list[str]()
+    devices = list(range(gpus))
+    more: Sequence[str] = ()
     while True:
         status, lost = _run([*command, *more], devices)
         if status != Lost.status or elastic is None:
             return status
         left = [device for device in devices if device not in lost] if lost else devices[:-1]
-        count, more = elastic(len(left))[0], list(elastic(len(left))[1])
+        count, more = elastic(len(left))
         if not count:
             return status
         devices = left[:count]
@@ -305,13 +307,13 @@ def start(
 
 
 def _run(command: Sequence[str], devices: Sequence[int]) -> tuple[int, list[int]]:
-    """One life of the ranks: the status of rank 0, and the devices of ranks that died or hung."""
+    """Run the ranks once; returns the status of rank 0, and the devices of ranks that died or hung."""
     size = len(devices)
     variables = {
         **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "TINYFORGE_KEY": secrets.token_hex(16), "TINYFORGE_PARENT": str(os.getpid()),
     }  # fmt: skip
-    # A session of their own: Ctrl-C reaches this process alone, which hands it to rank 0.
+    # In sessions of their own: Ctrl-C reaches only this process, which passes it on to rank 0.
     children = [
         subprocess.Popen(command, env={**variables, "RANK": str(rank), "LOCAL_RANK": str(device)},
                          start_new_session=True)
@@ -324,7 +326,7 @@ def _run(command: Sequence[str], devices: Sequence[int]) -> tuple[int, list[int]
 
     old = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        # A rank above 0 that ends well has been let go, and rank 0 may still have something to write.
+        # A rank above 0 may end well before rank 0, which may still have something to write.
         while children[0].poll() is None and not any(child.poll() for child in children):
             time.sleep(0.05)
         until = time.monotonic() + GRACE

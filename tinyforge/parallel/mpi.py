@@ -1,9 +1,9 @@
 """MPI ranks: processes with memory of their own, on one machine or many, started by `mpirun` or `srun`.
 
-Before each collective the ranks say over their lines what they are about to do (star.py); the data travel by MPI's
-nonblocking collectives, which are polled with a deadline, so that no rank waits forever. A sum is shared
-out: every rank gets all ranks' contributions to its part, adds them in the order of the ranks, and the parts are
-gathered. MPI_Allreduce would be as fast, but may add in whatever order it likes.
+Before each collective the ranks tell each other over their lines what they are about to do (star.py). The data goes
+through MPI's nonblocking collectives, which are polled with a deadline, so that no rank waits forever. For a sum, every
+rank gets all ranks' contributions to its part and adds them in the order of the ranks, and the parts are gathered.
+MPI_Allreduce would be as fast, but may add in any order.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MPIGroup(Finished):
         """Nothing: `launch.joined` lets the other ranks go at the end of the run."""
 
     def _reduce(self, flat: np.ndarray, tree: bool, unit: int) -> None:
-        """The rank's own part of `flat` becomes that of the sum."""
+        """Replace the rank's own part of `flat` by that part of the sum."""
         parts = [part_of(rank, self.size, flat.size, unit) for rank in range(self.size)]
         counts, starts = [part.stop - part.start for part in parts], [part.start for part in parts]
         own, width = parts[self.rank], flat.itemsize
@@ -90,7 +90,7 @@ class MPIGroup(Finished):
         self._wait(request, "all_gather_")
 
     def _wait(self, request: Any, what: str) -> None:
-        """All ranks have agreed to the call: what is late now has died or hangs within MPI."""
+        """All ranks have agreed on the call: one that is late has died or hangs in MPI."""
         if not _waited(request.Test, self._star.patience):
             raise Lost(f"{what} among {self.size} ranks took over {self._star.patience:.0f} s: a rank or the network "
                        f"between {', '.join(self._star.names)} hangs; {self._star.advice}")  # fmt: skip
@@ -101,7 +101,7 @@ def _bytes(flat: Array) -> np.ndarray:
 
 
 def _waited(ready: Any, timeout: float) -> bool:
-    """Whether ready() came true within `timeout` seconds; asked often at first, then a thousand times a second."""
+    """Whether ready() becomes true within `timeout` seconds; polled often at first, then a thousand times a second."""
     until, pause = time.monotonic() + timeout, 0.0
     while not ready():
         if time.monotonic() > until:

@@ -1,26 +1,26 @@
 """NCCL ranks: a process for each GPU, on one machine or many.
 
-A collective is started on a stream of its own, behind what has been asked of the device so far, and returns at once:
-what is computed meanwhile runs beside it, until `join` makes the next work wait for it. So the gradients of the last
-layers travel while backward still computes those of the first (docs/parallel.md).
+A collective is started on a stream of its own, after the work that is queued so far, and returns at once. Later work
+runs beside it until `join` makes it wait. So the gradients of the last layers are summed while backward still computes
+those of the first (docs/parallel.md).
 
-A kernel of NCCL's holds multiprocessors that the ops' kernels miss: it has few blocks. On one host gradients and
-weights lie in **windows** (windows_cuda.py): there a block of NCCL's sums more, and an all-gather is made of copies by
-the GPU's copy engines, which take no multiprocessor.
+NCCL's kernels occupy multiprocessors that the ops' kernels need, so they get few blocks. On one host gradients and
+weights lie in **windows** (windows_cuda.py): there a block of NCCL's moves more, and an all-gather is made of copies by
+the GPU's copy engines, which occupy no multiprocessor.
 
-The ranks' processes talk over lines (star.py). A collective of NCCL's does not wait for a meeting; what was called
-since the last one is compared at the next. A rank that dies or hangs in between is for the watch to notice (watch.py).
+The ranks' processes talk over lines (star.py). A collective does not wait for a meeting; the calls since the last
+meeting are compared at the next. The watch notices a rank that dies or hangs in between (watch.py).
 
-`Engine` is all that is asked of NCCL and CUDA; the tests have one that computes on NumPy arrays.
+`Engine` is the part of NCCL and CUDA that is used; the tests have one that computes on NumPy arrays.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -35,30 +35,30 @@ if TYPE_CHECKING:
     from tinyforge.parallel.windows_cuda import Windows
 
 BLOCKS = 4
-"""Of NCCL's kernels where NCCL_MAX_CTAS does not say otherwise. Each holds a multiprocessor, and kernels that are made
-for all of them take twice their time (`Backend.spare`). NCCL by itself takes 24 and is done sooner, but nothing waits
-for a sum under backward."""
+"""Blocks of NCCL's kernels unless NCCL_MAX_CTAS is set. Each occupies a multiprocessor, and a kernel made for all of
+them then takes twice as long (`Backend.spare`). NCCL's default of 24 is faster, but nothing waits for a sum under
+backward."""
 MOST_SPARED = 8
-FIRST_WITH_WINDOWS = 22800  # as the library gives its version: 2.28, the first where copies gather
-TRIED = 1 << 12  # numbers of each rank in the first sum
+FIRST_WITH_WINDOWS = 22800  # the library's version number: 2.28, the first that gathers by copies
+TRIED = 1 << 12  # numbers from each rank in the first sum
 PATIENCE = 20.0  # seconds for it
-HIGHEST = -5  # of the priorities of streams; CUDA takes the highest that the device has
+HIGHEST = -5  # stream priority; CUDA clamps it to the highest that the device has
 
 
 def spared() -> int:
-    """Multiprocessors that the ops' kernels leave to sums by NCCL's: as many as it has blocks, but none above
-    MOST_SPARED. Sparing more would slow every kernel down by more than a second wave costs those that run beside a sum.
+    """Multiprocessors that the ops' kernels leave to NCCL: as many as it has blocks, but none if these are more than
+    MOST_SPARED: sparing so many would slow every kernel down by more than a second wave costs those beside a sum.
     """
     return found if (found := blocks()) <= MOST_SPARED else 0
 
 
 def windows_wanted() -> bool:
-    """Unless NCCL's own variable for it says no."""
+    """False if NCCL's own variable turns them off."""
     return os.environ.get("NCCL_WIN_ENABLE") != "0"
 
 
 def blocks() -> int:
-    """Of NCCL's kernels here."""
+    """Blocks of NCCL's kernels."""
     said = os.environ.get("NCCL_MAX_CTAS", str(BLOCKS))
     if not said.isdecimal() or not 1 <= int(said) <= 64:
         raise UserError(f"NCCL_MAX_CTAS is {said!r}, wants a number of blocks from 1 to 64; leave it out for {BLOCKS}")
@@ -68,7 +68,7 @@ def blocks() -> int:
 class Engine(Protocol):
     """NCCL's calls over C-contiguous arrays of one device, started on the communicator's stream, in order.
 
-    has_windows: whether `window` gives any.
+    has_windows: whether `window` can be called.
     """
 
     @property
@@ -86,25 +86,25 @@ class Engine(Protocol):
     def receive(self, out: Array, source: int) -> None: ...
 
     def together(self) -> AbstractContextManager[None]:
-        """The calls inside are one: none waits for another."""
+        """A group of calls: none waits for another."""
 
     def run(self, work: Callable[[], Any]) -> None:
-        """Compute something on the communicator's stream."""
+        """Run work() on the communicator's stream."""
 
     def fork(self) -> None:
-        """The communicator's stream waits for what has been asked of the current one."""
+        """Make the communicator's stream wait for the work queued on the current one."""
 
     def mark(self) -> Any:
-        """This place on the communicator's stream."""
+        """The current place on the communicator's stream."""
 
     def join(self, mark: Any = None) -> None:
-        """The current stream waits for the communicator's, or for this place on it."""
+        """Make the current stream wait for the communicator's, or for this place on it."""
 
     def done(self) -> Callable[[], bool]:
-        """Asks, later and from any thread, whether all that was started until now is finished."""
+        """A function that tells, from any thread, whether everything started until now is finished."""
 
     def add(self, out: Array, x: Array) -> None:
-        """out += x, rounded as IEEE 754 says, small numbers too."""
+        """out += x, rounded as IEEE 754 says, subnormal numbers included."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
     def check(self) -> None: ...
@@ -220,7 +220,7 @@ class NCCLGroup:
         """Nothing: `launch.joined` lets the other ranks go at the end of the run."""
 
     def _meet(self, what: str, payload: Any = None, bring: Any = None) -> Any:
-        """The calls since the last meeting are part of what the ranks compare."""
+        """Meet, and compare the calls since the last meeting too."""
         calls, self._calls = self._calls, []
         before = [f"after {', '.join(' '.join(map(str, call)) for call in calls)}"] if calls else []
         return self._star.meet((what, *before), payload, bring)
@@ -247,18 +247,8 @@ class NCCLGroup:
                     self._engine.broadcast(part, rank)
 
     def _sum(self, flat: Array, unit: int) -> None:
-        """The rank's own part becomes the sum of all ranks', as a binary tree."""
+        """Replace the rank's own part by the sum of all ranks', added as a binary tree."""
         own = flat[part_of(self.rank, self.size, flat.size, unit)]
-        rows = self._sent(flat, own, unit)
-
-        def add() -> None:
-            rows[self.rank] = own
-            summed(list(rows), True, own, self._engine.add)
-
-        self._engine.run(add)
-
-    def _sent(self, flat: Array, own: Array, unit: int) -> Array:
-        """The other ranks' parts, by NCCL's kernels."""
         rows = self._engine.empty((self.size, own.size), own.dtype)
         with self._engine.together():
             for rank in range(self.size):
@@ -267,11 +257,16 @@ class NCCLGroup:
                         self._engine.send(part, rank)
                     if own.size:
                         self._engine.receive(rows[rank], rank)
-        return rows
+
+        def add() -> None:
+            rows[self.rank] = own
+            summed(list(rows), True, own, self._engine.add)
+
+        self._engine.run(add)
 
 
 class CupyEngine:
-    """NCCL by way of CuPy. windows: wanted; `window` shows whether the library has them."""
+    """NCCL through CuPy. windows: whether they are wanted; the first `window` shows whether the library has them."""
 
     def __init__(self, size: int, rank: int, token: bytes, windows: bool = False) -> None:
         import cupy
@@ -293,9 +288,9 @@ class CupyEngine:
             from tinyforge.parallel.windows_cuda import Windows
 
             self._windows = Windows(self._comm.comm)
-        # Its blocks come before those of kernels that were started earlier and still wait for a multiprocessor.
+        # High priority: its blocks go before those of earlier kernels that still wait for a multiprocessor.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST)
-        self._add = add_.bind(_Name("cupy"))
+        self._add = add_.bind(SimpleNamespace(name="cupy"))
 
     @property
     def has_windows(self) -> bool:
@@ -306,7 +301,7 @@ class CupyEngine:
         return self._windows.zeros(count, dtype)
 
     def give_up(self) -> None:
-        """Leave the communicator, which may be broken."""
+        """Abort the communicator, which may be broken."""
         self._windows = None
         self._comm.abort()
 
@@ -335,8 +330,13 @@ class CupyEngine:
     def receive(self, out: Array, source: int) -> None:
         self._comm.recv(out.data.ptr, out.size, self._type(out), source, self._stream.ptr)
 
-    def together(self) -> AbstractContextManager[None]:
-        return _Together(self._nccl)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._nccl.groupStart()
+        try:
+            yield
+        finally:
+            self._nccl.groupEnd()
 
     def run(self, work: Callable[[], Any]) -> None:
         with self._stream:
@@ -382,31 +382,15 @@ class CupyEngine:
         return self._types[np.dtype(array.dtype).name]
 
 
-@dataclass
-class _Name:
-    name: str
-
-
-class _Together(AbstractContextManager[None]):
-    def __init__(self, nccl: Any) -> None:
-        self._nccl = nccl
-
-    def __enter__(self) -> None:
-        self._nccl.groupStart()
-
-    def __exit__(self, *exc: object) -> None:
-        self._nccl.groupEnd()
-
-
 def new_token() -> bytes:
-    """What rank 0 makes and all ranks need to find each other."""
+    """NCCL's id, made by rank 0, by which the ranks find each other."""
     from cupy.cuda import nccl
 
     return nccl.get_unique_id()
 
 
 def first_window(engine: Engine, size: int) -> tuple[Array, str]:
-    """Memory for `first_sum` in a window, or why there is none. All ranks call it."""
+    """Memory for `first_sum` in a window, or the reason why there is none. All ranks call it."""
     try:
         return engine.window(2 * size * TRIED, np.float32), ""
     except (RuntimeError, UserError) as error:
@@ -414,7 +398,7 @@ def first_window(engine: Engine, size: int) -> tuple[Array, str]:
 
 
 def first_sum(engine: Engine, window: Array, rank: int, size: int) -> str:
-    """Why windows do not work here; empty where they do. All ranks that have one call it."""
+    """The reason why windows do not work here; empty if they do. All ranks call it."""
     total, gathered = window.reshape(2, -1)
     own = gathered.reshape(size, -1)[rank]
     total[...] = rank + 1
@@ -436,7 +420,7 @@ def first_sum(engine: Engine, window: Array, rank: int, size: int) -> str:
 
 
 def no_windows(hosts: int) -> str:
-    """Why there are no windows here, where ranks on so many hosts wish for them; empty where there may be."""
+    """The reason why ranks on `hosts` hosts cannot have windows; empty if they may."""
     from cupy.cuda import nccl
 
     if hosts > 1:

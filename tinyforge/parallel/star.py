@@ -1,8 +1,8 @@
-"""What the ranks of a group say to each other: a line from rank 0 to each other rank, and deadlines on all waiting.
+"""How the ranks of a group talk: a line from rank 0 to each other rank, and deadlines on all waiting.
 
-Before a collective, each rank says over its line what it is about to do; rank 0 compares and lets all go on. So calls
-that do not match are an error on every rank and never a deadlock, and a rank that has died, hangs or has raised an
-exception is named. A line is a pipe, or a TCP connection (tcp.py).
+Before a collective, each rank sends over its line what it is about to do; rank 0 compares the calls and lets all go on.
+So calls that do not match are an error on every rank and never a deadlock, and a rank that has died, hangs or has
+raised an exception is named. A line is a pipe, or a TCP connection (tcp.py).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 
 from tinyforge.errors import UserError
 
-PREPARING = 3600.0  # seconds that a rank may take to read its data and make its tokenizer
+PREPARING = 3600.0  # seconds that a rank may take to read its data and train its tokenizer
 Call = tuple[Any, ...]
 
 
 class Lost(UserError):
-    """A rank that died or hangs. The checkpoint stands: the ranks that are left can go on from it."""
+    """A rank died or hangs. The last checkpoint is good: the ranks that are left can go on from it."""
 
     status = 3
 
 
 class Stopped(SystemExit):
-    """Rank 0 has ended, well or not, and has said why: a rank above it leaves without a word."""
+    """Rank 0 has ended, well or not, and has printed why: a rank above it exits silently."""
 
 
 class Star:
-    """The lines of one rank: on rank 0 one to each other rank, in their order, else one to rank 0.
+    """The lines of one rank: on rank 0 one to each other rank, in order, else one to rank 0.
 
-    names: of the ranks, for messages. advice: what ends a message about a rank that died. patience: seconds that a
+    names: of the ranks, for messages. advice: the end of a message about a rank that died. patience: seconds that a
     rank may keep the others waiting; `Run` sets it when the steps begin.
     """
 
@@ -43,17 +43,17 @@ class Star:
         self.on_loss: Callable[[], Any] = lambda: None
 
     def meet(self, what: Call, payload: Any = None, bring: Any = None) -> Any:
-        """Go on when every rank is about to do `what`; returns rank 0's payload; on rank 0, where the others `bring`
-        something, what each has brought, in their order.
+        """Wait until every rank is about to do `what`; returns rank 0's payload, or on rank 0, if the ranks `bring`
+        something, the list of what each has brought.
 
-        Raises RuntimeError on every rank where their calls do not match, Lost where one is dead or late, what another
-        rank has raised, and on a rank above 0 `Stopped` where rank 0 has ended.
+        Raises RuntimeError on every rank if their calls do not match; Lost if one is dead or late; an exception that
+        another rank has raised; and on a rank above 0 `Stopped` if rank 0 has ended.
         """
         if self.rank == 0:
             brought = self._calls()
             verdict = mismatch([what, *(call for call, _ in brought)])
             for line in self.lines:
-                with suppress(OSError):  # who has gone since is noticed at the next meeting
+                with suppress(OSError):  # a rank that has died since is noticed at the next meeting
                     line.send((verdict, payload))
             if bring is not None:
                 payload = [bring, *(value for _, value in brought)]
@@ -70,14 +70,14 @@ class Star:
             if not line.poll(self.patience):
                 raise Lost(f"{self.names[0]} has not answered for {self.patience:.0f} s: it hangs; {self.advice}")
             answer = line.recv()
-        except (EOFError, OSError):  # rank 0 has gone, and with it who would want to know
+        except (EOFError, OSError):  # rank 0 has died: there is nobody to report to
             raise Stopped(2) from None
         if isinstance(answer, int):  # `stop`
             raise Stopped(answer)
         return answer
 
     def _calls(self) -> list[tuple[Call, Any]]:
-        """What the other ranks are about to do and what they bring, in their order."""
+        """The other ranks' calls and what they bring, in order."""
         calls: dict[int, tuple[Call, Any]] = {}
         until = time.monotonic() + self.patience
         try:
@@ -107,19 +107,19 @@ class Star:
         return call
 
     def say(self, error: Exception) -> None:
-        """Of a rank above 0: rank 0 raises this at its next meeting."""
+        """On a rank above 0: make rank 0 raise this at its next meeting."""
         with suppress(OSError):
             self.lines[0].send(error)
 
     def stop(self, status: int) -> None:
-        """Of rank 0: the others leave at their next meeting."""
+        """On rank 0: make the others exit at their next meeting."""
         for line in self.lines:
             with suppress(OSError):
                 line.send(status)
 
 
 def mismatch(calls: Sequence[Call]) -> str:
-    """What is wrong with the ranks' calls; empty where they agree."""
+    """A message about ranks' calls that differ; empty if they agree."""
     odd = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
     if odd is None:
         return ""

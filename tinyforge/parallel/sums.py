@@ -11,6 +11,4 @@ def add_(out: Array, x: Array) -> None:
     out += x
 
 
-@add_.on("phantom")
-def add_memory(out: Array, x: Array) -> None:
-    pass
+add_.on("phantom")(lambda: None)

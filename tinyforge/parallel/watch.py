@@ -1,18 +1,18 @@
-"""The watch of a rank: a thread that ends the process when another rank is gone, and nothing else would notice.
+"""The watch of a rank: a thread that ends the process when another rank is gone and nothing else would notice.
 
-A GPU's work is asynchronous. Where a rank dies, the others' kernels wait for it for ever, and so does whoever asks the
-device for a result: the main thread may sit in the driver and see no error. This thread does not. It looks at
+A GPU's work is asynchronous. If a rank dies, the others' kernels wait for it forever, and so does a thread that waits
+for the device: the main thread may be stuck in the driver and see no error. This thread is not. It watches
 
-- the lines to the other ranks: a process that has died closes its line; one that is stopped, or whose host has gone,
-  falls silent;
-- the oldest collective that the device has not finished, and how long it has been under way;
+- the lines to the other ranks: a process that dies closes its line; one that is stopped, or whose host is gone, falls
+  silent;
+- the oldest collective that the device has not finished, and how long it has been in flight;
 - NCCL's own asynchronous error.
 
-A second thread asks the device for the last two. While the main thread waits in the driver, such a question may wait
-as well, and the thread that watches the lines must not.
+A second thread queries the device for the last two: while the main thread waits in the driver, a query may block too,
+and the thread that watches the lines must not.
 
-Rank 0 then says which rank it was, in one line, and every rank leaves by `os._exit`: files are written whole or not at
-all, so the last checkpoint is good.
+Rank 0 then prints which rank it was, in one line, and every rank exits by `os._exit`: files are written atomically, so
+the last checkpoint is good.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SILENCE = 20.0  # seconds without one after which a process counts as stopped
 
 @dataclass
 class Collective:
-    """since: when it was started. done: asks the device, without waiting, whether it is over."""
+    """since: when it was started. done: queries the device, without waiting, whether it has finished."""
 
     since: float
     what: str
@@ -47,9 +47,9 @@ class Collective:
 
 @dataclass
 class Watch:
-    """lines: of rank 0 to all others, in their order; of another rank, to rank 0. patience: of a collective, seconds.
+    """lines: on rank 0 to all others, in order; else to rank 0. patience: seconds that a collective may take.
 
-    check: raises where the device's library reports an error; called from the thread. leave: how the process ends.
+    check: raises if the device's library reports an error; called from the thread. leave: ends the process.
     """
 
     rank: int
@@ -70,12 +70,12 @@ class Watch:
         threading.Thread(target=self._ask_the_device, daemon=True).start()
 
     def begin(self, what: str) -> Collective:
-        """A collective is about to be started. Starting it may wait too; its `done` is set behind that."""
+        """Call before a collective is started, since starting it may block too; set its `done` afterwards."""
         self._pending.append(collective := Collective(time.monotonic(), what))
         return collective
 
     def close(self) -> None:
-        """The end is near and wanted: lines that close are no fault any more."""
+        """The run is ending: lines that close are not a fault any more."""
         self._closing.set()
 
     def _run(self) -> None:
@@ -85,10 +85,10 @@ class Watch:
             if now - told > PULSE:
                 told = now
                 for line in self.lines:
-                    with suppress(OSError):  # seen below, as the end of what can be read
+                    with suppress(OSError):  # a closed line is noticed below, when reading
                         line.send(b"")
             if fault := self._fault(now):
-                if self._closing.wait(1.0):  # the main thread has seen it too, or the run is at its end
+                if self._closing.wait(1.0):  # the main thread has noticed it too, or the run is ending
                     return
                 self._leave(fault)
                 return
@@ -124,7 +124,7 @@ class Watch:
         return ""
 
     def _leave(self, fault: str | UserError) -> None:
-        """A UserError is what another rank has raised; all else is the loss of a rank."""
+        """A UserError comes from another rank; any other fault is the loss of a rank."""
         if self.rank == 0:
             advice = "" if isinstance(fault, UserError) else f"; {self.advice}"
             print(f"\nerror: {one_line(str(fault))}{advice}", file=sys.stderr, flush=True)

@@ -1,12 +1,12 @@
-"""Memory in which NCCL's collectives are faster.
+"""Memory that makes NCCL's collectives faster.
 
-Its ranks register it together, a *window*. A kernel of NCCL's then reads and writes the other GPUs' memory where it
-lies, with no buffer in between: a block of it moves several times as much. Where the communicator's policy is "zero
-CTA" (NCCL_CTA_POLICY=2), an all-gather is made of copies by engines that do nothing else, and takes no multiprocessor.
-CuPy does not wrap windows, so they are asked for here, of the library that CuPy has loaded.
+The ranks register it together, as a *window*. NCCL's kernels then read and write the other GPUs' memory in place, with
+no buffer in between: each block moves several times as much. If the communicator's policy is "zero CTA"
+(NCCL_CTA_POLICY=2), an all-gather is made of copies by the GPU's copy engines and occupies no multiprocessor. CuPy does
+not wrap windows, so this module calls the library that CuPy has loaded.
 
-A window is made by all ranks, in the same order, and stays until the process ends: what one rank alone gave back and
-took again would lie elsewhere on the others.
+All ranks make a window together, in the same order, and it stays until the process ends: if one rank alone freed and
+reallocated memory, the ranks' windows would no longer match.
 
 Source: the NCCL user guide, "Window Registration" and "Zero-CTA Optimization"; names and
 numbers as in nccl.h, from 2.28 on.
@@ -31,7 +31,7 @@ _GRANULE = 2 << 20  # bytes; what the driver maps at a time
 
 @cache
 def _library() -> Any:
-    library = ctypes.CDLL("libnccl.so.2")  # already there, with CuPy's module: found by its name
+    library = ctypes.CDLL("libnccl.so.2")  # already loaded by CuPy's module: found by its name
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.ncclMemAlloc.argtypes = (pointer, size)
     library.ncclCommWindowRegister.argtypes = (pointer, pointer, size, pointer, integer)
@@ -42,7 +42,7 @@ def _library() -> Any:
 
 
 class Windows:
-    """Those of one communicator, whose address this is. Counts as one of CuPy's pools: see `cupy_backend.pools`."""
+    """The windows of one communicator, given by its address. Counts as a pool: see `cupy_backend.pools`."""
 
     def __init__(self, communicator: int) -> None:
         self._communicator = communicator
@@ -50,7 +50,7 @@ class Windows:
         other_pools.append(self)
 
     def zeros(self, count: int, dtype: Any) -> Array:
-        """A flat array in a window of its own. All ranks call it. Raises UserError where NCCL refuses."""
+        """A flat array of zeros in a window of its own. All ranks call it. Raises UserError if NCCL fails."""
         size = -(-count * np.dtype(dtype).itemsize // _GRANULE) * _GRANULE
         address, window = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("ncclMemAlloc", ctypes.byref(address), size)
@@ -60,7 +60,7 @@ class Windows:
         memory = cupy.cuda.UnownedMemory(address.value, size, self)
         array = cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
         array.fill(0)
-        cupy.cuda.get_current_stream().synchronize()  # before anything arrives there
+        cupy.cuda.get_current_stream().synchronize()  # before another rank writes there
         return array
 
     def used_bytes(self) -> int:

@@ -1,16 +1,15 @@
-"""AdamW whose state is shared out among the ranks (ZeRO, stages 1 and 2): each keeps and updates its part of every
-bucket.
+"""AdamW with its state sharded over the ranks (ZeRO, stages 1 and 2): each keeps and updates its part of every bucket.
 
     gradients    summed by reduce-scatter: a rank gets the sums of its own parts
-    update       of those parts: master weights and moments exist once in the group, not once a rank
-    weights      gathered: each rank sends the parts that it has updated, rounded to what the ops read; where a group
-                 works beside the device, under the next forward pass: `Param.arrive`
+    update       of those parts: master weights and moments exist once in the group, not once per rank
+    weights      all-gathered: each rank sends the parts that it has updated, rounded to the ops' precision; if the
+                 group's collectives overlap, this happens under the next forward pass: `Param.arrive`
 
-A step moves as many bytes as an all-reduce would, which is a reduce-scatter and an all-gather; in bf16 a quarter fewer.
-The optimizer's pass over memory takes 1 / ranks of the time.
+A step moves as many bytes as an all-reduce, which is a reduce-scatter and an all-gather; in bf16 a quarter less. The
+optimizer's pass over memory takes 1 / ranks of the time.
 
-Stage 2 shares out the gradients too: a bucket has memory only while backward is in it, a **window**, and of its sums
-each rank keeps its part. With several micro-batches every one of them is summed over the ranks.
+Stage 2 shards the gradients too: a bucket has memory, a **window**, only while backward is in it, and each rank keeps
+its part of the sums. With several micro-batches each of them is summed over the ranks.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
 """
@@ -33,23 +32,23 @@ from tinyforge.parallel.group import Group
 from tinyforge.parallel.sums import add_
 from tinyforge.params import ParamBuffer
 
-IN_FLIGHT = 2  # windows whose sums are under way: with so many, whoever opens another waits for the oldest
+IN_FLIGHT = 2  # windows whose sums are in flight; opening another one waits for the oldest
 
 
 def stage_of(zero: int, ranks: int, shards: int = 0, micro_batches: int = 1) -> int:
-    """What of --zero saves memory here, and keeps its promises. A rank that adds up several shards of a step does so in
-    whole gradients, and so do several micro-batches whose bits are promised: with --shards-per-step they stay whole."""
+    """The stage of --zero that is used. With --shards-per-step gradients stay whole, stage 1, where a rank adds up
+    several shards, or where several micro-batches must give the same bits on any number of ranks."""
     if ranks == 1:
         return 0
     return 1 if zero == 2 and shards and (shards > ranks or micro_batches > 1) else zero
 
 
 class ShardedAdamW(AdamW):
-    """m, v and the master weights are flat arrays of this rank's parts, one behind the other.
+    """m, v and the master weights are flat arrays of this rank's parts, concatenated.
 
-    Takes the masters out of the buffer where they are an array of their own: `buffer.masters` is None from then on.
-    With stage 2 the gradients too: backward then needs the stash of `windows`. shards: sum the squares of the
-    gradient's norm in so many parts of each bucket, whatever the number of ranks.
+    If the masters are an array of their own, they are removed from the buffer: `buffer.masters` is None from then on.
+    So are the gradients in stage 2: backward then needs the stash of `windows`. shards: sum the squares for the norm in
+    `shards` parts of each bucket, whatever the number of ranks.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class ShardedAdamW(AdamW):
         shards: int = 0, stage: int = 1,
     ) -> None:  # fmt: skip
         self.group, self.buckets = group, buckets
-        # (of the flat buffer, of the arrays here, decay). No bucket has both what is decayed and what is not.
+        # (slice of the flat buffer, slice of the arrays here, decay). All parameters of a bucket have the same decay.
         self.parts: list[tuple[slice, slice, bool]] = []
         self._size = 0
         for part in buckets.parts(group.rank, group.size):
@@ -77,12 +76,12 @@ class ShardedAdamW(AdamW):
         count = shards or group.size
         pieces = pieces_of(buckets, count)
         first, last = count * group.rank // group.size, count * (group.rank + 1) // group.size
-        # The others' are empty: their sums come from their ranks.
+        # Other ranks' pieces are empty here: those ranks sum them.
         own = [self._inside(n // count, piece) if first <= n % count < last else slice(0, 0)
                for n, piece in enumerate(pieces)]  # fmt: skip
         super().__init__(buffer, backend, config, own)
         self._tree = shards > 0
-        # Windows that are being summed: until then their memory is nobody else's.
+        # Windows whose sums are in flight: their memory must not be reused yet.
         self._leaving: deque[tuple[Any, Array]] = deque()
 
     @property
@@ -90,13 +89,13 @@ class ShardedAdamW(AdamW):
         return self._size, self._size
 
     def windows(self, first: bool) -> Watched:
-        """Of stage 2: the stash of a backward pass that leaves each rank its part of the sums. first: of the step; the
-        others' are added."""
+        """For stage 2: the stash of a backward pass that leaves each rank its part of the sums. first: whether it is
+        the step's first pass; the sums of later ones are added."""
         windows = _Windows(self, first)
         return self.buckets.watched(None, windows.sum, windows.open)
 
     def _inside(self, number: int, part: slice) -> slice:
-        """Where the sums of the gradient of a part of the rank's own lie. number: of its bucket."""
+        """Where the summed gradient of `part`, in the rank's own part of bucket `number`, lies."""
         if self.grads is None:
             return part
         place, mine, _ = self.parts[number]
@@ -114,7 +113,7 @@ class ShardedAdamW(AdamW):
         return sums
 
     def apply(self, rates: Array, grad_scale: Any) -> None:
-        """Update the rank's own parts, and begin to gather those of all."""
+        """Update the rank's own parts, and start to gather all parts."""
         buffer, (decayed, plain) = self.buffer, rates
         for number, (place, mine, decays) in enumerate(self.parts):
             values = buffer.values[place]
@@ -139,14 +138,14 @@ class ShardedAdamW(AdamW):
         self.group.join()
 
     def owned(self, what: str = "masters") -> list[Param]:
-        """Whole tensors, of about as many elements on every rank."""
+        """Whole tensors, with about the same number of elements on every rank."""
         ranks, size = self.group.size, self.buffer.size
         return [p for p in self.buffer.params if self.buffer.place(p).start * ranks // size == self.group.rank]
 
     def tensors(self, what: str) -> Iterator[np.ndarray]:
-        """As of `AdamW`. A rank gathers a bucket at a time, and keeps what it owns."""
+        """See `AdamW.tensors`. The ranks gather a bucket at a time, and each keeps what it owns."""
         self.settle()
-        if what == "masters" and self.own is None:  # the weights, which all have
+        if what == "masters" and self.own is None:  # the masters are the weights, which every rank has
             for p in self.owned():
                 yield np.array(self.backend.to_numpy(p.value))
             return
@@ -194,7 +193,7 @@ class _Windows:
         for p in o.buckets.params[number]:
             start = o.buffer.place(p).start - bucket.start
             p.grad = window[start : start + p.size].reshape(p.shape)
-            p.blank = p.by_product  # as it is where the whole gradient has a place: the same product, the same bits
+            p.blank = p.by_product  # as in `clear_grads`: the same products, the same bits
 
     def sum(self, number: int) -> None:
         o = self.optimizer
@@ -216,7 +215,6 @@ class _Windows:
 
 
 def pieces_of(buckets: Buckets, shards: int) -> list[slice]:
-    """Parts of the flat gradient whose squares are summed one by one: in the order of the buckets, and within each of
-    the shards."""
+    """Parts of the flat gradient whose squares are summed one by one: bucket by bucket, and within each by shard."""
     everywhere = [buckets.parts(number, shards) for number in range(shards)]
     return [piece for of_bucket in zip(*everywhere, strict=True) for piece in of_bucket]

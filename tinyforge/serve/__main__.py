@@ -5,7 +5,7 @@
     python -m tinyforge.serve --checkpoint base --adapter lora    a base with its adapter
     TINYFORGE_API_KEY=secret python -m tinyforge.serve --host 0.0.0.0 --allow-host my.name
 
-It listens on this machine alone unless --host says otherwise. Ctrl-C or SIGTERM lets the replies under way finish.
+It listens on this machine only, unless --host says otherwise. After Ctrl-C or SIGTERM it finishes running replies.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, open_model, trained_model
+from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import check_causal_lm
-from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.scheduler import Scheduler
 from tinyforge.terminal import one_line
 from tinyforge.text.chat_templates import TEMPLATES
@@ -36,22 +36,14 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def default_rows(model: Any, capacity: int) -> int:
-    """As many rows as there is memory for their caches, by what one row's takes; 64 on a CPU, 256 on a GPU at most."""
+    """The rows whose caches fit CACHE_BYTES, at most 64 on a CPU and 256 on a GPU."""
     weights = model.fused_weights()
     if weights is not None:
         numbers = 2 * len(weights.layers) * weights.kv_heads * weights.head_dim * capacity
         size = numbers * model.backend.dtype.itemsize
     else:
-        size = _array_bytes(vars(model.make_cache(1, capacity)))
+        size = array_bytes(vars(model.make_cache(1, capacity)))
     return max(1, min(MOST_ROWS.get(model.backend.name, 64), CACHE_BYTES // max(1, size)))
-
-
-def _array_bytes(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(map(_array_bytes, value.values()))
-    if isinstance(value, (tuple, list)):
-        return sum(map(_array_bytes, value))
-    return int(getattr(value, "nbytes", 0))
 
 
 def flags() -> Parser:
@@ -60,30 +52,31 @@ def flags() -> Parser:
     )
     add_checkpoint_flag(parser)
     parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter, merged into the checkpoint")
-    parser.add_argument("--name", help="what the model is called (default: its file's name)")
+    parser.add_argument("--name", help="name of the model (default: its file's name)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 for any free one (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: %(default)s)")
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
     add_weights_flag(parser)
-    parser.add_argument("--rows", type=int, metavar="N", help="texts that are generated side by side (default: up to "
-                        "64 on a CPU, 256 on a GPU, as many as 2 GiB of cache hold)")  # fmt: skip
+    parser.add_argument("--rows", type=int, metavar="N", help="texts decoded together (default: up to 64 on a CPU and "
+                        "256 on a GPU, as many as fit 2 GiB of cache)")  # fmt: skip
     parser.add_argument("--queue", type=int, default=256, metavar="N",
                         help="texts that may wait (default: %(default)s)")  # fmt: skip
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a text (default: the model's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest reply (default: the context)")
-    parser.add_argument("--max-n", type=int, default=8, metavar="N", help="texts for a prompt (default: %(default)s)")
-    parser.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES", help="(default: %(default)s)")
+    parser.add_argument("--max-n", type=int, default=8, metavar="N", help="texts per prompt (default: %(default)s)")
+    parser.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES",
+                        help="largest request body (default: %(default)s)")  # fmt: skip
     parser.add_argument("--deadline", type=float, default=600, metavar="SECONDS",
-                        help="that a request may take, its wait included (default: %(default)s)")  # fmt: skip
+                        help="for a request, waiting included (default: %(default)s)")  # fmt: skip
     parser.add_argument("--drain", type=float, default=30, metavar="SECONDS",
-                        help="that replies have to finish after SIGTERM (default: %(default)s)")  # fmt: skip
+                        help="for running replies after SIGTERM (default: %(default)s)")  # fmt: skip
     parser.add_argument("--prefix-mib", type=int, default=256, metavar="N",
-                        help="memory for beginnings of prompts that others share (default: %(default)s)")  # fmt: skip
+                        help="cache for shared beginnings of prompts (default: %(default)s)")  # fmt: skip
     parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
-                        help="a name by which it is called, beside its own address; * for any")  # fmt: skip
+                        help="a further host name of this server; * for any")  # fmt: skip
     parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN",
-                        help="a page elsewhere that may call it, e.g. http://localhost:5173")  # fmt: skip
+                        help="origin of a page that may call it, e.g. http://localhost:5173")  # fmt: skip
     return parser
 
 
@@ -106,7 +99,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def loaded_model(args: argparse.Namespace) -> tuple[Loaded, str]:
-    """The model, and the name of its registered kind."""
+    """The model, and the name of its registered spec."""
     path = trained_model(args.checkpoint, for_chat=True) if args.checkpoint or not args.adapter else None
     backend = get_backend(args.backend, args.precision, workers=1)
     opened = open_model(Path(args.adapter), base=path) if args.adapter else open_model(path or Path())
@@ -137,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"the server needs {package}; run pip install starlette uvicorn pydantic prometheus-client")
     bound = listening(args.host, args.port)
     loaded, spec = loaded_model(args)
-    # Here and not at the top: they take a second, which a wrong flag need not wait for.
+    # Not at the top: they take a second to import, and a wrong flag should be reported at once.
     from tinyforge.serve.app import App
     from tinyforge.serve.engine import Engine
     from tinyforge.serve.http import Server
@@ -146,12 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     model, context = loaded.model, loaded.model.config.context
     capacity = min(args.context or context, context)
     if capacity < 2:
-        raise UserError(f"{loaded.path}: its context is {capacity} token, which has no room for a reply; use another")
+        raise UserError(f"{loaded.path}: its context of {capacity} token has no room for a reply; use another model")
     rows = args.rows or default_rows(model, capacity)
-    scheduler = Scheduler(
-        model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20,
-        decoder=make_decoder(model, max(2, rows), capacity),
-    )  # fmt: skip
+    scheduler = Scheduler(model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20)
     engine = Engine(scheduler, loaded.tokenizer)
     limits = Limits(max_tokens=args.max_tokens or capacity, n=min(args.max_n, rows + args.queue), body=args.max_body,
                     seconds=args.deadline)  # fmt: skip
@@ -164,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.start()
         print(one_line(f"serving {name} at http://{host}:{bound.getsockname()[1]}"), flush=True)
         if args.host not in LOCAL and not os.environ.get(KEY):
-            print(f"warning: anyone who reaches {host} can use it; set {KEY} to ask for a key", file=sys.stderr)
+            print(f"warning: anyone who can reach {host} can use it; set {KEY} to require a key", file=sys.stderr)
 
     def drain() -> None:
         engine.draining = True

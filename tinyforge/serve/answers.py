@@ -1,4 +1,4 @@
-"""What is answered: OpenAI's completions, whole or as chunks, from the pieces that the engine gives."""
+"""Answers: OpenAI's completions, whole or in chunks, from the engine's pieces."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from tinyforge.infer.scheduler import Made
+from tinyforge.infer.session import Token
 from tinyforge.serve.engine import Answer, Choice, Piece
 from tinyforge.serve.protocol import Extension
 from tinyforge.text import TextTokenizer
 
-REASONS = {"stop": "stop", "length": "length"}
-
 
 class Writer:
-    """Bodies and chunks of one answer. chat: of a chat completion, else of a completion. top: log-probabilities of so
-    many alternatives, None for no log-probabilities. prompts: ids of each prompt. echo: what each text begins with.
-    timings: whether chunks tell times."""
+    """Bodies and chunks of one answer. chat: a chat completion, else a completion. top: how many alternatives with
+    log-probabilities, None for no log-probabilities. prompts: ids of each prompt. echo: the beginning of each text.
+    timings: whether chunks have timings."""
 
     def __init__(
         self, tokenizer: TextTokenizer, model: str, fingerprint: str, chat: bool, top: int | None,
@@ -44,7 +42,7 @@ class Writer:
         return self._chunk(index, {"text": self.echo[index]}, None) if self.echo else b""
 
     def chunk(self, index: int, piece: Piece | None, reason: str | None, choice: Choice) -> bytes:
-        """What a choice has got, and its end, as events."""
+        """The events of a choice's new piece, and of its end."""
         events, timings = b"", {"timings": self._timings(choice)} if self.timings else {}
         if piece is not None and (piece.text or (piece.tokens and self._tells)):
             said: dict[str, Any] = {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
@@ -52,7 +50,7 @@ class Writer:
         if reason is not None:
             said = {"delta": {}} if self.chat else {"text": ""}
             extra = {"tinyforge": self._statistics([choice])} if self.extension.look_inside else {}
-            events += self._chunk(index, {**said, "finish_reason": REASONS[reason]}, None, extra | timings)
+            events += self._chunk(index, {**said, "finish_reason": reason}, None, extra | timings)
         return events
 
     def usage_chunk(self, answer: Answer) -> bytes:
@@ -79,12 +77,11 @@ class Writer:
     def body(self, answer: Answer, pieces: Sequence[Piece]) -> dict[str, Any]:
         choices = []
         for index, (choice, piece) in enumerate(zip(answer.choices, pieces, strict=True)):
-            assert choice.reason is not None
             text = (self.echo[index] if self.echo else "") + piece.text
             said: dict[str, Any] = {"text": text}
             if self.chat:
                 said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            whole = {"index": index, **said, "logprobs": None, "finish_reason": REASONS[choice.reason]}
+            whole = {"index": index, **said, "logprobs": None, "finish_reason": choice.reason}
             self._tell(whole, index, piece)
             choices.append(whole)
         extra = {"tinyforge": self._statistics(answer.choices)} if self.extension.look_inside else {}
@@ -128,7 +125,7 @@ class Writer:
             "top_logprobs": [{self._token(i)["token"]: p for i, p in made.others[: self.top]} for made in piece.tokens],
         }  # fmt: skip
 
-    def _inside(self, made: Made) -> dict[str, Any]:
+    def _inside(self, made: Token) -> dict[str, Any]:
         def shown(token: int) -> dict[str, Any]:
             data = self.tokenizer.token_bytes(token)
             return {"id": token, "text": data.decode("utf-8", "replace"), "bytes": list(data)}
@@ -155,7 +152,7 @@ class Writer:
 
     @staticmethod
     def _timings(choice: Choice) -> dict[str, Any]:
-        """Of one choice, as llama.cpp's server tells them: counts of tokens, and milliseconds."""
+        """The timings of one choice as in llama.cpp's server: counts of tokens, and milliseconds."""
         request, now = choice.request, time.monotonic()
         first = request.first_token or now
         return {
@@ -181,5 +178,6 @@ class Writer:
             "drafted": summed([r.stats.drafted for r in requests]),
             "accepted": summed([r.stats.accepted for r in requests]),
             "seconds_to_first": min(first) - begun if first else None,
-            "tokens_per_second": tokens / (now - min(first)) if first and now > min(first) else None,
+            # Without the first token, whose time is the prompt's.
+            "tokens_per_second": (tokens - 1) / (now - min(first)) if tokens > 1 and now > min(first) else None,
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The application: routes, limits, errors. docs/serving.md says what they promise."""
+"""The application: routes, limits, errors. docs/serving.md is their contract."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from starlette.routing import Route
 from tinyforge.errors import UserError
 from tinyforge.files import json_value
 from tinyforge.infer.scheduler import QueueFull
+from tinyforge.infer.session import checked_ids
 from tinyforge.infer.trace import attention_of, attention_ops
 from tinyforge.serve.answers import Writer
-from tinyforge.serve.engine import Answer, Draining, Engine, Piece, check_ids
+from tinyforge.serve.engine import Answer, Draining, Engine, Piece
 from tinyforge.serve.http import HEAD_BYTES
 from tinyforge.serve.openapi import description
 from tinyforge.serve.protocol import (
@@ -53,9 +54,9 @@ from tinyforge.text.vocabulary import start_ids
 PAGE = Path(__file__).parent / "page"
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0
-"""For a client to take a chunk: one that reads nothing for so long is left."""
+"""For a client to take a chunk; one that does not is disconnected."""
 SHORT_TEXT = 2000
-"""Characters that are tokenised at once; longer texts in a thread, so that others are not kept waiting."""
+"""Characters; longer texts are tokenised in a thread, so that they do not block other requests."""
 POLICY = "; ".join([
     "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data: blob:", "font-src 'self'",
     "connect-src 'self'", "manifest-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
@@ -64,7 +65,7 @@ HEADERS = [
     (b"content-security-policy", POLICY.encode()), (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"), (b"cross-origin-resource-policy", b"same-origin"),
 ]  # fmt: skip
-# What the system's own tables say of these differs, and a browser runs no script of another type.
+# The system's tables of these types differ, and browsers refuse a script of another type.
 for suffix, kind in {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml",
                      ".json": "application/json", ".woff2": "font/woff2", ".ico": "image/x-icon",
                      ".webmanifest": "application/manifest+json"}.items():  # fmt: skip
@@ -72,7 +73,7 @@ for suffix, kind in {".js": "text/javascript", ".mjs": "text/javascript", ".css"
 
 
 class ClientGone(Exception):
-    """Who asked has left."""
+    """The client has disconnected."""
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -83,6 +84,10 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body, error.status, error.headers)
 
 
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"})
+
+
 def send(file: Path) -> Callable[[Request], Awaitable[Response]]:
     async def answer(_: Request) -> Response:
         return FileResponse(file, media_type=mimetypes.guess_type(file.name)[0])
@@ -91,8 +96,8 @@ def send(file: Path) -> Callable[[Request], Awaitable[Response]]:
 
 
 class App:
-    """The server's routes around an engine. template: of the model's chats. key: that callers must have, "" for none.
-    hosts: names by which browsers may call it, beside its own addresses. origins: of pages that may call it."""
+    """The server's routes around an engine. template: the model's chat template. key: the API key, "" for none. hosts:
+    further names by which browsers may call it. origins: of other pages that may call it."""
 
     def __init__(
         self, engine: Engine, template: Template, name: str, model: Any, spec: str, limits: Limits, key: str = "",
@@ -141,28 +146,27 @@ class App:
     @staticmethod
     async def _http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        said = {404: "there is nothing here", 405: f"the method {request.method[:20]} is not for this address"}
-        message = f"{said.get(error.status_code, error.detail)}; /openapi.json describes what there is"
-        headers = dict(error.headers or {})
-        return json_response(ApiError(error.status_code, message).body, error.status_code, headers)
+        said = {404: "not found", 405: f"the method {request.method[:20]} is not allowed here"}
+        message = f"{said.get(error.status_code, error.detail)}; /openapi.json describes the server"
+        return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     @staticmethod
     async def _api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         return error_response(error)
 
-    # --- what every request goes through
+    # --- every request
 
     def admit(self, scope: dict[str, Any]) -> None:
-        """ApiError for a request that may not be made at all."""
+        """ApiError for a request that is refused before its body is read."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"]) > HEAD_BYTES:
-            raise ApiError(431, f"the head of the request has more than {HEAD_BYTES} bytes",
+            raise ApiError(431, f"the request's headers have more than {HEAD_BYTES} bytes",
                            headers={"Connection": "close"})  # fmt: skip
         host = headers.get(b"host", "").lower()
         named = host.rsplit(":", 1)[0] if not host.endswith("]") else host
         if "*" not in self.hosts and named not in self.hosts:
-            raise ApiError(403, "the Host header names another server; --allow-host NAME lets it be called so")
+            raise ApiError(403, "the Host header names another server; --allow-host NAME allows a name")
         origin = headers.get(b"origin")
         if origin and origin not in self.origins and origin.split("://", 1)[-1].lower() != host:
             raise ApiError(403, "pages of other origins may not call this server; --cors-origin ORIGIN allows one")
@@ -182,10 +186,10 @@ class App:
         return path.startswith(("/v1/", "/metrics", "/props", "/tokenize", "/detokenize"))
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self.limits.body} bytes, which is the most that is read")
+        return ApiError(413, f"the body has more than {self.limits.body} bytes, the limit of this server")
 
     async def _wish(self, request: Request, kind: type[Any]) -> Any:
-        """The request of this kind in a body."""
+        """Read and check a body as a request of this kind."""
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
@@ -206,7 +210,7 @@ class App:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            raise ApiError(404, f"there is no model {name[:100]!a}; there is {self.name!a}", param="model",
+            raise ApiError(404, f"there is no model {name[:100]!a}; this server has {self.name!a}", param="model",
                            code="model_not_found")  # fmt: skip
 
     # --- models
@@ -235,7 +239,7 @@ class App:
         return json_response(self._model_entry())
 
     async def props(self, request: Request) -> Response:
-        """What llama.cpp's web client asks for when it starts: the context, what sampling begins with, the template."""
+        """For llama.cpp's web client, which asks at start for the context, the sampling defaults and the template."""
         most = self.limits.max_tokens if self.limits.max_tokens < self.context else -1
         texts = {i: text for text, i in self.tokenizer.specials.items()}
         bos, ends = self.tokenizer.bos, sorted(texts[i] for i in self.stop_ids if i in texts)
@@ -271,7 +275,7 @@ class App:
         self._check_length(max(map(len, texts), default=0), "prompt")
         prompts = await self._slowly(sum(map(len, texts)), lambda: wish.prompts(self.tokenizer))
         for ids in prompts:
-            check_ids(ids, self.config.vocab)
+            checked_ids(ids, self.config.vocab)
         tokens = 16 if wish.max_tokens is None else wish.max_tokens
         echo = []
         if wish.echo:
@@ -280,15 +284,15 @@ class App:
         return await self._answer(request, wish, prompts, tokens, wish.logprobs, chat=False, echo=echo, param="prompt")
 
     def _check_length(self, characters: int, param: str) -> None:
-        """Refuse at once what cannot fit: no token stands for more than the longest one's bytes."""
+        """Refuse early what cannot fit: a token has at most the bytes of the longest one."""
         least = characters // max(1, int(self.tokenizer.byte_lengths.max()))
         if least >= self.context:
             raise self._too_long(f"at least {least}", param)
 
     def _too_long(self, tokens: str, param: str) -> ApiError:
         return ApiError(
-            400, f"this model's context is {self.context} tokens, and the {param} take {tokens}, with none left for a "
-            "reply; shorten them", param=param, code="context_length_exceeded",
+            400, f"{param}: {tokens} tokens, which leave no room for a reply in this model's context of "
+            f"{self.context}; shorten the text", param=param, code="context_length_exceeded",
         )  # fmt: skip
 
     @staticmethod
@@ -310,7 +314,7 @@ class App:
             wanted += [(ids, s) for s in wish.sampling(room, self.limits, self.config.vocab, inside, tokens)]
         most = self.engine.scheduler.rows + self.engine.scheduler.queue
         if len(wanted) > most:
-            raise ApiError(400, f"{len(wanted)} texts are asked for, the server takes {most}", param="n")
+            raise ApiError(400, f"{len(wanted)} texts requested, this server takes at most {most}", param="n")
         alternatives = max(top or 0, extension.top + 1 if extension.look_inside else 0)
         seconds = min(self.limits.seconds, wish.timeout or math.inf)
         try:
@@ -321,7 +325,7 @@ class App:
             raise ApiError(429, "the server is busy; try again later", "rate_limit_error", code="queue_full",
                            headers={"Retry-After": "1"}) from None  # fmt: skip
         except Draining:
-            raise ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"}) from None
+            raise shutting_down() from None
         writer = Writer(self.tokenizer, self.name, self.fingerprint, chat, top, extension, prompts, echo,
                         timings=bool(wish.timings_per_token))  # fmt: skip
         if wish.stream:
@@ -338,14 +342,15 @@ class App:
                         pieces[index].append(piece)
         except ClientGone:
             return Response(status_code=499)
-        joined = [Piece("".join(p.text for p in ps), tuple(t for p in ps for t in p.tokens)) for ps in pieces]
-        return json_response(writer.body(answer, joined))
+        finally:
+            self.engine.cancel(answer)
+        return json_response(writer.body(answer, list(map(Piece.joined, pieces))))
 
     async def updates(
         self, answer: Answer, receive: Callable[[], Awaitable[Any]]
     ) -> AsyncGenerator[list[tuple[int, Piece | None, str | None]]]:
-        """(choice, what has come, why it ended) of those with news, until all have ended. ClientGone, and ApiError
-        where one has failed."""
+        """Yield (choice, new piece, why it ended) for the choices with news, until all have ended. ClientGone, and
+        ApiError if one fails."""
         gone = asyncio.ensure_future(_disconnected(receive))
         gone.add_done_callback(lambda _: answer.news.set())
         left = dict(enumerate(answer.choices))
@@ -357,7 +362,7 @@ class App:
                     raise ClientGone
                 news, failed = [], None
                 for index, choice in list(left.items()):
-                    reason = choice.reason  # before its pieces: behind the end nothing comes
+                    reason = choice.reason  # read before the pieces: none come after the end
                     piece = choice.taken()
                     if piece is not None and choice.request.first_token is not None and index not in answer.started:
                         answer.started.add(index)
@@ -374,8 +379,6 @@ class App:
                     raise failed
         finally:
             gone.cancel()
-            if left:
-                self.engine.cancel(answer)
 
     def _failed(self, reason: str | None) -> ApiError:
         if reason == "deadline":
@@ -383,7 +386,7 @@ class App:
                             "timeout_error", code="timeout")  # fmt: skip
         if reason == "error":
             return ApiError(500, "the server failed to compute this; its log says why", "server_error")
-        return ApiError(503, "the server is shutting down", "server_error")
+        return shutting_down()
 
     # --- tokens and attention
 
@@ -399,7 +402,7 @@ class App:
 
     async def detokenize(self, request: Request) -> Response:
         wish: DetokenizeRequest = await self._wish(request, DetokenizeRequest)
-        check_ids(wish.tokens, self.config.vocab)
+        checked_ids(wish.tokens, self.config.vocab)
         return json_response({"content": self.tokenizer.decode(wish.tokens)})
 
     async def attend(self, request: Request) -> Response:
@@ -420,11 +423,13 @@ class App:
             texts = [wish.text or ""] if wish.messages is None else [m.text("messages") for m in wish.messages]
             self._check_length(sum(map(len, texts)), "text")
             ids = await self._slowly(sum(map(len, texts)), lambda: self._ids_of(wish))
-        check_ids(ids, self.config.vocab)
+        checked_ids(ids, self.config.vocab)
         if not 1 <= len(ids) <= most:
             raise ApiError(400, f"the text has {len(ids)} tokens, attention is shown for 1 to {most}",
                            code="context_length_exceeded" if ids else None)  # fmt: skip
-        if self._attending or self.engine.draining:
+        if self.engine.draining:
+            raise shutting_down()
+        if self._attending:
             raise ApiError(429, "attention is being computed for another request; try again", "rate_limit_error",
                            headers={"Retry-After": "1"})  # fmt: skip
         self._attending = True
@@ -464,7 +469,7 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
 
 
 class EventStream(Response):
-    """A streamed answer, as server-sent events."""
+    """A streamed answer: server-sent events."""
 
     media_type = "text/event-stream"
 
@@ -496,10 +501,11 @@ class EventStream(Response):
             raise ClientGone from None
         finally:
             await updates.aclose()
+            self.app.engine.cancel(self.answer)
 
 
 class Guard:
-    """The outermost layer: admission, headers for all answers, counts, and what is a bug said without its traceback."""
+    """The outermost layer: admission, headers of all answers, metrics, and bugs told without their tracebacks."""
 
     def __init__(self, asgi: Any, app: App) -> None:
         self.asgi, self.app = asgi, app
@@ -524,7 +530,7 @@ class Guard:
         except UserError as error:
             await error_response(ApiError(400, str(error)))(scope, receive, guarded)
         except (ClientGone, ClientDisconnect):
-            # Nobody reads on. An answer that has begun and is not whole makes uvicorn close the connection.
+            # Nobody reads the rest. uvicorn closes the connection of an incomplete answer.
             status = status or 499
         except Exception:
             traceback.print_exc()
@@ -544,7 +550,7 @@ KNOWN_PATHS = frozenset(["/", "/v1/models", "/v1/chat/completions", "/v1/complet
 
 
 class Metrics:
-    """What Prometheus reads."""
+    """The metrics for Prometheus."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -565,22 +571,22 @@ class Metrics:
         engine, scheduler = self.engine, self.engine.scheduler
         gauges = {
             "rows": ("Rows of the batch", scheduler.rows),
-            "rows_busy": ("Rows that a text has", scheduler.rows - len(scheduler.free)),
-            "waiting": ("Texts that wait for a row", len(scheduler.waiting)),
-            "outstanding": ("Texts that are not finished", engine.outstanding),
-            "prefix_bytes": ("Memory of prompts' beginnings that are kept", scheduler.prefixes.bytes),
+            "rows_busy": ("Rows in use", scheduler.rows - len(scheduler.free)),
+            "waiting": ("Texts waiting for a row", len(scheduler.waiting)),
+            "outstanding": ("Texts not finished", engine.outstanding),
+            "prefix_bytes": ("Bytes of cached beginnings of prompts", scheduler.prefixes.bytes),
         }
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"tinyforge_{name}", what, value=value)
         counters = {
             "generated_tokens": ("Tokens generated", engine.generated),
             "steps": ("Steps of the scheduler", engine.steps),
-            "prompt_tokens_computed": ("Tokens of prompts computed", engine.prefilled),
-            "prompt_tokens_cached": ("Tokens of prompts found in the cache", engine.reused),
-        }  # fmt: skip
+            "prompt_tokens_computed": ("Prompt tokens computed", engine.prefilled),
+            "prompt_tokens_cached": ("Prompt tokens found in the cache", engine.reused),
+        }
         for name, (what, value) in counters.items():
             yield CounterMetricFamily(f"tinyforge_{name}", what, value=value)
-        ended = CounterMetricFamily("tinyforge_texts", "Texts that have ended, and why", labels=["reason"])
+        ended = CounterMetricFamily("tinyforge_texts", "Texts that have ended, by reason", labels=["reason"])
         for reason, count in sorted(engine.ended.items()):
             ended.add_metric([reason], count)
         yield ended

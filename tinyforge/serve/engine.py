@@ -1,9 +1,9 @@
-"""The thread in which a model computes, and what it hands to the event loop: a scheduler with texts instead of ids.
+"""The engine: a thread that runs the scheduler, and turns its tokens into pieces of text for the event loop.
 
-The event loop checks and submits; the engine's thread alone touches the scheduler. Between the two go an inbox of calls
-that the thread makes between steps, and for each text a queue of pieces. A reader is woken for the first token of a
-text, for its end, and in between at most once in FLUSH seconds, and in FLUSH_EACH seconds for each text that is under
-way: with many readers a message has several tokens, and telling them does not keep the model waiting.
+The event loop checks and submits; only the engine's thread touches the scheduler. Between the two lie an inbox of
+calls, which the thread makes between steps, and a queue of pieces for each text. A reader is woken for the first token
+of a text and for its end; in between at most once per FLUSH seconds, and per FLUSH_EACH seconds times the number of
+running texts. With many readers a message then carries several tokens, and sending them does not delay the model.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from tinyforge.errors import UserError
 from tinyforge.infer.sampling import Sampling
-from tinyforge.infer.scheduler import Made, QueueFull, Request, Scheduler
+from tinyforge.infer.scheduler import QueueFull, Request, Scheduler
+from tinyforge.infer.session import Token
 from tinyforge.infer.stream import TextStream
 from tinyforge.text import TextTokenizer
 
@@ -28,18 +28,22 @@ FLUSH_EACH = 0.002
 
 
 class Draining(Exception):
-    """The server is about to end and takes no new requests."""
+    """The server is shutting down and takes no new requests."""
 
 
 class Piece(NamedTuple):
     """Some text, and the tokens that came with it."""
 
     text: str
-    tokens: tuple[Made, ...]
+    tokens: tuple[Token, ...]
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Piece]) -> Piece:
+        return cls("".join(piece.text for piece in pieces), tuple(token for piece in pieces for token in piece.tokens))
 
 
 class Choice:
-    """One text that is being generated. reason: why it has ended, None before; "error" where computing it failed."""
+    """One text that is being generated. reason: why it ended, None while it runs; "error" where computing it failed."""
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str]) -> None:
         self.stream = TextStream(tokenizer, stop)
@@ -48,30 +52,26 @@ class Choice:
         self.request: Request
         self.answer: Answer
 
-    def accept(self, made: Sequence[Made]) -> int | None:
-        """Called by the scheduler: tokens to text; ends at a stop string."""
+    def accept(self, tokens: Sequence[Token]) -> int | None:
+        """Called by the scheduler with new tokens; ends the text at a stop string."""
         texts = []
-        for count, token in enumerate(made, start=1):
+        for token in tokens:
             texts.append(self.stream.push(token.id))
             if self.stream.stopped:
-                self.pieces.append(Piece("".join(texts), tuple(made[:count])))
-                return count
-        self.pieces.append(Piece("".join(texts), tuple(made)))
-        return None
+                break
+        self.pieces.append(Piece("".join(texts), tuple(tokens[: len(texts)])))
+        return len(texts) if self.stream.stopped else None
 
     def taken(self) -> Piece | None:
-        """What has come since the last time, as one piece."""
-        texts: list[str] = []
-        tokens: list[Made] = []
+        """What has come since the last call, as one piece."""
+        pieces = []
         while self.pieces:
-            piece = self.pieces.popleft()
-            texts.append(piece.text)
-            tokens += piece.tokens
-        return Piece("".join(texts), tuple(tokens)) if texts else None
+            pieces.append(self.pieces.popleft())
+        return Piece.joined(pieces) if pieces else None
 
 
 class Answer:
-    """The choices of one request over HTTP. `news` is set when there is something to send."""
+    """The choices of one HTTP request. `news` is set when there is something to send."""
 
     def __init__(self, choices: list[Choice]) -> None:
         self.choices = choices
@@ -83,12 +83,12 @@ class Answer:
 
 
 class Engine:
-    """A scheduler in its own thread. rows: of the scheduler; queue: choices that may wait beside them."""
+    """A scheduler in its own thread. It bounds the choices under way by the scheduler's rows and queue."""
 
     def __init__(self, scheduler: Scheduler, tokenizer: TextTokenizer) -> None:
         self.scheduler, self.tokenizer = scheduler, tokenizer
         self.most = scheduler.rows + scheduler.queue
-        self.outstanding = 0  # choices that were submitted and have not ended; the event loop's
+        self.outstanding = 0  # choices submitted and not ended; only the event loop changes it
         self.draining = False
         self.steps = self.generated = self.prefilled = self.reused = 0
         self.ended: dict[str, int] = {}
@@ -108,7 +108,8 @@ class Engine:
     def stop(self) -> None:
         self._stopped = True
         self._wake.set()
-        self._thread.join(timeout=10)
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
 
     # --- called by the event loop
 
@@ -116,11 +117,11 @@ class Engine:
         self, wishes: Sequence[tuple[Sequence[int], Sampling]], stop_ids: frozenset[int], stop: Sequence[str],
         alternatives: int, deadline: float | None,
     ) -> Answer:  # fmt: skip
-        """Choices for prompts and how each is sampled. UserError, `QueueFull`, `Draining`."""
+        """Start a choice for each (prompt, sampling). UserError, `QueueFull`, `Draining`."""
         if self.draining:
             raise Draining
         if self.outstanding + len(wishes) > self.most:
-            raise QueueFull(f"{self.outstanding} texts are being generated or wait, and {self.most} may")
+            raise QueueFull(f"{self.outstanding} texts run or wait, at most {self.most} may")
         choices = []
         for prompt, sampling in wishes:
             choice = Choice(self.tokenizer, stop)
@@ -134,21 +135,25 @@ class Engine:
         self._call(lambda: self._enqueue(choices))
         return answer
 
-    def cancel(self, answer: Answer, reason: Any = "cancelled") -> None:
+    def cancel(self, answer: Answer) -> None:
+        """Cancel those of an answer's choices that still run."""
+
         def run() -> None:
             for choice in answer.choices:
-                self.scheduler.cancel(choice.request, reason)
+                self.scheduler.cancel(choice.request)
 
         self._call(run)
 
-    def cancel_all(self, reason: Any = "cancelled") -> None:
-        self._call(lambda: self.scheduler.cancel_all(reason))
+    def cancel_all(self) -> None:
+        self._call(self.scheduler.cancel_all)
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """What `function` returns, called in the engine's thread between two steps."""
         future: Future[Any] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():  # nobody awaits it any more
+                return
             try:
                 future.set_result(function())
             except BaseException as error:
@@ -157,7 +162,7 @@ class Engine:
         self._call(run)
         return await asyncio.wrap_future(future)
 
-    def _call(self, function: Callable[[], Any]) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
         self._wake.set()
 
@@ -166,7 +171,7 @@ class Engine:
     def _enqueue(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             self._choices[choice.request] = choice
-        self.scheduler.enqueue([choice.request for choice in choices], bounded=False)
+        self.scheduler.enqueue([choice.request for choice in choices])
 
     def _run(self) -> None:
         while not self._stopped:
@@ -178,18 +183,19 @@ class Engine:
                     self._wake.clear()
                     continue
                 found = self.scheduler.step()
-            except Exception:  # a bug, or no memory: all that is under way fails, what comes later need not
+            except Exception:  # a bug, or out of memory: all running texts fail, later ones need not
                 traceback.print_exc()
                 self._fail_all()
                 continue
             self.steps += 1
             self._tell(found)
 
-    def _tell(self, found: list[tuple[Request, list[Made]]]) -> None:
+    def _tell(self, found: list[tuple[Request, list[Token]]]) -> None:
+        """Hand a step's results to the readers whose turn it is."""
         now, due, ended = time.monotonic(), set(), 0
-        for request, made in found:
+        for request, tokens in found:
             choice = self._choices[request]
-            self.generated += len(made)
+            self.generated += len(tokens)
             self._late.add(choice.answer)
             if request.reason is not None:
                 if rest := choice.stream.finish():
@@ -207,7 +213,7 @@ class Engine:
                 answer.flushed = now
                 due.add(answer)
         self._late -= due
-        if due or ended:
+        if due:
             self._notify(due, ended)
 
     def _notify(self, answers: set[Answer], ended: int) -> None:
@@ -221,7 +227,7 @@ class Engine:
             self._loop.call_soon_threadsafe(wake)
 
     def _fail_all(self) -> None:
-        """After an exception in a step: end every request, and begin again with empty rows."""
+        """After an exception in a step: end every request, and go on with empty rows."""
         choices, self._choices = list(self._choices.values()), {}
         self._late.clear()
         self.scheduler.reset()
@@ -229,9 +235,3 @@ class Engine:
             choice.reason = "error"
         self.ended["error"] = self.ended.get("error", 0) + len(choices)
         self._notify({choice.answer for choice in choices}, len(choices))
-
-
-def check_ids(ids: Sequence[int], vocab: int) -> None:
-    wrong = next((i for i in ids if not 0 <= i < vocab), None)
-    if wrong is not None:
-        raise UserError(f"token id {wrong} is outside of the vocabulary: wanted 0 to {vocab - 1}")

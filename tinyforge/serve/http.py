@@ -1,5 +1,5 @@
-"""uvicorn with the bounds that it lacks: time for a request's head, connections, what is read of a refused body; errors
-in the protocol's form; and an end that lets answers finish."""
+"""uvicorn with bounds that it lacks (time for a request's head, connections, bytes read of a refused body), errors in
+the protocol's format, and a shutdown that lets answers finish."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
-"""For the head of a request to arrive whole, from the connection or from its first byte on."""
+"""For the head of a request, from the connection or the head's first byte."""
 HEAD_BYTES = 32 << 10
 REFUSED_BYTES = 8 << 20
-"""Of a body that has been answered already: so much is read, that its sender may hear the answer."""
+"""Read of a body that is already answered, so that its sender receives the answer."""
 MOST_CONNECTIONS = 1024
 
 
@@ -28,7 +28,7 @@ def error_body(message: str, kind: str = "invalid_request_error", code: str | No
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's protocol on h11 with bounds on time, bytes and connections."""
+    """uvicorn's h11 protocol with bounds on time, bytes and connections."""
 
     head_seconds = HEAD_SECONDS
     _timer: asyncio.TimerHandle | None = None
@@ -64,7 +64,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self.send_400_response("This server has no web sockets.")
+        self.send_400_response("This server has no WebSockets.")
 
     def send_400_response(self, msg: str) -> None:
         body = error_body(msg)
@@ -92,8 +92,8 @@ class GuardedProtocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """drain: called in the event loop at the first SIGTERM or Ctrl-C, when nothing new is accepted any more; the server
-    ends when all answers have. A second one ends it at once. ready: called when the server listens."""
+    """drain: called in the event loop at the first SIGTERM or Ctrl-C, after which nothing new is accepted, and the
+    server ends with its last answer. A second signal ends it at once. ready: called when the server listens."""
 
     def __init__(self, app: Any, drain_seconds: float, ready: Callable[[], None], drain: Callable[[], None]) -> None:
         config = uvicorn.Config(
@@ -105,13 +105,13 @@ class Server(uvicorn.Server):
         self.ready, self.drain = ready, drain
 
     async def startup(self, sockets: Any = None) -> None:
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.ready()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but the signal is not raised again: a drained end is a good one."""
+        """As uvicorn's, but does not raise the signal again: a drained shutdown is a success."""
+        self._loop = asyncio.get_running_loop()  # here, not in `startup`: a signal may come before that
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,4 +1,4 @@
-"""The server's own description of its protocol, from the models of its requests."""
+"""The OpenAPI description of the server, from the models of its requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tinyforge.serve.protocol import (
 
 POSTS: dict[str, tuple[type[Any], str, bool]] = {
     "/v1/chat/completions": (ChatRequest, "The reply to a conversation, whole or as server-sent events.", True),
-    "/v1/completions": (CompletionRequest, "What follows a text, whole or as server-sent events.", True),
+    "/v1/completions": (CompletionRequest, "The continuation of a text, whole or as server-sent events.", True),
     "/v1/attention": (AttentionRequest, "The weights of an attention head over a text, as a matrix.", False),
     "/tokenize": (TokenizeRequest, "A text's token ids.", False),
     "/detokenize": (DetokenizeRequest, "The text of token ids.", False),
 }
-GETS = {"/v1/models": "The model that is served.", "/props": "Its context and chat template, as llama.cpp's server "
-        "tells them.", "/health": "Whether requests are taken."}
+GETS = {"/v1/models": "The served model.", "/props": "Its context and chat template, in llama.cpp's format.",
+        "/health": "Whether requests are accepted."}  # fmt: skip
 ERROR = {
     "type": "object", "required": ["error"],
     "properties": {"error": {
@@ -34,20 +34,20 @@ ERROR = {
     }},
 }  # fmt: skip
 STATUSES = {
-    "400": "A wrong request: the error names the field.", "401": "Wrong or no API key.", "403": "Not from here.",
+    "400": "A wrong request: the error names the field.", "401": "Wrong or no API key.", "403": "Wrong host or origin.",
     "404": "No such model.", "408": "The body came too slowly.", "413": "The body is too large.",
     "429": "Busy: Retry-After says when to try again.", "503": "Shutting down.", "504": "Not ready in time.",
 }  # fmt: skip
 
 
 def description(model: str, key: bool) -> dict[str, Any]:
-    """OpenAPI 3.1. model: the one that is served. key: whether callers need one."""
+    """The description in OpenAPI 3.1. model: its name. key: whether callers need an API key."""
     _, schemas = models_json_schema(
         [(kind, "validation") for kind, _, _ in POSTS.values()], ref_template="#/components/schemas/{model}"
     )
     for schema in schemas["$defs"].values():
         if "model" in schema.get("properties", {}):
-            schema["properties"]["model"] = {"enum": [model, None], "description": "The one there is, or left out."}
+            schema["properties"]["model"] = {"enum": [model, None], "description": "May be left out."}
     version = "0"
     with suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("tinyforge")
@@ -67,8 +67,8 @@ def description(model: str, key: bool) -> dict[str, Any]:
         few = {status: STATUSES[status] for status in ("401", "403", "503")}
         paths[path] = {"get": {"summary": what, "operationId": path.strip("/").replace("/", "_"), "responses": {
             "200": {"description": "The answer.", "content": answer}, **_errors(few)}}}  # fmt: skip
-    paths["/metrics"] = {"get": {"summary": "Counts for Prometheus.", "operationId": "metrics", "responses": {
-        "200": {"description": "The counts.", "content": {"text/plain": {"schema": {"type": "string"}}}},
+    paths["/metrics"] = {"get": {"summary": "Metrics for Prometheus.", "operationId": "metrics", "responses": {
+        "200": {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}},
         **_errors({status: STATUSES[status] for status in ("401", "403")})}}}  # fmt: skip
     components: dict[str, Any] = {"schemas": {**schemas["$defs"], "Error": ERROR}}
     if key:

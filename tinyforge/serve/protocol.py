@@ -1,7 +1,7 @@
-"""What may be asked: OpenAI's requests as pydantic models, with what this server takes beyond them.
+"""Requests: OpenAI's as pydantic models, with this server's extensions.
 
-Types are strict, as OpenAI's are: "0.5" is not a number. Fields that are not here are ignored. Numbers out of range,
-and requests that the server cannot serve (tools, pictures), are errors that name the field.
+Types are strict, as OpenAI's are: "0.5" is not a number. Unknown fields are ignored. Numbers out of range, and requests
+that the server cannot serve (tools, images), are errors that name the field.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LEAST_TEMPERATURE = 1e-5  # below it is greedy: dividing by less overflows
 
 @dataclass(frozen=True)
 class Limits:
-    """max_tokens: of a reply. n: texts for a prompt. body: bytes of a request. seconds: that a request may take.
-    attention: tokens of a text whose attention is shown."""
+    """max_tokens: of a reply. n: texts per prompt. body: bytes of a request. seconds: for a request. attention: tokens
+    of a text for /v1/attention."""
 
     max_tokens: int
     n: int = 8
@@ -36,7 +36,7 @@ class Limits:
 
 
 class ApiError(Exception):
-    """An answer in the form of OpenAI's errors."""
+    """An error in OpenAI's format."""
 
     def __init__(
         self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None,
@@ -52,12 +52,12 @@ class Wish(BaseModel):
 
 
 class Extension(Wish):
-    """What the page asks for beyond OpenAI's protocol."""
+    """The page's extension of OpenAI's protocol."""
 
-    look_inside: bool = Field(default=False, description="Tell each token's probability, the runners-up, and its head.")
+    look_inside: bool = Field(default=False, description="Return each token's probability, runners-up and head.")
     top: int = Field(default=5, ge=0, le=MOST_TOP, description="How many runners-up.")
-    drafts: int = Field(default=0, ge=0, le=64, description="Tokens that the later heads propose for each pass, as "
-                        "many as the model has heads at most. Greedy text stays the same.")  # fmt: skip
+    drafts: int = Field(default=0, ge=0, le=64, description="Tokens that the later heads draft for each pass, at most "
+                        "one per head. Greedy text stays the same.")  # fmt: skip
 
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -68,9 +68,9 @@ class StreamOptions(Wish):
 
 
 class Generation(Wish):
-    """What both kinds of completion may ask for."""
+    """The fields of both kinds of completion."""
 
-    model: str | None = Field(default=None, max_length=200, description="As /v1/models lists it, or left out.")
+    model: str | None = Field(default=None, max_length=200, description="As in /v1/models; may be left out.")
     temperature: float | None = Field(default=None, ge=0, le=2, description="1 if left out; 0 is greedy.")
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=1 << 30, description="0 or -1 for all.")
@@ -78,19 +78,19 @@ class Generation(Wish):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="repetition_penalty, as llama.cpp "
-                                         "calls it; used where that is left out.")  # fmt: skip
+    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="llama.cpp's name for "
+                                         "repetition_penalty; used if that is left out.")  # fmt: skip
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MOST_BIASES)
-    max_tokens: int | None = Field(default=None, ge=-1, le=1 << 30, description="-1 or left out: as many as the "
-                                   "context and the server's limit take; more is cut to that.")  # fmt: skip
+    max_tokens: int | None = Field(default=None, ge=-1, le=1 << 30, description="-1 or left out: up to the "
+                                   "context and the server's limit, which also cut larger numbers.")  # fmt: skip
     n: int | None = Field(default=None, ge=1, le=1 << 10)
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = Field(default=None, description="Do not end where the model does.")
-    timeout: float | None = Field(default=None, gt=0, le=1e6, description="Seconds that the answer may take.")
-    timings_per_token: bool | None = Field(default=None, description="Chunks tell times, as llama.cpp's do.")
+    ignore_eos: bool | None = Field(default=None, description="Ignore the model's end of text.")
+    timeout: float | None = Field(default=None, gt=0, le=1e6, description="Seconds for the answer.")
+    timings_per_token: bool | None = Field(default=None, description="Send llama.cpp's timings in chunks.")
     tinyforge: Extension | None = None
     user: str | None = None
 
@@ -103,8 +103,8 @@ class Generation(Wish):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def sampling(self, room: int, limits: Limits, vocab: int, logprobs: bool, tokens: int | None) -> list[Sampling]:
-        """How each of the n texts is drawn: text i with the seed seed + i. room: tokens that the context still has;
-        tokens: the most that are asked for."""
+        """How each of the n texts is sampled: text i with the seed seed + i. room: tokens left in the context; tokens:
+        the requested maximum."""
         n = self.n or 1
         if n > limits.n:
             raise ApiError(400, f"n is {n}, this server gives at most {limits.n} texts", param="n")
@@ -113,7 +113,7 @@ class Generation(Wish):
         bias = []
         for text, value in (self.logit_bias or {}).items():
             if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) < vocab):
-                raise ApiError(400, f"logit_bias: {text[:40]!a} is no token id from 0 to {vocab - 1}",
+                raise ApiError(400, f"logit_bias: {text[:40]!a} is not a token id, wants 0 to {vocab - 1}",
                                param="logit_bias")  # fmt: skip
             bias.append((int(text), float(value)))
         seed = secrets.randbits(63) if self.seed is None else self.seed % (1 << 63)
@@ -156,7 +156,7 @@ class Message(Wish):
             return self.content
         wrong = next((part.type for part in self.content if part.type not in ("text", "input_text")), None)
         if wrong is not None:
-            raise ApiError(400, f"{place} has a part of type {wrong[:40]!a}; this model reads text alone",
+            raise ApiError(400, f"{place} has a part of type {wrong[:40]!a}; this model reads only text",
                            param=f"{place}.content")  # fmt: skip
         return "".join(part.text or "" for part in self.content)
 
@@ -184,12 +184,12 @@ class ChatRequest(Generation):
 
     def check(self) -> None:
         if self.tools or self.functions:
-            raise ApiError(400, "this server calls no tools; leave them out", param="tools")
+            raise ApiError(400, "this server does not call tools; leave them out", param="tools")
         if self.response_format is not None and self.response_format.type != "text":
-            raise ApiError(400, f"response_format {self.response_format.type[:40]!a}: this server answers with text "
-                           "alone", param="response_format")  # fmt: skip
+            raise ApiError(400, f"response_format {self.response_format.type[:40]!a}: this server answers only with "
+                           "text", param="response_format")  # fmt: skip
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs wants logprobs to be true", param="top_logprobs")
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
 
 class CompletionRequest(Generation):
@@ -203,12 +203,12 @@ class CompletionRequest(Generation):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of other than n is not supported; leave it out", param="best_of")
         if self.suffix:
-            raise ApiError(400, "suffix: this model does not fill in; leave it out", param="suffix")
+            raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
         if self.echo and self.logprobs is not None:
             raise ApiError(400, "echo with logprobs is not supported: leave one of them out", param="echo")
 
     def prompts(self, tokenizer: TextTokenizer) -> list[list[int]]:
-        """The ids of each prompt. A text is ordinary text: a special token's name in it is no special token."""
+        """The ids of each prompt. Text that spells a special token stays text."""
         if isinstance(self.prompt, str):
             given: list[Any] = [self.prompt]
         elif self.prompt and isinstance(self.prompt[0], int):
@@ -222,7 +222,7 @@ class CompletionRequest(Generation):
 
 class TokenizeRequest(Wish):
     content: str
-    add_special: bool = Field(default=False, description="Begin with the id that every text begins with.")
+    add_special: bool = Field(default=False, description="Begin with bos, if the tokenizer has it.")
     with_pieces: bool = False
 
 
@@ -240,7 +240,7 @@ class AttentionRequest(Wish):
 
 
 def turns_of(messages: list[Message], reply_to_come: bool = True) -> tuple[str, list[Turn]]:
-    """The system prompt and the turns. Neighbours of one role are one message, a blank line between them."""
+    """The system prompt and the turns. Neighbouring messages of one role are joined by a blank line."""
     merged: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
@@ -252,8 +252,8 @@ def turns_of(messages: list[Message], reply_to_come: bool = True) -> tuple[str, 
     system = merged.pop(0)[1] if merged[0][0] == "system" else ""
     wrong = next((role for i, (role, _) in enumerate(merged) if role != ("user", "assistant")[i % 2]), None)
     if wrong is not None or not merged:
-        raise ApiError(400, "messages must be an optional system message, and then the user's and the assistant's in "
-                       f"turn, the user first; got {wrong or 'no message of the user'}", param="messages")  # fmt: skip
+        raise ApiError(400, "messages must be an optional system message, then alternate between user and assistant, "
+                       f"user first; got {wrong or 'no user message'}", param="messages")  # fmt: skip
     turns: list[Turn] = [
         (text, merged[i + 1][1] if i + 1 < len(merged) else None)
         for i, (role, text) in enumerate(merged) if role == "user"
@@ -270,7 +270,7 @@ def encode_chat(template: Template, tokenizer: TextTokenizer, messages: list[Mes
 
 
 def read(kind: type[Any], content: Any) -> Any:
-    """A request of a kind from JSON's value. ApiError with the field that is wrong."""
+    """A JSON value as a request of a kind. ApiError that names the wrong field."""
     from pydantic import ValidationError
 
     if not isinstance(content, dict):
@@ -279,8 +279,9 @@ def read(kind: type[Any], content: Any) -> Any:
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        # A union names its branches too, as "str" or "list[int]"; the field is what stands before them.
-        place = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        # A union adds the names of its branches, "str" or "list[int]", to the path of the field.
+        place = [str(part) for part in first["loc"]
+                 if isinstance(part, int) or (str(part).isidentifier() and part != "str")]  # fmt: skip
         param = ".".join(place)[:200] or None
         message = f"{param or 'the body'}: {first['msg']}"
         raise ApiError(400, message.encode("ascii", "backslashreplace").decode(), param=param) from None

@@ -1,4 +1,4 @@
-"""`python -m tinyforge.text`: train a tokenizer, use it, and look into it."""
+"""`python -m tinyforge.text`: train, use and inspect a tokenizer."""
 
 from tinyforge.errors import run_command
 from tinyforge.text.command import main

@@ -1,9 +1,8 @@
 """Byte-level byte-pair encoding (BPE): learn a vocabulary from text, turn text into token ids, and back.
 
-Text is cut into pieces (words, numbers, punctuation, space) by GPT-2's pattern. A piece starts as its UTF-8
-bytes, one token each; then every learned merge replaces a pair of neighbouring tokens by one new token, the
-merge learned first going first. Bytes are tokens, so every byte string has an encoding, and no merge crosses
-the edge of a piece.
+Text is split into pieces (words, numbers, punctuation, space) by GPT-2's pattern. A piece starts as its UTF-8 bytes,
+one token each; then each learned merge, in the order learned, replaces a pair of neighbouring tokens by one new token.
+Bytes are tokens, so every byte string can be encoded. No merge crosses the edge of a piece.
 
     tokenizer = Tokenizer.train(texts, vocab_size=4096)
     ids = tokenizer.encode("Once upon a time")
@@ -14,7 +13,7 @@ The same from the command line (`--help` says more):
     python -m tinyforge.text train book.txt --vocab-size 4096 --out tokenizer.json
     python -m tinyforge.text inspect "Once upon a time" --tokenizer tokenizer.json
 
-Token ids: 0..255 the bytes, then one id per merge in the order learned, then the special tokens.
+Token ids: 0..255 are the bytes, then one id per merge in the order learned, then the special tokens.
 
 Sources: Gage, "A New Algorithm for Data Compression" (1994); Sennrich, Haddow, Birch, "Neural Machine
 Translation of Rare Words with Subword Units" (2016); Radford et al., "Language Models are Unsupervised
@@ -40,7 +39,7 @@ from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text
 from tinyforge.text.parallel import ordered_map
 from tinyforge.text.pieces import GPT2, Batch, Pattern, PieceTable, batches, to_utf8
-from tinyforge.text.vocabulary import MOST_VOCABULARY_BYTES, After, Vocabulary
+from tinyforge.text.vocabulary import MOST_VOCABULARY_BYTES, After, Vocabulary, are_texts, is_pair
 
 Pair = tuple[int, int]
 
@@ -48,25 +47,25 @@ FORMAT = "tinyforge-bpe"
 VERSION = 1
 PATTERN = "gpt2"
 
-# GPT-2's printable bytes come first, then the rest: its files spell each byte as a visible character.
+# GPT-2's order has the printable bytes first, then the rest: its files spell each byte as a visible character.
 GPT2_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 BYTE_ORDERS: dict[str, tuple[int, ...]] = {
     "plain": tuple(range(256)),
     "gpt2": (*GPT2_PRINTABLE, *(b for b in range(256) if b not in GPT2_PRINTABLE)),
 }
 
-COUNTED_PIECES = 1 << 20  # distinct ones that training keeps; beyond, the rarest are dropped
+COUNTED_PIECES = 1 << 20  # distinct pieces that training counts; beyond that the rarest are dropped
 NO_MERGE = 1 << 60
-LONG = 100  # bytes of a piece, from which a heap finds the next merge sooner than a look at all pairs
+LONG = 100  # bytes of a piece from which a heap finds the next merge faster than a scan over all pairs
 
 
 # --- merging ------------------------------------------------------------------------------------------------
 
 
 def apply_merges(ids: list[int], ranks: dict[Pair, int], made: Sequence[int]) -> list[int]:
-    """Apply all merges to one piece: always the pair of lowest rank, from left to right.
+    """Apply all merges to one piece: always the pair of lowest rank, the leftmost of equals.
 
-    `ranks` maps a pair of ids to its rank, and `made[rank]` is the id that it becomes.
+    `ranks` maps a pair of ids to its rank, and `made[rank]` is the id that replaces it.
     """
     if len(ids) >= LONG:
         return apply_merges_by_heap(ids, ranks, made)
@@ -85,10 +84,8 @@ def apply_merges(ids: list[int], ranks: dict[Pair, int], made: Sequence[int]) ->
 
 
 def apply_merges_by_heap(ids: list[int], ranks: dict[Pair, int], made: Sequence[int]) -> list[int]:
-    """The same in O(n log n) for n tokens, with a linked list of tokens and a heap of candidates.
-
-    So a long run without a space stays cheap.
-    """
+    """`apply_merges` in O(n log n) for n tokens, with a linked list of tokens and a heap of candidates, so that a long
+    run without a space stays cheap."""
     ids = ids.copy()
     end = len(ids)
     following = list(range(1, end + 1))
@@ -99,7 +96,7 @@ def apply_merges_by_heap(ids: list[int], ranks: dict[Pair, int], made: Sequence[
         rank, left = heappop(heap)
         right = following[left]
         if right == end or ranks.get((ids[left], ids[right])) != rank:
-            continue  # one of the two has gone into another merge since
+            continue  # another merge has taken one of the two
         new = made[rank]
         ids[left], ids[right] = new, -1
         following[left] = after = following[right]
@@ -115,10 +112,10 @@ def apply_merges_by_heap(ids: list[int], ranks: dict[Pair, int], made: Sequence[
 
 @dataclass(frozen=True)
 class Merging:
-    """How a text becomes ids: the pattern that cuts it, the ids of the 256 bytes, and the merges, see `apply_merges`.
+    """How a text becomes ids: the pattern that splits it, the ids of the 256 bytes, and the merges (`apply_merges`).
 
-    nfc: the text is brought into Unicode's normal form C first. whole: pieces that are tokens as they are, by their
-    bytes, whatever the merges would make of them.
+    nfc: the text is normalised to Unicode's form C first. whole: pieces, by their bytes, that are tokens whatever the
+    merges give.
     """
 
     byte_ids: list[int]
@@ -136,7 +133,7 @@ class Merging:
 
 
 class Encoder:
-    """Texts to token ids. Each distinct piece is merged once; where it comes again, its ids are looked up."""
+    """Texts to token ids. Each distinct piece is merged once, and its ids are looked up after that."""
 
     def __init__(self, merging: Merging, dtype: npt.DTypeLike) -> None:
         self.merging = merging
@@ -145,12 +142,12 @@ class Encoder:
 
     def forget(self) -> None:
         self.table = PieceTable(self.merging.pattern)
-        # The ids of all pieces end to end, in the order of their numbers, how many each has, and where they begin.
-        # Piece 0, the edge of a text, has none. One attribute, so that Ctrl-C cannot leave a part of it changed.
+        # The ids of all pieces end to end, in the order of their numbers; how many each has; where each begins.
+        # Piece 0, the edge of a text, has none. One attribute, so that Ctrl-C cannot leave it half changed.
         self.known = (np.zeros(0, self.dtype), np.zeros(1, np.int64), np.zeros(1, np.int64))
 
     def encode(self, batch: Batch) -> tuple[npt.NDArray[Any], list[int]]:
-        """The ids of all parts in `batch`, end to end, and where among them each text ends that ends here."""
+        """The ids of all parts in `batch`, end to end, and the ends of the texts that end in it."""
         if self.table.is_full:
             self.forget()
         parts = [part for part, _ in batch]
@@ -161,7 +158,7 @@ class Encoder:
         known_ids, known_lengths, known_firsts = self.known
         lengths = known_lengths.take(numbers)
         stops = np.cumsum(lengths)
-        shifts = known_firsts.take(numbers) - (stops - lengths)  # from a place in the result to one in known_ids
+        shifts = known_firsts.take(numbers) - (stops - lengths)  # from a position in the result to one in known_ids
         ids = known_ids.take(np.arange(stops[-1]) + np.repeat(shifts, lengths))
         part_ends = stops[numbers == 0].tolist()
         return ids, [end for end, (_, is_last) in zip(part_ends, batch, strict=True) if is_last]
@@ -186,7 +183,7 @@ class PieceCounter:
         self.table = PieceTable()
 
     def count(self, batch: Batch) -> tuple[int, dict[bytes, int]]:
-        """Characters in `batch`, and how often each of its pieces is in it."""
+        """The number of characters in `batch`, and the count of each of its pieces."""
         if self.table.is_full:
             self.table = PieceTable()
         counts = np.bincount(self.table.number([part for part, _ in batch]))
@@ -197,7 +194,7 @@ class PieceCounter:
 
 
 def drop_rarest(counts: dict[bytes, int]) -> dict[bytes, int]:
-    """`counts` without the pieces that were seen least, so that at most half of COUNTED_PIECES are left."""
+    """`counts` without the rarest pieces, so that at most half of COUNTED_PIECES are left."""
     floor = 0
     while len(counts) > COUNTED_PIECES // 2:
         floor += 1
@@ -206,11 +203,11 @@ def drop_rarest(counts: dict[bytes, int]) -> dict[bytes, int]:
 
 
 class Pairs:
-    """All pairs of neighbouring tokens in the distinct pieces, and how often each is in the text.
+    """All pairs of neighbouring tokens in the distinct pieces, and how often each occurs in the text.
 
-    The tokens of all pieces lie in one array and are chained: `following[at]` and `preceding[at]` are the places of
-    the neighbours in the piece, `end` where there is none. `weights[at]` is the count of the piece. A merge of the
-    tokens at two places leaves the new one at the first, and -1 at the other.
+    The tokens of all pieces lie in one array and form linked lists: `following[at]` and `preceding[at]` are the
+    positions of the neighbours in the piece, `end` where there is none. `weights[at]` is the count of the piece. A
+    merge of two tokens leaves the new one at the first position, and -1 at the other.
     """
 
     def __init__(self, counts: dict[bytes, int]) -> None:
@@ -223,16 +220,16 @@ class Pairs:
         self.preceding = np.arange(-1, end - 1)
         self.following[stops - 1] = end
         self.preceding[stops - lengths] = end
-        self.places: dict[Pair, npt.NDArray[np.intp]] = {}  # where the first token of each pair is
+        self.places: dict[Pair, npt.NDArray[np.intp]] = {}  # positions of each pair's first token
         self.heap: list[tuple[int, Pair]] = []  # (-count, pair)
         self._add(np.flatnonzero(self.following < end))
 
     def _add(self, at: npt.NDArray[np.intp]) -> None:
-        """Note the pairs that begin at these places; none of these pairs has been noted before."""
+        """Add the pairs that begin at these positions; none of these pairs is known yet."""
         if not len(at):
             return
         keys = self.tokens[at].astype(np.int64) << 32 | self.tokens[self.following[at]]
-        order = np.argsort(keys, kind="stable")  # stable: the places of a pair stay in the order of the text
+        order = np.argsort(keys, kind="stable")  # stable: a pair's positions stay in text order
         keys, at = keys[order], at[order]
         first = np.flatnonzero(np.diff(keys, prepend=-1))
         counts = np.add.reduceat(self.weights[at], first)
@@ -242,7 +239,7 @@ class Pairs:
             heappush(self.heap, (-count, pair))
 
     def pop_best(self) -> Pair | None:
-        """The most frequent pair, of equals the smallest pair of ids; None if every piece is one token."""
+        """The most frequent pair, the smallest ids among equals; None if every piece is one token."""
         while self.heap:
             negative_count, pair = heappop(self.heap)
             at = self.places[pair]
@@ -262,7 +259,7 @@ class Pairs:
         tokens, following, preceding, end = self.tokens, self.following, self.preceding, self.end
         at = self.places.pop(pair)
         if pair[0] == pair[1]:
-            # In a run such as aaa the pairs overlap: take every second one, from the run's beginning on.
+            # In a run such as aaa pairs overlap: take every second one, from the beginning of the run.
             index = np.arange(len(at))
             starts = np.append(True, following[at[:-1]] != at[1:])
             at = at[(index - np.maximum.accumulate(np.where(starts, index, 0))) % 2 == 0]
@@ -272,19 +269,19 @@ class Pairs:
         following[at] = after
         inside = after < end
         preceding[after[inside]] = at[inside]
-        # The pairs born: (new, what follows), and (what precedes, new) unless that is a new token too.
+        # The new pairs: (new, following), and (preceding, new) unless the preceding token is new too.
         before = preceding[at]
         before = before[before < end]
         self._add(np.concatenate([before[tokens[before] != new], at[inside]]))
 
 
 def learn_merges(counts: dict[bytes, int], limit: int, progress: bool) -> list[Pair]:
-    """Learn up to `limit` merges: each the most frequent pair, of equals the smallest pair of ids.
+    """Learn up to `limit` merges: each time the most frequent pair, the smallest ids among equals. Fewer are returned
+    when every piece has become one token.
 
-    `counts` holds each distinct piece with its number of occurrences. A pair's count is taken when the pair is born,
-    and taken again only when it comes up as the best: it can be too high by then, since later merges took tokens
-    away, but never too low, since all places of a pair are made in one step. Fewer merges are returned when every
-    piece has become one token.
+    `counts` holds the number of occurrences of each distinct piece. A pair is counted when it first appears, and again
+    only when it comes up as the best. By then its count can be too high, as later merges took tokens away, but never
+    too low, as all positions of a pair appear in one step.
     """
     from tqdm import tqdm
 
@@ -302,7 +299,7 @@ def learn_merges(counts: dict[bytes, int], limit: int, progress: bool) -> list[P
 
 
 class ByteLevelBPE(Vocabulary):
-    """Byte-level BPE of any origin: text to ids by a `Merging`, on all cores, and back."""
+    """Byte-level BPE of any origin: text to ids by a `Merging`, on all cores, and back to text."""
 
     def __init__(self, tokens: Sequence[bytes], specials: dict[str, int], bos: int | None, merging: Merging) -> None:
         super().__init__(tokens, specials, bos)
@@ -311,27 +308,27 @@ class ByteLevelBPE(Vocabulary):
 
     @property
     def _encoder(self) -> Encoder:
-        """The encoder of this thread: two threads must not write to one memory of pieces."""
+        """This thread's encoder: its cache of pieces is not thread-safe."""
         thread = get_ident()
         if thread not in self._encoders:
             self._encoders[thread] = Encoder(self.merging, self.id_dtype)
         return self._encoders[thread]
 
     def encode(self, text: str, after: After = "start") -> list[int]:
-        """Token ids of `text`. Text that spells a special token is encoded as plain bytes, never as its id.
+        """Token ids of `text`. Text that spells a special token is encoded as plain bytes, never as its id. `after`
+        does not matter.
 
-        What stands before the text makes no difference to these ids; `after` is for tokenizers where it does.
-        U+DC80..U+DCFF stand for raw bytes, as `encode_bytes` makes them. Any other lone surrogate, which UTF-8 cannot
-        hold, becomes U+FFFD.
+        U+DC80..U+DCFF stand for raw bytes, as in `encode_bytes`. Other lone surrogates, which UTF-8 cannot hold, become
+        U+FFFD.
         """
         return next(self.encode_many([text], workers=1)).tolist()
 
     def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """Token ids of each text, in order, as arrays of `id_dtype`: what `encode` gives, on all cores.
+        """`encode` each text on all cores; yields the ids in order, as arrays of `id_dtype`.
 
-        `workers` processes (default: one for each core) take batches of about BATCH characters, so that many short
-        texts and one long text both keep them busy; their number changes no id. In memory are one batch for each
-        and the text that is on its way. Raises UserError when a worker dies.
+        `workers` processes (default: one per core) take batches of about BATCH characters, so that many short texts and
+        one long text both keep them busy; their number changes no id. Only a batch per worker and the current text are
+        in memory. Raises UserError if a worker dies.
         """
         parts: list[npt.NDArray[Any]] = []
         for ids, ends in ordered_map(self._encoder.encode, batches(texts, pattern=self.merging.pattern), workers):
@@ -342,16 +339,15 @@ class ByteLevelBPE(Vocabulary):
             parts.append(ids[start:])
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Token ids of any bytes, valid UTF-8 or not: `decode_bytes` gives the same bytes back."""
+        """Token ids of any bytes, valid UTF-8 or not; `decode_bytes` returns the same bytes."""
         return self.encode(data.decode("utf-8", "surrogateescape"))
 
 
 class Tokenizer(ByteLevelBPE):
     """A byte-level BPE vocabulary: 256 bytes, the merges, the special tokens, with ids in this order.
 
-    `merges[i]` is the pair of ids that becomes id 256 + i. `byte_order` is "plain" (id b is byte b) or
-    "gpt2". Raises UserError when a merge uses an id not yet made or is given twice, or a special token is
-    empty or repeated.
+    `merges[i]` is the pair of ids that becomes id 256 + i. `byte_order` is "plain" (id b is byte b) or "gpt2". Raises
+    UserError if a merge uses a later id or is repeated, or a special token is empty or repeated.
     """
 
     def __init__(self, merges: Iterable[Pair], specials: Iterable[str], byte_order: str = "plain") -> None:
@@ -371,7 +367,7 @@ class Tokenizer(ByteLevelBPE):
                     f"tokenizer merge {len(merged)}: got {pair}, wanted a pair of ids below {len(vocab)} not "
                     "merged before; the file is damaged, train the tokenizer again"
                 )
-            # Each merge can double a token: some sixty would need more memory than there is.
+            # Each merge can double a token: some sixty of them could exhaust any memory.
             size += len(vocab[pair[0]]) + len(vocab[pair[1]])
             if size > MOST_VOCABULARY_BYTES:
                 raise UserError(f"tokenizer merge {len(merged)}: got tokens of {size:,} bytes in all, wanted "
@@ -397,15 +393,15 @@ class Tokenizer(ByteLevelBPE):
     ) -> Tokenizer:
         """Learn a vocabulary of exactly `vocab_size` ids from `texts`, whose order does not matter.
 
-        Not `exact`: where the text has too few merges, of as many ids as it can give, in multiples of 64, which matrix
-        products on a GPU want.
+        If not `exact`, a text with too few merges gives as many ids as it can, in multiples of 64, which suit matrix
+        products on a GPU.
 
-        Pieces are counted on `workers` processes (default: one for each core), whose number changes nothing.
-        `size` is the number of characters in all texts, where it is known, for the time left. Of more than
-        COUNTED_PIECES distinct pieces the rarest are dropped on the way; only then the order of the texts matters.
+        Pieces are counted on `workers` processes (default: one per core), whose number changes nothing. `size` is the
+        number of characters in all texts, if known, for the progress bar. Of more than COUNTED_PIECES distinct pieces
+        the rarest are dropped on the way; only then does the order of the texts matter.
 
-        Raises UserError when `vocab_size` cannot hold the bytes, when there is no text, and when the text is
-        too small or too uniform for so many merges.
+        Raises UserError if `vocab_size` cannot hold the bytes, if there is no text, and if the text is too small or too
+        uniform for so many merges.
         """
         from tqdm import tqdm
 
@@ -441,9 +437,8 @@ class Tokenizer(ByteLevelBPE):
     def from_gpt2(cls, encoder_json: str | Path, vocab_bpe: str | Path) -> Tokenizer:
         """GPT-2's own vocabulary from the two files OpenAI published: the same ids, `<|endoftext|>` = 50256.
 
-        encoder.json maps each token to its id, vocab.bpe lists the merges in order, both with every byte
-        spelt as a visible character. Raises UserError when a file cannot be read or the two do not belong
-        together.
+        encoder.json maps each token to its id, vocab.bpe lists the merges in order, both with every byte spelt as a
+        visible character. Raises UserError if a file cannot be read, or the two do not belong together.
         """
         encoder = read_json(encoder_json, "GPT-2's tokens")
         # A printable byte is spelt as itself, the n-th of the others as the character 256 + n.
@@ -459,7 +454,7 @@ class Tokenizer(ByteLevelBPE):
                     f"{vocab_bpe} line {number}: got {line[:80]!r}, wanted two earlier tokens; "
                     "get GPT-2's vocab.bpe again"
                 )
-            if left + right not in encoder:  # asked before it is kept: each merge can double a token
+            if left + right not in encoder:  # before it is stored, as each merge can double a token
                 break
             ids[left + right] = 256 + len(merges)
             merges.append((ids[left], ids[right]))
@@ -485,7 +480,7 @@ class Tokenizer(ByteLevelBPE):
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read a file that `save` wrote. Raises UserError, naming the file, when it is missing or damaged."""
+        """Read a file that `save` wrote. Raises UserError, naming the file, if it is missing or damaged."""
         return cls.from_content(read_json(path, "the tokenizer"), path)
 
     @classmethod
@@ -501,7 +496,7 @@ class Tokenizer(ByteLevelBPE):
         damaged = "the file is damaged, train the tokenizer again"
         if not isinstance(byte_order, str) or byte_order not in BYTE_ORDERS:
             raise UserError(f"{path}: byte_order {byte_order!r} is none of {', '.join(BYTE_ORDERS)}; {damaged}")
-        if not isinstance(specials, list) or not all(isinstance(text, str) for text in specials):
+        if not are_texts(specials):
             raise UserError(f"{path}: specials is not a list of texts; {damaged}")
         if not isinstance(merges, list) or not all(is_pair(merge) for merge in merges):
             raise UserError(f"{path}: merges is not a list of pairs of ids; {damaged}")
@@ -511,11 +506,7 @@ class Tokenizer(ByteLevelBPE):
             raise UserError(f"{path}: {error}") from None
 
 
-def is_pair(merge: object) -> bool:
-    return isinstance(merge, list) and len(merge) == 2 and all(type(token) is int for token in merge)
-
-
 def byte_order_of(byte_ids: Sequence[int | None]) -> str | None:
-    """Name of the byte order in which byte b has the id `byte_ids[b]`; None when it has no name."""
+    """The name in BYTE_ORDERS of the order in which byte b has the id `byte_ids[b]`, or None."""
     orders = BYTE_ORDERS.items()
     return next((name for name, order in orders if all(byte_ids[b] == id for id, b in enumerate(order))), None)

@@ -1,4 +1,4 @@
-"""A tokenizer of characters: one id for each character that a text has, as nanoGPT's shakespeare_char has it."""
+"""A character tokenizer: one id for each character of a text, as in nanoGPT's shakespeare_char."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import numpy.typing as npt
 
 from tinyforge.errors import UserError
 from tinyforge.text.pieces import to_utf8
-from tinyforge.text.vocabulary import After, Vocabulary
+from tinyforge.text.vocabulary import After, Vocabulary, are_texts
 
 FORMAT, VERSION = "tinyforge-chars", 1
 
 
 class CharTokenizer(Vocabulary):
-    """Ids 0 and up are the characters in the order of their code points, then come the special tokens.
-
-    It knows no other character: to encode one is a UserError.
-    """
+    """Ids 0 and up are the characters in order of their code points, then the special tokens. Encoding any other
+    character is a UserError."""
 
     def __init__(self, characters: Iterable[str], specials: Iterable[str] = ("<|endoftext|>",)) -> None:
         self.characters = sorted(set(characters))
@@ -32,15 +30,15 @@ class CharTokenizer(Vocabulary):
 
     @classmethod
     def of(cls, texts: Iterable[str], specials: Iterable[str] = ("<|endoftext|>",)) -> CharTokenizer:
-        """With every character of `texts`."""
+        """The tokenizer of all characters in `texts`."""
         return cls(set().union(*texts), specials)
 
     def encode(self, text: str, after: After = "start") -> list[int]:
-        """One id a character. What stands before the text makes no difference."""
+        """One id per character. `after` does not matter."""
         return self._ids(text).tolist()
 
     def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """The ids of each text, in order. A look-up is quick: `workers` is not used."""
+        """The ids of each text, in order. Lookups are fast: `workers` is not used."""
         return map(self._ids, texts)
 
     def _ids(self, text: str) -> npt.NDArray[Any]:
@@ -50,8 +48,8 @@ class CharTokenizer(Vocabulary):
         known[known] = self._codes[ids[known]] == codes[known]
         if not known.all():
             raise UserError(
-                f"the tokenizer knows {len(self._codes)} characters, {chr(codes[~known][0])!r} is not among them; "
-                "leave it out, or use another tokenizer"
+                f"{chr(codes[~known][0])!r} is none of the tokenizer's {len(self._codes)} characters; leave it out, or "
+                "use another tokenizer"
             )
         return ids.astype(self.id_dtype)
 
@@ -60,14 +58,10 @@ class CharTokenizer(Vocabulary):
 
     @classmethod
     def from_content(cls, content: dict[str, Any], path: Path) -> CharTokenizer:
-        """From what `save` wrote into the file at `path`. Raises UserError, naming it, where it is damaged."""
-        characters, specials = (_texts(content.get(key)) for key in ("characters", "specials"))
-        good = characters and specials is not None and set(map(len, characters)) == {1}
-        if not good or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-            raise UserError(f"{path} is not a tokenizer of characters; the file is damaged, make the tokenizer again")
-        return cls(characters or (), specials or ())
-
-
-def _texts(value: object) -> list[str] | None:
-    """A list of texts, none of them empty; None for anything else."""
-    return value if isinstance(value, list) and all(isinstance(text, str) and text for text in value) else None
+        """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
+        characters, specials = content.get("characters"), content.get("specials")
+        right = (content.get("format"), content.get("version")) == (FORMAT, VERSION)
+        if not (right and are_texts(characters) and are_texts(specials)
+                and set(map(len, characters)) == {1} and all(specials)):  # fmt: skip
+            raise UserError(f"{path} is not a character tokenizer; the file is damaged, make the tokenizer again")
+        return cls(characters, specials)

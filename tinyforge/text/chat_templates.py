@@ -1,15 +1,15 @@
-"""Chat templates: how the turns of a conversation are laid out for a model.
+"""Chat templates: how the turns of a conversation are rendered for a model.
 
     template = TEMPLATES["chatml"]
     ids = template.encode(tokenizer, [("Hello", "Hi!"), ("How are you?", None)], system="Be brief.")
     stop = template.stop_ids(tokenizer)           # a reply ends at any of these
 
-A template gives pieces: plain text, and special tokens by their text (`Special`). Only a `Special` becomes the id of a
-special token, so a user who types "<|im_end|>" sends ten ordinary characters and cannot end a turn or begin another.
-(In "zephyr" and "alpaca" the headings are ordinary text to the model, and a user can type those.)
+A template renders pieces: plain text, and special tokens by their text (`Special`). Only a `Special` becomes the id of
+a special token: a user who types "<|im_end|>" sends ten ordinary characters, and cannot end a turn or begin another.
+(In "zephyr" and "alpaca" the headings are ordinary text to the model, and a user can type them.)
 
-Hugging Face describes templates as Jinja programs. They are never run: `recognise` tells from the markers in one which
-of the templates here it is.
+Hugging Face's templates are Jinja programs. They are never run: `recognise` finds out by its markers which of the
+templates here one is.
 
 Sources: the published models' `chat_template`; Taori et al., "Stanford Alpaca" (2023) for "alpaca".
 """
@@ -32,19 +32,19 @@ class Special:
     text: str
 
 
-# A tuple is a reply in the very ids that the model generated.
+# A tuple is a reply in the ids that the model generated.
 Piece = str | Special | tuple[int, ...]
 
-# What a user said, and the reply: its text, its ids, or None where it is still to come.
+# A user's message, and the reply: its text, its ids, or None if it is still to come.
 Turn = tuple[str, str | Sequence[int] | None]
 
 END_OF_REPLY = "</s>"
-# What ends a reply in a published vocabulary without it, the first that is there.
+# The end of a reply in a published vocabulary without it: the first of these that it has.
 _OTHER_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>")
 
 
 def end_of_reply(tokenizer: TextTokenizer) -> str:
-    """The special token that ends a reply in Alpaca's form. UserError where the tokenizer has none that could."""
+    """The special token that ends a reply in Alpaca's format. UserError if the tokenizer has none of them."""
     found = next((text for text in (END_OF_REPLY, *_OTHER_ENDS) if text in tokenizer.specials), None)
     if found is None:
         raise UserError(f"the tokenizer has no special token {END_OF_REPLY}, nor another to end a reply; use another")
@@ -53,7 +53,7 @@ def end_of_reply(tokenizer: TextTokenizer) -> str:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and after the text of a message."""
+    """The pieces before and after the text of a message."""
 
     before: tuple[Piece, ...] = ()
     after: tuple[Piece, ...] = ()
@@ -67,9 +67,9 @@ class Template:
     """How one family of models writes a conversation.
 
     A conversation is the system prompt, if any, and turns; each of the three kinds of message has its frame. `ends` are
-    the special tokens that can end a reply, the first being the one that ends it in a prompt; empty: a reply is
-    followed directly by the next turn, and generation stops at any special token. `default_system` is used where no
-    system prompt is given. `strips`: white space around messages is removed.
+    the special tokens that can end a reply, the first being the one in prompts; if empty, the next turn follows a reply
+    directly, and generation stops at any special token. `default_system` is used if no system prompt is given.
+    `strips`: white space around messages is removed.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Template:
         return self.ends[0] if self.ends else ""
 
     def render(self, turns: Sequence[Turn], system: str = "") -> list[Piece]:
-        """The pieces of a conversation. Where the last turn has no reply, they end where it is to follow."""
+        """The pieces of a conversation. If the last turn has no reply, they end where it begins."""
         system = self._clean(system or self.default_system)
         pieces = self.system.around(system) if system else []
         for user, reply in turns:
@@ -99,15 +99,15 @@ class Template:
         return text.strip() if self.strips else text
 
     def prompt(self, user: str, system: str = "") -> str:
-        """The text that the reply to one message follows, special tokens written out: to be read, not encoded."""
+        """The prompt of one message as text, with special tokens spelt out: to be read, not encoded."""
         pieces = self.render([(user, None)], system)
         return "".join(piece.text if isinstance(piece, Special) else str(piece) for piece in pieces)
 
     def encode(self, tokenizer: TextTokenizer, turns: Sequence[Turn], system: str = "") -> list[int]:
-        """The ids of a conversation, from the beginning of the text on.
+        """The ids of a conversation, from the beginning of the text.
 
-        A reply's ids do not depend on what stands before it, so the ids of a prompt are the beginning of those of the
-        prompt with its reply. Raises UserError when the tokenizer lacks a special token of the template.
+        A reply's ids do not depend on the text before it, so the ids of a prompt are a prefix of those of the prompt
+        with its reply. Raises UserError if the tokenizer lacks a special token of the template.
         """
         as_ids: list[Turn] = [
             (user, tokenizer.encode(self._clean(reply), "text") if isinstance(reply, str) else reply)
@@ -116,7 +116,7 @@ class Template:
         ids = start_ids(tokenizer)
         after: After = "start"
         for kind, group in groupby(self.render(as_ids, system), type):
-            if kind is str:  # text in neighbouring pieces is one text
+            if kind is str:  # neighbouring pieces of text are one text
                 ids += tokenizer.encode("".join(map(str, group)), after)
                 after = "text"
                 continue
@@ -145,24 +145,24 @@ class Template:
 
 
 def render_prompt(instruction: str, input: str = "") -> str:
-    """The text that a reply follows in Alpaca's form: its headings, the input block only where there is an input.
+    """A prompt in Alpaca's format: its headings, with the input block only if there is an input.
 
-    Alpaca's preamble ("Below is an instruction that describes a task. ...") is left out: it is the same for
-    every record, and in the small preset's vocabulary of 512 it would take over half of the context of 128.
+    Alpaca's preamble ("Below is an instruction that describes a task. ...") is left out: it is the same for every
+    record, and would take over half of the small preset's context of 128 tokens.
     """
     context = f"### Input:\n{input}\n\n" if input else ""
     return f"### Instruction:\n{instruction}\n\n{context}### Response:\n"
 
 
 def _same(frame: Callable[[str], Frame]) -> tuple[Frame, Frame, Frame]:
-    """The frames of a family that writes all three kinds of message alike, each under its role."""
+    """The frames of a family that writes all three kinds of message alike, under their roles."""
     return frame("system"), frame("user"), frame("assistant")
 
 
 _FAMILIES = (
     # A base model continues the text.
     Template("plain", Frame(after=("\n\n",)), Frame(), Frame(), ends=()),
-    # Where Alpaca has its preamble there is room for a system prompt.
+    # A system prompt takes the place of Alpaca's preamble.
     Template(
         "alpaca",
         Frame(after=("\n\n",)),
@@ -189,8 +189,8 @@ _FAMILIES = (
 )  # fmt: skip
 TEMPLATES = {template.name: template for template in _FAMILIES}
 
-# What a template's Jinja text holds, in the order asked: the first whose marks are all there, and no mark of another
-# family that shares them (Phi 3 has Zephyr's headings, but ends a turn by <|end|>).
+# The markers in a template's Jinja text, in the order of the search: the first family whose marks are all there, and no
+# mark of another family that shares them (Phi 3 has Zephyr's headings, but ends a turn with <|end|>).
 _MARKS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("chatml", ("<|im_start|>", "<|im_end|>", "assistant"), ("<|im_sep|>",)),
     ("llama3", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), ()),
@@ -201,11 +201,10 @@ _DEFAULT_SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'\"{}<>]+)<\|im_
 
 
 def recognise(chat_template: str, specials: Container[str]) -> Template | None:
-    """The template that a Hugging Face `chat_template` describes, or None for any other.
+    """The template that a Hugging Face `chat_template` describes, or None.
 
-    It is told by the markers in the text; the program is not run. `specials` are the tokenizer's special tokens: a
-    template whose own are not all among them is not meant. ChatML's default system prompt, where the text has one, is
-    the `default_system` of what is returned.
+    It is recognised by the markers in the text; the program is not run. `specials` are the tokenizer's special tokens:
+    they must include the template's own. ChatML's default system prompt in the text, if any, becomes `default_system`.
     """
     for name, marks, foreign in _MARKS:
         template = TEMPLATES[name]

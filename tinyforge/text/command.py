@@ -1,4 +1,4 @@
-"""Train a tokenizer, use it, and look into it.
+"""Train, use and inspect a tokenizer.
 
     python -m tinyforge.text train FILE... --vocab-size 4096 --out tokenizer.json
     python -m tinyforge.text encode book.txt --tokenizer tokenizer.json > ids.txt
@@ -6,10 +6,10 @@
     python -m tinyforge.text decode ids.txt --tokenizer tokenizer.json
     python -m tinyforge.text inspect "Once upon a time" --tokenizer tokenizer.json
 
-encode and decode read standard input when no file is named. train and encode read a text block by block, and work on
-all cores when it is large. inspect shows how a text is cut into pre-tokens, how these are cut into tokens, and the
-merges that make one of the tokens. encode and decode take the tokenizers of others too: Hugging Face's tokenizer.json,
-SentencePiece's tokenizer.model, llama2.c's tokenizer.bin.
+encode and decode read standard input if no file is named. train and encode read text block by block, and use all cores
+for large texts. inspect shows how a text is split into pre-tokens and tokens, and the merges that make one of the
+tokens. encode and decode also take the tokenizers of other programs: Hugging Face's tokenizer.json, SentencePiece's
+tokenizer.model, llama2.c's tokenizer.bin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import TextParser, UserError
-from tinyforge.files import written_whole
+from tinyforge.files import writing, written_whole
 from tinyforge.text.bpe import Tokenizer
 from tinyforge.text.load import load_tokenizer
 from tinyforge.text.pieces import recut, split, to_utf8
@@ -37,9 +37,9 @@ from tinyforge.text.vocabulary import TextTokenizer
 
 IDS_PER_LINE = 32
 BLOCK = 1 << 20  # bytes read at a time
-NPY = b"\x93NUMPY"  # how a file of NumPy's own format begins
+NPY = b"\x93NUMPY"  # the first bytes of a .npy file
 
-# Dark text on two light backgrounds in turn, so that neighbours differ and a space can be seen.
+# Dark text on two alternating light backgrounds, so that neighbours differ and spaces are visible.
 COLOURS = ("\x1b[30;106m", "\x1b[30;103m")
 PLAIN = "\x1b[0m"
 
@@ -60,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                        help="a special token; may be repeated (default: <|endoftext|> and </s>)")  # fmt: skip
 
     encode = commands.add_parser("encode", help="text or any bytes -> ids, in decimal")
-    encode.add_argument("--out", metavar="FILE", help="write the ids to a .npy file, in 16 bits each or 32")
+    encode.add_argument("--out", metavar="FILE", help="write the ids to a .npy file, with 16 or 32 bits each")
     decode = commands.add_parser("decode", help="ids, in decimal or in a .npy file -> text, byte for byte")
     for command in (train, encode):
-        command.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each core)")
+        command.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     for command in (encode, decode):
         command.add_argument("file", nargs="?", default="-", metavar="FILE", help="default: standard input")
     inspect = commands.add_parser("inspect", help="show the pre-tokens and tokens of a text, and how a token is made")
     inspect.add_argument("text", metavar="TEXT")
     inspect.add_argument("--token", type=int, metavar="ID", help="show its merges (default: the text's longest token)")
     for command in (encode, decode, inspect):
-        command.add_argument("--tokenizer", required=True, metavar="FILE", help="what train wrote, or another's")
+        command.add_argument("--tokenizer", required=True, metavar="FILE", help="of train, or of another program")
 
     args = parser.parse_args(argv)
     if args.command == "train":
@@ -92,7 +92,7 @@ def name_of(file: str) -> str:
 
 
 def read_blocks(file: str) -> Iterator[bytes]:
-    """The bytes of `file`, or of standard input for "-", a block at a time."""
+    """The bytes of `file`, or of standard input for "-", in blocks."""
     try:
         with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as source:
             while block := source.read(BLOCK):
@@ -102,9 +102,9 @@ def read_blocks(file: str) -> Iterator[bytes]:
 
 
 def read_text(file: str, errors: str) -> Iterator[str]:
-    """The text of `file` in parts cut between two pieces; line ends as they are, since `encode` sees them too.
+    """The text of `file` in parts cut between two pieces, with its line ends unchanged.
 
-    `errors` says what becomes of bytes that are not UTF-8: "strict" or "surrogateescape".
+    `errors`: "strict" or "surrogateescape", for bytes that are not UTF-8.
     """
     return recut(decode_blocks(read_blocks(file), errors, name_of(file)))
 
@@ -118,7 +118,7 @@ def decode_blocks(blocks: Iterable[bytes], errors: str, name: str) -> Iterator[s
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{name}: got no UTF-8 at byte {decoded + error.start}, wanted text; convert the file to UTF-8"
+                f"{name}: byte {decoded + error.start} is not UTF-8, wanted text; convert the file to UTF-8"
             ) from error
         decoded += held + len(block) - len(decoder.getstate()[0])
 
@@ -127,7 +127,7 @@ def decode_blocks(blocks: Iterable[bytes], errors: str, name: str) -> Iterator[s
 
 
 def check_folder(out: str, what: str) -> None:
-    """Say now, not after minutes of work, that `out` cannot be written."""
+    """UserError now, not after minutes of work, if `out` cannot be written."""
     folder = Path(out).parent
     if not folder.is_dir():
         raise UserError(f"cannot write the {what} {out}: {folder} is not a folder; create it or choose another")
@@ -151,7 +151,7 @@ def run_encode(tokenizer: TextTokenizer, file: str, out: str | None, workers: in
     if out:
         check_folder(out, "ids")
     parts = read_text(file, "surrogateescape")
-    # Only GPT-2's pattern is known never to reach across the edge of a part.
+    # Only GPT-2's pieces are known never to cross the edge of a part.
     arrays = tokenizer.encode_many(parts if isinstance(tokenizer, Tokenizer) else ["".join(parts)], workers)
     if out:
         count = write_npy(Path(out), arrays, tokenizer.id_dtype)
@@ -172,34 +172,29 @@ def print_ids(ids: list[int]) -> None:
 
 
 def write_npy(path: Path, arrays: Iterable[npt.NDArray[Any]], dtype: np.dtype[Any]) -> int:
-    """Write all ids as one array that `np.load` reads; an old file stays until the new one is whole. Returns how many.
+    """Write all ids as one array for `np.load`, and return their number. An old file stays until the new one is whole.
 
-    Their number is known only at the end. NumPy's header has room for any number, so it is then written again.
+    The number is known only at the end: NumPy's header has room for any number, and is then written again.
     """
     count = 0
     header = {"descr": np.lib.format.dtype_to_descr(dtype.newbyteorder("<")), "fortran_order": False}
-    try:
-        with written_whole(path) as partial, open(partial, "wb") as file:
-            np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
-            for array in arrays:
-                file.write(array.astype(dtype.newbyteorder("<"), copy=False).tobytes())
-                count += len(array)
-            file.seek(0)
-            np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-    except OSError as error:
-        raise UserError(
-            f"cannot write the ids {path}: {error.strerror}; free space or choose another folder"
-        ) from error
+    with writing(f"the ids {path}"), written_whole(path) as partial, open(partial, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (0,)})
+        for array in arrays:
+            file.write(array.astype(dtype.newbyteorder("<"), copy=False).tobytes())
+            count += len(array)
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
     return count
 
 
 def read_ids(data: bytes, name: str) -> list[int]:
-    """The ids in a .npy file, or in decimal with white space between."""
-    fix = "give what encode made"
+    """The ids in a .npy file, or in decimal, separated by white space."""
+    fix = "give a file that encode wrote"
     if data.startswith(NPY):
         try:
             array = np.load(io.BytesIO(data), allow_pickle=False)
-        except Exception as error:  # its header is parsed as Python is, which can fail in many ways
+        except Exception as error:  # its header is parsed as a Python literal, which can fail in many ways
             raise UserError(f"{name}: a damaged .npy file ({' '.join(str(error).split())}); {fix}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             got = f"{array.ndim} dimensions of {array.dtype}"
@@ -210,7 +205,7 @@ def read_ids(data: bytes, name: str) -> list[int]:
         if not word.isdigit() or len(word) > 18:
             got = ascii(word[:40].decode("utf-8", "replace"))
             raise UserError(
-                f"{name}: got {got} as id number {number}, wanted whole numbers with white space between; {fix}"
+                f"{name}: got {got} as id number {number}, wanted whole numbers separated by white space; {fix}"
             )
         ids.append(int(word))
     return ids
@@ -219,7 +214,7 @@ def read_ids(data: bytes, name: str) -> list[int]:
 def run_decode(tokenizer: TextTokenizer, file: str) -> None:
     data = tokenizer.decode_bytes(read_ids(b"".join(read_blocks(file)), name_of(file)))
     if sys.stdout.isatty():
-        # Ids of unknown origin must not be able to steer the terminal.
+        # Unknown ids must not send control sequences to the terminal.
         print(visible(data, keep="\n\t"))
     else:
         sys.stdout.flush()
@@ -231,10 +226,8 @@ def run_decode(tokenizer: TextTokenizer, file: str) -> None:
 
 
 def visible(data: bytes, keep: str = "") -> str:
-    r"""`data` as text, with control characters and bytes that are no character as escapes: \n, \x1b, \xf0.
-
-    Escaped too is what standard output cannot write.
-    """
+    r"""`data` as text, with escapes (\n, \x1b, \xf0) for control characters, for bytes that are not UTF-8, and for
+    characters that standard output cannot write."""
     out = []
     for character in data.decode("utf-8", "surrogateescape"):
         if "\udc80" <= character <= "\udcff":
@@ -248,19 +241,19 @@ def visible(data: bytes, keep: str = "") -> str:
 
 
 def use_colour() -> bool:
-    """A terminal, and no wish against it: see no-color.org."""
+    """Whether output goes to a terminal and NO_COLOR is not set (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
 def side_by_side(parts: list[bytes], colour: bool) -> str:
-    """The parts in a row: told apart by background, or by quotation marks where there is no colour."""
+    """The parts in a row, separated by background colours, or by quotation marks without colour."""
     if colour:
         return "".join(f"{c}{visible(part)}{PLAIN}" for c, part in zip(cycle(COLOURS), parts, strict=False))
     return " ".join(f"'{visible(part)}'" for part in parts)
 
 
 def merges_of(tokenizer: Tokenizer, id: int) -> list[int]:
-    """Ids of the tokens that merges make on the way to `id`, itself included, in the order learned."""
+    """Ids of the merged tokens that `id` is made of, itself included, in the order learned."""
     found: set[int] = set()
     todo = [id]
     while todo:
@@ -273,7 +266,7 @@ def merges_of(tokenizer: Tokenizer, id: int) -> list[int]:
 
 def run_inspect(tokenizer: TextTokenizer, text: str, token: int | None) -> None:
     if not isinstance(tokenizer, Tokenizer):
-        raise UserError("inspect: got a tokenizer of another make, wanted one that train wrote; use encode for its ids")
+        raise UserError("inspect: got another program's tokenizer, wanted one that train wrote; use encode for its ids")
     colour = use_colour()
     pieces = list(chain.from_iterable(split(text)))
     tokens = [tokenizer.encode(piece) for piece in pieces]
@@ -281,7 +274,7 @@ def run_inspect(tokenizer: TextTokenizer, text: str, token: int | None) -> None:
     if token is None and ids:
         token = max(ids, key=lambda id: int(tokenizer.byte_lengths[id]))
     elif token is not None:
-        tokenizer.token_bytes(token)  # an unknown id is an error before anything is shown
+        tokenizer.token_bytes(token)  # an unknown id is an error before anything is printed
 
     print(f"{len(to_utf8(text))} bytes, {len(pieces)} pre-tokens, {len(ids)} tokens")
     print("pre-tokens:", side_by_side(list(map(to_utf8, pieces)), colour))

@@ -1,13 +1,13 @@
-"""Tokenizers as the metadata of GGUF files, llama.cpp's format.
+"""Tokenizers in the metadata of GGUF files, llama.cpp's format.
 
     metadata = to_gguf(tokenizer, ids=model.config.vocab)
     tokenizer = from_gguf(metadata, path)
 
-Two of llama.cpp's kinds are known here: "gpt2", byte-level BPE by merges, and "llama", SentencePiece by scores. A
-byte-level vocabulary is what tokenizer.json holds, under other names, and goes through `tinyforge.text.huggingface`.
-What cuts text into pieces is named by `tokenizer.ggml.pre`; llama.cpp has the patterns in its code.
+Supported are two of llama.cpp's kinds: "gpt2", byte-level BPE by merges, and "llama", SentencePiece by scores. A
+byte-level vocabulary is that of a tokenizer.json under other names, and goes through `tinyforge.text.huggingface`. The
+pattern that splits text is named by `tokenizer.ggml.pre`; llama.cpp has the patterns in its code.
 
-Text that spells a special token becomes its id in llama.cpp where the caller asks for it (`parse_special`), never here.
+Text that spells a special token becomes its id in llama.cpp if the caller asks for it (`parse_special`), never here.
 
 Source: llama.cpp's src/llama-vocab.cpp.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
+from tinyforge.files import GET_AGAIN
 from tinyforge.text.bpe import ByteLevelBPE
 from tinyforge.text.huggingface import BYTE_LEVEL, MARK, cut_by, read_huggingface, to_huggingface
 from tinyforge.text.pieces import PATTERNS
@@ -33,19 +34,17 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of t
 
 PRE = {"gpt-2": ("gpt2", False), "llama-bpe": ("llama3", True), "smaug-bpe": ("llama3", False),
        "qwen2": ("qwen2", False), "smollm": ("digits", False)}  # fmt: skip
-"""Our pattern, and whether a piece that is a token stays whole, by llama.cpp's name for the two."""
-
-DAMAGED = "get or make the file again"
+"""llama.cpp's name, to our pattern and whether a piece that is a token stays whole."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def to_gguf(tokenizer: TextTokenizer, ids: int) -> dict[str, Any]:
-    """The metadata of a file whose model has so many `ids`; those that the tokenizer lacks are marked as unused.
+    """The metadata of a file for a model with `ids` ids; those beyond the tokenizer's are marked as unused.
 
-    Raises UserError for a tokenizer that llama.cpp has no kind for: of characters, with a pattern or spaces that it
-    does not know, or with merges that scores cannot say.
+    Raises UserError for a tokenizer that llama.cpp cannot represent: of characters, with an unknown pattern or
+    treatment of spaces, or with merges that no scores can express.
     """
     found = _scored(tokenizer) if isinstance(tokenizer, SentencePiece) else _byte_level(tokenizer)
     missing = range(tokenizer.vocab_size, ids)
@@ -60,21 +59,21 @@ def to_gguf(tokenizer: TextTokenizer, ids: int) -> dict[str, Any]:
 
 
 def lost_in_gguf(tokenizer: TextTokenizer) -> str:
-    """What llama.cpp does otherwise with such a tokenizer: a few words, or ""."""
+    """What llama.cpp does differently with this tokenizer: a few words, or ""."""
     if isinstance(tokenizer, SentencePiece) and _plain(tokenizer.spaces) != tokenizer.spaces:
-        return "a space is put before every text, even where this tokenizer puts none, and tokens may cross spaces"
+        return "every text gets a space before it, even where this tokenizer adds none, and tokens may cross spaces"
     if isinstance(tokenizer, ByteLevelBPE) and tokenizer.merging.nfc:
-        return "text is not brought into Unicode's normal form C"
+        return "text is not normalised to Unicode's form C"
     return ""
 
 
 def _plain(spaces: Spaces) -> Spaces:
-    """What llama.cpp does with spaces."""
+    """llama.cpp's treatment of spaces."""
     return Spaces(prefix="never", doubled=spaces.doubled) if spaces.prefix == "never" else Spaces()
 
 
 def _byte_level(tokenizer: TextTokenizer) -> dict[str, Any]:
-    content = to_huggingface(tokenizer, recognise_specials=True)  # refuses what is no BPE
+    content = to_huggingface(tokenizer, recognise_specials=True)  # refuses what is not BPE
     assert isinstance(tokenizer, ByteLevelBPE)
     merging = tokenizer.merging
     cut = merging.pattern.name, bool(merging.whole)
@@ -92,7 +91,7 @@ def _byte_level(tokenizer: TextTokenizer) -> dict[str, Any]:
 
 def _scored(tokenizer: SentencePiece) -> dict[str, Any]:
     if tokenizer.spaces.collapsed:
-        raise UserError("llama.cpp keeps all spaces, this tokenizer takes some out; use --format hf")
+        raise UserError("llama.cpp keeps all spaces, this tokenizer removes some; use --format hf")
     scores = _scores_of(tokenizer) if tokenizer.scores is None else list(tokenizer.scores)
     types = [NORMAL] * tokenizer.vocab_size
     for id in tokenizer.byte_ids:
@@ -107,7 +106,7 @@ def _scored(tokenizer: SentencePiece) -> dict[str, Any]:
 
 
 def _scores_of(tokenizer: SentencePiece) -> list[float]:
-    """Scores that join the same pairs in the same order as a list of merges does."""
+    """Scores that join the same pairs in the same order as a list of merges."""
     merges = tokenizer.merges or []
     made = [tokenizer.pieces[left] + tokenizer.pieces[right] for left, right in merges]
     order = [piece for piece, _ in groupby(made)]
@@ -116,7 +115,7 @@ def _scores_of(tokenizer: SentencePiece) -> list[float]:
     scores = [-float(rank.get(piece, len(order) + id)) for id, piece in enumerate(tokenizer.pieces)]
     scored = SentencePiece(tokenizer.pieces, tokenizer.specials, tokenizer.bos, scores, spaces=tokenizer.spaces)
     if len(rank) < len(order) or sorted(scored.pairs() or []) != sorted(merges):
-        raise UserError("llama.cpp joins by scores, and none give the merges of this tokenizer; use --format hf")
+        raise UserError("llama.cpp joins by scores, and none give this tokenizer's merges; use --format hf")
     return scores
 
 
@@ -124,7 +123,7 @@ def _scores_of(tokenizer: SentencePiece) -> list[float]:
 
 
 def from_gguf(metadata: Mapping[str, Any], path: Path) -> TextTokenizer:
-    """The tokenizer in a file's metadata. `path` is for errors: UserError for what is damaged or not supported."""
+    """The tokenizer in a file's metadata. UserError, naming `path`, if it is damaged or not supported."""
     try:
         return _Reader(metadata).read(path)
     except UserError as error:
@@ -146,12 +145,12 @@ class _Reader:
                                 "byte tokens, and marks such as <tool>")  # fmt: skip
         special = (UNKNOWN, CONTROL, USER_DEFINED)
         self.specials = {text: id for id, text in enumerate(self.tokens) if types[id] in special}
-        # A file that does not say: by SentencePiece models a text begins with bos, by byte-level ones it does not.
+        # By default a text begins with bos in SentencePiece models, and not in byte-level ones.
         self.kind = self.one("model", str, "")
         bos = self.one("bos_token_id", int, 1)
         says = self.one("add_bos_token", bool, self.kind == "llama")
         if says and bos not in self.specials.values():
-            raise UserError(f"its bos_token_id is {bos}, which is no special token; {DAMAGED}")
+            raise UserError(f"its bos_token_id is {bos}, which is not a special token; {GET_AGAIN}")
         self.bos = bos if says else None
 
     def read(self, path: Path) -> TextTokenizer:
@@ -162,10 +161,10 @@ class _Reader:
                                  spaces=Spaces(prefix="always" if prefix else "never"))  # fmt: skip
         if self.kind == "gpt2":
             return read_huggingface(self.content(), path)
-        raise UserError(f"its tokenizer is of the kind {self.kind!r:.40}; supported: 'gpt2', 'llama'")
+        raise UserError(f"its tokenizer is of kind {self.kind!r:.40}; supported: 'gpt2', 'llama'")
 
     def content(self) -> dict[str, Any]:
-        """What tokenizer.json would hold."""
+        """The same as the content of a tokenizer.json."""
         pre = self.one("pre", str, "")
         if pre not in PRE:
             raise UserError(f"{PREFIX}pre is {pre!r:.80}; supported: {', '.join(PRE)}")
@@ -184,23 +183,23 @@ class _Reader:
         }  # fmt: skip
 
     def one(self, key: str, kind: type, default: Any) -> Any:
-        """The value of that name, or the default where there is none."""
+        """The value of that name, or the default."""
         found = self.metadata.get(PREFIX + key, default)
         if type(found) is not kind:
-            raise UserError(f"its {PREFIX}{key} is {found!r:.40}, which is no {kind.__name__}; {DAMAGED}")
+            raise UserError(f"its {PREFIX}{key} is {found!r:.40}, wanted {kind.__name__}; {GET_AGAIN}")
         return found
 
     def texts(self, key: str) -> list[str]:
         found = self.metadata.get(PREFIX + key)
         if not isinstance(found, list):
-            raise UserError(f"its {PREFIX}{key} is no list of texts; {DAMAGED}")
+            raise UserError(f"its {PREFIX}{key} is not a list of texts; {GET_AGAIN}")
         return found
 
     def numbers(self, key: str, count: int, default: int | None = None) -> list[float]:
-        """At least `count` numbers; the default, `count` times, where there are none."""
+        """The first `count` numbers of an array; `count` times the default if there is none."""
         found = self.metadata.get(PREFIX + key)
         if found is None and default is not None:
             return [default] * count
         if not isinstance(found, np.ndarray) or len(found) < count:
-            raise UserError(f"its {PREFIX}{key} is no array of {count} numbers; {DAMAGED}")
+            raise UserError(f"its {PREFIX}{key} is not an array of {count} numbers; {GET_AGAIN}")
         return found.tolist()[:count]

@@ -1,16 +1,15 @@
-"""Tokenizers as Hugging Face's tokenizer.json.
+"""Tokenizers in Hugging Face's tokenizer.json, read and written.
 
     tokenizer = from_huggingface("tokenizer.json")
     json.dump(to_huggingface(tokenizer), file)              tokenizers.Tokenizer.from_file(...)
 
-Read are the two kinds of BPE that published models have:
+It reads the two kinds of BPE in published models:
 
-- byte-level, as of GPT-2, Llama 3, Qwen2 and SmolLM2: a `Tokenizer` where its ids are laid out as ours are, else an
-  `ImportedBPE`;
-- over characters with byte fallback, as of Llama 2, TinyLlama and Mistral: a `SentencePiece`.
+- byte-level, as in GPT-2, Llama 3, Qwen2 and SmolLM2: a `Tokenizer` if its ids are in our order, else an `ImportedBPE`;
+- over characters with byte fallback, as in Llama 2, TinyLlama and Mistral: a `SentencePiece`.
 
-The ids are the same on both sides, on any text. A vocabulary or an option that one side does not have is refused with a
-UserError, never dropped or changed. Patterns are told by their exact text; nothing in the file is run or compiled.
+Both sides give the same ids for any text. A vocabulary or an option that one side does not have is refused with a
+UserError, never dropped or changed. Patterns are recognised by their exact text; nothing in a file is run or compiled.
 
 Source: the serialisation of the `tokenizers` package (version "1.0" of its JSON).
 """
@@ -19,12 +18,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json
+from tinyforge.files import GET_AGAIN, read_json
 from tinyforge.text import wordpiece
 from tinyforge.text.bpe import (
     BYTE_ORDERS,
@@ -34,15 +34,13 @@ from tinyforge.text.bpe import (
     Pair,
     Tokenizer,
     byte_order_of,
-    is_pair,
 )
 from tinyforge.text.pieces import GPT2, PATTERNS, Pattern
 from tinyforge.text.sentencepiece import SPACE, SentencePiece, Spaces
-from tinyforge.text.vocabulary import TextTokenizer, fault_in_specials
+from tinyforge.text.vocabulary import TextTokenizer, are_texts, check_tokenizer, fault_in_specials, is_pair
 
 FORMAT = "tinyforge-imported-bpe"
 VERSION = 1
-DAMAGED = "get or make the file again"
 
 # A byte is spelt as in GPT-2's files: a printable byte as itself, the n-th other one as U+0100 + n.
 HIDDEN = 256 - len(GPT2_PRINTABLE)
@@ -64,14 +62,14 @@ def unspell(spelt: str) -> bytes | None:
 
 
 class ImportedBPE(ByteLevelBPE):
-    """Byte-level BPE with ids in any order, merges in any number for a token, and a pattern of PATTERNS.
+    """Byte-level BPE with ids in any order, any number of merges for a token, and a pattern of PATTERNS.
 
-    `tokens[id]` are the bytes of a token, and of a special token what is not looked at. The pair `merges[rank]` becomes
-    the token that has its bytes. nfc: text is brought into normal form C first. ignore_merges: a piece that is a token
-    is that token, whatever the merges make of it.
+    `tokens[id]` are the bytes of a token; those of special tokens are ignored. The pair `merges[rank]` becomes the
+    token with its bytes. nfc: text is normalised to form C first. ignore_merges: a piece that is a token is that token,
+    whatever the merges give.
 
-    Raises UserError when two tokens have the same bytes, a byte is no token, or a merge is no pair of tokens that makes
-    one, or is given twice.
+    Raises UserError if two tokens have the same bytes, a byte is not a token, or a merge does not make a token or is
+    repeated.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class ImportedBPE(ByteLevelBPE):
         ids: dict[bytes, int] = {}
         for id, token in enumerate(tokens):
             if id not in special_ids and ids.setdefault(token, id) != id:
-                raise UserError(f"token {id}: got {token[:40]!r}, which is token {ids[token]} too; {DAMAGED}")
+                raise UserError(f"token {id}: got {token[:40]!r}, which is token {ids[token]} too; {GET_AGAIN}")
         missing = next((byte for byte in range(256) if bytes([byte]) not in ids), None)
         if missing is not None:
             raise UserError(f"got no token for the byte {missing:#04x}, wanted one for each byte; "
@@ -101,7 +99,7 @@ class ImportedBPE(ByteLevelBPE):
             joint = tokens[left] + tokens[right] if 0 <= min(left, right) <= max(left, right) < len(tokens) else b""
             if joint not in ids or not special_ids.isdisjoint((left, right)) or (left, right) in ranks:
                 raise UserError(f"merge {rank}: got the ids {left} and {right}, wanted a new pair of tokens that makes "
-                                f"one; {DAMAGED}")  # fmt: skip
+                                f"one; {GET_AGAIN}")  # fmt: skip
             ranks[left, right] = rank
             made.append(ids[joint])
         byte_ids = [ids[bytes([byte])] for byte in range(256)]
@@ -126,19 +124,16 @@ class ImportedBPE(ByteLevelBPE):
     def from_content(cls, content: dict[str, Any], path: str | Path) -> ImportedBPE:
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
 
-        def check(sound: bool, cause: str) -> None:
-            if not sound:
-                raise UserError(f"cannot read the tokenizer {path}: {cause}; {DAMAGED}")
-
+        check = partial(check_tokenizer, path)
         check(content.get("version") == VERSION, f"got version {content.get('version')!r}, wanted {VERSION}")
         pattern, nfc, ignore_merges = map(content.get, ("pattern", "nfc", "ignore_merges"))
         check(isinstance(pattern, str) and pattern in PATTERNS, f"pattern {pattern!r} is none of {', '.join(PATTERNS)}")
         check(isinstance(nfc, bool) and isinstance(ignore_merges, bool), "nfc or ignore_merges is not true or false")
         parts: list[Any] = [content.get(key) for key in ("specials", "bos", "tokens", "merges")]
         specials, bos, spelt, merges = parts
-        check(isinstance(spelt, list) and all(isinstance(text, str) for text in spelt), "tokens is not a list of texts")
+        check(are_texts(spelt), "tokens is not a list of texts")
         tokens = [unspell(token) for token in spelt]
-        check(None not in tokens, "tokens holds a character that spells no byte")
+        check(None not in tokens, "tokens holds a character that does not spell a byte")
         check(not (fault := fault_in_specials(content, len(tokens))), fault)
         check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
         pairs = [(left, right) for left, right in merges]
@@ -153,25 +148,25 @@ class ImportedBPE(ByteLevelBPE):
 
 
 def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -> dict[str, Any]:
-    """Content of a tokenizer.json that gives the same ids: write it with `json.dump`.
+    """Content of a tokenizer.json that gives the same ids; write it with `json.dump`.
 
-    The special tokens of a `Tokenizer` are entries of the vocabulary that no merge makes, so that text which spells one
-    does not become its id: as here. With `recognise_specials` they are listed as "added_tokens", which is what most
-    programs on that side look for; then text that spells one does become its id, unless the caller sets the
-    `encode_special_tokens` of their Tokenizer. An `ImportedBPE` and a `SentencePiece` always list them.
+    The special tokens of a `Tokenizer` are vocabulary entries that no merge makes, so that, as here, text that spells
+    one does not become its id. With `recognise_specials` they are listed as "added_tokens", where most programs look
+    for them; then text that spells one does become its id, unless the caller sets `encode_special_tokens`. An
+    `ImportedBPE` and a `SentencePiece` always list them.
 
-    Where two overlapping pairs make the same token, a `SentencePiece` with scores joins the left one, and their
-    tokenizer the one that is listed first. The tests know of no text where this matters.
+    Where two overlapping pairs make the same token, a `SentencePiece` with scores joins the left pair, and Hugging
+    Face's tokenizer the one listed first. The tests have found no text where this matters.
 
-    Raises UserError when two tokens have the same bytes (the file has one id for each), when a special token could not
-    be told from another token or would be decoded to another text, and for a tokenizer that is not BPE.
+    Raises UserError if two tokens have the same bytes (the file has one id for each), if a special token could not be
+    told from another token or would decode to another text, and for a tokenizer that is not BPE.
     """
     if isinstance(tokenizer, SentencePiece):
         return _write_sentencepiece(tokenizer)
     if isinstance(tokenizer, wordpiece.WordPiece):
         return wordpiece.to_huggingface(tokenizer)
     if not isinstance(tokenizer, (Tokenizer, ImportedBPE)):
-        raise UserError(f"tokenizer.json cannot hold a {type(tokenizer).__name__}, wanted a tokenizer of BPE")
+        raise UserError(f"tokenizer.json cannot hold a {type(tokenizer).__name__}, wanted a BPE tokenizer")
     merging = tokenizer.merging
     added = recognise_specials or isinstance(tokenizer, ImportedBPE)
     special_ids = set(tokenizer.specials.values())
@@ -196,8 +191,8 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
         key = text if added else spell(data)
         taken = vocab.get(key, specials.get(key))
         if taken is not None:
-            raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got it spelt as token {taken} is, "
-                            "wanted a spelling of its own; give it another name")  # fmt: skip
+            raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got the spelling of token "
+                            f"{taken}, wanted one of its own; give it another name")  # fmt: skip
         if unspell(key) not in (None, data):
             raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got characters that spell other "
                             "bytes there; give it a name in ASCII")  # fmt: skip
@@ -218,7 +213,7 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
 
 
 def cut_by(pattern: Pattern) -> dict[str, Any]:
-    """The pre-tokeniser that cuts byte-level text by a pattern."""
+    """The pre-tokeniser that splits byte-level text by a pattern."""
     if pattern is GPT2:
         return BYTE_LEVEL
     if pattern.name == "digits":
@@ -232,8 +227,8 @@ def _write_sentencepiece(tokenizer: SentencePiece) -> dict[str, Any]:
     spaces, pieces = tokenizer.spaces, tokenizer.pieces
     merges = tokenizer.pairs()
     if spaces.collapsed or (spaces.doubled and (spaces.split or spaces.prefix == "first")) or merges is None:
-        raise UserError("tokenizer.json cannot hold this SentencePiece vocabulary: got spaces that are taken out, or "
-                        "tokens with characters that are no tokens, wanted a vocabulary as Llama's")  # fmt: skip
+        raise UserError("tokenizer.json cannot hold this SentencePiece vocabulary: got spaces that are removed, or "
+                        "tokens with characters that are not tokens, wanted a vocabulary like Llama's")  # fmt: skip
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": spaces.prefix, "split": spaces.split}
@@ -297,26 +292,26 @@ def _content(
 
 # --- reading ------------------------------------------------------------------------------------------------
 
-# Added tokens that are not marked as special, but could be: <tool_call>, [INST]. Others, runs of spaces say, are cut
-# out of text before all else, which is not done here.
+# Added tokens that are not marked as special, but could be: <tool_call>, [INST]. Others, such as runs of spaces, are
+# split off before all else, which is not supported here.
 MARK = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 
 
 def from_huggingface(path: str | Path) -> TextTokenizer:
     """The tokenizer in a tokenizer.json of BPE, byte-level or with byte fallback, with the same ids.
 
-    Special tokens are the "added_tokens", and in a vocabulary laid out as ours the tokens that no merge makes. Text
-    that spells one never becomes its id here; on the other side it does for an added token, unless
-    `encode_special_tokens` is set. What the post-processor puts before every text is `bos`, and `encode` leaves it out.
+    Special tokens are the "added_tokens" and, in a vocabulary in our order, the tokens that no merge makes. Text that
+    spells one never becomes its id here; Hugging Face's tokenizer does that for an added token, unless
+    `encode_special_tokens` is set. The token that the post-processor puts before every text is `bos`; `encode` leaves
+    it out.
 
-    Raises UserError for a file that is damaged or asks for what is not supported, naming it: another model, normaliser,
-    pattern, added tokens that are ordinary text, ...
+    Raises UserError, naming the file, if it is damaged or has an unsupported model, normaliser, pattern or added token.
     """
     return read_huggingface(read_json(path, "the tokenizer"), path)
 
 
 def read_huggingface(content: dict[str, Any], path: str | Path) -> TextTokenizer:
-    """As `from_huggingface`, for the file's content."""
+    """`from_huggingface` for the content of a file."""
     try:
         if _kind(content.get("model")) == "WordPiece":
             return wordpiece.from_huggingface(content)
@@ -336,17 +331,17 @@ def _kind(part: object) -> object:
 
 
 def _steps(part: object, key: str) -> list[dict[str, Any]]:
-    """The steps of a normaliser, a pre-tokeniser, ...: a Sequence is its steps, null is none."""
+    """The steps of a normaliser, pre-tokeniser, ...: those of a Sequence, none for null, else the part itself."""
     if part is None:
         return []
     steps = part.get(key) if isinstance(part, dict) and _kind(part) == "Sequence" else [part]
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise UserError(f"got {part!r:.80}, wanted a step or a list of steps; {DAMAGED}")
+        raise UserError(f"got {part!r:.80}, wanted a step or a list of steps; {GET_AGAIN}")
     return steps
 
 
 class _Reader:
-    """A tokenizer.json, part by part."""
+    """Reads a tokenizer.json, part by part."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -354,7 +349,7 @@ class _Reader:
             if content.get(key) is not None:
                 raise _refuse(key, content[key], "none")
         model = content.get("model")
-        # Files of before 2021 do not name the type; theirs is told by the merges.
+        # Files from before 2021 do not name the type; the merges give it away.
         if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or "merges" not in model:
             raise _refuse("model", _kind(model) if isinstance(model, dict) else model, "'BPE' with its merges")
         for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -376,39 +371,39 @@ class _Reader:
             raise _refuse("decoder", self.content.get("decoder"), "ByteLevel")
         return self._byte_level(self._pattern(cuts), nfc=bool(normalizers))
 
-    # --- what both kinds have
+    # --- both kinds
 
     def _specials(self) -> dict[str, int]:
         added = self.content.get("added_tokens") or []
         if not isinstance(added, list):
-            raise UserError(f"got no list as added_tokens; {DAMAGED}")
+            raise UserError(f"added_tokens is not a list; {GET_AGAIN}")
         specials: dict[str, int] = {}
         for entry in added:
             if not (isinstance(entry, dict) and type(entry.get("id")) is int and isinstance(entry.get("content"), str)):
-                raise UserError(f"got the added token {entry!r:.80}, wanted an id and a content; {DAMAGED}")
+                raise UserError(f"got the added token {entry!r:.80}, wanted an id and a content; {GET_AGAIN}")
             text, id = entry["content"], entry["id"]
             if entry.get("special") is not True and not MARK.fullmatch(text):
                 raise UserError(
-                    f"got the added token {text!r:.80} that is not special, wanted special ones or marks such as "
-                    "<tool>: it would be cut out of text before all else, which is not done here"
+                    f"got the added token {text!r:.80}, which is not special, wanted special ones or marks such as "
+                    "<tool>: others are split off before all else, which is not supported here"
                 )
             if not text or specials.setdefault(text, id) != id or id < 0:
-                raise UserError(f"got the added token {text!r:.80} with two ids, wanted one; {DAMAGED}")
+                raise UserError(f"got the added token {text!r:.80} with two ids, wanted one; {GET_AGAIN}")
         return specials
 
     def _spelt(self) -> list[str]:
-        """The tokens by id, as the file spells them; a special one by its text."""
+        """The tokens by id, as the file spells them; special ones by their text."""
         vocab = self.model.get("vocab")
         if not isinstance(vocab, dict) or not all(type(id) is int for id in vocab.values()):
-            raise UserError(f"got no map of tokens to ids as model.vocab; {DAMAGED}")
+            raise UserError(f"model.vocab does not map tokens to ids; {GET_AGAIN}")
         texts: dict[int, str] = {}
         for text, id in [*self.specials.items(), *vocab.items()]:
             if texts.setdefault(id, text) != text:
                 raise UserError(f"got id {id} for both {texts[id]!r:.80} and {text!r:.80}, wanted one token for an id; "
-                                f"{DAMAGED}")  # fmt: skip
+                                f"{GET_AGAIN}")  # fmt: skip
         for text, id in self.specials.items():
             if vocab.get(text, id) != id:
-                raise UserError(f"got the added token {text!r:.80} with two ids, wanted one; {DAMAGED}")
+                raise UserError(f"got the added token {text!r:.80} with two ids, wanted one; {GET_AGAIN}")
         missing = next((id for id in range(len(texts)) if id not in texts), None)
         if missing is not None:
             raise UserError(f"got no token with id {missing}, but {len(texts)} tokens, wanted ids without a gap; only "
@@ -418,12 +413,12 @@ class _Reader:
     def _merges(self, ids: dict[str, int]) -> list[Pair]:
         merges: list[Pair] = []
         if not isinstance(self.model["merges"], list):
-            raise UserError(f"got no list as model.merges; {DAMAGED}")
+            raise UserError(f"model.merges is not a list; {GET_AGAIN}")
         for number, merge in enumerate(self.model["merges"]):
-            # Files of before 2024 hold "left right", newer ones ["left", "right"].
+            # Files from before 2024 hold "left right", newer ones ["left", "right"].
             pair = merge.split(" ") if isinstance(merge, str) else merge
             if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) and t in ids for t in pair)):
-                raise UserError(f"merge {number}: got {merge!r:.80}, wanted two tokens; {DAMAGED}")
+                raise UserError(f"merge {number}: got {merge!r:.80}, wanted two tokens; {GET_AGAIN}")
             merges.append((ids[pair[0]], ids[pair[1]]))
         return merges
 
@@ -487,20 +482,20 @@ class _Reader:
         for id, text in enumerate(self.spelt):
             token = b"" if id in special_ids else unspell(text)
             if token is None:
-                raise UserError(f"token {id}: got {text!r:.80}, which spells no bytes, wanted bytes as visible "
-                                f"characters, or an added token; {DAMAGED}")  # fmt: skip
+                raise UserError(f"token {id}: got {text!r:.80}, which does not spell bytes, wanted bytes as visible "
+                                f"characters, or an added token; {GET_AGAIN}")  # fmt: skip
             tokens.append(token)
         return ImportedBPE(tokens, merges, self.specials, self.bos, pattern, nfc, ignore_merges)
 
     def _text(self, id: int) -> str:
-        """The text of a special token, which may be spelt as a token of bytes."""
+        """The text of a special token, which may be spelt as bytes."""
         spelt = self.spelt[id]
         data = None if spelt in self.specials else unspell(spelt)
         try:
             return spelt if data is None else data.decode()
         except UnicodeDecodeError:
-            raise UserError(f"got the token {spelt!r}, which no merge makes and which is no text, wanted only bytes, "
-                            f"merges and special tokens; {DAMAGED}") from None  # fmt: skip
+            raise UserError(f"got the token {spelt!r}, which no merge makes and which is not a text, wanted only "
+                            f"bytes, merges and special tokens; {GET_AGAIN}") from None  # fmt: skip
 
     # --- over characters, with byte fallback
 

@@ -1,4 +1,4 @@
-"""What stands where a text model has its tokenizer: the names of the classes that an image model chooses among."""
+"""The names of an image model's classes, in the place of a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
-from tinyforge.text.vocabulary import After, Vocabulary
+from tinyforge.text.vocabulary import After, Vocabulary, are_texts
 
 FORMAT, VERSION = "tinyforge-labels", 1
 
 
 class Labels(Vocabulary):
-    """One id for each class, its token the class's name. It reads no text: to encode one is a UserError."""
+    """One id for each class, whose token is the class's name. Encoding a text is a UserError."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -34,9 +34,8 @@ class Labels(Vocabulary):
 
     @classmethod
     def from_content(cls, content: dict[str, Any], path: Path) -> Labels:
-        """From what `save` wrote into the file at `path`. Raises UserError, naming it, where it is damaged."""
+        """The labels in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
         names = content.get("labels")
-        good = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if content.get("version") != VERSION or not isinstance(names, list) or not good:
-            raise UserError(f"{path} holds no names of classes; the file is damaged, use another checkpoint")
+        if content.get("version") != VERSION or not are_texts(names):
+            raise UserError(f"{path} does not hold names of classes; the file is damaged, use another checkpoint")
         return cls(names)

@@ -1,4 +1,4 @@
-"""One function over many items on all cores, with the results in the order of the items."""
+"""A parallel map over many items that keeps their order."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tinyforge.errors import UserError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-FEW = 4  # items; fewer are done sooner than processes are started
+FEW = 4  # items; fewer are faster without processes
 ADVICE = "free memory, or run again with one worker (--workers 1)"
 
 
 def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], workers: int | None = None
 ) -> Iterator[Result]:
-    """function(item) for each item, in order, on `workers` processes (default: one for each core).
+    """function(item) for each item, in order, on `workers` processes (default: one per core).
 
-    `function` may keep a state between its calls, a cache say: each worker has its own copy of it, taken after the
-    first item, which is done here. A worker has one item at a time, and no item is taken before a worker is free for
-    it. The workers are threads where processes cannot be forked. For one worker or a few items none are started.
+    `function` may keep state between calls, such as a cache: each worker has its own copy, taken after the first item,
+    which runs here. A worker has one item at a time, and an item is taken only when a worker is free. Where processes
+    cannot be forked the workers are threads. With one worker or a few items none are started.
 
-    Raises what `function` raises, and UserError when a worker dies or for less than one worker.
+    Raises what `function` raises, and UserError if a worker dies, and for fewer than one worker.
     """
     if workers is None:
         workers = cores()

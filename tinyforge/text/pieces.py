@@ -1,16 +1,16 @@
-r"""Pre-tokenisation: text is cut into pieces (words, numbers, signs, space) by GPT-2's pattern.
+r"""Pre-tokenisation: text is split into pieces (words, numbers, signs, space) by GPT-2's pattern.
 
     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
-In words: an English contraction; else letters, digits or other signs, each run with the one space before it; else a
-run of white space, less its last character when a word follows (that space belongs to the word).
+In words: an English contraction; else a run of letters, digits or other signs with one space before it; else a run of
+white space, without its last character if a word follows (that space belongs to the word).
 
-The same rule stands here twice. `split` is the pattern itself, a regular expression: what the other is tested
-against, and what short texts and damaged ones go through. `piece_starts` looks at each character and its two
-neighbours, for all characters of a text at once in NumPy. `PieceTable` gives equal pieces the same number, also in
-NumPy, so that a long text is never a list of millions of Python strings.
+The rule is implemented twice. `split` is the pattern itself as a regular expression: the reference, and the path of
+short and damaged texts. `piece_starts` decides from each character and its two neighbours, for all characters of a text
+at once in NumPy. `PieceTable` gives equal pieces the same number, also in NumPy, so that a long text never becomes a
+list of millions of Python strings.
 
-Other models cut otherwise. Their patterns are in PATTERNS, beside GPT-2's, as regular expressions alone.
+PATTERNS has the patterns of other models too, only as regular expressions.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-CHUNK = 1 << 16  # characters that the regular expression cuts at a time, so as not to list millions of pieces
-BATCH = 1 << 18  # characters that NumPy cuts at a time: enough to forget its overhead, few enough to bound memory
-SHORT = 2000  # characters; below, the regular expression is quicker than the many calls of NumPy
+CHUNK = 1 << 16  # characters that the regular expression splits at a time, so as not to list millions of pieces
+BATCH = 1 << 18  # characters that NumPy splits at a time: enough to amortise its overhead, few enough to bound memory
+SHORT = 2000  # characters; below that the regular expression is faster than many NumPy calls
 
 # Parts of texts, and whether each is the last part of its text.
 Batch = list[tuple[str, bool]]
 
-# The Unicode property White_Space, which is what `\s` means in GPT-2's pattern. Python's own `\s` is wider:
-# it also takes the separators U+001C..U+001F, and would cut text that holds them in other places.
+# The Unicode property White_Space, the meaning of `\s` in GPT-2's pattern. Python's `\s` also matches the separators
+# U+001C..U+001F, and would split text that holds them differently.
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
 @dataclass(frozen=True)
 class Pattern:
-    r"""One way to cut text into pieces.
+    r"""One way to split text into pieces.
 
-    `published` is the pattern as the files of models spell it; it is compared, never compiled. `regex` is the same for
-    Python's `re`, with {L}, {N} and {S} inside of classes for \p{L}, \p{N} and \s, which `re` lacks or takes otherwise.
-    Text can be cut in parts where a character of `safe` follows something that is not white space: no piece reaches
-    across, and no look-ahead looks so far.
+    `published` is the pattern as models' files spell it; it is compared, never compiled. `regex` is the same for
+    Python's `re`, with {L}, {N} and {S} inside classes for \p{L}, \p{N} and \s, which `re` lacks or defines otherwise.
+    Text can be cut into parts where a character of `safe` follows one that is not white space: no piece and no
+    look-ahead crosses such a place.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Pattern:
     safe: str = WHITE_SPACE
 
 
-# A sign and the line ends after it are one piece, so Llama 3's and Qwen2's texts are not cut before a line end.
+# A sign and the line ends after it are one piece, so text for Llama 3 and Qwen2 must not be cut before a line end.
 NO_LINE_END = WHITE_SPACE.replace("\t-\r", "\t\v\f")
 
 _PATTERNS = (
@@ -62,7 +62,7 @@ _PATTERNS = (
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         r"'s|'t|'re|'ve|'m|'ll|'d| ?[{L}]+| ?[{N}]+| ?[^{S}{L}{N}]+|[{S}]+(?![^{S}])|[{S}]+",
     ),
-    # Numbers three digits at a time, words with any one sign before them.
+    # Numbers in groups of three digits, words with one sign of any kind before them.
     Pattern(
         "llama3",
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -71,7 +71,7 @@ _PATTERNS = (
         r"| ?[^{S}{L}{N}]+[\r\n]*|[{S}]*[\r\n]+|[{S}]+(?![^{S}])|[{S}]+",
         NO_LINE_END,
     ),
-    # The same with every digit by itself.
+    # The same with single digits.
     Pattern(
         "qwen2",
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -80,7 +80,7 @@ _PATTERNS = (
         r"| ?[^{S}{L}{N}]+[\r\n]*|[{S}]*[\r\n]+|[{S}]+(?![^{S}])|[{S}]+",
         NO_LINE_END,
     ),
-    # SmolLM2: numbers are taken out one by one, and what stands between them is cut by GPT-2's pattern. No file spells
+    # SmolLM2: digits are split off one by one, and the text between them is split by GPT-2's pattern. No file spells
     # this as one pattern.
     Pattern(
         "digits",
@@ -91,17 +91,17 @@ _PATTERNS = (
 PATTERNS = {pattern.name: pattern for pattern in _PATTERNS}
 GPT2 = PATTERNS["gpt2"]
 
-# The last place where a text can be cut for GPT-2's pattern.
+# Up to the last place where a text can be cut for GPT-2's pattern.
 LAST_SAFE_CUT = re.compile(f"(?s:.*)[^{WHITE_SPACE}](?=[{WHITE_SPACE}])")
 
 BMP_END = 0x10000
-ASSIGNED_END = 0x40000  # the planes above hold no letter and no number
+ASSIGNED_END = 0x40000  # the planes above hold no letters and no numbers
 UNICODE_END = 0x110000
 
 
 def major_categories(end: int) -> str:
-    """A letter for each code point below `end`: "L" for letters, "N" for numbers, others for the rest."""
-    # A category has two letters, "Lu" or "Nd"; the first is the one that counts here.
+    """One character per code point below `end`: "L" for letters, "N" for numbers, others for the rest."""
+    # A category has two letters, such as "Lu" or "Nd"; only the first matters here.
     return "".join(map(unicodedata.category, map(chr, range(end))))[::2]
 
 
@@ -112,7 +112,7 @@ def safe_cut(pattern: Pattern) -> re.Pattern[str]:
 
 
 def cut(text: str, size: int, pattern: Pattern = GPT2) -> Iterator[str]:
-    """`text` in parts of about `size` characters, between two pieces where there is such a place."""
+    """`text` in parts of about `size` characters, cut between pieces where possible."""
     start = 0
     while start < len(text):
         found = safe_cut(pattern).search(text, start + size)
@@ -122,9 +122,9 @@ def cut(text: str, size: int, pattern: Pattern = GPT2) -> Iterator[str]:
 
 
 def recut(blocks: Iterable[str]) -> Iterator[str]:
-    """A text that comes in blocks of any size, in parts that end between two of GPT-2's pieces, where there are such.
+    """A text that comes in blocks of any size, as parts that end between two of GPT-2's pieces where possible.
 
-    Whether a space belongs to the next piece depends on what follows, so the end of a block waits for the next.
+    Whether a space belongs to the next piece depends on what follows, so the end of a block is held for the next one.
     """
     held: list[str] = []
     for block in blocks:
@@ -139,9 +139,9 @@ def recut(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def batches(texts: Iterable[str], size: int | None = None, pattern: Pattern | None = GPT2) -> Iterator[Batch]:
-    """`texts` in lists of about `size` characters (default: BATCH): short texts together, a long one in parts.
+    """`texts` in lists of about `size` characters (default: BATCH): short texts together, long ones in parts.
 
-    The parts end between two pieces; without a pattern no text is cut.
+    Parts end between two pieces; without a pattern no text is cut.
     """
     size = size or BATCH
     batch: Batch = []
@@ -150,7 +150,7 @@ def batches(texts: Iterable[str], size: int | None = None, pattern: Pattern | No
         left = len(text)
         for part in cut(text, size, pattern) if text and pattern else [text]:
             left -= len(part)
-            room -= len(part) + 1  # a text has its price, even without a character
+            room -= len(part) + 1  # even an empty text costs something
             batch.append((part, left == 0))
             if room <= 0:
                 yield batch
@@ -165,7 +165,7 @@ def to_utf8(piece: str) -> bytes:
 
 
 def replace_surrogates(text: str) -> str:
-    """`text` with U+FFFD for the lone surrogates, but for U+DC80..U+DCFF, which stand for raw bytes."""
+    """`text` with U+FFFD for lone surrogates, except U+DC80..U+DCFF, which stand for raw bytes."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -177,42 +177,42 @@ def replace_surrogates(text: str) -> str:
 
 
 def class_body(categories: str, wanted: str) -> str:
-    """Body of a regular-expression class: the code points where `categories` has the letter `wanted`."""
+    """The body of a regular expression's class: the code points whose category is `wanted`."""
     runs = (match.span() for match in re.finditer(f"{wanted}+", categories))
     return "".join(f"{chr(first)}-{chr(stop - 1)}" for first, stop in runs)
 
 
 @cache
 def split_pattern(end: int, pattern: Pattern = GPT2) -> re.Pattern[str]:
-    """The pattern for text whose characters all lie below `end`."""
-    # `re` has no \p{L}, so the classes are spelt out from the Unicode tables that come with Python.
+    """The pattern for text with code points below `end`."""
+    # `re` has no \p{L}, so the classes are spelt out from Python's Unicode tables.
     letters, numbers = classes(end)
     return re.compile(pattern.regex.format(L=letters, N=numbers, S=WHITE_SPACE))
 
 
 @cache
 def classes(end: int) -> tuple[str, str]:
-    """The letters and the numbers below `end`, each as the body of a class."""
+    """The letters and the numbers below `end`, as the bodies of two classes."""
     categories = major_categories(end)
     return class_body(categories, "L"), class_body(categories, "N")
 
 
 def split(text: str, pattern: Pattern = GPT2) -> Iterator[list[str]]:
-    """The pieces of `text`, a chunk at a time. Joined, they are the text again."""
+    """The pieces of `text`, a chunk at a time; joined, they are the text."""
     for chunk in cut(text, CHUNK, pattern):
-        # `re` looks up the first 65,536 characters in a table but tries the ranges beyond one by one, three
-        # times as slow over English; so they are in the pattern only where they are in the text. A character
-        # beyond takes two units of UTF-16, which is the quickest way to see one.
+        # `re` looks up the first 65,536 code points in a table but tries the ranges beyond one by one, which is three
+        # times as slow on English text, so these are in the pattern only if they are in the text. The quickest way to
+        # find out: such a character takes two units of UTF-16.
         is_bmp = len(chunk.encode("utf-16-le", "surrogatepass")) == 2 * len(chunk)
         yield split_pattern(BMP_END if is_bmp else ASSIGNED_END, pattern).findall(chunk)
 
 
 # --- the pattern on arrays -----------------------------------------------------------------------------------
 
-SPACE, WHITE, LETTER, NUMBER, SIGN, EDGE = 1, 2, 4, 8, 16, 32  # kinds of characters; only U+0020 is a SPACE
+SPACE, WHITE, LETTER, NUMBER, SIGN, EDGE = 1, 2, 4, 8, 16, 32  # kinds of characters; SPACE is only U+0020
 BLANK = SPACE | WHITE
 
-# Texts that are cut together stand end to end, each followed by this: no valid text can hold a lone surrogate.
+# Texts that are split together are joined end to end, each followed by this: no valid text has a lone surrogate.
 EDGE_CHARACTER = "\ud800"
 EDGE_BYTES = EDGE_CHARACTER.encode("utf-8", "surrogatepass")
 
@@ -236,10 +236,7 @@ def kinds() -> npt.NDArray[np.uint8]:
 
 
 def piece_starts(codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
-    """Where the pieces begin in texts given by their code points, each text followed by the edge character.
-
-    An edge is a piece by itself.
-    """
+    """Where pieces begin in texts given as code points, each followed by the edge character. An edge is a piece."""
     # One more edge at each end, so that every character has two neighbours.
     padded = np.full(len(codes) + 2, EDGE, np.uint8)
     kinds().take(codes, out=padded[1:-1], mode="clip")
@@ -247,12 +244,12 @@ def piece_starts(codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
 
     # A run of letters, digits or signs begins where the kind changes, or with the space before it.
     run_starts = (here != before) & (before != SPACE) | (here == EDGE)
-    # White space begins where something else ends, and anew at its last character if a word follows.
+    # White space begins after something else, and again at its last character if a word follows.
     blank_starts = (before & BLANK == 0) | (after & (BLANK | EDGE) == 0)
     is_blank = here & BLANK != 0
     starts = is_blank & blank_starts | ~is_blank & run_starts
 
-    # A sign that starts a piece and makes a contraction with what follows goes with it: 's, not ' and s.
+    # An apostrophe that starts a piece and a contraction is one piece with it: 's, not ' and s.
     at = np.flatnonzero(starts & (codes == APOSTROPHE))
     first, second = codes[at + 1], codes.take(at + 2, mode="clip")
     one = np.isin(first, CONTRACTED_1)
@@ -265,21 +262,20 @@ def piece_starts(codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
 
 # --- numbers for pieces --------------------------------------------------------------------------------------
 
-# A piece of up to 15 bytes is two 64-bit words: its first 8 bytes, and the rest with its length in the top byte.
-# So equal words are equal pieces, with no doubt left as a hash would leave it.
+# A piece of up to 15 bytes is two 64-bit words: its first 8 bytes, and the rest with the length in the top byte. Unlike
+# with hashes, equal words mean equal pieces.
 PACKED = 15
 WORD_MASKS = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)
 SLOT_BITS = 18
 MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  # odd numbers without a pattern
 
-# A table is full at either limit; who uses it then begins another. The few pieces that make up most of a text are soon
-# back in it.
+# A table is full at either limit; its user then begins a new one, which soon holds the few common pieces again.
 TABLE_PIECES = 1 << 18
 TABLE_BYTES = 1 << 24
 
 
 class NumbersOfText(dict[str, int]):
-    """Piece as text -> its number, asked of `number_of` the first time."""
+    """Piece as text -> its number, from `number_of` on first use."""
 
     def __init__(self, number_of: Callable[[bytes], int]) -> None:
         self.number_of = number_of
@@ -292,8 +288,8 @@ class NumbersOfText(dict[str, int]):
 class PieceTable:
     """Distinct pieces and their numbers, in the order first seen. Number 0 is the edge at the end of a text.
 
-    A dictionary has them all. A table in front of it, with one slot for all pieces of the same hash, finds the
-    common ones for a whole array at once; which piece has the slot decides the speed and never the result.
+    A dictionary has them all. A cache in front of it, with one slot per hash, finds the common ones for a whole array
+    at once; which piece has a slot affects only the speed.
     """
 
     def __init__(self, pattern: Pattern = GPT2) -> None:
@@ -335,18 +331,18 @@ class PieceTable:
             number = len(self.pieces)
             self.size += len(piece)
             self.pieces.append(piece)
-            self._numbers[piece] = number  # last, so that Ctrl-C on the way leaves no number for two pieces
+            self._numbers[piece] = number  # last, so that Ctrl-C in between cannot give two pieces one number
         return number
 
     def _number_by_arrays(self, data: bytes, codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int32]:
-        """`data` and `codes` are the same texts in UTF-8 and in code points, with their edges."""
+        """data, codes: the same texts in UTF-8 and as code points, with their edges."""
         octets = np.frombuffer(data, np.uint8)
         characters = np.flatnonzero(octets & 0xC0 != 0x80)  # where each character begins in `data`
         starts_in_codes = piece_starts(codes)
         starts = characters[starts_in_codes]
         lengths = np.diff(starts, append=len(data))
 
-        # The eight bytes from every place on, as overlapping words.
+        # The eight bytes from every position, as overlapping words.
         words = np.ndarray(len(data) + 9, np.dtype("<u8"), data + bytes(16), strides=(1,))
         low = words.take(starts) & WORD_MASKS.take(lengths, mode="clip")
         high = lengths.astype(np.uint64) << np.uint64(56)
@@ -362,7 +358,7 @@ class PieceTable:
         numbers[missing] = [self._number_of(data[a:b]) for a, b in zip(first.tolist(), stop.tolist(), strict=True)]
         new = missing[packed[missing]]
         at = slots[new]
-        self._high[at] = 0  # no piece has length 0: until the slot is whole, nothing is found in it
+        self._high[at] = 0  # no piece has length 0: an incomplete slot matches nothing
         self._low[at], self._slot_numbers[at] = low[new], numbers[new]
         self._high[at] = high[new]
 

@@ -5,12 +5,12 @@
     tokenizer.encode("Once upon a time")
     tokenizer.decode([403, 407, 261, 378])              "Once upon a time"
 
-A text starts as its characters, a space written as U+2581, with one more space before the text. Then, again and again,
-the two neighbours are joined whose joint piece has the highest score in the vocabulary, the leftmost of equals. A
-character that is not in the vocabulary becomes its UTF-8 bytes, for which there are the tokens <0x00> to <0xFF>.
+A text starts as its characters, with spaces written as U+2581 and one more space before the text. Then the neighbours
+whose joint piece has the highest score are joined, the leftmost of equals, until none make a token. A character that is
+not in the vocabulary becomes its UTF-8 bytes, the tokens <0x00> to <0xFF>.
 
-Where no token has a space behind another character, no join crosses the beginning of a run of spaces; then each
-distinct word is encoded once and looked up from then on.
+If no token has a space after another character, no join crosses the beginning of a run of spaces. Then each distinct
+word is encoded once and cached.
 
 Sources: Kudo, Richardson, "SentencePiece" (2018), and bpe_model.cc of that package; llama2.c's tokenizer.py and run.c.
 """
@@ -22,6 +22,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -30,30 +31,28 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_bytes, written_whole
-from tinyforge.text.bpe import Pair, apply_merges, is_pair
+from tinyforge.files import GET_AGAIN, read_bytes, writing, written_whole
+from tinyforge.text.bpe import Pair, apply_merges
 from tinyforge.text.parallel import ordered_map
 from tinyforge.text.pieces import batches, replace_surrogates, to_utf8
-from tinyforge.text.vocabulary import After, Vocabulary, fault_in_specials
+from tinyforge.text.vocabulary import After, Vocabulary, are_texts, check_tokenizer, fault_in_specials, is_pair
 
 FORMAT = "tinyforge-sentencepiece"
 VERSION = 1
 
 SPACE = "\u2581"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-MOST_CHARACTERS = 256  # of one token; SentencePiece itself makes at most 16 by default
-KNOWN_CHARACTERS = 1 << 22  # of all words that an encoder remembers
-
-DAMAGED = "get or make the file again"
+MOST_CHARACTERS = 256  # of one token; SentencePiece's own default is at most 16
+CACHED_CHARACTERS = 1 << 22  # of all cached words
 
 
 @dataclass(frozen=True)
 class Spaces:
-    """What becomes of spaces before anything is joined.
+    """How spaces are treated before anything is joined.
 
-    prefix: the texts that get a space put before them: "always" every text, "first" only one at the very beginning (not
-    what follows a special token), "never". doubled: also a text that begins with a space gets one. collapsed: runs of
-    spaces become one space, and those at both ends go. split: text is cut before every space, so that no two join.
+    prefix: which texts get a space before them: "always" every text, "first" only a text at the very beginning (not one
+    after a special token), "never". doubled: even a text that begins with a space gets one. collapsed: runs of spaces
+    become one space, and those at both ends are removed. split: text is split before every space, so that no two join.
     """
 
     prefix: Literal["always", "first", "never"] = "always"
@@ -65,7 +64,7 @@ class Spaces:
         return (self.prefix == "always" and after != "text") or (self.prefix == "first" and after == "start")
 
     def apply(self, text: str, after: After) -> str:
-        """`text` with its prefix, spaces as U+2581."""
+        """`text` with its prefix, and spaces as U+2581."""
         if self.collapsed:
             text = re.sub(" +", " ", text.strip(" "))
         if text and self.has_prefix(after) and (self.doubled or text[0] not in (" ", SPACE)):
@@ -75,17 +74,17 @@ class Spaces:
 
 
 class Words(dict[str, tuple[int, ...]]):
-    """Word -> its ids, worked out the first time."""
+    """Word -> its ids, computed on first use."""
 
     def __init__(self, tokenizer: SentencePiece) -> None:
         self.tokenizer = tokenizer
-        self.room = KNOWN_CHARACTERS
+        self.room = CACHED_CHARACTERS
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         if self.room < 0:
             self.clear()
-            self.room = KNOWN_CHARACTERS
-        self.room -= len(word) + 16  # a word has its price, even a short one
+            self.room = CACHED_CHARACTERS
+        self.room -= len(word) + 16  # even a short word costs something
         ids = self[word] = self.tokenizer.encode_word(word)
         return ids
 
@@ -93,12 +92,12 @@ class Words(dict[str, tuple[int, ...]]):
 class SentencePiece(Vocabulary):
     """A SentencePiece vocabulary of type BPE with byte fallback.
 
-    `pieces[id]` is the text of a token, with U+2581 for a space, or <0x00> .. <0xFF> for a byte. What is joined first
-    is said by `scores`, one for each token (as SentencePiece has it: the highest goes first), or by `merges`, pairs of
-    ids, the first in the list going first (as Hugging Face has it). `specials` are never made from text.
+    `pieces[id]` is the text of a token, with U+2581 for a space, or <0x00> .. <0xFF> for a byte. The order of joins
+    comes from `scores`, one per token, the highest first (as in SentencePiece), or from `merges`, pairs of ids, the
+    first in the list first (as in Hugging Face). Text never becomes one of `specials`.
 
-    Raises UserError when a byte is missing, a token is empty, too long or there twice, two tokens have the same
-    score, or a merge does not give a token.
+    Raises UserError if a byte is missing, a token is empty, too long or repeated, two tokens have the same score, or a
+    merge does not make a token.
     """
 
     def __init__(
@@ -113,20 +112,20 @@ class SentencePiece(Vocabulary):
         self.pieces, self.scores, self.merges, self.spaces = list(pieces), scores, merges, spaces
         special_ids = set(specials.values())
         if scores is not None and len(scores) != len(pieces):
-            raise UserError(f"got {len(scores)} scores for {len(pieces)} tokens, wanted one for each; {DAMAGED}")
+            raise UserError(f"got {len(scores)} scores for {len(pieces)} tokens, wanted one for each; {GET_AGAIN}")
         self._ids: dict[str, int] = {}
         for id, piece in enumerate(pieces):
             if not 0 < len(piece) <= MOST_CHARACTERS:
-                raise UserError(f"token {id}: got {len(piece)} characters, wanted 1 to {MOST_CHARACTERS}; {DAMAGED}")
+                raise UserError(f"token {id}: got {len(piece)} characters, wanted 1 to {MOST_CHARACTERS}; {GET_AGAIN}")
             if id in special_ids:
                 continue
             if piece in self._ids:
-                raise UserError(f"token {id}: got {piece!r}, which is token {self._ids[piece]} too; {DAMAGED}")
+                raise UserError(f"token {id}: got {piece!r}, which is token {self._ids[piece]} too; {GET_AGAIN}")
             self._ids[piece] = id
         missing = next((byte for byte in BYTES if byte not in self._ids), None)
         if missing:
-            raise UserError(f"got no token {missing}, wanted one for each byte: only vocabularies with byte fallback "
-                            "can be read")  # fmt: skip
+            raise UserError(f"there is no token {missing}, wanted one for each byte: only vocabularies with byte "
+                            "fallback can be read")  # fmt: skip
         self.byte_ids = [self._ids.pop(byte) for byte in BYTES]
         tokens = [to_utf8(piece.replace(SPACE, " ")) for piece in pieces]
         for byte, id in enumerate(self.byte_ids):
@@ -145,22 +144,22 @@ class SentencePiece(Vocabulary):
         self._fallback = {id: [self.byte_ids[byte] for byte in to_utf8(self._hidden[id - len(pieces)])]
                           for id in range(len(pieces), len(pieces) + len(self._hidden))}  # fmt: skip
         self._words = Words(self)
-        # Where a token has a space behind another character, words cannot be told before they are joined.
+        # If a token has a space after another character, a text cannot be split into words before the joins.
         crossing = any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in self._ids)
         word = f"{SPACE}?[^{SPACE}]+|{SPACE}" if spaces.split else f"{SPACE}*[^{SPACE}]+|{SPACE}+"
         self._find_words = None if crossing and not spaces.split else re.compile(word).findall
 
     def _rank_by_scores(self, scores: Sequence[float]) -> None:
-        """Every way to cut a token in two tokens is a merge, of the rank that its score gives it."""
+        """Every way to split a token into two tokens is a merge, ranked by the token's score."""
         long = [(piece, id) for piece, id in self._ids.items() if len(piece) > 1]
-        # A character that is only inside of tokens takes part in joins, and is spelt in bytes where it is left over.
+        # A character that occurs only inside tokens takes part in joins, and is spelt in bytes if it is left over.
         self._hidden = sorted(set().union(*(piece for piece, _ in long)) - self._ids.keys()) if long else []
         self._ids |= {character: len(self.pieces) + number for number, character in enumerate(self._hidden)}
         seen: set[float] = set()
         for rank, (piece, id) in enumerate(sorted(long, key=lambda item: -scores[item[1]])):
             if not math.isfinite(scores[id]) or scores[id] in seen:
                 raise UserError(f"token {id} {piece!r}: got the score {scores[id]}, wanted a number that is no other "
-                                f"token's; {DAMAGED}")  # fmt: skip
+                                f"token's; {GET_AGAIN}")  # fmt: skip
             seen.add(scores[id])
             self._made.append(id)
             for at in range(1, len(piece)):
@@ -172,11 +171,12 @@ class SentencePiece(Vocabulary):
         for rank, (left, right) in enumerate(merges):
             if not (0 <= left < len(self.pieces) and 0 <= right < len(self.pieces)):
                 raise UserError(f"merge {rank}: got the ids {left} and {right}, wanted 0..{len(self.pieces) - 1}; "
-                                f"{DAMAGED}")  # fmt: skip
+                                f"{GET_AGAIN}")  # fmt: skip
             joint = self.pieces[left] + self.pieces[right]
             if joint not in self._ids or (left, right) in self._ranks:
-                what = "twice" if joint in self._ids else "which is no token"
-                raise UserError(f"merge {rank}: got {joint!r} {what}, wanted a new pair that makes a token; {DAMAGED}")
+                what = "twice" if joint in self._ids else "which is not a token"
+                raise UserError(f"merge {rank}: got {joint!r} {what}, wanted a new pair that makes a token; "
+                                f"{GET_AGAIN}")  # fmt: skip
             self._made.append(self._ids[joint])
             self._ranks[left, right] = rank
 
@@ -185,7 +185,7 @@ class SentencePiece(Vocabulary):
     def encode(self, text: str, after: After = "start") -> list[int]:
         """Token ids of `text`; text that spells a special token or a byte token never becomes its id.
 
-        `after` says whether the text gets a space put before it, see `Spaces`. U+DC80..U+DCFF stand for raw bytes; any
+        `after` decides whether the text gets a space before it, see `Spaces`. U+DC80..U+DCFF stand for raw bytes; any
         other lone surrogate becomes U+FFFD. U+2581 in the text is a space.
         """
         text = self.spaces.apply(replace_surrogates(text), after)
@@ -194,7 +194,7 @@ class SentencePiece(Vocabulary):
         return list(chain.from_iterable(map(self._words.__getitem__, self._find_words(text))))
 
     def encode_word(self, word: str) -> tuple[int, ...]:
-        """The ids of a text that is joined as a whole."""
+        """The ids of a text without further splitting."""
         ids: list[int] = []
         for character in word:
             if (id := self._characters.get(character)) is not None:
@@ -207,10 +207,10 @@ class SentencePiece(Vocabulary):
         return tuple(ids)
 
     def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """Token ids of each text, in order, as arrays of `id_dtype`: what `encode` gives, on all cores.
+        """`encode` each text on all cores; yields the ids in order, as arrays of `id_dtype`.
 
-        A text is encoded by one of the `workers` processes (default: one for each core); their number changes no id.
-        Raises UserError when a worker dies.
+        Each text is encoded by one of the `workers` processes (default: one per core); their number changes no id.
+        Raises UserError if a worker dies.
         """
         for arrays in ordered_map(self._encode_batch, batches(texts, pattern=None), workers):
             yield from arrays
@@ -221,8 +221,8 @@ class SentencePiece(Vocabulary):
     def decode_bytes(self, ids: Iterable[int], after: After = "start") -> bytes:
         """Bytes of `ids`, special tokens as the bytes of their text. Raises UserError for an unknown id.
 
-        Where `encode` puts a space before a text, it is taken away again, at the beginning or after `bos`; not where
-        `after` says that the ids continue a text. With `spaces.collapsed` all spaces there go.
+        The space that `encode` adds is removed again, at the beginning or after `bos`, unless `after` says that the ids
+        continue a text. With `spaces.collapsed` all spaces there are removed.
         """
         ids = list(ids)
         begins = self.bos is not None and ids[:1] == [self.bos]
@@ -235,7 +235,7 @@ class SentencePiece(Vocabulary):
         return tokens[0] + rest if begins else rest
 
     def pairs(self) -> list[Pair] | None:
-        """All pairs of tokens that make a token, the first to be joined first; None where a part of one is no token."""
+        """All pairs of tokens that make a token, in the order of joins; None if some character is not a token."""
         return None if self._hidden else sorted(self._ranks, key=self._ranks.__getitem__)
 
     # --- on disk
@@ -257,10 +257,7 @@ class SentencePiece(Vocabulary):
     def from_content(cls, content: dict[str, Any], path: str | Path) -> SentencePiece:
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
 
-        def check(sound: bool, cause: str) -> None:
-            if not sound:
-                raise UserError(f"cannot read the tokenizer {path}: {cause}; {DAMAGED}")
-
+        check = partial(check_tokenizer, path)
         check(content.get("version") == VERSION, f"got version {content.get('version')!r}, wanted {VERSION}")
         parts: list[Any] = [content.get(key) for key in ("pieces", "merges", "specials", "bos", "spaces")]
         pieces, merges, specials, bos, spaces = parts
@@ -273,7 +270,7 @@ class SentencePiece(Vocabulary):
         else:
             check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
             merges = [(left, right) for left, right in merges]
-        check(all(isinstance(piece, str) for piece in pieces), "pieces is not a list of texts")
+        check(are_texts(pieces), "pieces is not a list of texts")
         check(not (fault := fault_in_specials(content, len(pieces))), fault)
         check(isinstance(spaces, dict) and spaces.keys() == asdict(Spaces()).keys()
               and spaces["prefix"] in ("always", "first", "never")
@@ -292,9 +289,9 @@ LLAMA2C_SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2}
 
 def read_llama2c(path: str | Path) -> SentencePiece:
     """The tokenizer.bin of llama2.c: int32 length of the longest token; for each token float32 score, int32 length,
-    bytes. The number of tokens is not in it, nor what is special: ids 0, 1, 2 are <unk>, <s>, </s>.
+    bytes. The number of tokens and the special ones are not in it: ids 0, 1, 2 are <unk>, <s>, </s>.
 
-    Raises UserError when the file cannot be read, is cut short, or is no such vocabulary.
+    Raises UserError if the file cannot be read, is truncated, or is not such a vocabulary.
     """
     data = read_bytes(path, "the tokenizer")
     pieces: list[str] = []
@@ -309,11 +306,11 @@ def read_llama2c(path: str | Path) -> SentencePiece:
             pieces.append(data[at - length : at].decode().replace(" ", SPACE))
             scores.append(score)
         if len(pieces) < len(LLAMA2C_SPECIALS):
-            raise ValueError("got less than 3 tokens")
+            raise ValueError("fewer than 3 tokens")
     except (struct.error, ValueError) as error:
-        raise UserError(f"{path} is not a tokenizer of llama2.c: {error} at token {len(pieces)}; {DAMAGED}") from None
+        raise UserError(f"{path} is not a tokenizer of llama2.c: {error} at token {len(pieces)}; {GET_AGAIN}") from None
     for text, id in LLAMA2C_SPECIALS.items():
-        pieces[id] = text  # the file has line ends around the texts of <s> and </s>
+        pieces[id] = text  # in the file <s> and </s> have line ends around them
     try:
         return SentencePiece(pieces, LLAMA2C_SPECIALS, LLAMA2C_SPECIALS["<s>"], scores)
     except UserError as error:
@@ -321,15 +318,15 @@ def read_llama2c(path: str | Path) -> SentencePiece:
 
 
 def write_llama2c(tokenizer: SentencePiece, path: str | Path) -> None:
-    """Write a tokenizer.bin that llama2.c reads. Raises UserError where its format cannot hold the tokenizer."""
+    """Write a tokenizer.bin that llama2.c reads. UserError if the format cannot hold the tokenizer."""
     ids = [*LLAMA2C_SPECIALS.values(), *range(3, 259)]
     if (
         tokenizer.scores is None or tokenizer.spaces != Spaces() or tokenizer.specials != LLAMA2C_SPECIALS
         or tokenizer.byte_ids != ids[3:]
     ):  # fmt: skip
         raise UserError(
-            f"cannot write {path}: llama2.c's format holds scores, <unk>, <s>, </s> and the bytes as ids 0..258, and a "
-            "space before every text; this tokenizer is otherwise"
+            f"cannot write {path}: llama2.c's format has scores, <unk>, <s>, </s> and the bytes as ids 0..258, and a "
+            "space before every text; this tokenizer differs"
         )
     texts = [piece.replace(SPACE, " ") for piece in tokenizer.pieces]
     texts[1], texts[2] = "\n<s>\n", "\n</s>\n"
@@ -337,11 +334,8 @@ def write_llama2c(tokenizer: SentencePiece, path: str | Path) -> None:
     parts = [struct.pack("<i", max(map(len, tokens)))]
     for token, score in zip(tokens, tokenizer.scores, strict=True):
         parts += [struct.pack("<fi", score, len(token)), token]
-    try:
-        with written_whole(Path(path)) as partial:
-            partial.write_bytes(b"".join(parts))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; free space or choose another folder") from error
+    with writing(path), written_whole(Path(path)) as partial:
+        partial.write_bytes(b"".join(parts))
 
 
 # --- SentencePiece's own file -------------------------------------------------------------------------------
@@ -358,8 +352,8 @@ BPE = 2
 def read_model(path: str | Path) -> SentencePiece:
     """SentencePiece's own tokenizer.model, of type BPE with byte fallback and no normalisation of characters.
 
-    Raises UserError when the file cannot be read or is damaged, and for what is not supported: another type of model,
-    a normalisation (nmt_nfkc, say, which SentencePiece's trainer has by default), tokens that the user defined.
+    Raises UserError if the file cannot be read or is damaged, and for what is not supported: another type of model, a
+    normalisation (such as nmt_nfkc, the trainer's default), user-defined tokens.
     """
 
     def check(supported: bool, got: str, wanted: str) -> None:
@@ -385,7 +379,7 @@ def read_model(path: str | Path) -> SentencePiece:
             elif number in (MODEL_TRAINER, MODEL_NORMALIZER):
                 (trainer if number == MODEL_TRAINER else normalizer).update(protobuf(value))
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a SentencePiece model ({error}); {DAMAGED}") from None
+        raise UserError(f"{path} is not a SentencePiece model ({error}); {GET_AGAIN}") from None
     check(trainer.get(TRAINER_TYPE, 1) == BPE, f"model type {trainer.get(TRAINER_TYPE, 1)}", "2 (BPE)")
     check(not normalizer.get(NORMALIZER_CHARSMAP), "a normalisation of characters", "the one named identity")
     check(normalizer.get(NORMALIZER_ESCAPE, 1) == 1, "spaces that stay as they are", "spaces as U+2581")

@@ -1,10 +1,10 @@
-"""Token shards: a corpus as ids on disk, read in place through memory maps.
+"""Token shards: a corpus as ids on disk, read through memory maps.
 
     shards/
         tokenizer.json               the tokenizer that made the ids
         books-train-00000.bin ...    ids of a source's split, cut into files of equal length (the last is shorter)
         books-val-00000.bin ...
-        manifest.json                counts, licences, SHA-256 of every file; written last, so that it means "whole"
+        manifest.json                counts, licences, SHA-256 of every file; written last: it marks a complete folder
 
 A file is a header of 64 bytes and the ids, all little-endian:
 
@@ -17,7 +17,7 @@ A file is a header of 64 bytes and the ids, all little-endian:
         32     32  SHA-256 that Tokenizer.hash() gives
         64         ids
 
-A document is its ids and <|endoftext|>; it may begin in one file and end in the next. docs/shards.md has the rest.
+A document is its ids and <|endoftext|>; it may begin in one file and end in the next. docs/shards.md has more.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ import mmap
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ import numpy as np
 
 from tinyforge.backends.workers import cores
 from tinyforge.errors import UserError
-from tinyforge.files import parse_json, replace, sha256_of, shown, sync, write_whole
+from tinyforge.files import parse_json, replace, sha256_of, shown, sync, write_whole, writing
 from tinyforge.text.load import load_tokenizer
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -56,10 +55,11 @@ _HEADER = struct.Struct("<8sIIQQ32s")
 _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _CHUNK = 1 << 18  # bytes read at a time; a multiple of an id's
 _REMAKE = "make the shards again with python -m data.shards"
+_FREE_SPACE = "free some space or fix its permissions, and run the same command again: whole shards are kept"
 
 
 class Header(NamedTuple):
-    """What the first 64 bytes of a file say. first: position of its first id in the whole sequence."""
+    """A file's header. first: position of its first id in the whole sequence."""
 
     bytes_per_id: int
     tokens: int
@@ -68,8 +68,8 @@ class Header(NamedTuple):
 
 
 def separator_of(tokenizer: TextTokenizer) -> str:
-    """The special token between documents: SEPARATOR; in a published vocabulary without it, the token that each text
-    begins with, else </s> or BERT's [SEP]. UserError where there is none of these."""
+    """The special token between documents: SEPARATOR; in a published vocabulary without it, the token that every text
+    begins with, else </s> or BERT's [SEP]. UserError if there is none of these."""
     texts = {id: text for text, id in tokenizer.specials.items()}
     begins = "" if tokenizer.bos is None else texts[tokenizer.bos]
     found = next((text for text in (SEPARATOR, begins, "</s>", "[SEP]") if text in tokenizer.specials), None)
@@ -103,7 +103,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Source:
-    """A source and its splits. inputs: SHA-256 of the files that its text came from, where a corpus knows them."""
+    """A source and its splits. inputs: SHA-256 of the files of its text, if the corpus knows them."""
 
     name: str
     licence: str
@@ -128,29 +128,17 @@ def shard_name(source: str, split: str, number: int) -> str:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns what the system says about a write into one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; free some space or see to its permissions, and run the "
-            "same command again: whole shards are kept"
-        ) from error
-
-
 def write_json(path: Path, content: Any) -> None:
-    """Whole or not at all: written beside, synced to disk, renamed."""
-    with writing(path):
+    """Write JSON, whole or not at all."""
+    with writing(path, _FREE_SPACE):
         write_whole(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 class ShardWriter:
-    """Cuts a source's split into files of `shard_tokens` ids. A file appears under its name when it is whole.
+    """Writes a source's split in files of `shard_tokens` ids. A file appears under its name when it is complete.
 
-    kept: the files of an earlier, interrupted run; the next id follows theirs. Memory is that of one document.
-    Raises UserError when the disk refuses, ValueError for an id outside the tokenizer's vocabulary.
+    kept: the files of an earlier, interrupted run; the next id follows theirs. One document is in memory. Raises
+    UserError if a file cannot be written, ValueError for an id outside the tokenizer's vocabulary.
     """
 
     def __init__(
@@ -170,7 +158,7 @@ class ShardWriter:
         if len(ids) and not (0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size):
             raise ValueError(f"ids {ids.min()}..{ids.max()} are outside the vocabulary of {self._vocab_size}")
         ids = ids.astype(_DTYPES[self._width], copy=False)
-        with writing(self._path()):
+        with writing(self._path(), _FREE_SPACE):
             while len(ids):
                 if self._file is None:
                     self._file = open(self._partial(), "wb", buffering=1 << 20)  # noqa: SIM115
@@ -184,7 +172,7 @@ class ShardWriter:
 
     def close(self) -> tuple[ShardFile, ...]:
         """Finish the last file; returns all of them in order."""
-        with writing(self._path()):
+        with writing(self._path(), _FREE_SPACE):
             if self._file is not None:
                 self._finish()
         return tuple(self.files)
@@ -211,13 +199,13 @@ class ShardWriter:
 
 
 def describe(path: Path, name: str | None = None) -> ShardFile:
-    """The manifest's entry of a file that is whole."""
+    """The manifest's entry of a complete file."""
     header = read_header(path)
     return ShardFile(name or path.name, header.tokens, path.stat().st_size, sha256_of(path))
 
 
 def write_manifest(folder: Path, tokenizer: TextTokenizer, sources: Sequence[Source], settings: dict[str, Any]) -> None:
-    """Written last: its presence says that the folder is whole. The same shards give the same bytes."""
+    """Write the manifest, last: it marks the folder as complete. The same shards give the same bytes."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -234,10 +222,10 @@ def write_manifest(folder: Path, tokenizer: TextTokenizer, sources: Sequence[Sou
 
 
 class TokenSequence:
-    """One source's split as a single sequence of ids, over the files that hold it.
+    """One source's split as a single sequence of ids over its files.
 
-    Slices (step 1) are NumPy arrays of uint16 or uint32: a view of the memory map within a file, a copy of just
-    what is asked for across a border. Nothing is read before it is touched.
+    Slices (step 1) are NumPy arrays of uint16 or uint32: within a file a view of the memory map, across files a copy.
+    Nothing is read before it is used.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -269,14 +257,14 @@ def _map_ids(path: Path) -> np.ndarray:
     with open(path, "rb") as f:
         mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):
-        # Windows are read in random order. Where the corpus is larger than memory, reading ahead of each would
-        # fetch a hundred times what is used.
+        # Windows are read in random order: with a corpus larger than memory, read-ahead would fetch a hundred times
+        # what is used.
         mapped.madvise(mmap.MADV_RANDOM)
     return np.frombuffer(mapped, _DTYPES[header.bytes_per_id], header.tokens, _HEADER.size)
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file. Raises UserError where it is no shard, of another version, or not as long as it says."""
+    """The header of a file. UserError for a file that is not a shard, of another version, or of the wrong length."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as f:
@@ -284,9 +272,9 @@ def read_header(path: Path) -> Header:
     except FileNotFoundError:
         raise UserError(f"{path}: the shard is missing; copy it here again, or {_REMAKE}") from None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); see to its permissions") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); fix its permissions") from None
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
-        raise UserError(f"{path}: got {head[:8]!r} at its start, wanted {MAGIC!r}: no token shard; {_REMAKE}")
+        raise UserError(f"{path}: got {head[:8]!r} at its start, wanted {MAGIC!r}: not a token shard; {_REMAKE}")
     _, version, width, count, first, digest = _HEADER.unpack(head)
     if version != VERSION or width not in _DTYPES:
         raise UserError(
@@ -294,22 +282,22 @@ def read_header(path: Path) -> Header:
         )
     if size != _HEADER.size + width * count:
         raise UserError(
-            f"{path}: got {size:,} bytes, wanted {_HEADER.size + width * count:,} for its {count:,} ids; the file was "
-            f"cut or damaged: copy it again, or {_REMAKE}"
+            f"{path}: got {size:,} bytes, wanted {_HEADER.size + width * count:,} for its {count:,} ids; the file is "
+            f"truncated or damaged: copy it again, or {_REMAKE}"
         )
     return Header(width, count, first, digest.hex())
 
 
 def is_shard_folder(path: Path) -> bool:
-    """A folder with a manifest, or with shards and none: those of a run that was interrupted."""
+    """Whether a folder has a manifest, or shards without one, as after an interrupted run."""
     return (path / MANIFEST).is_file() or any(path.glob("*-[0-9][0-9][0-9][0-9][0-9].bin"))
 
 
 class Shards:
-    """One or more folders of token shards made with one tokenizer. A source found in several is one sequence.
+    """One or more folders of token shards with one tokenizer. A source found in several folders is one sequence.
 
-    sources: by name, in the order of the folders. Raises UserError, naming the file, for a folder that is not
-    whole, a manifest of another version, a file that is missing, cut or altered, and another tokenizer.
+    sources: by name, in the order of the folders. Raises UserError, naming the file, for an incomplete folder, a
+    manifest of another version, a file that is missing, truncated or changed, and a second tokenizer.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -348,10 +336,10 @@ class Shards:
         return TokenSequence([path for path, _ in self._files.get((source, split), [])])
 
     def verify(self, progress: bool = False) -> None:
-        """Read every file: SHA-256 as in the manifest, ids within the vocabulary.
+        """Read every file, and check its SHA-256 against the manifest and its ids against the vocabulary.
 
-        Each time anew, with no record of what was found good before: a core does some 1 GB a second, so that 10^9
-        tokens take it two seconds, and the pages that training will ask for are in memory afterwards.
+        Nothing is remembered between runs: a core checks some 1 GB per second, so 10^9 tokens take two seconds, and
+        afterwards the pages that training reads are in memory.
         """
         from tqdm import tqdm
 
@@ -392,14 +380,14 @@ class Shards:
 
 
 def open_shards(folders: Sequence[Path], progress: bool = False) -> Shards:
-    """The shards of one or more folders, every file read and found to be what its manifest says."""
+    """The shards of one or more folders, with every file verified."""
     shards = Shards(folders)
     shards.verify(progress)
     return shards
 
 
 def _verify_file(path: Path, entry: ShardFile, vocab_size: int) -> int:
-    """The file's size. Hash and ids in one pass: the corpus may be larger than memory."""
+    """Check a file's hash and ids, in one pass as the corpus may be larger than memory; returns its size."""
     digest, largest = hashlib.sha256(), 0
     with open(path, "rb") as f:
         digest.update(f.read(_HEADER.size))
@@ -408,8 +396,8 @@ def _verify_file(path: Path, entry: ShardFile, vocab_size: int) -> int:
             largest = max(largest, int(np.frombuffer(chunk, _DTYPES[bytes_per_id(vocab_size)]).max()))
     if digest.hexdigest() != entry.sha256:
         raise UserError(
-            f"{path}: got SHA-256 {digest.hexdigest()[:12]}..., the manifest says {entry.sha256[:12]}...; the file was "
-            f"altered or damaged: copy it again, or {_REMAKE}"
+            f"{path}: got SHA-256 {digest.hexdigest()[:12]}..., the manifest says {entry.sha256[:12]}...; the file is "
+            f"changed or damaged: copy it again, or {_REMAKE}"
         )
     if largest >= vocab_size:
         raise UserError(f"{path}: got the id {largest}, wanted ids below {vocab_size}, the tokenizer's; {_REMAKE}")
@@ -426,7 +414,7 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
         raw = path.read_bytes()
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be read ({error.strerror}), and it is what says that a folder of shards is whole; run "
+            f"{path}: cannot be read ({error.strerror}), and without it a folder of shards is incomplete; run "
             "python -m data.shards again, it continues where it stopped"
         ) from None
     content = parse_json(raw, path, "the manifest")
@@ -439,7 +427,7 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _source(folder: Path, entry: Any) -> Source:
-    """A source of the manifest; every field is looked at, since a manifest can be edited."""
+    """A source in the manifest; every field is checked, as a manifest can be edited."""
     try:
         parts: dict[str, Part] = {}
         for split in SPLITS:
@@ -449,7 +437,7 @@ def _source(folder: Path, entry: Any) -> Source:
             )
             parts[split] = Part(int(given["documents"]), int(given["tokens"]), int(given["bytes"]), files)
             if sum(f.tokens for f in files) != parts[split].tokens:
-                raise ValueError(f"the files of {split} have other tokens in all than it says")
+                raise ValueError(f"the tokens of the files of {split} do not add up")
             if any(Path(f.file).name != f.file for f in files):
                 raise ValueError("a file outside the folder")
         if not (name := str(entry["name"])).isprintable():
@@ -458,6 +446,5 @@ def _source(folder: Path, entry: Any) -> Source:
         return Source(name, str(entry["licence"]), parts["train"], parts["val"], inputs)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"{folder / MANIFEST}: a source is not described as it should be ({error}); copy the file again, or "
-            f"{_REMAKE}"
+            f"{folder / MANIFEST}: a source's entry is damaged ({error}); copy the file again, or {_REMAKE}"
         ) from None

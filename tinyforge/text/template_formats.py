@@ -1,9 +1,9 @@
-"""Chat templates as other programs have them: Jinja for llama.cpp and transformers, Go's templates for Ollama.
+"""Chat templates in other programs' formats: Jinja for llama.cpp and transformers, Go templates for Ollama.
 
     jinja(TEMPLATES["chatml"])          "{% for m in messages %}..."
     modelfile(TEMPLATES["chatml"], "model.gguf", ["<|im_end|>"], context=2048)
 
-Both are written from the frames of a `Template`, and give the text that `Template.render` gives.
+Both are generated from the frames of a `Template`, and give the same text as `Template.render`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tinyforge.text.chat_templates import END_OF_REPLY, Frame, Piece, Special, T
 
 
 def jinja(template: Template) -> str:
-    """The template as `chat_template` has it: a program over `messages`, `add_generation_prompt` and `eos_token`."""
+    """The template as a `chat_template`: a program over `messages`, `add_generation_prompt` and `eos_token`."""
     content = "m['content'] | trim" if template.strips else "m['content']"
 
     def terms(pieces: Iterable[Piece]) -> list[str]:
         return ["eos_token" if piece == Special(END_OF_REPLY) else json.dumps(_text(piece)) for piece in pieces]
 
-    def written(terms: Sequence[str]) -> str:  # as an expression: white space between two tags may be taken out
+    def written(terms: Sequence[str]) -> str:  # an expression: white space between two tags may be stripped
         return f"{{{{ {' + '.join(terms)} }}}}" if terms else ""
 
     def around(frame: Frame, content: str) -> str:
@@ -42,7 +42,7 @@ def jinja(template: Template) -> str:
 def modelfile(template: Template, model: str, stops: Sequence[str], context: int) -> str:
     """Ollama's Modelfile. model: the name of the .gguf file beside it. stops: the texts that end a reply.
 
-    Ollama writes one turn after the other by TEMPLATE, and begins a reply where .Response stands.
+    Ollama renders each turn with TEMPLATE, and begins a reply at .Response.
     """
 
     def around(frame: Frame, name: str) -> str:

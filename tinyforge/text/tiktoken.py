@@ -1,10 +1,10 @@
-"""Tokenizers as tiktoken's ranks.
+"""Tokenizers in tiktoken's rank files, read and written.
 
     file.writelines(to_tiktoken(tokenizer))                 tiktoken.load.load_tiktoken_bpe(...)
     tokenizer = from_tiktoken("gpt2.tiktoken", ["<|endoftext|>"])
 
-The ids are the same on both sides, on any text. A vocabulary that the other side cannot express is refused with a
-UserError, never changed.
+Both sides give the same ids for any text. A vocabulary that the other side cannot express is refused with a UserError,
+never changed.
 
 Source: `tiktoken.load` of the package of that name.
 """
@@ -25,18 +25,18 @@ from tinyforge.text.pieces import split
 def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
     r"""Lines of a rank file, each "base64(token) id\n": all tokens but the special ones, in the order of ids.
 
-    The file holds neither pattern nor special tokens, so the other side is told both:
+    The file holds neither the pattern nor the special tokens; give both to tiktoken:
 
         tiktoken.Encoding(name, pat_str=pieces.GPT2.published, mergeable_ranks=load_tiktoken_bpe(path),
                           special_tokens=tokenizer.specials)
 
-    `encode_ordinary` is then our `encode`. Raises UserError when the ids would differ: tiktoken joins any two
-    neighbours whose bytes together are a token, where here the pair itself must be a merge. The two are the same
-    exactly when each token is what its own bytes encode to, as after training.
+    `encode_ordinary` is then our `encode`. Raises UserError if the ids would differ: tiktoken joins any two neighbours
+    whose joint bytes are a token, while here the pair itself must be a merge. The two agree exactly if the bytes of
+    each token encode to that token, as after training.
     """
-    # Why that is enough: at the first step that differs, tiktoken would join x and y to t, where the merge of t is
-    # (l, r). No merge has crossed the edges of t so far, so what happened inside is what happens to the bytes of t
-    # alone; and these are l and r just before they become t. So x is l, and y is r.
+    # Why that is enough: at the first step that differs, tiktoken would join x and y to t, while the merge of t is
+    # (l, r). No merge has crossed the edges of t so far, so inside t the same has happened as to the bytes of t alone,
+    # and these are l and r just before they become t. So x is l, and y is r.
     lines = []
     for id in range(256 + len(tokenizer.merges)):
         token = tokenizer.token_bytes(id)
@@ -53,12 +53,12 @@ def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
 def from_tiktoken(path: str | Path, specials: Iterable[str] = ()) -> Tokenizer:
     """The tokenizer of a rank file, with the same ids; `specials` get the ids after the last rank.
 
-    The file holds no merges: the merge of a token is the pair that its bytes have become when all tokens of lower
-    rank are made. Nor does it hold its pattern. GPT-2's is meant here, and a file made with another is refused if
-    that shows in an ASCII token that GPT-2's pattern would cut in two.
+    The file holds no merges: the merge of a token is the pair that its bytes encode to with all tokens of lower rank.
+    Nor does it hold its pattern. GPT-2's is assumed; a file made with another is refused if that shows, in an ASCII
+    token that GPT-2's pattern would split.
 
-    Raises UserError, naming the line, for a file that is damaged, whose ranks are not 0, 1, 2, ..., whose first 256
-    are not the bytes, or with a token that is no pair of earlier ones.
+    Raises UserError, naming the line, for a file that is damaged, whose ranks are not 0, 1, 2, ..., whose first 256 are
+    not the bytes, or with a token that is not a pair of earlier ones.
     """
     tokens: dict[int, bytes] = {}
     lines: dict[bytes, int] = {}
@@ -78,8 +78,8 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = ()) -> Tokenizer:
     gap = next((rank for rank in range(len(tokens)) if rank not in tokens), None)
     if gap is not None or len(tokens) < 256:
         raise UserError(
-            f"{path}: got {len(tokens)} ranks of which {len(tokens) if gap is None else gap} is none, wanted all from "
-            "0 on, at least the 256 bytes; only such a vocabulary can be read"
+            f"{path}: got {len(tokens)} ranks without rank {len(tokens) if gap is None else gap}, wanted all from 0 "
+            "on, at least the 256 bytes; only such a vocabulary can be read"
         )
 
     ranks = {token: rank for rank, token in tokens.items()}
@@ -96,14 +96,14 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = ()) -> Tokenizer:
         parts = apply_merges([ranks[bytes([byte])] for byte in token], merged, range(rank))
         if len(parts) != 2:
             raise UserError(
-                f"{path} line {lines[token]}: got {token!r}, which tokens of lower rank make in {len(parts)} parts, "
-                "wanted 2; get or make the file again"
+                f"{path} line {lines[token]}: got {token!r}, which is {len(parts)} tokens of lower rank, wanted 2; "
+                "get or make the file again"
             )
         # Only ASCII: which other characters are letters depends on the version of Unicode.
         if token.isascii() and _is_cut(token.decode()):
             raise UserError(
-                f"{path} line {lines[token]}: got {token!r}, which GPT-2's pattern cuts in two, wanted the ranks of "
-                "a vocabulary with that pattern; one with another pattern cannot be read"
+                f"{path} line {lines[token]}: got {token!r}, which GPT-2's pattern splits, wanted the ranks of a "
+                "vocabulary with that pattern; no other can be read"
             )
         merged[parts[0], parts[1]] = rank
     try:
@@ -113,7 +113,7 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = ()) -> Tokenizer:
 
 
 def _is_cut(token: str) -> bool:
-    """Whether GPT-2's pattern cuts an ASCII token of more than one piece, so that no text could give it."""
+    """Whether GPT-2's pattern splits an ASCII token, so that no text could give it."""
     pieces = [piece for chunk in split(token) for piece in chunk]
-    # The beginning of a contraction is a sign and a letter by itself, but one piece with the rest.
+    # The first two characters of a longer contraction are two pieces alone, but one piece with the rest.
     return len(pieces) > 1 and token not in ("'r", "'v", "'l")

@@ -1,14 +1,14 @@
-"""WordPiece, BERT's tokenizer: words are cut into the longest pieces that the vocabulary has, from the left.
+"""WordPiece, BERT's tokenizer: words are split into the longest pieces in the vocabulary, from the left.
 
     tokenizer = WordPiece.train(texts, vocab_size=8192)
     tokenizer.encode("unaffable")  ->  the ids of un, ##aff, ##able
 
-A text is cleaned (no control characters, every kind of white space a space), brought to lower case and stripped of
-accents if `lower` is set, and cut at white space and around each punctuation mark and each Chinese character. What is
-left are words. A piece that continues a word is written with ## before it. A word that cannot be cut is [UNK].
+A text is cleaned (control characters removed, all white space made spaces), if `lower` is set lower-cased and stripped
+of accents, and split at white space and around each punctuation mark and Chinese character. The results are words. A
+piece that continues a word has the prefix ##. A word that cannot be split into pieces is [UNK].
 
 Source: Devlin et al., "BERT" (2018); the rules are those of its `BasicTokenizer` and of Hugging Face's tokenizers. The
-vocabulary is learned as byte-pair merges inside of words, whose results are then counted by how they would be written.
+vocabulary is learned by byte-pair merges within words; their tokens are then counted as pieces.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text
 from tinyforge.text.bpe import apply_merges, learn_merges
 from tinyforge.text.pieces import to_utf8
-from tinyforge.text.vocabulary import After, Vocabulary
+from tinyforge.text.vocabulary import After, Vocabulary, are_texts
 
 FORMAT, VERSION = "tinyforge-wordpiece", 1
 PAD, UNK, CLS, SEP, MASK = "[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"
 SPECIALS = (PAD, UNK, CLS, SEP, MASK)
 PREFIX = "##"
 LONGEST = 100  # characters of a word; a longer one is [UNK]
-RARE = 3  # a character that comes less often gets no token of its own
+RARE = 3  # a character that occurs less often gets no token
 
 # The blocks of Chinese characters, which have no space between words.
 IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
@@ -41,7 +41,7 @@ IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 
 
 
 class _Table(dict[int, int | str | None]):
-    """A table for str.translate that works each character out when it first comes."""
+    """A table for str.translate that computes each character's entry on first use."""
 
     def __missing__(self, code: int) -> int | str | None:
         self[code] = found = self.made(chr(code))
@@ -75,7 +75,7 @@ _CLEANED, _UNACCENTED, _SEPARATED = _Cleaned(), _Unaccented(), _Separated()
 
 
 def words_of(text: str, lower: bool) -> list[str]:
-    """The words and the signs of a text."""
+    """The words and punctuation marks of a text."""
     text = text.translate(_CLEANED)
     if lower:
         if not text.isascii():
@@ -85,10 +85,10 @@ def words_of(text: str, lower: bool) -> list[str]:
 
 
 class WordPiece(Vocabulary):
-    """Ids are the places in the list of tokens, the special ones among them. lower: no capitals and no accents."""
+    """Ids are positions in the list of tokens, which includes the special ones. lower: ignore case and accents."""
 
     def __init__(self, tokens: Sequence[str], lower: bool = True) -> None:
-        """Raises UserError for a list that lacks one of `SPECIALS`, or has a token twice."""
+        """UserError for a list that lacks one of `SPECIALS` or has a token twice."""
         self.tokens, self.lower = list(tokens), lower
         ids = {token: id for id, token in enumerate(self.tokens)}
         missing = [special for special in SPECIALS if special not in ids]
@@ -99,14 +99,10 @@ class WordPiece(Vocabulary):
         self._starts = {token: id for token, id in ids.items() if token not in SPECIALS}
         self._known: dict[str, list[int]] = {}
 
-    @property
-    def unknown(self) -> int:
-        return self.specials[UNK]
-
     # --- text to ids and back
 
     def encode(self, text: str, after: After = "start") -> list[int]:
-        """Ids of the pieces of all words; no [CLS] and no [SEP]. What stands before the text makes no difference."""
+        """Ids of the pieces of all words, without [CLS] and [SEP]. `after` does not matter."""
         known, found = self._known, []
         for word in words_of(text, self.lower):
             ids = known.get(word)
@@ -119,25 +115,25 @@ class WordPiece(Vocabulary):
 
     def _cut(self, word: str) -> list[int]:
         if len(word) > LONGEST:
-            return [self.unknown]
+            return [self.specials[UNK]]
         ids, start, end = [], 0, len(word)
         while start < len(word):
             id = self._starts.get(word[start:end] if start == 0 else PREFIX + word[start:end])
             if id is None:
                 end -= 1
                 if end == start:
-                    return [self.unknown]
+                    return [self.specials[UNK]]
                 continue
             ids.append(id)
             start, end = end, len(word)
         return ids
 
     def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """The ids of each text, in order. Words are looked up: `workers` is not used."""
+        """The ids of each text, in order. Words are cached: `workers` is not used."""
         return (np.array(self.encode(text), self.id_dtype) for text in texts)
 
     def decode(self, ids: Iterable[int], after: After = "start") -> str:
-        """The pieces, words with a space between them: what capitals, accents and spaces there were is lost."""
+        """The words, with spaces between them: case, accents and the original spaces are lost."""
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int], after: After = "start") -> bytes:
@@ -148,10 +144,10 @@ class WordPiece(Vocabulary):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, lower: bool = True, progress: bool = False) -> WordPiece:
-        """Learn a vocabulary of up to `vocab_size` tokens: the special ones, every character that is not rare, as it
-        begins a word and as it continues one, and the pieces that come most often.
+        """Learn a vocabulary of up to `vocab_size` tokens: the special ones, every character that is not rare, at the
+        beginning of a word and within one, and the most frequent pieces.
 
-        Raises UserError where there is no text, and where `vocab_size` does not hold the characters.
+        Raises UserError if there is no text, and if `vocab_size` does not hold the characters.
         """
         counts: Counter[str] = Counter()
         for text in texts:
@@ -177,12 +173,12 @@ class WordPiece(Vocabulary):
         made = range(256, 256 + len(merges))
         pieces: Counter[str] = Counter()
         for word_bytes, count in words.items():
-            # The tokens of the word, and all that they were merged from: those cut the words that are not seen here.
+            # The word's tokens, and all tokens that they were merged from, which split words not seen here.
             left_to_right = [(place == 0, id) for place, id in enumerate(apply_merges(list(word_bytes), ranks, made))]
             while left_to_right:
                 first, id = left_to_right.pop()
                 piece = spelt[id].decode("utf-8", "ignore")
-                if piece and to_utf8(piece) == spelt[id]:  # merges are of bytes: half a character is no piece
+                if piece and to_utf8(piece) == spelt[id]:  # merges join bytes: half a character is not a piece
                     pieces[piece if first else PREFIX + piece] += count
                 if id >= 256:
                     left, right = merges[id - 256]
@@ -200,34 +196,31 @@ class WordPiece(Vocabulary):
 
     @classmethod
     def from_content(cls, content: dict[str, Any], path: Path) -> WordPiece:
-        """From what `save` wrote into the file at `path`. Raises UserError, naming it, where it is damaged."""
+        """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
         tokens, lower = content.get("tokens"), content.get("lower")
-        if content.get("version") != VERSION or not _texts(tokens) or not isinstance(lower, bool):
+        sound = are_texts(tokens) and tokens and all(tokens) and isinstance(lower, bool)
+        if content.get("version") != VERSION or not sound:
             raise UserError(f"{path} is not a WordPiece vocabulary; the file is damaged, make the tokenizer again")
-        return _named(cls, tokens, lower, path)
+        return _named(path, tokens, lower)
 
 
-def _named(kind: type[WordPiece], tokens: Any, lower: bool, path: Path) -> WordPiece:
+def _named(path: Path, tokens: Any, lower: Any) -> WordPiece:
     try:
-        return kind(tokens, lower)
+        return WordPiece(tokens, lower)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(text, str) and text for text in value)
-
-
 def read_vocab(path: Path) -> WordPiece:
-    """BERT's vocab.txt, a token a line; whether it is lower case, the tokenizer_config.json beside it says."""
+    """BERT's vocab.txt, one token per line; tokenizer_config.json beside it says whether it is lower case."""
     tokens = read_text(path, "the vocabulary").split("\n")
     settings = path.parent / "tokenizer_config.json"
     lower = read_json(settings, "the tokenizer's config").get("do_lower_case", True) if settings.is_file() else True
-    return _named(WordPiece, [t.rstrip("\r") for t in tokens[: -1 if not tokens[-1] else None]], bool(lower), path)
+    return _named(path, [t.rstrip("\r") for t in tokens[: -1 if not tokens[-1] else None]], bool(lower))
 
 
 def from_huggingface(content: dict[str, Any]) -> WordPiece:
-    """From a tokenizer.json whose model is WordPiece. Raises UserError for one that would cut otherwise."""
+    """From a tokenizer.json with a WordPiece model. UserError for one that splits text differently."""
     model, normal = content["model"], content.get("normalizer") or {}
     vocab = model.get("vocab")
     wanted = {"unk_token": UNK, "continuing_subword_prefix": PREFIX, "max_input_chars_per_word": LONGEST}
@@ -248,7 +241,7 @@ def from_huggingface(content: dict[str, Any]) -> WordPiece:
 
 
 def to_huggingface(tokenizer: WordPiece) -> dict[str, Any]:
-    """Content of a tokenizer.json that gives the same ids, with [CLS] before a text and [SEP] behind it."""
+    """Content of a tokenizer.json that gives the same ids, with [CLS] before a text and [SEP] after it."""
     specials = tokenizer.specials
     added = [
         {"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,

@@ -1,1 +1,1 @@
-"""What every recipe shares: batches, the sharded step, the loop, checkpoints, metrics, flags."""
+"""Shared by all recipes: batches, the sharded step, the loop, checkpoints, metrics, flags."""

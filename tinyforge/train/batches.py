@@ -1,4 +1,4 @@
-"""Batches as pure functions of (seed, step): nothing to save, and a resumed run reads what it would have read."""
+"""Batches as pure functions of (seed, step): no loader state to save, and a resumed run reads the same data."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def shifted_targets(tokens: np.ndarray, length: int, heads: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DocumentMask:
-    """Attention is to stay within documents. separator: the id between two of them. restart: so do positions.
+    """Keeps attention within documents. separator: the id between two of them. restart: positions restart in each.
 
-    The separator is the first token of the document behind it: what predicts a document's first words then sees nothing
-    of the one before, and the separator is still what the last token of a document predicts.
+    The separator is the first token of the document after it: a document's first words are then predicted without
+    seeing the document before, and the last token of a document still predicts the separator.
     """
 
     separator: int
@@ -53,13 +53,13 @@ class DocumentMask:
 
 
 def starts_of(begins: np.ndarray) -> np.ndarray:
-    """begins: (B, T), whether a document begins with a token; the first of a row begins one anyway. Returns (B, T)
-    int32: where in the row each token's document begins."""
+    """begins: (B, T), whether a token begins a document; the first of a row always does. Returns (B, T) int32: where in
+    the row each token's document begins."""
     return np.maximum.accumulate(np.where(begins, np.arange(begins.shape[1]), 0), axis=1).astype(np.int32)
 
 
 def _windows_batch(rows: Sequence[np.ndarray], seq_len: int, heads: int, mask: DocumentMask | None) -> Batch:
-    """Windows of up to seq_len + heads ids; what a row lacks is -1 as a target."""
+    """Windows of up to seq_len + heads ids; where a row is shorter, targets are -1."""
     tokens = np.full((len(rows), seq_len + heads), -1, np.int32)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = row
@@ -80,7 +80,7 @@ class Batches(Protocol):
 
 
 def micro_batches(data: Batches, rows: int, count: int) -> Callable[[int], list[Batch]]:
-    """What a run wants: from a step's number to its `count` micro-batches of `rows` sequences."""
+    """A function for a run: from a step's number to its `count` micro-batches of `rows` sequences."""
     return lambda step: [data.batch(step * count + i, rows) for i in range(count)]
 
 
@@ -88,7 +88,7 @@ class PackedTokens:
     """One long stream of documents cut into windows of `seq_len`.
 
     Each epoch shifts the cuts by a random offset and visits the windows in a random order, both drawn from the seed.
-    mask: keeps documents apart; without, a token sees its whole window before it.
+    mask: keeps documents apart; without it a token sees everything before it in its window.
     """
 
     def __init__(
@@ -129,16 +129,16 @@ class PackedTokens:
         last = min(limit, len(self.tokens) - 1)
         starts = range(0, last, self.seq_len)
         for i in range(0, len(starts), size):
-            # One id beyond a window is its last target; more heads than one have none here.
+            # The id behind a window is its last target; later heads have no target there.
             rows = [self.tokens[s : min(s + self.seq_len, last) + 1] for s in starts[i : i + size]]
             yield _windows_batch(rows, self.seq_len, self.heads, self.mask)
 
 
 class ContinuedTokens:
     """One long stream of documents in `rows` parts of equal length, read side by side: each row of a batch continues
-    where it ended in the batch before, so that a model may carry its state from one to the next.
+    where it ended in the batch before, so that a model can carry its state from one to the next.
 
-    Each epoch shifts the parts by a random offset, drawn from the seed, and its first batch begins anew.
+    Each epoch shifts the parts by a random offset, drawn from the seed, and its first batch resets the state.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int, rows: int) -> None:
@@ -151,7 +151,7 @@ class ContinuedTokens:
         self.tokens, self.seq_len, self.heads, self.seed, self.rows = tokens, seq_len, heads, seed, rows
 
     def batch(self, index: int, size: int) -> Batch:
-        """The index-th batch. size: of it, which is `rows`."""
+        """The index-th batch. size: must be `rows`."""
         if size != self.rows:
             raise ValueError(f"ContinuedTokens: a batch of {size} rows, made for {self.rows}")
         epoch, window = divmod(index, self.windows)
@@ -166,10 +166,10 @@ class ContinuedTokens:
 
 
 class _Source:
-    """The windows of one source of a mixture: as `PackedTokens`, but never a whole epoch's order at once.
+    """The windows of one source of a mixture: as `PackedTokens`, but it never draws a whole epoch's order at once.
 
-    10^11 tokens are 200 million windows. To draw an order of them all takes over a minute and gigabytes; `permute`
-    takes half a microsecond for each that is asked for, `BLOCK` at a time: most of a small call is overhead.
+    10^11 tokens are 200 million windows. Drawing an order of all of them takes over a minute and gigabytes; `permute`
+    takes half a microsecond per window, `BLOCK` at a time because most of a small call is overhead.
     """
 
     BLOCK = 4096
@@ -202,9 +202,9 @@ class _Source:
 class MixedTokens:
     """Several sources, each cut into windows of `seq_len` with epochs of its own, mixed by weight.
 
-    sources: ids by name. weights: positive, by the same names; only their ratios count. After any number n of windows,
-    a source of share w has had n w of them to within K - 1 windows, K being the number of sources: nothing is sampled.
-    mask: as in `PackedTokens`. Raises UserError for a source too short for one window.
+    sources: ids by name. weights: positive, by the same names; only their ratios count. Nothing is sampled: for any n,
+    a source of share w has n w of the first n windows, to within K - 1, K being the number of sources. mask: as in
+    `PackedTokens`. Raises UserError for a source too short for one window.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class MixedTokens:
     ) -> None:  # fmt: skip
         self.seq_len, self.heads, self.mask = seq_len, heads, mask
         self.sources = [_Source(name, tokens, seq_len, heads, seed) for name, tokens in sources.items()]
-        # Whole numbers: the position of a window far into a run is exact only without rounding.
+        # Integers: the position of a window far into a run must be exact.
         unit = math.lcm(*(Fraction(weights[s.name]).denominator for s in self.sources))
         self.weights = [int(weights[s.name] * unit) for s in self.sources]
 
@@ -226,10 +226,10 @@ class MixedTokens:
         return _windows_batch(rows, self.seq_len, self.heads, self.mask)
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Which source the run's window `number` is of, and how many of that source came before.
+        """The source of the run's window `number`, and how many windows of that source came before.
 
-        Of the first n windows, floor(n w0 / W) are of source 0: Bresenham's line, and as even as a line. Those that are
-        left, counted among themselves, are divided in the same way between source 1 and the rest, and so on.
+        Of the first n windows, floor(n w0 / W) are from source 0, spaced as evenly as the steps of Bresenham's line.
+        The remaining windows are divided in the same way between source 1 and the rest, and so on.
         """
         left = sum(self.weights)
         for source, weight in enumerate(self.weights):
@@ -241,19 +241,19 @@ class MixedTokens:
         raise AssertionError("the last source takes every window that is left")
 
     def epochs(self, windows: int) -> dict[str, float]:
-        """How often each source is read through in the first `windows` windows."""
+        """The epochs of each source in the first `windows` windows."""
         total = sum(self.weights)
         return {s.name: windows * w / total / s.windows for s, w in zip(self.sources, self.weights, strict=True)}
 
 
 class Examples:
-    """Prompts with replies, as many to a row as fit, one after the other like the turns of a conversation.
+    """Prompts with replies, packed into rows one after the other, like the turns of a conversation.
 
-    Targets are -1 on the prompts: only the replies and their ends are learned. The first example of a row is learned
-    alone, the others behind earlier ones, so that a model knows both the first question and those that follow. Each
-    epoch deals the examples out in another order. A row has at most `seq_len` + 1 tokens.
+    Targets are -1 on the prompts: only the replies and their ends are learned. The first example of a row has nothing
+    before it, the others follow earlier ones, so that a model learns both first and later questions. Each epoch packs
+    the examples in another order. A row has at most `seq_len` + 1 tokens.
 
-    restart: None, or an example is to see itself alone, and whether its positions restart as well.
+    restart: None, or each example sees only itself, and restart says whether its positions restart too.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class Examples:
         self._dealt: tuple[int, list[list[int]]] = (-1, [])
 
     def batch(self, index: int, size: int) -> Batch:
-        """The index-th batch of `size` rows, or of fewer if there are no more in an epoch."""
+        """The index-th batch of `size` rows, or of fewer if an epoch has fewer."""
         ends = self._ends.setdefault(size, [])
         while not ends or ends[-1] <= index:
             ends.append((ends[-1] if ends else 0) + self.batches_in(len(ends), size))
@@ -280,11 +280,11 @@ class Examples:
         return self.pad([[self.examples[i] for i in row] for row in self._rows(epoch)[first : first + size]])
 
     def batches_in(self, epoch: int, size: int) -> int:
-        """How many batches of `size` rows an epoch makes; one, of fewer rows, where there are not so many."""
+        """How many batches of `size` rows an epoch has; one, of fewer rows, if it has fewer than `size`."""
         return max(1, len(self._rows(epoch)) // size)
 
     def _rows(self, epoch: int) -> list[list[int]]:
-        """The rows of an epoch. The ragged end, which makes no batch, has another order next time."""
+        """The rows of an epoch. Rows left over at its end, too few for a batch, differ from epoch to epoch."""
         if self._dealt[0] != epoch:
             rows: list[list[int]] = []
             room = 0
@@ -299,7 +299,7 @@ class Examples:
         return self._dealt[1]
 
     def pad(self, rows: Sequence[Sequence[tuple[list[int], int]]]) -> Batch:
-        """Rows of examples as one batch, as long as the longest."""
+        """Rows of examples as one batch, padded to the longest."""
         longest = max(sum(len(ids) for ids, _ in row) for row in rows)
         tokens = np.full((len(rows), longest), -1, np.int32)
         answers, begins = tokens.copy(), np.zeros(tokens.shape, bool)
@@ -318,9 +318,9 @@ class Examples:
 
 
 class Shuffled:
-    """Examples of a set, in another order in each epoch; `make(rows, stream)` makes a batch of those of these numbers.
+    """Examples of a set, in another order in each epoch; make(rows, stream) makes a batch of the examples `rows`.
 
-    stream: what is random in a batch is drawn from it, a function of the seed and the batch's number alone.
+    stream: the batch's random numbers, a function of the seed and the batch's number alone.
     """
 
     def __init__(self, count: int, seed: int, make: Callable[[np.ndarray, Stream], Batch]) -> None:
@@ -328,7 +328,7 @@ class Shuffled:
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
     def batch(self, index: int, size: int) -> Batch:
-        """The index-th batch of `size` examples; one that crosses the end of an epoch has the first of the next."""
+        """The index-th batch of `size` examples; one that crosses the end of an epoch goes on with the next."""
         rows = [self._row(number) for number in range(index * size, (index + 1) * size)]
         return self.make(np.array(rows), Stream(self.seed, f"batch/{index}"))
 
@@ -340,7 +340,7 @@ class Shuffled:
 
 
 def check_ids(tokens: np.ndarray, vocab: int) -> None:
-    """Refuse ids outside [0, vocab): ops do not look."""
+    """Raise UserError for ids outside [0, vocab): ops do not check them."""
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab):
         raise UserError(
             f"token id {int(tokens.max() if tokens.max() >= vocab else tokens.min())} is outside the vocabulary of "
@@ -349,5 +349,5 @@ def check_ids(tokens: np.ndarray, vocab: int) -> None:
 
 
 def fingerprint(tokens: np.ndarray) -> str:
-    """SHA-256 of the token stream: a resumed run must read the same one."""
+    """SHA-256 of the token stream: a resumed run must have the same."""
     return hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()

@@ -1,12 +1,12 @@
 """The training step as a CUDA graph (--capture): for small models, which on a GPU wait for Python.
 
-    step 1 of a kind   as without a graph; notes which keys dropout asks for
-    step 2             from arrays that stay where they are, in the graph's memory: its kernels are compiled
+    step 1 of a kind   runs without a graph; records which dropout keys are used
+    step 2             runs on arrays at fixed addresses, in the graph's memory: this compiles its kernels
     step 3             is captured, and the graph launched
     from then on       one upload of what changes, one launch, one copy of the results
 
-A kind of step is the shapes of its batches; each has a graph of its own. What changes from step to step lies in one
-array: ids and targets, the objective's factors, AdamW's rates, the keys of dropout. The bits are those of a step
+A kind of step is given by the shapes of its batches; each has a graph of its own. All that changes from step to step is
+in one array: ids and targets, the objective's factors, AdamW's rates, the keys of dropout. The bits are those of a step
 without a graph: the same kernels with the same arguments, in the same order.
 """
 
@@ -29,15 +29,15 @@ from tinyforge.train.data_parallel import Rank, Sharded, Totals, gradients_of
 from tinyforge.train.objectives import Batch, of_tokens
 
 MOST = 4
-"""Kinds of steps that get a graph; what comes after them runs without."""
-_ALIGNED = 256  # bytes: what kernels may take for granted of an array that begins in memory of its own
+"""Kinds of steps that get a graph; further kinds run without."""
+_ALIGNED = 256  # bytes: the alignment that kernels may assume of an array's memory
 
 
 class Captured:
-    """Steps of `sharded` with `optimizer`. limit: of the gradient's norm, see `AdamW.clip`.
+    """Captured steps of `sharded` with `optimizer`. limit: of the gradient's norm, see `AdamW.clip`.
 
-    Of several ranks each has its own, made at the same place: all of them plan, capture and launch the same steps.
-    Raises UserError where the step cannot be captured: on a CPU, with an objective that is weighed on the host.
+    Each rank makes its own, at the same point of the program: all capture and launch the same steps. Raises UserError
+    if the step cannot be captured: on a CPU, or with an objective that is weighed on the host.
     """
 
     def __init__(self, sharded: Sharded, optimizer: AdamW, limit: float) -> None:
@@ -47,7 +47,7 @@ class Captured:
         self.sharded, self.optimizer, self.limit = sharded, optimizer, limit
         self.backend = sharded.backend
         self.graphs = self.backend.graphs()
-        # The last step's clipping factor: all graphs read and write it here.
+        # The last step's clipping factor, which all graphs read and write.
         self.factor = self.backend.zeros((), np.dtype(np.float64))
         self.factor.fill(1)
         self._kinds: dict[Any, _Kind] = {}
@@ -62,7 +62,7 @@ class Captured:
         return self.of_rank(batches, noise, lr)
 
     def of_rank(self, batches: Sequence[Batch], noise: Stream, lr: float) -> tuple[Totals, Any]:
-        """What a rank does of a step."""
+        """One rank's part of a step."""
         objective = self.sharded.objective
         assert objective is not None
         counts = sum((objective.count(batch) for batch in batches[1:]), objective.count(batches[0]))
@@ -75,7 +75,7 @@ class Captured:
         return known.step(batches, counts, noise, lr)
 
     def plain(self, batches: Sequence[Batch], counts: np.ndarray, noise: Any, lr: float) -> tuple[Totals, Any]:
-        """A step without a graph. Its products are made as those in graphs are."""
+        """A step without a graph, with the matrix products that graphs use."""
         with self.graphs.products.in_use():
             sums = gradients_of(self.sharded.rank, batches, counts, noise)
             norm, factor = self.optimizer.clip(self.limit)
@@ -85,7 +85,7 @@ class Captured:
 
 
 def captured_step(rank: Rank, batches: Sequence[Batch] | int, noise: Stream, lr: float) -> None:
-    """Of a rank above 0."""
+    """The step on a rank above 0."""
     rank.captured.of_rank(rank.batches_of(batches), noise, lr)
 
 
@@ -113,7 +113,7 @@ class _Kind:
             return totals, norm
         rates = self._rates(owner.optimizer.count_step(lr))
         self.inputs.put([*self._arrays(batches), factors, rates, self._keys(noise)])
-        owner.optimizer.settle()  # what travels outside of a graph is not waited for in it
+        owner.optimizer.settle()  # a graph does not wait for transfers that were started outside of it
         if self.replay is None and self.warm:
             self.replay = owner.sharded.group.captured(partial(owner.graphs.capture, self._work))
         if self.replay is None:
@@ -129,11 +129,11 @@ class _Kind:
         return rates.astype(self.backend.master_dtype)
 
     def _keys(self, noise: Stream) -> np.ndarray:
-        """One more than there are names: an array without elements has no place."""
+        """The dropout keys, and one more: the array must not be empty."""
         return np.array([*(_named(noise, name).key for name in self.names), (0, 0)], np.uint32)
 
     def _arrays(self, batches: Sequence[Batch]) -> list[np.ndarray]:
-        """Of the batches, as the backend would have them."""
+        """The batches' arrays in the backend's dtypes."""
         found: list[np.ndarray] = []
         for batch in batches:
             starts = () if batch.documents is None else (batch.documents.starts,)
@@ -144,7 +144,7 @@ class _Kind:
         return found
 
     def _step_on(self, batches: Sequence[Batch]) -> Callable[[], None]:
-        """The step on the fixed arrays, for `Graphs`. batches: of which the arrays have the shapes."""
+        """The step on the fixed arrays, for `Graphs`. batches: an example of the shapes."""
         assert self.inputs is not None
         places = iter(self.inputs.arrays)
         moved = []
@@ -176,7 +176,7 @@ class _Kind:
 
 
 class Inputs:
-    """Arrays with the shapes and dtypes of those given, one behind the other in one: `put` fills all in one upload."""
+    """Arrays with the shapes and dtypes of `like`, side by side in one buffer: `put` fills all by one upload."""
 
     def __init__(self, like: Sequence[np.ndarray], backend: Backend) -> None:
         ends = np.cumsum([-(-a.nbytes // _ALIGNED) * _ALIGNED for a in like])
@@ -198,14 +198,14 @@ class Inputs:
 
 
 def _shape(batch: Batch) -> Any:
-    """What is the same in all steps of a graph."""
+    """All that is the same in every step of a graph."""
     arrays = (batch.ids, batch.targets, batch.weights, *batch.more, *batch.given)
     documents = batch.documents and (batch.documents.starts.shape, batch.documents.restart)
     return (*(None if a is None else a.shape for a in arrays), documents, batch.stream, batch.anew, batch.together)
 
 
 class _Asked:
-    """A stream that notes under which names below it keys are asked for."""
+    """A stream that records the names below it whose keys are used."""
 
     def __init__(self, stream: Stream, asked: dict[str, Any], name: str = "") -> None:
         self._stream, self._asked, self._name = stream, asked, name
@@ -220,12 +220,12 @@ class _Asked:
 
 
 def _named(stream: Stream, name: str) -> Stream:
-    """What forks lead to, by a name of `_Asked`: streams join their names in the same way."""
+    """The stream below `stream` for a name that `_Asked` has recorded."""
     return stream.fork(name.removeprefix("/"))
 
 
 class _Fixed:
-    """Stands for a stream whose keys are on the device: by the names of `_Asked`, arrays of two words."""
+    """A stand-in for a stream whose keys are on the device: arrays of two words, by the names of `_Asked`."""
 
     def __init__(self, name: str, keys: dict[str, Array]) -> None:
         self._name, self._keys = name, keys

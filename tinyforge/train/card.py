@@ -1,9 +1,9 @@
-"""The model card: what a model is, what it learned from and how, what it was measured at, and what it is not for.
+"""The model card: what a model is, its training data and settings, its scores, and what it is not for.
 
     write_card(Path("runs/sft"))        README.md beside the checkpoints, from the newest of them
     card(checkpoint.load(path))         its text
 
-Nothing is typed in by hand: all of it comes from the checkpoint's meta.json and the run's scores.json.
+Nothing is typed by hand: all figures come from the checkpoint's meta.json and the run's scores.json.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ for advice or facts: nothing was done to make it truthful, polite or safe."""
 WORLD = """It knows only the small world of `data/world.py`: a few dozen patterns of English sentences about people,
 things, places and small numbers. Asked about anything else, it answers in the same patterns, wrongly. That file
 generates its training text, which contains no personal data."""
-# Each in one piece: a wheel has the commands of `tinyforge` in their places.
+# Each as one literal: building a wheel replaces them by the commands of `tinyforge`.
 COMMANDS = {
     "pretrain": "python recipes/pretrain.py", "sft": "python recipes/sft.py", "dpo": "python recipes/dpo.py",
     "grpo": "python recipes/grpo.py", "classify": "python recipes/classify.py",
@@ -83,16 +83,16 @@ falsehoods fluently. Do not rely on anything it says."""
 
 
 def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
-    """The model card of a checkpoint. weights: the type in which they are given away.
+    """The model card of a checkpoint. weights: their type, as text.
 
-    Raises UserError for a checkpoint that lacks what a card needs; those of early versions did not note the machine.
+    Raises UserError for a checkpoint that lacks what a card needs; those of early versions do not name the machine.
     """
     meta = found.meta
     spec = find_model(meta.get("model", default_model()))
     config = spec.config.from_dict(meta["config"])
     if not {"kind", "step", "settings", "elapsed", "machine", "data_hash"} <= meta.keys():
         raise UserError(f"{found.path} lacks what a card needs, as do checkpoints of early versions; train it again")
-    # A base that another program has made brings no settings.
+    # A base from another program has no settings.
     runs = [("pretrain", meta["base"])] if "settings" in meta.get("base", {}) else []
     imported = "base" in meta and not runs
     runs += [(str(stage.get("kind")), stage) for stage in meta.get("stages", ()) if "settings" in stage]
@@ -101,7 +101,7 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
     return CARD.format(
         name=spec.name, title=spec.title, summary=spec.summary or "A language model", weights=weights,
         size=f"{_parameters(found):,}",
-        # Under which terms a model may be given away that has learned from others' text is not for a program to say.
+        # A program cannot decide the licence of a model that was trained on other people's text.
         license="mit" if built_in else "other",
         kind="fine-tuned to answer" if tuned else "a base model: it continues text",
         prompt="" if tuned else ' --prompt "Once upon a time"',
@@ -114,7 +114,7 @@ def card(found: checkpoint.Checkpoint, weights: str = "float32") -> str:
 
 
 def _parameters(found: checkpoint.Checkpoint) -> int:
-    """Of the whole model; a checkpoint of adapters holds those alone."""
+    """The parameters of the whole model; a checkpoint of adapters holds only those."""
     own = sum(weight.size for weight in found.weights.values())
     return int(found.meta["lora"]["parameters"]) if "lora" in found.meta else own
 
@@ -194,7 +194,7 @@ def _scores(scores: Mapping[str, float]) -> str:
         return "None yet; `python recipes/evaluate.py --checkpoint DIR --card` measures them."
     lines = ["| on held-out data | |", "|---|---|"]
     for name, value in scores.items():
-        # Bits and counts are numbers, all else is a share.
+        # Bits and counts are numbers, all other scores are shares.
         form = ".3f" if "bits per byte" in name else ".2f" if name.startswith("tokens") else ".1%"
         noise = f" ± {scores[name + NOISE]:{form}}" if name + NOISE in scores else ""
         lines += [] if name.endswith(NOISE) else [f"| {name} | {value:{form}}{noise} |"]

@@ -1,4 +1,4 @@
-"""What a pretraining run reads: batches of training text, held-out text by source, and for token shards their mix."""
+"""The corpus of a pretraining run: batches of training text, held-out text by source, and the mix of token shards."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ FEW_DOCUMENTS, FEW_BYTES = 50, 100_000  # of held-out text: below these, its fig
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out text of one source. bytes: of the tokens that are predicted, all but the first; the source's weight in
-    the overall figure."""
+    """Held-out text of one source. bytes: of the predicted tokens, all but the first; they weigh the source in the
+    overall figure."""
 
     source: str
     windows: PackedTokens
@@ -46,7 +46,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Corpus:
-    """tokens: of training text. opening: of a held-out document. hash: a resumed run must find the same. summary: a
+    """tokens: of training text. opening: of a held-out document. hash: must be the same in a resumed run. summary: a
     row for each source that is read, from `summarise`, for the model's card."""
 
     tokenizer: TextTokenizer
@@ -59,9 +59,9 @@ class Corpus:
     inputs: tuple[str, ...] = ()  # SHA-256 of the files that the text came from, where shards know them
 
     def evaluate(self, sharded: Sharded, rows: int, limit: int | None = None) -> tuple[float, dict[str, float]]:
-        """Bits per byte of the held-out text: of all, and of each source if there are several.
+        """Bits per byte of the held-out text: over all of it, and by source if there are several.
 
-        With a limit, so many tokens are read, of each source the same number; its figure counts by its true size.
+        limit: tokens to read, the same number from each source; the overall figure weighs a source by its true size.
         """
         heads = measure(self.held_out, sharded, rows, self.tokenizer.byte_lengths, limit)
         figures = {source: float(bits[0]) for source, bits in heads.items()}
@@ -73,7 +73,7 @@ def measure(
 ) -> dict[str, np.ndarray]:
     """Bits per byte of every head, (K,), on the held-out text of each source.
 
-    With a limit, so many tokens are read, of each source the same number.
+    limit: tokens to read, the same number from each source.
     """
     figures = {}
     for part in parts:
@@ -94,7 +94,7 @@ def over_all(parts: Sequence[HeldOut], figures: Mapping[str, float]) -> float:
 
 
 def summarise(name: str, licence: str, share: float, train: Part, val: Part) -> dict[str, Any]:
-    """What a card says of a source. share: of what is read in training."""
+    """A source's row on a model card. share: of the tokens read in training."""
     return {
         "source": name, "licence": licence, "share": share, "documents": train.documents, "bytes": train.bytes,
         "tokens": train.tokens, "held-out_documents": val.documents, "held-out_bytes": val.bytes,
@@ -120,7 +120,7 @@ def find_shards(settings: PretrainSettings) -> Shards | None:
 
 
 def mix_weights(mix: Sequence[str], shards: Shards) -> dict[str, Fraction]:
-    """The weight of each source to be read: as NAME=WEIGHT items say, or without any its number of tokens.
+    """The weight of each source that is read: from NAME=WEIGHT items, or its number of tokens if there are none.
 
     Raises UserError for an item of another form, an unknown or repeated source, and a weight below 0 or not finite.
     """
@@ -149,7 +149,7 @@ def mix_weights(mix: Sequence[str], shards: Shards) -> dict[str, Fraction]:
 
 
 def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads: int) -> Corpus:
-    """Verify the shards, and say what is read of them how often."""
+    """Verify the shards, and print which sources are read and how often."""
     weights = mix_weights(settings.mix, shards)
     train = {name: shards.sequence(name, "train") for name in weights}
     batches = MixedTokens(train, weights, seq_len, heads, settings.seed, document_mask(settings, shards.tokenizer))
@@ -176,7 +176,7 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
 
 
 def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, heads: int) -> tuple[HeldOut, ...]:
-    """The val split of all sources, in the mix or not: so that runs with other mixes can be compared."""
+    """The val split of all sources, in the mix or not, so that runs with different mixes can be compared."""
     parts = []
     for source in shards.sources.values():
         ids = shards.sequence(source.name, "val")
@@ -193,7 +193,7 @@ def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, head
 
 
 def document_mask(settings: PretrainSettings, tokenizer: TextTokenizer) -> DocumentMask | None:
-    """What --document-mask asks for: of text that is trained on, and of text that is measured on."""
+    """The mask that --document-mask asks for, in training and evaluation."""
     restart = restarts(settings, find_model(settings.model))
     return None if restart is None else DocumentMask(tokenizer.specials[separator_of(tokenizer)], restart)
 
@@ -206,7 +206,7 @@ def pack(texts: Sequence[str], tokenizer: TextTokenizer) -> np.ndarray:
 
 
 def predicted_bytes(ids: np.ndarray, tokenizer: TextTokenizer) -> int:
-    """The bytes that a model is measured on: nothing comes before the first token, so it is not predicted."""
+    """The bytes that a model is measured on: all but those of the first token, which is not predicted."""
     return int(tokenizer.byte_lengths[ids[1:]].sum())
 
 
@@ -219,16 +219,18 @@ def tokenizer_for(
 ) -> tuple[TextTokenizer, ModelConfig]:
     """The tokenizer of --tokenizer, or one trained on the text, and the config with its vocabulary.
 
-    A vocabulary that the user asked for is kept or refused. That of a preset, and any with the built-in corpus, becomes
-    what the characters make, or what can be learned from the text.
+    A vocabulary size that the user asked for is kept or refused. That of a preset, and any with the built-in corpus,
+    becomes the number of characters, or what can be learned from the text.
     """
     asked = _vocab_is_asked_for(settings)
+    # A preset whose vocabulary has no room for the bytes is meant for characters.
+    chars = settings.tokenizer == CHARS or not (settings.tokenizer or asked) and config.vocab < 256
     tokenizer: TextTokenizer
-    if settings.tokenizer == CHARS:
+    if chars:
         tokenizer = CharTokenizer.of([*training, *held_out])
     elif settings.tokenizer:
         tokenizer = load_tokenizer(settings.tokenizer)
-        separator_of(tokenizer)  # refuses one that has none
+        separator_of(tokenizer)  # raises if it has none
     elif find_model(settings.model).learns == "masked text":
         tokenizer = WordPiece.train(training, config.vocab, progress=sys.stderr.isatty())
     else:
@@ -241,7 +243,7 @@ def tokenizer_for(
             f"--tokenizer: {settings.tokenizer} has {tokenizer.vocab_size} ids, the config's vocab is {config.vocab}; "
             f"use --set vocab={tokenizer.vocab_size}, or another tokenizer"
         )
-    why = "the characters of the text" if settings.tokenizer else "what can be learned from the text"
+    why = "the characters of the text" if chars else "what can be learned from the text"
     print(f"vocab {config.vocab} -> {tokenizer.vocab_size}: {why}")
     return tokenizer, config.override({"vocab": tokenizer.vocab_size})
 
@@ -250,7 +252,7 @@ def corpus_of_text(
     settings: PretrainSettings, config: ModelConfig, seq_len: int, training: Sequence[str], held_out: Sequence[str],
     tokenizer: TextTokenizer,
 ) -> Corpus:  # fmt: skip
-    """Plain text, or the built-in corpus: the ids are held in memory."""
+    """The corpus of plain text, or the built-in one: the ids are held in memory."""
     streams = [pack(texts, tokenizer) for texts in (training, held_out)]
     for stream in streams:
         check_ids(stream, config.vocab)
@@ -269,7 +271,7 @@ def corpus_of_text(
 
 
 def _vocab_is_asked_for(settings: PretrainSettings) -> bool:
-    """Whether the user has chosen the vocabulary's size: by --set, or in a config file."""
+    """Whether the user has chosen the vocabulary's size, by --set or in a config file."""
     preset = settings.config in find_model(settings.model).presets
     return not preset or any(item.startswith("vocab=") for item in settings.set)
 

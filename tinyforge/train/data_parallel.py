@@ -26,16 +26,14 @@ from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_
 
 
 class Model(Protocol):
-    """What training asks of a model: nll, (B, T, K), or (nll, terms) where its config has `term_weights`; its gradient,
-    of the same form; and copies that share its weights.
-
-    documents: asked only of models that are registered with them.
-    """
+    """A model in training: forward gives nll, (B, T, K), or (nll, terms) if its config has `term_weights`;
+    backward takes their gradients in the same form; replica makes a copy that shares its weights."""
 
     config: ModelConfig
     buffer: ParamBuffer
 
-    forward: Callable[..., Any]  # (ids, targets, whatever `Batch.more` has, stash=None, and `documents` or `state`)
+    # (ids, targets, *Batch.more, stash=None), and `documents` or `state` if the model supports them
+    forward: Callable[..., Any]
 
     def backward(self, dnll: Any, stash: Stash) -> Any: ...
     def replica(self) -> Any: ...
@@ -45,8 +43,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Totals:
-    """Of all batches of a step: what the objective has summed and counted. The sums may still be under way on a
-    device."""
+    """The objective's sums and counts over all batches of a step. The sums may still be in flight on a device."""
 
     sums: Array
     counts: np.ndarray
@@ -54,10 +51,10 @@ class Totals:
 
 @dataclass
 class Rank:
-    """What one rank works with.
+    """All that one rank works with.
 
-    state: of a recurrent model, what is carried. shards: of `--shards-per-step`; 0 for a part of the batch a rank.
-    batches: the micro-batches of a step, by its number; for ranks that share no memory. optimizer: theirs too.
+    state: the carried state of a recurrent model. shards: --shards-per-step; 0 for one part of the batch per rank.
+    batches: for ranks that do not share memory: from a step's number to its micro-batches.
     """
 
     group: Group
@@ -73,7 +70,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         count, ranks = self.shards or self.group.size, self.group.size
-        # The parts of a batch that this rank computes, each with its number among all.
+        # The numbers of the parts of a batch that this rank computes.
         self.parts = range(count * self.group.rank // ranks, count * (self.group.rank + 1) // ranks)
         self.count = count
         levels = (len(self.parts) - 1).bit_length() if self.objective else 0
@@ -81,7 +78,7 @@ class Rank:
         self.scratch = [self.backend.zeros((size,), self.backend.master_dtype) for _ in range(levels)]
 
     def batches_of(self, told: Sequence[Batch] | int) -> Sequence[Batch]:
-        """Those of a step, see `Sharded.told`."""
+        """The batches of a step, see `Sharded.told`."""
         if not isinstance(told, int):
             return told
         assert self.batches is not None
@@ -91,13 +88,13 @@ class Rank:
         return batch[self.rows(batch, number)]
 
     def rows(self, batch: Batch, number: int) -> slice:
-        """The rows of a part: those that belong together stay together."""
+        """The rows of a part; `Batch.together` rows stay together."""
         part = part_of(number, self.count, len(batch.ids) // batch.together)
         return slice(part.start * batch.together, part.stop * batch.together)
 
     def make_optimizer(self, config: AdamWConfig | None, zero: int = 0, micro_batches: int = 1) -> AdamW:
-        """AdamW, or Muon with its config, over the model's weights as they are now. The bits are those of `zero` 0, see
-        `stage_of`; Muon knows no other."""
+        """AdamW, or Muon if the config is Muon's, over the model's current weights. The bits are the same with every
+        `zero`, see `stage_of`; Muon needs `zero` 0."""
         buffer, ranks = self.model.buffer, self.group.size
         buckets = self.buckets or Buckets(buffer, self.model.ops())
         stage = 0 if self.group.shares else stage_of(zero, ranks, self.shards, micro_batches)
@@ -114,7 +111,7 @@ class Rank:
         return self.optimizer
 
     def _move(self, stage: int) -> None:
-        """Move what the ranks send each other to where it travels best."""
+        """Move the arrays that the ranks exchange to memory that makes collectives faster."""
         assert self.buckets
         buffer, group = self.model.buffer, self.group
         if stage < 2 and (grads := group.reachable(buffer.size, self.backend.master_dtype)) is not None:
@@ -124,25 +121,25 @@ class Rank:
 
     @property
     def sharded(self) -> ShardedAdamW | None:
-        """The optimizer, where the ranks share out its state."""
+        """The optimizer, if its state is sharded over the ranks."""
         return self.optimizer if isinstance(self.optimizer, ShardedAdamW) else None
 
 
 class Sharded:
-    """A model on all ranks of a group. This process tells the others what to do, and takes its part of every batch.
+    """A model on all ranks of a group. This process tells the others what to do, and computes its part of every batch.
 
-    Forked workers have replicas, which read the model's weights and own their gradients; `backend.workers` says how
-    many there are. Where the backend has a group, each of its ranks has made the same model and a `Sharded` of its own:
-    rank 0 goes on with the run, the others `follow`.
+    `backend.workers` forked workers have replicas, which read the model's weights and own their gradients. If the
+    backend has a group instead, each of its ranks has made the same model and a `Sharded` of its own: rank 0 goes on
+    with the run, the others `follow`.
     """
 
     def __init__(
         self, model: Model, backend: Backend, objective: Objective | None = None, carried: int = 0, *, shards: int = 0,
         batches: Callable[[int], Sequence[Batch]] | None = None,
     ) -> None:  # fmt: skip
-        """objective: for `gradients`, to which the model's own terms are added; `nll` needs none. carried: rows whose
-        state a recurrent model carries from batch to batch, `state`: (layers, 2, rows, C); each rank writes its own
-        rows, forked workers into memory that all of them share. shards, batches: see `Rank`."""
+        """objective: for `gradients`; the model's own terms are added to it. `nll` needs none. carried: rows whose
+        state, (layers, 2, rows, C), a recurrent model carries from batch to batch; each rank writes its own rows,
+        forked workers into shared memory. shards, batches: see `Rank`."""
         self.model, self.backend = model, backend
         self.objective = with_terms(objective, model.config) if objective else None
         self.state = backend.shared_zeros(model.state_shape(carried)) if carried else None  # type: ignore[attr-defined]
@@ -151,20 +148,20 @@ class Sharded:
         self.rank = Rank(self.group, model, *of_rank, batches)
         if backend.group and self.objective:
             self.rank.buckets = Buckets(model.buffer, model.ops())
-        # Where the bits of one GPU are to be those of several, it works as if there were others.
+        # With --shards-per-step one GPU must give the bits of several, so it spares as many multiprocessors as they do.
         backend.spare(self.group.spares if backend.group else spared() if shards else 0)
 
     @property
     def alone(self) -> bool:
-        """Whether the weights exist once: one process, or workers that share them."""
+        """Whether there is one copy of the weights: a single process, or workers that share them."""
         return self.backend.group is None
 
     def gradients(self, batches: Sequence[Batch], noise: Stream | None = None, number: int | None = None) -> Totals:
         """Set the model's gradients to those of the objective over all `batches`.
 
-        noise: what is random in this step's passes; each batch and rank draws from a stream of its own below it.
-        number: of the step; ranks with memory of their own make its batches themselves. On a GPU the sums stay there:
-        this returns before they are computed, and `backend.to_numpy` waits for them.
+        noise: for dropout; each batch and part forks a stream of its own from it. number: of the step; ranks with
+        memory of their own make its batches themselves. On a GPU this returns before the sums are computed;
+        `backend.to_numpy` waits for them.
         """
         assert self.objective is not None, "Sharded was made without an objective"
         counts = sum((self.objective.count(batch) for batch in batches[1:]), self.objective.count(batches[0]))
@@ -172,15 +169,15 @@ class Sharded:
         return Totals(gradients_of(self.rank, tuple(batches), counts, noise), counts)
 
     def told(self, batches: Sequence[Batch], number: int | None) -> Sequence[Batch] | int:
-        """What the other ranks are told of a step's batches: its number, where they make them themselves."""
+        """The message to the other ranks: the step's batches, or its number if they make the batches themselves."""
         return tuple(batches) if self.alone or self.rank.batches is None or number is None else number
 
     def clip(self, limit: float) -> tuple[Any, Any]:
-        """`AdamW.clip` of the gradients that `gradients` has left."""
+        """`AdamW.clip` of the gradients that `gradients` has computed."""
         return clip(self.rank, limit) if self.alone else self.on_all_ranks(clip, limit)
 
     def update(self, lr: float) -> None:
-        """`AdamW.step` with the factor that `clip` has found."""
+        """`AdamW.step` with the factor from `clip`."""
         update(self.rank, lr) if self.alone else self.on_all_ranks(update, lr)
 
     def carried(self) -> Array:
@@ -188,7 +185,7 @@ class Sharded:
         return self.state if self.alone else self.on_all_ranks(carried)
 
     def be_patient(self, seconds: float) -> None:
-        """From now on a rank may keep the others waiting for so long."""
+        """From now on a rank may keep the others waiting for `seconds`."""
         self.on_all_ranks(be_patient, seconds)
 
     def nll(self, batch: Batch) -> np.ndarray:
@@ -204,14 +201,14 @@ class Sharded:
         return self.backend.to_numpy(self.on_all_ranks(_logits, batch))
 
     def on_all_ranks(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What work(rank, *arguments) returns on rank 0; all ranks run it. `work` is a function of a module, by whose
-        name the others find it."""
+        """Run work(rank, *arguments) on all ranks; returns rank 0's result. `work` is a function of a module: it is
+        pickled by name."""
         self.group.send_object((work, arguments))
         return work(self.rank, *arguments)
 
     def led(self, work: Callable[[], Any]) -> Any:
-        """What work() returns on rank 0. All ranks with memory of their own call this, and get it; meanwhile they do
-        what it asks of them. For what happens before `Run.train`, in which they follow."""
+        """Run work() on rank 0, while the other ranks follow; returns its result on all ranks. All ranks with memory of
+        their own call this. For work before `Run.train`, in which they follow anyway."""
         if self.alone:
             return work()
         if self.group.rank == 0:
@@ -221,7 +218,7 @@ class Sharded:
         return self._follow()
 
     def follow(self) -> NoReturn:
-        """Of a rank above 0: do what rank 0 says, until it ends the run, which raises SystemExit."""
+        """On a rank above 0: do what rank 0 says until it ends the run, which raises SystemExit."""
         while True:
             self._follow()
 
@@ -242,8 +239,8 @@ def _fork_follows(model: Model, backend: Backend, objective: Objective | None, s
 
 
 def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Any) -> Array:
-    """Leave the sum of all ranks' gradients in the model's, or with a sharded optimizer each rank's part of it; returns
-    the sums. noise: a Stream, what stands for one, or None."""
+    """Set the model's gradients to the sum over all ranks, or with a sharded optimizer to each rank's part of it;
+    returns the objective's sums. noise: a Stream or a stand-in for one, or None."""
     batches = rank.batches_of(batches)
     group, grads, tree = rank.group, rank.model.buffer.grads, rank.shards > 0
     begin, last = partial(_begin, rank), len(batches) - 1
@@ -252,12 +249,12 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
     watches = group.overlaps and rank.buckets and len(rank.parts) == 1
 
     def known(total: Array) -> None:
-        """Before the last backward pass: sums of one part may travel first, not last."""
+        """Called before the last backward pass: the sums of a single part can be reduced before the gradients."""
         if watches:
             group.all_reduce_(total, tree)
 
     def stash_of(index: int) -> Stash:
-        """Of the backward of a micro-batch."""
+        """The stash for a micro-batch."""
         if rank.sharded and grads is None:
             return rank.sharded.windows(first=index == 0)
         return rank.buckets.watched(None, begin) if watches and rank.buckets and index == last else Stash()
@@ -265,7 +262,7 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
     add, sums = add_.bind(rank.backend), []
     for position, part in enumerate(rank.parts):
         sums.append(_gradients_of_part(rank, batches, part, counts, noise, stash_of, known))
-        # A binary counter: what has the place of a 1 is added, from the lowest on, to what comes.
+        # A binary counter over the parts: each level holds the sum of a complete subtree, and equal ones are added.
         level = 0
         while position >> level & 1:
             add(grads, rank.scratch[level])
@@ -286,7 +283,7 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
 
 
 def _begin(rank: Rank, number: int) -> None:
-    """Start to sum a bucket of the gradients over the ranks."""
+    """Start summing a bucket of the gradients over the ranks."""
     assert rank.buckets
     for p in rank.buckets.params[number]:
         p.settle()
@@ -301,14 +298,14 @@ def _gradients_of_part(
     rank: Rank, batches: Sequence[Batch], number: int, counts: np.ndarray, noise: Any,
     stash_of: Callable[[int], Stash], known: Callable[[Array], None],
 ) -> Array:  # fmt: skip
-    """The model's gradients become those of one part of every batch, each with a stash of its own; known: is told the
-    sums of all before the last backward pass."""
+    """Set the model's gradients to those of one part of every batch, each with a stash of its own. known: called with
+    the sums over all batches before the last backward pass."""
     model, backend, objective = rank.model, rank.backend, rank.objective
     assert objective is not None
     if model.buffer.grads is not None:
         model.buffer.clear_grads()
     total: Array = 0.0
-    # A number that is not finite stops the run by name (train/run.py); NumPy's own warnings would only precede that.
+    # The run stops at a number that is not finite and names its source (train/run.py); NumPy's warnings are redundant.
     with np.errstate(all="ignore"):
         for index, whole in enumerate(batches):
             batch, stash = rank.part(whole, number), stash_of(index)
@@ -327,7 +324,7 @@ def _gradients_of_part(
 
 
 def _finish(rank: Rank, stash: Watched, last: bool) -> None:
-    """A backward pass is over: begin the sums that are left, and under those of the last one the norm of the others."""
+    """A backward pass is over: start the remaining sums; in the last pass, compute the norm of the others meanwhile."""
     mark, begun = rank.group.mark(), sorted(stash.begun)
     stash.finish()
     if last and rank.optimizer and begun and begun == list(range(begun[0], begun[-1] + 1)):
@@ -350,29 +347,33 @@ def _nll(rank: Rank, whole: Batch) -> Array:
 
 
 def _token_nll(rank: Rank, whole: Batch) -> Array:
-    found = rank.backend.zeros(whole.targets.shape[:2], rank.backend.master_dtype)
-    for number in rank.parts:
-        part = rank.rows(whole, number)
-        if len((batch := whole[part]).ids):
-            found[part] = likelihoods(forward(rank.model, rank.backend, batch, None))[..., 0]
-    rank.group.all_reduce_(found)
-    rank.group.join()
-    return found
+    def first_head(batch: Batch) -> Array:
+        return likelihoods(forward(rank.model, rank.backend, batch, None))[..., 0]
+
+    return _of_rows(rank, whole, whole.targets.shape[:2], first_head)
 
 
 def _logits(rank: Rank, whole: Batch) -> Array:
-    found = rank.backend.zeros((len(whole.ids), rank.model.config.classes), rank.backend.master_dtype)
+    def classify(batch: Batch) -> Array:
+        ids, _targets, *more = batch.inputs(rank.backend)
+        return rank.model.classify(ids, *more)[:, 0]
+
+    return _of_rows(rank, whole, (len(whole.ids), rank.model.config.classes), classify)
+
+
+def _of_rows(rank: Rank, whole: Batch, shape: tuple[int, ...], compute: Callable[[Batch], Array]) -> Array:
+    """compute(batch) for the rows of each part, gathered from all ranks: (rows, ...), of this shape."""
+    found = rank.backend.zeros(shape, rank.backend.master_dtype)
     for number in rank.parts:
-        part = rank.rows(whole, number)
-        if len((batch := whole[part]).ids):
-            ids, _targets, *more = batch.inputs(rank.backend)
-            found[part] = rank.model.classify(ids, *more)[:, 0]
-    rank.group.all_reduce_(found)
+        rows = rank.rows(whole, number)
+        if len((batch := whole[rows]).ids):
+            found[rows] = compute(batch)
+    rank.group.all_reduce_(found)  # with zeros: to gather them
     rank.group.join()
     return found
 
 
-# --- what a run does beside gradients, on each rank that has memory of its own ----------------------------------------
+# --- what each rank with memory of its own does in a run besides gradients --------------------------------------------
 
 
 def clip(rank: Rank, limit: float) -> tuple[Any, Any]:
@@ -386,7 +387,7 @@ def update(rank: Rank, lr: float) -> None:
 
 
 def carried(rank: Rank) -> Array:
-    """The state of all rows, of which each rank has computed its own."""
+    """The state of all rows; each rank has computed its own rows."""
     assert rank.state is not None
     found, rows = rank.backend.zeros(rank.state.shape, rank.state.dtype), rank.state.shape[2]
     for number in rank.parts:
@@ -404,8 +405,8 @@ def be_patient(rank: Rank, seconds: float) -> None:
 def forward(
     model: Model, backend: Backend, batch: Batch, stash: Stash | None, state: Array | None = None
 ) -> Any:
-    """What the model gives for a batch, which has no row where there are fewer rows than ranks. state: what is carried,
-    of all rows."""
+    """The model's forward on a batch, which is empty if there are fewer rows than ranks. state: the carried state of
+    all rows."""
     if not len(batch.ids):
         nll, terms = backend.zeros(batch.targets.shape, backend.master_dtype), len(model.config.term_weights)
         return (nll, backend.zeros((terms,), backend.master_dtype)) if terms else nll

@@ -1,4 +1,4 @@
-"""When a loss or gradient is not finite: which op made the first bad number?"""
+"""Find the op that made the first number that is not finite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _NotFinite(Exception):
 
 
 def sources(rank: Rank, number: int, counts: np.ndarray, noise: Stream) -> Any:
-    """On rank 0 a list, of what `first_nonfinite` says on each rank of its own parts of a step's batches."""
+    """On rank 0 the list of each rank's `first_nonfinite` on its own parts of a step's batches."""
     assert rank.batches and rank.objective
     found = ""
     for index, whole in enumerate(rank.batches(number)):
@@ -32,14 +32,14 @@ def sources(rank: Rank, number: int, counts: np.ndarray, noise: Stream) -> Any:
 def first_nonfinite(
     model: Model, batch: Batch, objective: Objective, counts: np.ndarray, noise: Stream | None = None
 ) -> str:
-    """Run the batch again with every op's results looked at; returns e.g. "forward of blocks.2.down".
+    """Rerun the batch and check every op's results; returns e.g. "forward of blocks.2.down".
 
-    Empty where every op's own results are finite: then it is their sum that is not.
+    Empty if all of them are finite: then only the sum of the gradients is not.
     """
     backend = model.ops()[0].backend
-    if model.buffer.grads is None:  # shared out among the ranks; here all are looked at
+    if model.buffer.grads is None:  # sharded over the ranks; here whole gradients are needed
         model.buffer.place_grads(backend.zeros((model.buffer.size,), backend.master_dtype))
-    model.buffer.grads[...] = 0  # what the batch that failed left there would be blamed on the first op
+    model.buffer.grads[...] = 0  # those of the batch that failed would be blamed on the first op
     for op in model.ops():
         for p in op.params():
             if not np.isfinite(backend.to_numpy(p.value)).all():

@@ -1,7 +1,7 @@
-"""Masked-word pretraining, BERT's: 15 % of the words of a text are hidden, and the model guesses them.
+"""Masked-word pretraining as in BERT: 15 % of the words of a text are masked, and the model predicts them.
 
-Of the hidden ones 80 % become [MASK], 10 % another word, 10 % stay: a model that saw [MASK] alone would learn nothing
-of words that it can see. Which ones is drawn anew whenever a text comes again.
+Of the masked words 80 % become [MASK], 10 % another word, 10 % stay: with [MASK] alone a model would learn nothing
+about words that it can see. The words are drawn again in every epoch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ FRAME = 2  # tokens around a text: [CLS] before it, [SEP] behind it
 def special(tokenizer: TextTokenizer, text: str) -> int:
     """The id of one of BERT's special tokens. Raises UserError for a tokenizer without it."""
     if text not in tokenizer.specials:
-        raise UserError(f"the tokenizer has no {text}, which a BERT reads; use a WordPiece tokenizer, as BERT's is")
+        raise UserError(f"the tokenizer has no {text}, which BERT needs; use a WordPiece tokenizer")
     return tokenizer.specials[text]
 
 
 class MaskedWords:
-    """Windows of text as a model of masked words reads them: batches with segments, lengths and the places of the
-    hidden words in `Batch.more`."""
+    """Windows of text for a model of masked words: batches with segments, lengths and the places of the masked words in
+    `Batch.more`."""
 
     def __init__(
         self, windows: Batches, tokenizer: TextTokenizer, config: ModelConfig, length: int, seed: int
     ) -> None:
-        """windows: of `length` - FRAME tokens. length: of a row with its frame."""
+        """windows: of `length` - FRAME tokens. length: of a row, with [CLS] and [SEP]."""
         self.windows, self.seed = windows, seed
         self.cls, self.sep, self.mask = (special(tokenizer, text) for text in (CLS, SEP, MASK))
         self.hidden = config.input_shapes(1, length)[1][1]  # words of a row
@@ -46,8 +46,7 @@ class MaskedWords:
         self.words = np.setdiff1d(np.arange(tokenizer.vocab_size), self.specials)
 
     def frequency_loss(self, tokens: int = 1 << 18) -> float:
-        """The loss of a model that knows how often each word comes and nothing else: the entropy of the shares p of the
-        words among so many tokens, -sum p log p."""
+        """The loss of a model that only knows word frequencies: their entropy, -sum p log p, over `tokens` tokens."""
         counts, index = np.zeros(len(self.words) + len(self.specials)), 0
         while counts.sum() < tokens:
             counts += np.bincount(self.windows.batch(index, 64).ids.reshape(-1), minlength=len(counts))
@@ -59,7 +58,7 @@ class MaskedWords:
         return self.hide(self.windows.batch(index, size).ids, Stream(self.seed, f"hidden words/{index}"))
 
     def hide(self, text: np.ndarray, stream: Stream) -> Batch:
-        """text: (B, T) ids, to a batch of rows of T + FRAME. No special token is hidden."""
+        """text: (B, T) ids; returns a batch of rows of T + FRAME. Special tokens are never masked."""
         batch, width = len(text), text.shape[1] + FRAME
         ids = np.concatenate(
             [np.full((batch, 1), self.cls, np.int32), text, np.full((batch, 1), self.sep, np.int32)], axis=1
@@ -79,7 +78,7 @@ class MaskedWords:
         return Batch(ids, targets[..., None], None, more)
 
     def held_out(self, corpus: Corpus, rows: int, limit: int | None = None) -> Iterator[Batch]:
-        """The whole windows of the held-out text, up to `limit` tokens of it; always the same words are hidden."""
+        """The whole windows of the held-out text, up to `limit` tokens; the same words are masked every time."""
         for part in corpus.held_out:
             tokens = len(part.windows.tokens) if limit is None else limit // len(corpus.held_out)
             for number, found in enumerate(part.windows.in_order(rows, tokens)):
@@ -89,7 +88,7 @@ class MaskedWords:
 
 
 def evaluate_masked(sharded: Sharded, batches: Iterator[Batch]) -> dict[str, float]:
-    """The mean loss of the hidden words, and the perplexity, over all batches."""
+    """The mean loss of the masked words, and the perplexity, over all batches."""
     nll, count = 0.0, 0
     for batch in batches:
         nll += float(sharded.nll(batch)[0])
@@ -99,7 +98,7 @@ def evaluate_masked(sharded: Sharded, batches: Iterator[Batch]) -> dict[str, flo
 
 
 def guesses(model: object, batch: Batch, tokenizer: TextTokenizer, backend: Backend) -> str:
-    """The first row of a batch, hidden words in brackets with what the model takes them for: [guess|word]."""
+    """The first row of a batch, with masked words as [prediction|word]."""
     ids, _targets, segments, lengths, places = batch[:1].inputs(backend)
     found = model.predict(model.hidden(ids, segments, lengths), places)  # type: ignore[attr-defined]
     best = backend.to_numpy(found)[0].argmax(axis=-1)
@@ -123,8 +122,8 @@ def framed(
 ) -> tuple[list[int], list[int]]:
     """[CLS] first [SEP] second [SEP], or without a second [CLS] first [SEP], and the segment of each token.
 
-    What is longer than `length` loses, of a text alone, a part behind the first quarter, since reviews say what they
-    think at their end; of a pair the end of the longer one. Source: Sun et al., "How to Fine-Tune BERT" (2019).
+    A single text that is too long for `length` loses a part after its first quarter, since reviews give their opinion
+    at the end; a pair loses the end of the longer text. Source: Sun et al., "How to Fine-Tune BERT" (2019).
     """
     cls, sep = special(tokenizer, CLS), special(tokenizer, SEP)
     first, second = list(first), list(second)

@@ -1,5 +1,5 @@
-"""What a run writes about itself: metrics.jsonl, one object a line, and loss.png drawn from it; samples.jsonl, the
-texts that it showed; run.json, what it is. `python -m tinyforge.board` shows them while they grow."""
+"""A run's records: metrics.jsonl, one object per line, and loss.png plotted from it; samples.jsonl, the sampled texts;
+run.json, a description of the run. `python -m tinyforge.board` shows them live."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 class Metrics:
     """Appends to `out/metrics.jsonl` and `out/samples.jsonl`; a resumed run first drops the rows after the step it
-    starts from. All other lines stay as they are, damaged ones too. also: called with each row of numbers."""
+    starts from. All other lines stay unchanged, even damaged ones. also: called with each row of numbers."""
 
     def __init__(self, out: Path, step: int, also: Callable[[Row], None] | None = None) -> None:
         self.path, self.samples, self.also = out / "metrics.jsonl", out / "samples.jsonl", also
@@ -44,7 +44,7 @@ class Metrics:
             self.also(row)
 
     def write_sample(self, **row: Any) -> None:
-        """step, tokens, text. No clock is in it: a run that was stopped and resumed has the same bytes."""
+        """row: step, tokens, text; no time, so that a run that was stopped and resumed writes the same bytes."""
         self._append(self.samples, row)
 
     def _append(self, path: Path, row: Row) -> None:
@@ -59,14 +59,14 @@ class Metrics:
 
 
 def _keep_until(step: int, path: Path, good: Callable[[Any], bool]) -> None:
-    """Drop the rows after `step`. A kill here must not lose the rows that no later step writes again."""
+    """Drop the rows after `step`. Written atomically: a kill must not lose the rows that are kept."""
     kept = [line for line, row in _lines(path, good) if row is None or row["step"] <= step] if step else []
     with written_whole(path) as partial:
         partial.write_bytes(b"".join(line + b"\n" for line in kept))
 
 
 def save_about(out: Path, about: Mapping[str, Any]) -> None:
-    """Write `out/run.json`, which says from the first step on what the run is: settings, sizes, the memory's plan."""
+    """Write `out/run.json`, which describes the run from the first step on: settings, sizes, the memory plan."""
     try:
         write_whole(out / "run.json", json.dumps(about, indent=1) + "\n")
     except OSError as error:
@@ -74,9 +74,10 @@ def save_about(out: Path, about: Mapping[str, Any]) -> None:
 
 
 def layer_norms(buffer: ParamBuffer, backend: Backend) -> dict[str, float]:
-    """sqrt(sum g^2) of each layer's gradients, "grad_norm.blocks.3", and of what is in none, "grad_norm.embedding".
+    """sqrt(sum g^2) of each layer's gradients, "grad_norm.blocks.3", and of parameters outside of layers,
+    "grad_norm.embedding".
 
-    A layer is what the parameters' names say up to the first number. The squares of all add up to the whole norm's.
+    A layer is a parameter's name up to the first number. The squares of all norms add up to the whole norm's.
     """
     squares: dict[str, Any] = {}
     for p in buffer.params:
@@ -84,7 +85,7 @@ def layer_norms(buffer: ParamBuffer, backend: Backend) -> dict[str, float]:
         number = next((i for i, word in enumerate(words) if word.isdigit()), 0)
         layer = "grad_norm." + ".".join(words[: number + 1])
         flat = buffer.view(buffer.grads, p).reshape(-1)
-        squares[layer] = squares.get(layer, 0.0) + flat @ flat  # on a device until all are under way
+        squares[layer] = squares.get(layer, 0.0) + flat @ flat  # stays on the device until all are queued
     return {layer: float(backend.to_numpy(total)) ** 0.5 for layer, total in squares.items()}
 
 
@@ -94,8 +95,8 @@ def cannot_write_in(out: Path, error: OSError) -> UserError:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. A last line without its end was cut by a kill, and is left out; other lines that are
-    damaged are left out with a warning."""
+    """The rows of a metrics file. An incomplete last line, cut off by a kill, is left out; other damaged lines are left
+    out with a warning."""
     rows = [row for _, row in _lines(path, numbers)]
     if damaged := [number for number, row in enumerate(rows, start=1) if row is None]:
         which = ", ".join(map(str, damaged[:5])) + f" and {len(damaged) - 5} more" * (len(damaged) > 5)
@@ -104,14 +105,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path, good: Callable[[Any], bool]) -> list[tuple[bytes, Row | None]]:
-    """Every whole line, and the row in it; None where it is damaged."""
+    """Every complete line, and its row; None if it is damaged."""
     if not path.is_file():
         return []
     return [(line, read_row(line, good)) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def read_row(line: bytes, good: Callable[[Any], bool]) -> Row | None:
-    """The row of a line; None where it is damaged. good: `numbers`, or `sample`."""
+    """The row of a line; None if it is damaged. good: `numbers`, or `sample`."""
     try:
         row = json_value(line)
     except ValueError:
@@ -125,16 +126,16 @@ def numbers(row: Any) -> bool:
 
 
 def sample(row: Any) -> bool:
-    """Whether a value from a line of samples.jsonl is a row: a step, a text, and the tokens until then."""
+    """Whether a value from a line of samples.jsonl is a row: a step, a text, and the tokens read so far."""
     return (isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("text"), str)
             and type(row.get("tokens", 0)) is int)  # fmt: skip
 
 
 def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:
-    """Put what the model was measured at after `step` steps into `out/scores.json`, for its card.
+    """Add the model's scores after `step` steps to `out/scores.json`, for its card.
 
-    Other scores of this step stay, those of another go. One named as another with NOISE behind it says how far chance
-    may move that other one, and goes when that is measured anew.
+    Other scores of this step stay, those of another step are removed. A name with NOISE behind it says how far chance
+    may move the score of that name, and is removed when that score is measured again.
     """
     path = out / "scores.json"
     stale = {name + NOISE for name in scores}
@@ -146,22 +147,22 @@ def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:
 
 
 def read_scores(out: Path, step: int) -> dict[str, float]:
-    """What `save_scores` has written for `step`; nothing where it has not, or where the file cannot be read."""
+    """The scores that `save_scores` has written for `step`; empty if there are none or the file cannot be read."""
     try:
         scores = read_json(out / "scores.json", "the scores")
     except UserError:
         return {}
-    # Files of earlier versions name no step: they are taken as they are.
+    # Files of earlier versions have no step: their scores are used as they are.
     if scores.pop("step", step) != step:
         return {}
     return {name: score for name, score in scores.items() if type(score) in (int, float)}
 
 
 def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
-    """Training and held-out bits per byte against tokens read and minutes, and the learning rate below; whether there
-    was anything to draw. curve: another figure instead, and beside it, as held out, all that begins with "val_".
+    """Plot training and held-out bits per byte against tokens and minutes, with the learning rate below; returns
+    whether there was anything to plot. curve: another figure instead, with all held-out figures, named "val_...".
 
-    Raises OSError where the picture cannot be written; then the old one is still there.
+    Raises OSError if the picture cannot be written; an old one then stays.
     """
     import matplotlib
 
@@ -169,17 +170,16 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
     import matplotlib.pyplot as plt
 
     rows = [row for row in rows if "tokens" in row]
-    train = [row for row in rows if "lr" in row and "loss" in row and "seconds" in row]
-    held_out = [row for row in rows if "val_bits_per_byte" in row or (curve and any(k.startswith("val_") for k in row))]
+    train = [row for row in rows if {"lr", "loss", "seconds", curve or "loss"} <= row.keys()]
     if not train:
         return False
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
     )
-    # An objective without text has no bytes.
+    # Without text there are no bytes.
     measured = curve or ("bits_per_byte" if "bits_per_byte" in train[0] else "loss")
-    whole, *sources = sorted({key for row in held_out for key in row if key.startswith("val_")
-                              and (curve or key.startswith("val_bits_per_byte"))}) or [""]  # fmt: skip
+    names = sorted({key for row in rows for key in row if key.startswith("val_" if curve else "val_bits_per_byte")})
+    held_out = {name: [(row["tokens"] / 1e6, row[name]) for row in rows if name in row] for name in names}
     train = [row for row in train if measured in row]
     tokens, loss = [row["tokens"] / 1e6 for row in train], [row[measured] for row in train]
     top.plot(tokens, loss, color="0.75", linewidth=0.8, label="training, one step")
@@ -188,22 +188,20 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
         average = 0.95 * average + 0.05 * value
         smooth.append(average)
     top.plot(tokens, smooth, color="C0", label="training, moving average")
-    for number, key in enumerate(sources):
-        label = f"held out, {key.removeprefix('val_') if curve else key.removeprefix(whole + '_')}"
-        places = [row["tokens"] / 1e6 for row in held_out]
-        top.plot(places, [row[key] for row in held_out], color=f"C{4 + number}", linewidth=1.0, label=label)
-    if held_out:
-        values = [row[whole] for row in held_out]
-        top.plot([row["tokens"] / 1e6 for row in held_out], values, "o-", color="C3", markersize=4,
-                 label=f"held out, {whole.removeprefix('val_')}" if curve else "held out")  # fmt: skip
-    # The first steps, from random weights, would squeeze the rest of the curve against the axis.
-    lowest = min([*loss, *(row[key] for row in held_out for key in (whole, *sources))])
+    for number, name in enumerate(names[1:]):
+        label = f"held out, {name.removeprefix('val_' if curve else names[0] + '_')}"
+        top.plot(*np.transpose(held_out[name]), color=f"C{4 + number}", linewidth=1.0, label=label)
+    if names:
+        top.plot(*np.transpose(held_out[names[0]]), "o-", color="C3", markersize=4,
+                 label=f"held out, {names[0].removeprefix('val_')}" if curve else "held out")  # fmt: skip
+    # The loss of the first steps, from random weights, would flatten the rest of the curve.
+    lowest = min([*loss, *(value for points in held_out.values() for _, value in points)])
     top.set_ylim(0.9 * lowest, sorted(loss)[int(len(loss) * 0.98)] * 1.15)
     top.set_xlim(0, tokens[-1])
     top.set_ylabel(measured.replace("_", " "))
     top.grid(alpha=0.3)
     top.legend()
-    # The clock runs on while a run evaluates and saves: its ticks stand where the tokens' are.
+    # Time also passes while a run evaluates and saves, so the minutes are interpolated at the token axis's ticks.
     clock, ticks = top.secondary_xaxis("top"), [tick for tick in top.get_xticks() if 0 <= tick <= tokens[-1]]
     clock.set_xticks(ticks, [f"{np.interp(t, tokens, [row['seconds'] / 60 for row in train]):.1f}" for t in ticks])
     clock.set_xlabel("minutes")
@@ -220,8 +218,8 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
 
 
 def peak_memory_mib() -> float:
-    """The most memory that this process and its workers have held, MiB: the sum of their own peaks, so pages that
-    they share are counted in each. NaN on Windows, whose Python cannot tell."""
+    """The peak memory of this process and its workers, MiB: the sum of their own peaks, so shared pages count in each.
+    NaN on Windows, where Python has no such figure."""
     if sys.platform == "win32":
         return math.nan
     import resource

@@ -1,9 +1,8 @@
-"""What is learned: how much each token's negative log-likelihood weighs in the loss, and so its gradient.
+"""Objectives: how much each token's negative log-likelihood weighs in the loss, and so its gradient.
 
-A model's forward gives nll, (B, T, K): one number for each token and head. An objective weighs them into a loss and
-says what the loss's gradient in them is; nothing below it knows what is being learned. Losses are sums divided by
-counts, and the counts are those of the whole step: all micro-batches, all ranks. So one large batch and many small ones
-have the same gradient.
+A model's forward gives nll, (B, T, K): one number for each token and head. An objective combines them into a loss and
+computes the loss's gradient in them; nothing below it knows what is being learned. Losses are sums divided by counts
+of the whole step: all micro-batches, all ranks. So one large batch and many small ones have the same gradient.
 
     counts = sum(objective.count(batch) for batch in batches)
     for batch in batches:
@@ -11,8 +10,8 @@ have the same gradient.
         model.backward(dnll, stash)
     objective.figures(total of the sums, counts)["loss"]
 
-A model may add terms of its own to the loss, such as what balances a router: its config's `term_weights` names them,
-and forward gives (nll, terms). `WithTerms` puts an objective and such terms together.
+A model may add terms of its own to the loss, such as a router's balance: its config's `term_weights` names them, and
+forward gives (nll, terms). `WithTerms` adds such terms to an objective.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ LN2 = float(np.log(2.0))
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model reads and predicts.
+    """The inputs and targets of a model.
 
-    ids: (B, T) int32, in range; of a model of images, (B, K, H, W) bytes. targets: (B, T, K) int32, -1 for none; of a
-    model that predicts elsewhere than at every token, (B, M, K). weights: like targets, float, what each prediction
-    weighs in the loss; None for 1. more: what else the model's forward takes, in its order: integers, B rows each.
-    documents: those that the rows hold, where none is to see another; without, a token sees all of its row before it.
-    stream: the rows continue those of the batch before, the first being row number `stream` of the model's carried
-    state; None for rows of their own. anew: they begin again, with a state of zeros. given: what the objective alone
-    takes, B rows each. together: rows that follow one another and are weighed with one another, such as a preference
-    pair: a rank takes all of them. factors: what the objective's `factors` gives, where it is on the device already.
+    ids: (B, T) int32, in range; for images, (B, K, H, W) bytes. targets: (B, T, K) int32, -1 for none; (B, M, K) for a
+    model that does not predict at every token. weights: like targets, float, the weight of each prediction in the loss;
+    None for 1. more: further inputs of the model's forward, in order: integers, B rows each. documents: the documents
+    in the rows, if they must not see each other; without it a token sees its whole row before it. stream: the rows
+    continue those of the batch before, beginning with row `stream` of the model's carried state; None for independent
+    rows. anew: reset that state to zeros. given: inputs of the objective only, B rows each. together: the number of
+    consecutive rows that are weighed together, such as a preference pair: a rank takes all of them. factors: the result
+    of the objective's `factors`, if it is on the device already.
     """
 
     ids: np.ndarray
@@ -67,40 +66,41 @@ class Batch:
                      self.together, self.factors)  # fmt: skip
 
     def inputs(self, backend: Backend) -> tuple[Array, ...]:
-        """What the model's forward takes, on its backend; `documents` and a carried state come as keywords."""
+        """The positional inputs of the model's forward, on its backend; `documents` and a carried state are keywords.
+        """
         return tuple(backend.asarray(array) for array in (self.ids, self.targets, *self.more))
 
 
 class Objective(Protocol):
-    """See the module's text. `weigh` runs on the model's backend and waits for no device.
+    """See the module's docstring. `weigh` runs on the model's backend and does not wait for a device.
 
-    A step can be captured in a graph if the objective also has `factors(counts)`: a float64 vector, all that `weigh`
-    takes from the counts. Then `Batch.factors` has it, and `weigh` does not look at the counts.
+    A step can be captured in a graph if the objective also has `factors(counts)`, a float64 vector of all that `weigh`
+    needs of the counts. It is then passed as `Batch.factors`, and `weigh` does not use the counts.
     """
 
     def count(self, batch: Batch) -> np.ndarray:
-        """What the loss is divided by, as a vector; added up over the step."""
+        """The loss's divisors, a vector that is added up over the step."""
 
     def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Any]:
         """nll: (B, T, K), of `batch`; counts: of the step. Returns the batch's share of the sums, a float64 vector on
-        the device, and the gradient of the loss in nll: (B, T, K), or (K,) where it is the same for every token."""
+        the device, and the gradient of the loss in nll: (B, T, K), or (K,) if it is the same for every token."""
 
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-        """"loss", and what else is worth logging, from the step's sums and counts."""
+        """"loss" and other figures to log, from the step's sums and counts."""
 
 
 @dataclass(frozen=True)
 class NextTokens:
     """loss = sum_k w[k] / sum(w) * (sum over tokens of a nll[..., k]) / n[k], the weighted mean over heads
 
-    head_weights: w, (K,). a: `Batch.weights`, 1 without them. n[k]: the targets of head k whose a is not 0, in the
-    whole step. A head with no target at all adds nothing, and the others keep their share: a head's part of the
-    gradient does not depend on what the others had to predict.
+    head_weights: w, (K,). a: `Batch.weights`, 1 without them. n[k]: the number of targets of head k with a nonzero a,
+    in the whole step. A head without targets adds nothing, and the others keep their share: a head's part of the
+    gradient does not depend on the other heads' targets.
 
     byte_lengths: the bytes of each token id, for the figure bits_per_byte: head 0's summed nll in bits over the bytes
-    of the tokens it predicted. None where targets are no text.
+    of the tokens it predicted. None if targets are not text.
 
-    Replies alone are learned with targets of -1 on the prompts.
+    Targets of -1 on the prompts make it learn the replies only.
     """
 
     head_weights: tuple[float, ...] = (1.0,)
@@ -114,11 +114,11 @@ class NextTokens:
         heads = batch.targets.shape[-1]
         first = batch.targets[..., 0]
         size = 0 if self.byte_lengths is None else int(self.byte_lengths[first[first >= 0]].sum())
-        # A sum over the first axis would take ten times as long, which a small model on a GPU waits for.
+        # A sum over the first axis would take ten times as long, and a small model on a GPU waits for it.
         return np.array([*(np.count_nonzero(counted[..., k]) for k in range(heads)), size])
 
     def scale(self, counts: np.ndarray) -> np.ndarray:
-        """(K,): what a nll of each head weighs, w[k] / (sum(w) n[k]), and 0 where n[k] is."""
+        """(K,): the weight of a nll of each head, w[k] / (sum(w) n[k]), 0 if n[k] is 0."""
         targets = counts[:-1]
         weights = np.asarray(self.head_weights)
         return weights / sum(self.head_weights) / np.maximum(targets, 1) * (targets > 0)
@@ -145,10 +145,10 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class MaskedTokens(NextTokens):
-    """loss = the mean of nll over the tokens that are hidden, of the whole step
+    """loss = the mean of nll over the masked tokens of the whole step
 
-    targets: (B, M, 1), the hidden tokens, -1 where a row has fewer than M. Logged beside it is the perplexity,
-    exp(loss): among how many tokens, equally likely, the model would be as unsure.
+    targets: (B, M, 1), the masked tokens, -1 if a row has fewer than M. Also logs the perplexity, exp(loss): the number
+    of equally likely tokens among which a model would be as unsure.
 
     Source: Devlin et al., "BERT" (2018).
     """
@@ -162,8 +162,8 @@ class MaskedTokens(NextTokens):
 class Classes(NextTokens):
     """loss = sum over rows of a nll / n, the mean cross-entropy of the classes over the step's n labelled rows
 
-    targets: (B, 1, 1), the class, -1 for a row that has none. a: `Batch.weights`, of a row; 1 without them. Logged
-    beside it is `likelihood`, exp(-loss): the geometric mean of what the model gives the right class.
+    targets: (B, 1, 1), the class, -1 for a row without one. a: `Batch.weights`, of a row; 1 without them. Also logs
+    `likelihood`, exp(-loss): the geometric mean of the probability of the right class.
     """
 
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
@@ -175,26 +175,27 @@ class Classes(NextTokens):
 class WithTerms:
     """loss = the objective's + sum_j term_weights[j] * t[j],   t[j] = the mean of term j over the batches of the step
 
-    The mean weighs a batch by its tokens. objective: what weighs the likelihoods. term_weights: by name; `figures` has
-    each term under its name, unweighted. A term is computed from the tokens that a pass sees together: of a step cut
-    into parts, each part's own counts. Unlike the rest of the loss, a term that is no sum over tokens therefore changes
-    with how a step is cut.
+    The mean weighs a batch by its tokens. objective: weighs the likelihoods. term_weights: by name; `figures` has each
+    term under its name, unweighted. A term is computed from the tokens of one pass, so a step that is cut into parts
+    has a term for each part. Unlike the rest of the loss, a term that is not a sum over tokens therefore depends on how
+    a step is cut.
     """
 
     objective: Objective
     term_weights: Mapping[str, float]
 
     def count(self, batch: Batch) -> np.ndarray:
-        """The objective's counts, and behind them the tokens."""
+        """The objective's counts, followed by the number of tokens."""
         return np.append(self.objective.count(batch), batch.ids.size)
 
     def factors(self, counts: np.ndarray) -> np.ndarray:
-        """Those of the objective, the tokens, and the terms' weights."""
+        """The objective's factors, the number of tokens, and the terms' weights."""
         inner = cast(Any, self.objective).factors(counts[:-1])
         return np.concatenate([inner, counts[-1:], list(self.term_weights.values())])
 
     def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Any]:
-        """nll: what the model's forward gives, (nll, terms). sums: the objective's, and the terms times their share."""
+        """nll: the result of the model's forward, (nll, terms). sums: the objective's, and the terms times the batch's
+        share of the tokens."""
         likelihoods, terms = nll
         if batch.factors is None:
             tokens, weights = counts[-1], np.array(list(self.term_weights.values()))
@@ -227,5 +228,5 @@ def with_terms(objective: Objective, config: ModelConfig) -> Objective:
 
 
 def likelihoods(result: Any) -> Array:
-    """nll, of what a model's forward gives: itself, or the first of (nll, terms)."""
+    """nll from the result of a model's forward, which is nll or (nll, terms)."""
     return result[0] if isinstance(result, tuple) else result

@@ -1,4 +1,4 @@
-"""What a training step needs in memory, known before the first byte is allocated."""
+"""The memory that a training step needs, computed before anything is allocated."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
 
 OUTSIDE = 128 << 20
-"""Bytes on a GPU that are not ours to count: cuBLAS's workspace, the kernels' code."""
+"""Bytes on a GPU outside of our arrays: cuBLAS's workspace, the kernels' code."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes. weights: with masters and gradients. moments: the optimizer's. saved: what forward keeps for backward.
-    peak: the most at one time, the other three included. gradients: of the weights' part."""
+    """Bytes. weights: with masters and gradients. moments: the optimizer's. saved: kept by forward for backward. peak:
+    the most at one time, the other three included. gradients: the part of `weights` that they take."""
 
     weights: int
     moments: int
@@ -49,14 +49,14 @@ class Plan:
 
 
 def gib(count: int) -> str:
-    """GiB, and MiB where they would be few hundredths."""
+    """In GiB, or in MiB below a tenth of one."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.2f} MiB"
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a step is spread over ranks, and what updates the weights. zero: the stage of what the ranks share out, see
-    `zero.stage_of`. shards: of --shards-per-step."""
+    """How a step is split over ranks, and which optimizer updates the weights. zero: the ZeRO stage, see
+    `zero.stage_of`. shards: --shards-per-step."""
 
     ranks: int = 1
     zero: int = 0
@@ -65,7 +65,7 @@ class Split:
 
     @property
     def levels(self) -> int:
-        """Copies of the gradient in which a rank keeps sums of shards."""
+        """Copies of the gradient that a rank needs to add up shards as a tree."""
         return (max(1, self.shards // self.ranks) - 1).bit_length()
 
     @classmethod
@@ -81,10 +81,10 @@ def plan_step(
     spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: Recompute = "",
     adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE,
 ) -> Plan:  # fmt: skip
-    """Run one step on arrays without memory and read the meter: what it takes on a GPU, or on each of several.
+    """Run one step on arrays without memory and read the meter: the memory on a GPU, or on each of several.
 
-    batch_size: of all ranks together. adapters: they are learned, and the model's own weights are frozen. restart: of
-    --document-mask; None without.
+    batch_size: of all ranks together. adapters: if given, they are learned and the model's own weights are frozen.
+    restart: from --document-mask; None without it.
     """
     spec.check_recompute(recompute)
     spec.check_precision(precision)
@@ -102,7 +102,7 @@ def plan_step(
         optimizer = sharded = ShardedAdamW(
             model.buffer, backend, None, Alone(split.ranks), buckets, split.shards, split.zero
         )
-        METER.peak = METER.now  # of before, when nothing else was there yet
+        METER.peak = METER.now  # the whole masters were there for a moment, before anything else was allocated
         weights = METER.now - start - optimizer.m.nbytes - optimizer.v.nbytes
     else:
         optimizer = (Muon if split.optimizer == "muon" else AdamW)(model.buffer, backend)
@@ -111,12 +111,12 @@ def plan_step(
     integers = np.dtype(np.int32)
     inputs = [backend.zeros(shape, integers) for shape in config.input_shapes(batch_size, seq_len)]
     stash = sharded.windows(first=True) if sharded and split.zero == 2 else Stash()
-    stash.noise = Stream(0, "plan")  # as in a run: dropout takes memory too
+    stash.noise = Stream(0, "plan")  # as in a run: dropout needs memory too
     shape = (batch_size, seq_len)
     masked = {} if restart is None else {"documents": Documents(backend.zeros(shape, integers), restart)}
     _nll = model.forward(*inputs, stash=stash, **masked)  # alive until the end of backward, as in a step
     saved = METER.now - start - ready - sum(x.nbytes for x in sums)
-    # One number for each head, as `NextTokens` gives without weights, and one for each term of the model's own.
+    # One number for each head, as from `NextTokens` without weights, and one for each of the model's own terms.
     dnll, terms = backend.zeros((config.prediction_heads,), backend.master_dtype), len(config.term_weights)
     model.backward((dnll, backend.zeros((terms,), backend.master_dtype)) if terms else dnll, stash)
     if isinstance(stash, Watched):
@@ -149,10 +149,10 @@ def check_fits(
     spec: ModelSpec, config: ModelConfig, backend: Backend, batch_size: int, seq_len: int, recompute: Recompute = "",
     adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE,
 ) -> Plan:  # fmt: skip
-    """The plan of a step. Refuses, before anything is allocated, a run that would not fit into the free memory.
+    """The plan of a step. Raises UserError, before anything is allocated, if it does not fit in free memory.
 
-    On a CPU the forecast is that of a GPU, and a copy of the gradients for each worker beyond the first. The kernels
-    there allocate a little less or more; what is refused does not fit by far. Raises UserError.
+    The forecast for a CPU is that for a GPU plus a copy of the gradients for each worker beyond the first. Kernels
+    there allocate a little more or less, so the limit is approximate.
     """
     free, place = backend.memory().get("free"), "on the GPU"
     if free is None:
@@ -190,13 +190,13 @@ def check_fits(
 
 
 def free_host_memory() -> int | None:
-    """Bytes that this process may still take: of the machine, or of the container it is in; None where nobody says."""
+    """Bytes that this process may still allocate, on the machine or in its container; None if unknown."""
     found = []
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         lines = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
         found += [int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"]
-    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:  # macOS: all there is, used or not
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:  # macOS: all memory, used or not
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit.is_file() and used.is_file() and (most := limit.read_text(encoding="ascii").strip()) != "max":

@@ -1,10 +1,10 @@
 """Learning from rewards: groups of sampled replies, their advantages, and GRPO's objective.
 
-    rewards   (groups, G): what each of the G replies to a prompt was worth
+    rewards   (groups, G): of each of the G replies to a prompt
     advantage A = (reward - mean of its group) / (standard deviation of its group + 1e-4)
 
-No value network: the other replies to the same prompt say what was to be expected. A group whose rewards are all equal
-teaches nothing. docs/alignment.md derives the gradient.
+No value network: the other replies to the same prompt are the baseline. A group whose rewards are all equal teaches
+nothing. docs/alignment.md derives the gradient.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.train.objectives import Batch
 
-NORMALISE = ("grpo", "dapo", "dr_grpo")
 SMALLEST_DEVIATION = 1e-4  # TRL's
 ADVANTAGES, OLD, REFERENCE = range(3)  # of `Batch.given`
 
 
 def advantages(rewards: np.ndarray, scale: bool = True) -> np.ndarray:
-    """rewards: (groups, G) to advantages of the same shape. scale: divide by the group's standard deviation, as GRPO
-    does and Dr. GRPO does not."""
+    """rewards: (groups, G); returns advantages of that shape. scale: divide by the group's standard deviation, as in
+    GRPO; Dr. GRPO does not."""
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     if not scale:
         return centred
@@ -45,10 +44,10 @@ class GRPO:
     normalise: "grpo", the mean over each reply's tokens, then over replies; "dapo", the mean over all tokens of the
     step; "dr_grpo", the sum over tokens over `max_tokens`, then the mean over replies.
 
-    batch.given: advantages (B,), log p_old (B, T), log p_ref (B, T). Instead of log p_old, or log p_ref where beta is
-    0, (B, 0) stands for log p itself. Logged: "kl"; "entropy", estimated by the mean nll of the sampled tokens;
-    "clip_ratio/low_mean" and "clip_ratio/high_mean", tokens whose gradient was clipped away. `reward_figures` has what
-    is known before a step.
+    batch.given: advantages (B,), log p_old (B, T), log p_ref (B, T). In place of log p_old, or of log p_ref if beta is
+    0, (B, 0) means log p itself. Logged: "kl"; "entropy", estimated by the mean nll of the sampled tokens;
+    "clip_ratio/low_mean" and "clip_ratio/high_mean", tokens whose gradient was clipped away. `reward_figures` has the
+    figures that are known before a step.
 
     Sources: Shao et al., "DeepSeekMath" (2024); Schulman, "Approximating KL Divergence" (2020), for k3; Yu et al.,
     "DAPO" (2025); Liu et al., "Understanding R1-Zero-Like Training" (2025), Dr. GRPO.
@@ -65,13 +64,13 @@ class GRPO:
         return np.array([len(batch.ids), int((batch.targets[..., 0] >= 0).sum())])
 
     def weigh(self, nll: Array, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Array, Array]:
-        """sums, (5,): the loss, and over tokens the KL, the nll, and those clipped at either end."""
+        """sums, (5,): the loss, and over tokens the KL, the nll, and the tokens clipped at each end."""
         xp, dtype = backend.xp, backend.master_dtype
         learned = batch.targets[..., 0] >= 0
         shares = backend.asarray(self._shares(learned, counts), dtype)
         advantage = backend.asarray(batch.given[ADVANTAGES][:, None], dtype)
         mask, logp = backend.asarray(learned), -nll[..., 0].astype(dtype)
-        # Nobody else's: the replies were drawn from these very weights, or there is no reference.
+        # (B, 0): the replies were drawn from these very weights, or there is no reference.
         old, reference = (backend.asarray(given, dtype) if given.shape[1] else logp
                           for given in (batch.given[OLD], batch.given[REFERENCE]))  # fmt: skip
         ratio = xp.exp(logp - old)
@@ -90,7 +89,7 @@ class GRPO:
         return xp.stack([figure.sum(dtype=np.float64) for figure in figures]), dnll
 
     def _shares(self, learned: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """What each token's loss weighs, (B, T), 0 outside of replies."""
+        """The weight of each token's loss, (B, T), 0 outside of replies."""
         if self.normalise == "dapo":
             return learned / max(1, int(counts[1]))
         lengths = np.maximum(1, learned.sum(axis=1, keepdims=True)) if self.normalise == "grpo" else self.max_tokens
@@ -105,7 +104,7 @@ class GRPO:
 def reward_figures(
     rewards: np.ndarray, names: Sequence[str], lengths: np.ndarray, group: int
 ) -> dict[str, float]:
-    """What a rollout earned. rewards: (B, 1 + names), their weighted sum first; lengths: (B,), in tokens.
+    """Figures of a rollout. rewards: (B, 1 + names), their weighted sum first; lengths: (B,), in tokens.
 
     "reward"; "reward_std", within groups; "frac_reward_zero_std", groups that teach nothing; "rewards/NAME";
     "completions/mean_length".
@@ -122,13 +121,13 @@ def reward_figures(
 def policy_batch(
     ids: np.ndarray, targets: np.ndarray, advantage: np.ndarray, logps: Sequence[np.ndarray]
 ) -> Batch:
-    """A batch of replies, see `GRPO`. advantage: (groups, G), whose rows follow one another. logps: old, reference."""
+    """A batch of replies, see `GRPO`. advantage: (groups, G); a group's rows are consecutive. logps: old, reference."""
     return Batch(ids, targets, given=(advantage.reshape(-1), *logps), together=advantage.shape[1])
 
 
 def worth_learning(rewards: np.ndarray, group: int) -> np.ndarray:
-    """The rows, (n,), of the groups whose rewards differ, those of the first group where none do. rewards: (B,).
-    Without a KL nothing is learned from the others: to leave them out saves their passes (DAPO's filter)."""
+    """The rows, (n,), of the groups whose rewards differ, or of the first group if none do. rewards: (B,). Without
+    a KL term nothing is learned from the others, so leaving them out saves their passes (DAPO's filter)."""
     groups = np.ptp(rewards.reshape(-1, group), axis=1) > 0
     groups[0] |= not groups.any()
     return np.flatnonzero(np.repeat(groups, group))

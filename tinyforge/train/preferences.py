@@ -1,4 +1,4 @@
-"""Preference pairs: a reply that is preferred to another one, and objectives that learn from them.
+"""Preference pairs: a reply that is preferred to another, and objectives that learn from them.
 
     DPO     log-ratios to a reference model       SimPO   mean log-probabilities, no reference
     IPO     the same, length-normalised, squared  ORPO    log odds, no reference, and the chosen reply is learned too
@@ -9,7 +9,7 @@ difference: with s the scores of a pair, D = s_chosen - s_rejected,
 
     loss = mean over pairs of f(D),   dloss/dlog p(chosen) = f' s'_chosen,   dloss/dlog p(rejected) = -f' s'_rejected
 
-so that one gradient in each row's log p is all that goes back into the model. docs/alignment.md derives it.
+so all that goes back into the model is one gradient per row, in its log p. docs/alignment.md derives it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def sigmoid(xp: Any, x: Array) -> Array:
 class DPO:
     """s = log p(y) - log p_ref(y),   f(D) = -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D)
 
-    beta: how strongly the reference holds the model back. label_smoothing: e, the share of pairs that are taken to be
-    labelled the wrong way round. Logged, means over pairs: "rewards/chosen" and "rewards/rejected", beta s, DPO's
+    beta: how strongly the reference holds the model back. label_smoothing: e, the assumed share of pairs that are
+    labelled the wrong way round. Logged, as means over pairs: "rewards/chosen" and "rewards/rejected", beta s, DPO's
     implicit rewards; "rewards/accuracies", how often the first is larger; "rewards/margins", their difference;
     "logps/chosen", "logps/rejected".
 
@@ -52,7 +52,7 @@ class DPO:
 
     beta: float = 0.1
     label_smoothing: float = 0.0
-    referenced: ClassVar[bool] = True  # whether it asks for the reference's log-probabilities
+    referenced: ClassVar[bool] = True  # whether it needs the reference's log-probabilities
 
     def scores(self, xp: Any, logps: Array, lengths: Array, reference: Array) -> tuple[Array, Array]:
         """s of each row and ds/dlog p. logps, lengths (in tokens), reference: (B,) float64."""
@@ -65,7 +65,7 @@ class DPO:
         return value, self.beta * (sigmoid(xp, h) - (1 - e))
 
     def nll_weight(self, counts: np.ndarray) -> float:
-        """What a token's nll of a chosen reply weighs in the loss beside f."""
+        """The weight in the loss, beside f, of each token's nll in chosen replies."""
         return 0.0
 
     def count(self, batch: Batch) -> np.ndarray:
@@ -103,10 +103,10 @@ class DPO:
 
 @dataclass(frozen=True)
 class IPO(DPO):
-    """s = (log p(y) - log p_ref(y)) / |y|,   f(D) = (D - 1 / (2 beta))^2: the margin has a target, and stops there
+    """s = (log p(y) - log p_ref(y)) / |y|,   f(D) = (D - 1 / (2 beta))^2: the margin has a target
 
     Source: Azar et al., "A General Theoretical Paradigm to Understand Learning from Human Preferences" (2023); the
-    division by the length |y| is TRL's, which asked the authors.
+    division by the length |y| follows TRL, which asked the authors.
     """
 
     def scores(self, xp: Any, logps: Array, lengths: Array, reference: Array) -> tuple[Array, Array]:
@@ -146,7 +146,7 @@ class ORPO(DPO):
     referenced: ClassVar[bool] = False
 
     def scores(self, xp: Any, logps: Array, lengths: Array, reference: Array) -> tuple[Array, Array]:
-        mean = xp.minimum(logps / lengths, -1e-12)  # of probability 1, the odds would be infinite
+        mean = xp.minimum(logps / lengths, -1e-12)  # at probability 1 the odds would be infinite
         rest = -xp.expm1(mean)  # 1 - p
         return mean - xp.log(rest), 1 / (lengths * rest)
 
@@ -162,13 +162,13 @@ class ORPO(DPO):
 OBJECTIVES: dict[str, type[DPO]] = {"dpo": DPO, "ipo": IPO, "simpo": SimPO, "orpo": ORPO}
 
 Encoded = tuple[list[int], list[int], int]
-"""A pair as ids: prompt and chosen reply, prompt and rejected reply, and how many of each are the prompt."""
+"""A pair as ids: prompt and chosen reply, prompt and rejected reply, and the prompt's length."""
 
 
 class Pairs:
     """Encoded pairs as batches, in another order in each epoch.
 
-    reference: (pairs, 2), log p of chosen and rejected under the reference; None where none is asked for.
+    reference: (pairs, 2), log p of chosen and rejected under the reference; None if it is not needed.
     """
 
     def __init__(
@@ -182,17 +182,17 @@ class Pairs:
         return self._shuffled.batch(index, size)
 
     def fingerprint(self) -> str:
-        """SHA-256 of all pairs: of the text, the tokenizer and the template."""
+        """SHA-256 of all pairs: it depends on the text, the tokenizer and the template."""
         numbers = ([len(chosen), len(rejected), prompt, *chosen, *rejected] for chosen, rejected, prompt in self.pairs)
         return fingerprint(np.concatenate([np.asarray(row, np.int64) for row in numbers]))
 
     def reference_logps(self, token_nll: Callable[[Batch], np.ndarray], size: int) -> np.ndarray:
-        """(pairs, 2) float64: log p of chosen and rejected, from a function that gives a batch's nll, (B, T)."""
+        """(pairs, 2) float64: log p of chosen and rejected. token_nll: computes a batch's nll, (B, T)."""
         found = [-token_nll(batch).astype(np.float64).sum(axis=1) for batch in self.in_order(size)]
         return np.concatenate(found).reshape(-1, 2)
 
     def in_order(self, size: int) -> list[Batch]:
-        """All pairs once, `size` to a batch."""
+        """All pairs once, `size` per batch."""
         rows = range(len(self.pairs))
         return [self.of(rows[start : start + size]) for start in range(0, len(rows), size)]
 
@@ -208,8 +208,8 @@ class Pairs:
 
 
 def reply_rows(rows: Sequence[tuple[Sequence[int], int]], heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """Texts with the lengths of their prompts to ids, (B, T), and targets, (B, T, heads): head 0's are the replies'
-    tokens, all others -1."""
+    """rows: texts as ids with the lengths of their prompts. Returns ids, (B, T), and targets, (B, T, heads): the
+    replies' tokens for head 0, -1 elsewhere."""
     longest = max(len(ids) for ids, _ in rows)
     ids, targets = np.zeros((len(rows), longest - 1), np.int32), np.full((len(rows), longest - 1, heads), -1, np.int32)
     for row, (tokens, prompt) in enumerate(rows):
@@ -219,8 +219,8 @@ def reply_rows(rows: Sequence[tuple[Sequence[int], int]], heads: int) -> tuple[n
 
 
 def cached_reference(cache: Path, key: str, count: int, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """(count, 2) log-probabilities from the file of this key in `cache`; computed and written where it is not there, or
-    is damaged. key: a hash of all that they depend on."""
+    """(count, 2) log-probabilities from the file for this key in `cache`; computed and written if it is missing or
+    damaged. key: a hash of all that they depend on."""
     path = cache / f"{key[:32]}.npy"
     if path.is_file():
         with suppress(ValueError, EOFError, OSError):
@@ -228,7 +228,7 @@ def cached_reference(cache: Path, key: str, count: int, compute: Callable[[], np
             if found.shape == (count, 2) and found.dtype == np.float64 and np.isfinite(found).all():
                 print(f"the reference's log-probabilities are those of {path}")
                 return found
-        print(f"{path} is damaged; it is made again")
+        print(f"{path} is damaged; computing it again")
     found = compute()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def cached_reference(cache: Path, key: str, count: int, compute: Callable[[], np
 
 
 def measure(sharded: Any, objective: DPO, pairs: Pairs, size: int) -> dict[str, float]:
-    """The objective's figures on all pairs, nothing learned. sharded: a `Sharded`."""
+    """The objective's figures on all pairs, without training. sharded: a `Sharded`."""
     counts: Any = 0
     sums: Any = 0.0
     host = get_backend("numpy", "fp64", workers=1)

@@ -1,8 +1,8 @@
-"""One training run: what pretraining, fine-tuning and a recipe of one's own share.
+"""One training run: the loop that pretraining, fine-tuning and your own recipe share.
 
-A recipe hands in a `Task`: the model, where batches come from, what is learned of them, how to evaluate, what to
-sample. `Run` does the rest: sharded gradients, clipping, the optimizer, the schedule, progress, metrics, checkpoints,
-signals, and the stop on a number that is not finite. Read `Run.train`, then `Run.step`.
+A recipe passes in a `Task`: the model, its batches, the objective, how to evaluate, what to sample. `Run` does the
+rest: sharded gradients, clipping, the optimizer, the schedule, progress, metrics, checkpoints, signals, and the stop on
+a number that is not finite. Read `Run.train`, then `Run.take_step`.
 """
 
 from __future__ import annotations
@@ -45,25 +45,24 @@ from tinyforge.train.settings import Settings
 from tinyforge.train.writers import open_writer
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and attention; no recomputation"
-FIRST_STEPS = 600.0  # seconds that a rank may take over its first steps, in which a GPU's kernels are compiled
-CARRIED = "carried"  # the state that goes from batch to batch, beside the moments in a checkpoint
-OF_TASK = "task."  # before the names of `Task.state` there
-OVERFITTED = 0.01  # share by which held-out text may end worse than it was
+FIRST_STEPS = 600.0  # seconds that a rank may take for its first steps, in which a GPU's kernels are compiled
+CARRIED = "carried"  # the name, among the moments in a checkpoint, of the state carried from batch to batch
+OF_TASK = "task."  # the prefix there of the names of `Task.state`
+OVERFITTED = 0.01  # tolerated rise of the held-out loss from its minimum to the end
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a recipe brings to a run.
+    """A recipe's part of a run.
 
     batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
-    `val_bits_per_byte` among them where there are bytes. sample(): a few lines to show. meta: what else goes into
-    meta.json; "kind", "model", "config" and "tokenizer_hash" at least, so that the checkpoint can be opened.
-    flop_per_token: for the share of the machine's peak that training reached. carried: rows whose state is carried from
-    batch to batch, see `Batch.stream`. unit: what the speed counts, "tokens" or "images", one of them a row of a batch;
-    flop_per_token is that of a unit. curve: the figure that the picture shows, the loss or bits per byte where none is
-    named. figures(): more to log of the step whose batches were made last. state: float arrays that `batches` keeps
-    from one step for the next, where it is no pure function: they go into the checkpoint, and come back from there.
-    plan: of the memory; it is noted down with the run.
+    `val_bits_per_byte` among them for text. sample(): a few lines to show. meta: more for meta.json, at least "kind",
+    "model", "config" and "tokenizer_hash", so that the checkpoint can be opened. flop_per_token: FLOP per `unit`, to
+    report the share of the machine's peak that training reached. carried: rows whose state is carried from batch to
+    batch, see `Batch.stream`. unit: of the speed: "tokens", or "images", each a row of a batch. curve: the figure that
+    is plotted; by default the loss or bits per byte. figures(): more to log for the step whose batches were made last.
+    state: float arrays that `batches` keeps from one step to the next if it is not a pure function: they are saved in
+    the checkpoint and restored. plan: of the memory; it is recorded with the run.
     """
 
     model: Model
@@ -84,7 +83,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was taken, or is about to be. Its sums and norm may still be under way on a device."""
+    """A step that was taken. Its sums and norm may still be in flight on a device."""
 
     number: int
     batches: Sequence[Batch]
@@ -94,12 +93,12 @@ class Step:
     figures: Mapping[str, float]
 
     def size(self, unit: str) -> int:
-        """Tokens that were read, those that only fill a row counted too; or rows, which are images."""
+        """Tokens that were read, padding included; or rows, each an image."""
         return sum(batch.ids.size if unit == "tokens" else len(batch.ids) for batch in self.batches)
 
 
 class Signals:
-    """Ctrl-C and SIGTERM ask the run to save and leave after the step; a second one ends the process at once.
+    """Ctrl-C and SIGTERM ask the run to save and exit after the step; a second one ends the process at once.
 
     waiting: not entered yet.
     """
@@ -125,9 +124,8 @@ class Signals:
 
 @contextmanager
 def claimed(settings: Settings, resume: bool) -> Iterator[None]:
-    """Hold --out for this process. Refused where another run writes there, and, without `resume`, where one has been.
-
-    A recipe claims its folder before it prepares anything: what is wrong shows at once. Raises UserError.
+    """Lock --out for this process. Raises UserError if another run is writing there, or, without `resume`, if it holds
+    a run. A recipe claims its folder before it prepares anything, so that it fails at once.
     """
     out = Path(settings.out)
     with ExitStack() as held:
@@ -137,7 +135,7 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
             raise UserError(f"{out}: another run is writing there; wait for it, or choose another --out") from None
         except OSError as error:
             raise metrics.cannot_write_in(out, error) from error
-        # Asked while the folder is held: a run that ends just now must not be taken for none.
+        # Checked while the lock is held: a run that has just ended must not be overlooked.
         if checkpoint.steps(out) and not resume:
             raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
         checkpoint.sweep(out)
@@ -146,8 +144,8 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
 
 @contextmanager
 def running(settings: Settings, resume: bool) -> Iterator[Ranks]:
-    """Meet the run's other ranks, if there are any; rank 0 holds --out. A recipe does all its work in here: whatever
-    rank fails, rank 0 says so and all end."""
+    """Connect to the run's other ranks, if there are any; rank 0 locks --out. A recipe does all its work inside: if any
+    rank fails, rank 0 prints why and all end."""
     with joined() as ranks:
         if ranks.size > 1 and not settings.several_ranks:
             raise UserError(f"the run has {ranks.size} ranks, and this recipe runs as one; drop mpirun or srun")
@@ -160,9 +158,9 @@ def running(settings: Settings, resume: bool) -> Iterator[Ranks]:
 class Run:
     """The state of a run and its parts, each of which can be called alone.
 
-    step: steps taken. tokens, joules: used by them. unread: steps whose loss has not been looked at: on a device each
-    look waits, so it is taken every `backend.read_every` steps. rates: tokens per second between looks. last_saved:
-    the newest checkpoint. received: the signal that ends the run.
+    step: steps taken. tokens, joules: used by them. unread: steps whose loss has not been read yet: each read waits for
+    the device, so there is one every `backend.read_every` steps. rates: tokens per second between reads. last_saved:
+    the newest checkpoint.
     """
 
     def __init__(self, task: Task, settings: Settings, backend: Backend, resume: bool = False) -> None:
@@ -176,6 +174,7 @@ class Run:
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens = 0, 0
         self.last_saved: Path | None = None
+        self._saved_step = 0
         self.signals = Signals()
         self.unread: list[Step] = []
         self.rates: list[float] = []
@@ -188,14 +187,14 @@ class Run:
         self.log = metrics.Metrics(self.out, self.step)
         metrics.save_about(self.out, self._about())
         self.log.also = open_writer(settings.log, self.out, self.step, settings.to_dict())
-        self._start = self._began = time.perf_counter()  # the process's part of the run; what is not reported yet
+        self._start = self._began = time.perf_counter()  # of this process; of the steps that are not reported yet
         self._energy_at_start = backend.energy()
         self._bar: Any = None
         self._kernels: list[float] = []  # seconds that each took to load, until the first report
 
     def _begin(self, found: checkpoint.Checkpoint | None) -> None:
-        """Weights, moments and a carried state as they are at the start of a run, or in a checkpoint. Rank 0 has the
-        checkpoint, and hands what is in it to the others: they may be more or fewer than those that made it."""
+        """Set weights, moments and a carried state to those of the start of a run, or of a checkpoint. Rank 0 reads the
+        checkpoint and broadcasts it, so the number of ranks may differ from that which made it."""
         group, buffer, backend, settings = self.group, self.buffer, self.backend, self.settings
         if found:
             _check_same(found, self.task)
@@ -232,7 +231,7 @@ class Run:
         group.join()
 
     def _take_meta(self, found: checkpoint.Checkpoint) -> None:
-        self.step = found.meta["step"]
+        self.step = self._saved_step = found.meta["step"]
         self.tokens, self._before = found.meta.get("tokens", 0), found.meta["elapsed"]
         self._joules_before = found.meta.get("joules", 0.0)
         self.last_saved = found.path
@@ -243,7 +242,7 @@ class Run:
                   "other last bits of sums; --shards-per-step makes them the same")  # fmt: skip
 
     def _about(self) -> dict[str, Any]:
-        """What run.json has: what is known before the first step."""
+        """The content of run.json, all known before the first step."""
         task, plan = self.task, self.task.plan
         names = ("kind", "model", "config", "corpus", "machine")
         return {
@@ -256,11 +255,11 @@ class Run:
     # --- where the run is
 
     def elapsed(self) -> float:
-        """Seconds, those of the processes before this one included."""
+        """Seconds, those of earlier processes included."""
         return self._before + time.perf_counter() - self._start
 
     def joules(self) -> float | None:
-        """What the device has used for the run; None where nobody counts."""
+        """Energy that the device has used for the run; None if it has no counter."""
         energy = self.backend.energy()
         if energy is None or self._energy_at_start is None:
             return None
@@ -286,48 +285,45 @@ class Run:
                          mininterval=pace, maxinterval=pace)  # fmt: skip
         compile.on_load = self._loaded
         with ExitStack() as inside, self._bar, warnings.catch_warnings():
-            # Each step is checked for numbers that are not finite, and the message names their source.
+            # Each step is checked for numbers that are not finite, with a message that names their source.
             warnings.simplefilter("ignore", RuntimeWarning)
             done = self.progress() >= 1.0
             self.sharded.be_patient(max(FIRST_STEPS, self.settings.timeout))
             self._began = time.perf_counter()
             while not done and not self.signals.received:
                 self.take_step()
-                if self.signals.waiting:  # until here nothing is lost: a signal has ended the process at once
+                if self.signals.waiting:  # before the first step a signal ends the process at once: nothing is lost
                     inside.enter_context(self.signals)
                 done = self.progress() >= 1.0
-                stopping = done or self.signals.received is not None
-                if stopping or any(self._every(n) for n in (
-                    self.backend.read_every, self.settings.eval_every, self.settings.save_every)):  # fmt: skip
+                evaluates, saves = self._every(self.settings.eval_every) or done, self._every(self.settings.save_every)
+                if evaluates or saves or self._every(self.backend.read_every):
                     self.report()
-                # Evaluation comes before the save: what is resumed has its figures in the metrics already.
-                evaluates = self._every(self.settings.eval_every) or done
-                saves = self._every(self.settings.save_every) or done or self.signals.received is not None
                 if evaluates or saves:
                     self.sharded.be_patient(PREPARING)  # the other ranks wait meanwhile
-                if evaluates:
-                    self.evaluate()
-                if saves or self.signals.received is not None:  # it may have come after the look above
-                    if not (evaluates or saves):
-                        self.sharded.be_patient(PREPARING)
-                    self.report()
-                    self.save()
-                if (evaluates or saves) and not (done or self.signals.received):
+                    # Evaluate before saving: the metrics of a resumed run then have the checkpoint's figures.
+                    if evaluates:
+                        self.evaluate()
+                    if saves:
+                        self.save()
                     self.sharded.be_patient(self.settings.timeout)
                 if not self.unread:
                     self._began = time.perf_counter()  # evaluating and saving are not training
+            self.report()
+            self.sharded.be_patient(PREPARING)
+            if self._saved_step != self.step:
+                self.save()
         return self.finish()
 
     def _loaded(self, kernel: str, seconds: float) -> None:
-        """A GPU's kernels are compiled during the first steps, the first time for half a minute: that is shown."""
+        """Show progress while a GPU's kernels are compiled in the first steps; the first time takes half a minute."""
         self._kernels.append(seconds)
-        self._bar.set_postfix_str(f"{len(self._kernels)} kernels made ready", refresh=True)
+        self._bar.set_postfix_str(f"{len(self._kernels)} kernels ready", refresh=True)
 
     def _every(self, steps: int) -> bool:
         return self.step % steps == 0
 
     def take_step(self) -> None:
-        """One optimizer step. On a device nothing here waits for it."""
+        """One optimizer step. Nothing here waits for a device."""
         task, settings = self.task, self.settings
         batches, noise = task.batches(self.step), self.noise.fork(str(self.step))
         lr = learning_rate(
@@ -340,7 +336,7 @@ class Run:
             norm, _ = self.sharded.clip(settings.clip)
         self.unread.append(Step(self.step, batches, totals, norm, lr, task.figures()))
         if self.backend.read_every == 1:
-            self._figures(self.unread[-1])  # before the weights change; a device keeps them by itself, see AdamW.clip
+            self._figures(self.unread[-1])  # before the weights change; on a device AdamW.clip protects them
         if not self.captured:
             self.sharded.update(lr)
         self.step += 1
@@ -357,7 +353,7 @@ class Run:
         return found, norm
 
     def report(self) -> None:
-        """Look at the steps since the last look, and write them down."""
+        """Read the figures of the steps since the last report, and log them."""
         if not self.unread:
             return
         self.backend.synchronize()
@@ -365,7 +361,7 @@ class Run:
             compile.on_load = None
             self.sharded.be_patient(self.settings.timeout)
             if self._kernels:
-                took(f"making {len(self._kernels)} kernels ready, the next run finds them on the disk",
+                took(f"preparing {len(self._kernels)} kernels, which the next run finds on disk",
                      sum(self._kernels), self._say)  # fmt: skip
             first = "the first step" if len(self.unread) == 1 else f"the first {len(self.unread)} steps"
             took(first, time.perf_counter() - self._began, self._say)
@@ -389,9 +385,9 @@ class Run:
         self._began = time.perf_counter()
 
     def evaluate(self) -> Mapping[str, float]:
-        """Measure the model on held-out data, and show a sample. Logged with it: the norms of the last step's gradients
-        by layer, where they still lie there whole, and the memory."""
-        self.optimizer.settle()  # a decoder keeps arrays, which do not wait
+        """Measure the model on held-out data, and show a sample. Also logs the norms of the last step's gradients by
+        layer, unless they are sharded, and the memory."""
+        self.optimizer.settle()  # a decoder keeps the arrays, which do not wait as `Param.value` does
         norms = {} if self.sharded.rank.sharded else metrics.layer_norms(self.buffer, self.backend)
         figures = self.task.evaluate(self.sharded)
         memory = {"peak_memory_mib": round(metrics.peak_memory_mib(), 1)}
@@ -408,11 +404,11 @@ class Run:
         return figures
 
     def _say(self, line: str) -> None:
-        line = printable(line)  # a sample is made of foreign text
+        line = printable(line)  # a sample is untrusted text
         print(line) if self._bar is None else self._bar.write(line)
 
     def save(self) -> Path:
-        """Write a checkpoint. Raises UserError where a weight is not finite, or the disk refuses."""
+        """Write a checkpoint. Raises UserError if a weight is not finite or the files cannot be written."""
         more = {OF_TASK + name: np.ascontiguousarray(array) for name, array in self.task.state.items()}
         if self.sharded.state is not None:
             more[CARRIED] = np.array(self.backend.to_numpy(self.sharded.carried()))
@@ -431,6 +427,7 @@ class Run:
             self.last_saved = checkpoint.save_with(
                 self.out, self.step, write, self.task.tokenizer, meta, self.settings.keep
             )
+            self._saved_step = self.step
         except FloatingPointError as bad:
             raise UserError(
                 f"step {self.step}: weight {bad} is not finite; {self._last_good()}. Try a lower --lr or --clip"
@@ -440,16 +437,16 @@ class Run:
     # --- the end
 
     def finish(self) -> Path:
-        """Draw the curve and say how it went; after a signal leave the process."""
+        """Plot the curve and print a summary; after a signal exit the process."""
         last = self.last_saved or self.save()
-        checkpoint.prune(self.out, self.settings.keep)  # a kill after the last save has left that to us
+        checkpoint.prune(self.out, self.settings.keep)  # a run killed after its last save has not pruned
         rows, picture = metrics.read(self.log.path), self.out / "loss.png"
         written = [last, self.log.path]
         resume = f"--resume --out {shlex.quote(str(self.out))}"
         try:
             if metrics.plot(rows, picture, self.task.curve):
                 written.append(picture)
-        except OSError as error:  # a picture is no reason to end as if the run had failed
+        except OSError as error:  # a missing picture is not a failed run
             print(f"warning: cannot write {picture}: {error.strerror or error}; all else is saved. Free some space, "
                   f"then {resume} draws it", file=sys.stderr)  # fmt: skip
         if self.signals.received is not None:
@@ -470,7 +467,7 @@ class Run:
             return
         try:
             peak = self.backend.matmul_peak() / 1e9
-        except MemoryError:  # the model fills the device; what it trained is saved
+        except MemoryError:  # the model fills the device; it is saved already
             return
         rate = float(np.median(self.rates))
         achieved = rate * self.task.flop_per_token / 1e9
@@ -510,7 +507,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool = False
 
 
 def _print_overfitting(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Say so if held-out text was predicted better before: the end of a schedule is where it should be best."""
+    """Print a warning if the held-out loss was lower before: it should be lowest at the end of the schedule."""
     key = "val_bits_per_byte"
     held_out = [row for row in rows if key in row]
     if not held_out:
@@ -522,9 +519,9 @@ def _print_overfitting(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
-    given = json.loads(json.dumps(task.meta))  # as the checkpoint has it: a tuple is a list there
+    given = json.loads(json.dumps(task.meta))  # as in the checkpoint, where a tuple is a list
     for key, what in (("model", "model"), ("config", "config"), ("tokenizer_hash", "tokenizer"), ("data_hash", "data")):
-        # Checkpoints of earlier versions name no model: their settings do, by default.
+        # Checkpoints of earlier versions do not name the model.
         if key in found.meta and found.meta[key] != given.get(key):
             raise UserError(
                 f"--resume: {found.path} was made with another {what}; give the same {what}, or start a new run "

@@ -1,4 +1,4 @@
-"""The settings of a recipe: each a field that carries its flag's help, its check, and what a change of it means.
+"""The settings of a recipe: each is a field with its flag's help, its check, and the effect of changing it.
 
     @dataclass(frozen=True)
     class MySettings(Settings):
@@ -7,8 +7,8 @@
 
     settings, resume, plan, card = parse(MySettings, __doc__, argv)
 
-The command line, what --resume may change, what makes two runs comparable and the flags on the model's card all follow
-from the fields; a recipe's flags are its fields and no others.
+The fields define the command line, which settings --resume may change, what makes two runs comparable, and the flags on
+the model's card; a recipe has no other flags.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from tinyforge.parallel.launch import Ranks, same, shared, start, started_as_ran
 from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
 from tinyforge.train.writers import WRITERS, check_writer
 
-# What another value of a setting changes in a run: nothing that is learned; the last bits of it; what is learned.
+# The effect of another value on what a run learns: none; the last bits; a different result.
 NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
-# Whether a model's card shows its flag.
+# When a model's card shows the flag.
 NEVER, UNUSUAL, ALWAYS = "never", "unusual", "always"
 
-Check = Callable[[Any], str]  # what the value should have been; empty if it is good
+Check = Callable[[Any], str]  # says what the value should be; empty if it is good
 
 
-MOST = 10**15  # of any whole number: products of such numbers still fit the forecast
+MOST = 10**15  # limit of any whole number, so that the forecast can multiply them
 
 
 def above_zero(value: float) -> str:
@@ -92,9 +92,10 @@ def setting(
 ) -> Any:
     """A field of `Settings`.
 
-    default: or a function that gives it. changes: NOTHING, BITS or LEARNING; the last may not differ in --resume.
-    card: UNUSUAL shows the flag where it is not the default; NEVER is for what another machine does not know. adds: a
-    flag that is given twice adds to its list, where others replace it. bare: the value of the flag without one.
+    default: the value, or a function that returns it. changes: NOTHING, BITS or LEARNING; --resume refuses to change
+    the last. card: UNUSUAL shows the flag if it is not the default; NEVER is for settings that mean nothing on another
+    machine. adds: giving the flag again adds to its list instead of replacing it. bare: the value of the flag without
+    an argument.
     """
     meta = {"help": help, "check": check, "changes": changes, "card": card, "metavar": metavar, "choices": choices,
             "adds": adds, "bare": bare}  # fmt: skip
@@ -102,81 +103,82 @@ def setting(
 
 
 def with_default(name: str, default: Any, help: str = "") -> Any:
-    """The field `name` of `Settings` with another default, and help, for a recipe that has one of its own."""
+    """The field `name` of `Settings` with another default, and optionally another help, for a recipe."""
     known = Settings.__dataclass_fields__[name].metadata
     return field(default=default, metadata={**known, "help": help} if help else known)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every training run has. They are stored in its checkpoints; `--resume` takes them from there.
+    """The settings of every training run. They are stored in its checkpoints, and `--resume` reads them there.
 
-    None in steps: the run ends after `minutes`. None in another field is said in its help. A `Settings` holds checked
-    values only if `check` was called; `parse` does. several_ranks: whether the recipe can run as several.
+    steps=None: the run ends after `minutes`. The help of other fields explains their None. Values are checked by
+    `check`, which `parse` calls. several_ranks: whether the recipe can run on several ranks.
     """
 
     several_ranks: ClassVar[bool] = True
 
-    backend: str = setting("auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto, which takes a GPU if there "
-                           "is one", changes=NOTHING)  # fmt: skip
+    backend: str = setting("auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto: a GPU if there is one",
+                           changes=NOTHING)  # fmt: skip
     device: int | None = setting(None, "number of the GPU, as CUDA counts the visible ones (default: 0)",
                                  changes=NOTHING, card=NEVER)  # fmt: skip
-    recompute: Recompute = setting("", "recompute in backward instead of keeping: blocks, of which only the input is "
-                                   "kept, a third slower; or norms, in GPT-2 and ViT, 2 %% slower; the same bits "
-                                   "(given alone: blocks)", choices=("norms", "blocks"), bare="blocks",
+    recompute: Recompute = setting("", "save memory by recomputing in backward: blocks keeps only each block's input "
+                                   "and is a third slower; norms, for GPT-2 and ViT, is 2 %% slower; the same bits "
+                                   "(without a value: blocks)", choices=("norms", "blocks"), bare="blocks",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
-    capture: str = setting("off", "on: launch each step as one CUDA graph: faster where the model is small and on "
-                           "several GPUs, the same bits (given alone: on)", choices=("on", "off"), bare="on",
+    capture: str = setting("off", "on: launch each step as one CUDA graph, which is faster for small models and on "
+                           "several GPUs; the same bits (without a value: on)", choices=("on", "off"), bare="on",
                            changes=NOTHING, card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64, fp8 (on a GPU: of a Hopper), and on a GPU tf32 or bf16")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
     out: str = setting("", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
     steps: int | None = setting(None, "optimizer steps", check=above_zero, card=ALWAYS)
-    minutes: float | None = setting(None, "stop after so many minutes instead; the schedule follows the clock",
+    minutes: float | None = setting(None, "train for this many minutes instead; the schedule follows the clock",
                                     check=above_zero)  # fmt: skip
-    batch_size: int = setting(8, "sequences a step and micro-batch", check=above_zero)
-    grad_accum: int = setting(1, "micro-batches a step", check=above_zero)
-    seq_len: int | None = setting(None, "tokens a sequence (default: the config's context)", check=above_zero)
-    document_mask: str | None = setting(None, "attention sees a token's own document or record alone; positions keep "
-                                        "counting along the row, or restart in each (default: the whole row before a "
-                                        "token is seen)", choices=("keep", "restart"))  # fmt: skip
+    batch_size: int = setting(8, "sequences per micro-batch", check=above_zero)
+    grad_accum: int = setting(1, "micro-batches per step", check=above_zero)
+    seq_len: int | None = setting(None, "tokens per sequence (default: the config's context)", check=above_zero)
+    document_mask: str | None = setting(None, "restrict attention to a token's own document or record; keep: positions "
+                                        "count along the row, restart: they restart in each document (default: a token "
+                                        "attends to its whole row before it)", choices=("keep", "restart"))  # fmt: skip
     lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
-    optimizer: str = setting("adamw", "adamw, or muon: the momentum of each matrix between hidden layers is made "
-                             "orthogonal, with --lr and --weight-decay as for AdamW, which updates all else",
+    optimizer: str = setting("adamw", "adamw, or muon: orthogonalised momentum for the matrices between hidden layers, "
+                             "with the same --lr and --weight-decay, and AdamW for all other parameters",
                              choices=("adamw", "muon"))  # fmt: skip
     schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
-    warmup: float = setting(0.02, "the first share of the run, 0 to 1, in which the rate rises", check=below_one)
-    lr_decay: float = setting(0.4, "the last share of the run, 0 to 1, in which the schedule wsd lowers the rate",
+    warmup: float = setting(0.02, "share of the run, 0 to 1, for warm-up at its start", check=below_one)
+    lr_decay: float = setting(0.4, "share of the run, 0 to 1, at its end in which the schedule wsd lowers the rate",
                               check=share)  # fmt: skip
     weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more,
                                   card=ALWAYS)  # fmt: skip
     clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
-    seed: int = setting(0, "seed of weights, order and samples")
+    seed: int = setting(0, "seed of weights, data order and samples")
     eval_every: int = setting(250, "steps between evaluations on held-out text", check=above_zero, changes=NOTHING,
                               card=NEVER)  # fmt: skip
     save_every: int = setting(500, "steps between checkpoints", check=above_zero, changes=NOTHING, card=NEVER)
-    keep: int = setting(2, "newest checkpoints kept, 0 for all", check=zero_or_more, changes=NOTHING, card=NEVER)
+    keep: int = setting(2, "how many of the newest checkpoints to keep, 0 for all", check=zero_or_more,
+                        changes=NOTHING, card=NEVER)  # fmt: skip
     log: str = setting("none", "also send the figures to TensorBoard (into the folder tensorboard/ of --out) or to "
                        "Weights & Biases", choices=("none", *WRITERS), changes=NOTHING, card=NEVER)  # fmt: skip
     # Part of the settings because the sum of gradients depends, in its last bits, on how the batch was cut.
-    workers: int | None = setting(None, "shards of a batch, each in a process (default: one a core)", check=above_zero,
-                                  changes=BITS, card=NEVER)  # fmt: skip
-    gpus: int | None = setting(None, "start a rank for each of so many GPUs of this machine (default: one GPU, no "
-                               "other process); mpirun -n 2 before the command starts ranks too, on a CPU as well",
+    workers: int | None = setting(None, "shards of a batch, each in a process (default: one per core)",
+                                  check=above_zero, changes=BITS, card=NEVER)  # fmt: skip
+    gpus: int | None = setting(None, "number of GPUs of this machine to train on, with a rank for each (default: one "
+                               "GPU, no other process); mpirun -n 2 before the command starts ranks too, also on a CPU",
                                check=above_zero, changes=BITS, card=NEVER)  # fmt: skip
-    zero: int = setting(0, "1: the ranks share out the optimizer's state (ZeRO stage 1): less memory; 2: the gradients "
-                        "too", choices=(0, 1, 2), changes=BITS, card=NEVER)  # fmt: skip
-    shards_per_step: int | None = setting(None, "add up a step's gradient as a tree over so many parts of the batch, a "
-                                          "power of two: the same bits on 1, 2, 4 ranks or workers",
+    zero: int = setting(0, "1: shard the optimizer's state over the ranks (ZeRO stage 1), which saves memory; 2: the "
+                        "gradients too", choices=(0, 1, 2), changes=BITS, card=NEVER)  # fmt: skip
+    shards_per_step: int | None = setting(None, "number of parts of the batch, a power of two, whose gradients are "
+                                          "added as a tree: the same bits on 1, 2, 4 ranks or workers",
                                           check=power_of_two, changes=BITS)  # fmt: skip
-    timeout: float = setting(50.0, "seconds that a rank may keep the others waiting in a step; then all end",
+    timeout: float = setting(50.0, "seconds that a rank may keep the others waiting in a step before the run ends",
                              check=above_zero, changes=NOTHING, card=NEVER)  # fmt: skip
     elastic: bool = setting(False, "with --gpus: when a rank is lost, go on from the last checkpoint with those left",
                             changes=NOTHING, card=NEVER)  # fmt: skip
 
     def check(self) -> None:
-        """Raise UserError for a value that cannot be."""
+        """Raise UserError for a value that is not valid."""
         for f in fields(self):
             value, check = getattr(self, f.name), f.metadata["check"]
             if type(value) is int and abs(value) > MOST:
@@ -193,7 +195,7 @@ class Settings:
             raise UserError(f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
                             "out --zero, or use --optimizer adamw")  # fmt: skip
         if self.elastic and not self.gpus:
-            raise UserError("--elastic starts ranks again, which whoever started them must do; give --gpus too")
+            raise UserError("--elastic restarts ranks, which works only for those that --gpus starts; add --gpus")
         if self.steps is None and self.minutes is None:
             raise UserError("neither --steps nor --minutes is given; one of them must end the run")
         check_writer(self.log)
@@ -203,7 +205,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
-        """As a checkpoint has them: lists are tuples again, and what this version does not know is left out."""
+        """Settings from a checkpoint: lists become tuples again, and unknown names are ignored."""
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
         if isinstance(old := values.get("recompute"), bool):  # before there were blocks
@@ -215,12 +217,12 @@ class Settings:
         return cls(**values)
 
     def differences(self, other: Settings) -> list[str]:
-        """The names of settings in which the runs would learn something else."""
+        """The names of settings that differ and change what a run learns."""
         learning = [f.name for f in fields(self) if f.metadata["changes"] == LEARNING]
         return [name for name in learning if getattr(self, name) != getattr(other, name)]
 
     def flags(self) -> list[str]:
-        """The flags that a model's card shows; with them, the recipe does the same again."""
+        """The flags on a model's card; with them the recipe can be repeated."""
         usual, shown = self.usual(), []
         for f in fields(self):
             value, told = getattr(self, f.name), f.metadata["card"]
@@ -231,7 +233,7 @@ class Settings:
 
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
-        """What was given, and the defaults for the rest."""
+        """The given settings, and defaults for the rest."""
         return cls(**given)
 
     def usual(self) -> Self:
@@ -241,13 +243,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class ModelSettings(Settings):
-    """What a recipe has that makes a model: which one, its config and its tokenizer."""
+    """The settings of a recipe that makes a model: which one, its config and its tokenizer."""
 
-    model: str = setting(default_model, "which model of the zoo")
+    model: str = setting(default_model, "which model of the zoo, as python -m models list has them")
     config: str = setting("", "preset of the model, or a JSON file with the config's fields")
     set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it "
                                    "adds to them", metavar="KEY=VALUE", adds=True)  # fmt: skip
-    tokenizer: str | None = setting(None, "tokenizer.json to use (default: train one on the data)", metavar="FILE")
+    tokenizer: str | None = setting(None, "tokenizer.json to use, or chars: each character is a token (default: train "
+                                    "one on the data; chars for a preset with fewer ids than there are bytes)",
+                                    metavar="FILE")  # fmt: skip
 
     def __post_init__(self) -> None:
         if not self.config:
@@ -266,18 +270,18 @@ class ModelSettings(Settings):
 
 @dataclass(frozen=True)
 class PretrainSettings(ModelSettings):
-    """recipes/pretrain.py: the mix of its text, and how its batches follow one another."""
+    """recipes/pretrain.py: the mix of its text, and the order of its batches."""
 
     out: str = with_default("out", "runs/pretrain")
     steps: int | None = with_default("steps", 2800)
     lr: float = with_default("lr", 4e-3, "peak learning rate; bert has a default of its own, 5e-4")
-    warmup: float = with_default("warmup", 0.02, "the first share of the run, 0 to 1, in which the rate rises; bert's "
-                                 "default is 0.1")  # fmt: skip
+    warmup: float = with_default("warmup", 0.02, "share of the run, 0 to 1, for warm-up at its start; bert's default: "
+                                 "0.1")  # fmt: skip
     mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
                                    "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
     carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
     base: str | None = setting(None, "run, checkpoint or Hugging Face model to go on from, with its config and its "
-                               "tokenizer (default: nothing)", metavar="DIR", card=NEVER)  # fmt: skip
+                               "tokenizer (default: random weights)", metavar="DIR", card=NEVER)  # fmt: skip
 
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
@@ -292,18 +296,17 @@ class PretrainSettings(ModelSettings):
 
 @dataclass(frozen=True)
 class TuneSettings(Settings):
-    """What every recipe has that goes on from a trained model: which one, and adapters beside it."""
+    """The settings of a recipe that starts from a trained model: which one, and its adapters."""
 
     weight_decay: float = with_default("weight_decay", 0.0)
     base: str | None = setting(None, "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
                                ".bin file (default: the newest fine-tuned run under runs/, else the model that comes "
                                "with the repository)", metavar="PATH", card=NEVER)  # fmt: skip
-    lora: int | None = setting(None, "learn adapters of this rank beside the base's linear maps, and freeze the base",
+    lora: int | None = setting(None, "learn LoRA adapters of this rank on the base's linear maps, and freeze the base",
                                check=above_zero, metavar="RANK")  # fmt: skip
-    lora_alpha: float | None = setting(None, "adapters are scaled by this over their rank (default: twice the rank)",
+    lora_alpha: float | None = setting(None, "adapters are scaled by ALPHA / RANK (default: twice the rank)",
                                        check=above_zero, metavar="ALPHA")  # fmt: skip
-    lora_dropout: float = setting(0.0, "share of the adapters' inputs that is dropped", check=below_one,
-                                  metavar="SHARE")  # fmt: skip
+    lora_dropout: float = setting(0.0, "dropout on the adapters' inputs", check=below_one, metavar="SHARE")
     lora_targets: str = setting("", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all)",
                                 metavar="NAMES")  # fmt: skip
 
@@ -324,7 +327,7 @@ class TuneSettings(Settings):
 
 @dataclass(frozen=True)
 class SftSettings(TuneSettings):
-    """recipes/sft.py: replies to learn."""
+    """recipes/sft.py: fine-tuning on replies."""
 
     out: str = with_default("out", "runs/sft")
     steps: int | None = with_default("steps", 2200)
@@ -332,27 +335,25 @@ class SftSettings(TuneSettings):
     base: str | None = setting(None, "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
                                ".bin file (default: the newest pretrained run under runs/)", metavar="PATH",
                                card=NEVER)  # fmt: skip
-    max_reply: int | None = setting(None, "leave out training records whose reply takes more tokens: a model "
-                                    "answers as briefly as what it learned from", check=above_zero,
-                                    metavar="TOKENS")  # fmt: skip
+    max_reply: int | None = setting(None, "leave out training records with longer replies: a model answers as briefly "
+                                    "as its training data", check=above_zero, metavar="TOKENS")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AlignSettings(TuneSettings):
-    """What is learned of replies, each alone in its row."""
+    """The settings of a recipe that learns from replies, one per row."""
 
     def check(self) -> None:
         super().check()
         if self.document_mask:
             raise UserError("--document-mask is for rows of several records, and here a row has one; leave it out")
         if self.capture == "on":
-            raise UserError("--capture: here the loss is weighed by numbers that a graph would not see; use --capture "
-                            "off")  # fmt: skip
+            raise UserError("--capture: the loss is weighed on the host, which no graph can repeat; use --capture off")
 
 
 @dataclass(frozen=True)
 class DpoSettings(AlignSettings):
-    """recipes/dpo.py: preference pairs, and what is learned of them."""
+    """recipes/dpo.py: preference pairs, and the objective."""
 
     out: str = with_default("out", "runs/dpo")
     steps: int | None = with_default("steps", 100)
@@ -361,12 +362,11 @@ class DpoSettings(AlignSettings):
     schedule: str = with_default("schedule", "cosine")
     data: tuple[str, ...] = with_default("data", (), "JSON files of preference pairs: instruction, input, chosen, "
                                          "rejected (default: pairs of the built-in world)")  # fmt: skip
-    batch_size: int = with_default("batch_size", 16, "pairs a step and micro-batch")
-    objective: str = setting("dpo", "what is learned of a pair: dpo and ipo hold on to the reference; simpo "
-                             "(length-normalised) and orpo know none",
+    batch_size: int = with_default("batch_size", 16, "pairs per micro-batch")
+    objective: str = setting("dpo", "dpo and ipo use a reference model; simpo (length-normalised) and orpo do not",
                              choices=("dpo", "ipo", "simpo", "orpo"))  # fmt: skip
     beta: float | None = setting(None, "weight of the objective's scores (default: 0.1; simpo: 2)", check=above_zero)
-    label_smoothing: float = setting(0.0, "share of pairs that are taken to be labelled the wrong way round",
+    label_smoothing: float = setting(0.0, "assumed share of pairs that are labelled the wrong way round",
                                      check=below_half)  # fmt: skip
     gamma: float = setting(0.5, "simpo: the margin to beat", check=zero_or_more)
     cache: str = setting("runs/reference", "directory for the reference's log-probabilities", metavar="DIR",
@@ -375,7 +375,8 @@ class DpoSettings(AlignSettings):
 
 @dataclass(frozen=True)
 class GrpoSettings(AlignSettings):
-    """recipes/grpo.py: how many replies are drawn, and how far one step may go; by one process and its workers."""
+    """recipes/grpo.py: how many replies are sampled, and how far one step may go. It runs as one process with workers.
+    """
 
     several_ranks: ClassVar[bool] = False
 
@@ -384,22 +385,22 @@ class GrpoSettings(AlignSettings):
     lr: float = with_default("lr", 4e-4)
     eval_every: int = with_default("eval_every", 20)
     data: tuple[str, ...] = with_default("data", (), "Alpaca records whose output ends in the right number (default: "
-                                         "what --task asks)")  # fmt: skip
-    batch_size: int = with_default("batch_size", 16, "questions a step and micro-batch")
-    task: str = setting("harder-sums", "what is asked without --data: sums that fine-tuning did not ask, or problems "
-                        "of one addition or subtraction in words", choices=("harder-sums", "one-step"))
-    group: int = setting(8, "replies to each question; their mean reward is what each is compared with",
+                                         "the questions of --task)")  # fmt: skip
+    batch_size: int = with_default("batch_size", 16, "questions per micro-batch")
+    task: str = setting("harder-sums", "the questions without --data: sums that are not in the fine-tuning data, or "
+                        "word problems with one addition or subtraction", choices=("harder-sums", "one-step"))
+    group: int = setting(8, "replies to each question; each is compared with their mean reward",
                          check=at_least_2)  # fmt: skip
     max_tokens: int = setting(32, "the longest reply", check=above_zero)
-    iterations: int = setting(1, "steps that are taken on the same replies; the ratio is clipped from the second on",
+    iterations: int = setting(1, "steps on the same replies; the ratio is clipped from the second step on",
                               check=above_zero)  # fmt: skip
-    beta: float = setting(0.02, "weight of the KL to the model it starts from, 0 for none", check=zero_or_more)
-    clip_low: float = setting(0.2, "how far below 1 a ratio still counts", check=below_one)
-    clip_high: float = setting(0.2, "how far above 1", check=above_zero)
-    normalise: str = setting("dapo", "dapo: every token weighs the same; grpo: every reply; dr_grpo: its tokens over "
-                             "--max-tokens, and no division by the group's deviation",
+    beta: float = setting(0.02, "weight of the KL to the starting model, 0 for none", check=zero_or_more)
+    clip_low: float = setting(0.2, "clip the ratio at 1 minus this", check=below_one)
+    clip_high: float = setting(0.2, "clip the ratio at 1 plus this", check=above_zero)
+    normalise: str = setting("dapo", "dapo: every token has the same weight; grpo: every reply; dr_grpo: tokens are "
+                             "divided by --max-tokens, and advantages not by the group's deviation",
                              choices=("dapo", "grpo", "dr_grpo"))  # fmt: skip
-    format_weight: float = setting(0.1, "reward of a reply in form; a right one earns 1 more", check=zero_or_more)
+    format_weight: float = setting(0.1, "reward for the right form; a right answer earns 1 more", check=zero_or_more)
 
     def check(self) -> None:
         super().check()
@@ -410,18 +411,18 @@ class GrpoSettings(AlignSettings):
 
 @dataclass(frozen=True)
 class ClassifySettings(ModelSettings):
-    """recipes/classify.py: labelled examples, and what it starts from."""
+    """recipes/classify.py: labelled examples, and the model to start from."""
 
     out: str = with_default("out", "runs/classify")
     steps: int | None = with_default("steps", 2000)
     lr: float = with_default("lr", 5e-4)
     batch_size: int = with_default("batch_size", 32)
     model: str = setting(default_classifier, "which model of the zoo: bert for texts, vit for images")
-    test: str | None = setting(None, "what to test on, like --data (default: a tenth of it is held out)",
+    test: str | None = setting(None, "test data, in the form of --data (default: a tenth of it is held out)",
                                metavar="PATH")  # fmt: skip
-    base: str | None = setting(None, "run, checkpoint or Hugging Face model to start from (default: nothing)",
+    base: str | None = setting(None, "run, checkpoint or Hugging Face model to start from (default: random weights)",
                                metavar="DIR", card=NEVER)  # fmt: skip
-    shift: int = setting(0, "move each training image by up to so many pixels, at random", check=zero_or_more)
+    shift: int = setting(0, "shift each training image at random by up to this many pixels", check=zero_or_more)
 
 
 RECIPES: dict[str, type[Settings]] = {
@@ -434,7 +435,7 @@ S = TypeVar("S", bound=Settings)
 
 
 class Command(NamedTuple, Generic[S]):
-    """What was asked for. plan: only the memory's plan is wanted. card: so is a model card."""
+    """A parsed command line. plan: only print the memory plan. card: write a model card too."""
 
     settings: S
     resume: bool
@@ -444,7 +445,7 @@ class Command(NamedTuple, Generic[S]):
 
 _ACTIONS = {
     "resume": "continue the run in --out from its newest checkpoint",
-    "plan": "print what a step needs in memory, and leave",
+    "plan": "print the memory that a step needs, and exit",
     "card": "write a model card, README.md, into --out at the end",
 }
 
@@ -453,8 +454,8 @@ def parse(
     kind: type[S], description: str, argv: Sequence[str] | None, *, actions: Sequence[str] = tuple(_ACTIONS),
     prog: str | None = None,
 ) -> Command[S]:  # fmt: skip
-    """The command line of a recipe whose settings are a `kind`, checked. actions: which of resume, plan and card the
-    recipe can do; the others' flags are refused. Raises UserError."""
+    """Parse and check the command line of a recipe with settings `kind`. actions: which of resume, plan and card the
+    recipe supports; the other flags are refused. Raises UserError."""
     given = {name: value for name, value in vars(_parser(kind, description, actions, prog).parse_args(argv)).items()
              if value is not None}  # fmt: skip
     wanted = {name: bool(given.pop(name, False)) for name in _ACTIONS}
@@ -468,16 +469,19 @@ def parse(
             given["steps"] = None
         settings = kind.made(given)
     settings.check()
+    rows = settings.batch_size * getattr(settings, "group", 1)
+    if given.get("workers", 1) > (most := max(rows, cores())):
+        raise UserError(f"--workers is {given['workers']}, a batch has {rows} rows to share; use at most {most}")
     return Command(settings, **wanted)
 
 
 def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog: str | None) -> Parser:
-    """Every field is a flag. Defaults are applied later, to know which flags were given."""
+    """A parser with a flag for every field. Defaults are applied later, so that it shows which flags were given."""
     p = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual, types = kind(), get_type_hints(kind)
     for f in fields(kind):
         default, options = getattr(usual, f.name), {k: f.metadata[k] for k in ("metavar", "choices") if f.metadata[k]}
-        shown = f" (default: {default})" if default not in (None, (), "", False) else ""
+        shown = "" if default is False or default in (None, (), "") else f" (default: {default})"
         plain = types[f.name]
         if isinstance(plain, UnionType):
             plain = next(t for t in get_args(plain) if t is not NoneType)
@@ -512,11 +516,20 @@ def _flag(f: Field[Any]) -> str:
     return f"--{f.name.replace('_', '-')}"
 
 
+def _typed(value: Any) -> str:
+    """A setting's value as a command line has it."""
+    words = value if isinstance(value, tuple) else () if value is None else (value,)
+    return " ".join(map(str, words)) or "none"
+
+
 def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
     if not checkpoint.steps(out):
         raise UserError(f"--resume: nothing to resume in {out}; start the run without --resume")
     found = checkpoint.load(out)
     checkpoint.require(found.path, found.meta, "settings", "elapsed")
+    recipe = found.meta["kind"]
+    if kind in RECIPES.values() and RECIPES.get(recipe, kind) is not kind:
+        raise UserError(f"--resume: the run in {out} is one of {recipe}.py; resume it with that, or give another --out")
     stored = kind.from_dict(found.meta["settings"])
     for f in fields(kind):
         name = f.name
@@ -524,7 +537,7 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
             continue
         if f.metadata["changes"] == LEARNING:
             raise UserError(
-                f"--resume: {_flag(f)} is {given[name]!r}, the run in {out} has {getattr(stored, name)!r}; "
+                f"--resume: {_flag(f)} is {_typed(given[name])}, the run in {out} has {_typed(getattr(stored, name))}; "
                 f"drop {_flag(f)}, or start a new run with another --out"
             )
     if not gpu_is_there():  # the run was begun on another machine
@@ -565,7 +578,7 @@ def with_fields(config: ModelConfig, items: Sequence[str]) -> ModelConfig:
 
 
 def restarts(settings: Settings, spec: ModelSpec) -> bool | None:
-    """Of --document-mask: None without it, else whether positions restart. Raises UserError where the model cannot."""
+    """--document-mask: None without it, else whether positions restart. Raises UserError if the model has no mask."""
     if settings.document_mask is not None and not spec.documents:
         able = ", ".join(known.name for known in models().values() if known.documents)
         raise UserError(f"--document-mask: {spec.name} does not keep documents apart; drop the flag, or use {able}")
@@ -573,16 +586,16 @@ def restarts(settings: Settings, spec: ModelSpec) -> bool | None:
 
 
 def sequence_length(config: ModelConfig, asked: int | None) -> int:
-    """Tokens a sequence: what --seq-len asks for, or the whole context."""
+    """Tokens per sequence: --seq-len, or the whole context."""
     if asked is not None and asked > config.context:
         raise UserError(f"--seq-len is {asked}, the config's context is {config.context}; use at most that")
     return asked or config.context
 
 
 def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
-    """The backend that is asked for, and the settings with its number of workers, on which a run's last bits depend.
+    """The backend of the settings, and the settings with its number of workers, on which a run's last bits depend.
 
-    ranks: of which this process is one; each has a GPU of its own, or one worker, and the backend has their group.
+    ranks: the ranks of this run; each has a GPU of its own, or one worker, and the backend gets their group.
     """
     ranks = ranks or Ranks()
     shards = settings.shards_per_step or 0
@@ -621,9 +634,9 @@ def _gpu_of(ranks: Ranks) -> int:
 
 
 def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> int | None:
-    """With --gpus, unless this process is one of its ranks: run the recipe as so many, and return its exit status.
+    """With --gpus, unless this process is a rank already: run the recipe as that many ranks; returns its exit status.
 
-    recipe: its file. argv: its arguments where they are not those of this process. Raises UserError.
+    recipe: its file. argv: its arguments, if they are not this process's. Raises UserError.
     """
     if settings.gpus is None or started_as_rank():
         return None
@@ -644,7 +657,7 @@ def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> 
 
 
 def code_hash() -> str:
-    """Of all that computes: Python and CUDA sources of the packages of this checkout."""
+    """SHA-256 of the Python and CUDA sources of this checkout's packages."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for package in ("tinyforge", "models", "recipes", "data"):
@@ -655,7 +668,7 @@ def code_hash() -> str:
 
 
 def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:
-    """How long a run is, and how often it reads its data. step: what one takes; steps_a_pass: for all of the data."""
+    """Print how long a run is, and how often it reads its data. step: describes one; steps_a_pass: steps per epoch."""
     length = f"{settings.steps:,} steps" if settings.steps else f"{settings.minutes:g} minutes"
     passes = f", {settings.steps / steps_a_pass:.1f} times through the {data}" if settings.steps else ""
     print(f"plan: {length} of {step}{passes}; {settings.schedule} schedule, peak rate {settings.lr:g}")

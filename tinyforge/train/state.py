@@ -1,4 +1,5 @@
-"""The state of a run in a checkpoint: each rank writes the tensors that its optimizer owns, any ranks read them."""
+"""The state of a run in a checkpoint: each rank writes the tensors that its optimizer owns; any number of ranks can
+read them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ MASTERS, MOMENTS = "masters", ("m", "v")
 def write(sharded: Sharded, more: Mapping[str, np.ndarray], folder: Path) -> dict[str, str]:
     """Write the weights, the moments, and `more` beside these; returns the files' hashes. Called on rank 0.
 
-    Raises OSError of any rank, FloatingPointError with the name of a weight that is not finite.
+    Raises any rank's OSError, and FloatingPointError with the name of a weight that is not finite.
     """
     rank = sharded.rank
     if rank.sharded:
@@ -40,7 +41,7 @@ def write(sharded: Sharded, more: Mapping[str, np.ndarray], folder: Path) -> dic
 
 
 def write_shards(rank: Rank, folder: str, more: Mapping[str, np.ndarray] | None = None) -> Any:
-    """On rank 0 a list, of what `_write_own` returns on each rank."""
+    """On rank 0 the list of each rank's `_write_own`."""
     return rank.group.gather_objects(_write_own(rank, Path(folder), more or {}))
 
 
@@ -68,7 +69,7 @@ def _write_own(
                 hashes |= write_shard(folder, what, tensors, each, number, count)
         except (OSError, FloatingPointError) as error:
             fault = error
-        for _ in arrays:  # the other ranks need what this one brings, whatever has happened here
+        for _ in arrays:  # even after a fault: the ranks gather together
             pass
     return hashes, fault
 
@@ -81,8 +82,8 @@ def _next(arrays: Iterator[np.ndarray], name: str, kind: str) -> np.ndarray:
 
 
 def read_moments(optimizer: AdamW, group: Group, found: Checkpoint | None) -> None:
-    """Give every rank its part of the moments that rank 0 has `found`, a tensor at a time. All ranks with memory of
-    their own, `group`, call it. Raises UserError."""
+    """Give every rank its part of the moments that rank 0 reads from `found`, a tensor at a time. All ranks of `group`
+    call it. Raises UserError."""
     backend = optimizer.backend
     moments = found.optimizer() if found else {}
     for what in MOMENTS:

@@ -1,7 +1,7 @@
-"""Where a run's figures also go: `--log tensorboard` and `--log wandb`. metrics.jsonl is written in any case.
+"""Other destinations of a run's figures: `--log tensorboard` and `--log wandb`. metrics.jsonl is written in any case.
 
-A writer is called with each row of metrics.jsonl. A resumed run makes TensorBoard forget what came after the step that
-it starts from; for Weights & Biases it is another run of the same group.
+A writer is called with each row of metrics.jsonl. A resumed run makes TensorBoard discard what came after the step that
+it starts from; in Weights & Biases it is another run of the same group.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Writer = Callable[[dict[str, Any]], None]
 
 
 def check_writer(name: str) -> None:
-    """UserError where the package that `--log` asks for is not there."""
+    """Raise UserError if the package that `--log` needs is not installed."""
     if name in WRITERS and importlib.util.find_spec(name) is None:
         raise UserError(f"--log {name}: the package {name} is not installed; pip install {name}, or use --log none")
 
 
 def open_writer(name: str, out: Path, step: int, settings: Mapping[str, Any]) -> Writer | None:
-    """What `--log` asks for; None for none. step: the run starts from it. Raises UserError where it cannot start."""
+    """The writer that `--log` asks for, or None. step: the run starts from it. Raises UserError if it cannot start."""
     if name not in WRITERS:
         return None
     check_writer(name)

@@ -1,1 +1,1 @@
-"""The registered models seen side by side: their sizes, shapes and memory, and what has been measured of them."""
+"""The registered models side by side: sizes, shapes, memory, and measurements."""

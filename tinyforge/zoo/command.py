@@ -1,11 +1,11 @@
-"""The models that are registered here.
+"""The registered models.
 
-    python -m models list                           all of them, with the parameters of each preset
-    python -m models show gpt2 --config 355m        one: shapes layer by layer, parameters, memory of a training step
-    python -m models record                         check all gradients and the parity with other libraries; minutes
+    python -m models list                           all models, with the parameters of each preset
+    python -m models show gpt2 --config 355m        one model: shapes by layer, parameters, memory of a training step
+    python -m models record                         check gradients, and parity with other libraries; takes minutes
     python -m models page                           write docs/models.md from the registry and docs/results
 
-`show` runs a step on arrays without memory: it takes no GPU and no time.
+`show` runs a step on arrays without memory: it needs no GPU and takes no time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
 from tinyforge.registry import ModelSpec, find_model, models
 from tinyforge.zoo import page
@@ -32,21 +31,21 @@ def list_models() -> None:
 
 
 def show(spec: ModelSpec, name: str, precision: str, batch_size: int, seq_len: int | None) -> None:
-    """The model of a preset; the first where `name` is "". Raises UserError for another preset's name, and for a batch
-    that the config cannot take."""
+    """Print the model of a preset, by default the first. UserError for an unknown preset, and for a batch that the
+    config cannot take."""
     name = name or next(iter(spec.presets))
     if name not in spec.presets:
         raise UserError(f"{spec.name} has no preset {name!r}; known: {', '.join(spec.presets)}")
     config = spec.presets[name]
-    seq_len = seq_len or min(config.context, MOST_TOKENS)
+    seq_len = min(config.context, MOST_TOKENS) if seq_len is None else seq_len
     if batch_size < 1 or not 1 <= seq_len <= config.context:
-        raise UserError(f"--batch-size {batch_size}, --seq-len {seq_len}; wants 1 or more, and 1 to the config's "
-                        f"context, {config.context}")  # fmt: skip
+        raise UserError(f"--batch-size {batch_size}, --seq-len {seq_len}: wants a batch of at least 1, and a length of "
+                        f"1 to the config's context, {config.context}")  # fmt: skip
     layers, plan = trace(spec, config, precision, batch_size, seq_len)
     print(f"{spec.title}, {name}: {spec.summary}")
-    for text in (spec.source, _sizes(config)):
-        if text:
-            print(f"  {text}")
+    if spec.source:
+        print(f"  {spec.source}")
+    print(f"  {', '.join(f'{key} {value}' for key, value in config.to_dict().items())}")
     print(f"\n{'op':<24} {'class':<20} {'output':<24} parameters")
     for layer in layers:
         if layer.name and layer.count > 1:
@@ -63,10 +62,6 @@ def show(spec: ModelSpec, name: str, precision: str, batch_size: int, seq_len: i
     print(f"a training step of {batch_size} x {seq_len} tokens in {precision} on a GPU:\n{plan}")
 
 
-def _sizes(config: ModelConfig) -> str:
-    return ", ".join(f"{name} {value}" for name, value in config.to_dict().items())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m models", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|record|page")
     commands.add_parser("list", help="all models and presets")
     one = commands.add_parser("show", help="one model, layer by layer")
-    one.add_argument("name", metavar="NAME", help="as `list` has it")
+    one.add_argument("name", metavar="NAME", help="as in `list`")
     one.add_argument("--config", default="", metavar="PRESET", help="(default: the first)")
     one.add_argument("--precision", default="bf16", help="fp32, tf32, bf16 or fp8 (default: %(default)s)")
     one.add_argument("--batch-size", type=int, default=8, help="sequences in the step (default: %(default)s)")
     one.add_argument("--seq-len", type=int, help=f"(default: the context, at most {MOST_TOKENS})")
     commands.add_parser("record", help=f"measure and write {page.RECORD}")
     write = commands.add_parser("page", help=f"write {page.PAGE}")
-    write.add_argument("--check", action="store_true", help="only say whether it is up to date; status 1 if not")
+    write.add_argument("--check", action="store_true", help="only check that it is up to date; status 1 if not")
     args = parser.parse_args(argv)
     if args.command == "list":
         list_models()

@@ -1,14 +1,14 @@
-"""docs/models.md, written from the registry, the models themselves, and the measurements in docs/results.
+"""docs/models.md, generated from the registry, the models, and the measurements in docs/results.
 
-Nothing here names a model. The page's figures are of three kinds:
+Nothing here names a model. The page's figures come from three sources:
 
-- counted now: parameters;
-- in docs/results/models.json, which `record` writes: the worst error of each model's gradients in the ledger, and the
-  errors that the tests of parity with other libraries find (those that use the fixture `parity` of tests/conftest.py);
-- in other files of docs/results: speed, in every file that times a model beside PyTorch; training, where a model's
-  `ModelSpec.trained` says.
+- parameters are counted;
+- docs/results/models.json, written by `record`, has the worst gradient error of each model in the ledger, and the
+  errors found by the parity tests (those with the fixture `parity` of tests/conftest.py);
+- other files of docs/results have speed (every file that times a model and PyTorch) and training (the places in
+  `ModelSpec.trained`).
 
-What has not been measured is a dash.
+A dash means not measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE, RESULTS = "docs/models.md", "docs/results"
 RECORD = f"{RESULTS}/models.json"
 GPU_LEDGER = f"{RESULTS}/gpu-gradcheck.json"
 PARITY = "TINYFORGE_PARITY"
-"""The environment variable with the file to which the fixture `parity` appends its errors, a line of JSON each."""
+"""The environment variable that names the file to which the fixture `parity` appends its errors, as lines of JSON."""
 NONE = "-"
 
 HEAD = """# The models
@@ -52,7 +52,7 @@ training step.
 
 
 def write(root: Path, check: bool = False) -> int:
-    """Write the page of the checkout at `root`; with `check`, only say whether it is as it should be: 1 if not."""
+    """Write the page of the checkout at `root`; with `check` only report whether it is stale. Returns 1 if so."""
     path = root / PAGE
     wanted = text(root)
     stale = not path.is_file() or path.read_text(encoding="utf-8") != wanted
@@ -81,7 +81,7 @@ def _linked(spec: ModelSpec, root: Path) -> str:
     return f"[{spec.title}]({page})" if (root / "docs" / page).is_file() else spec.title
 
 
-# --- what there is ----------------------------------------------------------------------------------------------------
+# --- sizes ------------------------------------------------------------------------------------------------------------
 
 
 def _sizes(specs: list[ModelSpec], root: Path) -> str:
@@ -97,7 +97,7 @@ def _backwards(specs: list[ModelSpec], root: Path) -> str:
     return "\n".join(["## What is new in the backward", "", *lines, ""])
 
 
-# --- what has been checked --------------------------------------------------------------------------------------------
+# --- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _checks(specs: list[ModelSpec], found: Mapping[str, Any], root: Path) -> str:
@@ -123,9 +123,9 @@ def _parity(entry: Mapping[str, Any] | None) -> str:
 
 
 def record(root: Path) -> None:
-    """Measure the ledger of every registered model, run the tests of parity, and write both to docs/results.
+    """Measure the ledger of every registered model, run the parity tests, and write both to docs/results.
 
-    Raises UserError where a test fails, and where `root` has no tests.
+    Raises UserError if a test fails, and if `root` has no tests.
     """
     if not (root / "tests").is_dir():
         raise UserError(f"{root.resolve()} has no folder tests; run it from the root of the repository")
@@ -144,13 +144,13 @@ def record(root: Path) -> None:
 
 
 def _run_parity(root: Path) -> dict[str, dict[str, Any]]:
-    """The worst error that the tests find, by model and by what is compared."""
+    """The worst errors that the tests find, by model and quantity."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "parity"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
         done = subprocess.run(command, cwd=root, env={**os.environ, PARITY: str(target)})
         if done.returncode:
-            raise UserError(f"the tests of parity gave pytest's status {done.returncode}, see above; nothing is "
+            raise UserError(f"the parity tests ended with pytest's status {done.returncode}, see above, and nothing is "
                             "written; they need PyTorch and transformers: pip install -e '.[peers]'")  # fmt: skip
         lines = target.read_text(encoding="utf-8").splitlines() if target.is_file() else []
     found: dict[str, dict[str, Any]] = {}
@@ -161,7 +161,7 @@ def _run_parity(root: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-# --- what has been measured -------------------------------------------------------------------------------------------
+# --- measurements -----------------------------------------------------------------------------------------------------
 
 
 def _training(specs: list[ModelSpec], root: Path) -> str:
@@ -176,7 +176,7 @@ def _training(specs: list[ModelSpec], root: Path) -> str:
 
 
 def _value(root: Path, place: str) -> float:
-    """The number at FILE#a/b/c, numbers among a, b, c being places in lists. Raises UserError where there is none."""
+    """The number at FILE#a/b/c, where a number among a, b, c is an index into a list. UserError if there is none."""
     name, _, keys = place.partition("#")
     found: Any = read_json(root / RESULTS / name, "the results")
     try:
@@ -189,7 +189,7 @@ def _value(root: Path, place: str) -> float:
 
 @dataclass(frozen=True)
 class Timed:
-    """A model's time beside the fastest of PyTorch's, by a file of docs/results."""
+    """A model's time and PyTorch's best, from a file of docs/results."""
 
     model: str
     what: str
@@ -202,7 +202,7 @@ class Timed:
 
 
 def timings(root: Path) -> Iterator[Timed]:
-    """Every file of docs/results that times a registered model in training or decoding beside PyTorch."""
+    """The timings of registered models and PyTorch, in training or decoding, in docs/results."""
     for path in sorted((root / RESULTS).glob("*.json")):
         found = read_json(path, "the results")
         results, config = found.get("results"), found.get("config")
@@ -226,8 +226,7 @@ def timings(root: Path) -> Iterator[Timed]:
 
 
 def _preset(spec: ModelSpec, config: Mapping[str, Any]) -> str:
-    """The preset that a config is of, whatever its context and vocabulary; "" for none. Files that were written before
-    dropout was a field mean none."""
+    """The preset of a config, whatever its context and vocabulary; "" for none. Files without a dropout mean 0."""
 
     def shape(values: Mapping[str, Any]) -> dict[str, Any]:
         own = json.loads(json.dumps({"dropout": 0.0, **values}))  # tuples are lists in a file

@@ -1,4 +1,4 @@
-"""A model layer by layer, found by running it on arrays without memory: the shapes are those of a real pass."""
+"""The shapes of a model, layer by layer, from a real pass on arrays without memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LAYER = re.compile(r"(.*?\.)?(\d+)\.(.+)")  # blocks.3.qkv
 
 @dataclass(frozen=True)
 class Step:
-    """One op of a pass. output: its shape. params: name and shape of each of its parameters, without the layer and the
-    op's own name; a parameter that an earlier op has is left out."""
+    """One op of a pass. output: its shape. params: the names, without layer and op, and shapes of its parameters,
+    except those of an earlier op."""
 
     name: str
     kind: str
@@ -32,7 +32,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Layer:
-    """The ops of one layer, or of several that are alike. name: "blocks.0"; "" for an op outside of the layers."""
+    """The ops of a layer, or of several equal layers. name: "blocks.0"; "" for an op outside the layers."""
 
     name: str
     count: int
@@ -66,7 +66,7 @@ def trace(
     try:
         plan = plan_step(replace(spec, build=build), config, precision, batch_size, seq_len)
     finally:
-        # An op that holds its own bound forward is a cycle: its phantoms would be counted until a garbage collection.
+        # An op that holds its own bound forward is a cycle, and its phantoms would count until garbage collection.
         for op in watched:
             del op.forward
             vars(op).pop("after", None)
@@ -74,7 +74,7 @@ def trace(
 
 
 def _record(op: Op, steps: list[Step], seen: set[int]) -> None:
-    """Have the op's forward note its step. seen: ids of the parameters that have been noted."""
+    """Make an op's forward record its step. seen: ids of the parameters recorded so far."""
     forward: Callable[..., Any] = op.forward
 
     def note(op: Op, output: tuple[int, ...]) -> None:
@@ -97,7 +97,7 @@ def _record(op: Op, steps: list[Step], seen: set[int]) -> None:
     def recording_after(linear: Op, *args: Any, **options: Any) -> Any:
         known = len(steps)
         result = after(linear, *args, **options)
-        if len(steps) == known:  # one kernel for both ops, neither of whose forward was called
+        if len(steps) == known:  # one kernel for both ops: neither forward was called
             note(linear, (*result.shape[:2], result.shape[2] * result.shape[3]))
             note(op, tuple(result.shape))
         return result
@@ -112,7 +112,7 @@ def _short(name: str) -> str:
 
 
 def _layers(steps: list[Step]) -> list[Layer]:
-    """Steps by layer; neighbouring layers with the same ops become one."""
+    """Steps grouped by layer; equal neighbouring layers become one."""
 
     def layer_of(step: Step) -> str:
         found = LAYER.fullmatch(step.name)

@@ -4,7 +4,7 @@
   const $ = (id) => document.getElementById(id);
   const COLOURS = 8, SECONDS = 2, DASHES = [null, "7 3", "2 3"];
   const AXES = { tokens: "tokens", step: "step", seconds: "time", flop: "FLOP" };
-  // In this order, first the one that is drawn large; what is not named here comes behind, by name.
+  // In this order, the first one large; all others follow, by name.
   const ORDER = ["bits_per_byte", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_mib", "gpu_memory_mib", "perplexity", "exact_match"];
   const TITLES = { bits_per_byte: "Bits per byte", loss: "Loss", lr: "Learning rate", grad_norm: "Gradient norm, before clipping", tokens_per_second: "Throughput",
     peak_memory_mib: "Peak memory", gpu_memory_mib: "Memory on the GPU", exact_match: "Exact match" };
@@ -14,7 +14,7 @@
   const embedded = $("exported") ? JSON.parse($("exported").textContent) : null;
   const state = { runs: [], texts: {}, chosen: null, curves: new Map(), seen: new Map(), charts: new Map(), zoom: null, samples: {}, ledger: null, ledgerText: "" };
 
-  // --- where data comes from: the server, or this file
+  // --- the source of the data: the server, or this file
 
   const source = embedded ? {
     runs: async () => embedded,
@@ -46,7 +46,7 @@
     set(name, value) { try { localStorage.setItem(`tinyforge-board-${name}`, JSON.stringify(value)); } catch { /* a browser that keeps nothing */ } },
   };
 
-  // --- what is asked for
+  // --- what to show
 
   const form = $("controls");
   const view = () => ({ axis: form.axis.value, smooth: Number(form.smooth.value), log: form.log.checked });
@@ -56,7 +56,7 @@
   const keyOf = (text) => TITLES[text] || text.replace(/_/g, " ").replace(/^./, (c) => c.toUpperCase());
   const number = (value) => typeof value === "number" && Number.isFinite(value);
 
-  // A chart for each figure, training and held-out on one axis: bits_per_byte beside val_bits_per_byte_web.
+  // One chart per figure, with training and held-out values: bits_per_byte and val_bits_per_byte_web.
   function groups(runs) {
     const found = new Map(), plain = new Set(runs.flatMap((run) => run.keys));
     for (const key of plain) {
@@ -97,7 +97,7 @@
     const now = view(), runs = chosen(), wanted = groups(runs);
     $("empty").hidden = runs.length > 0;
     $("curves").hidden = runs.length === 0;
-    $("empty").textContent = state.runs.length ? "No run is chosen." : "No run here yet. One begins with: python recipes/pretrain.py";
+    $("empty").textContent = state.runs.length ? "No run is selected." : "No runs here yet. Start one with: python recipes/pretrain.py";
     for (const [name, chart] of state.charts) if (!wanted.some(([key]) => key === name)) { chart.figure.remove(); state.charts.delete(name); }
     wanted.forEach(([name, keys], place) => {
       let chart = state.charts.get(name);
@@ -161,7 +161,7 @@
     return runs.find((run) => run.name === select.value);
   }
 
-  // Layers downwards, evaluations to the right; the colour is the norm's logarithm.
+  // Rows are layers, columns evaluations; the colour is the norm's logarithm.
   function drawLayers(runs) {
     const able = runs.filter((run) => run.keys.some((k) => k.startsWith("grad_norm.")));
     $("layers").hidden = able.length === 0;
@@ -217,7 +217,7 @@
       element("pre", { textContent: s.text.replace(/^ {2}/gm, "") }))));
   }
 
-  // The runs' cards and what commands printed: one at a time, fetched when it has changed.
+  // The runs' cards and logs: one at a time, fetched when it has changed.
   async function drawTexts() {
     const names = Object.keys(state.texts);
     $("texts").hidden = names.length === 0;
@@ -230,7 +230,7 @@
     $("texts-body").replaceChildren(...(name.endsWith(": card") ? markdown(text) : [element("pre", { textContent: text })]));
   }
 
-  // What cards are written in: headings, tables, code that is indented, paragraphs. Text becomes text nodes alone.
+  // The Markdown of cards: headings, tables, indented code, paragraphs. Text only becomes text nodes.
   function markdown(text) {
     const found = [], code = (line) => line.split("`").map((part, i) => i % 2 ? element("code", { textContent: part }) : part);
     const cells = (row) => row.replace(/^\| ?| ?\|$/g, "").split("|").map((cell) => cell.trim());
@@ -287,7 +287,7 @@
     table($("compare-table"), ["", ...few.map((r) => r.name)], rows);
   }
 
-  const PARTS = [["weights", "weights, masters, gradients"], ["moments", "the optimizer's moments"], ["saved", "saved for backward"], ["rest", "temporary"]];
+  const PARTS = [["weights", "weights, masters, gradients"], ["moments", "optimizer moments"], ["saved", "saved for backward"], ["rest", "temporary"]];
   function drawPlans(runs) {
     const able = runs.filter((run) => number(run.about.plan?.peak));
     $("plans").hidden = able.length === 0;
@@ -309,7 +309,7 @@
     if (text === state.ledgerText) return;
     state.ledgerText = text;
     if (!found) {
-      $("ledger-body").replaceChildren(element("p", {}, "Every hand-written gradient beside finite differences. It shows here after ",
+      $("ledger-body").replaceChildren(element("p", {}, "Every hand-written gradient compared with finite differences. To show it here, run ",
         element("code", { textContent: "python -m tinyforge.gradcheck --json runs/ledger.json" })));
       return;
     }

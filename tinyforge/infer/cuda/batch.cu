@@ -1,25 +1,28 @@
-// decode_batch: a decoder with a key/value cache for many rows, one launch for many tokens of each.
+// decode_batch: a decoder with a key/value cache for many sequences, the rows of a batch; one launch generates many
+// tokens of each.
 //
 // Kernel:  decode_batch     `passes` passes over all layers, a new position of each row in each; logits, tokens drawn
 //
 // Idea. The rows of a batch do not depend on each other. A team of TEAM blocks serves sixteen of them, as many as a
 // tensor-core product takes, goes through all layers with them, and waits for no other team. A batch of 64 is four
 // teams. Each team reads all weights; the first one to read them brings them into the L2 cache for the others.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory (`Queue`). cp.async fills
-// it up to DEPTH pieces ahead, across all barriers and from one token into the next. A piece as stored is the right
-// operand of two products.
-//   Activations are the left operand, stored in the layout of its registers (`place`): the epilogue of a product writes
-// what the next one loads, 16 bytes per lane. Each warp of a block holds its part of the columns in registers and
-// multiplies it with all tiles of the block. The warps' partial sums meet in shared memory, in a fixed order.
-//   Between two steps all blocks of a team meet at a counter (`arrive`, `wait`). A norm is no step of its own: its gain
-// is multiplied into what the step before writes, and 1 / rms follows the product. The residual stream stays in the
-// shared memory of the block that owns its columns.
-//   Attention: CREW warps compute a row and a kv head, whose query heads share each key and value. The first keys and
-// values of earlier tokens are loaded before the queries arrive.
-//   RESIDENT blocks of different teams share a multiprocessor: one computes while the other waits.
-//   bf16 runs on tensor cores. float and double use multiply-adds on the same queue and layout; they are the reference.
-// The order of sums depends only on shapes and the number of blocks: the same bits every time.
-// Tried and dropped: docs/kernels/decode-batch.md, with times.
+//   weights       They do not depend on tokens, so they are prefetched. Each lane has a queue of 16-byte pieces in
+//                 shared memory (`Queue`). cp.async fills it up to DEPTH pieces ahead, across all barriers and from one
+//                 token into the next. A piece as stored is the right operand of two products.
+//   activations   They are the left operand, stored in the layout of its registers (`place`): the epilogue of a product
+//                 writes what the next one loads, 16 bytes per lane. Each warp of a block holds its part of the columns
+//                 in registers and multiplies it with all tiles of the block. The warps' partial sums meet in shared
+//                 memory, in a fixed order.
+//   steps         Between two steps all blocks of a team meet at a counter (`arrive`, `wait`). A norm is no step of its
+//                 own: its gain is applied to what the step before writes, and 1 / rms after the product. The residual
+//                 stream stays in the shared memory of the block that owns its columns.
+//   attention     CREW warps compute a row and a kv head, whose query heads share each key and value. The first keys
+//                 and values of earlier tokens are loaded before the queries arrive.
+//   occupancy     RESIDENT blocks of different teams share a multiprocessor: one computes while the other waits.
+// bf16 runs on tensor cores. float and double use multiply-adds on the same queue and layout; they are the reference.
+// The order of sums depends only on shapes and the number of blocks: the same bits every time. What was tried and
+// dropped, with times: docs/kernels/decode-batch.md.
+//
 // Grid: teams x TEAM blocks, at most what fits at once (cooperative launch). Block: WARPS x 32 threads.
 //
 // compile: SCALAR=bf16 TEAM=66|264 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=16 RESIDENT=2
@@ -41,9 +44,8 @@ typedef Pack<A, 2> Pair;
 
 #include "infer/cuda/sampler.cuh"
 
-// The index of number k of a row, in activations that are the input of a product. For tensor cores (m16n8k16) each lane
-// has 16 bytes, the four registers of a left operand; 32 lanes hold 16 numbers of each row. For even k, k + 1 follows
-// k.
+// The index of number k of a row, in activations that are the input of a product. For tensor cores (m16n8k16) a lane
+// loads 16 bytes, the four registers of a left operand; 32 lanes hold 16 numbers of each row. k + 1 follows an even k.
 template <int COLUMNS>
 __device__ __forceinline__ int place(int row, int k) {
     if constexpr (TENSOR_CORES) {
@@ -57,7 +59,7 @@ __device__ __forceinline__ int hidden_place(int tile, int i) {
     return tile / 4 * 16 + i / 2 * 8 + tile % 4 * 2 + i % 2;
 }
 
-// What the blocks of a team exchange. `squares`: the squared norm of the residual stream, one part for each tile.
+// What the blocks of a team exchange. squares: the squared norm of the residual stream, one part for each tile.
 struct Exchange {
     T *normed, *attended, *gated, *queries;  // ROWS x padded(DIM), padded(DIM), padded(HIDDEN), DIM
     A *squares;                              // ROWS x DIM_TILES
@@ -81,7 +83,7 @@ __device__ __forceinline__ void store_pair(T *to, A a, A b) {
     store(to, pair);
 }
 
-// Reads what other blocks have written in this launch, bypassing the L1 cache.
+// Loads what other blocks have written in this launch, bypassing the L1 cache.
 template <int N, class X>
 __device__ __forceinline__ Pack<X, N> fetch(const X *from) {
     if constexpr (sizeof(Pack<X, N>) % 16 == 0) {
@@ -144,17 +146,18 @@ struct Block {
     Queue queue;
     int rank;      // of this block in its team
     int parity;    // of the buffer for sums
-    u32 *counter;  // of the team: arrivals so far, at all meetings
-    u32 meeting;   // what the counter will be when all have arrived at the next
+    u32 *counter;  // of the team: arrivals so far, at all barriers
+    u32 meeting;   // the counter when all blocks have arrived at the next barrier
 
-    // Called by all threads of the block: after `wait` the team's blocks can read what they wrote. A block must `wait`
-    // for one meeting before it arrives at the next; otherwise the counter would count it for another block.
+    // A barrier of the team's blocks, in two halves, called by all threads: after `wait`, what the blocks wrote before
+    // `arrive` can be read. A block must `wait` before it arrives at the next barrier, or the counter would take its
+    // second arrival for that of another block.
     __device__ __forceinline__ void arrive() {
         __syncthreads();
         if (threadIdx.x == 0) count_up(counter);
         meeting += TEAM;
     }
-    // One thread polls: thousands polling one L2 line would delay the arrivals.
+    // Only one thread polls: thousands that poll one L2 line would delay the arrivals.
     __device__ __forceinline__ void wait() {
         if (threadIdx.x == 0) {
             for (u32 polls = 0; int(poll(counter) - meeting) < 0;) pause(polls);
@@ -162,12 +165,12 @@ struct Block {
         __syncthreads();
     }
 
-    // This block's share of `count` things, from `first` to `end` - 1; the next block's follows it.
+    // This block's share of `count` items, from `first` to `end` - 1; the next block's share follows.
     __device__ __forceinline__ int first(int count) const { return count * rank / TEAM; }
     __device__ __forceinline__ int end(int count) const { return count * (rank + 1) / TEAM; }
 
     // This warp's part of the products of up to MOST tiles with ROWS rows of x. Fewer tiles are multiplied as MOST,
-    // with whatever lies in the queue; those sums are ignored.
+    // with whatever is in the queue; the extra sums are ignored.
     template <int STEPS, int MOST>
     __device__ __forceinline__ void multiply(const uint4 (&x)[2 * STEPS], A *sums) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -218,9 +221,9 @@ struct Block {
         }
     }
 
-    // x, ROWS x COLUMNS, times this block's share of COUNT tiles. Calls finish(tile, row, c, sum) for rows 2 c and 2 c
-    // + 1 of a tile, from whole warps; c is the lane modulo 4. With `squares`, `shared.scale` then holds 1 / rms of
-    // each row of the residual stream.
+    // x, ROWS x COLUMNS, times this block's share of COUNT tiles. Calls finish(tile, row, c, sum), by whole warps, for
+    // rows 2 c and 2 c + 1 of a tile; c is the lane modulo 4. With `squares`, `shared.scale` holds 1 / rms of each row
+    // of the residual stream by then.
     template <int COLUMNS, int COUNT, class Finish>
     __device__ __forceinline__ void product(const T *x, const A *squares, A eps, Finish finish) {
         constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, TEAM);
@@ -298,7 +301,7 @@ static_assert(THREADS % (ROWS * 4) == 0 && THREADS / ROWS <= 32, "a row's square
 
 // A slab of 16 positions that follow each other in the cache.
 struct CacheSlab : Slab {
-    // Loads the positions from `base` on that are in from .. end - 1; the others are left unchanged.
+    // Loads the slab at `base`, but only positions in from .. end - 1; the others are left unchanged.
     __device__ __forceinline__ void take(const T *cache_keys, const T *cache_values, int base, int from, int end) {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
         const T *const key = cache_keys + (base + g) * HEAD_DIM + c * 8;
@@ -321,8 +324,8 @@ struct CacheSlab : Slab {
     }
 };
 
-// This warp's partial result: 16 positions from `base` on, which `slab` holds as far as they are before `position`,
-// then the 16 that follow those of the crew's other warps, and so on. queries: GROUP x HEAD_DIM.
+// This warp's partial result, over every CREW-th slab from the one at `base` on. `slab` holds the positions of that one
+// before `position`, the new token's. queries: GROUP x HEAD_DIM.
 __device__ __forceinline__ void attend_slabs(const Scratch &scratch, CacheSlab slab, const T *queries, const T *keys,
                                              const T *values, int base, int position) {
     constexpr int HALVES = GROUP > 8 ? 2 : 1, CHUNKS = Slab::CHUNKS, WIDE = Slab::WIDE;
@@ -349,14 +352,8 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, CacheSlab s
         float shrink[2] = {1, 1};
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
-            float new_top = top[h];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float &x = score[i / 2][h * 2 + i % 2];
-                x = base + i / 2 * 8 + c * 2 + i % 2 <= position ? x * scale : 2 * LOWEST;
-                new_top = largest(new_top, x);
-            }
-            take_scores(score, h, new_top, top, total, shrink, shares);
+            const auto seen = [&](int i) { return base + i <= position; };
+            take_scores(score, h, scale, seen, top, total, shrink, shares);
         }
         slab.add_values(shares, shrink, output);
         slab = next, base = after;
@@ -445,7 +442,7 @@ __device__ __forceinline__ void merge(const Scratch &scratch, int crew, int row,
     }
 }
 
-// Draws the next token of a row from its logits. Not inlined: the layers need the registers that it would take.
+// Samples the next token of a row from its logits. Not inlined: the layers need the registers that it would take.
 __device__ __noinline__ int draw(unsigned char *scratch, const A *logits, Sampler how, u32 number) {
     const auto take = [&](auto &x, auto at) {
 #pragma unroll
@@ -459,10 +456,11 @@ __device__ __noinline__ int draw(unsigned char *scratch, const A *logits, Sample
 // of them a pass uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
 // values: (layers, batch, KV_HEADS, capacity, HEAD_DIM). past: how many positions of a row were filled before the first
 // pass. A row whose cache is full stays at its last position, and its further tokens mean nothing. given, (passes,
-// batch): the token that a row takes in a pass, or -1 for what it drew last, also in the launch before: that is kept in
-// `ids`, (batch,). memory: Exchange::BYTES for each team, zeros at first. counters: 32 words for each team, zeros.
-// logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. samplers, (batch,), or null: how each row's tokens are
-// drawn, into `drawn`, (passes, batch). first, (batch,): the number of its random stream that the first pass draws with.
+// batch): the token that a row takes in a pass, or -1 for the last one that it drew, which may be of the launch before:
+// `ids`, (batch,), keeps it. memory: Exchange::BYTES for each team, zeros at first. counters: 32 words for each team,
+// zeros. logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. samplers, (batch,), or null: how each row's
+// tokens are drawn, into `drawn`, (passes, batch). first, (batch,): the number of its random stream that the first pass
+// draws with.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     const int *past, const int *given, int *ids, int *drawn, unsigned char *memory, u32 *counters, A *logits,
@@ -503,6 +501,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     }
     const int crew = warp / CREW, member = warp % CREW, units_end = block.end(UNITS);
     for (int pass = 0; pass < passes; pass++) {
+        // Tokens, angles and embeddings.
         if (thread < ROWS) {
             const int row = first_row + thread;
             int position = 0, token = 0;
@@ -526,6 +525,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
 
         for (int layer = 0; layer < layers; layer++) {
             const i64 line = i64(capacity) * HEAD_DIM, layer_start = i64(layer) * batch * KV_HEADS * line;
+            // q|k|v, RoPE, and the new keys and values.
             block.wait();
             block.product<DIM, WIDTH / 8>(
                 exchange.normed, exchange.squares, eps, [&](int tile, int row, int c, Pair sum) {
@@ -552,6 +552,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
                 });
             block.arrive();
 
+            // Attention.
             bool queries_are_there = false;
             for (int unit = block.first(UNITS) + crew; unit < units_end; unit += CREWS) {
                 const int row = unit / KV_HEADS, kv_head = unit % KV_HEADS, position = shared.position[row];
@@ -559,8 +560,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
                 const i64 start = layer_start + (i64(first_row) * KV_HEADS + unit) * line;
                 const T *const queries = exchange.queries + row * DIM + kv_head * GROUP * HEAD_DIM;
                 const Scratch scratch(shared.scratch);
-                // The cache does not depend on this pass: the first keys and values are in flight before the queries
-                // arrive. Every warp waits once, here or after the loop.
+                // Old positions do not depend on this pass: their first keys and values are in flight before the
+                // queries arrive. Every warp waits once, here or after the loop.
                 CacheSlab slab{};
                 if constexpr (TENSOR_CORES) slab.take(keys + start, values + start, member * 16, 0, position);
                 if (!queries_are_there) block.wait();
@@ -577,12 +578,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
             if (!queries_are_there) block.wait();
             block.arrive();
 
+            // Attention's projection, and the residual.
             block.wait();
             block.product<DIM, DIM_TILES>(exchange.attended, nullptr, eps, [&](int tile, int row, int c, Pair sum) {
                 block.add(exchange, 2 * layer + 1, tile, row, c, sum);
             });
             block.arrive();
 
+            // Gate, up and SwiGLU.
             block.wait();
             block.product<DIM, HIDDEN_TILES>(
                 exchange.normed, exchange.squares, eps, [&](int tile, int row, int c, Pair sum) {
@@ -594,6 +597,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
                 });
             block.arrive();
 
+            // Down, and the residual.
             block.wait();
             block.product<HIDDEN, DIM_TILES>(exchange.gated, nullptr, eps, [&](int tile, int row, int c, Pair sum) {
                 block.add(exchange, 2 * layer + 2, tile, row, c, sum);
@@ -601,6 +605,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
             block.arrive();
         }
 
+        // The output heads.
         block.wait();
         for (int head = 0; head < heads; head++) {
             block.product<DIM, VOCAB_TILES>(
@@ -612,6 +617,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
                                 token + 1 < VOCAB ? sum.v[1] * scale : A(-INFINITY)}});
                 });
         }
+        // The next tokens.
         if (!samplers) continue;
         block.arrive();
         block.wait();

@@ -1,4 +1,4 @@
-"""Decoding a batch on a CUDA GPU: one launch for many tokens of all rows, and no wait for the host in between.
+"""Decoding a batch on a CUDA GPU: one launch for many tokens of all rows, without waiting for the host in between.
 
 The kernel is batch.cu; docs/kernels/decode-batch.md derives it.
 """
@@ -39,8 +39,8 @@ class BatchCache:
 
 
 class Draw(NamedTuple):
-    """How each row's tokens are drawn. samplers: (batch,) SAMPLER. first: the number of each row's stream that the next
-    pass draws with, (batch,) uint32."""
+    """How each row's tokens are drawn. samplers: (batch,) SAMPLER. first: the position in each row's stream of the next
+    pass's number, (batch,) uint32."""
 
     samplers: np.ndarray
     first: np.ndarray
@@ -51,7 +51,7 @@ class Draw(NamedTuple):
 
 
 class BatchLauncher:
-    """batch.cu for one decoder."""
+    """Launches batch.cu for one decoder."""
 
     def __init__(self, weights: DeviceWeights[BatchPlan]) -> None:
         self.weights, self.plan = weights, weights.plan
@@ -60,32 +60,32 @@ class BatchLauncher:
             "infer/cuda/batch.cu", "decode_batch", plan.shared_bytes, cooperative=True, SCALAR=scalar(weights.dtype),
             **plan.macros,
         )  # fmt: skip
-        self.kernel.preferred_shared_memory_carveout = 100  # percent: room for all blocks that are to be resident
+        self.kernel.preferred_shared_memory_carveout = 100  # percent: so that all `resident` blocks fit
         self.exchange = cupy.zeros((plan.teams, plan.exchange_bytes), np.uint8)
         self.counters = cupy.empty((plan.teams, 32), np.uint32)
 
     def logits(self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, tokens: np.ndarray, outputs: int) -> Array:
-        """A pass over a token of each row, (batch,), behind `lengths` positions of its cache; (batch, outputs, vocab),
-        on the device. Does not wait."""
+        """The logits of a pass over one token per row, (batch,), after `lengths` cached positions: (batch, outputs,
+        vocab), on the device. Does not wait."""
         return self._launch(cache, lengths, tokens[None], outputs, None)[0][: self.plan.batch, :, : self.plan.vocab]
 
     def drawn(self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, given: np.ndarray, draw: Draw) -> Array:
-        """Passes behind `lengths` positions of each row's cache: the token that each draws, (passes, batch), on the
-        device. Does not wait.
+        """The tokens drawn in passes after `lengths` cached positions of each row: (passes, batch), on the device. Does
+        not wait.
 
-        given: (passes, batch), the token that a row takes in a pass, -1 for what it drew last.
+        given: (passes, batch), the token that a row takes in a pass, -1 for the one it drew last.
         """
         return self._launch(cache, lengths, given, 1, draw)[1]
 
     def _launch(
         self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, given: np.ndarray, outputs: int, draw: Draw | None
     ) -> tuple[Array, Array]:
-        """The logits of the last pass, and the tokens drawn."""
+        """The logits of the last pass, and the drawn tokens."""
         plan, weights, null = self.plan, self.weights, np.uintp(0)
         passes, batch = given.shape
         logits = cupy.empty((plan.teams * TEAM_ROWS, outputs, plan.vocab_rows), weights.wide)
         ids = cupy.empty((passes, batch), np.int32)
-        # All that the host knows goes over in one copy, behind what is queued already.
+        # One copy for all arguments from the host, queued after the work before it.
         parts = [np.array(lengths, np.int32), given.reshape(-1).astype(np.int32, copy=False)]
         parts += [part.view(np.int32) for part in draw or ()]
         told = cupy.asarray(np.concatenate(parts))
@@ -104,13 +104,13 @@ class BatchLauncher:
 
 
 class BatchDecoder(DeviceDecoder):
-    """A decoder of many rows, of which each step is one launch, and many steps too.
+    """A decoder of many rows. One launch makes a step, or many steps.
 
-    It copies the model's weights into the order in which the kernel reads them, those of one byte as numbers. tuning:
-    fields of `BatchPlan`, e.g. blocks=128. Raises UserError for a model on another backend, and for a shape that the
-    kernel does not take.
+    It copies the model's weights into the kernel's order; one-byte weights are dequantised. tuning: fields of
+    `BatchPlan`, e.g. blocks=128. Raises UserError for a model on another backend, and for a shape that the kernel does
+    not take.
 
-    In bf16 two blocks share a multiprocessor, where there is memory enough: one computes while the other waits.
+    In bf16 two blocks share a multiprocessor if there is enough memory: one computes while the other waits.
     """
 
     can_save = True
@@ -132,7 +132,7 @@ class BatchDecoder(DeviceDecoder):
         return BatchPlan(batch=self.batch, resident=resident, **self._shape(), **given)
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
-        """By the model's own ops. Does not wait for the device."""
+        """Runs the model's own ops. Does not wait for the device."""
         self._check_room([row], len(tokens))
         if len(tokens):
             self._prefill(row, self.cache.keys[:, row], self.cache.values[:, row], tokens)
@@ -158,10 +158,8 @@ class BatchDecoder(DeviceDecoder):
     def stream(
         self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
-        """As `Decoder.stream`, in blocks as those of `RowDecoder.stream`.
-
-        A row whose cache is full gives tokens that mean nothing, while the others go on.
-        """
+        """See `Decoder.stream`; in blocks of 2, 4, 8 tokens, then BLOCK. A row whose cache is full yields meaningless
+        tokens while the others go on."""
         past, done = np.array(self.lengths), 0
         count = min(count, self.capacity - int(past.min()))
         rules, first = Draw.of(samplings, streams)

@@ -1,7 +1,4 @@
-"""Which block of batch.cu takes which rows of which matrix, and in which order its weights lie in memory.
-
-Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel does the same arithmetic for itself.
-"""
+"""The plan of batch.cu: which block takes which rows of which matrix, and the order of its weights in memory."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ from tinyforge.kernel import Array
 from tinyforge.rng import Stream
 
 TEAM_ROWS = 16
-"""Rows of the batch that go through the layers together: those of a product on tensor cores."""
+"""Rows of the batch that go through the layers together: those of a tensor core product."""
 SAMPLER = np.dtype([("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<i4"), ("key", "<u4", 2)])
 """`Sampler` of sampler.cuh."""
 
 
 def samplers(samplings: Sequence[Sampling], streams: Sequence[Stream]) -> np.ndarray:
-    """How each row's tokens are drawn, as the kernel reads it: (rows,) SAMPLER."""
+    """How each row's tokens are drawn, in the kernel's layout: (rows,) SAMPLER."""
     rules = [(s.temperature, s.top_p, s.min_p, min(s.top_k, 2**31 - 1), stream.key)
              for s, stream in zip(samplings, streams, strict=True)]  # fmt: skip
     return np.array(rules, SAMPLER)
@@ -37,8 +34,8 @@ def samplers(samplings: Sequence[Sampling], streams: Sequence[Stream]) -> np.nda
 class BatchPlan(DecodePlan):
     """How the work of batch.cu is spread over a GPU.
 
-    batch: rows. blocks: those that the device runs at once, `resident` of them on a multiprocessor, split evenly among
-    the teams. tiles: whose sums a block keeps at one time, at most.
+    batch: rows. blocks: those that the device runs at once, `resident` of them per multiprocessor, split evenly among
+    the teams. tiles: the most whose sums a block keeps at a time.
     """
 
     batch: int
@@ -54,8 +51,8 @@ class BatchPlan(DecodePlan):
             )
         if self.heads > 16 * self.kv_heads:
             raise UserError(
-                f"decode of a batch on cupy: {self.heads} heads share {self.kv_heads} keys, wanted at most 16 to a "
-                "key; use --backend numpy"
+                f"decode of a batch on cupy: {self.heads} heads share {self.kv_heads} key heads, wanted at most 16 to "
+                "a key head; use --backend numpy"
             )
         if self.teams > self.blocks:
             raise UserError(
@@ -64,7 +61,7 @@ class BatchPlan(DecodePlan):
             )
         if self.slots < max(self.steps(self.dim), self.steps(self.hidden)):
             raise UserError(
-                f"decode of a batch on cupy: {self.shared} bytes of shared memory a block hold no {TILE} rows of "
+                f"decode of a batch on cupy: {self.shared} bytes of shared memory per block do not hold {TILE} rows of "
                 f"{max(self.dim, self.hidden)} numbers; use a smaller model, or --backend numpy"
             )
 
@@ -79,11 +76,11 @@ class BatchPlan(DecodePlan):
 
     @property
     def hidden_tiles(self) -> int:
-        """Of gate and up: four rows of each."""
+        """Tiles of gate and up, with four rows of each."""
         return -(-self.hidden // 4)
 
     def products(self) -> Iterator[tuple[int, int]]:
-        """Of a pass with all outputs: the number of tiles, and columns."""
+        """The products of a pass with all outputs: number of tiles, and columns."""
         for _ in range(self.layers):
             yield self.width // TILE, self.dim
             yield self.dim // TILE, self.dim
@@ -93,7 +90,7 @@ class BatchPlan(DecodePlan):
             yield self.vocab_rows // TILE, self.dim
 
     def shares(self, count: int) -> np.ndarray:
-        """(team + 1,): the first of `count` tiles that each block of a team takes, and the end."""
+        """(team + 1,): the first of `count` tiles of each block of a team, and the end."""
         return count * np.arange(self.team + 1) // self.team
 
     @property
@@ -102,13 +99,13 @@ class BatchPlan(DecodePlan):
         wide, group = max(self.itemsize, 4), self.heads // self.kv_heads
         sums = 2 * self.warps * self.tiles * 128 * wide
         attention = self.warps * group * (self.head_dim + 2) * wide
-        columns = -(-self.dim // TILE // self.team) * TILE  # of the residual stream, that a block owns
+        columns = -(-self.dim // TILE // self.team) * TILE  # of the residual stream, owned by a block
         numbers = (TEAM_ROWS + 2 * self.layers + 1) * columns + TEAM_ROWS * (self.head_dim + 1)
         return max(sums, attention, self.draw_bytes) + numbers * wide + 2 * TEAM_ROWS * 4
 
     @property
     def exchange_bytes(self) -> int:
-        """What the blocks of a team make for each other."""
+        """Bytes that the blocks of a team compute for each other."""
         numbers = TEAM_ROWS * (2 * self.padded(self.dim) + self.padded(self.hidden) + self.dim)
         squares = TEAM_ROWS * self.dim // TILE
         return -(-(numbers * self.itemsize + squares * max(self.itemsize, 4)) // 128) * 128
@@ -123,22 +120,20 @@ class BatchPlan(DecodePlan):
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """(outputs, team): units of weights that a pass with 1, 2, ... outputs takes of a block."""
+        """(outputs, team): units of weights per block in a pass with 1, 2, ... outputs."""
         units = [self.steps(columns) * np.diff(self.shares(count)) for count, columns in self.products()]
         return np.cumsum(units, axis=0).astype(np.int32)[-self.outputs :]
 
     @cached_property
     def rope_order(self) -> np.ndarray:
-        """Rows of q, k and v in the order of their tiles: the two that RoPE turns together are neighbours."""
+        """Rows of q, k and v in the order of their tiles: the two of a RoPE pair are neighbours."""
         pairs = np.arange(self.width).reshape(-1, 2, self.head_dim // 2)
         return pairs.swapaxes(1, 2).reshape(-1)
 
     @cached_property
     def hidden_order(self) -> np.ndarray:
-        """(hidden rounded up to 16,): the hidden unit that each column of `down` takes, as the kernel leaves them.
-
-        Of four tiles, with four units each, those of one tile fill the registers of the same lanes.
-        """
+        """(hidden rounded up to 16,): the hidden unit of each column of `down`, in the order in which the kernel writes
+        them: of four tiles with four units each, one tile's units fill the registers of the same lanes."""
         units = np.arange(-(-self.hidden // 16) * 16)
         tile, unit = units // 4, units % 4
         order = np.empty_like(units)
@@ -146,12 +141,12 @@ class BatchPlan(DecodePlan):
         return order
 
     def arrange(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
-        """All matrices in the order in which lanes take them: (team, warps, units, 32 lanes, piece).
+        """All matrices in the order in which lanes read them: (team, warps, units, 32 lanes, piece).
 
-        A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
-        (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
+        A unit is 8 rows by 4 pieces, a piece per lane of a warp. Rows and columns are padded with zeros. heads:
+        (outputs, vocab, dim). xp: the module of the matrices, numpy or cupy.
         """
-        bits = np.dtype(f"u{self.itemsize}")  # moved, never computed with: any 16-bit number will do for a bf16
+        bits = np.dtype(f"u{self.itemsize}")  # only moved: any 16-bit type stands for bf16
         views = (FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers)
         stream = xp.zeros((self.team, self.warps, int(self.lengths[-1].max()), 32 * self.piece), bits)
         taken = np.zeros(self.team, np.int64)
@@ -159,7 +154,7 @@ class BatchPlan(DecodePlan):
             steps = self.steps(columns)
             padded = xp.zeros((count * TILE, self.padded(columns)), bits)
             padded[: len(matrix), : matrix.shape[1]] = matrix
-            # On tensor cores a lane's piece is four pairs: columns 2 c, 2 c + 1 and the same + 8, of two times 16.
+            # On tensor cores a lane's piece is four pairs: columns 2 c, 2 c + 1 and the same + 8, of two steps.
             pieces = (2, 2, 4, 2) if self.itemsize == 2 else (1, 1, 4, self.piece)
             tiles = padded.reshape(count, TILE, self.warps, steps, *pieces).transpose(2, 0, 3, 1, 6, 4, 5, 7)
             tiles = tiles.reshape(self.warps, count * steps, -1)
@@ -170,12 +165,12 @@ class BatchPlan(DecodePlan):
         return stream
 
     def _matrices(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
-        """In the order of `products`."""
+        """The matrices in the order of `products`."""
         rope_order, hidden_order = xp.asarray(self.rope_order), xp.asarray(self.hidden_order)
         for layer in layers:
             yield layer.qkv[rope_order]
             yield layer.out
-            # Gate and up of a hidden unit are neighbours: whoever has one has the other.
+            # Gate and up of a hidden unit are neighbours, so that a block that has one has the other.
             gate_up = xp.zeros((self.hidden_tiles * 4, 2, self.dim), layer.gate_up.dtype)
             for part in range(2):
                 gate_up[: self.hidden, part] = layer.gate_up[part * self.hidden : (part + 1) * self.hidden]

@@ -1,4 +1,4 @@
-// What row.cu and batch.cu share: the queue of weights, products on tensor cores, attention over slabs.
+// What row.cu and batch.cu share: the queues of weights, and attention over slabs of 16 positions.
 //
 // Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue. WEIGHT: how weights are
 // stored, where that is not SCALAR: int8 or e4m3.
@@ -11,13 +11,13 @@
 #ifndef WARPS
 #define WARPS 8
 #endif
-#ifndef TILES  // at most so many tiles have their sums in shared memory at one time
+#ifndef TILES  // tiles whose sums are in shared memory at one time, at most
 #define TILES 4
 #endif
-#ifndef ONCE  // the weights of a pass are more than the L2 cache holds
+#ifndef ONCE  // 1: the weights of a pass do not fit in the L2 cache
 #define ONCE 0
 #endif
-#ifndef PRODUCERS  // warps that copy weights, behind those that compute (sm_90)
+#ifndef PRODUCERS  // warps that copy weights, numbered after those that compute (sm_90)
 #define PRODUCERS 0
 #endif
 #ifndef SPIN  // nanoseconds of sleep between two polls
@@ -35,9 +35,9 @@ typedef WEIGHT W;
 constexpr bool TENSOR_CORES = sizeof(T) == 2, CODES = sizeof(W) == 1;
 constexpr int THREADS = WARPS * 32;
 constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
-constexpr int PIECE = 16 / sizeof(T);   // numbers in 16 bytes, which a lane reads at once
+constexpr int PIECE = 16 / sizeof(T);   // numbers in 16 bytes, what a lane loads at once
 constexpr int STEP = 4 * PIECE;         // columns of 8 rows of a matrix that a warp takes at once
-constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thread reads at once
+constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thread loads at once
 constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 
 typedef Pack<T, PIECE> Piece;
@@ -66,55 +66,50 @@ __device__ __forceinline__ void sync() {
     }
 }
 
-// Between two polls. A number that never arrives is a bug of the kernel: an error is better than a hanging device.
+// Between two polls. A number that never arrives is a bug of the kernel: an error is better than a hung device.
 __device__ __forceinline__ void pause(u32 &polls) {
     if (++polls == 1u << 24) __trap();
     if (SPIN) __nanosleep(SPIN);
 }
 
-// copy_weights of codes: 8 bytes, or the 4 beside float.
+// copy_weights of codes: pieces of 8 bytes, or of 4 where T is float.
 __device__ __forceinline__ void copy_codes(u32 to, const void *from) {
     if constexpr (ONCE) {
-        u64 policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
         asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %2, %3;" ::"r"(to), "l"(from),
-                     "n"(sizeof(Stored)), "l"(policy)
+                     "n"(sizeof(Stored)), "l"(evict_first())
                      : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(sizeof(Stored)) : "memory");
     }
 }
 
-// copy_async of weights. Those that will have left the L2 cache before they are read again are the first to leave it, so
-// that they push out nothing else.
+// copy_async of weights. Weights that do not fit in the L2 cache are evicted first, so that they evict nothing else.
 __device__ __forceinline__ void copy_weights(u32 to, const void *from) {
     if constexpr (CODES) {
         copy_codes(to, from);
     } else if constexpr (ONCE) {
-        u64 policy;
-        asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                     "l"(evict_first())
                      : "memory");
     } else {
         copy_async(to, from);
     }
 }
 
-// Weights come through queues in shared memory, of DEPTH places for each lane: the place of a used piece takes the one
-// that comes DEPTH pieces later. A kernel says await(n), reads pieces 0 to n - 1, and says used(n). Nothing else knows how
-// weights are stored on their way.
+// Weights are prefetched into queues in shared memory, of DEPTH places for each lane: piece i + DEPTH takes the place
+// of piece i once that is used. A kernel calls await(n), reads pieces 0 to n - 1, and calls used(n).
 
-// The queue of a lane that copies for itself. It reads only what it copied, so no barrier is needed. STRIDE: numbers from
-// a piece to this lane's next one.
+// The queue of a lane that copies for itself. A lane reads only what it copied, so no barrier is needed. STRIDE:
+// numbers from a piece to this lane's next one.
 template <int STRIDE>
 struct LaneQueue {
     Stored *slots;
     const W *source;
     u32 taken, requested, early;  // pieces so far: used; requested; requested before the last group of copies
-    int next, length;             // the index in `source` of the next piece to request; how many a pass has
+    int next, length;             // index in `source` of the next piece to request; pieces of a pass
     int left;                     // pieces still to be requested
 
-    // Requests at most `most` pieces, as far as there is room, as one group of copies.
+    // Requests up to `most` pieces, as room allows, as one group of copies.
     __device__ __forceinline__ void refill(int most = 0x7FFFFFFF) {
         early = requested;
         for (int pieces = min(min(most, int(taken + DEPTH - requested)), left); pieces > 0; pieces -= 4) {
@@ -140,14 +135,14 @@ struct LaneQueue {
         if (next >= length) next = 0;
     }
 
-    // Requests the next `pieces` where that was not done before, and waits for them.
+    // Waits for the next `pieces`, and requests them first where that has not been done.
     __device__ __forceinline__ void await(int pieces) {
         if (int(requested - taken) < pieces) refill(DEPTH);
         wait(pieces);
     }
     __device__ __forceinline__ void used(int pieces) { taken += pieces; }
 
-    // Waits until the next `pieces`, which were requested, have arrived.
+    // Waits until the next `pieces`, all requested, have arrived.
     __device__ __forceinline__ void wait(int pieces) {
         if (int(early - taken) >= pieces) {
             copy_wait<1>();
@@ -167,13 +162,13 @@ typedef LaneQueue<32 * PIECE> Queue;
 constexpr int UNIT = THREADS * sizeof(Stored);  // bytes of a unit of weights: a piece for each thread that computes
 constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in row_plan.py
 
-// The queues of all lanes of a block, by units, filled by threads that have nothing else to do. A unit has two
-// barriers: `full`, which counts its bytes, and `empty`, at which each warp arrives that has taken its pieces. The first
-// QUEUE_BARRIERS bytes of `memory` are the barriers, the units follow.
+// The queues of all lanes of a block, in units, filled by threads that do nothing else. A place has two barriers:
+// `full`, which counts the bytes of its unit, and `empty`, at which each warp arrives after taking its pieces. The
+// first QUEUE_BARRIERS bytes of `memory` are the barriers; the units follow.
 struct SharedQueue {
     const Stored *pieces;  // this thread's piece of the first place
-    volatile int *stop;   // set where no unit will be taken any more
-    u32 full, empty;      // barriers of the places
+    volatile int *stop;   // set when no more units will be taken
+    u32 full, empty;      // addresses of the barriers
     u32 taken;
 
     __device__ explicit SharedQueue(unsigned char *memory)
@@ -188,8 +183,8 @@ struct SharedQueue {
         *stop = 0;
         barriers_made();
     }
-    // By each of FILLERS threads that copy: every FILLERS-th of the `length` units from `source` on, from `unit` on,
-    // `times` over, until `stop`.
+    // By each of FILLERS threads: copies every FILLERS-th unit, starting at `unit`, of the `length` units at `source`,
+    // which are repeated `times` times; until `stop`.
     template <int FILLERS>
     __device__ void fill(const unsigned char *source, u32 length, u32 times, u32 unit) const {
         static_assert(DEPTH % FILLERS == 0, "a place is always filled by the same thread");
@@ -212,13 +207,13 @@ struct SharedQueue {
                 copy_line(to + place * UNIT, source + i64(next) * UNIT, UNIT, barrier);
             }
         }
-    end:  // no copy may be under way when the block ends
+    end:  // no copy may be in flight when the block ends
         for (u32 i = unit < first + DEPTH ? first : unit - DEPTH; i < unit; i += FILLERS)
             barrier_wait(full + i % DEPTH * 8, i / DEPTH % 2);
     }
 
     __device__ __forceinline__ void refill(int = 0) {}
-    // Waits for the next `units`; each lane of the warp looks at the barrier of another one.
+    // Waits for the next `units`; each lane of the warp tests the barrier of a different one.
     __device__ __forceinline__ void await(int units) {
 #pragma unroll
         for (int i = threadIdx.x % 32; i - int(threadIdx.x % 32) < DEPTH; i += 32) {
@@ -229,7 +224,7 @@ struct SharedQueue {
     __device__ __forceinline__ const Stored &operator[](int index) const {
         return pieces[(taken + index) % DEPTH * THREADS];
     }
-    // The next `units` are in registers, or are not needed any more.
+    // The next `units` have been read, or are not needed.
     __device__ __forceinline__ void used(int units) {
         const u32 lane = threadIdx.x % 32;
         __syncwarp();
@@ -250,15 +245,16 @@ __device__ __forceinline__ u32 pair(T low, T high) {
 
 constexpr float LOWEST = -1e30f;  // finite, so that the difference of two of them is not NaN
 
-// Keys and values of 16 positions. Queries are the left operand of a product, keys the right one. The scores come out
-// as the left operand of the product with the values, of which a lane holds WIDE adjacent columns.
+// Keys and values of 16 positions, in registers. Queries are the left operand of a product, keys the right one. The
+// scores come out in the layout of the left operand of the product with the values, of which a lane holds WIDE adjacent
+// columns.
 struct Slab {
     static constexpr int CHUNKS = HEAD_DIM / 32 ? HEAD_DIM / 32 : 1, WIDE = HEAD_DIM / 8;
     uint4 keys[2][CHUNKS];
     Pack<T, WIDE> values[4];
 
-    // The products of queries and keys: of query g + 8 h and position 8 u + 2 c + e in score[u][2 h + e], where
-    // g = lane / 4 and c = lane % 4. score: zeros. q[h]: this lane's part of row g + 8 h, as it lies in memory.
+    // Adds the products of queries and keys to `score`: of query g + 8 h and position 8 u + 2 c + e in score[u][2 h +
+    // e], where g = lane / 4 and c = lane % 4. q[h]: this lane's part of row g + 8 h, as it is in memory.
     __device__ __forceinline__ void scores(const uint4 (&q)[2][CHUNKS], float (&score)[2][4]) const {
 #pragma unroll
         for (int u = 0; u < 2; u++) {
@@ -270,8 +266,7 @@ struct Slab {
             }
         }
     }
-    // output = shrink output + shares values: of query g + 8 h and column (2 c + e) WIDE + t in
-    // output[t][2 h + e].
+    // output = shrink output + shares values: of query g + 8 h and column (2 c + e) WIDE + t in output[t][2 h + e].
     __device__ __forceinline__ void add_values(const u32 (&shares)[2][2], const float (&shrink)[2],
                                                float (&output)[WIDE][4]) const {
 #pragma unroll
@@ -281,7 +276,7 @@ struct Slab {
         }
         add_values(shares, output);
     }
-    // The same of the first slab, where there is nothing to shrink.
+    // The same for the first slab, where there is nothing to rescale.
     __device__ __forceinline__ void add_values(const u32 (&shares)[2][2], float (&output)[WIDE][4]) const {
 #pragma unroll
         for (int t = 0; t < WIDE; t++) {
@@ -292,11 +287,19 @@ struct Slab {
     }
 };
 
-// One step of the online softmax of query g + 8 h. top: the largest score so far; new_top: the largest of it and this
-// lane's new scores. total: this lane's sum of exp(score - top). shares: exp(score - top) of the slab, as a left
-// operand. shrink: the factor for sums over earlier positions.
-__device__ __forceinline__ void take_scores(const float (&score)[2][4], int h, float new_top, float (&top)[2],
+// One step of the online softmax of query g + 8 h: scales its scores, masks them, and turns them into `shares`,
+// exp(score - top), as a left operand. seen(i): whether the query sees position i of the slab. top: the largest score
+// so far. total: this lane's sum of the shares. shrink: the factor for sums over earlier positions.
+template <class Seen>
+__device__ __forceinline__ void take_scores(float (&score)[2][4], int h, float scale, Seen seen, float (&top)[2],
                                             float (&total)[2], float (&shrink)[2], u32 (&shares)[2][2]) {
+    float new_top = top[h];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float &x = score[i / 2][h * 2 + i % 2];
+        x = seen(i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2) ? x * scale : 2 * LOWEST;
+        new_top = largest(new_top, x);
+    }
     new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 1));
     new_top = largest(new_top, __shfl_xor_sync(~0u, new_top, 2));
     shrink[h] = __expf(top[h] - new_top);

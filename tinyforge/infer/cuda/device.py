@@ -1,4 +1,4 @@
-"""What the fused decoders for CUDA share: weights in the order of a plan, prefill, and overlapping launches."""
+"""What the fused CUDA decoders share: weights in the order of a plan, prefill, and overlapping launches."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tinyforge.kernel import Array
 from tinyforge.quantised import plain
 
 BLOCK = 16
-"""Tokens of a row that `stream` yields together once it is under way."""
+"""Tokens per row that `stream` yields together, after the first few."""
 
-# What is being copied to the host, with the event after which it is there. The reader may be gone before, and the
-# decoder too: CuPy's pool would give the memory to the next who asks, `asarray` say, which fills it on the host at
-# once, and the copy would then write an earlier launch's numbers over it.
+# Host arrays that are being copied to, each with the event that ends its copy. Reader and decoder may be gone before
+# that; CuPy's pool would then hand the memory to the next caller, for example `asarray`, which fills it at once, and
+# the copy would overwrite it with an earlier launch's numbers.
 _in_transit: list[tuple[np.ndarray, Any]] = []
 _transit = Lock()
 
 
 def _keep_until(arrived: Any, host: np.ndarray) -> None:
-    """Hold on to an array until an event is over, whoever else lets go of it."""
+    """Keep an array alive until an event is done."""
     with _transit:
         _in_transit[:] = [(h, e) for h, e in _in_transit if not e.done] + [(host, arrived)]
 
@@ -41,9 +41,9 @@ AnyPlan = TypeVar("AnyPlan", RowPlan, BatchPlan)
 
 
 class DeviceWeights(Generic[AnyPlan]):
-    """A model's weights as the kernel of `plan` takes them: the matrices are a copy, in the order of the plan.
+    """A model's weights as the kernel of `plan` takes them: its matrices copied, in the order of the plan.
 
-    scales: where the plan has codes, of their rows, in its order.
+    scales: of the codes' rows, in the same order; None where the plan has no codes.
     """
 
     def __init__(self, plan: AnyPlan, weights: FusedWeights) -> None:
@@ -56,7 +56,7 @@ class DeviceWeights(Generic[AnyPlan]):
             scales = (FusedLayer(*(m.scales[:, None] for m in layer)) for layer in weights.layers)
             self.scales = plan.arrange_scales(scales, weights.lm_heads.scales[..., None], cupy)
         else:
-            # A layer at a time: of quantised weights the numbers are made for this.
+            # Layer by layer: quantised weights are dequantised here.
             layers = (FusedLayer(*map(plain, layer)) for layer in weights.layers)
             self.matrices = plan.arrange(layers, plain(weights.lm_heads), cupy)
         self.embedding = weights.embedding
@@ -69,7 +69,7 @@ class DeviceWeights(Generic[AnyPlan]):
 
 
 class DeviceDecoder(Decoder):
-    """The base of both decoders. UserError for a model on another backend, and of a shape that no kernel takes."""
+    """The base of both decoders. UserError for a model on another backend, and for a shape that no kernel takes."""
 
     def __init__(self, model: CausalLM, batch: int, capacity: int | None) -> None:
         super().__init__(model, batch, capacity)
@@ -80,20 +80,20 @@ class DeviceDecoder(Decoder):
             raise UserError(f"{name}: {type(model).__name__} has no fused weights; use make_decoder")
         if weights.heads * weights.head_dim != weights.dim:
             raise UserError(
-                f"{name}: {weights.heads} heads of {weights.head_dim} are not the width of the stream, {weights.dim}; "
-                "use make_decoder"
+                f"{name}: {weights.heads} heads of {weights.head_dim} do not add up to the model's width, "
+                f"{weights.dim}; use make_decoder"
             )
         self.fused = weights
         self.prompts = Prompts(model, self.capacity)
 
     def _shape(self) -> dict[str, Any]:
-        """The fields of `DecodePlan` that are the model's."""
+        """The fields of `DecodePlan` that describe the model."""
         w = self.fused
         return {"dim": w.dim, "hidden": w.hidden, "heads": w.heads, "kv_heads": w.kv_heads, "layers": len(w.layers),
                 "vocab": w.vocab, "outputs": len(w.lm_heads), "itemsize": w.embedding.dtype.itemsize}  # fmt: skip
 
     def _prefill(self, row: int, keys: Array, values: Array, tokens: Sequence[int]) -> Array:
-        """Append to a row by the model's own ops, without waiting for the device; returns the ids there, (T,).
+        """Append to a row by the model's own ops, without waiting; returns the ids on the device, (T,).
 
         keys, values: the row's, (layers, kv_heads, capacity, head_dim).
         """
@@ -108,11 +108,11 @@ class DeviceDecoder(Decoder):
     def _two_under_way(
         self, launch: Callable[[int, int], Array], left: Callable[[], int], first: int, most: int
     ) -> Iterator[np.ndarray]:
-        """What launches give, one after the other, in host memory: while one is read, the next is computed.
+        """The results of launches, in order, in host memory; while one is read, the next is computed.
 
-        launch(passes, ahead) queues passes behind `ahead` that are not read yet; it returns an array on the device, a
-        row a pass. left(): how many passes may still be needed, those that are not read included; at 0 it ends. A
-        launch has `first` passes, then twice as many each time, up to `most`: a reader sees something early.
+        launch(passes, ahead) queues passes after `ahead` unread ones, and returns a device array with a row per pass.
+        left(): how many passes may still be needed, unread ones included; ends at 0. The first launch has `first`
+        passes, each later one twice as many, up to `most`, so that the first results come early.
         """
         in_flight: deque[tuple[np.ndarray, Any]] = deque()
         ahead, size = 0, first
@@ -127,7 +127,7 @@ class DeviceDecoder(Decoder):
             yield found
 
     def _copy_out(self, found: Array) -> tuple[np.ndarray, Any]:
-        """Start copying to the host; the host's array and the event after which it holds the numbers."""
+        """Start copying to the host; returns the host array and the event that ends the copy."""
         pinned = cupy.cuda.alloc_pinned_memory(found.nbytes)
         host = np.frombuffer(pinned, found.dtype, found.size).reshape(found.shape)
         found.get(out=host, blocking=False)

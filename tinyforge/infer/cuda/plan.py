@@ -1,6 +1,6 @@
-"""What the plans of both decoding kernels share: a decoder's shape, and the queues that its weights come through.
+"""What the plans of both decoding kernels share: a decoder's shape, and the queues for its weights.
 
-Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernels do the same arithmetic for themselves.
+Plain arithmetic on shapes, which runs and is tested without a GPU. The kernels repeat this arithmetic.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 TILE = 8
-"""Rows of a matrix that are dealt out together."""
+"""Rows of a matrix that are assigned together."""
 MOST_PLACES = 64
-"""In a queue; those of codes are small, and a place may have barriers of its own (decode.cuh)."""
+"""Slots in a queue: codes take small slots, and a slot may have its own barriers (decode.cuh)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan(ABC):
-    """A decoder's shape, and what every kernel for it has: weights that come through a queue of each lane.
+    """A decoder's shape, and the queue of weights that each lane has in every kernel.
 
     outputs: heads of `vocab` rows each. itemsize: bytes of a stored number. blocks, warps: of the launch. shared: bytes
-    of shared memory that a block may use. depth: pieces that each lane's queue holds, 0 for as many as fit. code: the
-    type of weights of one byte (codes.cuh), where the kernel reads such; a piece is then so many bytes, else 16.
+    of shared memory per block. depth: pieces per lane's queue, 0 for as many as fit. code: the type of one-byte weights
+    (codes.cuh), where the kernel reads them; a piece is then that many bytes, else 16.
     """
 
     dim: int
@@ -43,17 +43,17 @@ class DecodePlan(ABC):
 
     @property
     def piece(self) -> int:
-        """Numbers that a lane takes at once: 16 bytes of them."""
+        """Numbers that a lane takes at once, 16 bytes."""
         return 16 // self.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        """Of a weight as it is stored."""
+        """Bytes of a stored weight."""
         return 1 if self.code else self.itemsize
 
     @property
     def place_bytes(self) -> int:
-        """Of a place in the queues of all lanes."""
+        """Bytes of a slot in the queues of all lanes."""
         return self.warps * 32 * self.piece * self.weight_bytes
 
     @property
@@ -62,25 +62,25 @@ class DecodePlan(ABC):
 
     @property
     def width(self) -> int:
-        """Rows of q, k and v."""
+        """Rows of q, k and v together."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def steps(self, columns: int) -> int:
-        """Pieces of a tile that each lane takes."""
+        """Pieces of a tile per lane."""
         return -(-columns // (self.warps * 4 * self.piece))
 
     def padded(self, columns: int) -> int:
-        """Columns of a product, filled up to whole pieces of all lanes."""
+        """Columns of a product, padded to whole pieces for all lanes."""
         return self.steps(columns) * self.warps * 4 * self.piece
 
     @property
     def draw_bytes(self) -> int:
-        """Shared memory in which a block draws a token (sampler.cuh)."""
+        """Shared memory for drawing a token (sampler.cuh)."""
         return 8 * max(1 << (self.vocab_rows - 1).bit_length(), self.warps * 32) + 512
 
     @property
     def slots(self) -> int:
-        """Pieces in each lane's queue: a power of 2, so that a place is found by a mask."""
+        """Slots in each lane's queue: a power of 2, so that an index is a mask."""
         return self._slots_beside(self._other_bytes)
 
     def _slots_beside(self, other_bytes: int) -> int:

@@ -1,15 +1,15 @@
-"""Prompts for the fused decoders: the model's own ops compute them, after the second time as a CUDA graph.
+"""Prefill for the fused decoders: the model's own ops, from the third time on as a CUDA graph.
 
-A pass over a prompt is some 130 launches for a model of 16 layers, of which each costs Python 10 to 25 us; the GPU
-computes 512 tokens in less than that. So a prompt is padded to one of a few lengths, which changes nothing for its own
-tokens: none of them sees the padding behind it. There is a graph for each length and starting position:
+A pass over a prompt takes some 130 launches for a model of 16 layers, each of which costs Python 10 to 25 us. The GPU
+computes 512 tokens in less time than that. So a prompt is padded to one of a few lengths, which does not change its own
+tokens, as none of them sees the padding after it. There is a graph for each length and starting position:
 
-    first time     as without a graph; kernels are compiled
+    first time     run without a graph; kernels are compiled
     second time    the same in the graphs' memory
     third time     captured, and the graph launched
-    from then on   one upload of the ids, one launch, two copies of the keys and values
+    from then on   one upload of the ids, one launch, two copies of keys and values
 
-A decoder copies its model's weights when it is made, so they must not change while it lives: a graph can rely on them.
+Weights must not change while a decoder lives, as it holds a copy of them; so a graph can rely on them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from tinyforge.backends.graphs import Graphs
 
 LONGEST = 4096
-"""The last position that a graph computes: beyond, the GPU takes longer than the launches."""
+"""The last position that a graph computes: beyond it the GPU takes longer than the launches."""
 STARTS = 256
-"""A graph begins at a multiple of so many positions, as the pieces do that a scheduler cuts prompts into."""
+"""Graphs begin at multiples of so many positions, as a scheduler's pieces of prompts do."""
 MOST = 16
-"""Graphs of a decoder; what comes after them runs without."""
+"""Graphs per decoder; further lengths run without one."""
 
 
 class _LayerCache(NamedTuple):
@@ -42,14 +42,14 @@ class _LayerCache(NamedTuple):
         end = self.length + k.shape[1]
         for held, new in ((self.keys, k), (self.values, v)):
             held[:, self.length : end] = new[0].swapaxes(0, 1)
-        if not self.length:  # a prompt's beginning: as in training, attention reads them beside the queries
+        if not self.length:  # nothing cached: as in training, attention reads k and v next to the queries
             return k, v
         keys, values = (held[:, :end].swapaxes(0, 1)[None].copy() for held in (self.keys, self.values))
         return keys, values
 
 
 class RowCache:
-    """A row of a decoder's keys and values, (layers, kv_heads, capacity, head_dim), as `KVCache` for the model."""
+    """A row of a decoder's keys and values, (layers, kv_heads, capacity, head_dim), in the role of a `KVCache`."""
 
     def __init__(self, keys: Array, values: Array, length: int) -> None:
         self.keys, self.values, self.length = keys, values, length
@@ -61,14 +61,14 @@ class RowCache:
         self.length += count
 
 
-def filled_up(tokens: int) -> int:
-    """The next length that has a graph: multiples of 64 up to 512, of 128 up to 1024, and so on."""
+def padded_length(tokens: int) -> int:
+    """The length to which a prompt is padded: a multiple of 64 up to 512, of 128 up to 1024, and so on."""
     step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
     return -(-tokens // step) * step
 
 
 class Prompts:
-    """Computes a model's prompts for a decoder with room for `capacity` positions a row."""
+    """Prefills a model's prompts for a decoder with `capacity` positions per row."""
 
     def __init__(self, model: CausalLM, capacity: int) -> None:
         self.model, self.backend, self.capacity = model, model.backend, capacity
@@ -77,13 +77,12 @@ class Prompts:
         self._launch: dict[tuple[int, int], Callable[[], None]] = {}
 
     def append(self, ids: Array, keys: Array, values: Array, past: int) -> None:
-        """The keys and values of ids, (1, T), behind `past` positions of a row; keys, values: the row's, (layers,
-        kv_heads, capacity, head_dim). Waits for the device only the second and third time.
-
-        What lies behind the new positions may be overwritten.
+        """Append the keys and values of ids, (1, T), after `past` positions of a row. keys, values: the row's, (layers,
+        kv_heads, capacity, head_dim); positions after the new ones may be overwritten. Waits for the device only the
+        second and third time.
         """
         tokens = ids.shape[1]
-        size = min(filled_up(tokens), self.capacity - past)
+        size = min(padded_length(tokens), self.capacity - past)
         kind = past, size
         known = kind in self._times or len(self._times) < MOST
         if past % STARTS or past + size > LONGEST or not known:
@@ -117,7 +116,7 @@ class Prompts:
             row[:, :, here] = mine[:, :, here]
 
     def _make(self, keys: Array, ids: Array) -> None:
-        """What all graphs share. The ids behind a prompt's own are those of an earlier one: of the vocabulary."""
+        """Allocate what all graphs share. Ids after a prompt's own are left from earlier prompts, so they are valid."""
         self.graphs = self.backend.graphs()
         layers, kv_heads, capacity, head_dim = keys.shape
         shape = (layers, kv_heads, min(capacity, LONGEST), head_dim)

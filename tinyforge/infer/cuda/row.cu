@@ -1,34 +1,37 @@
-// decode: a decoder with a key/value cache, one launch for many tokens.
+// decode: a decoder with a key/value cache for one sequence; one launch generates many tokens.
 //
-// Kernel:  decode     `passes` passes over all layers, ROWS new positions in each; logits, and the next token drawn, or
-//                     drafts verified and new ones made
+// Kernel:  decode     `passes` passes over all layers, ROWS new positions in each; logits, and the next token sampled,
+//                     or drafts verified and new ones made
 //
-// Idea. A token reads every weight once and takes five dependent steps per layer. At batch 1 that is 80 waits, and a
-// launch or a grid barrier at each would cost more than the bytes. So one block per multiprocessor stays resident for
-// many tokens.
-//   Weights do not depend on tokens. Each lane has a queue of 16-byte pieces in shared memory, filled up to DEPTH pieces
-// ahead, across all waits and from one token into the next; `weights` is stored in the order in which lanes read it. On
-// Hopper threads of a warpgroup of its own fill the queues of all lanes by TMA (`SharedQueue`): they take no instruction
-// from those that compute. Elsewhere each lane fills its own by cp.async (`LaneQueue`).
-//   Activations are their own flags. Every number that one block computes for another has a place of its own in
-// `exchange`, filled beforehand with a bit pattern that no result has (`absent`). The reader polls the place until the
-// number arrives: one trip to the L2 cache, no fence, no counter. Only single words need to be atomic, because each
-// word shows by itself whether it has arrived.
-//   Products. A tile is 8 rows of a matrix. Tiles are dealt to blocks round-robin through all layers. The warps of a
-// block split the columns, and each reads the inputs of its own columns, so a product has one barrier: between the
-// warps' partial sums and the total. bf16 runs on tensor cores, and up to four rows of activations cost as much as one; a
-// lane polls for the very numbers that it gives to them. What is known before an input comes is computed before.
-// float and double use multiply-adds on the same queue. A norm's gain is applied before the product and 1 / rms after
-// it, so there is no barrier between them.
-//   Attention. Position p belongs to split p % SPLITS of its kv head. One block owns the query heads of that group and
-// split in every pass. It writes the keys and values that it later reads, so they need no flag. The readers merge the
-// splits, in order.
-//   Speculation. All blocks find the most likely tokens, so all know which drafts are accepted and where the next pass
-// begins.
-//   Weights may be of one byte (WEIGHT). A lane's piece is then 8 bytes in place of 16, and a bf16 piece as soon as it is
-// in registers; a row's scale multiplies its sum.
-//   The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS.
-// Tried and dropped: docs/kernels/decode.md, with times.
+// Idea. A token reads every weight once, and takes five dependent steps per layer: at batch 1 decoding is
+// latency-bound. With 16 layers that is 80 waits per token, and a launch or a grid barrier at each would cost more than
+// the bytes. So this is a persistent kernel: one block per multiprocessor stays resident for many tokens.
+//   weights       They do not depend on tokens, so they are prefetched. Each lane has a queue of 16-byte pieces in
+//                 shared memory, filled up to DEPTH pieces ahead, across all waits and from one token into the next;
+//                 `weights` is stored in the order in which lanes read it. On Hopper, threads of a warpgroup of its own
+//                 fill the queues of all lanes by TMA (`SharedQueue`), and take no issue slots from the threads that
+//                 compute. Elsewhere each lane fills its own by cp.async (`LaneQueue`).
+//   activations   They are their own flags. Every number that one block computes for another has a place of its own in
+//                 `exchange`, filled beforehand with a bit pattern that no result has (`absent`). The reader polls the
+//                 place until the number arrives: one trip to the L2 cache, no fence, no counter. Only single words
+//                 need to be atomic, because each word shows by itself whether it has arrived.
+//   products      A tile is 8 rows of a matrix. Tiles are dealt to blocks round-robin through all layers. The warps of
+//                 a block split the columns, and each reads the inputs of its own columns, so a product has one
+//                 barrier: between the warps' partial sums and the total. bf16 runs on tensor cores, and up to four
+//                 rows of activations cost as much as one; a lane polls for exactly the numbers that it passes to them.
+//                 What is known before an input arrives is computed before. float and double use multiply-adds on the
+//                 same queue. A norm's gain is applied before the product and 1 / rms after it, so there is no barrier
+//                 between them.
+//   attention     Position p belongs to split p % SPLITS of its kv head. One block owns the query heads of that group
+//                 and split in every pass. It writes the keys and values that it later reads, so they need no flag. The
+//                 readers merge the splits, in order.
+//   speculation   All blocks find the most likely tokens, so all know which drafts are accepted and where the next pass
+//                 begins.
+//   codes         Weights may have one byte (WEIGHT). A lane's piece then has 8 bytes instead of 16, and is decoded to
+//                 bf16 once it is in registers; the scale of a row is applied to its sum.
+// The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS. What was
+// tried and dropped, with times: docs/kernels/decode.md.
+//
 // Grid: at most what fits at once (cooperative launch). Block: (WARPS + PRODUCERS) x 32 threads, one block per
 // multiprocessor.
 //
@@ -51,28 +54,27 @@
 #ifndef SPLITS  // of the positions of a kv head
 #define SPLITS 3
 #endif
-// Whether one row is drawn with a temperature too: there must be room to sort the vocabulary.
+// Whether one row may be sampled with a temperature: there must be room to sort the vocabulary.
 #ifndef DRAWS
 #define DRAWS 1
 #endif
-// Whether a product takes its weights into registers before its input comes. With four rows that spills on Ampere.
+// Whether a product takes its weights into registers before its input arrives. With four rows that spills on Ampere.
 #if ROWS < 4 || __CUDA_ARCH__ >= 900
 #define EARLY TENSOR_CORES
 #else
 #define EARLY false
 #endif
 // Pieces that a lane requests between two polls during attention. Used pieces are not replaced at once, because many
-// copies in flight delay the numbers that blocks wait for. What is still missing is requested after attention's
-// projection.
+// copies in flight delay the numbers that blocks wait for. The rest are requested after attention's projection.
 #ifndef REFILL
 #define REFILL 8
 #endif
-// Cycles, from attention's queries on, for which blocks that do not attend poll nothing: polls slow down what attention
-// waits for and what it publishes.
+// Cycles, after the queries have arrived, in which blocks without a unit of attention do not poll: polls slow down the
+// numbers that attention waits for and publishes.
 constexpr u32 QUIET = 1500;
 
-// Units dealt; with any ROWS, so that weights have one layout. At `base`, 36 on 132 blocks: the 96 tiles of attention's
-// projection go to blocks that do not attend.
+// Units of attention that are dealt, the same for any ROWS, so that weights have one layout. At `base`, 36 on 132
+// blocks: the 96 tiles of attention's projection go to blocks without one.
 constexpr int ATTENTION = KV_HEADS * SPLITS * 3;
 constexpr int HIDDEN_TILES = (HIDDEN + 7) / 8 * 2, HIDDEN_ROWS = HIDDEN_TILES * 4;  // a tile: 4 rows of gate, 4 of up
 
@@ -81,21 +83,22 @@ __device__ constexpr int slice(int columns) { return steps(columns) * STEP; }
 // A row of input in shared memory: padded with zeros to whole steps, plus one step, so that rows differ in banks.
 __device__ constexpr int pitch(int columns) { return padded(columns) + STEP; }
 
-// Arrays of a layer in `exchange`, in words. What the next product rounds to a T is sent as T, SHARED_BY of them in a
-// word. Eight words of an array lie beside the same words of the other rows (`place`), with room for four rows. So each
-// L2 line has one writer: lines that several blocks write while all poll them are slower.
+// Arrays of a layer in `exchange`, in words. Numbers that the next product rounds to a T are sent as T, SHARED_BY of
+// them in a word. Eight words of a row are followed by the same eight words of the other rows (`place`), with room for
+// four rows. Each L2 line then has one writer: lines that several blocks write while all poll them are slower.
 constexpr int SHARED_BY = sizeof(A) / sizeof(T), STATS_WORDS = (SPLITS * HEADS + 7) / 8 * 8;
 constexpr int QKV = 0, PARTS = QKV + 4 * WIDTH, STATS = PARTS + 4 * SPLITS * DIM / SHARED_BY;
 constexpr int MIDDLE = STATS + 4 * STATS_WORDS, GATED = MIDDLE + 4 * DIM;
 constexpr int AFTER = GATED + 4 * ((HIDDEN_ROWS / SHARED_BY + 7) / 8 * 8), LAYER = AFTER + 4 * DIM;
 __device__ __forceinline__ u32 place(u32 n, u32 word) { return word / 8 * 32 + n * 8 + word % 8; }
 
-// x, which is known early, in a register before a wait. The compiler would compute it where it is used, behind the wait.
+// Forces x, which is known early, into a register before a wait. The compiler would compute it at its use, after the
+// wait.
 __device__ __forceinline__ u32 settled(u32 x) { return __shfl_sync(~0u, x, threadIdx.x % 32); }
 
-typedef Pack<A, PARCEL / SHARED_BY> Words;  // that hold PARCEL numbers, each a T
+typedef Pack<A, PARCEL / SHARED_BY> Words;  // these hold PARCEL numbers, each a T
 
-// The first hidden unit of a tile: those of a block's tiles are side by side.
+// The first hidden unit of a tile: the hidden units of a block's tiles are adjacent.
 __device__ __forceinline__ u32 first_unit(u32 tile) {
     const u32 block = tile % BLOCKS;
     return (block * (HIDDEN_TILES / BLOCKS) + min(block, u32(HIDDEN_TILES % BLOCKS)) + tile / BLOCKS) * 4;
@@ -109,7 +112,7 @@ __device__ __forceinline__ A log_for(A x) {
     }
 }
 
-// A bit pattern that no arithmetic yields: results that are not a number are 0x7FFF...
+// A bit pattern that no arithmetic yields: a NaN that arithmetic makes is 0x7FFF...
 __device__ __forceinline__ float absent(float) { return __int_as_float(-1); }
 __device__ __forceinline__ double absent(double) { return __longlong_as_double(-1); }
 __device__ __forceinline__ bool there(float x) { return __float_as_int(x) != -1; }
@@ -130,8 +133,8 @@ __device__ __forceinline__ void publish(double *to, double x) {
     if (!there(x)) x = NAN;
     asm volatile("st.relaxed.gpu.global.f64 [%0], %1;" ::"l"(to), "d"(x) : "memory");
 }
-// A number of an array of T, at `to` if its index is even, beside the one before if it is odd. Adjacent lanes of a warp
-// have adjacent indices; all of them call this.
+// Publishes a number of an array of T: the word at `to` holds the numbers of an even lane and of the next one. Adjacent
+// lanes of a warp have adjacent indices; all of them call this.
 __device__ __forceinline__ void publish_narrow(A *to, A x, bool mine) {
     if constexpr (SHARED_BY == 1) {
         if (mine) publish(to, x);
@@ -143,7 +146,7 @@ __device__ __forceinline__ void publish_narrow(A *to, A x, bool mine) {
         if (mine && threadIdx.x % 2 == 0) publish(to, reinterpret_cast<const A &>(pair));
     }
 }
-// Reads what may not be there yet, if it is wanted: a load without a branch around it.
+// Reads what may not have arrived yet, if it is wanted: a predicated load, without a branch.
 __device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to, bool wanted = true) {
     asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];}"
                  : "+f"(to.v[0]), "+f"(to.v[1]), "+f"(to.v[2]), "+f"(to.v[3])
@@ -175,11 +178,11 @@ __device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to, bo
                  : "memory");
 }
 
-// COUNT packs computed by other blocks, at the addresses at(i), as far as wanted(i). All loads are issued before the first
-// is checked.
+// COUNT packs computed by other blocks, pack i at the address at(i), if wanted(i). All loads are issued before the
+// first is checked.
 template <int COUNT, int N>
 struct Awaited {
-    u32 missing[COUNT];  // 0 or 1: a register, where a bool would be a byte
+    u32 missing[COUNT];  // 0 or 1 in a register; a bool would be a byte
 
     template <class Wanted>
     __device__ __forceinline__ explicit Awaited(Wanted wanted) {
@@ -191,7 +194,7 @@ struct Awaited {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i]);
     }
-    // Whether something has not come.
+    // Whether a pack is still missing.
     __device__ __forceinline__ u32 check(const Pack<A, N> (&got)[COUNT]) {
         u32 any = 0;
 #pragma unroll
@@ -225,8 +228,8 @@ __device__ __forceinline__ void rest(u32 cycles) {
     while (u32(clock()) - begin < cycles) continue;
 }
 
-// The number of the residual stream that a thread adds to its sum. It comes with the product's input, as no other wait
-// should lie between the two.
+// The number of the residual stream that a thread adds to its sum. It is awaited together with the product's input, so
+// that there is one wait and not two.
 struct Residual {
     Pack<A, 1> word[1];
     const A *from;
@@ -255,7 +258,7 @@ struct Residual {
     }
 };
 
-// The token of row n; 0 in place of no draft.
+// The token of row n; 0 where there is no draft.
 __device__ __forceinline__ int id_of_row(const int (&ids)[ROWS], u32 n) {
     int id = ids[0];
 #pragma unroll
@@ -280,8 +283,8 @@ typedef SharedQueue Weights;
 typedef LaneQueue<THREADS * PIECE> Weights;
 #endif
 
-// The numbers of a product's input that a lane gives to the tensor cores: of row lane / 4 % 4, in each step four columns
-// side by side.
+// The numbers of a product's input that a lane passes to the tensor cores: of row lane / 4 % 4, four adjacent columns
+// in each step.
 template <int COLUMNS>
 struct Input {
     static constexpr int STEPS = steps(COLUMNS);
@@ -291,61 +294,63 @@ struct Input {
     __device__ static u32 column(int j) {
         return threadIdx.x / 32 * slice(COLUMNS) + threadIdx.x % 4 * PIECE + threadIdx.x % 32 / 16 * 4 + j * STEP;
     }
-    // HAVE: columns that there are.
+    // HAVE: columns that exist.
     template <int HAVE = COLUMNS>
     __device__ static bool mine(int j) {
         return row() < ROWS && (HAVE >= padded(COLUMNS) || column(j) < HAVE);
     }
-    // The places of a step's numbers. PER_WORD: how many lie in a word.
+    // The address of a step's numbers. PER_WORD: numbers in a word.
     template <int PER_WORD>
     __device__ static const A *at(const A *from, int j) {
         return from + place(row(), column(0) / PER_WORD) + j * (STEP / PER_WORD * 4);
     }
 };
 
-// Pieces of weights that a lane holds before the input comes, at most, where a tile has fewer: with more, registers spill.
+// At most so many pieces of weights are in a lane's registers before the input arrives, unless one tile has more: with
+// more, registers spill.
 #ifndef HELD
 #define HELD 12
 #endif
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int least_one(int a) { return a < 1 ? 1 : a; }
 
-// A block's share of a product of a matrix of COUNT tiles: what is known of it before its input is.
+// A block's share of the product with a matrix of COUNT tiles: what is known before the input arrives.
 template <int COLUMNS, int COUNT>
 struct Matrix {
     static constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
     static constexpr int MOST = least(EACH, least(TILES, EARLY ? least_one(HELD / STEPS) : TILES));
     Piece held[EARLY ? MOST * STEPS : 1];  // weights
-    int first, count;                      // tile and number of those that are multiplied at one time
-    int row;                               // that this thread finishes, -1 for none
-    u32 at;                                // where it goes, in an array of `exchange`
-    const float *scales;                   // of the matrix's rows, where its weights are codes
+    int first, count;                      // first tile, and number, of those multiplied at one time
+    int row;                               // row that this thread finishes, -1 for none
+    u32 at;                                // its place in an array of `exchange`
+    const float *scales;                   // of the matrix's rows, where weights are codes
     A scale;                               // of that row
 
     __device__ __forceinline__ bool mine() const { return first < COUNT; }
     __device__ static u32 input_row() { return threadIdx.x / 8 % ROWS; }
 };
 
-// Whether a product's weights are taken a step ahead: while the block waits for the input of the product before it. They
-// must be all that it has of the matrix, and fit into registers beside those of the other.
+// Whether a product's weights are taken a step ahead, while the block waits for the input of the product before it.
+// They must be all tiles that the block has of the matrix, and fit into registers together with those of the other
+// product.
 constexpr int MOST_TILES = ceil_div(HIDDEN_TILES > WIDTH / 8 ? HIDDEN_TILES : WIDTH / 8, BLOCKS);
 constexpr bool AHEAD =
     PRODUCERS && EARLY && MOST_TILES <= TILES && DIM / 8 <= BLOCKS &&
     (MOST_TILES + 1) * steps(DIM) + steps(HIDDEN) <= (DEPTH < 32 ? DEPTH : 32);
-// Threads that start copies. One alone starts three in a microsecond, and large models and several rows wait for them.
-// Where one row waits for other blocks' numbers instead, more copies under way delay these.
+// Threads that start copies. One thread starts three in a microsecond; large models and several rows have to wait for
+// them. One row of a small model waits for other blocks' numbers instead, and more copies in flight delay these.
 constexpr int FILLERS = AHEAD && ROWS == 1 ? 1 : least_one(least(PRODUCERS, DEPTH));
 
 struct Block {
     Shared shared;
     Weights queue;
-    int dealt;   // tiles of all kinds dealt so far, modulo BLOCKS
+    int dealt;   // tiles and units dealt so far, modulo BLOCKS
     int parity;  // of the buffer for sums
-    const float *scales;  // where weights are codes: of the rows that are dealt next
+    const float *scales;  // where weights are codes: of the rows dealt next
     A eps;
-    A square;    // of this lane's part of the residual stream
+    A square;    // squared norm of this lane's part of the residual stream
 
-    // This block's first tile of the next `count`; its others follow every BLOCKS tiles.
+    // This block's first tile of the next `count`; it also has every BLOCKS-th tile after it.
     __device__ __forceinline__ int deal(int count) {
         const int first = int(blockIdx.x) - dealt;
         dealt += count % BLOCKS;
@@ -360,10 +365,10 @@ struct Block {
     }
 
     // This warp's part of the sums of up to MOST tiles. Each tile has several chains of sums, because a tensor-core
-    // product has a long latency and the next of its chain waits for it. A piece is a left operand as it lies in
-    // memory: words 0 and 2 are row g, words 1 and 3 row g + 8. The right operand holds the columns of the first two in
-    // its rows 0 to 3 (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer
-    // than MOST tiles are multiplied as MOST, with whatever lies in the queue; those sums are ignored.
+    // product has a long latency and the next of its chain waits for it. A piece as stored is a left operand: words 0
+    // and 2 are row g, words 1 and 3 row g + 8. The right operand holds the columns of the first two in its rows 0 to 3
+    // (x has at most four), those of the other two in rows 4 to 7; half of the result is used. Fewer than MOST tiles
+    // are multiplied as MOST, with whatever is in the queue; the extra sums are ignored.
     template <int STEPS, int MOST, class At>
     __device__ __forceinline__ void multiply(At piece, const u32 (&x)[STEPS][2], A *sums) {
         constexpr int CHAINS = STEPS < 4 ? STEPS : 4;
@@ -393,11 +398,12 @@ struct Block {
         }
     }
 
-    // Takes the weights of the tiles from p.first on; at = aim(row).
+    // Waits for the weights of the tiles from p.first on, and takes them; p.at = aim(row).
     template <int COLUMNS, int COUNT, class Aim>
     __device__ __forceinline__ void prepare(Matrix<COLUMNS, COUNT> &p, Aim aim) {
         constexpr int MOST = Matrix<COLUMNS, COUNT>::MOST, STEPS = Matrix<COLUMNS, COUNT>::STEPS;
-        p.count = 0;  // without a share too: `held` is written on every way, or it would need registers all along
+        // Also without a share: if `held` were not written on every path, its registers would be live throughout.
+        p.count = 0;
 #pragma unroll
         for (int i = 0; i < MOST; i++) p.count += p.first + i * BLOCKS < COUNT;
         const u32 tile = p.first + threadIdx.x / (ROWS * 8) * BLOCKS;
@@ -412,11 +418,11 @@ struct Block {
         }
     }
 
-    // A product that is prepared. Calls take(x), which waits for the input, then finish(row, n, sum) for each row of this
-    // block's share and each row n of input; with NORM the sum is divided by the rms of the residual stream. Whole warps
-    // call it; row is -1 for threads without one.
-    // One barrier: between the warps' sums and the total. What a warp leaves in shared memory for `finish` (`squares`) is
-    // overwritten only after numbers have arrived that depend on `finish`.
+    // Runs a product that was prepared. Calls take(x), which waits for the input, then finish(row, n, sum) for each row
+    // of this block's share and each row n of the input; with NORM the sum is divided by the rms of the residual
+    // stream. `finish` is called by whole warps; row is -1 for threads without one.
+    // There is one barrier, between the warps' sums and the total. What a warp leaves in shared memory for `finish`
+    // (`squares`) is overwritten only after numbers have arrived that depend on `finish`.
     // again(): called before the sums of further tiles, where a block has more of them than it multiplies at one time.
     template <bool NORM, int COLUMNS, int COUNT, class Take, class Aim, class Finish, class Again>
     __device__ __forceinline__ void run(Matrix<COLUMNS, COUNT> &p, const T *input, Take take, Aim aim, Finish finish,
@@ -476,7 +482,7 @@ struct Block {
         }
     }
 
-    // The sum of a number's parts, one from each warp.
+    // The sum of the warps' partial sums.
     __device__ __forceinline__ static A total(const A *from) {
         Pack<A, WARPS> parts = load<WARPS>(from);
 #pragma unroll
@@ -487,8 +493,8 @@ struct Block {
         return parts.v[0];
     }
 
-    // Waits until one of the `count` words at `from` has arrived; each warp polls another one. A block that needs the
-    // results of a later step waits here first: polling many places too early slows down their writers.
+    // Waits until one of the `count` words at `from` has arrived; each warp polls a different one. A block that needs
+    // the results of a later step waits here first: polling many places too early slows down their writers.
     __device__ __forceinline__ void poll(const A *from, int count) {
         const int warp = threadIdx.x / 32;
         Pack<A, 1> word[1];
@@ -501,13 +507,13 @@ struct Block {
         }
     }
 
-    // The functions below read this warp's columns of an input, those that it multiplies itself, so they need no
-    // barrier. Tensor cores take it from registers, the rest from shared memory. There lanes read an array of WORDS words,
-    // SLICE of them this warp's, SIZE at a time: whole lines with all their rows. A lane always reads the same row.
+    // The functions below read only this warp's columns of an input, so they need no barrier. Products on tensor cores
+    // take the input from registers, others from shared memory. For the latter, lanes read an array of WORDS words, of
+    // which SLICE are this warp's, SIZE at a time: whole lines with all their rows. A lane always reads the same row.
     template <int WORDS, int SLICE, int SIZE>
     struct Share {
         static constexpr int BESIDE = 8 / SIZE;  // lanes that read the eight words of a row
-        static constexpr int LANES = ROWS == 3 ? 4 : ROWS;  // times so many read a line; a fourth row has none of it
+        static constexpr int LANES = ROWS == 3 ? 4 : ROWS;  // x BESIDE lanes read a line; the fourth row may be empty
         static constexpr int EACH = ceil_div(LANES * SLICE / SIZE, 32);  // for each lane
 
         __device__ static u32 task(int i) { return threadIdx.x % 32 + i * 32; }
@@ -522,8 +528,8 @@ struct Block {
     };
     using Stream = Share<DIM, slice(DIM), PARCEL>;
 
-    // Reads the residual stream from `from`, or, if that is null, the embeddings of `ids`. Times the gain it is the
-    // input.
+    // Reads the residual stream from `from`, or, if that is null, the embeddings of `ids`, and multiplies it by the
+    // gain.
     template <class X>
     __device__ __forceinline__ void take_stream(X &input, const A *from, const T *embedding, const int (&ids)[ROWS],
                                                 const A *gain) {
@@ -564,7 +570,8 @@ struct Block {
                 store(shared.by_dim + n * pitch(DIM) + column(i), scaled);
             }
         }
-        // Added in the order in which lanes are added afterwards: the same sum for any number of lanes per row.
+        // In the order in which lanes are added afterwards, so that the sum is the same for any number of lanes per
+        // row.
         static_assert(EACH <= 32, "a lane's share of a row");
 #pragma unroll
         for (int gap = 16; gap; gap /= 2) {
@@ -592,7 +599,7 @@ struct Block {
         return inverse_root(total(shared.squares + n * WARPS) * (A(1) / A(DIM)) + eps);
     }
 
-    // With a residual: see `Residual`.
+    // Reads the output of SwiGLU, and the residual: see `Residual`.
     template <class X>
     __device__ __forceinline__ void take_gated(X &input, const A *from, Residual &residual) {
         if constexpr (TENSOR_CORES) {
@@ -617,7 +624,7 @@ struct Block {
         }
     }
 
-    // Merges the splits of attention: each split's output has the weight exp(log-sum-exp of its scores).
+    // Merges the splits of attention, in order: a split's output has the weight exp(log-sum-exp of its scores).
     template <class X>
     __device__ __forceinline__ void take_attended(X &input, const A *parts, const A *stats, Residual &residual) {
         using Mine = Share<DIM / SHARED_BY, slice(DIM) / SHARED_BY, PARCEL / SHARED_BY>;
@@ -674,11 +681,11 @@ struct Block {
 };
 
 // Attention. A unit is a kv head, a split, and UNIT_ROWS new rows, whose query heads share each key and value. Its
-// QUERIES rows fill at most half of an operand, if possible: the other half would double the cost in one block.
+// QUERIES rows fill at most half of an operand, if possible: using the other half would double the cost in one block.
 constexpr int UNIT_ROWS = sizeof(T) > 2 || GROUP > 8 ? 1 : 8 / GROUP < ROWS ? 8 / GROUP : ROWS;
 constexpr int UNITS = KV_HEADS * SPLITS * ((ROWS + UNIT_ROWS - 1) / UNIT_ROWS), QUERIES = UNIT_ROWS * GROUP;
 constexpr int Q_PITCH = HEAD_DIM + STEP, QUERY_ROWS = (QUERIES + 7) / 8 * 8, FRESH = QUERY_ROWS * Q_PITCH;
-// Each warp takes its own queries, keys and values, and waits for no other. With several rows each would poll too many.
+// Each warp reads its own queries, keys and values, without a barrier. With several rows each warp would poll too many.
 constexpr bool BY_WARP = TENSOR_CORES && ROWS == 1;
 static_assert(GROUP <= 16, "a unit is 16 rows of queries at most");
 
@@ -700,7 +707,7 @@ struct Scratch {
 
 // A slab of a split. Number i of the split is position i * SPLITS + split.
 struct SplitSlab : Slab {
-    // As Slab::scores, with two sums for each score: half as many products that wait for each other.
+    // As Slab::scores, with two sums for each score: chains of dependent products are half as long.
     __device__ __forceinline__ void scores(const uint4 (&q)[2][CHUNKS], float (&score)[2][4]) const {
         float other[2][4] = {};
 #pragma unroll
@@ -722,8 +729,8 @@ struct SplitSlab : Slab {
     __device__ static int key(int u) { return u * 8 + threadIdx.x % 32 / 4; }
     __device__ static int value(int i) { return threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2; }
 
-    // Loads the positions before `past` from the cache. The others are hidden by `attend_slabs`; what stands in for them
-    // is position 0, so that no load waits for a condition, and none for another.
+    // Loads the positions before `past` from the cache. The others are masked by `attend_slabs`; position 0 is loaded
+    // in their place, so that no load depends on a branch or on another load.
     __device__ __forceinline__ void load_old(const T *cache_keys, const T *cache_values, int base, int split,
                                              int past) {
         const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
@@ -774,7 +781,7 @@ struct Constant {
     __device__ constexpr bool operator()() const { return VALUE; }
 };
 
-// This warp's partial result. slab: its first 16 positions, as far as they are before `past`.
+// This warp's partial result. slab: its first 16 positions, those before `past`.
 __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab slab, const T *keys, const T *values,
                                              int split, int first_row, int past) {
     constexpr int HALVES = QUERIES > 8 ? 2 : 1, CHUNKS = Slab::CHUNKS, WIDE = Slab::WIDE;
@@ -798,14 +805,8 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
             const int last = past + first_row + (h * 8 + g) / GROUP;
-            float new_top = top[h];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float &x = score[i / 2][h * 2 + i % 2];
-                x = (base + i / 2 * 8 + c * 2 + i % 2) * SPLITS + split <= last ? x * scale : 2 * LOWEST;
-                new_top = largest(new_top, x);
-            }
-            take_scores(score, h, new_top, top, total, shrink, shares);
+            const auto seen = [&](int i) { return (base + i) * SPLITS + split <= last; };
+            take_scores(score, h, scale, seen, top, total, shrink, shares);
         }
         if constexpr (is_first()) {
             slab.add_values(shares, output);
@@ -813,7 +814,7 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
             slab.add_values(shares, shrink, output);
         }
     };
-    // The first slab apart: up to WARPS * 16 * SPLITS positions there is no other.
+    // The first slab is peeled off: up to WARPS * 16 * SPLITS positions there is no other.
     if (warp * 16 * SPLITS + split < past + ROWS) take(warp * 16, Constant<true>());
     for (int base = (warp + WARPS) * 16; base * SPLITS + split < past + ROWS; base += WARPS * 16) {
         slab.load_old(keys, values, base, split, past);
@@ -836,7 +837,7 @@ __device__ __forceinline__ void attend_slabs(const Scratch &scratch, SplitSlab s
     }
 }
 
-// The same in float and double: KEY_LANES lanes have a key, a warp KEYS of them at once.
+// The same in float and double: KEY_LANES lanes share a key, a warp has KEYS keys at once.
 constexpr int KEY_LANES = HEAD_DIM / PIECE, KEYS = 32 / KEY_LANES;
 static_assert(HEAD_DIM % PIECE == 0 && KEY_LANES <= 32 && 32 % KEY_LANES == 0, "a key must fill a power of 2 of lanes");
 
@@ -892,11 +893,12 @@ __device__ __forceinline__ void attend_keys(const Scratch &scratch, const T *key
 // of the pass that belong to the split. Every block of the split writes the same numbers, so that each later reads its
 // own.
 struct Attention {
-    // Half heads: the unit's queries and each row's key and value. All but the value are rotated, which has angles of 0.
+    // A task is a vector of both halves of a head: of the unit's queries, and of each row's key and value. RoPE rotates
+    // all but values, which have angles of 0.
     static constexpr int HALF = HEAD_DIM / 2, LINE = HALF / PARCEL;
     static constexpr u32 TOGETHER = BY_WARP ? 32 : THREADS;
     static constexpr u32 TASKS = (QUERIES + 2 * ROWS) * LINE, TURNS = ceil_div(TASKS, TOGETHER);
-    // A thread merges the warps' results for some words of `parts`.
+    // Each thread merges the warps' results for EACH words of `parts`.
     static constexpr u32 WORDS = QUERIES * HEAD_DIM / SHARED_BY, EACH = ceil_div(WORDS, THREADS);
     struct Task {
         u32 head, column, n;
@@ -905,9 +907,9 @@ struct Attention {
 
     SplitSlab slab;
     u32 kv_head, split, first_row;
-    u32 from[TURNS];    // where a task's first half lies in `exchange`; the other is HALF / 8 lines further
-    u32 to[TURNS];      // and goes in `scratch`
-    u32 wanted[TURNS];  // whether this thread has it
+    u32 from[TURNS];    // a task's first half in `exchange`; the other half is HALF / 8 lines further
+    u32 to[TURNS];      // its place in `scratch`
+    u32 wanted[TURNS];  // whether this thread has the task
     Parcel cosines[TURNS], sines[TURNS];
     u32 part[EACH], stat[EACH];
 
@@ -922,13 +924,13 @@ struct Attention {
     __device__ __forceinline__ void choose(int unit) {
         kv_head = unit / SPLITS % KV_HEADS, split = unit % SPLITS, first_row = unit / (SPLITS * KV_HEADS) * UNIT_ROWS;
     }
-    // Asks for keys and values of old positions. keys, values: of the layer.
+    // Starts the loads of keys and values of old positions. keys, values: of the layer.
     __device__ __forceinline__ void load_old(int unit, const T *keys, const T *values, int capacity, int past) {
         choose(unit);
         const i64 cache = i64(kv_head) * capacity * HEAD_DIM;
         if constexpr (TENSOR_CORES) slab.load_old(keys + cache, values + cache, threadIdx.x / 32 * 16, split, past);
     }
-    // What else is known before the queries have come.
+    // Everything else that is known before the queries arrive.
     __device__ __forceinline__ void prepare(int unit, const A *all_cosines, const A *all_sines, int past) {
         choose(unit);
         const u32 thread = threadIdx.x, warp = thread / 32;
@@ -959,85 +961,83 @@ struct Attention {
 
     // qkv, parts, stats: the layer's places in `exchange`. keys, values: of the layer. past: positions before the pass.
     __device__ __forceinline__ void run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts, A *stats,
-                                        int capacity, int past);
-};
-
-__device__ __forceinline__ void Attention::run(const Scratch &scratch, const A *qkv, T *keys, T *values, A *parts,
-                                               A *stats, int capacity, int past) {
-    const u32 thread = threadIdx.x;
-    keys += i64(kv_head) * capacity * HEAD_DIM, values += i64(kv_head) * capacity * HEAD_DIM;
-    Pack<T, PARCEL> turned[TURNS][2];
-    Parcel x[TURNS * 2] = {};
-    await_together(
-        x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
-    );
+                                        int capacity, int past) {
+        const u32 thread = threadIdx.x;
+        keys += i64(kv_head) * capacity * HEAD_DIM, values += i64(kv_head) * capacity * HEAD_DIM;
+        Pack<T, PARCEL> rotated[TURNS][2];
+        Parcel x[TURNS * 2] = {};
+        await_together(
+            x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
+        );
 #pragma unroll
-    for (u32 turn = 0; turn < TURNS; turn++) {
+        for (u32 turn = 0; turn < TURNS; turn++) {
 #pragma unroll
-        for (int j = 0; j < PARCEL; j++) {
-            const A a = x[turn * 2].v[j], b = x[turn * 2 + 1].v[j], c = cosines[turn].v[j], s = sines[turn].v[j];
-            narrow(a * c - b * s, turned[turn][0].v[j]);
-            narrow(b * c + a * s, turned[turn][1].v[j]);
+            for (int j = 0; j < PARCEL; j++) {
+                const A a = x[turn * 2].v[j], b = x[turn * 2 + 1].v[j], c = cosines[turn].v[j], s = sines[turn].v[j];
+                narrow(a * c - b * s, rotated[turn][0].v[j]);
+                narrow(b * c + a * s, rotated[turn][1].v[j]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, rotated[turn][half]);
         }
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, turned[turn][half]);
-    }
-    if constexpr (BY_WARP) {
-        __syncwarp();
-    } else {
+        if constexpr (BY_WARP) {
+            __syncwarp();
+        } else {
+            sync();
+        }
+        if constexpr (TENSOR_CORES) {
+            attend_slabs(scratch, slab, keys, values, split, first_row, past);
+        } else {
+            attend_keys(scratch, keys, values, split, first_row, past);
+        }
         sync();
-    }
-    if constexpr (TENSOR_CORES) {
-        attend_slabs(scratch, slab, keys, values, split, first_row, past);
-    } else {
-        attend_keys(scratch, keys, values, split, first_row, past);
-    }
-    sync();
 #pragma unroll
-    for (u32 i = 0; i < EACH; i++) {
-        const u32 word = thread + i * THREADS, query = query_of(word), d = column_of(word);
-        if (word >= WORDS || first_row + query / GROUP >= ROWS) continue;
-        const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
-        const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
-        A all = LOWEST, weight = 0, mean[SHARED_BY] = {};
-        Pack<A, WARPS> most = tops;
+        for (u32 i = 0; i < EACH; i++) {
+            const u32 word = thread + i * THREADS, query = query_of(word), d = column_of(word);
+            if (word >= WORDS || first_row + query / GROUP >= ROWS) continue;
+            const Pack<A, WARPS> tops = load<WARPS>(scratch.tops + query * WARPS);
+            const Pack<A, WARPS> totals = load<WARPS>(scratch.totals + query * WARPS);
+            A weight = 0, mean[SHARED_BY] = {};
+            Pack<A, WARPS> most = tops;
 #pragma unroll
-        for (int gap = WARPS / 2; gap; gap /= 2) {
+            for (int gap = WARPS / 2; gap; gap /= 2) {
 #pragma unroll
-            for (int w = 0; w < gap; w++) most.v[w] = largest(most.v[w], most.v[w + gap]);
+                for (int w = 0; w < gap; w++) most.v[w] = largest(most.v[w], most.v[w + gap]);
+            }
+            const A all = most.v[0];
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                const A share = exp_for<T>(tops.v[w] - all);
+                const auto output = load<SHARED_BY>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
+                weight += share * totals.v[w];
+#pragma unroll
+                for (int j = 0; j < SHARED_BY; j++) mean[j] += share * output.v[j];
+            }
+            const bool empty = weight == 0;  // no position of this split yet
+            const A scale = empty ? A(0) : inverse_for<T>(weight);
+            Pack<T, SHARED_BY> both;
+#pragma unroll
+            for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, both.v[j]);
+            publish(parts + part[i], reinterpret_cast<const A &>(both));
+            if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
         }
-        all = most.v[0];
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const A share = exp_for<T>(tops.v[w] - all);
-            const auto output = load<SHARED_BY>(scratch.outputs + (w * QUERIES + query) * HEAD_DIM + d);
-            weight += share * totals.v[w];
+        for (u32 turn = 0; turn < TURNS; turn++) {  // stored for later passes
+            const Task t = task(turn);
+            if (!wanted[turn] || t.is_query) continue;
 #pragma unroll
-            for (int j = 0; j < SHARED_BY; j++) mean[j] += share * output.v[j];
-        }
-        const bool empty = weight == 0;  // no position of this split yet
-        const A scale = empty ? A(0) : inverse_for<T>(weight);
-        Pack<T, SHARED_BY> both;
-#pragma unroll
-        for (int j = 0; j < SHARED_BY; j++) narrow(mean[j] * scale, both.v[j]);
-        publish(parts + part[i], reinterpret_cast<const A &>(both));
-        if (d == 0) publish(stats + stat[i], empty ? A(LOWEST) : all + log_for(weight));
-    }
-#pragma unroll
-    for (u32 turn = 0; turn < TURNS; turn++) {  // for the passes to come
-        const Task t = task(turn);
-        if (!wanted[turn] || t.is_query) continue;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            store((t.is_value ? values : keys) + (past + t.n) * HEAD_DIM + t.column + half * HALF, turned[turn][half]);
+            for (int half = 0; half < 2; half++) {
+                T *const cache = t.is_value ? values : keys;
+                store(cache + (past + t.n) * HEAD_DIM + t.column + half * HALF, rotated[turn][half]);
+            }
         }
     }
-}
+};
 
 #include "infer/cuda/sampler.cuh"
 
-// Draws from `logits` once they have arrived; every block finds the same token.
+// Samples from `logits` once they have arrived; every block draws the same token.
 __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, const Sampler &how, u32 draw) {
     const auto take = [&](auto &x, auto at) {
         await(x, [&](int i) { return logits + at(i); }, [&](int i) { return at(i) >= 0; });
@@ -1045,8 +1045,8 @@ __device__ __forceinline__ int sample(unsigned char *scratch, const A *logits, c
     return next_token(scratch, take, how, draw);
 }
 
-// Greedy text. Each tile of a head publishes its most likely token for each row, (logit, id): in place of the logits where
-// drafts are verified; with one row in front of them.
+// Greedy decoding. Each tile of a head publishes its most likely token for each row, (logit, id): instead of the logits
+// where drafts are verified; with one row, in front of them.
 constexpr int BEST = ROWS == 1 ? (VOCAB_TILES * 2 + 7) / 8 * 8 : 0;
 
 __device__ __forceinline__ int best_at(int head, int tile, int n) {
@@ -1086,17 +1086,18 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
     sync();
 }
 
-// weights: for each block `stride` units, a piece for each thread, in the order of use; lengths: how many of them a pass
-// uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
+// weights: for each block `stride` units, a piece for each thread, in the order of use; lengths: how many of them a
+// pass uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
 // values: (layers, KV_HEADS, capacity, HEAD_DIM), `past` positions of them filled. tokens: of all positions; read at
-// past to past + ROWS - 1; where `sampled`, each pass writes the one behind it. exchange: for each pass layers * LAYER
+// past to past + ROWS - 1; where `sampled`, each pass writes the one after them. exchange: for each pass layers * LAYER
 // words and the logits, (ROWS, heads, VOCAB_ROWS), all absent. key0, key1: of the random stream, draw: its first number
 // to use.
 // begin: null, or for speculation (1 + ROWS): positions filled, in place of `past`, the token at the next one, and a
-// draft for each position after it, -1 for none. Then `heads` is ROWS. A pass adds the drafts that head 0 would have
-// chosen itself, and what it chooses after them; the other heads at the last of these positions give the next drafts.
-// report: (passes + 1, 1 + ROWS): for each pass the number of tokens it gave, 0 where the cache had no room for it, and
-// these; at last the next launch's `begin`.
+// draft for each position after it, -1 for none. Then `heads` is ROWS. A pass accepts the drafts that head 0 would have
+// chosen itself, and adds head 0's choice after them; the other heads at the last of these positions give the next
+// drafts.
+// report: (passes + 1, 1 + ROWS): for each pass the number of tokens that it added, 0 where the cache had no room for
+// it, and the tokens; in the last row, the next launch's `begin`.
 // scales: of weights that are codes, 8 for each unit that `deal` counts, in its order; attention's are not read.
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode(
     const W *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
@@ -1112,8 +1113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     __syncthreads();
     if (thread >= THREADS) {
         const auto *const source = reinterpret_cast<const unsigned char *>(weights) + i64(blockIdx.x) * stride * UNIT;
-#if PRODUCERS % 4 == 0  // a warpgroup gives its registers to the others
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+#if PRODUCERS % 4 == 0  // a warpgroup gives up registers to the others
+        fewer_registers<24>();
 #endif
         const u32 filler = (thread - THREADS) / 32;
         if (thread % 32 == 0 && filler < FILLERS) {
@@ -1122,7 +1123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         return;
     }
 #if PRODUCERS % 4 == 0
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    more_registers<240>();
 #endif
 #else
     Block block;
@@ -1177,26 +1178,29 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             Attention attention;
             constexpr bool EARLY_ATTENTION = AHEAD && ROWS == 1;
             if (EARLY_ATTENTION && attends < UNITS) attention.prepare(attends, cosines, sines, past);
+            // q|k|v.
             const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
             block.template run<true>(qkv, shared.by_dim, take, at_row, [&](int row, int, A sum) {
                 if (row >= 0) publish(exchange + QKV + qkv.at, sum);
             }, [] {});
 
+            // Attention.
             for (int unit = attends; unit < UNITS; unit += BLOCKS) {
                 attention.load_old(unit, layer_keys, layer_values, capacity, past);
                 if (!EARLY_ATTENTION || unit != attends) attention.prepare(unit, cosines, sines, past);
                 attention.run(Scratch(shared.scratch), exchange + QKV, layer_keys, layer_values, exchange + PARTS,
                               exchange + STATS, capacity, past);
                 if constexpr (UNITS <= BLOCKS) break;
-                sync();  // the next unit overwrites what some thread may still read
+                sync();  // the next unit overwrites shared memory that a thread may still read
             }
 
+            // Attention's projection, and the residual.
             if (AHEAD) block.prepare(out, at_row), block.prepare(gate_up, at_unit);
             if (attends >= UNITS) {
                 block.poll(exchange + QKV, WIDTH);
-                if (AHEAD && ROWS == 1) rest(QUIET);  // attention takes longer
+                if (AHEAD && ROWS == 1) rest(QUIET);  // attention takes at least as long
             }
-            // One row has little to poll: blocks that need it poll it directly.
+            // One row has few words to poll: blocks that need them poll them directly.
             if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
             if (out.mine()) {
                 if (!AHEAD) block.prepare(out, at_row);
@@ -1217,6 +1221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             }
             queue.refill(DEPTH);
 
+            // Gate, up and SwiGLU.
             if (!AHEAD) block.prepare(gate_up, at_unit);
             if (AHEAD) block.prepare(down, at_row);
             const auto take_middle = [&](auto &x) {
@@ -1228,6 +1233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
                 publish_narrow(exchange + GATED + gate_up.at, gated, row >= 0 && row % 8 < 4);
             }, [] {});
 
+            // Down, and the residual.
             if (layer + 1 < layers) {
                 block.deal(qkv);
             } else {
@@ -1248,6 +1254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             stream = exchange + AFTER;
         }
 
+        // The output heads.
         // Blocks of different rows of a split write the same keys and values, drafts included. What another block
         // writes there in the next pass must come later; it waits for the logits that follow this fence.
         if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
@@ -1276,6 +1283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             }, [] {});
             queue.refill(DEPTH);
         }
+        // The next token.
         if (ROWS == 1 && sampled) {
             if (greedy) {
                 most_likely(shared.scratch, [&](int, int tile) { return exchange + best_at(0, tile, 0); }, ids);
@@ -1284,6 +1292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
             }
             if (blockIdx.x == 0 && thread == 0) tokens[past + 1] = ids[0];
         }
+        // Speculation: which drafts are accepted, and the next ones.
         int added = ROWS;
         if (ROWS > 1 && begin) {
             int choices[ROWS], drafts[ROWS - (ROWS > 1)];
@@ -1308,7 +1317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         }
         past += added;
         exchange += BEST + i64(heads) * ROWS * VOCAB_ROWS;
-        sync();  // the next pass overwrites what some thread may still read
+        sync();  // the next pass overwrites shared memory that a thread may still read
     }
     if (begin && blockIdx.x == 0 && thread == 0) {
         for (; pass < passes; pass++) report[pass * (1 + ROWS)] = 0;

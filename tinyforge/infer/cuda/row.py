@@ -1,4 +1,4 @@
-"""Decoding one row on a CUDA GPU: one launch for many tokens, and no wait for the host in between.
+"""Decoding one row on a CUDA GPU: one launch for many tokens, without waiting for the host in between.
 
 The kernel is row.cu; docs/kernels/decode.md derives it.
 """
@@ -24,11 +24,11 @@ from tinyforge.quantised import FORMATS, Quantised
 from tinyforge.rng import Stream
 
 PASSES = 8
-"""Passes with drafts, each of which gives a token or more, that `stream` yields together once it is under way."""
+"""Passes with drafts whose tokens `stream` yields together, after the first few."""
 
 
 class Draw(NamedTuple):
-    """How a row's tokens are drawn. key: of its stream. first: how many of the stream's numbers have been used."""
+    """How a row's tokens are drawn. key: of its stream. first: position in the stream of the next number."""
 
     sampling: Sampling
     key: tuple[int, int]
@@ -54,7 +54,7 @@ class RowCache:
 
 
 class RowLauncher:
-    """row.cu for one number of new positions a pass. `exchange` holds what the last launch computed."""
+    """Launches row.cu for one number of new positions per pass. `exchange` holds the last launch's results."""
 
     def __init__(self, weights: DeviceWeights[RowPlan], rows: int) -> None:
         self.weights, self.plan = weights, replace(weights.plan, rows=rows)
@@ -66,31 +66,32 @@ class RowLauncher:
         self.exchange = cupy.empty(0, weights.wide)
 
     def __call__(self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None = None) -> Array:
-        """Positions past .. past + passes * rows - 1; returns logits, (passes, rows, outputs, vocab), on the device.
+        """Compute positions past .. past + passes * rows - 1; returns their logits, (passes, rows, outputs, vocab), on
+        the device, valid until the next launch. Does not wait.
 
-        With `draw` (one position a pass only) each pass draws the next one's token; without it there is one pass, over
-        the cache's tokens. Does not wait; the logits are good until the next launch.
+        With `draw`, for one position per pass only, each pass draws the token of the next; without it there is one
+        pass, over the cache's tokens.
         """
         plan = self.plan
         end = past + passes * plan.rows
         if not (past >= 0 and end <= min(cache.capacity, len(self.weights.cos)) and 1 <= outputs <= plan.outputs):
-            raise ValueError(f"decode: positions {past} to {end}, {outputs} outputs: the cache or the model has fewer")
+            raise ValueError(f"decode: positions {past} to {end}, {outputs} outputs; the cache or the model has fewer")
         if draw and plan.rows != 1:
             raise ValueError(f"decode: tokens are drawn one at a time, not {plan.rows}")
         if draw and draw.sampling.temperature and not plan.draws:
-            raise ValueError(f"decode: temperature {draw.sampling.temperature}: no room to sort {plan.vocab} logits")
+            raise ValueError(f"decode: temperature {draw.sampling.temperature}, no room to sort {plan.vocab} logits")
         if passes > 1 and not draw:
-            raise ValueError(f"decode: {passes} passes over tokens that nobody draws; one after the other")
+            raise ValueError(f"decode: {passes} passes without a draw, wanted 1")
         region = self._launch(cache, past, passes, outputs, draw)
         found = self.exchange[: passes * region].reshape(passes, region)[:, -plan.rows * outputs * plan.vocab_rows :]
         return found.reshape(passes, plan.rows, outputs, plan.vocab_rows)[..., : plan.vocab]
 
     def speculate(self, cache: RowCache, begin: Array, passes: int) -> Array:
-        """Greedy passes, each over the last token and rows - 1 drafts, of which it adds those that stand.
+        """Greedy passes, each over the last token and rows - 1 drafts, of which it appends the accepted ones.
 
-        begin: (1 + rows,) int32, positions in the cache, the last token, its drafts (-1: none), on the device. Returns
-        (passes + 1, 1 + rows), on the device: for each pass how many tokens it gave (0: the cache had no room for
-        `rows` more) and these tokens; the last row is the `begin` of what follows. Does not wait.
+        begin: (1 + rows,) int32 on the device: cached positions, the last token, its drafts (-1: none). Returns
+        (passes + 1, 1 + rows) on the device: for each pass the number of its tokens (0: the cache has no room for
+        `rows` more) and the tokens; the last row is the next `begin`. Does not wait.
         """
         rows = self.plan.rows
         if not 2 <= rows <= self.plan.outputs:
@@ -103,7 +104,7 @@ class RowLauncher:
         self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None, begin: Array | None = None,
         report: Array | None = None,
     ) -> int:  # fmt: skip
-        """Returns the words of a pass in `exchange`."""
+        """Launch; returns the words of a pass in `exchange`."""
         plan, weights = self.plan, self.weights
         region = plan.exchange(outputs)
         if self.exchange.size < passes * region:
@@ -123,11 +124,10 @@ class RowLauncher:
 
 
 class RowDecoder(DeviceDecoder):
-    """A decoder of one row, whose passes of up to `MOST_ROWS` positions are one launch, and many passes too.
+    """A decoder of one row. One launch makes a pass of up to `MOST_ROWS` positions, or many passes.
 
-    It copies the model's weights into the order in which the kernel reads them; those of one byte stay so. tuning:
-    fields of `RowPlan`, e.g. blocks=128. Raises UserError for a model on another backend, and for a shape that the
-    kernel does not take.
+    It copies the model's weights into the kernel's order; one-byte weights stay so. tuning: fields of `RowPlan`, e.g.
+    blocks=128. Raises UserError for a model on another backend, and for a shape that the kernel does not take.
     """
 
     def __init__(self, model: CausalLM, capacity: int | None = None, **tuning: int) -> None:
@@ -135,7 +135,7 @@ class RowDecoder(DeviceDecoder):
         hopper = cupy.cuda.Device().compute_capability == "90"
         tuning = {"blocks": processors(), "shared": shared_limit(), "producers": 4 if hopper else 0, **tuning}
         heads = self.fused.lm_heads
-        # A copy of fewer than 4 bytes to a lane does not exist: beside float64 a kernel has no codes.
+        # No asynchronous copy is smaller than 4 bytes per lane, so a float64 kernel reads no codes.
         by_code = isinstance(heads, Quantised) and self.fused.embedding.itemsize < 8
         code = FORMATS[heads.kind].scalar if by_code else ""
         plan = RowPlan(rows=MOST_ROWS, code=code, **self._shape(), **tuning)
@@ -145,17 +145,17 @@ class RowDecoder(DeviceDecoder):
         self._launchers: dict[int, RowLauncher] = {}
 
     def draws(self, sampling: Sampling) -> bool:
-        """Of a large vocabulary, greedy text only."""
+        """With a large vocabulary only greedy."""
         return super().draws(sampling) and (sampling.temperature == 0 or replace(self.weights.plan, rows=1).draws)
 
     def launcher(self, rows: int) -> RowLauncher:
-        """The kernel for so many positions a pass; compiled at first use."""
+        """The kernel for so many positions per pass, compiled on first use."""
         if rows not in self._launchers:
             self._launchers[rows] = RowLauncher(self.weights, rows)
         return self._launchers[rows]
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
-        """By the model's own ops. Does not wait for the device."""
+        """Runs the model's own ops. Does not wait for the device."""
         self._check_room([row], len(tokens))
         if len(tokens):
             past, cache = self.lengths[0], self.cache
@@ -176,12 +176,12 @@ class RowDecoder(DeviceDecoder):
     def stream(
         self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
-        """As `Decoder.stream`. The first blocks are short, so that a reader sees something early: 2, 4, 8 tokens, then
-        BLOCK. Greedy text is decoded with drafts, in blocks of 1, 2, 4 passes, then PASSES, and is the same text; the
-        last tokens that the cache has room for, and sampled text, without.
+        """See `Decoder.stream`. The first blocks are short, so that the first tokens come early: 2, 4, 8 tokens, then
+        BLOCK. Greedy text is decoded with drafts, in blocks of 1, 2, 4 passes, then PASSES, and stays the same text.
+        Sampled text, and the last tokens that fit the cache, are decoded without drafts.
 
-        The device works on the next block while this one is read; the host waits once a block. One id more is yielded
-        than appended: the last. Closing the generator drops what was not yielded.
+        The device computes the next block while this one is read; the host waits once per block. The last yielded id is
+        not in the cache. Closing the generator drops what was not yielded.
         """
         left, last = min(count, self.capacity - self.lengths[0]), int(tokens[0])
         sampling = samplings[0]
@@ -193,7 +193,7 @@ class RowDecoder(DeviceDecoder):
         yield from self._draw(last, sampling, streams[0], left)
 
     def _draw(self, token: int, sampling: Sampling, numbers: Stream, count: int) -> Iterator[Drawn]:
-        """A token a pass."""
+        """Yield one token per pass."""
         launcher, start, done = self.launcher(1), self.lengths[0], 0
         self.cache.tokens[start : start + 1] = token
 
@@ -211,9 +211,9 @@ class RowDecoder(DeviceDecoder):
             yield Drawn(ids[None], None)
 
     def _speculate(self, token: int, drafts: int, count: int) -> Iterator[Drawn]:
-        """Greedy, up to `drafts` + 1 tokens a pass; ends at `count` tokens, or where a pass has no room in the cache.
+        """Greedy, up to `drafts` + 1 tokens per pass; ends at `count` tokens, or when a pass has no room in the cache.
 
-        How far a block gets is known on the device alone: the next one begins where its report says.
+        Only the device knows how far a block got: the next one begins where its report says.
         """
         launcher = self.launcher(drafts + 1)
         begin = cupy.asarray(np.array([self.lengths[0], token] + [-1] * drafts, np.int32))
@@ -225,7 +225,7 @@ class RowDecoder(DeviceDecoder):
             return report[:-1]
 
         def left() -> int:
-            return count  # a pass gives a token at least
+            return count  # a pass gives at least one token
 
         for found in self._two_under_way(launch, left, 1, PASSES):
             ids: list[int] = []

@@ -1,7 +1,4 @@
-"""Which block of row.cu takes which rows of which matrix, and in which order its weights lie in memory.
-
-Plain arithmetic over shapes: it runs, and is tested, without a GPU. The kernel does the same arithmetic for itself.
-"""
+"""The plan of row.cu: which block takes which rows of which matrix, and the order of its weights in memory."""
 
 from __future__ import annotations
 
@@ -18,19 +15,20 @@ from tinyforge.infer.cuda.plan import TILE, DecodePlan
 from tinyforge.kernel import Array
 
 MOST_ROWS = 4
-"""New positions of a pass, at most."""
+"""The most new positions of a pass."""
 
 QUEUE_BARRIERS = 2048
-"""Bytes in front of a block's weights (decode.cuh)."""
+"""Bytes before a block's weights (decode.cuh)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan(DecodePlan):
     """How the work of row.cu is spread over a GPU.
 
-    rows: new positions of a pass, 1 to 4. splits: of the positions of a kv head. refill: how many times 16 bytes a lane
-    requests between two polls for numbers of attention, where it copies its own. spin: nanoseconds that a thread sleeps
-    between two polls. producers: warps that copy weights for all others, 4 on Hopper; 0: each lane copies its own.
+    rows: new positions per pass, 1 to 4. splits: parts into which a KV head's positions are split. refill: 16-byte
+    requests of a lane between two polls for attention's results, where it copies its own weights. spin: nanoseconds
+    that a thread sleeps between two polls. producers: warps that copy weights for all others, 4 on Hopper; 0: each lane
+    copies its own.
     """
 
     rows: int
@@ -48,31 +46,29 @@ class RowPlan(DecodePlan):
             )
         if self.heads > 16 * self.kv_heads:
             raise UserError(
-                f"decode on cupy: {self.heads} heads share {self.kv_heads} keys, wanted at most 16 to a key; use "
-                "--backend numpy"
+                f"decode on cupy: {self.heads} heads share {self.kv_heads} key heads, wanted at most 16 to a key "
+                "head; use --backend numpy"
             )
         if self.slots < self._least_slots:
             raise UserError(
-                f"decode on cupy: {self.shared} bytes of shared memory a block hold no row of {self.hidden} numbers; "
-                "use a smaller model, or --backend numpy"
+                f"decode on cupy: {self.shared} bytes of shared memory per block do not hold a row of {self.hidden} "
+                "numbers; use a smaller model, or --backend numpy"
             )
 
     @property
     def _least_slots(self) -> int:
-        """A tile's pieces."""
+        """Pieces of the widest tile."""
         return max(self.steps(self.dim), self.steps(self.hidden))
 
     @property
     def draws(self) -> bool:
-        """Whether passes of one row draw with a temperature, for which a block sorts the vocabulary in shared memory.
-
-        Where there is no room for that, they choose the most likely token only.
-        """
+        """Whether passes of one row can sample with a temperature: a block then sorts the vocabulary in shared memory.
+        Without room for that they are greedy only."""
         return self._slots_beside(self._bytes_beside(self.draw_bytes)) >= self._least_slots
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads of a block."""
         return (self.warps + self.producers) * 32
 
     @property
@@ -83,10 +79,10 @@ class RowPlan(DecodePlan):
         return (self.steps(columns) * self.warps + 1) * 4 * self.piece
 
     def deals(self) -> Iterator[tuple[int, int]]:
-        """Everything that is dealt out in a pass with all outputs: the number of tiles, and columns (0: attention)."""
+        """What is dealt out to blocks in a pass with all outputs: number of tiles, and columns (0: attention)."""
         for _ in range(self.layers):
             yield self.width // TILE, self.dim
-            yield self.kv_heads * self.splits * 3, 0  # whatever the rows: the weights lie the same for all
+            yield self.kv_heads * self.splits * 3, 0  # not fewer for fewer rows: one layout of weights serves all
             yield self.dim // TILE, self.dim
             yield self.hidden_rows // 4, self.dim
             yield self.dim // TILE, self.hidden
@@ -95,7 +91,7 @@ class RowPlan(DecodePlan):
 
     @property
     def tiles(self) -> int:
-        """Tiles whose sums a block keeps at one time."""
+        """Tiles whose sums a block keeps at a time."""
         return max(1, min(4, self.slots // self._least_slots))
 
     @property
@@ -126,10 +122,8 @@ class RowPlan(DecodePlan):
         }  # fmt: skip
 
     def exchange(self, outputs: int) -> int:
-        """Words that blocks make for each other in a pass; the last rows x outputs x vocab_rows are the logits.
-
-        In front of them, with one row, are the most likely token of each tile and its logit.
-        """
+        """Words that blocks compute for each other in a pass. The last rows x outputs x vocab_rows are the logits; with
+        one row, the most likely token of each tile and its logit come before them."""
         per_word = max(self.itemsize, 4) // self.itemsize
         arrays = (self.width, self.splits * self.dim // per_word, self.splits * self.heads, self.dim,
                   self.hidden_rows // per_word, self.dim)  # fmt: skip
@@ -139,14 +133,14 @@ class RowPlan(DecodePlan):
 
     @property
     def hidden_order(self) -> np.ndarray:
-        """(tiles of gate and up,): which four hidden units each has. Those of a block's tiles follow each other."""
+        """(tiles of gate and up,): which four hidden units each holds. A block's tiles hold consecutive units."""
         tiles = np.arange(self.hidden_rows // 4)
         block, (most, rest) = tiles % self.blocks, divmod(len(tiles), self.blocks)
         return block * most + np.minimum(block, rest) + tiles // self.blocks
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """(outputs, blocks): units of weights that a pass with 1, 2, ... outputs takes of a block."""
+        """(outputs, blocks): units of weights per block in a pass with 1, 2, ... outputs."""
         total, dealt = np.zeros(self.blocks, np.int32), 0
         found = []
         for i, (count, columns) in enumerate(self.deals()):
@@ -158,12 +152,12 @@ class RowPlan(DecodePlan):
         return np.stack(found)
 
     def arrange(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
-        """All matrices in the order in which lanes take them: (blocks, units, warps, 32 lanes, piece).
+        """All matrices in the order in which lanes read them: (blocks, units, warps, 32 lanes, piece).
 
-        A unit is 8 rows by 4 pieces, a piece for each lane of a warp. Rows and columns are padded with zeros. heads:
-        (outputs, vocab, dim). xp: numpy or cupy, whose arrays the matrices are.
+        A unit is 8 rows by 4 pieces, a piece per lane of a warp. Rows and columns are padded with zeros. heads:
+        (outputs, vocab, dim). xp: the module of the matrices, numpy or cupy.
         """
-        bits = np.dtype(f"u{self.weight_bytes}")  # moved, never computed with: any 16-bit number will do for a bf16
+        bits = np.dtype(f"u{self.weight_bytes}")  # only moved: any 16-bit type stands for bf16
         units = int(self.lengths[-1].max())
         views = (FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers)
         stream = xp.zeros((self.blocks, units, self.warps, 32 * self.piece), bits)
@@ -175,7 +169,7 @@ class RowPlan(DecodePlan):
                 padded = xp.zeros((count * TILE, self.padded(columns)), bits)
                 padded[: len(matrix), :columns] = matrix
                 tiles = padded.reshape(count, TILE, self.warps, steps, 4 * self.piece).transpose(0, 2, 3, 1, 4)
-                if self.itemsize == 2:  # the pairs of a piece as tensor cores take them: columns 0, 4, 2, 6
+                if self.itemsize == 2:  # the pairs of a piece in the order of tensor cores: columns 0, 4, 2, 6
                     tiles = tiles.reshape(count, self.warps, steps, TILE, 4, 2, 2, 2).swapaxes(5, 6)
                 tiles = tiles.reshape(count, self.warps, steps, -1)
                 for start in range(0, count, self.blocks):
@@ -188,8 +182,8 @@ class RowPlan(DecodePlan):
         return stream
 
     def arrange_scales(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
-        """The scales of rows in the order of `deals`, 8 for each that it counts. layers, heads: as of `arrange`, of
-        float32 and with one column."""
+        """The scales of rows in the order of `deals`, 8 per tile. layers, heads: as in `arrange`, of float32 and with
+        one column."""
         parts = []
         for scales, (count, _) in zip(self._matrices(layers, heads, xp), self.deals(), strict=True):
             parts.append(xp.zeros(count * TILE, np.float32))
@@ -198,12 +192,12 @@ class RowPlan(DecodePlan):
         return xp.concatenate(parts)
 
     def _matrices(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
-        """In the order of `deals`, None for attention."""
+        """The matrices in the order of `deals`, None for attention."""
         for layer in layers:
             yield layer.qkv
             yield None
             yield layer.out
-            # Four rows of gate, then the same four of up: a block that has both makes their product.
+            # Four rows of gate, then the same four of up: the block multiplies them.
             tiles = self.hidden_rows // 4
             columns = layer.gate_up.shape[1]
             pairs = xp.zeros((tiles, 2, 4, columns), layer.gate_up.dtype)

@@ -1,9 +1,16 @@
 // Sampling the next token: a block reads the logits of one row, and all of its threads return the token.
 //
+//   keys        each logit becomes a sort key: larger logits have larger keys, and of equal ones the smaller id
+//   greedy      temperature 0: the largest key
+//   top k       the k-th largest key, found bit by bit; only the tokens from it on are sorted (bitonic sort)
+//   masses      prefix sums of exp((z - z_max) / temperature), in float64, most likely token first
+//   cut         to the top k, to the nucleus of mass top_p, and to min_p times the largest probability
+//   draw        a uniform number times the mass that is left; the token whose interval holds it
+//
 // Needs: common.cuh; THREADS of a block; VOCAB and VOCAB_ROWS (padded with -infinity); `A`, the type of logits;
 // `Parcel`, the Pack of PARCEL of them that a thread reads at once.
 
-// How a row is drawn; of a batch, an array of them (SAMPLER in batch_plan.py).
+// How the tokens of a row are drawn; for a batch, an array of them (SAMPLER in batch_plan.py).
 struct Sampler {
     float temperature, top_p, min_p;
     int top_k;
@@ -47,7 +54,6 @@ __device__ __forceinline__ int sum_of_block(int x, int *scratch) {
 }
 
 // The next token. take(x, at): fills x[i] with the logits from number at(i) on, nothing where at(i) < 0.
-// Inverts the distribution, most likely token first, cut to the top k, the nucleus and min_p times the largest.
 template <class Take>
 __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, const Sampler &how, u32 draw) {
     u64 *const sorted = reinterpret_cast<u64 *>(scratch);               // SORTED
@@ -89,8 +95,8 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
         return id_of(best);
     }
 
-    // The rank of the last of the top k, found bit by bit: the largest that k tokens reach. Only those tokens are
-    // sorted.
+    // The rank of the last of the top k, found bit by bit: the largest that at least k tokens reach. Only these tokens
+    // are sorted.
     const int limit = how.top_k ? min(how.top_k, VOCAB) : VOCAB;
     u32 least = 1;
     if (limit < VOCAB) {

@@ -1,4 +1,4 @@
-// The server's protocol: OpenAI's, with what docs/serving.md adds to it.
+// The server's protocol: OpenAI's, with the extensions in docs/serving.md.
 
 export class Problem extends Error {
   constructor(message, { status = 0, code = null, retryAfter = null } = {}) {
@@ -34,7 +34,7 @@ async function send(path, body, signal) {
 export const models = async () => (await (await send("/v1/models")).json()).data;
 export const attention = async (request, signal) => (await send("/v1/attention", request, signal)).json();
 
-/* The chunks of a streamed reply. Throws a Problem for an error, also in the middle, and where the end is missing. */
+/* The chunks of a streamed reply. Throws a Problem for an error, also in the middle, and if the end is missing. */
 export async function* chat(request, signal) {
   const answer = await send("/v1/chat/completions", { ...request, stream: true }, signal);
   for await (const data of events(answer.body)) {

@@ -1,4 +1,4 @@
-// The chat: conversations, messages, and what the buttons do.
+// The chat: conversations, messages, and the actions of the buttons.
 import { Problem, apiKey, chat, models } from "./api.js";
 import { Attention, mark, showPasses, showToken, tokenText } from "./inside.js";
 import { DEFAULTS, Talk, saveSettings, settings, talks } from "./store.js";
@@ -7,7 +7,7 @@ import { element, markdown } from "./text.js";
 const $ = (id) => document.getElementById(id);
 const log = $("log"), draft = $("draft"), form = $("sampling");
 const options = settings(), attention = new Attention();
-const seen = new WeakMap();  // what was looked at inside a reply, {tokens, stats, sent}; as long as the page is open
+const seen = new WeakMap();  // the inside of each reply, {tokens, stats, sent}; kept while the page is open
 let talk = new Talk(), model = null, about = {}, running = null, editing = null, looked = null, said = null;
 
 // First questions: for the model that tells stories, and for those that know the built-in world.
@@ -24,7 +24,7 @@ function drawList() {
     open.addEventListener("click", () => { enter(one); narrow("history", false); });
     const remove = element("button", { type: "button", className: "remove", textContent: "Delete", attributes: { "aria-label": `Delete ${one.title}` } });
     remove.addEventListener("click", () => {
-      if (!confirm(`Delete \u201c${one.title}\u201d? It cannot be brought back.`)) return;
+      if (!confirm(`Delete \u201c${one.title}\u201d? This cannot be undone.`)) return;
       one.forget();
       if (one.id === talk.id) enter(new Talk()); else drawList();
       $("new").focus();
@@ -50,7 +50,7 @@ function keep() {
   const gone = talk.save();
   try { sessionStorage.setItem("tinyforge-now", talk.id); } catch { /* the newest is opened */ }
   if (gone > 0) problem(`The browser's storage is full: ${gone} of the oldest conversations were removed.`);
-  if (gone < 0) problem("The browser keeps nothing more: this conversation will be lost when the page is closed.");
+  if (gone < 0) problem("The browser stores no more: this conversation will be lost when the page is closed.");
   drawList();
 }
 
@@ -68,8 +68,8 @@ function draw() {
 
 function welcome() {
   const base = about.chat === false;
-  $("welcome").replaceChildren(element("h2", { textContent: base ? "Begin a text, the model continues it" : "Ask the model something" }),
-    element("p", { textContent: base ? "This is a base model: it was trained to continue text, not to answer." : "It runs on this server, and nothing you write goes anywhere else. Conversations stay in this browser." }),
+  $("welcome").replaceChildren(element("h2", { textContent: base ? "Begin a text, and the model continues it" : "Ask the model something" }),
+    element("p", { textContent: base ? "This is a base model: it was trained to continue text, not to answer." : "It runs on this server, and what you write is sent nowhere else. Conversations are stored in this browser." }),
     ...(about.template === "alpaca" ? [element("div", { className: "tries" }, ...(model.id === "storyteller" ? STORIES : WORLD).map((text) => {
       const button = element("button", { type: "button", textContent: text });
       button.addEventListener("click", () => ask(text));
@@ -154,7 +154,7 @@ function ask(text) {
   reply(node.id);
 }
 
-/* The conversation that ends with the node, as the protocol has it. */
+/* The conversation that ends with the node, in the protocol's form. */
 function messagesTo(id) {
   const found = [];
   for (let node = talk.nodes.get(id); node; node = talk.nodes.get(node.parent)) found.unshift({ role: node.role, content: node.content });
@@ -200,7 +200,7 @@ async function reply(parent) {
         if (!mine.frame) mine.frame = requestAnimationFrame(() => { mine.frame = 0; if (running === mine) refresh(node); });
       }
     } catch (error) {
-      // A small context is soon full: then the oldest turns go, as in a terminal's chat.
+      // When the context is full, the oldest turns are left out, as in the terminal's chat.
       if (error.code === "context_length_exceeded" && messages.length > 2 && !node.content) {
         messages = messages.slice(2);
         left += 2;
@@ -217,8 +217,8 @@ async function reply(parent) {
   if (left) notes.push(`The ${left} oldest messages no longer fit the model's context and were left out.`);
   if (stopped) notes.push("Stopped.");
   else if (fault && node.content) notes.push(fault.message);
-  else if (finish === "length") notes.push("The reply ended at its longest; Settings can allow more, up to the model's context.");
-  else if (!fault && !node.content) notes.push("The reply is empty: the model ended it at once.");
+  else if (finish === "length") notes.push("The reply reached its maximum length; Settings can raise it, up to the model's context.");
+  else if (!fault && !node.content) notes.push("The reply is empty: the model ended it immediately.");
   node.note = notes.join(" ");
   if (fault && !node.content) owner.remove(node);
   if (owner !== talk) { owner.save(); drawList(); buttons(); return; }
@@ -246,8 +246,8 @@ function buttons() {
 }
 
 function trouble(fault, again) {
-  const busy = fault.status === 429 ? `${fault.message.replace(/\.?$/, ".")}${fault.retryAfter ? ` Try again in ${fault.retryAfter} s.` : ""}` : fault instanceof Problem ? fault.message : `The page met an error: ${fault.message}`;
-  problem(busy, fault.status === 401 ? ["Give a key", () => { panel("settings", true); form.key.focus(); }] : fault.code === "context_length_exceeded" ? ["New conversation", () => { enter(new Talk()); draft.focus(); }] : ["Try again", again]);
+  const busy = fault.status === 429 ? `${fault.message.replace(/\.?$/, ".")}${fault.retryAfter ? ` Try again in ${fault.retryAfter} s.` : ""}` : fault instanceof Problem ? fault.message : `The page failed: ${fault.message}`;
+  problem(busy, fault.status === 401 ? ["Enter a key", () => { panel("settings", true); form.key.focus(); }] : fault.code === "context_length_exceeded" ? ["New conversation", () => { enter(new Talk()); draft.focus(); }] : ["Try again", again]);
 }
 
 function problem(text, action) {
@@ -258,7 +258,7 @@ function problem(text, action) {
   $("problem").replaceChildren(...parts);
 }
 
-/* For those who hear the page: once for each reply, not for each token. */
+/* For screen readers: once per reply, not per token. */
 function tell(text) {
   clearTimeout(said);
   $("said").textContent = "";
@@ -283,13 +283,13 @@ function drawInside() {
   const inside = node && seen.get(node);
   $("inside-hint").hidden = Boolean(inside);
   $("inside-hint").textContent = path.some((one) => one.role === "assistant" && one !== running?.node)
-    ? "These replies were made without looking inside, or before the page was loaded again. Regenerate one to see its tokens."
-    : "Send a message: each token of the reply is shaded by how unlikely the model found it. Choose one to see what else it might have said.";
+    ? "These replies were made without looking inside, or before the page was reloaded. Regenerate one to see its tokens."
+    : "Send a message: each token of the reply is shaded by how unlikely it was. Choose one to see its alternatives.";
   $("token").hidden = true;
   showPasses(inside?.stats || null);
   if (!inside) { attended = null; attention.place = undefined; attention.show(null); return; }
   if (looked && looked.place >= 0) showToken(inside.tokens[looked.place], looked.place, inside.tokens.length);
-  else { $("token").hidden = false; $("token").replaceChildren(element("p", { className: "soft", textContent: "Choose a token of the reply. The stronger its shade, the less likely the model found it; what is underlined came from a draft head." })); }
+  else { $("token").hidden = false; $("token").replaceChildren(element("p", { className: "soft", textContent: "Choose a token of the reply. The stronger its shade, the less likely it was; underlined tokens came from a draft head." })); }
   attention.place = looked && looked.place >= 0 ? looked.place : undefined;
   if (attended !== node && inside.sent) { attended = node; attention.show([...inside.sent, { role: "assistant", content: node.content }], inside.tokens.map((token) => token.id)); } else if (attention.place !== undefined) attention.token(attention.place);
 }

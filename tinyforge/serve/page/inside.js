@@ -1,4 +1,4 @@
-// The panel that shows what the model computed: candidates of a token, draft heads, attention.
+// The panel with what the model computed: a token's candidates, draft heads, attention.
 import { attention } from "./api.js";
 import { element, percent, visible } from "./text.js";
 
@@ -8,10 +8,9 @@ const LEAST_SHADE = 0.05, MOST_SHADE = 0.42, MOST_BITS = 5;
 /* By the token's surprise, -log2 p. */
 const shade = (p) => LEAST_SHADE + (MOST_SHADE - LEAST_SHADE) * Math.min(1, -Math.log2(Math.max(p, 1e-9)) / MOST_BITS);
 
-/* A reply as tokens, shaded by how unlikely each was. One of them is in the tab order, the
-   arrow keys go along. */
+/* A reply as tokens, shaded by how unlikely each was. One of them is in the tab order; the arrow keys move along. */
 export function tokenText(tokens, choose) {
-  const group = element("div", { className: "tokens", attributes: { role: "group", "aria-label": "Tokens of the reply; the arrow keys go from one to the next" } });
+  const group = element("div", { className: "tokens", attributes: { role: "group", "aria-label": "Tokens of the reply; the arrow keys move between them" } });
   tokens.forEach((token, place) => {
     const shown = token.text.includes("\n") ? token.text.replace(/\n/g, "\u21b5\n") : token.text || `#${token.id}`;
     const made = element("span", { className: token.head ? "tok drafted" : "tok", textContent: shown, tabIndex: place ? -1 : 0,
@@ -52,7 +51,9 @@ export function showPasses(found) {
   $("passes").hidden = !found;
   if (!found) return;
   const facts = [["Prompt", `${found.prompt_tokens} tokens${found.cached_tokens ? `, ${found.cached_tokens} of them cached` : ""}`],
-    ["Reply", `${found.tokens} tokens in ${found.passes} passes`], ["First token", `${Math.round(1000 * found.seconds_to_first)} ms`], ["Speed", `${Math.round(found.tokens_per_second).toLocaleString("en")} tokens/s`]];
+    ["Reply", `${found.tokens} tokens in ${found.passes} passes`]];
+  if (found.seconds_to_first !== null) facts.push(["First token", `${Math.round(1000 * found.seconds_to_first)} ms`]);
+  if (found.tokens_per_second !== null) facts.push(["Speed", `${Math.round(found.tokens_per_second).toLocaleString("en")} tokens/s`]);
   const drafted = (found.drafted || []).map((n, k) => [k + 1, n, (found.accepted || [])[k] || 0]).filter(([, n]) => n > 0);
   const bars = drafted.map(([head, n, taken]) => {
     const made = element("div", { className: "cand it" }, element("span", { textContent: `Head ${head}` }), element("i"), element("span", { textContent: `${taken} of ${n}` }));
@@ -63,7 +64,7 @@ export function showPasses(found) {
     ...(bars.length ? [element("div", { className: "drafts" }, element("h3", { textContent: "Drafts accepted" }), ...bars)] : []));
 }
 
-/* The heat map: row t is the token that looks, column s the one that it looks at. */
+/* The heat map: row t is the query token, column s the key token. */
 export class Attention {
   constructor() {
     Object.assign(this, { able: false, layers: 0, heads: [], asked: null, found: null, at: null, cancel: null });
@@ -99,7 +100,7 @@ export class Attention {
     if (Number(before) < count) $("head").value = before || 0;
   }
 
-  /* messages: what the model has seen, its reply included; ids: of the reply, to find its rows. */
+  /* messages: the conversation, the reply included; ids: of the reply, to find its rows. */
   show(messages, ids) {
     this.asked = messages && { messages, ids };
     this.found = null;
@@ -125,7 +126,7 @@ export class Attention {
     const all = this.found.tokens.map((token) => token.id), ids = this.asked.ids || [];
     this.first = -1;
     for (let i = all.length - ids.length; ids.length && i >= 0 && this.first < 0; i--) if (ids.every((id, k) => all[i + k] === id)) this.first = i;
-    $("attention-note").textContent = "Rows look, columns are looked at. The last rows are the reply.";
+    $("attention-note").textContent = "Rows attend to columns. The last rows are the reply.";
     this.at = null;
     this.draw();
     if (this.place !== undefined) this.token(this.place);
@@ -140,7 +141,7 @@ export class Attention {
     canvas.width = canvas.height = n * cell;
     const pen = canvas.getContext("2d");
     weights.forEach((row, t) => row.forEach((weight, s) => {
-      const share = Math.sqrt(Math.min(1, Math.max(0, weight)));  // small shares are seen too
+      const share = Math.sqrt(Math.min(1, Math.max(0, weight)));  // so that small weights are visible
       pen.fillStyle = this.found.causal && s > t ? style.getPropertyValue("--card") : `rgb(${low.map((v, i) => Math.round(v + (high[i] - v) * share)).join(" ")})`;
       pen.fillRect(s * cell, t * cell, cell, cell);
     }));
@@ -150,7 +151,7 @@ export class Attention {
       pen.strokeRect(0, this.at[0] * cell, n * cell, cell);
       if (this.at[1] !== null) pen.strokeRect(this.at[1] * cell, this.at[0] * cell, cell, cell);
     }
-    canvas.setAttribute("aria-label", `Attention of layer ${this.found.layer}, head ${this.found.head}, over ${n} tokens; the arrow keys go from cell to cell`);
+    canvas.setAttribute("aria-label", `Attention of layer ${this.found.layer}, head ${this.found.head}, over ${n} tokens; the arrow keys move between cells`);
   }
 
   point(t, s) {
@@ -162,7 +163,7 @@ export class Attention {
     $("heat-said").textContent = `${name(t)} (${t}) gives ${percent(this.found.weights[t][this.at[1]])} of its attention to ${name(this.at[1])} (${this.at[1]}).`;
   }
 
-  /* The row that chose the reply's token number `place`: that of the token before it. */
+  /* The row of the token before the reply's token number `place`, which predicted it. */
   token(place) {
     this.place = place;
     if (!this.found || this.first < 1) return;
@@ -170,6 +171,6 @@ export class Attention {
     const best = row.map((weight, s) => [weight, s]).sort((a, b) => b[0] - a[0]).slice(0, 3);
     this.at = [t, null];
     this.draw();
-    $("heat-said").textContent = `When it was chosen, this head looked at ${best.map(([weight, s]) => `\u201c${visible(this.found.tokens[s])}\u201d ${percent(weight)}`).join(", ")}.`;
+    $("heat-said").textContent = `When this token was chosen, the head attended to ${best.map(([weight, s]) => `\u201c${visible(this.found.tokens[s])}\u201d ${percent(weight)}`).join(", ")}.`;
   }
 }

@@ -1,4 +1,4 @@
-// Conversations in the browser's local storage, each a tree: an edit or another reply is a branch beside the first.
+// Conversations in the browser's local storage. Each is a tree: an edit or another reply is a new branch.
 
 const PREFIX = "tinyforge-talk-", SETTINGS = "tinyforge-settings";
 const number = (value) => typeof value === "number" && Number.isFinite(value);
@@ -32,7 +32,7 @@ export class Talk {
     for (const node of Array.isArray(stored.nodes) ? stored.nodes : [])
       if (node && typeof node.id === "string" && (node.role === "user" || node.role === "assistant") && typeof node.content === "string" && (node.parent === null || this.nodes.has(node.parent)))
         this.nodes.set(node.id, { id: node.id, parent: node.parent, role: node.role, content: node.content, note: typeof node.note === "string" ? node.note : "", chosen: null });
-    for (const node of this.nodes.values()) this.choose(node);  // what is newest, until the stored leaf says otherwise
+    for (const node of this.nodes.values()) this.choose(node);  // the newest, unless the stored leaf says otherwise
     for (let node = this.nodes.get(stored.leaf); node; node = this.nodes.get(node.parent)) this.choose(node);
   }
 
@@ -48,7 +48,7 @@ export class Talk {
     return node;
   }
 
-  /* Make a node the one that is shown among its siblings. */
+  /* Show this node among its siblings. */
   choose(node) {
     if (node.parent === null) this.root = node.id;
     else this.nodes.get(node.parent).chosen = node.id;
@@ -56,7 +56,7 @@ export class Talk {
 
   children(parent) { return [...this.nodes.values()].filter((node) => node.parent === parent); }
 
-  /* What is shown, from the first message on. */
+  /* The shown messages, from the first one on. */
   path() {
     const found = [];
     for (let node = this.nodes.get(this.root); node; node = this.nodes.get(node.chosen)) found.push(node);
@@ -76,7 +76,7 @@ export class Talk {
       nodes: [...this.nodes.values()].map(({ id, parent, role, content, note }) => ({ id, parent, role, content, note })) };
   }
 
-  /* Keep it; where there is no room left, the oldest others go. Returns how many went, or -1 where it cannot be kept. */
+  /* Store it; if there is no room, remove the oldest others. Returns how many were removed, or -1 if it cannot be stored. */
   save() {
     this.updated = Date.now();
     const text = JSON.stringify(this.stored()), others = talks().filter((talk) => talk.id !== this.id).reverse();
@@ -91,7 +91,7 @@ export class Talk {
   forget() { try { localStorage.removeItem(PREFIX + this.id); } catch { /* nothing was kept */ } }
 }
 
-/* All of them, the newest first. */
+/* All conversations, newest first. */
 export function talks() {
   try {
     const names = Object.keys(localStorage).filter((name) => name.startsWith(PREFIX));

@@ -1,4 +1,4 @@
-// Model text as nodes. Text only ever becomes text nodes: no HTML is parsed, no link or picture is made from it.
+// Model text as nodes. Text only becomes text nodes: no HTML is parsed, and no links or images are made.
 
 export function element(name, options = {}, ...children) {
   const { attributes, ...rest } = options;
@@ -60,7 +60,7 @@ function inline(text) {
   return found;
 }
 
-/* A token as a person can see it: what is blank or no text has a sign. */
+/* A token in visible form: white space and tokens without text get a sign. */
 export function visible(token) {
   return token.text === "" ? `#${token.id}` : token.text.replace(/\n/g, "\u21b5").replace(/\t/g, "\u21e5").replace(/^ +| +$/g, (spaces) => "\u00b7".repeat(spaces.length));
 }

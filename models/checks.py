@@ -1,0 +1,23 @@
+"""What the configs of several models check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tinyforge.errors import UserError
+
+
+def check_heads(config: Any) -> None:
+    """The width is a whole number of heads."""
+    dim, heads = config.dim, config.heads
+    if dim % heads:
+        multiple = dim // heads * heads or heads
+        raise UserError(f"config: dim {dim} is not divisible by heads {heads}; use dim {multiple} or another number of "
+                        "heads")  # fmt: skip
+
+
+def check_rates(config: Any, *names: str) -> None:
+    """Dropout's rates are at least 0, and below 1."""
+    for name in names:
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"config: {name} is {getattr(config, name)}, wants 0 to below 1")
