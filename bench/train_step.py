@@ -340,8 +340,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     load_average = os.getloadavg()[0]
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
     peers = PEERS[peer] if peer else ()
-    rounds = options.precision == "fp8" and options.backend == "cupy"
-    own = (OURS, *[CAPTURED] * options.capture, *[MUON] * options.muon, *[IN_BF16] * rounds)
+    in_bf16 = options.precision == "fp8" and options.backend == "cupy"
+    own = (OURS, *[CAPTURED] * options.capture, *[MUON] * options.muon, *[IN_BF16] * in_bf16)
     measured = [name for name in (*own, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
     _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
@@ -355,7 +355,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         contenders[CAPTURED] = Graph(options, backend)
     if options.muon:
         contenders[MUON] = Ours(options, backend, optimizer=Muon)
-    if rounds:
+    if in_bf16:
         contenders[IN_BF16] = Ours(options.in_bf16(), options.in_bf16().make_backend())
     if options.data:
         contenders[READING] = Reading(options, backend)

@@ -12,6 +12,8 @@ In FP8, h is a `Scaled`, and so are the gradients that reach the second half's p
 
 from __future__ import annotations
 
+from functools import partial
+
 from models.llama.config import Config
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
@@ -64,6 +66,12 @@ class AttentionHalf:
         def head_norm(name: str) -> RMSNorm:
             return RMSNorm(gain(f"{at}.{name}", c.head_dim), backend, c.norm_eps, f"{at}.{name}")
 
+        def add_norm(name: str, *, scaled: bool = True, scaled_backward: bool = True) -> AddRMSNorm:
+            known = (gain(name, c.dim), backend, c.norm_eps, name)
+            if not fp8:
+                return AddRMSNorm(*known)
+            return FP8AddRMSNorm(*known, scaled=scaled, scaled_backward=scaled_backward)
+
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
         keys = c.kv_heads * c.head_dim
         qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD, matrices=(queries, keys, keys))
@@ -83,13 +91,9 @@ class AttentionHalf:
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
-        following = "final_norm" if last else f"blocks.{layer + 1}.norm1"
-        norm2 = (gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2")
-        next_norm = (gain(following, c.dim), backend, c.norm_eps, following)
-        self.norm2, self.next_norm = AddRMSNorm(*norm2), AddRMSNorm(*next_norm)
-        if fp8:
-            self.norm2 = FP8AddRMSNorm(*norm2, scaled_backward=False)
-            self.next_norm = FP8AddRMSNorm(*next_norm, scaled=not last, scaled_backward=not c.dropout)
+        self.norm2 = add_norm(f"{at}.norm2", scaled_backward=False)
+        self.next_norm = add_norm("final_norm" if last else f"blocks.{layer + 1}.norm1", scaled=not last,
+                                  scaled_backward=not c.dropout)  # fmt: skip
 
     def attend(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
@@ -135,14 +139,9 @@ class Block(AttentionHalf):
         c, at = config, f"blocks.{layer}"
         gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=2)
         down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
-        self.gate_up: LinearSwiGLU
-        self.down: SwiGLULinear
-        if backend.fp8:
-            self.gate_up = FP8LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
-            self.down = FP8SwiGLULinear(down, backend, f"{at}.down", gives_fp8=True)
-        else:
-            self.gate_up = LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
-            self.down = SwiGLULinear(down, backend, f"{at}.down")
+        first, second = (FP8LinearSwiGLU, partial(FP8SwiGLULinear, gives_fp8=True)) if backend.fp8 else (
+            LinearSwiGLU, SwiGLULinear)  # fmt: skip
+        self.gate_up, self.down = first(gate_up, backend, f"{at}.gate_up"), second(down, backend, f"{at}.down")
 
     def forward(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,

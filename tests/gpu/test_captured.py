@@ -73,6 +73,8 @@ def test_twenty_steps_have_the_bits_of_plain_ones(name: str, precision: str) -> 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_steps_of_muon_have_the_bits_of_plain_ones(precision: str) -> None:
     same_bits("nanoeuler", precision, [[batch(n, 2)] for n in range(10)], optimizer=MuonConfig())
+
+
 def test_twenty_steps_in_fp8_too() -> None:
     heads = trained("nanoeuler", "fp8", False).model.config.prediction_heads
     same_bits("nanoeuler", "fp8", [[batch(n, heads)] for n in range(20)])

@@ -139,7 +139,7 @@ class CupyBackend(Backend):
         self.device.use()
         if self.fp8 and not has_wgmma():
             raise UserError(
-                f"--precision fp8 wants a Hopper GPU, of compute capability 9.0, and GPU {self.device.id} has "
+                f"--precision fp8 needs a Hopper GPU (compute capability 9.0), and GPU {self.device.id} has "
                 f"{'.'.join(self.device.compute_capability)}; use --precision bf16"
             )
         self.blocks = 4 * processors()

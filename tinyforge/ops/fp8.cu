@@ -1,18 +1,18 @@
 // fp8: quantises rows and weights to FP8 (fp8.cuh), scaled by their largest magnitude.
 //
-// Kernels:  quantise_rows                  codes and scale of each row, where no other kernel quantises it
+// Kernels:  quantise_rows                  codes and scale of each row, if no other kernel quantises it
 //           largest_scale                  the largest of all rows' scales
 //           quantise_transposed(_e5m2)     rows in e4m3 (e5m2) by one scale, transposed
 //           swiglu_bwd_fp8                 dgate|dup in e5m2, both as rows and transposed, and h (swiglu.cuh)
 //           largest_of_weights             the largest magnitude of each block's share of each weight
 //           quantise_weights               weights, both as rows and transposed
 //
-// Idea. Rows: a warp takes one and keeps it in registers (rows.cuh). Transposing goes through shared memory, in tiles of
+// Idea. A warp takes a row and keeps it in registers (rows.cuh). Transposing goes through shared memory, in tiles of
 // DOWN rows: a thread reads 4 columns of 16 rows, one word for 4 numbers of a row, and writes 16 bytes for each column,
-// so that 8 threads fill a line of 128. Weights: two launches quantise all of a model's, from a list in device memory;
-// each block of the second computes the scale from the maxima of the first.
-// Grid: a warp for each row; one block; tiles; (PARTS, weights); (tiles of the largest weight, weights). Block: 32 x WARPS;
-// 1,024; 256.
+// so that 8 threads fill a line of 128 bytes. Two launches quantise all weights of a model, from a list in device
+// memory: the first finds maxima of parts of each weight, and each block of the second computes the scale from them.
+// Grid: a warp for each row; one block; tiles; (PARTS, weights); (tiles of the largest weight, weights). Block: 32 x
+// WARPS; 1,024; 256.
 // Bound by memory.
 //
 // compile: arch=sm_90a SCALAR=bf16 VEC=1 PER=0
@@ -78,8 +78,8 @@ __device__ __forceinline__ void put(u32 (&tile)[DOWN][PITCH], int row, int v, co
     tile[row][2 * v] = words.x, tile[row][2 * v + 1] = words.y;
 }
 
-// Writes the tile's columns as rows of `to`, `pitch` bytes apart, by 128 threads. t: the thread's number; top: the tile's
-// first row; columns: how many are left.
+// Writes the tile's columns as rows of `to`, `pitch` bytes apart, by 128 threads. t: the thread's number; top: the
+// tile's first row; columns: how many are left.
 __device__ __forceinline__ void write_transposed(
     byte *to, const u32 (&tile)[DOWN][PITCH], int t, int top, int columns, int pitch
 ) {
@@ -105,8 +105,8 @@ __device__ __forceinline__ void write_transposed(
     }
 }
 
-// Quantises a tile of x, (rows, columns), times `factor`: to `codes`, (rows, columns), and to `transposed`, (columns, pitch),
-// padded with zeros behind `rows`. Either may be null.
+// Quantises a tile of x, (rows, columns), times `factor`: to `codes`, (rows, columns), and to `transposed`, (columns,
+// pitch), padded with zeros after `rows`. Either may be null.
 template <bool IS_E4M3>
 __device__ __forceinline__ void transpose(
     byte *codes, byte *transposed, const T *x, float factor, int across, int down, int rows, int columns, int pitch
@@ -123,7 +123,9 @@ __device__ __forceinline__ void transpose(
     }
     if (!transposed) return;
     __syncthreads();
-    if (threadIdx.x < 128) write_transposed(transposed + i64(left) * pitch, tile, threadIdx.x, top, columns - left, pitch);
+    if (threadIdx.x < 128) {
+        write_transposed(transposed + i64(left) * pitch, tile, threadIdx.x, top, columns - left, pitch);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(256) quantise_transposed(
@@ -138,9 +140,10 @@ extern "C" __global__ void __launch_bounds__(256) quantise_transposed_e5m2(
     transpose<false>(codes, transposed, x, 1 / *scale, blockIdx.x, blockIdx.y, rows, columns, pitch);
 }
 
-// columns: of h. hidden: null, or memory for h, which may be dh's.
+// columns: of h. hidden: where h goes, which may be dh's memory, or null.
 extern "C" __global__ void __launch_bounds__(256) swiglu_bwd_fp8(
-    byte *codes, byte *transposed, T *hidden, const T *dh, const T *gu, const float *scale, int rows, int columns, int pitch
+    byte *codes, byte *transposed, T *hidden, const T *dh, const T *gu, const float *scale, int rows, int columns,
+    int pitch
 ) {
     __shared__ u32 tiles[2][DOWN][PITCH];
     const int left = blockIdx.x * ACROSS, top = blockIdx.y * DOWN, v = threadIdx.x % 8, column = left + 8 * v;
@@ -169,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(256) swiglu_bwd_fp8(
     );
 }
 
-// A weight, (rows, columns), and where its codes go; null where nothing reads them.
+// A weight, (rows, columns), and where its codes go; null if nothing reads them.
 struct Weight {
     const T *from;
     byte *codes, *transposed;
@@ -204,5 +207,8 @@ extern "C" __global__ void __launch_bounds__(256) quantise_weights(const float *
     if (blockIdx.x >= across * ceil_div(w.rows, DOWN)) return;
     const float scale = scale_of(warp_max(partial[blockIdx.y * PARTS + threadIdx.x % 32]));
     if (blockIdx.x == 0 && threadIdx.x == 0) *w.scale = scale;
-    transpose<true>(w.codes, w.transposed, w.from, 1 / scale, blockIdx.x % across, blockIdx.x / across, w.rows, w.columns, w.rows);
+    const u32 tile = blockIdx.x;
+    transpose<true>(
+        w.codes, w.transposed, w.from, 1 / scale, tile % across, tile / across, w.rows, w.columns, w.rows
+    );
 }

@@ -127,9 +127,7 @@ def quantise_transposed_memory(x: Array, e5m2: bool) -> tuple[Array | None, Arra
 
 
 @kernel
-def swiglu_bwd_fp8(
-    hidden: Array | None, dy: Array, gu: Array, scale: Array, *, backend: Any
-) -> tuple[Array, Array]:
+def swiglu_bwd_fp8(hidden: Array | None, dy: Array, gu: Array, scale: Array, *, backend: Any) -> tuple[Array, Array]:
     """`quantise_transposed` of swiglu_bwd(hidden, dy, gu), in e5m2."""
     codes = rounded(swiglu_bwd(hidden, dy, gu) * (1 / scale), E5M2, backend)
     return codes, transposed_of(codes)

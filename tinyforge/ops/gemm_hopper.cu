@@ -103,7 +103,7 @@ constexpr int BEHIND = GATES + (EPILOGUE == SWIGLU_BACKWARD ? PIECES * PIECE : 0
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2), "");
 static_assert((2 * STAGES + 2 + 3 * PIECES) * 8 <= BARRIERS, "");
-static_assert(FACTORS == BF16 || PRODUCT != INPUT, "FP8 factors lie along");
+static_assert(FACTORS == BF16 || PRODUCT != INPUT, "FP8 factors are along");
 static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
 static_assert(EPILOGUE != SWIGLU_BACKWARD || (PINGPONG && ROWS / 64 * (COLUMNS / 64) == PIECES), "");
 
@@ -263,7 +263,7 @@ struct Products {
         for (int i = 0; i < BLOCKS; i++) settled(sum[i]);
     }
 
-    // Multiplies the sums by the scales of their rows: scales[i][0] for the first row of block i, [1] for its other row.
+    // Multiplies the sums by their rows' scales: scales[i][0] for the first row of block i, scales[i][1] for the other.
     __device__ __forceinline__ void rescale(const float (&scales)[BLOCKS][2]) {
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) {
@@ -413,7 +413,7 @@ struct Products {
 
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
-// In FP8 the maps and `depth` count pairs of numbers. scales: of a, one per row if by_row, else one; weight_scale: of b.
+// In FP8, maps and `depth` count pairs of numbers. scales: of a, one per row if by_row, else one. weight_scale: of b.
 #if FACTORS == BF16
 #define FP8_ARGUMENTS
 #else

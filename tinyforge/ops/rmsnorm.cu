@@ -2,7 +2,7 @@
 //
 // Kernels:  rmsnorm_fwd, add_rmsnorm_fwd      y and r (and x = residual + delta)
 //           rmsnorm_bwd, add_rmsnorm_bwd      dx (plus the gradient of the residual stream), partial sums of dw
-//           rmsnorm_scaled_fwd, (add_)rmsnorm_scaled_bwd    the same, with y or dx in FP8 as well (fp8.py)
+//           rmsnorm_scaled_fwd, rmsnorm_scaled_bwd, add_rmsnorm_scaled_bwd    the same, and y or dx in FP8 too (fp8.py)
 //           rmsnorm_bwd_naive                 dx and dw: read it first; tests compare the two
 //           rmsnorm_dweight                   partial sums of dw alone, for rows that do not fit in registers
 //
@@ -73,12 +73,12 @@ extern "C" __global__ void rmsnorm_bwd_naive(
 // Writes a row's codes and scale. most: its largest magnitude; row(i, v): this lane's vectors of it.
 template <class R>
 __device__ __forceinline__ void write_codes(byte *codes, A *scale, A most, int vectors, const R &row) {
-    const A by = scale_of(most);
-    if (threadIdx.x == 0) *scale = by;
-    each_vector(vectors, [&](int i, int v) { store(codes + v * VEC, bytes_of<true>(row(i, v), 1 / by)); });
+    const A found = scale_of(most);
+    if (threadIdx.x == 0) *scale = found;
+    each_vector(vectors, [&](int i, int v) { store(codes + v * VEC, bytes_of<true>(row(i, v), 1 / found)); });
 }
 
-// codes, scale: with FP8, y quantised.
+// codes, scale: where y goes quantised, with FP8.
 template <bool ADD, bool FP8 = false>
 __device__ __forceinline__ void forward(
     const T *x, const T *delta, const T *weight, T *sum, T *y, A *rstd, int rows, int width, A eps,
@@ -170,7 +170,7 @@ __device__ __forceinline__ void backward(
         const A mean = warp_sum(along) / A(width);
         A most = 0;
 #if PER
-        Vector made[FP8 ? PER : 1];
+        Vector written[FP8 ? PER : 1];
 #endif
         each_vector(vectors, [&](int i, int v) {
             const Vector dy = in(0, i, v), y = in(1, i, v), more = in(ARRAYS - 1, i, v), weights = gain(i, v);
@@ -185,14 +185,14 @@ __device__ __forceinline__ void backward(
             }
             store(dx + i64(in.row) * width + v * VEC, out);
 #if PER
-            if constexpr (FP8) made[i] = out;
+            if constexpr (FP8) written[i] = out;
 #endif
         });
         if constexpr (FP8) {
             const i64 at = i64(in.row) * width;
             write_codes(codes + at, scale + in.row, warp_max(most), vectors, [&](int i, int v) {
 #if PER
-                return made[i];
+                return written[i];
 #else
                 return load<VEC>(dx + at + v * VEC);  // written by this lane
 #endif
@@ -223,14 +223,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_bwd
 
 #ifdef FP8_ROWS
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) rmsnorm_scaled_bwd(
-    T *dx, byte *codes, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, int rows, int width
+    T *dx, byte *codes, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, int rows,
+    int width
 ) {
     backward<2, true>({dy, y}, rstd, weight, dx, partial, rows, width, codes, scale);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_scaled_bwd(
-    T *dx, byte *codes, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, const T *residual,
-    int rows, int width
+    T *dx, byte *codes, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd,
+    const T *residual, int rows, int width
 ) {
     backward<3, true>({dy, y, residual}, rstd, weight, dx, partial, rows, width, codes, scale);
 }
