@@ -76,7 +76,7 @@ class AttentionHalf:
         keys = c.kv_heads * c.head_dim
         qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD, matrices=(queries, keys, keys))
         if fp8 and bias:
-            raise UserError("--precision fp8: qkv has a bias (qkv_bias), and products in FP8 add none; use bf16")
+            raise UserError("--precision fp8: products in FP8 add no bias, and qkv has one (qkv_bias); use bf16")
         self.qkv = FP8Linear(qkv, backend, f"{at}.qkv") if fp8 else Linear(qkv, backend, f"{at}.qkv", bias=bias)
         # Qwen3: one norm for all query heads, one for all key heads.
         of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)

@@ -1,4 +1,4 @@
-"""Rounding to FP8, and the products of --precision fp8, as NumPy computes them: with the rounding of the GPU."""
+"""Rounding to FP8, and the products of --precision fp8 on NumPy, which rounds as the GPU does."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FP32 = get_backend("numpy", "fp32", workers=1)
 def test_numbers_round_to_the_nearest_of_the_format(
     kind: str, mantissa: int, lowest: int, largest: float
 ) -> None:
-    """Beside the formula: steps of 2^(e - mantissa), e at least `lowest`; ties to even; too large is the largest."""
+    """Compared with the formula: steps of 2^(e - mantissa), e at least `lowest`; ties to even; saturating."""
     rng = np.random.default_rng(0)
     x = (rng.normal(size=20000) * np.exp(rng.normal(size=20000) * 5)).astype(np.float32)
     step = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, lowest) - mantissa)
@@ -70,8 +70,8 @@ PAIRS: Any = [
 
 @pytest.mark.parametrize(("kind", "reference", "shape", "width"), PAIRS)
 def test_an_op_is_its_reference_but_for_the_rounding(kind: Any, reference: Any, shape: Any, width: int) -> None:
-    """Two roundings to 3 bits of mantissa, of e5m2 to 2: some hundredths, and not more. The errors of e4m3 and e5m2 are
-    at most 1/16 and 1/8 of a number, and spread evenly, so 0.026 and 0.052 on average; of a product of both 0.058."""
+    """The relative error of rounding to e4m3 and e5m2 is at most 1/16 and 1/8. With errors spread evenly its root mean
+    square is 0.026 and 0.052, and that of a product of one of each 0.058."""
     found = []
     for one, backend in ((kind, FP8), (reference, FP32)):
         rng = np.random.default_rng(1)
@@ -83,12 +83,12 @@ def test_an_op_is_its_reference_but_for_the_rounding(kind: Any, reference: Any, 
     for got, wanted in zip(*found, strict=True):
         assert np.linalg.norm(got - wanted) < 0.07 * np.linalg.norm(wanted)
     exact = [np.array_equal(got, wanted) for got, wanted in zip(*found, strict=True)]
-    # What is in FP8, of y, dx and dW:
+    # Of y, dx and dW, those in FP8 differ:
     assert exact == {FP8Linear: [False, True, True], FP8LinearSwiGLU: [False, False, False],
                      FP8SwiGLULinear: [True, False, True]}[kind]  # fmt: skip
 
 
-def test_what_comes_rounded_gives_the_same_bits() -> None:
+def test_an_input_that_is_quantised_already_gives_the_same_bits() -> None:
     rng = np.random.default_rng(2)
     op = with_buffer(FP8Linear(Param("w", (16, 32), std=1.0), FP8), FP8, rng)
     x = rng.normal(size=(3, 32)).astype(np.float32)
@@ -119,13 +119,13 @@ def test_a_models_gradients_are_near_those_without_rounding_and_the_same_when_re
         assert again[0] == loss and np.array_equal(again[1], grads)
 
 
-def test_dropout_rounds_what_it_leaves() -> None:
+def test_with_dropout_the_gradient_is_quantised_after_it() -> None:
     loss, grads = gradients(FP8, PRESETS["small"].override({"dropout": 0.2}))
     assert np.isfinite(loss) and np.isfinite(grads).all()
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 8), (1, 16), (33, 24), (0, 8)])
-def test_turned_rows(shape: tuple[int, ...]) -> None:
+def test_transposed_rows(shape: tuple[int, ...]) -> None:
     """Columns as lines, zeros up to a multiple of 16; one scale, the largest of the rows'."""
     k = bind((quantise_rows, largest_scale, quantise_transposed, swiglu_bwd_fp8), FP8, "test")
     rng = np.random.default_rng(4)
@@ -147,7 +147,7 @@ def test_turned_rows(shape: tuple[int, ...]) -> None:
     assert np.array_equal(transposed.astype(float), wanted_transposed.astype(float))
 
 
-def test_new_weights_are_rounded_before_they_are_used() -> None:
+def test_changed_weights_are_quantised_before_they_are_used() -> None:
     config = PRESETS["small"]
     model = NanoEuler(config, FP8)
     model.initialise(0)
@@ -162,10 +162,10 @@ def test_new_weights_are_rounded_before_they_are_used() -> None:
     assert not np.array_equal(before, after) and np.array_equal(after, fresh.hidden(ids))
 
 
-def test_what_fp8_cannot_do_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"blocks.0.gate_up.weight is \(40, 64\), .* of 16 in their sum, here 40"):
+def test_what_fp8_cannot_do_is_an_error_of_one_line() -> None:
+    with pytest.raises(UserError, match=r"blocks.0.gate_up.weight is \(40, 64\); .* a multiple of 16, here 40"):
         NanoEuler(PRESETS["small"].override({"dim": 64, "hidden": 20}), FP8)
-    with pytest.raises(UserError, match="qkv has a bias"):
+    with pytest.raises(UserError, match="add no bias, and qkv has one"):
         Llama(LlamaConfig(dim=64, heads=4, kv_heads=2, layers=1, context=8, vocab=32, hidden=16, qkv_bias=True), FP8)
     with pytest.raises(UserError, match="GPT-2 has no products in FP8; use bf16, or one of"):
         plan_step(find_model("gpt2"), find_model("gpt2").presets["124m"], "fp8", 1, 8)
@@ -203,6 +203,6 @@ def test_the_formats_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None
         fp8_dtype(E4M3)
 
 
-def test_every_op_says_what_it_is_a_copy_of() -> None:
+def test_every_op_names_its_reference() -> None:
     for kind, reference, _, _ in PAIRS:
         assert issubclass(kind, Op) and f"the reference is {reference.__name__}" in kind.__doc__

@@ -1,17 +1,17 @@
 """FP8: rows and weights quantised for the products of --precision fp8.
 
-Each row of an activation or gradient has its own scale, its largest magnitude over 448; a weight has one scale. Scaled
-so, all numbers fit e4m3 (4 bits of exponent, 3 of mantissa, up to 448). Scales come from the numbers themselves and not
-from earlier steps, so a checkpoint holds none and the same numbers always give the same codes.
+Each row of an activation or gradient has its own scale, its largest magnitude over 448; a weight has one scale. Divided
+by it, all numbers fit e4m3 (4 bits of exponent, 3 of mantissa, up to 448). Scales are computed from the numbers
+themselves, not taken from earlier steps, so a checkpoint holds none, and the same numbers always give the same codes.
 
-A weight's gradient is a sum over rows, so there all rows share one scale, the largest of theirs. The tensor cores read
-both factors with consecutive steps of the sum next to each other, so for this product the codes are stored transposed.
-The gradient of gate|up is quantised by the kernel that computes it, before its largest magnitude is known: it takes the
+A weight's gradient is a sum over rows, so all rows share one scale there, the largest of theirs. The tensor cores read
+both factors with consecutive steps of the sum adjacent in memory, so for this product the codes are stored transposed.
+The gradient of gate|up is quantised by the kernel that computes it, before its largest magnitude is known: it uses the
 scale of dy, from which it is computed, and e5m2 (5 bits of exponent, 2 of mantissa, up to 57,344).
 
-The kernel that writes the numbers also quantises them where there is one (RMSNorm, SwiGLU's backward) and returns a
-`Scaled`; elsewhere `quantise_rows` does. On NumPy, --precision fp8 rounds in the same way and computes in float32. In
-any other precision nothing is rounded and all scales are 1, so the gradients of these ops are checked in float64.
+RMSNorm and SwiGLU's backward quantise what they write, and return a `Scaled` or an `FP8Gradient`; anything else is
+quantised by `quantise_rows`. On NumPy, --precision fp8 rounds in the same way and computes in float32. In any other
+precision nothing is rounded and all scales are 1, so that the gradients of these ops can be checked in float64.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
@@ -39,7 +39,7 @@ MULTIPLE = 16
 
 
 class Scaled(NamedTuple):
-    """x: (..., C), as other ops read it. codes: (..., C), x / scale in e4m3. scale: (...), one for each row."""
+    """x: (..., C), not rounded, for other ops. codes: (..., C), x / scale in e4m3. scale: (...), one for each row."""
 
     x: Array
     codes: Array
@@ -47,8 +47,8 @@ class Scaled(NamedTuple):
 
 
 class FP8Gradient(NamedTuple):
-    """A gradient (..., C) / scale in e5m2. codes: (..., C). transposed: (C, rows), as of `quantise_transposed`.
-    scale: (1,)."""
+    """A gradient (..., C), divided by scale, in e5m2. codes: (..., C). transposed: (C, rows), padded as by
+    `quantise_transposed`. scale: (1,)."""
 
     codes: Array
     transposed: Array
@@ -56,8 +56,8 @@ class FP8Gradient(NamedTuple):
 
 
 class FP8Weight(NamedTuple):
-    """A weight (O, I) / scale in e4m3. codes: (O, I). transposed: (I, O). Either is None where nothing reads it.
-    scale: (1,)."""
+    """A weight (O, I), divided by scale, in e4m3. codes: (O, I). transposed: (I, O). Either is None if nothing reads
+    it. scale: (1,)."""
 
     codes: Array
     transposed: Array
@@ -65,7 +65,7 @@ class FP8Weight(NamedTuple):
 
 
 def rounded(x: Array, kind: str, backend: Backend) -> Array:
-    """x in the format `kind`, ties to even, saturating; x itself in any precision but fp8."""
+    """x rounded to the format `kind`, ties to even, saturating; x itself in any other precision than fp8."""
     if not backend.fp8:
         return x
     return np.clip(x, -LARGEST[kind], LARGEST[kind]).astype(fp8_dtype(kind))
@@ -153,14 +153,14 @@ quantise_weights.on("phantom")(lambda: None)
 
 
 def fp8_weight_of(param: Param, backend: Backend, *, codes: bool = False, transposed: bool = False) -> FP8Weight:
-    """Memory for a weight's codes. Raises UserError for sizes that the GPU's kernels do not take."""
+    """Memory for a weight's codes. Raises UserError for a shape that the kernels do not take."""
     kind = backend.dtype if not backend.fp8 else fp8_dtype(E4M3) if backend.name == "numpy" else BYTE
 
     def make(shape: tuple[int, ...]) -> Array:
         if backend.fp8 and (shape[1] % MULTIPLE or shape[0] % 8):
-            raise UserError(f"--precision fp8: {param.name} is {param.shape}, and products in FP8 want multiples of "
-                            f"{MULTIPLE} in their sum, here {shape[1]}, and of 8 in their result, here {shape[0]}; use "
-                            "--precision bf16")  # fmt: skip
+            raise UserError(f"--precision fp8: {param.name} is {param.shape}; products in FP8 sum over a multiple of "
+                            f"{MULTIPLE}, here {shape[1]}, into a multiple of 8, here {shape[0]}; use --precision bf16"
+                            )  # fmt: skip
         return backend.zeros(shape, kind)
 
     return FP8Weight(make(param.shape) if codes else None, make(param.shape[::-1]) if transposed else None,

@@ -60,9 +60,9 @@ def swiglu_bwd_fp8(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> 
 
 
 def _tiles(transposed: Array, width: int, x: Array) -> tuple[tuple[int, int], tuple[np.int32, ...]]:
-    """A grid of tiles over so many columns, and rows, columns, and the distance of transposed lines."""
+    """The grid of tiles over `width` columns of x, and the kernels' rows, columns and pitch."""
     if width % 8 or any(a.data.ptr % 16 for a in (x, transposed)):
-        raise ValueError(f"transposed rows of {x.shape}: wants multiples of 8 columns, got {width}, at 16 bytes")
+        raise ValueError(f"transposing {x.shape}: wants a multiple of 8 columns, got {width}, aligned to 16 bytes")
     rows, pitch = x.size // x.shape[-1], transposed.shape[1]
     return (-(-width // ACROSS), -(-pitch // DOWN)), tuple(map(np.int32, (rows, width, pitch)))
 
@@ -74,15 +74,15 @@ def quantise_weights(outs: Sequence[fp8.FP8Weight], weights: Sequence[Array]) ->
         for out, weight in zip(outs, weights, strict=True)
     )
     if any(place % 16 for _, *row in places for place in row[:3]) or any(first % 16 for first, *_ in places):
-        raise ValueError("quantise_weights: a weight or its codes do not begin at a multiple of 16 bytes")
+        raise ValueError("quantise_weights: a weight or its codes are not aligned to 16 bytes")
     listed, tiles = _listed(places)
     partial = new((len(weights), PARTS), FLOAT32)
     load(FILE, "largest_of_weights", **MACROS)((PARTS, len(weights)), (256,), (partial, listed))
     load(FILE, "quantise_weights", **MACROS)((tiles, len(weights)), (256,), (partial, listed))
 
 
-@lru_cache(64)  # weights stay where they are
+@lru_cache(64)  # weights keep their addresses
 def _listed(places: tuple[tuple[int, ...], ...]) -> tuple[Array, int]:
-    """The kernels' list, in the device's memory, and the tiles of the largest weight."""
+    """The kernels' list, in device memory, and the number of tiles of the largest weight."""
     tiles = max(-(-rows // DOWN) * -(-columns // ACROSS) for *_, rows, columns in places)
     return cupy.asarray(np.array(places, np.int64)), tiles

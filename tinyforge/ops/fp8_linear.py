@@ -1,11 +1,12 @@
 """Linear maps with products in FP8 (fp8.py), for --precision fp8.
 
-    qkv         forward in FP8; backward in bf16
-    gate|up     forward, dx and dW in FP8
-    down        dh = dy W in FP8; forward and dW in bf16: h, SwiGLU's result, has the largest outliers (Fishman et al.,
-                "Scaling FP8 training to trillion-token LLMs", 2024), and its scale is not known where it is computed
+    FP8Linear          qkv: forward in FP8; backward in bf16
+    FP8LinearSwiGLU    gate|up: forward, dx and dW in FP8
+    FP8SwiGLULinear    down: dh = dy W in FP8; forward and dW in bf16, because h, SwiGLU's result, has the largest
+                       outliers (Fishman et al., "Scaling FP8 training to trillion-token LLMs", 2024), and its scale is
+                       not known where it is computed
 
-Each op takes a `Scaled` or an `FP8Gradient` from the op that quantised it already, or an array, which it quantises.
+An op quantises the arrays that it is given; what another op has quantised comes as a `Scaled` or an `FP8Gradient`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from tinyforge.params import with_buffer
 def fp8_product(
     codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any
 ) -> Array:
-    """y = codes weight^T, times both scales. codes: (..., K), in e5m2 or else e4m3; scale: (...) or (1,);
-    weight: (N, K); y: (..., N)."""
+    """y = codes weight^T, times both scales. codes: (..., K), in e5m2 or e4m3; scale: (...) or (1,); weight: (N, K);
+    y: (..., N)."""
     kind = scale.dtype
     y = codes.reshape(-1, codes.shape[-1]).astype(kind, copy=False) @ weight.astype(kind, copy=False).T
     y *= scale.reshape(-1, 1) * weight_scale
@@ -77,7 +78,7 @@ def fp8_product_swiglu_memory(
 def fp8_weight_gradient(
     dweight: Array, transposed: Array, scale: Array, x_transposed: Array, x_scale: Array, accumulate: bool = True
 ) -> None:
-    """dweight += dy^T x, both given transposed. accumulate: as of `Param.summed_in`."""
+    """dweight += dy^T x, from dy^T and x^T. accumulate: from `Param.summed_in`."""
     kind = dweight.dtype
     dy = transposed.astype(kind, copy=False) * (scale * x_scale)
     add_product(dweight, dy, x_transposed.astype(kind, copy=False).T, accumulate)
@@ -88,7 +89,7 @@ fp8_weight_gradient.on("phantom")(lambda: None)
 
 @kernel
 def weight_gradient(dweight: Array, dy: Array, x: Array, accumulate: bool = True) -> None:
-    """dweight += dy^T x. accumulate: as of `Param.summed_in`."""
+    """dweight += dy^T x. accumulate: from `Param.summed_in`."""
     add_product(dweight, dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]), accumulate)
 
 
@@ -96,13 +97,13 @@ weight_gradient.on("phantom")(lambda: None)
 
 
 class FP8Weights:
-    """Quantises the weights of all these ops by one launch; a model calls `refresh` at the start of its forward."""
+    """Quantises the weights of a model's FP8 ops together; the model calls `refresh` at the start of its forward."""
 
-    def __init__(self, maps: Sequence[Any], backend: Backend) -> None:
-        self.maps = [op for op in maps if isinstance(op, FP8Linear | FP8LinearSwiGLU | FP8SwiGLULinear)]
+    def __init__(self, ops: Sequence[Any], backend: Backend) -> None:
+        self.maps = [op for op in ops if isinstance(op, _FP8Map)]
         self.k = bind((quantise_weights,), backend, "FP8Weights")
         for op in self.maps:
-            op.keeps = True
+            op.refreshed = True
 
     def refresh(self) -> None:
         if self.maps:
@@ -110,19 +111,19 @@ class FP8Weights:
 
 
 class _FP8Map:
-    """What the three ops share. fp8_weight: the weight's codes. keeps: whether `FP8Weights` quantises it; else each
+    """What the three ops share. fp8_weight: the weight's codes. refreshed: `FP8Weights` quantises it; otherwise each
     forward does."""
 
     weight: Param
     fp8_weight: FP8Weight
     k: Any
-    keeps = False
+    refreshed = False
 
     def scaled(self, x: Array | Scaled) -> Scaled:
         return x if isinstance(x, Scaled) else Scaled(x, *self.k.quantise_rows(x))
 
-    def rounded_weight(self) -> FP8Weight:
-        if not self.keeps:
+    def quantised_weight(self) -> FP8Weight:
+        if not self.refreshed:
             self.k.quantise_weights([self.fp8_weight], [self.weight.value])
         return self.fp8_weight
 
@@ -130,7 +131,8 @@ class _FP8Map:
 class FP8Linear(_FP8Map, Linear):
     """y = x W^T, x and W in FP8: the reference is Linear
 
-    x: (..., I), or Scaled; W: (O, I); y: (..., O). Saves x. backward as Linear, in bf16. Neither bias nor `add`.
+    x: (..., I), or a Scaled; W: (O, I); y: (..., O). Saves x. backward: as in Linear, in bf16. There is no bias and no
+    `add`.
     """
 
     kernels = (*Linear.kernels, fp8_product, quantise_rows, quantise_weights)
@@ -144,7 +146,8 @@ class FP8Linear(_FP8Map, Linear):
         self, x: Any, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
         add: Array | None = None,
     ) -> Array:  # fmt: skip
-        x, weight = self.scaled(x), self.rounded_weight()
+        assert add is None, "adds is False"
+        x, weight = self.scaled(x), self.quantised_weight()
         self.keep(x.x, stash, recompute)
         y: Array = self.k.fp8_product(x.codes, x.scale, weight.codes, weight.scale, False)
         return y
@@ -157,8 +160,8 @@ class FP8Linear(_FP8Map, Linear):
 class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
     """gu = x W^T, and with `hidden=True` also h = swiglu(gu), in FP8: the reference is LinearSwiGLU
 
-    x: (..., I), or Scaled; W: (2H, I), the gate in the first half; gu: (..., 2H); h: (..., H). Saves x and the scale of
-    each row. backward: dx and dW in FP8, from dgu, or from a FP8Gradient.
+    x: (..., I), or a Scaled; W: (2H, I), the gate in the first half; gu: (..., 2H); h: (..., H). Saves x and the scale
+    of each row. backward: dx and dW in FP8, from dgu or an FP8Gradient.
     """
 
     kernels = (
@@ -175,7 +178,8 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
         self, x: Any, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
         add: Array | None = None, hidden: bool = False,
     ) -> Any:  # fmt: skip
-        (x, codes, scale), weight = self.scaled(x), self.rounded_weight()
+        assert add is None, "adds is False"
+        (x, codes, scale), weight = self.scaled(x), self.quantised_weight()
         if stash is not None:
             stash.push(self, *((None, None) if self.weight.frozen else (recompute or (lambda: x), scale)))
         factors = (codes, scale, weight.codes, weight.scale)
@@ -204,8 +208,8 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
 class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
     """y = h W^T,  h = swiglu(gu), with dh = dy W in FP8: the reference is SwiGLULinear
 
-    Shapes and what is saved as there; forward and dW are in bf16. backward: dy may be a Scaled. gives_fp8: dgu is an
-    FP8Gradient, for the FP8LinearSwiGLU before; its scale is the largest of dy's.
+    Shapes, and what is saved, as there. Forward and dW are in bf16. backward: dy may be a Scaled. gives_fp8: dgu is an
+    FP8Gradient, for the FP8LinearSwiGLU before it, with the largest of dy's scales.
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (
@@ -222,7 +226,7 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
         self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
     ) -> Array:
         if stash is not None:
-            self.rounded_weight()
+            self.quantised_weight()
         return super().forward(gu, stash, hidden=hidden, add=add)
 
     def backward(self, dy: Any, stash: Stash) -> Any:
@@ -230,7 +234,7 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
         dy, (dweight, accumulate) = self.scaled(dy), self.weight.summed_in()
         codes = dy.codes.reshape(dy.scale.size, dy.codes.shape[-1])
         dh = self.k.fp8_product(codes, dy.scale, self.fp8_weight.transposed, self.fp8_weight.scale, False)
-        hidden = None if dweight is None else dh  # h comes in the place of dh
+        hidden = None if dweight is None else dh  # where h overwrites dh
         dgu: Any
         if self.gives_fp8:
             scale = self.k.largest_scale(dy.scale)

@@ -13,7 +13,7 @@ def flat(x: Array) -> Array:
 
 
 def shaped(y: Array, like: Array) -> Array:
-    """The rows of y as those of `like` lie."""
+    """y with the leading axes of `like`."""
     return y.reshape(*like.shape[:-1], y.shape[-1])
 
 

@@ -40,8 +40,8 @@ def rows_and_width(x: Array) -> tuple[int, int]:
 def launch_rows(
     file: str, entry: str, arrays: tuple[Array, ...], *scalars: Any, like: Array = None, **macros: Any
 ) -> None:
-    """One warp for each row. arrays: the kernel's, in its order, None for a null pointer; `like`, or the first, has the
-    shape and the storage type. macros: more of them, and `arch`."""
+    """One warp for each row. arrays: the kernel's, in its order, None for a null pointer. like: the array with the
+    shape and the storage type, by default the first. macros: further ones, and `arch`."""
     like = arrays[0] if like is None else like
     rows, width = rows_and_width(like)
     if rows:
@@ -58,7 +58,7 @@ def norm_backward(
     """Returns dx; the gradients of gain and bias are added to `sums`, all None if both are frozen. x: the saved input,
     or for RMSNorm y. stats: arrays with one number per row.
 
-    beside: what the kernel writes besides dx. macros: as above.
+    beside: the kernel's other outputs, after dx. macros: as above.
     sums_alone: the kernel, with its inputs, that computes the partial sums if a row does not fit in registers.
     """
     rows, width = rows_and_width(x)
