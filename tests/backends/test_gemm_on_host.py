@@ -545,25 +545,25 @@ def test_faults_in_fp8_products_show(epilogue: str, fault: tuple[str, str], tmp_
     assert fp8_product_errors("E4M3", epilogue, (128, 128, 4, 1, 1), tmp_path, shape=(136, 264, 144), fault=fault)
 
 
-TURNED = r"""
+TRANSPOSED = r"""
 int main() {
     const int rows = M, columns = N, pitch = (rows + 15) / 16 * 16;
     std::vector<T> x(rows * columns), gu(2 * rows * columns), room(rows * columns + 8);
     for (T &v : x) v.bits = host_bf16(host_normal());
     for (T &v : gu) v.bits = host_bf16(host_normal());
     const float scale = 0.01;
-    std::vector<byte> bits(rows * columns + 64, 0xee), turned(pitch * columns + 64, 0xee);
+    std::vector<byte> codes(rows * columns + 64, 0xee), transposed(pitch * columns + 64, 0xee);
     const int across = (columns + ACROSS - 1) / ACROSS, down = (pitch + DOWN - 1) / DOWN;
     host_launch(across, down, 256, [&] {
-        quantise_transposed_e5m2(bits.data(), turned.data(), x.data(), &scale, rows, columns, pitch);
+        quantise_transposed_e5m2(codes.data(), transposed.data(), x.data(), &scale, rows, columns, pitch);
     });
     int wrong = 0;
     for (int c = 0; c < columns; c++) for (int r = 0; r < pitch; r++) {
         const byte wanted = r < rows ? host_fp8(widen(x[r * columns + c]) * (1 / scale), true) : 0;
-        wrong += turned[c * pitch + r] != wanted;
-        if (r < rows) wrong += bits[r * columns + c] != wanted;
+        wrong += transposed[c * pitch + r] != wanted;
+        if (r < rows) wrong += codes[r * columns + c] != wanted;
     }
-    for (int i = 0; i < 64; i++) wrong += turned[pitch * columns + i] != 0xee || bits[rows * columns + i] != 0xee;
+    for (int i = 0; i < 64; i++) wrong += transposed[pitch * columns + i] != 0xee || codes[rows * columns + i] != 0xee;
     std::vector<byte> more(2 * rows * columns + 64, 0xee), other(2 * pitch * columns + 64, 0xee);
     std::copy(x.begin(), x.end(), room.begin());
     host_launch(across, down, 256, [&] {
@@ -588,8 +588,8 @@ int main() {
 """
 
 
-def turned(folder: Path, rows: int, columns: int, fault: tuple[str, str] | None = None) -> int:
-    main = TURNED.replace(" M,", f" {rows},").replace(" N,", f" {columns},")
+def transposed_errors(folder: Path, rows: int, columns: int, fault: tuple[str, str] | None = None) -> int:
+    main = TRANSPOSED.replace(" M,", f" {rows},").replace(" N,", f" {columns},")
     macros: dict[str, int | str] = {"SCALAR": "bf16", "VEC": 8, "PER": 0}
     bodies = {k: v for k, v in HOPPER_BODIES.items() if "narrow" in k or "two_e" in k}
     shared = (("__shared__ u32 tile", "static u32 tile"),)
@@ -597,8 +597,8 @@ def turned(folder: Path, rows: int, columns: int, fault: tuple[str, str] | None 
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (130, 72), (256, 64), (47, 200)])
-def test_rows_are_turned(rows: int, columns: int, tmp_path: Path) -> None:
-    assert turned(tmp_path, rows, columns) == 0
+def test_rows_are_transposed(rows: int, columns: int, tmp_path: Path) -> None:
+    assert transposed_errors(tmp_path, rows, columns) == 0
 
 
 @pytest.mark.parametrize(
@@ -610,9 +610,9 @@ def test_rows_are_turned(rows: int, columns: int, tmp_path: Path) -> None:
     ],
     ids=lambda x: x[0],
 )  # fmt: skip
-def test_faults_of_turning_show(fault: tuple[str, str], tmp_path: Path) -> None:
+def test_faults_of_transposing_show(fault: tuple[str, str], tmp_path: Path) -> None:
     try:
-        wrong = turned(tmp_path, 47, 72, fault)
+        wrong = transposed_errors(tmp_path, 47, 72, fault)
     except AssertionError:  # it wrote where nothing is
         return
     assert wrong

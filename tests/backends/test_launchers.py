@@ -244,7 +244,7 @@ def test_launchers_pass_what_their_kernels_declare(
 )
 @pytest.mark.parametrize("dropped", [(None, 0.0), ((1, 2), 0.3)], ids=["kept", "dropped"])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp8"])  # which attention does not know
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp8"])  # attention computes in bf16 then
 def test_every_attention_kernel_gets_what_it_declares(
     precision: str, dim: int, dropped: Any, documents: bool, seen: Any, hopper: bool, launches: Launches,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Products in FP8 on a GPU, and what rounds for them, against NumPy's rounding to the same formats."""
+"""Products in FP8 on a GPU, and the kernels that quantise for them, compared with NumPy's rounding to the same formats."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def wide(x: Any) -> np.ndarray:
     return found
 
 
-def as_bytes(x: Any, kind: str = E4M3) -> np.ndarray:
-    """Of a GPU's array of bytes, the numbers."""
+def numbers(x: Any, kind: str = E4M3) -> np.ndarray:
+    """The numbers of an array of FP8 bytes."""
     found: np.ndarray = cp.asnumpy(x).view(fp8_dtype(kind))
     return found
 
@@ -67,7 +67,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (5, 1), (3, 2, 768), (9, 1000), (64, 4096), (0, 16), (7, 129)])
-def test_rows_are_rounded_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> None:
+def test_rows_are_quantised_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> None:
     rng = np.random.default_rng(0)
     host = rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1)) * 4)
     if host.size:
@@ -77,19 +77,19 @@ def test_rows_are_rounded_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> Non
     codes, scale = k.quantise_rows(x)
     wanted, wanted_scale = theirs.quantise_rows(wide(x))
     assert same(wide(scale), wanted_scale)
-    assert same(as_bytes(codes), wanted)
+    assert same(numbers(codes), wanted)
 
 
 def test_what_is_not_finite_stays_so(gpu: Any) -> None:
     x = np.ones((3, 768), np.float32)
     x[0, 5], x[1, 700] = np.nan, np.inf
     codes, scale = bind((quantise_rows,), gpu, "test").quantise_rows(on_gpu(x))
-    back = as_bytes(codes).astype(np.float32) * wide(scale)[:, None]
+    back = numbers(codes).astype(np.float32) * wide(scale)[:, None]
     assert np.isnan(back[0, 5]) and not np.isfinite(back[1, 700]) and np.isfinite(back[2]).all()
 
 
 @pytest.mark.parametrize("shape", [(7, 768), (300, 128), (3, 1024), (5, 33), (9, 4096)])
-def test_norms_round_what_they_write(shape: tuple[int, int], gpu: Any) -> None:
+def test_norms_quantise_what_they_write(shape: tuple[int, int], gpu: Any) -> None:
     rng = np.random.default_rng(1)
     x, dy, more = (on_gpu(rng.normal(size=shape)) for _ in range(3))
     weight = on_gpu(1 + 0.1 * rng.normal(size=shape[1]))
@@ -105,13 +105,13 @@ def test_norms_round_what_they_write(shape: tuple[int, int], gpu: Any) -> None:
         found.append(k.rmsnorm_scaled_bwd(sums[1], dy, weight, y, rstd, residual))
         assert np.abs(wide(dx) - wide(found[-1][0])).max() <= 2**-7 * np.abs(wide(dx)).max()
         assert np.allclose(wide(sums[0]), wide(sums[1]), rtol=1e-5, atol=1e-5)
-    for written, its_bits, its_scale in found:
+    for written, codes, scale in found:
         wanted, wanted_scale = k.quantise_rows(written)
-        assert same(wide(its_scale), wide(wanted_scale))
-        assert same(as_bytes(its_bits), as_bytes(wanted))
+        assert same(wide(scale), wide(wanted_scale))
+        assert same(numbers(codes), numbers(wanted))
 
 
-def test_weights_are_rounded_as_on_the_cpu(gpu: Any) -> None:
+def test_weights_are_quantised_as_on_the_cpu(gpu: Any) -> None:
     rng = np.random.default_rng(2)
     shapes = ((1280, 768), (16, 8), (8, 16), (336, 64), (96, 200))
     weights = [on_gpu(rng.normal(size=shape) * size) for size, shape in enumerate(shapes)]  # the first are all 0
@@ -127,8 +127,8 @@ def test_weights_are_rounded_as_on_the_cpu(gpu: Any) -> None:
         wanted = FP8Weight(np.empty(weight.shape, kind), np.empty(weight.shape[::-1], kind), np.empty(1, np.float32))
         bind((quantise_weights,), CPU, "test").quantise_weights([wanted], [wide(weight)])
         assert same(wide(out.scale), wanted.scale)
-        assert out.codes is None or same(as_bytes(out.codes), wanted.codes)
-        assert out.transposed is None or same(as_bytes(out.transposed), wanted.transposed)
+        assert out.codes is None or same(numbers(out.codes), wanted.codes)
+        assert out.transposed is None or same(numbers(out.transposed), wanted.transposed)
 
 
 def cases() -> Iterator[Any]:
@@ -139,7 +139,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("product", "variant"), list(cases()))
 def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> None:
-    """Beside the bytes' own product in float64. The tensor cores keep some 14 bits of a sum."""
+    """Compared with the product of the same codes in float64. The tensor cores keep some 14 bits of a sum."""
     adds = product == "FP8_WEIGHT"
     for seed, (m, n, k) in enumerate(SHAPES):
         rng = np.random.default_rng(seed)
@@ -166,7 +166,7 @@ def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> N
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (7, 24), (130, 768), (3, 50, 96), (2048, 136), (0, 16)])
-def test_rows_are_turned_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> None:
+def test_rows_are_transposed_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> None:
     rng = np.random.default_rng(5)
     kernels = (quantise_rows, largest_scale, quantise_transposed, swiglu_bwd_fp8, swiglu_bwd)
     k, theirs = bind(kernels, gpu, "test"), bind(kernels, CPU, "test")
@@ -176,14 +176,14 @@ def test_rows_are_turned_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> None
     for e5m2, kind in ((False, E4M3), (True, E5M2)):
         codes, transposed = k.quantise_transposed(x, scale, e5m2)
         wanted, wanted_transposed = theirs.quantise_transposed(wide(x), wide(scale), e5m2)
-        assert same(as_bytes(transposed, kind), wanted_transposed)
-        assert codes is None or same(as_bytes(codes, kind), wanted)
+        assert same(numbers(transposed, kind), wanted_transposed)
+        assert codes is None or same(numbers(codes, kind), wanted)
     dy, room = x.copy(), x.copy()
     codes, transposed = k.swiglu_bwd_fp8(room, room, gu, scale)  # h over dh
     h = cp.empty_like(x)
     wanted, wanted_transposed = k.quantise_transposed(k.swiglu_bwd(h, dy, gu), scale, True)
-    assert same(wide(room), wide(h)) and same(as_bytes(codes, E5M2), as_bytes(wanted, E5M2))
-    assert same(as_bytes(transposed, E5M2), as_bytes(wanted_transposed, E5M2))
+    assert same(wide(room), wide(h)) and same(numbers(codes, E5M2), numbers(wanted, E5M2))
+    assert same(numbers(transposed, E5M2), numbers(wanted_transposed, E5M2))
 
 
 def near(found: np.ndarray, wanted: np.ndarray) -> None:
@@ -192,7 +192,7 @@ def near(found: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def test_a_model_has_the_gradients_of_the_cpus_emulation(gpu: Any) -> None:
-    """Where numbers differ in their last bits before they are rounded, some round to the other side."""
+    """Not the same bits: numbers that differ in their last bits may round to different codes."""
     from models.nanoeuler import PRESETS, NanoEuler
     from tinyforge.op import Stash
 
@@ -212,5 +212,5 @@ def test_a_model_has_the_gradients_of_the_cpus_emulation(gpu: Any) -> None:
     size = np.linalg.norm(grads[2])
     emulated, unrounded = np.linalg.norm(grads[0] - grads[1]), np.linalg.norm(grads[1] - grads[2])
     print(losses, emulated / size, unrounded / size)
-    assert emulated < unrounded  # nearer to the emulation than that is to no rounding
+    assert emulated < unrounded  # closer to the emulation than that is to the gradient without rounding
     assert unrounded < 0.1 * size
