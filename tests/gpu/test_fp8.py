@@ -1,4 +1,4 @@
-"""Products in FP8 on a GPU, and the kernels that quantise for them, compared with NumPy's rounding to the same formats."""
+"""Products in FP8 on a GPU, and the kernels that quantise for them, against NumPy's rounding to the same formats."""
 
 from __future__ import annotations
 
