@@ -29,7 +29,8 @@ With --capture our step is timed again as a CUDA graph, as with --capture in tra
 our plain step bit for bit.
 
 With --muon our step is timed again with Muon in place of AdamW.
-With --precision fp8 our step is timed in bf16 as well, and PyTorch's in bf16.
+
+With --precision fp8 PyTorch computes in bf16, and on a GPU our step is timed in bf16 too.
 
 With --gpus N the contenders are those of bench/ranks.py: one GPU, N GPUs, N with sharded optimizer states (ZeRO 1), and
 with sharded gradients too (ZeRO 2), and with --peer torch compiled DistributedDataParallel, with --batch-size sequences
@@ -140,7 +141,7 @@ class Options:
         return replace(self, model=model, config=config.override({"context": max(self.seq_len, config.context)}))
 
     def in_bf16(self) -> Options:
-        """The same in bf16, where it is FP8."""
+        """The same, in bf16 instead of fp8."""
         return replace(self, precision="bf16") if self.precision == "fp8" else self
 
     def without_dropout(self) -> Options:

@@ -72,7 +72,7 @@ class ModelSpec:
                             f"or use one of {able}")  # fmt: skip
 
     def check_precision(self, name: str) -> None:
-        """Raise UserError where the model would not compute in this precision."""
+        """Raise UserError if the model cannot be trained in this precision."""
         if name == "fp8" and not self.fp8:
             able = ", ".join(spec.name for spec in models().values() if spec.fp8)
             raise UserError(f"--precision fp8: {self.title} has no products in FP8; use bf16, or one of {able}")

@@ -139,9 +139,9 @@ class Block(AttentionHalf):
         c, at = config, f"blocks.{layer}"
         gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=2)
         down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
-        first, second = (FP8LinearSwiGLU, partial(FP8SwiGLULinear, gives_fp8=True)) if backend.fp8 else (
-            LinearSwiGLU, SwiGLULinear)  # fmt: skip
-        self.gate_up, self.down = first(gate_up, backend, f"{at}.gate_up"), second(down, backend, f"{at}.down")
+        self.gate_up = (FP8LinearSwiGLU if backend.fp8 else LinearSwiGLU)(gate_up, backend, f"{at}.gate_up")
+        swiglu_linear = partial(FP8SwiGLULinear, gives_fp8=True) if backend.fp8 else SwiGLULinear
+        self.down = swiglu_linear(down, backend, f"{at}.down")
 
     def forward(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
