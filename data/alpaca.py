@@ -40,6 +40,7 @@ from data.source import (
 )
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, next_json_value, read_json, sha256_of
+from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
 from tinyforge.text.chat_templates import end_of_reply, render_prompt
 from tinyforge.text.vocabulary import start_ids
@@ -117,6 +118,12 @@ def evenly(items: Sequence[T], count: int) -> list[T]:
     """Up to `count` of the items, evenly spaced, in order."""
     count = min(count, len(items))
     return [items[i * len(items) // count] for i in range(count)]
+
+
+def names_of(files: Sequence[str]) -> list[str]:
+    """A name for each file's figures: its folder if it is an alpaca.json, as data.alpaca writes it, else the file."""
+    found = [path.parent.name if path.name == "alpaca.json" else path.stem for path in map(Path, files)]
+    return [name if found.count(name) == 1 else file for name, file in zip(found, files, strict=True)]
 
 
 def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Record], list[Sequence[Record]]]:
@@ -333,8 +340,10 @@ def write_instructions(
 
 def make_documents(out: Path, files: Sequence[Path]) -> Source:
     """The source folder `questions`: the records that recipes/sft.py would train on, without those it holds out, as
-    questions with answers, RECORDS_A_DOCUMENT per document. Raises UserError, as read_records does."""
+    questions with answers, RECORDS_A_DOCUMENT per document, in a fixed random order: so a document has records of all
+    files. Raises UserError, as read_records does."""
     records = [record for record in read_split(files)[0] if record.output.strip()]
+    records = [records[i] for i in Stream(0, "questions").permutation(len(records))]
     _, licences = origins_of(files, ("", ""))
     with locked(out), SourceWriter(out, "questions", licences) as writer:
         for first in range(0, len(records), RECORDS_A_DOCUMENT):

@@ -49,19 +49,21 @@ def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pai
     return found
 
 
-def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Pair], list[Pair]]:
-    """Training pairs, and the last fifth of each file to evaluate on: an accuracy needs many. Raises UserError, as
-    read_pairs does, and if no file has two pairs."""
+def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Pair], list[Sequence[Pair]]]:
+    """Training pairs, and the last fifth of each file, by file, to evaluate on: an accuracy needs many. Raises
+    UserError, as read_pairs does, and if no file has two pairs."""
     training, by_file = hold_out([read_pairs([path], encoding) for path in paths], 5)
-    held_out = [pair for pairs in by_file for pair in pairs]
     if not training:
-        raise UserError(f"data: {len(held_out)} preference pairs, wanted at least 2 in a file; give more")
-    return training, held_out
+        raise UserError(f"data: {sum(map(len, by_file))} preference pairs, wanted at least 2 in a file; give more")
+    return training, by_file
 
 
-def encode_pairs(pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, what: str) -> list[Encoded]:
+def encode_pairs(
+    pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, what: str, may_be_none: bool = False
+) -> list[Encoded]:
     """Pairs as ids. Prints how many are left out: pairs whose replies are equal, which express no preference; empty
-    replies; and replies that exceed seq_len, since a truncated reply is a different one."""
+    replies; and replies that exceed seq_len, since a truncated reply is a different one. Raises UserError if no pair is
+    left, unless `may_be_none`."""
     found: list[Encoded] = []
     equal = empty = long = 0
     for pair in pairs:
@@ -79,7 +81,7 @@ def encode_pairs(pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, 
                 found.append((chosen, rejected[:-1] if pair.cut else rejected, prompt))
     print(f"{what}: {len(found):,} pairs of up to {seq_len} tokens; left out {equal:,} whose chosen reply equals the "
           f"rejected one, {empty:,} with an empty reply and {long:,} that are longer")  # fmt: skip
-    if not found:
+    if not found and not may_be_none:
         raise UserError(
             f"{what}: none of the {len(pairs)} pairs can be learned from: {equal} prefer a reply to itself, {empty} "
             f"have an empty reply, {long} take more than {seq_len} tokens; give others, or a model with more context"

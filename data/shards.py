@@ -163,15 +163,17 @@ def make_shards(
     workers: int | None = None,
     progress: bool = False,
     at_most: bool = False,
+    single_digits: bool = False,
     ray: str | None = None,
 ) -> Made:
     """Write the token shards of a corpus folder; continues an interrupted run with the same settings.
 
     tokenizer: a file to use; without one a tokenizer of `vocab_size` ids is trained on all training text, or if that is
     larger on a sample of about `sample_bytes`, chosen by the hash of each document's id. at_most: where the text is too
-    small for so many ids, take as many as it can give. workers: processes that encode (None: all cores); the result
-    does not depend on it. ray: address of a Ray cluster, whose machines encode, or "local". Raises UserError for bad
-    input, a folder with other contents or that another run writes to, and a full disk.
+    small for so many ids, take as many as it can give. single_digits: no id that is trained holds more than one digit.
+    workers: processes that encode (None: all cores); the result does not depend on it. ray: address of a Ray cluster,
+    whose machines encode, or "local". Raises UserError for bad input, a folder with other contents or that another run
+    writes to, and a full disk.
     """
     if workers is not None and ray:
         raise UserError("--workers counts processes of this machine, and with --ray the cluster says how many; drop it")
@@ -179,7 +181,8 @@ def make_shards(
         check_address(ray)
     given = None if tokenizer is None else load_with_separator(tokenizer)
     found = read_corpus(corpus)
-    trained = {"vocab_size": vocab_size, "sample_bytes": sample_bytes} | ({"at_most": True} if at_most else {})
+    options = {"at_most": at_most, "single_digits": single_digits}
+    trained = {"vocab_size": vocab_size, "sample_bytes": sample_bytes} | {k: True for k, on in options.items() if on}
     settings = {
         "corpus_sha256": found.sha256,
         "shard_tokens": shard_tokens,
@@ -194,7 +197,7 @@ def make_shards(
         if given is None and (out / TOKENIZER).exists():
             chosen = load_with_separator(out / TOKENIZER)
         else:
-            chosen = given or _train(found, vocab_size, sample_bytes, at_most, workers, progress)
+            chosen = given or _train(found, vocab_size, sample_bytes, at_most, single_digits, workers, progress)
             chosen.save(out / TOKENIZER)
         from tqdm import tqdm
 
@@ -246,8 +249,9 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _train(
-    corpus: Corpus, vocab_size: int, sample_bytes: int, at_most: bool, workers: int | None, progress: bool
-) -> Tokenizer:
+    corpus: Corpus, vocab_size: int, sample_bytes: int, at_most: bool, single_digits: bool, workers: int | None,
+    progress: bool,
+) -> Tokenizer:  # fmt: skip
     total = sum(source.bytes["train"] for source in corpus.sources)
     share = min(1.0, sample_bytes / max(1, total))
     below = None if share == 1.0 else f"{int(share * 16**8):08x}"
@@ -255,7 +259,8 @@ def _train(
     first = next(texts, None)
     if first is None:
         raise UserError(f"--sample-bytes: {sample_bytes:,} of {total:,} bytes contain no whole document; give more")
-    return Tokenizer.train(chain([first], texts), vocab_size, progress=progress, workers=workers, exact=not at_most)
+    return Tokenizer.train(chain([first], texts), vocab_size, progress=progress, workers=workers, exact=not at_most,
+                           single_digits=single_digits)  # fmt: skip
 
 
 def _encode(
@@ -366,6 +371,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-size", type=int, metavar="N",
                         help=f"ids of the tokenizer to train (default: {VOCAB_SIZE})")  # fmt: skip
     parser.add_argument("--at-most", action="store_true", help="accept fewer ids if there is too little text")
+    parser.add_argument("--single-digits", action="store_true",
+                        help="train a tokenizer in which no id holds more than one digit; makes sums easier to learn")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use instead of training one")
     parser.add_argument("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N",
                         help="bytes of text to train the tokenizer on, at most (default: %(default)s)")  # fmt: skip
@@ -379,12 +386,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wanted 1 or more")
-    if args.tokenizer and args.vocab_size:
-        raise UserError("--vocab-size is for training a tokenizer, and --tokenizer names one; give one or the other")
+    if args.tokenizer and (args.vocab_size or args.single_digits):
+        flag = "--vocab-size" if args.vocab_size else "--single-digits"
+        raise UserError(f"{flag} is for training a tokenizer, and --tokenizer names one; give one or the other")
     made = make_shards(
         Path(args.corpus), Path(args.out), args.vocab_size or VOCAB_SIZE,
         Path(args.tokenizer) if args.tokenizer else None,
-        args.shard_tokens, args.sample_bytes, args.workers, sys.stderr.isatty(), args.at_most, args.ray,
+        args.shard_tokens, args.sample_bytes, args.workers, sys.stderr.isatty(), args.at_most,
+        args.single_digits, args.ray,
     )  # fmt: skip
     print(table(made.shards))
     if made.bytes:

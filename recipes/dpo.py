@@ -24,14 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import origins_of
+from data.alpaca import names_of, origins_of
 from data.answers import exact_match
 from data.preferences import Pair, encode_pairs, read_split, world_pairs
 from data.training import input_hashes
 from data.world import KINDS
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
-from tinyforge.errors import run_command
+from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Loaded, Opened
 from tinyforge.hub.tuning import about, answer, build, finish, history, open_start
 from tinyforge.parallel.launch import Ranks
@@ -71,40 +71,47 @@ def objective_of(settings: DpoSettings) -> DPO:
     return made if settings.beta is None else replace(made, beta=settings.beta)
 
 
-def read(settings: DpoSettings) -> tuple[Sequence[Pair], Sequence[Pair]]:
-    """The pairs to learn from, and the held-out ones."""
+def read(settings: DpoSettings) -> tuple[Sequence[Pair], dict[str, Sequence[Pair]]]:
+    """The pairs to learn from, and the held-out ones of each file."""
     if settings.data:
-        training, held_out = read_split(settings.data, settings.encoding)
-        of_each = " of each file" if len(settings.data) > 1 else ""
-        print(f"data: {len(training):,} pairs to learn from; {len(held_out):,}, the last fifth{of_each}, are held out")
-        return training, held_out
+        training, by_file = read_split(settings.data, settings.encoding)
+        of_each = " of each file" if len(by_file) > 1 else ""
+        print(f"data: {len(training):,} pairs to learn from; {sum(map(len, by_file)):,}, the last fifth{of_each}, are "
+              "held out")  # fmt: skip
+        return training, dict(zip(names_of(settings.data), by_file, strict=True))
     print(f"data: built in (no --data given), {BUILT_IN_PAIRS:,} pairs of {len(KINDS)} kinds")
-    return world_pairs("train", BUILT_IN_PAIRS, settings.seed), world_pairs("val", HELD_OUT_PAIRS, settings.seed)
+    held_out = world_pairs("val", HELD_OUT_PAIRS, settings.seed)
+    return world_pairs("train", BUILT_IN_PAIRS, settings.seed), {"built in": held_out}
 
 
 def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> None:
-    training, held_out = read(settings)
+    training, by_file = read(settings)
     seq_len = sequence_length(base.config, settings.seq_len)
     with timed("encoding the pairs"):
         heads, tokenizer = base.config.prediction_heads, base.tokenizer
         data = Pairs(encode_pairs(training, tokenizer, seq_len, "training"), heads, settings.seed)
-        held = Pairs(encode_pairs(held_out, tokenizer, seq_len, "held out"), heads, settings.seed)
+        parts = {name: encode_pairs(pairs, tokenizer, seq_len, f"held out, {name}", len(by_file) > 1)
+                 for name, pairs in by_file.items()}  # fmt: skip
+        held = {name: Pairs(part, heads, settings.seed) for name, part in parts.items() if part}
+    if not held:
+        raise UserError(f"data: none of the held-out pairs fits {seq_len} tokens; give more pairs, or shorter ones")
     loaded, backend, settings, plan = build(settings, base, 2 * settings.batch_size, ranks)
     model, objective, rows, accum = loaded.model, objective_of(settings), settings.batch_size, settings.grad_accum
     if objective.referenced:
-        add_reference(settings, base, backend, loaded, resume, data, held)
+        add_reference(settings, base, backend, loaded, resume, data, *held.values())
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         return {f"val_{name}": value for name, value in measure(sharded, objective, held, rows).items()}
 
     def sample() -> str:
-        pair = held_out[0]
+        pair = next(iter(by_file.values()))[0]
         asked = f"{pair.instruction} {pair.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
 
     print_schedule(settings, f"{rows * accum} pairs", len(data.pairs) / rows / accum, "pairs")
     sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))
-    summary = {"source": sources, "licence": licences, "pairs": len(data.pairs), "held-out_pairs": len(held.pairs)}
+    summary = {"source": sources, "licence": licences, "pairs": len(data.pairs),
+               "held-out_pairs": sum(len(part.pairs) for part in held.values())}  # fmt: skip
     task = Task(
         model, tokenizer, objective, micro_batches(data, rows, accum), evaluate, sample,
         {"kind": "dpo", "data_hash": data.fingerprint(), "corpus": [summary], **about(loaded, base, backend, settings),
@@ -115,7 +122,9 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
         print(f"before: {exact_match(loaded, 20 * len(KINDS), settings.seed)['all']:.1%} exact match")
     last = Run(task, settings, backend, resume).train()
     found = measure(Sharded(model, backend), objective, held, rows)
-    print(f"held-out pairs: accuracy {found['rewards/accuracies']:.1%}, margin {found['rewards/margins']:.3f}")
+    of_each = ", ".join(f"{name} {found[key]:.1%}" for name in held if (key := f"rewards/accuracies_{name}") in found)
+    print(f"held-out pairs: accuracy {found['rewards/accuracies']:.1%}{f' ({of_each})' if of_each else ''}, margin "
+          f"{found['rewards/margins']:.3f}")  # fmt: skip
     scores = {"preference accuracy": found["rewards/accuracies"]}
     if not settings.data:
         scores["exact match, all"] = exact_match(loaded, 20 * len(KINDS), settings.seed)["all"]

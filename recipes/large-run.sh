@@ -3,19 +3,20 @@
 #
 #   recipes/large-run.sh data OUT eval=EVAL instructions=alpaca.zip preferences=pairs.json gutenberg=books.zip \
 #       tinystories=tinystories.parquet wikipedia=a.parquet wikipedia=b.parquet simple=simple-wikipedia.parquet
-#   recipes/large-run.sh pretrain OUT            then sft, dpo, orderly, grpo, evaluate: one after the other
+#   recipes/large-run.sh pretrain OUT            then sft, dpo, grpo, evaluate: one after the other
 #
 # data runs on a CPU with DuckDB: sources, filters, duplicates, decontamination, token shards with a vocabulary of
 # $VOCABULARY ids (8192). NAME=PATH may be repeated. gutenberg is read by data.gutenberg, tinystories by data.tinystories;
 # eval, instructions and preferences are what their names say; any other name is a source of parquet, JSONL or text. All
 # other stages run on a GPU machine that needs neither DuckDB nor the texts. The training instructions of sft are also read
-# in pretraining, as the source questions. data also makes solved sums with small numbers, as a start for grpo. orderly is
-# a second round of DPO: the model's own looping replies are rejected, and the replies of the records chosen.
+# in pretraining, as the source questions, together with sums that are worked out. dpo learns from two kinds of pairs: the
+# preferences, and replies of the fine-tuned model that loop or do not end beside those of the records. grpo starts from
+# sums with small numbers among the instructions.
 #
 # Complete stages are skipped. The same command resumes a stage that was stopped, by Ctrl-C or
 # `timeout -s INT 9m recipes/large-run.sh pretrain OUT`. Flags after OUT go to every recipe of the stage. $PRETRAIN, $SFT,
-# $DPO, $ORDERLY and $GRPO replace the flags below for the length and the learning rate of each stage, $OWN those for
-# orderly's pairs:
+# $DPO and $GRPO replace the flags below for the length and the learning rate of each stage, $OWN those for the pairs of
+# the model's own replies:
 #
 #   PRETRAIN="--config small --steps 20" recipes/large-run.sh pretrain OUT --backend numpy --precision fp32
 #
@@ -47,7 +48,7 @@ set -euo pipefail
 what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/..
 # shellcheck source=recipes/stages.sh
 source "$root/recipes/stages.sh"
-stages="data, tenth, pack, unpack, vocabulary, pretrain, sft, dpo, orderly, grpo or evaluate"
+stages="data, tenth, pack, unpack, vocabulary, pretrain, sft, dpo, grpo or evaluate"
 [[ $# -ge 2 ]] || die "got $# arguments, wanted $stages, then a folder; head -50 $0 says more"
 shift 2
 
@@ -127,17 +128,18 @@ data)
     done
     ((${#sources[@]})) || die "data wants text, as wikipedia=wikipedia.parquet"
     if [[ -n ${given[instructions]-} ]]; then
-        # The training records of sft, without those it holds out, as questions with answers.
+        # A start for grpo: solved sums with small numbers, all worked out for pretraining, some for fine-tuning.
+        [[ -e $out/worked/source.json ]] || run -m data.rewards --out "$out/worked" --count 60000 --brief 0
+        [[ -e $out/sums/source.json ]] || run -m data.rewards --out "$out/sums" --count 16000 --brief "${BRIEF:-0.67}"
+        # The training records of sft, without those it holds out, and sums, as questions with answers.
         sources+=("$out/sources/questions")
-        [[ -e $out/sources/questions/source.json ]] ||
-            run -m data.alpaca --out "$out/sources/questions" --as-text "$out"/instructions/*/alpaca.json
-        # A start for grpo: solved sums with small numbers.
-        [[ -e $out/sums/source.json ]] || run -m data.rewards --out "$out/sums" --count 16000 --brief 0.5
+        [[ -e $out/sources/questions/source.json ]] || run -m data.alpaca --out "$out/sources/questions" \
+            --as-text "$out"/instructions/*/alpaca.json "$out/worked/alpaca.json"
     fi
     run -m data.corpus "${sources[@]}" --out "$out/corpus" --decontaminate "${evaluation[@]}"
     for ids in ${VOCABULARY:-8192}; do
         [[ $ids == "${VOCABULARY:-8192}" ]] && shards=$out/shards || shards=$out/shards-$ids
-        run -m data.shards --corpus "$out/corpus" --out "$shards" --vocab-size "$ids" --at-most
+        run -m data.shards --corpus "$out/corpus" --out "$shards" --vocab-size "$ids" --at-most --single-digits
     done
     ;;
 pack) pack shards shards-4096 shards-8192 shards-16384 instructions sums preferences.json eval ;;
@@ -171,19 +173,14 @@ dpo)
     needs sft
     cd "$root"
     # shellcheck disable=SC2086
-    trained dpo recipes/dpo.py --base "$out/sft" --data "$out/preferences.json" --cache "$out/reference" --batch-size 32 \
-        --precision bf16 --card --eval-every 10 --save-every 20 ${DPO:---steps 56 --lr 5e-6} "$@"
-    ;;
-orderly)
-    needs dpo
-    cd "$root"
+    [[ -e $out/own.json ]] || run recipes/own_pairs.py --base "$out/sft" --data "$out"/instructions/*/alpaca.json \
+        --out "$out/own.json" ${OWN:---records 2000 --precision bf16}
+    own=()
+    [[ ! -e $out/own.json ]] || own=("$out/own.json") # no file if all replies were well-formed
     # shellcheck disable=SC2086
-    [[ -e $out/own.json ]] || run recipes/own_pairs.py --base "$out/dpo" --data "$out"/instructions/*/alpaca.json \
-        --out "$out/own.json" ${OWN:---precision bf16}
-    # shellcheck disable=SC2086 # there is no file if all replies were in form
-    [[ ! -e $out/own.json ]] || trained orderly recipes/dpo.py --base "$out/dpo" --data "$out/own.json" \
+    trained dpo recipes/dpo.py --base "$out/sft" --data "$out/preferences.json" ${own[@]+"${own[@]}"} \
         --cache "$out/reference" --batch-size 32 --precision bf16 --card --eval-every 10 --save-every 20 \
-        ${ORDERLY:---steps 40 --lr 8e-6} "$@"
+        ${DPO:---steps 64 --lr 8e-6} "$@"
     ;;
 grpo)
     needs sft
@@ -196,7 +193,7 @@ evaluate)
     needs pretrain
     cd "$root"
     tasks=${TASKS:-blimp,arc_easy,arc_challenge,piqa,winogrande,openbookqa}
-    for name in pretrain sft dpo orderly grpo; do
+    for name in pretrain sft dpo grpo; do
         [[ -e $out/$name/complete ]] || continue
         replies=()
         [[ $name == pretrain ]] || replies=(--instructions "$out"/instructions/*/alpaca.json)

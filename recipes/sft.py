@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from data.alpaca import Record, encode_example, end_of_reply, origins_of, read_split
+from data.alpaca import Record, encode_example, end_of_reply, names_of, origins_of, read_split
 from data.answers import exact_match
 from data.training import input_hashes
 from data.world import KINDS, instructions
@@ -60,12 +60,6 @@ def encode(
     brief = [(ids, prompt) for ids, prompt in kept if len(ids) - prompt <= max_reply]
     print(f"{what}: {len(kept) - len(brief):,} left out whose reply takes more than {max_reply} tokens (--max-reply)")
     return brief
-
-
-def names_of(files: Sequence[str]) -> list[str]:
-    """A name for each file's figures: its folder if it is an alpaca.json, as data.alpaca writes it, else the file."""
-    found = [path.parent.name if path.name == "alpaca.json" else path.stem for path in map(Path, files)]
-    return [name if found.count(name) == 1 else file for name, file in zip(found, files, strict=True)]
 
 
 def open_base(settings: SftSettings, resume: bool) -> Opened:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -341,7 +342,9 @@ def test_documents_have_what_is_trained_on_and_nothing_that_is_held_out(tmp_path
     assert [file["url"] for file in json.loads((tmp_path / "out" / "source.json").read_text())["files"]] == [
         "a.json", "b.json",
     ]  # fmt: skip
-    assert texts[0].startswith("Question: Name 0.\nAnswer: It is 0.\n\nQuestion: Name 1. Please!\nAnswer: It is 1.")
+    assert "Question: Name 0.\nAnswer: It is 0." in told and "Question: Name 1. Please!\nAnswer: It is 1." in told
+    asked = re.findall(r"Name (\d+)\.", told)
+    assert asked != sorted(asked, key=int) and any(len(re.findall(r"Name 1?\d\.", text)) < 8 for text in texts[:2])
     assert told.count("Name 19.") == told.count("Name 37.") == 1  # of the second file; 19 is the first one's last
     assert not any(f"Name {i}." in told for i in (3, 38, 39))
     with pytest.raises(UserError, match="got x.json and --as-text with files of its own"):

@@ -102,6 +102,15 @@ def test_a_text_too_small_for_the_vocabulary_gives_what_it_can(tmp_path: Path, c
     assert "has shards with tokenizer" in message
 
 
+def test_single_digits_are_another_tokenizer(tmp_path: Path, corpus: Path) -> None:
+    made = make_shards(corpus, tmp_path / "s", 300, single_digits=True).shards.tokenizer
+    assert made.encode(" 42")[-2:] == [52, 50]
+    assert make_shards(corpus, tmp_path / "s", 300, single_digits=True).shards.tokenizer.hash() == made.hash()
+    assert "has shards with tokenizer" in fault(lambda: make_shards(corpus, tmp_path / "s", 300))
+    flags = ["--corpus", str(corpus), "--out", str(tmp_path / "t"), "--tokenizer", "x.json", "--single-digits"]
+    assert fault(lambda: command.main(flags)).startswith("--single-digits is for training a tokenizer")
+
+
 def test_a_given_tokenizer_is_used(tmp_path: Path, corpus: Path) -> None:
     mine = Tokenizer([(116, 104), (256, 101)], [SEPARATOR])
     mine.save(tmp_path / "mine.json")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.alpaca import read_records
+from data.alpaca import names_of, read_records
 from data.preferences import Pair, encode_pairs, read_pairs, read_split, world_pairs
 from data.rewards import EASY, EASY_LARGEST, HELD_OUT, last_number, number_in, one_step_sums, open_questions, worked
 from data.rewards import main as make_sums
@@ -278,7 +278,7 @@ def test_each_file_of_records_has_its_own_figure(folder: Path) -> None:
                    for i in range(40)]  # fmt: skip
         Path(name, "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
     files = ["hard/alpaca.json", "easy/alpaca.json", "sums.json"]
-    assert sft.names_of([*files, "sums.json"]) == ["hard", "easy", "sums.json", "sums.json"]
+    assert names_of([*files, "sums.json"]) == ["hard", "easy", "sums.json", "sums.json"]
     sft.main(["--base", "run", "--data", *files, *"--steps 2 --eval-every 1 --workers 1 --out several".split()])
     last = [row for row in metrics.read(Path("several/metrics.jsonl")) if "val_bits_per_byte" in row][-1]
     bits = {name: last[f"val_bits_per_byte_{name}"] for name in ("hard", "easy", "sums")}
@@ -292,9 +292,26 @@ def test_the_last_fifth_of_each_file_is_held_out(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("large.json", "small.json")]
     for path, count in zip(paths, (20, 5), strict=True):
         path.write_text(json.dumps([PAIR | {"input": f"{path.stem} {i}"} for i in range(count)]), encoding="utf-8")
-    training, held_out = read_split(paths)
-    assert [pair.input for pair in held_out] == ["large 16", "large 17", "large 18", "large 19", "small 4"]
-    assert {*training, *held_out} == {*read_pairs(paths)} and len(training) == 20
+    training, by_file = read_split(paths)
+    assert [[pair.input for pair in pairs] for pairs in by_file] == [
+        ["large 16", "large 17", "large 18", "large 19"], ["small 4"],
+    ]  # fmt: skip
+    assert {*training, *by_file[0], *by_file[1]} == {*read_pairs(paths)} and len(training) == 20
+
+
+def test_each_file_of_pairs_has_its_own_accuracy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside that of all, in which each pair counts once. A file whose held-out pairs are all unusable has none."""
+    for name, count in (("many", 20), ("few", 10), ("none", 5)):
+        pairs = [PAIR | {"input": f"{name} {i}", "rejected": PAIR["chosen"] if name == "none" and i == 4 else "no"}
+                 for i in range(count)]  # fmt: skip
+        Path(f"{name}.json").write_text(json.dumps(pairs), encoding="utf-8")
+    dpo.main(["--base", "run", "--data", "many.json", "few.json", "none.json",
+              *"--steps 2 --eval-every 1 --workers 1 --out pairs-of-files".split()])  # fmt: skip
+    last = [row for row in metrics.read(Path("pairs-of-files/metrics.jsonl")) if "val_rewards/accuracies" in row][-1]
+    of_each = {name: last[f"val_rewards/accuracies_{name}"] for name in ("many", "few")}
+    assert last["val_rewards/accuracies"] == pytest.approx((4 * of_each["many"] + 2 * of_each["few"]) / 6)
+    assert not any("none" in name for name in last)
+    assert f"(many {of_each['many']:.1%}, few {of_each['few']:.1%})" in capsys.readouterr().out
 
 
 def test_questions_of_each_file_are_held_out(tmp_path: Path) -> None:

@@ -116,18 +116,18 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
     assert "pretrain is not complete; first: " in call("large-run.sh", "sft", there, *PLAIN, status=2)
     learn = {"PRETRAIN": f"--config small {TINY} --steps 60 --save-every 5", "SFT": "--batch-size 2 --steps 9",
              "DPO": "--batch-size 2 --steps 4", "GRPO": "--batch-size 2 --group 2 --max-tokens 4 --steps 3",
-             "OWN": "--records 20 --max-tokens 8", "ORDERLY": "--batch-size 2 --steps 2",
-             "TASKS": "arc_easy", "EVALUATE": "--any-version"}  # fmt: skip
+             "OWN": "--records 20 --max-tokens 8", "TASKS": "arc_easy", "EVALUATE": "--any-version"}  # fmt: skip
     stopped(there / "pretrain", "large-run.sh", "pretrain", there, *PLAIN, **learn)
     assert "--resume" in call("large-run.sh", "pretrain", there, *PLAIN, **learn)
     assert "complete, skipped" in call("large-run.sh", "pretrain", there, *PLAIN, **learn)
-    for stage, steps in {"sft": 9, "dpo": 4, "orderly": 2, "grpo": 3}.items():
+    for stage, steps in {"sft": 9, "dpo": 4, "grpo": 3}.items():
         call("large-run.sh", stage, there, *PLAIN, **learn)
         assert checkpoint.latest(there / stage).name == f"step-{steps:08}"
     call("large-run.sh", "evaluate", there, *PLAIN[:4], **learn)
     assert {file.stem for file in there.glob("*.json")} == {"preferences", "own"} | {
-        f"{what}-{run}" for what in ("evaluate", "tasks") for run in ("pretrain", "sft", "dpo", "orderly", "grpo")
+        f"{what}-{run}" for what in ("evaluate", "tasks") for run in ("pretrain", "sft", "dpo", "grpo")
     }
+    assert "val_rewards/accuracies_own" in (there / "dpo" / "metrics.jsonl").read_text(encoding="utf-8")
     assert "grpo: card" in (there / "report.html").read_text(encoding="utf-8")
 
 

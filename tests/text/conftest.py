@@ -32,7 +32,10 @@ def gpt2_order(tokenizer: Tokenizer, specials: list[str]) -> Tokenizer:
     return Tokenizer([(move[left], move[right]) for left, right in tokenizer.merges], specials, "gpt2")
 
 
-@pytest.fixture(scope="session", params=["plain", "gpt2 order", "odd specials", "no merge", "edges", "GPT-2"])
+KINDS = ["plain", "gpt2 order", "odd specials", "no merge", "edges", "single digits", "GPT-2"]
+
+
+@pytest.fixture(scope="session", params=KINDS)
 def vocabulary(request: pytest.FixtureRequest, trained: Tokenizer) -> Tokenizer:
     if request.param == "GPT-2":
         if not (GPT2 / "encoder.json").exists():
@@ -43,6 +46,7 @@ def vocabulary(request: pytest.FixtureRequest, trained: Tokenizer) -> Tokenizer:
         "gpt2 order": gpt2_order(trained, ["<|endoftext|>"]),
         "odd specials": Tokenizer(trained.merges, ["</s>", "<| end é |>", "été", "Ġ\n"]),
         "no merge": Tokenizer([], []),
+        "single digits": Tokenizer.train([ENGLISH], 440, progress=False, exact=False, single_digits=True),
         # One token where a piece goes on with a character that is not ASCII, two where it is cut before it.
         "edges": Tokenizer([(left, right) for left in b"a1.' \n" for right in range(0x80, 0x100)], []),
     }[request.param]

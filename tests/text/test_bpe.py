@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -130,6 +131,21 @@ def test_training_is_the_same_for_any_number_of_workers(
     monkeypatch.setattr(pieces, "BATCH", 5000)
     for texts in ([text], text.split("\n")):
         assert Tokenizer.train(iter(texts), 600, progress=False, workers=workers).hash() == tokenizer.hash()
+
+
+def test_no_token_has_two_digits(text: str, tmp_path: Path) -> None:
+    numbered = [f"{text[at : at + 20]} {at} 1984 2001 3{at}" for at in range(0, 6000, 20)]
+    trained = Tokenizer.train(numbered, 500, progress=False, single_digits=True)
+    pairs = [re.findall(rb"\d", trained.token_bytes(id)) for id in range(500)]
+    assert max(map(len, pairs)) == 1
+    assert trained.decode(trained.encode("8 + 57 = 65")) == "8 + 57 = 65"
+    assert [trained.token_bytes(id) for id in trained.encode(" 1984")] == [b" ", b"1", b"9", b"8", b"4"]
+    assert any(len(re.findall(rb"\d", t)) > 1 for t in map(Tokenizer.train(numbered, 500, progress=False).token_bytes,
+                                                            range(500)))  # fmt: skip
+    path = tmp_path / "tokenizer.json"
+    trained.save(path)
+    again = Tokenizer.load(path)
+    assert again.hash() == trained.hash() and again.encode("\n".join(numbered)) == trained.encode("\n".join(numbered))
 
 
 def test_training_on_too_many_pieces_drops_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,6 +476,7 @@ def test_hash_sees_merges_specials_and_byte_order() -> None:
         Tokenizer([(97, 99)], ["</s>"]),
         Tokenizer([(97, 98)], ["<s>"]),
         Tokenizer([(97, 98)], ["</s>"], byte_order="gpt2"),
+        Tokenizer([(97, 98)], ["</s>"], pattern="digits"),
     ]
     assert len({variant.hash() for variant in variants}) == len(variants)
     assert variants[0].hash() == Tokenizer([(97, 98)], ["</s>"]).hash()
@@ -522,7 +539,8 @@ GOOD = {
         (b"[]", "got a list, wanted an object"),
         (b"{}", "got format None, wanted 'tinyforge-bpe'"),
         (GOOD | {"version": 2}, "got version 2, wanted 1"),
-        (GOOD | {"pattern": "words"}, "got pattern 'words', wanted 'gpt2'"),
+        (GOOD | {"pattern": "words"}, "got pattern 'words', wanted 'gpt2' or 'digits'"),
+        (GOOD | {"pattern": []}, "got pattern [], wanted 'gpt2' or 'digits'"),
         (GOOD | {"byte_order": "odd"}, "byte_order 'odd' is none of plain, gpt2"),
         (GOOD | {"byte_order": []}, "byte_order [] is none of"),
         (GOOD | {"specials": "</s>"}, "specials is not a list of texts"),

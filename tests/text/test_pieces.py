@@ -38,8 +38,15 @@ TRICKY = {
 }
 
 
-def split_all(text: str) -> list[str]:
-    return list(chain.from_iterable(pieces.split(text)))
+SINGLE_DIGITS = {
+    "in 1984, 3 or  42": "in| |1|9|8|4|,| |3| or|  |4|2",  # no white space belongs to a digit
+    "1a b2c 3's 5\n\n6 ": "1|a| b|2|c| |3|'s| |5|\n\n|6| ",
+    "x\u00b22\u00b3 \u00bd": "x|\u00b2|2|\u00b3| |\u00bd",
+}
+
+
+def split_all(text: str, pattern: pieces.Pattern = pieces.GPT2) -> list[str]:
+    return list(chain.from_iterable(pieces.split(text, pattern)))
 
 
 def random_unicode(rng: random.Random, length: int) -> str:
@@ -76,10 +83,12 @@ def test_pattern_equals_the_regex_package() -> None:
     for _ in range(200):
         string = assigned_text(rng, 100)
         assert split_all(string) == regex.findall(GPT2_PATTERN, string)
+        assert split_all(string, pieces.DIGITS) == regex.findall(pieces.DIGITS.published, string)
     # Between "a" and "1." a letter joins the left, a number the middle, a sign the right, white space none.
     known = [chr(code) for code in range(0x40000) if unicodedata.category(chr(code)) not in ("Cn", "Cs")]
     string = "\n".join(f"a{character}1{character}." for character in known)
     assert split_all(string) == regex.findall(GPT2_PATTERN, string)
+    assert split_all(string, pieces.DIGITS) == regex.findall(pieces.DIGITS.published, string)
 
 
 def test_no_letter_or_number_lies_beyond_the_table() -> None:
@@ -136,9 +145,11 @@ def test_a_wrong_pattern_is_caught(wrong: Callable[[str], str], monkeypatch: pyt
 # --- the same on arrays
 
 
-def pieces_by_arrays(texts: Sequence[str], table: pieces.PieceTable | None = None) -> list[list[bytes]]:
+def pieces_by_arrays(
+    texts: Sequence[str], table: pieces.PieceTable | None = None, pattern: pieces.Pattern = pieces.GPT2
+) -> list[list[bytes]]:
     """The pieces of each text as the arrays find them, whatever its length."""
-    table = table or pieces.PieceTable()
+    table = table or pieces.PieceTable(pattern)
     data = b"".join(text.encode() + pieces.EDGE_BYTES for text in texts)
     codes = np.array([ord(c) for text in texts for c in text + pieces.EDGE_CHARACTER], np.uint32)
     numbers = table._number_by_arrays(data, codes)
@@ -148,12 +159,12 @@ def pieces_by_arrays(texts: Sequence[str], table: pieces.PieceTable | None = Non
     return [found[start + 1 : end] for start, end in zip([-1, *ends[:-1]], ends, strict=True)]
 
 
-def in_utf8(text: str) -> list[bytes]:
-    return [piece.encode() for piece in split_all(text)]
+def in_utf8(text: str, pattern: pieces.Pattern = pieces.GPT2) -> list[bytes]:
+    return [piece.encode() for piece in split_all(text, pattern)]
 
 
 # All that the rule tells apart, and what is easily taken for something else.
-DENSE = [*"  ''stmdrevlLS1.\n\t", "'s", "'re", "'ve", "'ll", "  ", "\r\n", "\x00", "\x1c", "\x85", "\u00a0",
+DENSE = [*"  ''stmdrevlLS17.\n\t", "'s", "'re", "'ve", "'ll", "  ", "\r\n", "\x00", "\x1c", "\x85", "\u00a0",
          "\u3000", "\u00e9", "\u0301", "\u00b2", "\u2167", "\u4e2d", "\u017f", "\U0001d4d0", "\U0001f600",
          "\U000e0100"]  # fmt: skip
 
@@ -163,11 +174,18 @@ def test_arrays_on_tricky_strings(string: str, wanted: str) -> None:
     assert pieces_by_arrays([string]) == [[piece.encode() for piece in wanted.split("|") if piece]]
 
 
-def test_arrays_cut_where_the_pattern_cuts() -> None:
+@pytest.mark.parametrize(("string", "wanted"), SINGLE_DIGITS.items(), ids=ascii)
+def test_single_digits(string: str, wanted: str) -> None:
+    assert split_all(string, pieces.DIGITS) == wanted.split("|")
+    assert pieces_by_arrays([string], pattern=pieces.DIGITS) == [[piece.encode() for piece in wanted.split("|")]]
+
+
+@pytest.mark.parametrize("pattern", [pieces.GPT2, pieces.DIGITS], ids=lambda pattern: pattern.name)
+def test_arrays_cut_where_the_pattern_cuts(pattern: pieces.Pattern) -> None:
     rng = random.Random(3)
     texts = ["".join(rng.choices(DENSE, k=rng.randrange(60))) for _ in range(3000)]
     texts += [random_unicode(rng, rng.randrange(60)) for _ in range(1000)]
-    assert pieces_by_arrays(texts) == [in_utf8(text) for text in texts]
+    assert pieces_by_arrays(texts, pattern=pattern) == [in_utf8(text, pattern) for text in texts]
 
 
 def test_arrays_cut_at_the_edges_of_texts_whatever_is_beyond() -> None:

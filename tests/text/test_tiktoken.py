@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.text.conftest import ENGLISH, user_error
-from tinyforge.text import Tokenizer, bpe, pieces
+from tinyforge.text import Tokenizer, bpe
 from tinyforge.text.tiktoken import from_tiktoken, to_tiktoken
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -45,7 +45,7 @@ def test_tiktoken_reads_our_export(vocabulary: Tokenizer, tmp_path: Path) -> Non
     path.write_text("".join(to_tiktoken(vocabulary)))
     theirs = tiktoken.Encoding(
         "ours",
-        pat_str=pieces.GPT2.published,
+        pat_str=vocabulary.merging.pattern.published,
         mergeable_ranks=load.load_tiktoken_bpe(str(path)),
         special_tokens=vocabulary.specials,
     )
@@ -65,7 +65,7 @@ def test_tiktoken_reads_our_export(vocabulary: Tokenizer, tmp_path: Path) -> Non
             ids = bpe.apply_merges([order.index(byte) for byte in data], merged, range(vocabulary.vocab_size))
             assert theirs._encode_single_piece(data) == ids
             assert theirs.decode_bytes(vocabulary.encode_bytes(data)) == data
-    assert from_tiktoken(path, vocabulary.specials).hash() == vocabulary.hash()
+    assert from_tiktoken(path, vocabulary.specials, vocabulary.merging.pattern).hash() == vocabulary.hash()
 
 
 def test_tiktoken_lines(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ BYTES = [bytes([byte]) for byte in range(256)]
         ([*ranks(BYTES), "YWI= 257"], "without rank 256"),
         (ranks([*reversed(BYTES)]), "for the byte 0x00"),
         (ranks([*BYTES, b"abc"]), "line 257: got b'abc', which is 3 tokens of lower rank, wanted 2"),
-        (ranks([*BYTES, b"ab", b".\n"]), "line 258: got b'.\\n', which GPT-2's pattern splits"),
+        (ranks([*BYTES, b"ab", b".\n"]), "line 258: got b'.\\n', which the pattern gpt2 splits"),
     ],
 )
 def test_rank_files_that_are_refused(lines: list[str], wanted: str, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Byte-level byte-pair encoding (BPE): learn a vocabulary from text, turn text into token ids, and back.
 
-Text is split into pieces (words, numbers, punctuation, space) by GPT-2's pattern. A piece starts as its UTF-8 bytes,
-one token each; then each learned merge, in the order learned, replaces a pair of neighbouring tokens by one new token.
-Bytes are tokens, so every byte string can be encoded. No merge crosses the edge of a piece.
+Text is split into pieces (words, numbers, punctuation, space) by GPT-2's pattern, or by the same pattern with every
+digit as a piece of its own. A piece starts as its UTF-8 bytes, one token each; then each learned merge, in the order
+learned, replaces a pair of neighbouring tokens by one new token. Bytes are tokens, so every byte string can be encoded.
+No merge crosses the edge of a piece.
 
     tokenizer = Tokenizer.train(texts, vocab_size=4096)
     ids = tokenizer.encode("Once upon a time")
@@ -38,14 +39,14 @@ import numpy.typing as npt
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text
 from tinyforge.text.parallel import ordered_map
-from tinyforge.text.pieces import GPT2, Batch, Pattern, PieceTable, batches, to_utf8
+from tinyforge.text.pieces import DIGITS, GPT2, PATTERNS, Batch, Pattern, PieceTable, batches, to_utf8
 from tinyforge.text.vocabulary import MOST_VOCABULARY_BYTES, After, Vocabulary, are_texts, is_pair
 
 Pair = tuple[int, int]
 
 FORMAT = "tinyforge-bpe"
 VERSION = 1
-PATTERN = "gpt2"
+OWN_PATTERNS = (GPT2.name, DIGITS.name)
 
 # GPT-2's order has the printable bytes first, then the rest: its files spell each byte as a visible character.
 GPT2_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -179,13 +180,13 @@ class Encoder:
 class PieceCounter:
     """Counts the pieces of texts."""
 
-    def __init__(self) -> None:
-        self.table = PieceTable()
+    def __init__(self, pattern: Pattern) -> None:
+        self.table = PieceTable(pattern)
 
     def count(self, batch: Batch) -> tuple[int, dict[bytes, int]]:
         """The number of characters in `batch`, and the count of each of its pieces."""
         if self.table.is_full:
-            self.table = PieceTable()
+            self.table = PieceTable(self.table.pattern)
         counts = np.bincount(self.table.number([part for part, _ in batch]))
         counts[0] = 0  # the edges
         seen = np.flatnonzero(counts)
@@ -346,11 +347,14 @@ class ByteLevelBPE(Vocabulary):
 class Tokenizer(ByteLevelBPE):
     """A byte-level BPE vocabulary: 256 bytes, the merges, the special tokens, with ids in this order.
 
-    `merges[i]` is the pair of ids that becomes id 256 + i. `byte_order` is "plain" (id b is byte b) or "gpt2". Raises
-    UserError if a merge uses a later id or is repeated, or a special token is empty or repeated.
+    `merges[i]` is the pair of ids that becomes id 256 + i. `byte_order` is "plain" (id b is byte b) or "gpt2", and
+    `pattern` one of OWN_PATTERNS. Raises UserError if a merge uses a later id or is repeated, or a special token is
+    empty or repeated.
     """
 
-    def __init__(self, merges: Iterable[Pair], specials: Iterable[str], byte_order: str = "plain") -> None:
+    def __init__(
+        self, merges: Iterable[Pair], specials: Iterable[str], byte_order: str = "plain", pattern: str = GPT2.name
+    ) -> None:
         self.merges = list(merges)
         self.byte_order = byte_order
         special_texts = list(specials)
@@ -375,7 +379,8 @@ class Tokenizer(ByteLevelBPE):
             merged[pair] = len(vocab)
             vocab.append(vocab[pair[0]] + vocab[pair[1]])
         ids = {text: len(vocab) + index for index, text in enumerate(special_texts)}
-        merging = Merging([order.index(byte) for byte in range(256)], merged, range(len(vocab)))
+        byte_ids = [order.index(byte) for byte in range(256)]
+        merging = Merging(byte_ids, merged, range(len(vocab)), PATTERNS[pattern])
         super().__init__([*vocab, *map(to_utf8, special_texts)], ids, None, merging)
 
     # --- making one
@@ -390,11 +395,13 @@ class Tokenizer(ByteLevelBPE):
         workers: int | None = None,
         size: int | None = None,
         exact: bool = True,
+        single_digits: bool = False,
     ) -> Tokenizer:
         """Learn a vocabulary of exactly `vocab_size` ids from `texts`, whose order does not matter.
 
         If not `exact`, a text with too few merges gives as many ids as it can, in multiples of 64, which suit matrix
-        products on a GPU.
+        products on a GPU. `single_digits`: no token holds more than one digit, so a model sees the digits of a number
+        one by one.
 
         Pieces are counted on `workers` processes (default: one per core), whose number changes nothing. `size` is the
         number of characters in all texts, if known, for the progress bar. Of more than COUNTED_PIECES distinct pieces
@@ -413,9 +420,10 @@ class Tokenizer(ByteLevelBPE):
             )
         if size is None and isinstance(texts, Sequence):
             size = sum(map(len, texts))
+        pattern = DIGITS if single_digits else GPT2
         counts: dict[bytes, int] = {}
         with tqdm(total=size, desc="counting words", unit="char", unit_scale=True, disable=not progress) as bar:
-            for characters, counted in ordered_map(PieceCounter().count, batches(texts), workers):
+            for characters, counted in ordered_map(PieceCounter(pattern).count, batches(texts), workers):
                 for piece, count in counted.items():
                     counts[piece] = counts.get(piece, 0) + count
                 if len(counts) > COUNTED_PIECES:
@@ -425,13 +433,13 @@ class Tokenizer(ByteLevelBPE):
             raise UserError("no text to train the tokenizer on: got 0 characters; give a file with text")
         merges = learn_merges(counts, vocab_size - smallest, progress)
         if len(merges) < vocab_size - smallest and not exact:
-            return cls(merges[: max(0, (smallest + len(merges)) // 64 * 64 - smallest)], specials)
-        if len(merges) < vocab_size - smallest:
+            merges = merges[: max(0, (smallest + len(merges)) // 64 * 64 - smallest)]
+        elif len(merges) < vocab_size - smallest:
             raise UserError(
                 f"too little text for vocab_size {vocab_size}: got {len(merges)} possible merges, wanted "
                 f"{vocab_size - smallest}; ask for vocab_size {smallest + len(merges)} or give more text"
             )
-        return cls(merges, specials)
+        return cls(merges, specials, pattern=pattern.name)
 
     @classmethod
     def from_gpt2(cls, encoder_json: str | Path, vocab_bpe: str | Path) -> Tokenizer:
@@ -472,7 +480,7 @@ class Tokenizer(ByteLevelBPE):
         return {
             "format": FORMAT,
             "version": VERSION,
-            "pattern": PATTERN,
+            "pattern": self.merging.pattern.name,
             "byte_order": self.byte_order,
             "specials": list(self.specials),
             "merges": [list(pair) for pair in self.merges],
@@ -486,11 +494,11 @@ class Tokenizer(ByteLevelBPE):
     @classmethod
     def from_content(cls, content: dict[str, Any], path: str | Path) -> Tokenizer:
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
-        for key, wanted in (("format", FORMAT), ("version", VERSION), ("pattern", PATTERN)):
-            if content.get(key) != wanted:
+        for key, wanted in (("format", (FORMAT,)), ("version", (VERSION,)), ("pattern", OWN_PATTERNS)):
+            if content.get(key) not in wanted:
                 raise UserError(
-                    f"{path} is not a tokenizer that this version reads: got {key} {content.get(key)!r}, "
-                    f"wanted {wanted!r}; train one again"
+                    f"{path} is not a tokenizer that this version reads: got {key} {content.get(key)!r:.80}, "
+                    f"wanted {' or '.join(map(repr, wanted))}; train one again"
                 )
         byte_order, specials, merges = (content.get(key) for key in ("byte_order", "specials", "merges"))
         damaged = "the file is damaged, train the tokenizer again"
@@ -501,7 +509,7 @@ class Tokenizer(ByteLevelBPE):
         if not isinstance(merges, list) or not all(is_pair(merge) for merge in merges):
             raise UserError(f"{path}: merges is not a list of pairs of ids; {damaged}")
         try:
-            return cls([(left, right) for left, right in merges], specials, byte_order)
+            return cls([(left, right) for left, right in merges], specials, byte_order, content["pattern"])
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 

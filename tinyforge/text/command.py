@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train.add_argument("--out", required=True, metavar="FILE", help="the tokenizer, as JSON")
     train.add_argument("--special", action="append", metavar="TEXT",
                        help="a special token; may be repeated (default: <|endoftext|> and </s>)")  # fmt: skip
+    train.add_argument("--single-digits", action="store_true", help="no token holds more than one digit")
 
     encode = commands.add_parser("encode", help="text or any bytes -> ids, in decimal")
     encode.add_argument("--out", metavar="FILE", help="write the ids to a .npy file, with 16 or 32 bits each")
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parser.parse_args(argv)
     if args.command == "train":
-        run_train(args.files, args.vocab_size, args.out, args.special, args.workers)
+        run_train(args.files, args.vocab_size, args.out, args.special, args.workers, args.single_digits)
     elif args.command == "encode":
         run_encode(load_tokenizer(args.tokenizer), args.file, args.out, args.workers)
     elif args.command == "decode":
@@ -133,10 +134,12 @@ def check_folder(out: str, what: str) -> None:
         raise UserError(f"cannot write the {what} {out}: {folder} is not a folder; create it or choose another")
 
 
-def run_train(files: list[str], vocab_size: int, out: str, specials: list[str] | None, workers: int | None) -> None:
+def run_train(
+    files: list[str], vocab_size: int, out: str, specials: list[str] | None, workers: int | None, single_digits: bool
+) -> None:
     check_folder(out, "tokenizer")
     texts = chain.from_iterable(read_text(file, "strict") for file in files)
-    options: dict[str, Any] = {"progress": sys.stderr.isatty(), "workers": workers}
+    options: dict[str, Any] = {"progress": sys.stderr.isatty(), "workers": workers, "single_digits": single_digits}
     if all(map(os.path.isfile, files)):
         options["size"] = sum(map(os.path.getsize, files))  # bytes; about as many as characters
     if specials is not None:
@@ -151,7 +154,7 @@ def run_encode(tokenizer: TextTokenizer, file: str, out: str | None, workers: in
     if out:
         check_folder(out, "ids")
     parts = read_text(file, "surrogateescape")
-    # Only GPT-2's pieces are known never to cross the edge of a part.
+    # Only the pieces of our own patterns are known never to cross the edge of a part.
     arrays = tokenizer.encode_many(parts if isinstance(tokenizer, Tokenizer) else ["".join(parts)], workers)
     if out:
         count = write_npy(Path(out), arrays, tokenizer.id_dtype)
@@ -268,7 +271,7 @@ def run_inspect(tokenizer: TextTokenizer, text: str, token: int | None) -> None:
     if not isinstance(tokenizer, Tokenizer):
         raise UserError("inspect: got another program's tokenizer, wanted one that train wrote; use encode for its ids")
     colour = use_colour()
-    pieces = list(chain.from_iterable(split(text)))
+    pieces = list(chain.from_iterable(split(text, tokenizer.merging.pattern)))
     tokens = [tokenizer.encode(piece) for piece in pieces]
     ids = list(chain.from_iterable(tokens))
     if token is None and ids:

@@ -3,9 +3,10 @@ r"""Pre-tokenisation: text is split into pieces (words, numbers, signs, space) b
     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 
 In words: an English contraction; else a run of letters, digits or other signs with one space before it; else a run of
-white space, without its last character if a word follows (that space belongs to the word).
+white space, without its last character if a word follows (that space belongs to the word). DIGITS is the same pattern
+except that each digit is a piece of its own.
 
-The rule is implemented twice. `split` is the pattern itself as a regular expression: the reference, and the path of
+These two are implemented twice. `split` is the pattern itself as a regular expression: the reference, and the path of
 short and damaged texts. `piece_starts` decides from each character and its two neighbours, for all characters of a text
 at once in NumPy. `PieceTable` gives equal pieces the same number, also in NumPy, so that a long text never becomes a
 list of millions of Python strings.
@@ -41,7 +42,7 @@ WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 class Pattern:
     r"""One way to split text into pieces.
 
-    `published` is the pattern as models' files spell it; it is compared, never compiled. `regex` is the same for
+    `published` is the pattern as models' files spell it; it is compared, never compiled here. `regex` is the same for
     Python's `re`, with {L}, {N} and {S} inside classes for \p{L}, \p{N} and \s, which `re` lacks or defines otherwise.
     Text can be cut into parts where a character of `safe` follows one that is not white space: no piece and no
     look-ahead crosses such a place.
@@ -80,16 +81,16 @@ _PATTERNS = (
         r"| ?[^{S}{L}{N}]+[\r\n]*|[{S}]*[\r\n]+|[{S}]+(?![^{S}])|[{S}]+",
         NO_LINE_END,
     ),
-    # SmolLM2: digits are split off one by one, and the text between them is split by GPT-2's pattern. No file spells
-    # this as one pattern.
+    # SmolLM2: digits are split off one by one, and the text between them is split by GPT-2's pattern, so a space before
+    # a number is a piece too. Its file has two steps for this; as one pattern it is spelt here.
     Pattern(
         "digits",
-        "",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+",
         r"'s|'t|'re|'ve|'m|'ll|'d| ?[{L}]+|[{N}]| ?[^{S}{L}{N}]+|[{S}]+(?![^{S}{N}])|[{S}]+",
     ),
 )
 PATTERNS = {pattern.name: pattern for pattern in _PATTERNS}
-GPT2 = PATTERNS["gpt2"]
+GPT2, DIGITS = PATTERNS["gpt2"], PATTERNS["digits"]
 
 # Up to the last place where a text can be cut for GPT-2's pattern.
 LAST_SAFE_CUT = re.compile(f"(?s:.*)[^{WHITE_SPACE}](?=[{WHITE_SPACE}])")
@@ -122,7 +123,7 @@ def cut(text: str, size: int, pattern: Pattern = GPT2) -> Iterator[str]:
 
 
 def recut(blocks: Iterable[str]) -> Iterator[str]:
-    """A text that comes in blocks of any size, as parts that end between two of GPT-2's pieces where possible.
+    """A text that comes in blocks of any size, as parts that end between two pieces of GPT2 or DIGITS where possible.
 
     Whether a space belongs to the next piece depends on what follows, so the end of a block is held for the next one.
     """
@@ -235,17 +236,19 @@ def kinds() -> npt.NDArray[np.uint8]:
     return table
 
 
-def piece_starts(codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.intp]:
-    """Where pieces begin in texts given as code points, each followed by the edge character. An edge is a piece."""
+def piece_starts(codes: npt.NDArray[np.uint32], pattern: Pattern = GPT2) -> npt.NDArray[np.intp]:
+    """Where pieces of GPT2 or DIGITS begin in texts given as code points, each followed by the edge character. An edge
+    is a piece."""
+    single = NUMBER if pattern == DIGITS else 0
     # One more edge at each end, so that every character has two neighbours.
     padded = np.full(len(codes) + 2, EDGE, np.uint8)
     kinds().take(codes, out=padded[1:-1], mode="clip")
     before, here, after = padded[:-2], padded[1:-1], padded[2:]
 
     # A run of letters, digits or signs begins where the kind changes, or with the space before it.
-    run_starts = (here != before) & (before != SPACE) | (here == EDGE)
+    run_starts = (here != before) & (before != SPACE) | (here & (EDGE | single) != 0)
     # White space begins after something else, and again at its last character if a word follows.
-    blank_starts = (before & BLANK == 0) | (after & (BLANK | EDGE) == 0)
+    blank_starts = (before & BLANK == 0) | (after & (BLANK | EDGE | single) == 0)
     is_blank = here & BLANK != 0
     starts = is_blank & blank_starts | ~is_blank & run_starts
 
@@ -308,7 +311,7 @@ class PieceTable:
 
     def number(self, texts: Sequence[str]) -> npt.NDArray[np.int32]:
         """The numbers of all pieces of `texts`, in order, with a 0 after each text."""
-        if self.pattern is not GPT2 or sum(map(len, texts)) < SHORT:
+        if self.pattern not in (GPT2, DIGITS) or sum(map(len, texts)) < SHORT:
             return self._number_by_pattern(texts)
         try:
             data = b"".join([part for text in texts for part in (text.encode(), EDGE_BYTES)])
@@ -338,7 +341,7 @@ class PieceTable:
         """data, codes: the same texts in UTF-8 and as code points, with their edges."""
         octets = np.frombuffer(data, np.uint8)
         characters = np.flatnonzero(octets & 0xC0 != 0x80)  # where each character begins in `data`
-        starts_in_codes = piece_starts(codes)
+        starts_in_codes = piece_starts(codes, self.pattern)
         starts = characters[starts_in_codes]
         lengths = np.diff(starts, append=len(data))
 

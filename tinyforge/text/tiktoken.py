@@ -19,7 +19,7 @@ from pathlib import Path
 from tinyforge.errors import UserError
 from tinyforge.files import read_text
 from tinyforge.text.bpe import Pair, Tokenizer, apply_merges, byte_order_of
-from tinyforge.text.pieces import split
+from tinyforge.text.pieces import GPT2, Pattern, split
 
 
 def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
@@ -27,7 +27,7 @@ def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
 
     The file holds neither the pattern nor the special tokens; give both to tiktoken:
 
-        tiktoken.Encoding(name, pat_str=pieces.GPT2.published, mergeable_ranks=load_tiktoken_bpe(path),
+        tiktoken.Encoding(name, pat_str=tokenizer.merging.pattern.published, mergeable_ranks=load_tiktoken_bpe(path),
                           special_tokens=tokenizer.specials)
 
     `encode_ordinary` is then our `encode`. Raises UserError if the ids would differ: tiktoken joins any two neighbours
@@ -50,12 +50,12 @@ def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
     return lines
 
 
-def from_tiktoken(path: str | Path, specials: Iterable[str] = ()) -> Tokenizer:
+def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Pattern = GPT2) -> Tokenizer:
     """The tokenizer of a rank file, with the same ids; `specials` get the ids after the last rank.
 
     The file holds no merges: the merge of a token is the pair that its bytes encode to with all tokens of lower rank.
-    Nor does it hold its pattern. GPT-2's is assumed; a file made with another is refused if that shows, in an ASCII
-    token that GPT-2's pattern would split.
+    Nor does it hold its pattern, GPT2 or DIGITS. A file made with another is refused if that shows, in an ASCII token
+    that this pattern would split.
 
     Raises UserError, naming the line, for a file that is damaged, whose ranks are not 0, 1, 2, ..., whose first 256 are
     not the bytes, or with a token that is not a pair of earlier ones.
@@ -100,20 +100,20 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = ()) -> Tokenizer:
                 "get or make the file again"
             )
         # Only ASCII: which other characters are letters depends on the version of Unicode.
-        if token.isascii() and _is_cut(token.decode()):
+        if token.isascii() and _is_cut(token.decode(), pattern):
             raise UserError(
-                f"{path} line {lines[token]}: got {token!r}, which GPT-2's pattern splits, wanted the ranks of a "
-                "vocabulary with that pattern; no other can be read"
+                f"{path} line {lines[token]}: got {token!r}, which the pattern {pattern.name} splits, wanted the ranks "
+                "of a vocabulary with that pattern; give the pattern that it was made with"
             )
         merged[parts[0], parts[1]] = rank
     try:
-        return Tokenizer(merged, specials, byte_order)
+        return Tokenizer(merged, specials, byte_order, pattern.name)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _is_cut(token: str) -> bool:
-    """Whether GPT-2's pattern splits an ASCII token, so that no text could give it."""
-    pieces = [piece for chunk in split(token) for piece in chunk]
+def _is_cut(token: str, pattern: Pattern) -> bool:
+    """Whether the pattern splits an ASCII token, so that no text could give it."""
+    pieces = [piece for chunk in split(token, pattern) for piece in chunk]
     # The first two characters of a longer contraction are two pieces alone, but one piece with the rest.
     return len(pieces) > 1 and token not in ("'r", "'v", "'l")

@@ -15,7 +15,7 @@ so all that goes back into the model is one gradient per row, in its log p. docs
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,13 +239,18 @@ def cached_reference(cache: Path, key: str, count: int, compute: Callable[[], np
     return found
 
 
-def measure(sharded: Any, objective: DPO, pairs: Pairs, size: int) -> dict[str, float]:
-    """The objective's figures on all pairs, without training. sharded: a `Sharded`."""
-    counts: Any = 0
-    sums: Any = 0.0
+def measure(sharded: Any, objective: DPO, parts: Mapping[str, Pairs], size: int) -> dict[str, float]:
+    """The objective's figures on all pairs, without training, and if there are several parts, the accuracy on each as
+    rewards/accuracies_NAME. sharded: a `Sharded`."""
     host = get_backend("numpy", "fp64", workers=1)
-    for batch in pairs.in_order(size):
-        counts = counts + objective.count(batch)
-        nll = sharded.token_nll(batch).astype(np.float64)[..., None]
-        sums = sums + objective.weigh(nll, batch, objective.count(batch), host)[0]
-    return objective.figures(sums, counts)
+    sums: dict[str, Any] = dict.fromkeys(parts, 0.0)
+    counts: dict[str, Any] = dict.fromkeys(parts, 0)
+    for name, pairs in parts.items():
+        for batch in pairs.in_order(size):
+            counts[name] = counts[name] + objective.count(batch)
+            nll = sharded.token_nll(batch).astype(np.float64)[..., None]
+            sums[name] = sums[name] + objective.weigh(nll, batch, objective.count(batch), host)[0]
+    found = objective.figures(sum(sums.values()), sum(counts.values()))
+    for name in parts if len(parts) > 1 else ():
+        found[f"rewards/accuracies_{name}"] = objective.figures(sums[name], counts[name])["rewards/accuracies"]
+    return found
