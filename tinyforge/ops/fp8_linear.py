@@ -136,10 +136,10 @@ class FP8Linear(_FP8Map, Linear):
     """
 
     kernels = (*Linear.kernels, fp8_product, quantise_rows, quantise_weights)
+    adds = False
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(weight, backend, name)
-        self.adds = False
         self.fp8_weight = fp8_weight_of(weight, backend, codes=True)
 
     def forward(
@@ -168,10 +168,10 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
         *LinearSwiGLU.kernels, fp8_product, fp8_product_swiglu, fp8_weight_gradient, quantise_rows, quantise_weights,
         largest_scale, quantise_transposed,
     )  # fmt: skip
+    adds = False
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(weight, backend, name)
-        self.adds = False
         self.fp8_weight = fp8_weight_of(weight, backend, codes=True, transposed=True)
 
     def forward(
