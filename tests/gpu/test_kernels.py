@@ -17,6 +17,7 @@ from tinyforge import ops
 from tinyforge.backends import Backend, dtype_of, get_backend
 from tinyforge.op import Param, Stash
 from tinyforge.ops.cross_entropy import sum_tokens
+from tinyforge.ops.linear import linear_bwd_bias
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.params import with_buffer
@@ -24,7 +25,7 @@ from tinyforge.rng import Stream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
-KERNELS = {k.name: k for kind in ops.ALL for k in kind.kernels}
+KERNELS = {k.name: k for k in (*(k for kind in ops.ALL for k in kind.kernels), linear_bwd_bias)}  # no op lists the last
 TOLERANCE = {"fp64": 1e-12, "fp32": 2e-6}
 Rng = np.random.Generator
 
