@@ -102,6 +102,8 @@ GPU = (
          "--seq-len 512 --peer torch-eager", 90),
     Part("gpu-train-tf32-16x1024", "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 16 "
          "--seq-len 1024 --peer torch-eager", 90),
+    Part("gpu-train-fp8-32x512", "bench/train_step.py --config base --backend cupy --precision fp8 --batch-size 32 "
+         "--seq-len 512 --capture --peer torch", 240),
     Part("gpu-train-moe-32x512", f"{TRAIN} --model moe --config base --batch-size 32 --seq-len 512 --peer torch "
          "--beside nanoeuler:base", 330),
     Part("gpu-train-muon", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --muon", 60),

@@ -30,6 +30,8 @@ our plain step bit for bit.
 
 With --muon our step is timed again with Muon in place of AdamW.
 
+With --precision fp8 PyTorch computes in bf16, and on a GPU our step is timed in bf16 too.
+
 With --gpus N the contenders are those of bench/ranks.py: one GPU, N GPUs, N with sharded optimizer states (ZeRO 1), and
 with sharded gradients too (ZeRO 2), and with --peer torch compiled DistributedDataParallel, with --batch-size sequences
 per GPU.
@@ -96,12 +98,13 @@ from tinyforge.train.run import FLOP_CONVENTION
 from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
 READING, MASKED, CAPTURED, MUON = "tinyforge, data", "tinyforge, mask", "tinyforge, graph", "tinyforge, Muon"
+IN_BF16 = "tinyforge, bf16"
 PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,)}
 LR, CLIP = 1e-3, 1.0
 BATCHES = 8  # distinct ones, visited in turn
 PARITY_STEPS = 3  # the second and third loss depend on the gradients, the clipping and AdamW too
 WARM_UP_STEPS = 3
-PARITY_TOLERANCE = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2}  # nats
+PARITY_TOLERANCE = {"fp64": 1e-4, "fp32": 1e-4, "tf32": 1e-2, "bf16": 3e-2, "fp8": 5e-2}  # nats
 TURN = 5  # counted steps before the next contender's turn
 MEMORY_STEPS = 5
 
@@ -136,6 +139,10 @@ class Options:
         model, preset = self.beside or ("", "")
         config = config_of(PretrainSettings(model=model, config=preset))
         return replace(self, model=model, config=config.override({"context": max(self.seq_len, config.context)}))
+
+    def in_bf16(self) -> Options:
+        """The same, in bf16 instead of fp8."""
+        return replace(self, precision="bf16") if self.precision == "fp8" else self
 
     def without_dropout(self) -> Options:
         return replace(self, config=self.config.override({"dropout": 0.0}))
@@ -243,7 +250,7 @@ def torch_peer(options: Options, mode: str | None) -> Any:
 
     device = f"cuda:{options.device or 0}" if options.backend == "cupy" else "cpu"
     training = TorchTraining(
-        options.model, options.config, precision=options.precision, device=device, threads=options.threads,
+        options.model, options.config, precision=options.in_bf16().precision, device=device, threads=options.threads,
         clip=CLIP, compiled=mode,
     )  # fmt: skip
     return TorchPeer(training, options.batches(), LR)
@@ -260,7 +267,10 @@ def _steps_only(name: str, options: Options) -> float:
         for i in range(MEMORY_STEPS):
             contender.step(i)
 
-    own: dict[str, Callable[..., Ours]] = {OURS: Ours, CAPTURED: Graph, MUON: partial(Ours, optimizer=Muon)}
+    own: dict[str, Callable[..., Ours]] = {
+        OURS: Ours, CAPTURED: Graph, MUON: partial(Ours, optimizer=Muon), IN_BF16: Ours,
+    }  # fmt: skip
+    options = options.in_bf16() if name == IN_BF16 else options
     if options.backend != "cupy":
         contender = own[name](options, options.make_backend()) if name in own else torch_peer(options, None)
         take_steps(contender)
@@ -331,7 +341,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     load_average = os.getloadavg()[0]
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
     peers = PEERS[peer] if peer else ()
-    own = (OURS, *[CAPTURED] * options.capture, *[MUON] * options.muon)
+    in_bf16 = options.precision == "fp8" and options.backend == "cupy"
+    own = (OURS, *[CAPTURED] * options.capture, *[MUON] * options.muon, *[IN_BF16] * in_bf16)
     measured = [name for name in (*own, *peers) if options.backend == "cupy" or name not in (COMPILED, GRAPH)]
     _, memory, _ = soft({name: partial(str, name) for name in measured}, lambda name: peak_memory(name, options))
     backend = options.make_backend()
@@ -345,6 +356,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         contenders[CAPTURED] = Graph(options, backend)
     if options.muon:
         contenders[MUON] = Ours(options, backend, optimizer=Muon)
+    if in_bf16:
+        contenders[IN_BF16] = Ours(options.in_bf16(), options.in_bf16().make_backend())
     if options.data:
         contenders[READING] = Reading(options, backend)
     if options.documents:
@@ -511,7 +524,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                    help="time our step with documents of N tokens on average kept apart too")  # fmt: skip
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
-    p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")
+    p.add_argument("--precision", default="fp32", help="fp32, fp64, fp8, and on a GPU tf32 or bf16 (default: fp32)")
     p.add_argument("--workers", type=int, help="processes of ours, one BLAS thread each (default: one a core)")
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as --workers)")
     p.add_argument("--gpus", type=int, metavar="N",
@@ -528,6 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         gemm.announce(lambda text: print(text, file=sys.stderr))
     find_model(args.model).check_recompute(options.recompute)
+    find_model(args.model).check_precision(options.precision)
     found = measure(options, args.peer)
     publish(found, table(found), args.json)
     return 0

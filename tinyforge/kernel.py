@@ -84,7 +84,7 @@ class Kernel(Generic[P, R]):
         body, read = inspect.signature(self.body), inspect.signature(function).parameters
 
         def allocate(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = body.bind(*args, **kwargs).arguments
+            given = body.bind_partial(*args, **kwargs).arguments  # without `backend`
             return function(**{name: given[name] for name in read})
 
         return allocate

@@ -33,11 +33,12 @@ class ModelSpec:
     model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty if there is none.
     architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
-    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". bundled: a small trained
-    checkpoint that comes with the model's code, for commands that need a model when nothing has been trained yet;
-    storyteller: another, which chat takes then. learns: "text", next tokens, for recipes/pretrain.py; "masked text",
-    masked tokens there, and classes of texts in recipes/classify.py; "images", classes of images there. pretraining:
-    settings of recipes/pretrain.py with another default for this model, e.g. {"lr": 5e-4}.
+    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". fp8: whether --precision
+    fp8 applies to it. bundled: a small trained checkpoint that comes with the model's code, for commands that need a
+    model when nothing has been trained yet; storyteller: another, which chat takes then. learns: "text", next tokens,
+    for recipes/pretrain.py; "masked text", masked tokens there, and classes of texts in recipes/classify.py; "images",
+    classes of images there. pretraining: settings of recipes/pretrain.py with another default for this model, e.g.
+    {"lr": 5e-4}.
 
     For docs/models.md, and required by the tests for every model in the checkout: source, the paper; backward, what is
     new in its gradients, a sentence or two. trained: training results by name, each "FILE#a/b/c", a place in a JSON
@@ -54,6 +55,7 @@ class ModelSpec:
     architectures: tuple[str, ...] = field(default=())
     documents: bool = False
     blocks: bool = False
+    fp8: bool = False
     bundled: Path | None = None
     storyteller: Path | None = None
     learns: str = "text"
@@ -68,6 +70,12 @@ class ModelSpec:
             able = ", ".join(spec.name for spec in models().values() if spec.blocks)
             raise UserError(f"--recompute blocks: {self.title} has no blocks that can be recomputed; leave it out, "
                             f"or use one of {able}")  # fmt: skip
+
+    def check_precision(self, name: str) -> None:
+        """Raise UserError if the model cannot be trained in this precision."""
+        if name == "fp8" and not self.fp8:
+            able = ", ".join(spec.name for spec in models().values() if spec.fp8)
+            raise UserError(f"--precision fp8: {self.title} has no products in FP8; use bf16, or one of {able}")
 
 
 def in_repository(name: str) -> str:

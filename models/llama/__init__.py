@@ -6,7 +6,7 @@ from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
     "llama", "Llama", Llama, Config, PRESETS, "RMSNorm, rotary positions, grouped queries, SwiGLU",
-    hf=f"{__name__}.hf", documents=True, blocks=True,
+    hf=f"{__name__}.hf", documents=True, blocks=True, fp8=True,
     architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     source='Touvron et al., "LLaMA: Open and Efficient Foundation Language Models" (2023); Mistral, Qwen2, Qwen3',
     backward="Rotary pairs are rotated back by the same angle. The gradient of a key or value head is the sum over the "

@@ -7,16 +7,34 @@ A norm is fused with the residual addition before it, so a block takes the strea
                           x = x + down(gate_up(h));                h = norm1 of the next block, or the final norm
 
 In training, dropout is applied to both additions if the config has any; without dropout, the product adds x itself.
+In FP8, h is a `Scaled`, and so are the gradients that reach the second half's products.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 from models.llama.config import Config
 from tinyforge.backends import Backend
+from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops import AddRMSNorm, Attention, Dropout, Linear, LinearSwiGLU, RMSNorm, RoPE, RopeScaling, SwiGLULinear
+from tinyforge.ops import (
+    AddRMSNorm,
+    Attention,
+    Dropout,
+    FP8AddRMSNorm,
+    FP8Linear,
+    FP8LinearSwiGLU,
+    FP8SwiGLULinear,
+    Linear,
+    LinearSwiGLU,
+    RMSNorm,
+    RoPE,
+    RopeScaling,
+    SwiGLULinear,
+)
 from tinyforge.ops.attention import LayerCache
 from tinyforge.ops.dropout import adding
 from tinyforge.ops.swiglu_linear import swiglu_mlp
@@ -36,20 +54,30 @@ def gain(name: str, width: int) -> Param:
 
 class AttentionHalf:
     """The first half of a layer, and the norm that ends it. Dense layers and mixtures of experts share it. x, h: the
-    stream and its norm, (B, T, C) each."""
+    stream and its norm, (B, T, C) each. in_fp8: whether --precision fp8 applies to the layer."""
+
+    in_fp8 = False
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
-        c, at = config, f"blocks.{layer}"
+        c, at, fp8, last = config, f"blocks.{layer}", backend.fp8 and self.in_fp8, layer + 1 == config.layers
         self.head_dim = c.head_dim
         queries, heads = c.heads * c.head_dim, c.heads + 2 * c.kv_heads
 
         def head_norm(name: str) -> RMSNorm:
             return RMSNorm(gain(f"{at}.{name}", c.head_dim), backend, c.norm_eps, f"{at}.{name}")
 
+        def add_norm(name: str, *, scaled: bool = True, scaled_backward: bool = True) -> AddRMSNorm:
+            known = (gain(name, c.dim), backend, c.norm_eps, name)
+            if not fp8:
+                return AddRMSNorm(*known)
+            return FP8AddRMSNorm(*known, scaled=scaled, scaled_backward=scaled_backward)
+
         bias = Param(f"{at}.qkv.bias", (heads * c.head_dim,), decay=False) if c.qkv_bias else None
         keys = c.kv_heads * c.head_dim
         qkv = Param(f"{at}.qkv.weight", (heads * c.head_dim, c.dim), std=STD, matrices=(queries, keys, keys))
-        self.qkv = Linear(qkv, backend, f"{at}.qkv", bias=bias)
+        if fp8 and bias:
+            raise UserError("--precision fp8: products in FP8 add no bias, and qkv has one (qkv_bias); use bf16")
+        self.qkv = FP8Linear(qkv, backend, f"{at}.qkv") if fp8 else Linear(qkv, backend, f"{at}.qkv", bias=bias)
         # Qwen3: one norm for all query heads, one for all key heads.
         of_q, of_k = slice(0, c.heads), slice(c.heads, c.heads + c.kv_heads)
         self.head_norms = [(head_norm("q_norm"), of_q), (head_norm("k_norm"), of_k)] if c.qk_norm else []
@@ -63,9 +91,9 @@ class AttentionHalf:
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
-        self.norm2 = AddRMSNorm(gain(f"{at}.norm2", c.dim), backend, c.norm_eps, f"{at}.norm2")
-        following = f"blocks.{layer + 1}.norm1" if layer + 1 < c.layers else "final_norm"
-        self.next_norm = AddRMSNorm(gain(following, c.dim), backend, c.norm_eps, following)
+        self.norm2 = add_norm(f"{at}.norm2", scaled_backward=False)
+        self.next_norm = add_norm("final_norm" if last else f"blocks.{layer + 1}.norm1", scaled=not last,
+                                  scaled_backward=not c.dropout)  # fmt: skip
 
     def attend(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
@@ -104,13 +132,16 @@ class AttentionHalf:
 class Block(AttentionHalf):
     """One layer. x, h: the stream and its norm, (B, T, C) each."""
 
+    in_fp8 = True
+
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         super().__init__(config, layer, backend)
         c, at = config, f"blocks.{layer}"
         gate_up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=2)
         down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
-        self.gate_up = LinearSwiGLU(gate_up, backend, f"{at}.gate_up")
-        self.down = SwiGLULinear(down, backend, f"{at}.down")
+        self.gate_up = (FP8LinearSwiGLU if backend.fp8 else LinearSwiGLU)(gate_up, backend, f"{at}.gate_up")
+        swiglu_linear = partial(FP8SwiGLULinear, gives_fp8=True) if backend.fp8 else SwiGLULinear
+        self.down = swiglu_linear(down, backend, f"{at}.down")
 
     def forward(
         self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,

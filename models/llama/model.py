@@ -20,8 +20,9 @@ from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
-from tinyforge.ops import AddRMSNorm, Embedding, LinearCrossEntropy, RMSNorm
+from tinyforge.ops import AddRMSNorm, Embedding, FP8RMSNorm, LinearCrossEntropy, RMSNorm
 from tinyforge.ops.attention import Documents
+from tinyforge.ops.fp8_linear import FP8Weights
 from tinyforge.params import ParamBuffer, with_buffer
 
 
@@ -43,12 +44,14 @@ class LlamaLike(Model):
         self.config, self.shape, self.recompute = config, shape, recompute
         table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
-        self.first_norm = RMSNorm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1")
+        norm = FP8RMSNorm if backend.fp8 and self.block.in_fp8 else RMSNorm
+        self.first_norm = norm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1")
         self.blocks = [self.block(shape, i, backend) for i in range(shape.layers)]
         self.again = [Again(backend, f"blocks.{i}") for i in range(shape.layers)]
         self.heads = LinearCrossEntropy(heads or table, backend, "heads")
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
+        self.fp8_weights = FP8Weights(self.ops(), backend)
 
     def hidden(
         self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
@@ -63,6 +66,7 @@ class LlamaLike(Model):
     ) -> tuple[Array, list[Array]]:
         """The final-normed stream, and the further outputs of the blocks."""
         more: list[Array] = []
+        self.fp8_weights.refresh()
         x = self.embedding.forward(ids, stash)
         h = self.first_norm.forward(x, stash)
         normed: Callable[[Array], Array] = self.first_norm.forward  # recomputes h from x

@@ -8,7 +8,7 @@ from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
     "nanoeuler", "NanoEuler", NanoEuler, Config, PRESETS, "Llama-like blocks with multi-token prediction heads",
-    hf=f"{__name__}.hf", documents=True, blocks=True, bundled=Path(__file__).parent / "small",
+    hf=f"{__name__}.hf", documents=True, blocks=True, fp8=True, bundled=Path(__file__).parent / "small",
     storyteller=Path(__file__).parent / "storyteller",
     source='this project; several heads as in Gloeckle et al., "Better & Faster Large Language Models via Multi-token '
     'Prediction" (2024)',

@@ -101,6 +101,25 @@ static void host_boxes_arrive() {
 }
 static const bool host_copies_boxes = (host_tick = host_boxes_arrive, true);
 
+// --- FP8: e4m3, or with e5m2 that
+
+static unsigned host_fp8(float x, bool e5m2) {
+    const int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7;
+    const unsigned sign = std::signbit(x) ? 0x80 : 0;
+    if (std::isnan(x)) return 0x7f;
+    const double size = std::min(double(std::fabs(x)), e5m2 ? 57344.0 : 448.0);
+    if (size == 0) return sign;
+    const int e = std::max(std::ilogb(size), 1 - bias);
+    return sign | (unsigned(e + bias - 1) << mantissa) + unsigned(std::nearbyint(std::ldexp(size, mantissa - e)));
+}
+static float host_from_fp8(unsigned bits, bool e5m2) {
+    const int mantissa = e5m2 ? 2 : 3, bias = e5m2 ? 15 : 7, low = bits & (1 << mantissa) - 1;
+    const int e = (bits & 0x7f) >> mantissa;
+    if (e5m2 ? e == 31 : (bits & 0x7f) == 0x7f) return e5m2 && !low ? (bits & 0x80 ? -1 : 1) / 0.0f : 0.0f / 0.0f;
+    const double size = std::ldexp(e ? low + (1 << mantissa) : low, (e ? e : 1) - bias - mantissa);
+    return bits & 0x80 ? -size : size;
+}
+
 // --- wgmma
 
 // Number n of the direction that stays, step k of the sum.
@@ -112,7 +131,20 @@ static float host_factor(u64 matrix, bool across, int n, int k) {
     memcpy(&bits, host_at(host_swizzled(at)), 2);
     return __uint_as_float(unsigned(bits) << 16);
 }
-struct Product { float (*d)[4]; int tiles; u64 a, b; int add; bool a_across, b_across, held; float left[2][16]; };
+// The same of bytes; e5m2: e5m2.
+static float host_fp8_factor(u64 matrix, bool e5m2, int n, int k) {
+    const u32 at = ((matrix & 0x3fff) << 4) + n / 8 * 1024 + n % 8 * 128 + k;
+    return host_from_fp8(*(const unsigned char *)host_at(host_swizzled(at)), e5m2);
+}
+struct Product {
+    float (*d)[4];
+    int tiles;
+    u64 a, b;
+    int add;
+    bool a_across, b_across, held;
+    float left[2][16];
+    bool bytes, e5m2;
+};
 static std::vector<std::vector<Product>> host_products[1024];  // of a thread, by group; the last one is open
 static void host_multiply(float (*d)[4], int tiles, u64 a, u64 b, int add, bool a_across, bool b_across) {
     auto &groups = host_products[current];
@@ -131,12 +163,27 @@ static void host_multiply_held(float (*d)[4], int tiles, const u32 (&a)[4], u64 
             p.left[i % 2][i / 2 * 8 + 2 * c + 1] = __uint_as_float(pair & 0xffff0000u);
         }
 }
+static void host_multiply_fp8(float (*d)[4], int tiles, u64 a, u64 b, int add, bool e5m2) {
+    host_multiply(d, tiles, a, b, add, false, false);
+    Product &p = host_products[current].back().back();
+    p.bytes = true, p.e5m2 = e5m2;
+}
 static void host_multiply_commit() { host_products[current].emplace_back(); }
 static void host_multiply_wait(int pending) {
     const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     auto &groups = host_products[current];
     while (int(groups.size()) > pending + 1) {
         for (const Product &p : groups[0]) {
+            if (p.bytes) {
+                for (int n = 0; n < p.tiles; n++) for (int i = 0; i < 4; i++) {
+                    float &sum = p.d[n][i], s = p.add ? sum : 0;
+                    for (int k = 0; k < 32; k++)
+                        s += host_fp8_factor(p.a, p.e5m2, row + 8 * (i / 2), k) *
+                             host_fp8_factor(p.b, false, 8 * n + column + i % 2, k);
+                    sum = s;
+                }
+                continue;
+            }
             float left[2][16];
             memcpy(left, p.left, sizeof left);
             for (int half = 0; half < 2 && !p.held; half++)

@@ -436,3 +436,183 @@ def test_faults_of_the_epilogues_show(epilogue: str, fault: tuple[str, str], tmp
     except AssertionError:  # it said what was wrong
         return
     assert wrong
+
+
+# Whole numbers in FP8 and scales that are powers of two: exact, and compared bit for bit.
+FP8_MAIN = r"""
+typedef Pack<T, 1> One;
+static One one(double x) { One found; found.v[0].bits = host_bf16(x); return found; }
+static u32 bits_of(float x) { return __float_as_uint(x); }
+static u32 bits_of(T x) { return x.bits; }
+int main() {
+    const int rows = M, half = N, depth = K, blocks = 2, splits = SPLITS;  // depth: in bytes
+    constexpr bool FORWARDS = EPILOGUE == SWIGLU, IS_E5M2 = FACTORS == E5M2, ADDS = PRODUCT == WEIGHT;
+    const int wide = FORWARDS ? 2 * half : half;
+    const int a_pitch = depth / 2 + 16, b_pitch = depth / 2 + 8;  // in pairs
+    host_jitter = true, host_limit = 100000;
+    auto drawn = [](int n, bool e5m2) {
+        std::vector<T> x(n);
+        for (T &v : x) {
+            v.bits = host_fp8(int(host_normal() * 1.5), e5m2);
+            v.bits |= host_fp8(int(host_normal() * 1.5), e5m2) << 8;
+        }
+        return x;
+    };
+    auto a = drawn(rows * a_pitch, IS_E5M2), b = drawn(wide * b_pitch, false);
+    std::vector<float> scales(rows);
+    for (float &v : scales) v = std::ldexp(1.0f, int(host_normal() * 3));
+    const float weight_scale = 0.25;
+    const TensorMap a_map = map(a, false, rows, depth / 2, a_pitch, ROWS);
+    const TensorMap b_map = map(b, false, wide, depth / 2, b_pitch, WIDE / CLUSTER);
+    Result poison;
+    memset(&poison, 0xff, sizeof poison);
+    std::vector<Result> out(splits * rows * wide + 4096, poison), hidden(rows * half + 4096, poison);
+    if (ADDS && splits == 1) memset(out.data(), 0, rows * wide * sizeof(Result));
+    host_launch(blocks, 1, THREADS, [&] {
+        gemm_hopper(out.data(), a_map, b_map, rows, half, depth / 2, wide, BAND, splits, ADDS && splits == 1 MORE,
+                    scales.data(), &weight_scale, !ADDS);
+    }, CLUSTER);
+    if (!host_boxes.empty()) host_fault("a box was never waited for");
+    auto factor = [](const std::vector<T> &x, int at, int k, bool e5m2) {
+        return double(host_from_fp8(x[at + k / 2].bits >> k % 2 * 8 & 0xff, e5m2));
+    };
+    const int steps = ceil_div(depth, 128);
+    auto sum = [&](int r, int c, int split) {
+        double s = 0;
+        for (int k = split * steps / splits * 128; k < min((split + 1) * steps / splits * 128, depth); k++)
+            s += factor(a, r * a_pitch, k, IS_E5M2) * factor(b, c * b_pitch, k, false);
+        return s * scales[ADDS ? 0 : r] * weight_scale;
+    };
+    int wrong = 0;
+    for (int split = 0; split < splits; split++) for (int r = 0; r < rows; r++) for (int c = 0; c < wide; c++) {
+        const double s = sum(r, c, split);
+        wrong += bits_of(out[(split * rows + r) * wide + c]) != (ADDS ? bits_of(float(s)) : bits_of(one(s).v[0]));
+        if (FORWARDS && c < half) {
+            const One h = swiglu(one(s), one(sum(r, half + c, split)));
+            wrong += bits_of(hidden[r * half + c]) != bits_of(h.v[0]);
+        }
+    }
+    const u32 nothing = bits_of(poison);
+    for (size_t i = splits * rows * wide; i < out.size(); i++) wrong += bits_of(out[i]) != nothing;
+    for (size_t i = FORWARDS ? rows * half : 0; i < hidden.size(); i++) wrong += bits_of(hidden[i]) != nothing;
+    printf("%d\n", wrong);
+}
+"""
+
+
+def fp8_product_errors(
+    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *, which: str = "FORWARD",
+    splits: int = 1, shape: tuple[int, int, int] = (264, 136, 400), fault: tuple[str, str] | None = None,
+) -> int:  # fmt: skip
+    """How many numbers are not what the bytes' product, its scales and SwiGLU's formulas give."""
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": which, "FACTORS": factors, "EPILOGUE": epilogue}
+    macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
+    main = FP8_MAIN.replace("BAND", "2").replace("SPLITS", str(splits))
+    main = main.replace(" MORE", ", hidden.data()" if epilogue == "SWIGLU" else "")
+    for name, value in zip(("M", "N", "K"), shape, strict=True):
+        main = main.replace(f" {name},", f" {value},", 1)
+    return int(
+        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
+    )
+
+
+@pytest.mark.parametrize(
+    ("factors", "epilogue", "tile", "which", "splits"),
+    [
+        ("E4M3", "NONE", (128, 256, 4, 0, 1), "FORWARD", 1), ("E5M2", "NONE", (128, 192, 5, 1, 1), "FORWARD", 1),
+        ("E4M3", "SWIGLU", (128, 192, 5, 1, 1), "FORWARD", 1), ("E4M3", "SWIGLU", (128, 256, 4, 0, 1), "FORWARD", 1),
+        ("E5M2", "NONE", (128, 192, 5, 1, 1), "WEIGHT", 1), ("E5M2", "NONE", (128, 256, 4, 0, 1), "WEIGHT", 3),
+    ],
+)  # fmt: skip
+def test_fp8_products(
+    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], which: str, splits: int, tmp_path: Path
+) -> None:
+    assert fp8_product_errors(factors, epilogue, tile, tmp_path, which=which, splits=splits) == 0
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "fault"),
+    [
+        ("NONE", ("columns(part, k), columns(b, k), step", "columns(part, k), columns(b, 0), step")),
+        ("NONE", ("scales[i][j / 2]", "scales[i][0]")),  # the scale of the row 8 above
+        ("NONE", ("* *weight_scale", "")),
+        ("SWIGLU", ("products.rescale(of_rows);", "")),
+        ("SWIGLU", ("scales[by_row ? at : 0]", "scales[0]")),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else x,
+)  # fmt: skip
+def test_faults_in_fp8_products_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
+    assert fp8_product_errors("E4M3", epilogue, (128, 128, 4, 1, 1), tmp_path, shape=(136, 264, 144), fault=fault)
+
+
+TRANSPOSED = r"""
+int main() {
+    const int rows = M, columns = N, pitch = (rows + 15) / 16 * 16;
+    std::vector<T> x(rows * columns), gu(2 * rows * columns), room(rows * columns + 8);
+    for (T &v : x) v.bits = host_bf16(host_normal());
+    for (T &v : gu) v.bits = host_bf16(host_normal());
+    const float scale = 0.01;
+    std::vector<byte> codes(rows * columns + 64, 0xee), transposed(pitch * columns + 64, 0xee);
+    const int across = (columns + ACROSS - 1) / ACROSS, down = (pitch + DOWN - 1) / DOWN;
+    host_launch(across, down, 256, [&] {
+        quantise_transposed_e5m2(codes.data(), transposed.data(), x.data(), &scale, rows, columns, pitch);
+    });
+    int wrong = 0;
+    for (int c = 0; c < columns; c++) for (int r = 0; r < pitch; r++) {
+        const byte wanted = r < rows ? host_fp8(widen(x[r * columns + c]) * (1 / scale), true) : 0;
+        wrong += transposed[c * pitch + r] != wanted;
+        if (r < rows) wrong += codes[r * columns + c] != wanted;
+    }
+    for (int i = 0; i < 64; i++) wrong += transposed[pitch * columns + i] != 0xee || codes[rows * columns + i] != 0xee;
+    std::vector<byte> more(2 * rows * columns + 64, 0xee), other(2 * pitch * columns + 64, 0xee);
+    std::copy(x.begin(), x.end(), room.begin());
+    host_launch(across, down, 256, [&] {
+        swiglu_bwd_fp8(more.data(), other.data(), room.data(), room.data(), gu.data(), &scale, rows, columns, pitch);
+    });
+    for (int c = 0; c < columns; c++) for (int r = 0; r < pitch; r++) {
+        Pack<T, 1> gate{}, up{}, d{}, dgate{}, dup{}, h{};
+        if (r < rows) gate.v[0] = gu[2 * r * columns + c], up.v[0] = gu[(2 * r + 1) * columns + c];
+        if (r < rows) d.v[0] = x[r * columns + c];
+        swiglu_gradient(dgate, dup, h, d, gate, up);
+        const byte first = host_fp8(widen(dgate.v[0]) * (1 / scale), true);
+        const byte second = host_fp8(widen(dup.v[0]) * (1 / scale), true);
+        wrong += other[c * pitch + r] != first || other[(columns + c) * pitch + r] != second;
+        if (r >= rows) continue;
+        wrong += more[2 * r * columns + c] != first || more[(2 * r + 1) * columns + c] != second;
+        wrong += room[r * columns + c].bits != h.v[0].bits;
+    }
+    for (int i = 0; i < 64; i++)
+        wrong += other[2 * pitch * columns + i] != 0xee || more[2 * rows * columns + i] != 0xee;
+    printf("%d\n", wrong);
+}
+"""
+
+
+def transposed_errors(folder: Path, rows: int, columns: int, fault: tuple[str, str] | None = None) -> int:
+    main = TRANSPOSED.replace(" M,", f" {rows},").replace(" N,", f" {columns},")
+    macros: dict[str, int | str] = {"SCALAR": "bf16", "VEC": 8, "PER": 0}
+    bodies = {k: v for k, v in HOPPER_BODIES.items() if "narrow" in k or "two_e" in k}
+    shared = (("__shared__ u32 tile", "static u32 tile"),)
+    return int(run_on_host("ops/fp8.cu", macros, bodies, main, folder, before=hopper(), fault=fault, changes=shared))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (130, 72), (256, 64), (47, 200)])
+def test_rows_are_transposed(rows: int, columns: int, tmp_path: Path) -> None:
+    assert transposed_errors(tmp_path, rows, columns) == 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("4 * quad + c >= columns", "4 * quad + c > columns"), ("top + row >= pitch", "false"),
+        ("tiles[half]", "tiles[0]"), ("8 * c & 255) << 16", "8 * c & 255) << 8"),
+        ("tile[row + 4 * i + j][quad]", "tile[row + i + 4 * j][quad]"),
+    ],
+    ids=lambda x: x[0],
+)  # fmt: skip
+def test_faults_of_transposing_show(fault: tuple[str, str], tmp_path: Path) -> None:
+    try:
+        wrong = transposed_errors(tmp_path, 47, 72, fault)
+    except AssertionError:  # it wrote where nothing is
+        return
+    assert wrong

@@ -36,7 +36,7 @@ from tinyforge.ops.swiglu_linear import linear_swiglu_fwd, swiglu_linear_bwd
 from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.parallel.sums import add_
-from tinyforge.params import ParamBuffer
+from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
 from tinyforge.train.captured import Captured
@@ -48,12 +48,14 @@ pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
     "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.causal_conv", "ops.class_token", "ops.cross_entropy",
-    "ops.dropout", "ops.embedding", "ops.fork", "ops.gelu", "ops.gelu_linear", "ops.layernorm", "ops.linear",
-    "ops.lora", "ops.lstm", "ops.mixture", "ops.patches", "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router",
-    "ops.router_losses", "ops.rows", "ops.selective_scan", "ops.softmax", "ops.swiglu", "ops.swiglu_linear",
-    "ops.take", "ops.tanh", "optim.adamw", "optim.muon", "parallel.sums",
+    "ops.dropout", "ops.embedding", "ops.fork", "ops.fp8", "ops.fp8_linear", "ops.fp8_rmsnorm", "ops.gelu",
+    "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.lstm", "ops.mixture", "ops.patches",
+    "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows", "ops.selective_scan",
+    "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw", "optim.muon",
+    "parallel.sums",
 )  # fmt: skip
-NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32}
+NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32,
+           "byte": np.uint8, "Weight": np.int64}  # fmt: skip
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
 
 
@@ -117,12 +119,14 @@ class Launches:
         text = kernels.read(file)
         if sizes := re.search(r"#define SIZES ((?:.*\\\n)*.*)", text):  # what several entries take
             text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
+        of_fp8 = re.search(r"#define FP8_ARGUMENTS (,.*)", text)
+        text = re.sub(r"(?<!#define )FP8_ARGUMENTS", of_fp8[1] if of_fp8 and "FACTORS" in macros else "", text)
         for option in ("BAND", "DOCS", "DROP", "RESTART", "TURN"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""
             text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
         more = re.search(rf"EPILOGUE == {macros.get('EPILOGUE')}\n#define MORE_ARGUMENTS (.*)", text)
-        text = text.replace(" MORE_ARGUMENTS\n", f" {more[1]}\n" if more else "\n")
+        text = re.sub("(?<!#define) MORE_ARGUMENTS", f" {more[1]}" if more else "", text)
         found = re.search(rf'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?{entry}\(([^)]*)\)', text)
         assert found is not None, f"{file} has no entry {entry}"
         return [" ".join(p.split()) for p in found[1].split(",")]
@@ -240,7 +244,7 @@ def test_launchers_pass_what_their_kernels_declare(
 )
 @pytest.mark.parametrize("dropped", [(None, 0.0), ((1, 2), 0.3)], ids=["kept", "dropped"])
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp8"])  # attention computes in bf16 then
 def test_every_attention_kernel_gets_what_it_declares(
     precision: str, dim: int, dropped: Any, documents: bool, seen: Any, hopper: bool, launches: Launches,
     monkeypatch: pytest.MonkeyPatch,
@@ -412,6 +416,27 @@ def test_a_product_goes_where_the_table_says(launches: Launches, monkeypatch: py
     x, weight = backend.zeros((40, 64)), backend.zeros((24, 64))
     assert forward() == (1, 0)
     assert said[1].endswith("64: 128 x 256 cooperative, 4 stages, cluster 2, band 4, splits 1")
+
+
+def test_fp8_products_and_quantising_kernels_get_what_they_declare(launches: Launches) -> None:
+    backend = FakeCupy("fp8")
+    for kind in ops.IN_FP8:
+        for op, inputs in kind.cases(backend, np.random.default_rng(0)):
+            stash = Stash()
+            y = op.forward(*inputs, stash=stash)
+            op.backward(y, stash)
+    assert {"gemm_hopper", "quantise_rows", "largest_of_weights", "quantise_weights"} <= set(launches.seen)
+    launches.seen.clear()
+    for width in (768, 33):
+        gain = Param("gain", (width,), fill=1.0, decay=False)
+        norm = ops.FP8AddRMSNorm(gain, backend)
+        with_buffer(norm, backend, np.random.default_rng(0))
+        stash, x = Stash(), backend.zeros((5, width))
+        norm.forward(x, None, stash)
+        norm.backward((x, x), stash)
+        norm.forward(x, None, stash)
+        norm.backward((None, x), stash)
+    assert {"rmsnorm_scaled_fwd", "rmsnorm_scaled_bwd", "add_rmsnorm_scaled_bwd"} <= set(launches.seen)
 
 
 @pytest.mark.parametrize("in_table", [True, False])

@@ -134,7 +134,7 @@ def test_a_trained_model_is_timed_with_and_without_drafts(tmp_path: Path, capsys
     [
         (["--rounds", "0"], "--rounds is 0"),
         (["--config", "huge"], "'huge' is not a preset"),
-        (["--precision", "fp8"], "precision 'fp8' is not available"),
+        (["--precision", "fp4"], "precision 'fp4' is not available"),
         (["--position", "127"], "--position 127: 16 tokens around it are not within the context of 128"),
         (["--position", "3"], "--position 3: 16 tokens around it"),
         (["--json", "no/such/folder/result.json"], "folder that does not exist"),

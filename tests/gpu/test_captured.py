@@ -75,6 +75,11 @@ def test_steps_of_muon_have_the_bits_of_plain_ones(precision: str) -> None:
     same_bits("nanoeuler", precision, [[batch(n, 2)] for n in range(10)], optimizer=MuonConfig())
 
 
+def test_twenty_steps_in_fp8_too() -> None:
+    heads = trained("nanoeuler", "fp8", False).model.config.prediction_heads
+    same_bits("nanoeuler", "fp8", [[batch(n, heads)] for n in range(20)])
+
+
 def test_micro_batches_recomputation_weights_and_documents() -> None:
     def more(number: int) -> dict[str, Any]:
         rng = np.random.default_rng(number)

@@ -84,7 +84,7 @@ def test_gradients_are_those_of_numpy(precision: str, tolerance: float) -> None:
         assert np.linalg.norm(got[name] - w) <= tolerance * np.linalg.norm(w), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_the_same_seed_gives_the_same_bits(precision: str) -> None:
     runs = [gradients("cupy", precision) for _ in range(3)]
     assert len({nll.tobytes() for nll, _ in runs}) == 1
@@ -120,7 +120,7 @@ class Trial:
         return train(self.task, self.settings, self.backend, resume)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_a_run_learns_resumes_bit_for_bit_and_is_read_on_the_cpu(tmp_path: Path, precision: str) -> None:
     whole, again = (Trial(tmp_path / name, precision=precision) for name in ("whole", "again"))
     last = whole.train()

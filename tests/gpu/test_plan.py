@@ -34,6 +34,7 @@ pytestmark = pytest.mark.gpu
     ("name", "precision", "rows", "recompute", "adapters", "restart"),
     [
         ("nanoeuler", "bf16", 8, "", None, None), ("nanoeuler", "fp32", 4, "", None, None),
+        ("nanoeuler", "fp8", 8, "", None, None), ("nanoeuler", "fp8", 8, "blocks", None, None),
         ("nanoeuler", "bf16", 8, "", None, True),
         ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05), None),
         ("nanoeuler", "fp32", 4, "", Adapters(8, 16.0, 0.0, ("qkv", "down")), None),

@@ -25,7 +25,7 @@ from tinyforge.rng import Stream
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 FP32 = get_backend("numpy", "fp32", workers=1)
-EVERYTHING = tuple(known_ops())
+EVERYTHING = (*known_ops(), *ops.IN_FP8)
 
 Arrays = tuple[Array, ...]
 Case = tuple[type[Op], int]

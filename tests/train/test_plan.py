@@ -154,8 +154,8 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
 
 
 def test_an_unknown_precision() -> None:
-    with pytest.raises(UserError, match="'fp8' is not one of: fp64, fp32, tf32, bf16"):
-        plan_step(SPEC, TINY, "fp8", 1, 8)
+    with pytest.raises(UserError, match="'fp4' is not one of: fp64, fp32, tf32, bf16, fp8"):
+        plan_step(SPEC, TINY, "fp4", 1, 8)
 
 
 def test_a_cpu_refuses_what_its_memory_cannot_hold_at_once(takes_less_than: Any) -> None:

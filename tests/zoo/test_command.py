@@ -77,7 +77,7 @@ def test_shapes_are_those_of_a_real_step() -> None:
         (["show", "gpt2", "--batch-size", "0"], "--batch-size 0, --seq-len 256: wants a batch of at least 1"),
         (["show", "gpt2", "--seq-len", "0"], "--seq-len 0: wants a batch of at least 1"),
         (["show", "gpt2", "--seq-len", "257"], "--seq-len 257: wants a batch of at least 1, and a length of 1 to"),
-        (["show", "gpt2", "--precision", "fp8"], "precision 'fp8' is not one of"),
+        (["show", "gpt2", "--precision", "fp4"], "precision 'fp4' is not one of"),
         (["show"], "the following arguments are required: NAME"),
         ([], "the following arguments are required: list|show|record|page"),
     ],

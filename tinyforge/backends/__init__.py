@@ -41,6 +41,8 @@ PRECISIONS = {
         Precision("fp32", "float32", "float32", ("numpy", "cupy"), "float32 everywhere"),
         Precision("tf32", "float32", "float32", ("cupy",), "float32, matrix products by TF32 tensor cores"),
         Precision("bf16", "bfloat16", "float32", ("cupy",), "bf16 storage, sums and master weights in float32"),
+        Precision("fp8", "bfloat16", "float32", ("numpy", "cupy"), "as bf16, with some products of the blocks in "
+                  "FP8; NumPy rounds to FP8 in the same places and computes in float32"),
     )
 }
 
@@ -52,8 +54,17 @@ def dtype_of(name: str) -> np.dtype:
     try:
         from ml_dtypes import bfloat16
     except ImportError as error:
-        raise UserError("precision bf16 needs the package ml_dtypes: pip install ml_dtypes") from error
+        raise UserError("precisions bf16 and fp8 need the package ml_dtypes: pip install ml_dtypes") from error
     return np.dtype(bfloat16)
+
+
+def fp8_dtype(name: str) -> np.dtype:
+    """float8_e4m3fn or float8_e5m2, of ml_dtypes."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise UserError("precision fp8 needs the package ml_dtypes: pip install ml_dtypes") from error
+    return np.dtype(getattr(ml_dtypes, name))
 
 
 @cache
@@ -85,6 +96,11 @@ class Backend:
         self.precision = policy
         self.dtype, self.master_dtype = dtype_of(policy.storage), dtype_of(policy.master)
         self.workers = workers
+
+    @property
+    def fp8(self) -> bool:
+        """Whether models use the ops with products in FP8 (ops/fp8_linear.py)."""
+        return self.precision.name == "fp8"
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         return self.xp.empty(shape, self.dtype)

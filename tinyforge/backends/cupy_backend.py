@@ -137,6 +137,11 @@ class CupyBackend(Backend):
             raise UserError("backend cupy: the package ml_dtypes is missing; pip install ml_dtypes")
         self.device = cupy.cuda.Device(_usable_device(device))
         self.device.use()
+        if self.fp8 and not has_wgmma():
+            raise UserError(
+                f"--precision fp8 needs a Hopper GPU (compute capability 9.0), and GPU {self.device.id} has "
+                f"{'.'.join(self.device.compute_capability)}; use --precision bf16"
+            )
         self.blocks = 4 * processors()
         if warm_up_wanted():
             warm_up()

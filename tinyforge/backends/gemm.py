@@ -43,6 +43,14 @@ PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "W
 # The epilogues that the table may have, each with the product that it ends.
 EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "ROPE": "FORWARD"}
 
+# Products in FP8 (ops/fp8.py): x W^T with x in e4m3, the same with x in e5m2, or with an epilogue; and dy^T x from
+# transposed arrays, dy in e5m2. Both factors are along.
+FP8_PRODUCTS = {
+    "FP8": {"FACTORS": "E4M3"}, "FP8_E5M2": {"FACTORS": "E5M2"},
+    "FP8_SWIGLU": {"FACTORS": "E4M3", "EPILOGUE": "SWIGLU"},
+    "FP8_WEIGHT": {"FACTORS": "E5M2", "PRODUCT": "WEIGHT"},
+}  # fmt: skip
+
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
 """Called with every bf16 product: (product, m, n, k) and the variant, None for cuBLAS."""
 
@@ -86,6 +94,16 @@ class Variant:
         gates = PIECES * PIECE if product == "SWIGLU_BACKWARD" else 0
         return self.stages * (self.rows + self.columns) * LINE + gates + BARRIERS
 
+    def kernel(self, product: str) -> Any:
+        return load(
+            FILE, "gemm_hopper", self.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros_of(product),
+            ROWS=self.rows, COLUMNS=self.columns, STAGES=self.stages, PINGPONG=self.pingpong, CLUSTER=self.cluster,
+        )  # fmt: skip
+
+    def units(self, rows: int, columns: int, tile_columns: int, splits: int) -> int:
+        """Units of work, each for a cluster, of a result of rows x columns."""
+        return -(-rows // (self.rows * self.cluster)) * -(-columns // tile_columns) * splits
+
 
 def compiled(product: str = "FORWARD") -> list[Variant]:
     """The variants that the head of the kernel's file lists for a product or an epilogue, with the default band and
@@ -94,12 +112,14 @@ def compiled(product: str = "FORWARD") -> list[Variant]:
     wanted = macros_of(product)
     return [
         Variant(*(int(macros[n]) for n in names)) for macros in variants(FILE)
-        if all(macros.get(name, "NONE") == wanted.get(name, "NONE") for name in ("PRODUCT", "EPILOGUE"))
+        if all(macros.get(name, "NONE") == wanted.get(name, "NONE") for name in ("PRODUCT", "EPILOGUE", "FACTORS"))
     ]  # fmt: skip
 
 
 def macros_of(product: str) -> dict[str, str]:
     """The kernel's macros for a product or an epilogue."""
+    if product in FP8_PRODUCTS:
+        return {"PRODUCT": "FORWARD", **FP8_PRODUCTS[product]}
     return {"PRODUCT": EPILOGUES[product], "EPILOGUE": product} if product in EPILOGUES else {"PRODUCT": product}
 
 
@@ -186,17 +206,73 @@ def hopper(
         if x is not None and (x.shape != shape or not x.flags.c_contiguous or x.dtype != a.dtype):
             raise ValueError(f"gemm: {x.dtype} {x.shape} beside {out.shape} of {product}, wants {shape} of {a.dtype}")
     maps = [encoded(x.data.ptr, *known) for x, known in zip((a, b, gu), plan.maps, strict=False)]
-    parts = out if plan.splits == 1 else new((plan.splits, *out.shape), FLOAT32)
-    arguments = (parts, *maps[:2], *plan.numbers)
+    more: tuple[Any, ...] = ()
     if product in ("SWIGLU", "SWIGLU_BACKWARD"):
-        arguments += or_null(hidden), *maps[2:]
+        more = or_null(hidden), *maps[2:]
     elif turn is not None:
-        arguments += turn.cosines, turn.sines, np.int32(len(turn.cosines)), np.int32(turn.heads * HEAD)
+        more = turn.cosines, turn.sines, np.int32(len(turn.cosines)), np.int32(turn.heads * HEAD)
+    _launch(variant, plan, product, out, (*maps[:2], *plan.numbers, *more), accumulate)
+    return out
+
+
+def _launch(
+    variant: Variant, plan: Plan, product: str, out: Array, arguments: tuple[Any, ...], accumulate: bool
+) -> None:
+    """arguments: those after `out`."""
+    parts = out if plan.splits == 1 else new((plan.splits, *out.shape), FLOAT32)
     grid = (variant.cluster * min(free_processors() // variant.cluster, plan.units),)
-    plan.kernel(grid, (THREADS,), arguments, shared_mem=variant.shared_bytes(product))
+    plan.kernel(grid, (THREADS,), (parts, *arguments), shared_mem=variant.shared_bytes(product))
     if parts is not out:
         _add_parts(out, parts, accumulate)
-    return out
+
+
+FP8_DEFAULTS = {
+    "FP8": Variant(128, 256, 4, 0, 1), "FP8_E5M2": Variant(128, 192, 5, 1, 1),
+    "FP8_SWIGLU": Variant(128, 256, 4, 0, 1), "FP8_WEIGHT": Variant(128, 192, 5, 1, 1, splits=2),
+}  # fmt: skip
+"""The variants of FP8 products that the table does not list: the fastest at the shapes of `base` on an H200."""
+
+
+def gemm_fp8(
+    product: str, a: Array, b: Array, scales: Array, weight_scale: Array, out: Array | np.dtype, *,
+    accumulate: bool = True, variant: Variant | None = None,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """a b^T times the scales of both, for one of FP8_PRODUCTS, by our kernel: (m, n), and for FP8_SWIGLU h, (m, n / 2).
+
+    a: (m, k), b: (n, k), contiguous, k a multiple of 16, n of 8, for FP8_SWIGLU of 16; scales: of a, (m,) or (1,),
+    weight_scale: of b, (1,), float32. out: the dtype of the result; for FP8_WEIGHT a float32 array, which the product
+    is added to, or with accumulate=False overwrites.
+    """
+    (m, k), n = a.shape, len(b)
+    if b.shape[1] != k:
+        raise ValueError(f"gemm_fp8: {product} of {a.shape} and {b.shape}")
+    chosen = variant or _table().get((product, m, n, k)) or FP8_DEFAULTS[product]
+    if variant is None and on_choice is not None:
+        on_choice(product, m, n, k, chosen)
+    result = out if isinstance(out, cupy.ndarray) else new((m, n), out)
+    hidden = new((m, n // 2), result.dtype) if product == "FP8_SWIGLU" else None
+    if not m:
+        return result, hidden
+    plan = _plan_fp8(chosen, product, m, n, k, leading(result), accumulate)
+    maps = (encoded(x.data.ptr, *known) for x, known in zip((a, b), plan.maps, strict=True))
+    more = (*(() if hidden is None else (hidden,)), scales, weight_scale, np.int32(scales.size > 1))
+    _launch(chosen, plan, product, result, (*maps, *plan.numbers, *more), accumulate)
+    return result, hidden
+
+
+@lru_cache(1024)
+def _plan_fp8(variant: Variant, product: str, m: int, n: int, k: int, stride: int, accumulate: bool) -> Plan:
+    halves, adds = 2 if product == "FP8_SWIGLU" else 1, product == "FP8_WEIGHT"
+    if k % 16 or n % (8 * halves):
+        raise ValueError(f"gemm_fp8: {product} wants k a multiple of 16 and n of {8 * halves}, got {k} and {n}")
+    pairs = k // 2  # TMA copies two numbers as one of bf16
+    width, columns = n // halves, variant.columns // halves
+    splits = min(variant.splits, -(-pairs // DEPTH)) if adds else 1
+    numbers = (m, width, pairs, stride if splits == 1 else n, variant.band, splits, adds and accumulate and splits == 1)
+    maps = tuple(((1, rows, pairs), (k, k * rows), (1, lines, DEPTH))
+                 for rows, lines in ((m, variant.rows), (n, columns // variant.cluster)))  # fmt: skip
+    units = variant.units(m, width, columns, splits)
+    return Plan(variant.kernel(product), units, tuple(map(np.int32, numbers)), maps, splits)
 
 
 @dataclass(frozen=True)
@@ -237,16 +313,12 @@ def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) 
     pairs = 2 if product == "SWIGLU" else 1  # a column of the gate, and one of up
     width, columns = n // pairs, variant.columns // pairs  # of h, or the result; of a tile
     boxes = (DEPTH if across_a else variant.rows), (DEPTH if across_b else columns) // variant.cluster
-    units = -(-m // (variant.rows * variant.cluster)) * -(-width // columns) * splits
-    kernel = load(
-        FILE, "gemm_hopper", variant.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros, ROWS=variant.rows,
-        COLUMNS=variant.columns, STAGES=variant.stages, PINGPONG=variant.pingpong, CLUSTER=variant.cluster,
-    )  # fmt: skip
+    units = variant.units(m, width, columns, splits)
     numbers = (m, width, k, stride if splits == 1 else n, variant.band, splits, accumulate and splits == 1)
     maps = [((1, *shape), row, (1, lines, DEPTH)) for shape, row, lines in zip((a, b), rows, boxes, strict=True)]
     if product == "SWIGLU_BACKWARD":
         maps.append(((1, *out), distances((1, *out), (0, *out_strides), 2), (1, 64, 64)))
-    return Plan(kernel, units, tuple(map(np.int32, numbers)), tuple(maps), splits)
+    return Plan(variant.kernel(product), units, tuple(map(np.int32, numbers)), tuple(maps), splits)
 
 
 def _add_parts(out: Array, parts: Array, accumulate: bool) -> None:

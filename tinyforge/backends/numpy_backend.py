@@ -62,6 +62,8 @@ class NumpyBackend(Backend):
 
     def __init__(self, precision: str = "fp32", workers: int | None = None) -> None:
         super().__init__(precision, workers or cores())
+        if self.fp8:  # NumPy computes nothing in bf16
+            self.dtype = self.master_dtype
         pin_blas_to_one_thread()
         keep_freed_memory()
         self._pool = ThreadPoolExecutor(self.workers - 1) if self.workers > 1 else None

@@ -10,6 +10,8 @@ from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
 from tinyforge.ops.fork import Fork
+from tinyforge.ops.fp8_linear import FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear
+from tinyforge.ops.fp8_rmsnorm import FP8AddRMSNorm, FP8RMSNorm
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.gelu_linear import GELULinear
 from tinyforge.ops.layernorm import LayerNorm
@@ -37,9 +39,13 @@ ALL: tuple[type[Op], ...] = (
 )  # fmt: skip
 """Every op, in the order of the gradient-check ledger."""
 
+IN_FP8: tuple[type[Op], ...] = (FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear)
+"""Those that stand for one of ALL in --precision fp8. In float64, where they round nothing, NumPy alone has them."""
+
 __all__ = [
     "ALL", "AddLayerNorm", "AddRMSNorm", "Attention", "CausalConv", "ClassToken", "CrossEntropy", "Dropout",
-    "Embedding", "Fork", "GELU", "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy",
-    "LinearSwiGLU", "LoRA", "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses",
-    "SelectiveScan", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
+    "Embedding", "FP8AddRMSNorm", "FP8Linear", "FP8LinearSwiGLU", "FP8RMSNorm", "FP8SwiGLULinear", "Fork", "GELU",
+    "GELULinear", "LSTM", "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA",
+    "MixtureOfExperts", "Patches", "RMSNorm", "RoPE", "RopeScaling", "RouterLosses", "SelectiveScan", "Softmax",
+    "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
 ]  # fmt: skip

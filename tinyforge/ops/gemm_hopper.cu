@@ -47,12 +47,20 @@
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=INPUT EPILOGUE=SWIGLU_BACKWARD ROWS=128 COLUMNS=128 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=64 COLUMNS=256 STAGES=5 PINGPONG=1 CLUSTER=1
 // compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD EPILOGUE=ROPE ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3|E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=FORWARD FACTORS=E4M3 EPILOGUE=SWIGLU ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=256 STAGES=4 PINGPONG=0 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=192 STAGES=5 PINGPONG=1 CLUSTER=1
+// compile: arch=sm_90a SCALAR=bf16 PRODUCT=WEIGHT FACTORS=E5M2 ROWS=128 COLUMNS=128 STAGES=6 PINGPONG=1 CLUSTER=1
 // spills: none
 
 #include "ops/gemm.cuh"
 #include "ops/hopper.cuh"
 #include "ops/rope.cuh"
 #include "ops/swiglu.cuh"
+#include "ops/fp8.cuh"
 
 #define DEPTH 64
 #define THREADS 384
@@ -72,13 +80,19 @@
 #ifndef EPILOGUE
 #define EPILOGUE NONE
 #endif
+#define BF16 0
+#define E4M3 1
+#define E5M2 2
+#ifndef FACTORS
+#define FACTORS BF16
+#endif
 #if PRODUCT == WEIGHT
 typedef float Result;
 #else
 typedef SCALAR Result;
 #endif
 
-constexpr bool ACROSS_A = PRODUCT == WEIGHT, ACROSS_B = PRODUCT != FORWARD;
+constexpr bool ACROSS_A = PRODUCT == WEIGHT && FACTORS == BF16, ACROSS_B = PRODUCT != FORWARD && FACTORS == BF16;
 constexpr bool IN_PARTS = PRODUCT == WEIGHT;  // the sum may be cut; elsewhere there are enough tiles
 constexpr int LEFT = ROWS * LINE, RIGHT = COLUMNS * LINE;  // bytes of a piece of a factor, 64 numbers by so many
 constexpr int SHARERS = PINGPONG ? 1 : 2;                  // warpgroups that work on one tile
@@ -89,6 +103,7 @@ constexpr int BEHIND = GATES + (EPILOGUE == SWIGLU_BACKWARD ? PIECES * PIECE : 0
 
 static_assert(ROWS % (64 * SHARERS) == 0 && (CLUSTER == 1 || CLUSTER == 2), "");
 static_assert((2 * STAGES + 2 + 3 * PIECES) * 8 <= BARRIERS, "");
+static_assert(FACTORS == BF16 || PRODUCT != INPUT, "FP8 factors are along");
 static_assert(EPILOGUE == NONE || CLUSTER == 1, "clusters were slower at the shapes that end with SwiGLU");
 static_assert(EPILOGUE != SWIGLU_BACKWARD || (PINGPONG && ROWS / 64 * (COLUMNS / 64) == PIECES), "");
 
@@ -223,10 +238,14 @@ struct Products {
 #pragma unroll
                 for (int i = 0; i < BLOCKS; i++) {
                     const u64 part = a + i * (64 * LINE >> 4);
+#if FACTORS == BF16
                     multiply_wide<ACROSS_A, ACROSS_B>(
                         sum[i], ACROSS_A ? rows(part, k) : columns(part, k), ACROSS_B ? rows(b, k) : columns(b, k),
                         step > 0 || k > 0
                     );
+#else
+                    multiply_fp8<FACTORS == E5M2>(sum[i], columns(part, k), columns(b, k), step > 0 || k > 0);
+#endif
                 }
             }
             multiply_commit();
@@ -242,6 +261,18 @@ struct Products {
         release(last);
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++) settled(sum[i]);
+    }
+
+    // Multiplies the sums by their rows' scales: scales[i][0] for the first row of block i, scales[i][1] for the other.
+    __device__ __forceinline__ void rescale(const float (&scales)[BLOCKS][2]) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) {
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; n++) {
+#pragma unroll
+                for (int j = 0; j < 4; j++) sum[i][n][j] *= scales[i][j / 2];
+            }
+        }
     }
 
     // The row of the tile of this thread's first sums in block i; its other row is 8 below.
@@ -382,6 +413,13 @@ struct Products {
 
 #define IN_CLUSTERS(n) __cluster_dims__(n, 1, 1)
 
+// In FP8, maps and `depth` count pairs of numbers. scales: of a, one per row if by_row, else one. weight_scale: of b.
+#if FACTORS == BF16
+#define FP8_ARGUMENTS
+#else
+#define FP8_ARGUMENTS , const float *scales, const float *weight_scale, int by_row
+#endif
+
 // With an epilogue of SwiGLU, `columns` are those of h, which `hidden` stores without gaps; out and gu have rows of 2 x
 // columns. With ROPE, the first `rotated_columns` are q and k; a row is a token, at position row % positions.
 #if EPILOGUE == SWIGLU
@@ -395,7 +433,7 @@ struct Products {
 #endif
 extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) gemm_hopper(
     Result *out, const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, int rows, int columns, int depth,
-    int stride, int band, int splits, int accumulate MORE_ARGUMENTS
+    int stride, int band, int splits, int accumulate MORE_ARGUMENTS FP8_ARGUMENTS
 ) {
     make_barriers();
     const Tiling tiling{ceil_div(rows, ROWS * CLUSTER), ceil_div(columns, WIDE), band, splits, ceil_div(depth, DEPTH)};
@@ -445,17 +483,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) IN_CLUSTERS(CLUSTER) ge
                 parity ^= 1;
             }
             int row, column, split = 0;
+#if FACTORS != BF16
+            float of_rows[BLOCKS][2];
+#endif
             // The place of this tile, and the next unit. Divisions take some hundred clocks; the empty instruction
             // keeps the compiler from moving them past the product.
             products.multiply(steps, [&] {
                 row = (unit.down * CLUSTER + rank) * ROWS, column = unit.across * WIDE;
                 if constexpr (IN_PARTS) split = unit.split;
+#if FACTORS != BF16
+#pragma unroll
+                for (int i = 0; i < 2 * BLOCKS; i++) {
+                    const int at = row + products.row_of(i / 2) + i % 2 * 8;
+                    of_rows[i / 2][i % 2] = at < rows ? scales[by_row ? at : 0] * *weight_scale : 0.0f;
+                }
+#endif
                 unit = tiling.unit(number += stride_of_units);
                 asm volatile("" : "+r"(row), "+r"(column), "+r"(unit.down), "+r"(unit.across));
                 if constexpr (IN_PARTS) {
                     asm volatile("" : "+r"(split), "+r"(unit.split), "+r"(unit.first), "+r"(unit.stop));
                 }
             });
+#if FACTORS != BF16
+            products.rescale(of_rows);
+#endif
             Result *to = out + (i64(split) * rows + row) * stride + column;
             const int below = rows - row, beside = columns - column;
             const i64 at = i64(row) * columns + column;

@@ -103,6 +103,40 @@ __device__ __forceinline__ void multiply_wide(float (&d)[8][4], u64 a, u64 b, in
         : "l"(a), "l"(b), "r"(add), "n"(A_ACROSS), "n"(B_ACROSS));
 }
 
+// The same in FP8, over 32 steps of k. Both factors are along, and a line is 128 steps: TMA and the swizzle treat two
+// FP8 numbers as one of bf16. a is in e5m2 or e4m3, b in e4m3.
+#define MULTIPLY_FP8(N, KINDS, SUMS, A, B, ADD, ...)                                   \
+    asm volatile(                                                                      \
+        "{.reg .pred p;\n"                                                             \
+        "setp.ne.b32 p, " ADD ", 0;\n"                                                 \
+        "wgmma.mma_async.sync.aligned.m64n" N "k32.f32." KINDS " {"                    \
+        SUMS "}, " A ", " B ", p, 1, 1;}"                                              \
+        : __VA_ARGS__                                                                  \
+        : "l"(a), "l"(b), "r"(add))
+#define MULTIPLY_FP8_256(KINDS) \
+    MULTIPLY_FP8("256", KINDS, NAMES_128, "%128", "%129", "%130", SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), \
+                 SIXTEEN(12), SIXTEEN(16), SIXTEEN(20), SIXTEEN(24), SIXTEEN(28))
+template <bool IS_E5M2>
+__device__ __forceinline__ void multiply_fp8(float (&d)[32][4], u64 a, u64 b, int add) {
+    if constexpr (IS_E5M2) MULTIPLY_FP8_256("e5m2.e4m3");
+    else MULTIPLY_FP8_256("e4m3.e4m3");
+}
+#define MULTIPLY_FP8_192(KINDS) \
+    MULTIPLY_FP8("192", KINDS, NAMES_96, "%96", "%97", "%98", SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), \
+                 SIXTEEN(12), SIXTEEN(16), SIXTEEN(20))
+template <bool IS_E5M2>
+__device__ __forceinline__ void multiply_fp8(float (&d)[24][4], u64 a, u64 b, int add) {
+    if constexpr (IS_E5M2) MULTIPLY_FP8_192("e5m2.e4m3");
+    else MULTIPLY_FP8_192("e4m3.e4m3");
+}
+#define MULTIPLY_FP8_128(KINDS) \
+    MULTIPLY_FP8("128", KINDS, NAMES_64, "%64", "%65", "%66", SIXTEEN(0), SIXTEEN(4), SIXTEEN(8), SIXTEEN(12))
+template <bool IS_E5M2>
+__device__ __forceinline__ void multiply_fp8(float (&d)[16][4], u64 a, u64 b, int add) {
+    if constexpr (IS_E5M2) MULTIPLY_FP8_128("e5m2.e4m3");
+    else MULTIPLY_FP8_128("e4m3.e4m3");
+}
+
 // d += a b with a, 64 x 16, in registers, in the layout of rounded sums: pair(d[n][0], d[n][1]), pair(d[n][2],
 // d[n][3]), then those of n + 1. b is across, 16 steps of 64 or 128.
 __device__ __forceinline__ void multiply_held(float (&d)[8][4], const u32 (&a)[4], u64 b) {

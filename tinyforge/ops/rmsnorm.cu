@@ -2,6 +2,7 @@
 //
 // Kernels:  rmsnorm_fwd, add_rmsnorm_fwd      y and r (and x = residual + delta)
 //           rmsnorm_bwd, add_rmsnorm_bwd      dx (plus the gradient of the residual stream), partial sums of dw
+//           rmsnorm_scaled_fwd, rmsnorm_scaled_bwd, add_rmsnorm_scaled_bwd    the same, and y or dx in FP8 too (fp8.py)
 //           rmsnorm_bwd_naive                 dx and dw: read it first; tests compare the two
 //           rmsnorm_dweight                   partial sums of dw alone, for rows that do not fit in registers
 //
@@ -36,9 +37,12 @@
 // compile: SCALAR=double VEC=2 PER=0
 // compile: SCALAR=float VEC=4 PER=0|1|3|6|8
 // compile: SCALAR=bf16 VEC=8 PER=0|1|3|4
+// compile: arch=sm_90a SCALAR=bf16 VEC=1 PER=0 FP8_ROWS=1
+// compile: arch=sm_90a SCALAR=bf16 VEC=8 PER=0|1|3|4 FP8_ROWS=1
 // spills: none
 
 #include "ops/rows.cuh"
+#include "ops/fp8.cuh"
 
 #define LEAST_GAIN 0x1p-50
 
@@ -66,9 +70,19 @@ extern "C" __global__ void rmsnorm_bwd_naive(
     }
 }
 
-template <bool ADD>
+// Writes a row's codes and scale. most: its largest magnitude; row(i, v): this lane's vectors of it.
+template <class R>
+__device__ __forceinline__ void write_codes(byte *codes, A *scale, A most, int vectors, const R &row) {
+    const A found = scale_of(most);
+    if (threadIdx.x == 0) *scale = found;
+    each_vector(vectors, [&](int i, int v) { store(codes + v * VEC, bytes_of<true>(row(i, v), 1 / found)); });
+}
+
+// codes, scale: where y goes quantised, with FP8.
+template <bool ADD, bool FP8 = false>
 __device__ __forceinline__ void forward(
-    const T *x, const T *delta, const T *weight, T *sum, T *y, A *rstd, int rows, int width, A eps
+    const T *x, const T *delta, const T *weight, T *sum, T *y, A *rstd, int rows, int width, A eps,
+    byte *codes = nullptr, A *scale = nullptr
 ) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
@@ -90,13 +104,21 @@ __device__ __forceinline__ void forward(
     if (ADD) in.moved(sum + at);  // each lane reads back what it wrote itself
     const A r = A(1) / sqrt(warp_sum(square) / A(width) + eps);
     if (threadIdx.x == 0) rstd[row] = r;
+    A most = 0;
     each_vector(vectors, [&](int i, int v) {
         Vector out = in(i, v);
         const Vector w = load<VEC>(weight + v * VEC);
 #pragma unroll
-        for (int j = 0; j < VEC; j++) narrow(widen(out.v[j]) * r * gain_of(w.v[j]), out.v[j]);
-        store(y + at + v * VEC, out);
+        for (int j = 0; j < VEC; j++) {
+            narrow(widen(out.v[j]) * r * gain_of(w.v[j]), out.v[j]);
+            if constexpr (FP8) most = largest(fabs(widen(out.v[j])), most);
+        }
+        in.put(y + at, i, v, out);
     });
+    if constexpr (FP8) {
+        in.moved(y + at);
+        write_codes(codes + at, scale + row, warp_max(most), vectors, in);
+    }
 }
 
 extern "C" __global__ void rmsnorm_fwd(T *y, A *rstd, const T *x, const T *weight, int rows, int width, A eps) {
@@ -109,10 +131,19 @@ extern "C" __global__ void add_rmsnorm_fwd(
     forward<true>(residual, delta, weight, x, y, rstd, rows, width, eps);
 }
 
+#ifdef FP8_ROWS
+extern "C" __global__ void rmsnorm_scaled_fwd(
+    T *y, byte *codes, A *scale, A *rstd, const T *x, const T *weight, int rows, int width, A eps
+) {
+    forward<false, true>(x, x, weight, nullptr, y, rstd, rows, width, eps, codes, scale);
+}
+#endif
+
 // partial: a row of sums for each block. With PER = 0 it is not touched, and rmsnorm_dweight makes it.
-template <int ARRAYS>
+template <int ARRAYS, bool FP8 = false>
 __device__ __forceinline__ void backward(
-    const T *const (&arrays)[ARRAYS], const A *rstd, const T *weight, T *dx, A *partial, int rows, int width
+    const T *const (&arrays)[ARRAYS], const A *rstd, const T *weight, T *dx, A *partial, int rows, int width,
+    byte *codes = nullptr, A *scale = nullptr
 ) {
     const int vectors = width / VEC;
     RowStream<ARRAYS> in(arrays, rows, width);  // dy, y and, if there is a third, the gradient of the residual stream
@@ -137,6 +168,10 @@ __device__ __forceinline__ void backward(
             }
         });
         const A mean = warp_sum(along) / A(width);
+        A most = 0;
+#if PER
+        Vector written[FP8 ? PER : 1];
+#endif
         each_vector(vectors, [&](int i, int v) {
             const Vector dy = in(0, i, v), y = in(1, i, v), more = in(ARRAYS - 1, i, v), weights = gain(i, v);
             Vector out;
@@ -146,9 +181,23 @@ __device__ __forceinline__ void backward(
                 A d = r * (widen(dy.v[j]) * w - widen(y.v[j]) * inverse_for<T>(w) * mean);
                 if (ARRAYS == 3) d += widen(more.v[j]);
                 narrow(d, out.v[j]);
+                if constexpr (FP8) most = largest(fabs(widen(out.v[j])), most);
             }
             store(dx + i64(in.row) * width + v * VEC, out);
+#if PER
+            if constexpr (FP8) written[i] = out;
+#endif
         });
+        if constexpr (FP8) {
+            const i64 at = i64(in.row) * width;
+            write_codes(codes + at, scale + in.row, warp_max(most), vectors, [&](int i, int v) {
+#if PER
+                return written[i];
+#else
+                return load<VEC>(dx + at + v * VEC);  // written by this lane
+#endif
+            });
+        }
     }
 #if PER
     each_vector(vectors, [&](int i, int v) {
@@ -171,6 +220,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_bwd
 ) {
     backward({dy, y, residual}, rstd, weight, dx, partial, rows, width);
 }
+
+#ifdef FP8_ROWS
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) rmsnorm_scaled_bwd(
+    T *dx, byte *codes, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, int rows,
+    int width
+) {
+    backward<2, true>({dy, y}, rstd, weight, dx, partial, rows, width, codes, scale);
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_scaled_bwd(
+    T *dx, byte *codes, A *scale, A *partial, const T *dy, const T *weight, const T *y, const A *rstd,
+    const T *residual, int rows, int width
+) {
+    backward<3, true>({dy, y, residual}, rstd, weight, dx, partial, rows, width, codes, scale);
+}
+#endif
 
 // Grid: (columns / 32, partial rows). Block: 32 x 8; thread (c, y) adds every eighth row of its block's share.
 extern "C" __global__ void rmsnorm_dweight(

@@ -140,10 +140,11 @@ class RoPE(Op):
 
     def after(self, linear: Any, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
         """forward(linear.forward(x)), x: (B, T, C), by one kernel if there is one for both. A linear map with a bias,
-        or an adapter in its place, runs by itself."""
+        one in FP8, or an adapter in its place, runs by itself."""
         dim = 2 * self.cos.shape[1]
-        if not isinstance(linear, Linear) or linear.bias is not None:
-            y = linear.forward(x, stash=stash).reshape(*x.shape[:2], -1, dim)
+        if type(linear) is not Linear or linear.bias is not None:
+            y = linear.forward(x, stash=stash)
+            y = y.reshape(*y.shape[:2], -1, dim)
             return self.forward(y, stash, offset=offset, out=y)
         linear.keep(x, stash, None)
         rows = slice(offset, offset + x.shape[1])

@@ -37,23 +37,28 @@ def rows_and_width(x: Array) -> tuple[int, int]:
     return x.size // x.shape[-1], x.shape[-1]
 
 
-def launch_rows(file: str, entry: str, arrays: tuple[Array, ...], *scalars: Any) -> None:
-    """One warp for each row. arrays: the kernel's, in its order, None for a null pointer; the first has the shape and
-    the storage type."""
-    rows, width = rows_and_width(arrays[0])
+def launch_rows(
+    file: str, entry: str, arrays: tuple[Array, ...], *scalars: Any, like: Array = None, **macros: Any
+) -> None:
+    """One warp for each row. arrays: the kernel's, in its order, None for a null pointer. like: the array with the
+    shape and the storage type, by default the first. macros: further ones, and `arch`."""
+    like = arrays[0] if like is None else like
+    rows, width = rows_and_width(like)
     if rows:
-        vec, dtype = vector(width, *(a for a in arrays if a is not None)), arrays[0].dtype
-        launch = load(file, entry, SCALAR=scalar(dtype), VEC=vec, PER=vectors_a_lane(width, vec, dtype))
+        vec, dtype = vector(width, like, *(a for a in arrays if a is not None)), like.dtype
+        launch = load(file, entry, **macros, SCALAR=scalar(dtype), VEC=vec, PER=vectors_a_lane(width, vec, dtype))
         launch(blocks(rows, WARPS), (32, WARPS), (*map(or_null, arrays), np.int32(rows), np.int32(width), *scalars))
 
 
 def norm_backward(
     sums: tuple[Array | None, ...], file: str, entry: str, dy: Array, weight: Array, x: Array,
     stats: tuple[Array, ...], sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
+    beside: tuple[Array, ...] = (), **macros: Any,
 ) -> Array:  # fmt: skip
     """Returns dx; the gradients of gain and bias are added to `sums`, all None if both are frozen. x: the saved input,
     or for RMSNorm y. stats: arrays with one number per row.
 
+    beside: the kernel's other outputs, after dx. macros: as above.
     sums_alone: the kernel, with its inputs, that computes the partial sums if a row does not fit in registers.
     """
     rows, width = rows_and_width(x)
@@ -65,12 +70,12 @@ def norm_backward(
     per = vectors_a_lane(width, vec, dx.dtype)
     warps = WARPS if per <= 4 else WARPS // 2  # as in rows.cuh
     shared = STAGES * (2 + len(extra)) * per * warps * 32 * 16
-    launch = load(file, entry, shared, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
+    launch = load(file, entry, shared, **macros, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
     partial = new((min(*blocks(rows, warps), BLOCKS * free_processors()), len(sums) * width), stats[0].dtype)
     sizes = (np.int32(rows), np.int32(width))
     # With the sums in registers each warp takes many rows, otherwise one row.
     grid = (len(partial),) if per else blocks(rows, warps)
-    launch(grid, (32, warps), (dx, partial, dy, weight, x, *stats, *extra, *sizes), shared_mem=shared)
+    launch(grid, (32, warps), (dx, *beside, partial, dy, weight, x, *stats, *extra, *sizes), shared_mem=shared)
     if sums[0] is None:
         return dx
     if not per:

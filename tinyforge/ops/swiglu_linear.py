@@ -7,13 +7,13 @@ and passes it on; h is not kept. In backward the second map turns dh into the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.phantom import empty
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.linear import Linear, add_product, linear_add_fwd, linear_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
@@ -101,7 +101,7 @@ class SwiGLULinear(Op):
         dh = dy W,   dgu = swiglu_bwd(dh, gu),   dW += dy^T h
     """
 
-    kernels = (swiglu_linear_fwd, swiglu_linear_bwd)
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (swiglu_linear_fwd, swiglu_linear_bwd)
     adds = True
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:

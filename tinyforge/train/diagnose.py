@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.op import Op, Stash
+from tinyforge.ops.fp8 import Scaled
 from tinyforge.rng import Stream
 from tinyforge.train.data_parallel import Rank, Trainable, forward
 from tinyforge.train.objectives import Batch, Objective
@@ -49,7 +50,9 @@ def first_nonfinite(
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            for array in (*(result if isinstance(result, tuple) else (result,)), *(p.grad for p in op.params())):
+            several = isinstance(result, tuple) and not isinstance(result, Scaled)
+            given = (y.x if isinstance(y, Scaled) else y for y in (result if several else (result,)))
+            for array in (*given, *(p.grad for p in op.params())):
                 if array is not None and not np.isfinite(backend.to_numpy(array)).all():
                     raise _NotFinite(f"{method} of {op.name}")
             return result

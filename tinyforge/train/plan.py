@@ -80,6 +80,7 @@ def plan_step(
     restart: from --document-mask; None without it.
     """
     spec.check_recompute(recompute)
+    spec.check_precision(precision)
     batch_size = -(-batch_size // max(split.ranks, split.shards))
     start = METER.now
     METER.peak = start

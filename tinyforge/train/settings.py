@@ -129,7 +129,7 @@ class Settings:
     capture: str = setting("off", "on: launch each step as one CUDA graph, which is faster for small models and on "
                            "several GPUs; the same bits (without a value: on)", choices=("on", "off"), bare="on",
                            changes=NOTHING, card=NEVER)  # fmt: skip
-    precision: str = setting("fp32", "fp32, fp64, and on a GPU tf32 or bf16")
+    precision: str = setting("fp32", "fp32, fp64 or fp8, and on a GPU tf32 or bf16; fp8 on a GPU needs a Hopper")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
     out: str = setting("", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
@@ -270,6 +270,7 @@ class ModelSettings(Settings):
         config_of(self)
         restarts(self, find_model(self.model))
         find_model(self.model).check_recompute(self.recompute)
+        find_model(self.model).check_precision(self.precision)
 
 
 @dataclass(frozen=True)

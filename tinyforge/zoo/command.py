@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one = commands.add_parser("show", help="one model, layer by layer")
     one.add_argument("name", metavar="NAME", help="as in `list`")
     one.add_argument("--config", default="", metavar="PRESET", help="(default: the first)")
-    one.add_argument("--precision", default="bf16", help="fp32, tf32 or bf16 (default: %(default)s)")
+    one.add_argument("--precision", default="bf16", help="fp32, tf32, bf16 or fp8 (default: %(default)s)")
     one.add_argument("--batch-size", type=int, default=8, help="sequences in the step (default: %(default)s)")
     one.add_argument("--seq-len", type=int, help=f"(default: the context, at most {MOST_TOKENS})")
     commands.add_parser("record", help=f"measure and write {page.RECORD}")

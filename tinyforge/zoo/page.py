@@ -221,7 +221,8 @@ def timings(root: Path) -> Iterator[Timed]:
         device = found["device"]
         place = str(device["gpu"]).partition(" (")[0] if "gpu" in device else f"{device['cores']} CPU cores"
         peer = min(peers, key=peers.__getitem__)
-        yield Timed(spec.name, f"{preset}: {what}" if preset else what, f"{place}, {found['precision']}",
+        precision = "fp8; PyTorch in bf16" if found["precision"] == "fp8" else found["precision"]
+        yield Timed(spec.name, f"{preset}: {what}" if preset else what, f"{place}, {precision}",
                     ours[f"median_{unit}"], peers[peer], peer.removeprefix("torch "), unit, path.name)  # fmt: skip
 
 
