@@ -88,8 +88,10 @@ HOPPER_BODIES = {
         f"{INLINE}void multiply_fp8(float (&d)[{n}][4]": f"host_multiply_fp8(d, {n}, a, b, add, IS_E5M2);"
         for n in (16, 24, 32)
     },
-    f"{INLINE}unsigned short two_e4m3(": "return host_fp8(x, false) | host_fp8(y, false) << 8;",
-    f"{INLINE}unsigned short two_e5m2(": "return host_fp8(x, true) | host_fp8(y, true) << 8;",
     f"{INLINE}void copy_line(": "host_line(to, from, bytes, barrier);",
     f"{INLINE}u32 pair(": "return host_bf16(x) | u32(host_bf16(y)) << 16;",
+}
+FP8_BODIES = {  # of ops/fp8.cuh
+    f"{INLINE}unsigned short two_e4m3(": "return host_fp8(x, false) | host_fp8(y, false) << 8;",
+    f"{INLINE}unsigned short two_e5m2(": "return host_fp8(x, true) | host_fp8(y, true) << 8;",
 }

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
+from tests.backends.on_host import FP8_BODIES, HOPPER_BODIES, INLINE, hopper, run_on_host
 
 pytestmark = pytest.mark.slow
+
+BODIES = HOPPER_BODIES | FP8_BODIES
 
 UNITS = r"""
 int main() {
@@ -169,7 +171,7 @@ def product(
         main = main.replace(f" {name},", f" {value},", 1)
     main = main.replace("SPLITS", str(splits)).replace("BLOCKS_OF_GRID", str(blocks)).replace("BAND", str(band))
     return float(
-        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
+        run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault)
     )
 
 
@@ -348,7 +350,7 @@ def roped(
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
     return int(
-        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
+        run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault)
     )
 
 
@@ -390,7 +392,7 @@ def gated(
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
     return int(
-        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
+        run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault)
     )
 
 
@@ -512,7 +514,7 @@ def fp8_product_errors(
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
     return int(
-        run_on_host("ops/gemm_hopper.cu", macros, HOPPER_BODIES, MAP + main, folder, before=hopper(), fault=fault)
+        run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault)
     )
 
 
@@ -591,7 +593,7 @@ int main() {
 def transposed_errors(folder: Path, rows: int, columns: int, fault: tuple[str, str] | None = None) -> int:
     main = TRANSPOSED.replace(" M,", f" {rows},").replace(" N,", f" {columns},")
     macros: dict[str, int | str] = {"SCALAR": "bf16", "VEC": 8, "PER": 0}
-    bodies = {k: v for k, v in HOPPER_BODIES.items() if "narrow" in k or "two_e" in k}
+    bodies = {k: v for k, v in BODIES.items() if "narrow" in k or k in FP8_BODIES}
     shared = (("__shared__ u32 tile", "static u32 tile"),)
     return int(run_on_host("ops/fp8.cu", macros, bodies, main, folder, before=hopper(), fault=fault, changes=shared))
 
