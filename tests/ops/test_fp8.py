@@ -32,6 +32,7 @@ from tinyforge.params import with_buffer
 from tinyforge.registry import find_model
 from tinyforge.train.plan import plan_step
 
+pytest.importorskip("ml_dtypes", reason="the formats of --precision fp8 on NumPy")
 FP8 = get_backend("numpy", "fp8", workers=1)
 FP32 = get_backend("numpy", "fp32", workers=1)
 
