@@ -10,8 +10,8 @@
 # eval, instructions and preferences are what their names say; any other name is a source of parquet, JSONL or text. All
 # other stages run on a GPU machine that needs neither DuckDB nor the texts. The training instructions of sft are also read
 # in pretraining, as the source questions, together with sums that are worked out. dpo learns from two kinds of pairs: the
-# preferences, and replies of the fine-tuned model that loop or do not end beside those of the records. grpo starts from
-# sums with small numbers among the instructions.
+# preferences, and pairs that reject a reply of the fine-tuned model which loops or does not end, and choose the record's.
+# For grpo, sft also learns sums with small numbers.
 #
 # Complete stages are skipped. The same command resumes a stage that was stopped, by Ctrl-C or
 # `timeout -s INT 9m recipes/large-run.sh pretrain OUT`. Flags after OUT go to every recipe of the stage. $PRETRAIN, $SFT,

@@ -21,9 +21,11 @@ def add_allow_host_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def is_allowed(header: str, names: Iterable[str]) -> bool:
-    """Whether a Host header, with or without a port, is an IP address, localhost or one of `names`, or these hold *."""
+    """Whether a Host header, with or without a port, is an IP address, localhost or one of `names`. A name * allows
+    any."""
     host = re.sub(r":\d*$", "", header.lower())
-    if {"*", host} & {"localhost", *map(str.lower, names)}:
+    allowed = {"localhost", *map(str.lower, names)}
+    if host in allowed or "*" in allowed:
         return True
     try:
         ip_address(host.strip("[]"))

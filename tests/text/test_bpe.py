@@ -476,7 +476,7 @@ def test_hash_sees_merges_specials_and_byte_order() -> None:
         Tokenizer([(97, 99)], ["</s>"]),
         Tokenizer([(97, 98)], ["<s>"]),
         Tokenizer([(97, 98)], ["</s>"], byte_order="gpt2"),
-        Tokenizer([(97, 98)], ["</s>"], pattern="digits"),
+        Tokenizer([(97, 98)], ["</s>"], pattern=pieces.DIGITS),
     ]
     assert len({variant.hash() for variant in variants}) == len(variants)
     assert variants[0].hash() == Tokenizer([(97, 98)], ["</s>"]).hash()

@@ -39,14 +39,13 @@ import numpy.typing as npt
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, read_text
 from tinyforge.text.parallel import ordered_map
-from tinyforge.text.pieces import DIGITS, GPT2, PATTERNS, Batch, Pattern, PieceTable, batches, to_utf8
+from tinyforge.text.pieces import DIGITS, GPT2, OWN_PATTERNS, Batch, Pattern, PieceTable, batches, to_utf8
 from tinyforge.text.vocabulary import MOST_VOCABULARY_BYTES, After, Vocabulary, are_texts, is_pair
 
 Pair = tuple[int, int]
 
 FORMAT = "tinyforge-bpe"
 VERSION = 1
-OWN_PATTERNS = (GPT2.name, DIGITS.name)
 
 # GPT-2's order has the printable bytes first, then the rest: its files spell each byte as a visible character.
 GPT2_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -353,7 +352,7 @@ class Tokenizer(ByteLevelBPE):
     """
 
     def __init__(
-        self, merges: Iterable[Pair], specials: Iterable[str], byte_order: str = "plain", pattern: str = GPT2.name
+        self, merges: Iterable[Pair], specials: Iterable[str], byte_order: str = "plain", pattern: Pattern = GPT2
     ) -> None:
         self.merges = list(merges)
         self.byte_order = byte_order
@@ -380,7 +379,7 @@ class Tokenizer(ByteLevelBPE):
             vocab.append(vocab[pair[0]] + vocab[pair[1]])
         ids = {text: len(vocab) + index for index, text in enumerate(special_texts)}
         byte_ids = [order.index(byte) for byte in range(256)]
-        merging = Merging(byte_ids, merged, range(len(vocab)), PATTERNS[pattern])
+        merging = Merging(byte_ids, merged, range(len(vocab)), pattern)
         super().__init__([*vocab, *map(to_utf8, special_texts)], ids, None, merging)
 
     # --- making one
@@ -439,7 +438,7 @@ class Tokenizer(ByteLevelBPE):
                 f"too little text for vocab_size {vocab_size}: got {len(merges)} possible merges, wanted "
                 f"{vocab_size - smallest}; ask for vocab_size {smallest + len(merges)} or give more text"
             )
-        return cls(merges, specials, pattern=pattern.name)
+        return cls(merges, specials, pattern=pattern)
 
     @classmethod
     def from_gpt2(cls, encoder_json: str | Path, vocab_bpe: str | Path) -> Tokenizer:
@@ -494,7 +493,8 @@ class Tokenizer(ByteLevelBPE):
     @classmethod
     def from_content(cls, content: dict[str, Any], path: str | Path) -> Tokenizer:
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
-        for key, wanted in (("format", (FORMAT,)), ("version", (VERSION,)), ("pattern", OWN_PATTERNS)):
+        patterns = {pattern.name: pattern for pattern in OWN_PATTERNS}
+        for key, wanted in (("format", (FORMAT,)), ("version", (VERSION,)), ("pattern", tuple(patterns))):
             if content.get(key) not in wanted:
                 raise UserError(
                     f"{path} is not a tokenizer that this version reads: got {key} {content.get(key)!r:.80}, "
@@ -509,7 +509,7 @@ class Tokenizer(ByteLevelBPE):
         if not isinstance(merges, list) or not all(is_pair(merge) for merge in merges):
             raise UserError(f"{path}: merges is not a list of pairs of ids; {damaged}")
         try:
-            return cls([(left, right) for left, right in merges], specials, byte_order, content["pattern"])
+            return cls([(left, right) for left, right in merges], specials, byte_order, patterns[content["pattern"]])
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 

@@ -29,14 +29,13 @@ from tinyforge.text import wordpiece
 from tinyforge.text.bpe import (
     BYTE_ORDERS,
     GPT2_PRINTABLE,
-    OWN_PATTERNS,
     ByteLevelBPE,
     Merging,
     Pair,
     Tokenizer,
     byte_order_of,
 )
-from tinyforge.text.pieces import GPT2, PATTERNS, Pattern
+from tinyforge.text.pieces import GPT2, OWN_PATTERNS, PATTERNS, Pattern
 from tinyforge.text.sentencepiece import SPACE, SentencePiece, Spaces
 from tinyforge.text.vocabulary import TextTokenizer, are_texts, check_tokenizer, fault_in_specials, is_pair
 
@@ -472,13 +471,13 @@ class _Reader:
         ignore_merges = self.model.get("ignore_merges", False)
         if not isinstance(ignore_merges, bool):
             raise _refuse("model.ignore_merges", ignore_merges, "true or false")
-        plain = pattern.name in OWN_PATTERNS and not nfc and not ignore_merges and self.bos is None
+        plain = pattern in OWN_PATTERNS and not nfc and not ignore_merges and self.bos is None
         order = byte_order_of([ids.get(SPELLING[byte]) for byte in range(256)]) if plain else None
         first = 256 + len(merges)
         made = {self.spelt[left] + self.spelt[right]: None for left, right in merges} if order else {}
         in_order = all(max(pair) < 256 + rank for rank, pair in enumerate(merges))
         if order and in_order and list(made) == self.spelt[256:first] and min(special_ids, default=first) >= first:
-            return Tokenizer(merges, [self._text(id) for id in range(first, len(self.spelt))], order, pattern.name)
+            return Tokenizer(merges, [self._text(id) for id in range(first, len(self.spelt))], order, pattern)
         tokens = []
         for id, text in enumerate(self.spelt):
             token = b"" if id in special_ids else unspell(text)

@@ -91,6 +91,7 @@ _PATTERNS = (
 )
 PATTERNS = {pattern.name: pattern for pattern in _PATTERNS}
 GPT2, DIGITS = PATTERNS["gpt2"], PATTERNS["digits"]
+OWN_PATTERNS = (GPT2, DIGITS)  # those of our own vocabularies: on arrays too, and text may come in parts (`recut`)
 
 # Up to the last place where a text can be cut for GPT-2's pattern.
 LAST_SAFE_CUT = re.compile(f"(?s:.*)[^{WHITE_SPACE}](?=[{WHITE_SPACE}])")
@@ -123,7 +124,7 @@ def cut(text: str, size: int, pattern: Pattern = GPT2) -> Iterator[str]:
 
 
 def recut(blocks: Iterable[str]) -> Iterator[str]:
-    """A text that comes in blocks of any size, as parts that end between two pieces of GPT2 or DIGITS where possible.
+    """A text that comes in blocks of any size, as parts that end between two pieces of OWN_PATTERNS where possible.
 
     Whether a space belongs to the next piece depends on what follows, so the end of a block is held for the next one.
     """
@@ -311,7 +312,7 @@ class PieceTable:
 
     def number(self, texts: Sequence[str]) -> npt.NDArray[np.int32]:
         """The numbers of all pieces of `texts`, in order, with a 0 after each text."""
-        if self.pattern not in (GPT2, DIGITS) or sum(map(len, texts)) < SHORT:
+        if self.pattern not in OWN_PATTERNS or sum(map(len, texts)) < SHORT:
             return self._number_by_pattern(texts)
         try:
             data = b"".join([part for text in texts for part in (text.encode(), EDGE_BYTES)])

@@ -107,7 +107,7 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
             )
         merged[parts[0], parts[1]] = rank
     try:
-        return Tokenizer(merged, specials, byte_order, pattern.name)
+        return Tokenizer(merged, specials, byte_order, pattern)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
