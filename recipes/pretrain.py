@@ -6,6 +6,7 @@
     python recipes/pretrain.py --model bert --data reviews.txt --base runs/bert --seq-len 512 --out runs/long
     python recipes/pretrain.py --data books/ --minutes 30       your own text
     python recipes/pretrain.py --data shards --mix books=0.7 web=0.3        token shards (python -m data.shards)
+    python recipes/pretrain.py --data shards --teacher runs/large           distillation from a larger model
     python recipes/pretrain.py --resume                         continue runs/pretrain
 
 Documents are packed into one stream, each followed by <|endoftext|>. `val bits per byte` is measured on held-out text,
@@ -41,6 +42,7 @@ from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import Corpus, config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
 from tinyforge.train.data_parallel import Sharded, Trainable
+from tinyforge.train.distil import Distilled, Teacher
 from tinyforge.train.masked import FRAME, MaskedWords, evaluate_masked, guesses
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import MaskedTokens, NextTokens
@@ -74,13 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--base: {base.path} has another tokenizer than {settings.data[0]}; make the shards with "
                             f"python -m data.shards --tokenizer {base.path}/tokenizer.json")  # fmt: skip
         config = config_for(shards, config, settings)
+    teacher, config = open_teacher(settings, config, base, shards)
     if plan_only:
-        print_plan(spec, config, settings)
+        print_plan(spec, config, settings, teacher=described(teacher, settings))
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
-        opening, tunable = pretrain(settings, config, shards, base, resume, ranks)
+        opening, tunable = pretrain(settings, config, shards, base, teacher, resume, ranks)
     out = shlex.quote(settings.out)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
@@ -102,9 +105,37 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
     return base
 
 
+def open_teacher(
+    settings: PretrainSettings, config: ModelConfig, base: Opened | None, shards: Shards | None
+) -> tuple[Opened | None, ModelConfig]:
+    """The checkpoint of --teacher, and the config with its vocabulary. Raises UserError if it cannot teach this model.
+    """
+    if not settings.teacher:
+        return None, config
+    teacher = open_model(trained_model(settings.teacher))
+    known = base.tokenizer if base else shards.tokenizer if shards else None
+    if known is None and settings.tokenizer:
+        raise UserError("--tokenizer: the model gets its teacher's tokenizer; leave out --tokenizer or --teacher")
+    if known is None:
+        config = config.override({"vocab": teacher.config.vocab})
+    elif known.hash() != teacher.tokenizer.hash():
+        owner, fix = (base.path, "use another teacher") if base else (
+            settings.data[0], f"make the shards with python -m data.shards --tokenizer {teacher.path}/tokenizer.json")
+        raise UserError(f"--teacher: {teacher.path} has another tokenizer than {owner}; {fix}")
+    Teacher(teacher.spec, teacher.config, settings.teacher_share).check(
+        find_model(settings.model), config, sequence_length(config, settings.seq_len), bool(settings.document_mask)
+    )
+    return teacher, config
+
+
+def described(teacher: Opened | None, settings: PretrainSettings) -> Teacher | None:
+    """The teacher before it is built."""
+    return Teacher(teacher.spec, teacher.config, settings.teacher_share) if teacher else None
+
+
 def pretrain(
-    settings: PretrainSettings, config: ModelConfig, shards: Shards | None, base: Opened | None, resume: bool,
-    ranks: Ranks,
+    settings: PretrainSettings, config: ModelConfig, shards: Shards | None, base: Opened | None,
+    teacher: Opened | None, resume: bool, ranks: Ranks,
 ) -> tuple[str, bool]:  # fmt: skip
     """Train, and measure the model; returns the beginning of a held-out document, and whether its tokenizer can write
     what fine-tuning lays around a question."""
@@ -117,7 +148,7 @@ def pretrain(
     print(f"model {spec.name}, config {settings.config}: {shape}")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     with timed("planning the memory"):
-        plan = check_fits(spec, config, backend, settings, ranks.size)
+        plan = check_fits(spec, config, backend, settings, ranks.size, teacher=described(teacher, settings))
 
     if shards:
         with timed("opening the shards"):
@@ -125,8 +156,8 @@ def pretrain(
     else:
         with timed("reading the text"):
             texts = documents_of(settings.data, settings.encoding, settings.seed)
-        if base:
-            tokenizer = base.tokenizer
+        if given := base or teacher:
+            tokenizer = given.tokenizer
         else:
             with timed("training the tokenizer"):
                 tokenizer, config = tokenizer_for(settings, config, *texts)
@@ -138,13 +169,21 @@ def pretrain(
         model.initialise(settings.seed)
         if base:
             take_weights(model.buffer, base.build(backend).model.buffer, backend)
+    learner: Any = model
+    if teacher:
+        with timed("building the teacher"):
+            learner = Distilled(model, teacher.build(backend, frozen=True).model, settings.teacher_share)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
+    if teacher:
+        print(f"teacher: {teacher.path}, {teacher.spec.name}, share {settings.teacher_share:g} of the targets")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
 
     about = {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
              "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe(),
              "inputs": [*corpus.inputs] if shards else input_hashes(settings.data)}  # fmt: skip
+    if teacher:  # what the teacher has read reaches the model through it
+        about |= {"teacher": teacher.fingerprint(), "inputs": [*about["inputs"], *teacher.meta.get("inputs", ())]}
     if masked:
         hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)
         return "", False
@@ -162,10 +201,12 @@ def pretrain(
         ids = generate(model, tokenizer.encode(opening), Sampling(max_tokens=60), end, decoder)
         return f"  {opening}|{tokenizer.decode(ids)}".replace("\n", "\n  ")
 
+    # With a teacher the loss is not the text's likelihood: it has no bits per byte.
+    objective = NextTokens(config.head_weights, None if teacher else tokenizer.byte_lengths)
     task = Task(
-        model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
-        micro_batches(corpus.batches, settings.batch_size, settings.grad_accum), evaluate, sample,
-        about, model.flop_per_token(seq_len), settings.batch_size if settings.carry else 0, plan=plan,
+        learner, tokenizer, objective, micro_batches(corpus.batches, settings.batch_size, settings.grad_accum),
+        evaluate, sample, about, learner.flop_per_token(seq_len), settings.batch_size if settings.carry else 0,
+        plan=plan,
     )  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)

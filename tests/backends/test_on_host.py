@@ -316,7 +316,7 @@ def test_a_neighbours_rule_would_show(tmp_path: Path) -> None:
     assert (found != wanted_of(RULES, logits, 30)).any()
 
 
-ADAMW = """
+STATIC = """
 #define NAN (0.0 / 0.0)
 #undef __shared__
 #define __shared__ static
@@ -345,6 +345,50 @@ int main() {
 @pytest.mark.parametrize("fault", [None, ("i < stop", "i <= stop"), ("first + i64(blockIdx.x)", "i64(blockIdx.x)")])
 def test_squares_of_pieces(fault: tuple[str, str] | None, tmp_path: Path) -> None:
     """Empty pieces, one of a vector, others of more than the blocks' first stride."""
-    worst = float(run_on_host("optim/adamw.cu", {"SCALAR": "float"}, {}, SQUARES, tmp_path, before=ADAMW,
+    worst = float(run_on_host("optim/adamw.cu", {"SCALAR": "float"}, {}, SQUARES, tmp_path, before=STATIC,
                               fault=fault))  # fmt: skip
     assert (worst < 1e-9) == (fault is None), worst
+
+
+SOFT_ROWS = r"""
+int main() {
+    const int rows = 5, sizes[][2] = {{1, 1}, {7, 7}, {33, 40}, {96, 96}, {1000, 1000}, {2300, 2304}};
+    double worst = 0;
+    for (auto [vocab, pitch] : sizes) {
+        if (pitch % VEC) continue;
+        std::vector<T> z(rows * pitch), t(rows * pitch);
+        for (T &v : z) v = 5 * host_normal();
+        for (T &v : t) v = 5 * host_normal();
+        std::vector<T> plain = z;
+        const int targets[rows] = {0, -1, vocab - 1, vocab / 2, 0};
+        A nll[rows], plain_nll[rows];
+        for (A &x : nll) x = 0.0 / 0.0;
+        const int threads = std::min(256, (pitch / VEC + 31) / 32 * 32);
+        host_launch(rows, 1, threads, [&] {
+            soft_residual(nll, z.data(), t.data(), targets, A(0.7), vocab, pitch);
+        });
+        host_launch(1, 1, 32, [&] {
+            soft_residual_naive(plain_nll, plain.data(), t.data(), targets, A(0.7), rows, vocab, pitch);
+        });
+        const auto compare = [&](double a, double b) {
+            if (!(std::abs(a - b) <= worst)) worst = std::abs(a - b);
+        };
+        for (int i = 0; i < rows; i++) compare(nll[i], plain_nll[i]);
+        for (int i = 0; i < rows * pitch; i++) compare(z[i], plain[i]);
+    }
+    printf("%g\n", worst);
+}
+"""
+
+
+@pytest.mark.parametrize("vec", [1, 2])
+@pytest.mark.parametrize(
+    "fault",
+    [None, ("dot *= factor", ""), ("share * dot", "dot"), ("if (v * VEC + j >= vocab) break;", ""),
+     ("lane < blockDim.x / 32", "lane < 1")],
+)  # fmt: skip
+def test_residuals_of_soft_targets(fault: tuple[str, str] | None, vec: int, tmp_path: Path) -> None:
+    """Rows of one number, of fewer and more numbers than a block has threads, padded ones, one without a target."""
+    macros = {"SCALAR": "double", "VEC": vec, "PER": 0}
+    worst = float(run_on_host("ops/cross_entropy.cu", macros, {}, SOFT_ROWS, tmp_path, before=STATIC, fault=fault))
+    assert (worst < 1e-12) == (fault is None), worst

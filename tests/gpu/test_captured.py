@@ -24,6 +24,7 @@ from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.captured import MOST, Captured
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
+from tinyforge.train.distil import Distilled
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
 from tinyforge.train.run import Task, train
@@ -73,6 +74,17 @@ def test_twenty_steps_have_the_bits_of_plain_ones(name: str, precision: str) -> 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_steps_of_muon_have_the_bits_of_plain_ones(precision: str) -> None:
     same_bits("nanoeuler", precision, [[batch(n, 2)] for n in range(10)], optimizer=MuonConfig())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_steps_with_a_teacher_have_the_bits_of_plain_ones(precision: str) -> None:
+    def taught(with_graph: bool) -> Trained:
+        backend = get_backend("cupy", precision)
+        student, teacher = (NanoEuler(MODELS["nanoeuler"][1].override({"layers": n}), backend) for n in (2, 3))
+        teacher.initialise(1)
+        return Trained(backend, Distilled(student, teacher, share=0.7), with_graph)
+
+    assert_same_bits(taught(False), taught(True), [[batch(n, 2)] for n in range(12)])
 
 
 def test_twenty_steps_in_fp8_too() -> None:

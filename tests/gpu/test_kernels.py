@@ -16,7 +16,7 @@ import pytest
 from tinyforge import ops
 from tinyforge.backends import Backend, dtype_of, get_backend
 from tinyforge.op import Param, Stash
-from tinyforge.ops.cross_entropy import sum_tokens
+from tinyforge.ops.cross_entropy import SoftTargets, sum_tokens
 from tinyforge.ops.linear import linear_bwd_bias
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
@@ -431,14 +431,19 @@ def loss_case(kind: Any, backend: Backend, vocab: int, heads: int) -> tuple[Any,
 
 
 @pytest.mark.parametrize(
-    ("kind", "frozen"), [(ops.CrossEntropy, False), (ops.LinearCrossEntropy, False), (ops.LinearCrossEntropy, True)]
-)
+    ("kind", "frozen", "taught"),
+    [(ops.CrossEntropy, False, False), (ops.LinearCrossEntropy, False, False), (ops.LinearCrossEntropy, True, False),
+     (ops.LinearCrossEntropy, False, True)],
+)  # fmt: skip
 @pytest.mark.parametrize("heads", [1, 3])  # one head with an odd vocabulary has padded rows
 @pytest.mark.parametrize("vocab", [1, 5, 65, 96, 512, 4096, 8192, 8195, 40_000, 50_257, 120_001])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_losses(kind: Any, frozen: bool, vocab: int, heads: int, precision: str, shared: bool) -> None:
-    """The residual is laid out otherwise on the two backends; what goes in and comes out is the same."""
+def test_losses(
+    kind: Any, frozen: bool, taught: bool, vocab: int, heads: int, precision: str, shared: bool
+) -> None:  # fmt: skip
+    """The residual is laid out otherwise on the two backends; what goes in and comes out is the same. taught: with a
+    teacher's probabilities among the targets."""
     dnll = np.array([0.5, -2.0, 1e-4])[:heads]
     if not shared:
         dnll = dnll * np.random.default_rng(vocab).normal(size=(37, heads))
@@ -450,9 +455,14 @@ def test_losses(kind: Any, frozen: bool, vocab: int, heads: int, precision: str,
             if vocab % 2 and not frozen:  # its memory is not to be read
                 p.grad.fill(np.nan)
                 p.blank = True
-        stash = Stash()
-        nll = op.forward(backend.asarray(x), backend.asarray(targets), stash)
-        again = op.forward(backend.asarray(x), backend.asarray(targets))
+        stash, wanted = Stash(), backend.asarray(targets)
+        if taught:
+            rng = np.random.default_rng(1)
+            teacher = (rounded(Activation(size * normal(rng, *shape))).value
+                       for size, shape in ((1.0, (37, 24)), (0.2, (heads + 1, vocab, 24))))  # fmt: skip
+            wanted = SoftTargets(wanted, *map(backend.asarray, teacher), share=0.7)
+        nll = op.forward(backend.asarray(x), wanted, stash)
+        again = op.forward(backend.asarray(x), wanted)
         assert backend.name == "numpy" or np.array_equal(backend.to_numpy(again), backend.to_numpy(nll))
         dx, _ = op.backward(backend.asarray(dnll, backend.master_dtype), stash)
         assert nll.dtype == backend.master_dtype

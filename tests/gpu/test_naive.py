@@ -159,6 +159,23 @@ def test_softmax_residual(rows: int, width: int, padding: int, precision: str) -
     assert_close(fast, logits, precision)
 
 
+@each_precision
+@pytest.mark.parametrize("padding", (0, 4, 5))
+@pytest.mark.parametrize(("rows", "width"), SHAPES + HELD)
+def test_soft_residual(rows: int, width: int, padding: int, precision: str) -> None:
+    from tinyforge.ops.cross_entropy_cuda import soft_residual_
+
+    rng, pitch = np.random.default_rng(3), width + padding
+    logits, teacher = (5 * normal(rng, precision, rows, pitch) for _ in range(2))
+    targets = cp.asarray(rng.integers(-1, width, rows).astype(np.int32))
+    fast, nll, fast_nll = logits.copy(), cp.empty(rows, logits.dtype), cp.empty(rows, logits.dtype)
+    launch("cross_entropy", "soft_residual_naive", precision, rows, nll, logits, teacher, targets,
+           DTYPES[precision](0.7), rows, width, pitch, PER=0)  # fmt: skip
+    soft_residual_(fast_nll, fast, teacher, targets, 0.7, width)
+    assert_close(fast_nll, nll, precision)
+    assert_close(fast, logits, precision)
+
+
 def test_rows_of_other_lengths_in_between() -> None:
     """A long row, a short one, the long one again: one function of CUDA's, with one limit on shared memory."""
     from tinyforge.ops.cross_entropy_cuda import softmax_residual_

@@ -23,6 +23,7 @@ from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
+from tinyforge.train.distil import Teacher
 from tinyforge.train.plan import plan_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,26 +32,28 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "rows", "recompute", "adapters", "restart"),
+    ("name", "precision", "rows", "recompute", "adapters", "restart", "taught"),
     [
-        ("nanoeuler", "bf16", 8, "", None, None), ("nanoeuler", "fp32", 4, "", None, None),
-        ("nanoeuler", "fp8", 8, "", None, None), ("nanoeuler", "fp8", 8, "blocks", None, None),
-        ("nanoeuler", "bf16", 8, "", None, True),
-        ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05), None),
-        ("nanoeuler", "fp32", 4, "", Adapters(8, 16.0, 0.0, ("qkv", "down")), None),
-        ("moe", "bf16", 8, "", None, None),
-        ("nanoeuler", "bf16", 8, "blocks", None, None), ("moe", "bf16", 8, "blocks", None, None),
+        ("nanoeuler", "bf16", 8, "", None, None, False), ("nanoeuler", "fp32", 4, "", None, None, False),
+        ("nanoeuler", "fp8", 8, "", None, None, False), ("nanoeuler", "fp8", 8, "blocks", None, None, False),
+        ("nanoeuler", "bf16", 8, "", None, True, False), ("nanoeuler", "bf16", 8, "", None, True, True),
+        ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05), None, False),
+        ("nanoeuler", "fp32", 4, "", Adapters(8, 16.0, 0.0, ("qkv", "down")), None, False),
+        ("moe", "bf16", 8, "", None, None, False),
+        ("nanoeuler", "bf16", 8, "blocks", None, None, False), ("moe", "bf16", 8, "blocks", None, None, False),
     ],
 )  # fmt: skip
 def test_the_plan_is_within_five_percent_of_the_measured_peak(
-    name: str, precision: str, rows: int, recompute: Recompute, adapters: Adapters | None, restart: bool | None
-) -> None:
+    name: str, precision: str, rows: int, recompute: Recompute, adapters: Adapters | None, restart: bool | None,
+    taught: bool,
+) -> None:  # fmt: skip
     import cupy
 
     from tinyforge.backends.cupy_backend import PeakMemory
 
     kind, config = {"nanoeuler": (NanoEuler, PRESETS["base"]), "moe": (MoE, MOE["base"])}[name]
     backend = get_backend("cupy", precision)
+    teacher = Teacher(find_model(name), config, share=0.5) if taught else None
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     before = pool.used_bytes()
@@ -58,6 +61,7 @@ def test_the_plan_is_within_five_percent_of_the_measured_peak(
     with PeakMemory() as peak:
         make = partial(kind, config, backend, recompute=recompute)
         model: Any = Adapted(make, adapters) if adapters else make()
+        model = teacher.beside(model, backend) if teacher else model
         model.buffer.initialise(Stream(0, "init"))
         optimizer = AdamW(model.buffer, backend)
         ids = rng.integers(0, config.vocab, (rows, 512), dtype=np.int32)
@@ -66,14 +70,15 @@ def test_the_plan_is_within_five_percent_of_the_measured_peak(
             stash, packed = Stash(Stream(0, "dropout")), {}
             if restart is not None:
                 packed["documents"] = Documents(np.zeros(ids.shape, np.int32), restart).on(backend)
-            result = model.forward(backend.asarray(ids), backend.asarray(targets), stash, **packed)
+            result = model.forward(backend.asarray(ids), backend.asarray(targets), stash=stash, **packed)
             packed.clear()  # only the stash holds them, as in a run
             dnll = backend.asarray(np.full(config.mtp_heads, 1e-4), backend.master_dtype)
             dterms = backend.asarray(np.full(len(config.term_weights), 1e-2), backend.master_dtype)
             model.backward((dnll, dterms) if isinstance(result, tuple) else dnll, stash)
             _, factor = optimizer.clip(1.0)
             optimizer.step(1e-3, factor)
-    planned = plan_step(find_model(name), config, precision, rows, 512, recompute, adapters, restart).peak
+    planned = plan_step(find_model(name), config, precision, rows, 512, recompute, adapters, restart,
+                        teacher=teacher).peak  # fmt: skip
     assert planned == pytest.approx(peak.bytes - before, rel=0.05)
 
 

@@ -122,7 +122,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --lr nan", "--lr is nan, wants a number above 0"),
         ("pretrain --steps 0", "--steps is 0, wants a number above 0"),
         ("pretrain --steps 9 --minutes 1", "--steps and --minutes are both given, and a run ends by one of them"),
-        ("pretrain --lr-decay 1.5", "--lr-decay is 1.5, wants a share of the run above 0 and up to 1"),
+        ("pretrain --lr-decay 1.5", "--lr-decay is 1.5, wants a share above 0 and up to 1"),
         ("pretrain --warmup 1", "--warmup is 1.0, wants a share from 0 to below 1"),
         ("sft --base run --max-reply 0", "--max-reply is 0, wants a number above 0"),
         ("sft --base run --data good.json --max-reply 1", "no example left to train on; check that the records have"),

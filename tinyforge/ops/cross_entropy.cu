@@ -2,6 +2,7 @@
 //
 // Kernels:  softmax_residual     a row of V logits: nll and, where asked, its residual in place
 //           softmax_residual_naive   the same: read it first; tests compare the two
+//           soft_residual        the same with a teacher's distribution beside the target; soft_residual_naive
 //           sum_heads            nll[k] = sum over tokens of the rows' nll, in float64
 //           scale_heads          y = c[k] x for the part of x that belongs to head k
 //           add_scaled_heads     y += c[k] x
@@ -234,6 +235,126 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
     }
 #endif
 #endif
+}
+
+// softmax - q in place, and nll = -sum q log softmax, with q = (1 - share) onehot(target) + share softmax(teacher).
+// A thread for each row. Numbers past the vocabulary, up to `pitch`, become 0.
+extern "C" __global__ void soft_residual_naive(
+    A *nll, T *logits, const T *teacher, const int *targets, A share, int rows, int vocab, int pitch
+) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= rows) return;
+    T *const z = logits + i64(row) * pitch;
+    const T *const t = teacher + i64(row) * pitch;
+    const int target = targets[row];
+    A top = -INFINITY, sum = 0, teacher_top = -INFINITY, teacher_sum = 0, loss = 0;
+    for (int v = 0; v < vocab; v++) {
+        top = largest(top, widen(z[v]));
+        teacher_top = largest(teacher_top, widen(t[v]));
+    }
+    for (int v = 0; v < vocab; v++) {
+        sum += exp(widen(z[v]) - top);
+        teacher_sum += exp(widen(t[v]) - teacher_top);
+    }
+    for (int v = 0; v < pitch; v++) {
+        if (v >= vocab || target < 0) {
+            narrow(A(0), z[v]);
+            continue;
+        }
+        const A log_p = widen(z[v]) - top - log(sum);
+        const A q = share * exp(widen(t[v]) - teacher_top) / teacher_sum + (v == target ? 1 - share : A(0));
+        loss -= q * log_p;
+        narrow(exp(log_p) - q, z[v]);
+    }
+    nll[row] = loss;
+}
+
+// A row's logits z and its teacher's t in one pass: the largest of each, the sums of exp(z - top) and
+// exp(t - teacher_top), and dot, the sum of z exp(t - teacher_top). Since the q of a row add up to 1,
+//     nll = log(sum) + top - (1 - share) z[target] - share dot / teacher_sum
+// A second pass reads both rows again, from a cache, and writes the residual.
+extern "C" __global__ void __launch_bounds__(256) soft_residual(
+    A *nll, T *logits, const T *teacher, const int *targets, A share, int vocab, int pitch
+) {
+    __shared__ A parts[5][32];
+    const i64 row = blockIdx.x;
+    const int target = targets[row], lane = threadIdx.x % 32, vectors = pitch / VEC;
+    T *const z = logits + row * pitch;
+    const T *const t = teacher + row * pitch;
+    if (target < 0) {  // the same for the whole block
+        if (threadIdx.x == 0) nll[row] = 0;
+        Pack<T, VEC> zero;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) narrow(A(0), zero.v[j]);
+        for (int v = threadIdx.x; v < vectors; v += blockDim.x) store(z + v * VEC, zero);
+        return;
+    }
+    const A picked = widen(z[target]);  // before it is overwritten: all writes come after the barrier
+    A top = -INFINITY, sum = 0, teacher_top = -INFINITY, teacher_sum = 0, dot = 0;
+    // Brings the sums to larger maxima. exp(-inf) = 0 the first time, and an empty part stays 0.
+    const auto rescale = [&](A highest, A teacher_highest) {
+        if (sum != 0) sum *= exp_for<T>(top - highest);
+        if (teacher_sum != 0) {
+            const A factor = exp_for<T>(teacher_top - teacher_highest);
+            teacher_sum *= factor;
+            dot *= factor;
+        }
+        top = highest;
+        teacher_top = teacher_highest;
+    };
+    for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+        const Pack<T, VEC> p = load<VEC>(z + v * VEC), q = load<VEC>(t + v * VEC);
+        A highest = top, teacher_highest = teacher_top;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+            if (v * VEC + j >= vocab) break;
+            highest = largest(highest, widen(p.v[j]));
+            teacher_highest = largest(teacher_highest, widen(q.v[j]));
+        }
+        rescale(highest, teacher_highest);
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+            if (v * VEC + j >= vocab) break;
+            const A weight = exp_for<T>(widen(q.v[j]) - teacher_top);
+            sum += exp_for<T>(widen(p.v[j]) - top);
+            teacher_sum += weight;
+            dot += weight * widen(p.v[j]);
+        }
+    }
+    // Over a warp, and with one barrier over the block: every warp adds the warps' sums itself.
+    const auto add_lanes = [&]() {
+        rescale(warp_max(top), warp_max(teacher_top));
+        sum = warp_sum(sum);
+        teacher_sum = warp_sum(teacher_sum);
+        dot = warp_sum(dot);
+    };
+    add_lanes();
+    if (lane == 0) {
+        const A found[5] = {top, sum, teacher_top, teacher_sum, dot};
+#pragma unroll
+        for (int i = 0; i < 5; i++) parts[i][threadIdx.x / 32] = found[i];
+    }
+    __syncthreads();
+    const bool there = lane < blockDim.x / 32;
+    top = there ? parts[0][lane] : A(-INFINITY);
+    sum = there ? parts[1][lane] : A(0);
+    teacher_top = there ? parts[2][lane] : A(-INFINITY);
+    teacher_sum = there ? parts[3][lane] : A(0);
+    dot = there ? parts[4][lane] : A(0);
+    add_lanes();
+    if (threadIdx.x == 0) nll[row] = log(sum) + top - (1 - share) * picked - share * dot / teacher_sum;
+    const A scale = A(1) / sum, teacher_scale = share / teacher_sum;
+    for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+        const Pack<T, VEC> p = load<VEC>(z + v * VEC), q = load<VEC>(t + v * VEC);
+        Pack<T, VEC> out;
+#pragma unroll
+        for (int j = 0; j < VEC; j++) {
+            const int at = v * VEC + j;
+            const A wanted = exp_for<T>(widen(q.v[j]) - teacher_top) * teacher_scale + (at == target ? 1 - share : A(0));
+            narrow(at < vocab ? exp_for<T>(widen(p.v[j]) - top) * scale - wanted : A(0), out.v[j]);
+        }
+        store(z + v * VEC, out);
+    }
 }
 
 // Grid: heads. Block: 1024 threads.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,15 +13,31 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops.linear import linear_fwd
 from tinyforge.params import with_buffer
 
 CHUNK_BYTES = 1 << 21
 """Size of a chunk of logits on NumPy: it stays in a core's cache between passes."""
 FEW_LOGITS = 1024
+CHUNK = 4096
+"""Tokens of a chunk of logits on a GPU."""
 FROZEN_LOGITS = 1 << 25
 """Logits of a chunk on a GPU if the weight is frozen: they are not kept."""
+
+
+@dataclass(frozen=True)
+class SoftTargets:
+    """Targets that a teacher shares in, for distillation: q = (1 - share) onehot(ids) + share softmax(h W^T)
+
+    ids: (..., K) int32, -1 for none, which the teacher does not change. hidden: h, (..., C'), and heads: W,
+    (K or more, V, C'), the teacher's; they have no gradient. share: 0 to 1. A model takes them as its `targets`.
+    """
+
+    ids: Array
+    hidden: Array
+    heads: Array
+    share: float
 
 
 def masked_targets(rng: np.random.Generator, n: int, heads: int, vocab: int) -> np.ndarray:
@@ -57,6 +75,26 @@ def softmax_residual_(logits: Array, targets: Array) -> Array:
     probability = np.take_along_axis(logits, index, axis=1)
     np.put_along_axis(logits, index, np.where(masked, 0, probability - 1), axis=1)
     return nll[:, 0].T
+
+
+def soft_residual_(logits: Array, teacher: Array, targets: Array, share: float) -> Array:
+    """Turn logits (K, V, n) into softmax - q in place, see `SoftTargets` (0 where there is no target); returns the
+    cross-entropy with q: (n, K). teacher: its logits, (K, V, n), which are written over. targets: (n, K)."""
+    index = targets.T[:, None]
+    there = index >= 0
+    for x in (logits, teacher):
+        x -= x.max(axis=1, keepdims=True)
+    q = np.exp(teacher, out=teacher)
+    q *= np.where(there, share / q.sum(axis=1, keepdims=True), 0)
+    index = np.where(there, index, 0)
+    picked = np.take_along_axis(q, index, axis=1) + np.where(there, 1 - share, 0)
+    np.put_along_axis(q, index, picked.astype(q.dtype), axis=1)
+    logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    nll = -np.einsum("kvn,kvn->nk", q, logits)
+    np.exp(logits, out=logits)
+    logits *= there
+    logits -= q
+    return nll
 
 
 def per_row(dnll: Array, dtype: Any) -> Array:
@@ -134,6 +172,34 @@ def linear_cross_entropy_fwd_memory(h: Array, weight: Array, keep: bool) -> tupl
     _padded = empty((pitch if pitch > heads * vocab else 0, weight.shape[2]), weight.dtype)
     residual = empty((len(h), pitch), h.dtype)
     return nll, residual if keep else None
+
+
+@kernel
+def linear_soft_cross_entropy_fwd(
+    h: Array, weight: Array, targets: Array, teacher_h: Array, teacher_weight: Array, keep: bool, share: float
+) -> tuple[Array, Any]:
+    """As linear_cross_entropy_fwd, with `SoftTargets`. teacher_h: (n, C'); teacher_weight: (K, V, C')."""
+    heads, vocab, dim = weight.shape
+    residual, flat = [], teacher_weight.reshape(heads * vocab, -1)
+    nll = np.empty((len(h), heads), h.dtype)
+    for part in chunks(len(h), weight):
+        logits = (weight.reshape(-1, dim) @ h[part].T).reshape(heads, vocab, -1)
+        teacher = (flat @ teacher_h[part].T).reshape(heads, vocab, -1)
+        nll[part] = soft_residual_(logits, teacher, targets[part], share)
+        if keep:
+            residual.append(logits)
+    return nll, residual if keep else None
+
+
+@linear_soft_cross_entropy_fwd.on("phantom")
+def linear_soft_cross_entropy_fwd_memory(
+    h: Array, weight: Array, teacher_weight: Array, keep: bool
+) -> tuple[Array, Any]:
+    heads, vocab, _ = weight.shape
+    pitch = row_pitch(heads, vocab, h.itemsize)
+    _padded = empty((pitch if pitch > heads * vocab else 0, teacher_weight.shape[2]), weight.dtype)
+    _teacher = empty((min(len(h), CHUNK), pitch), h.dtype)
+    return linear_cross_entropy_fwd_memory(h, weight, keep)
 
 
 @kernel
@@ -282,11 +348,16 @@ class LinearCrossEntropy(Op):
         dh[n] = sum_k dnll[n, k] R[n, k] W[k],   dW[k] += sum_n dnll[n, k] R[n, k]^T h[n]
     (K,) is the fast path: dnll scales W and dW, and R is read twice and never written. With a frozen W there is no dW:
     forward already computes R[n, k] W[k] and saves that, (N, K, C), which is smaller since C < V.
+
+    targets may be `SoftTargets`, which have a distribution q where others have onehot(targets):
+        nll = -sum_v q[v] log softmax(z)[v],   R = softmax - q
+    With share = 1, nll - H(q) is the divergence KL(q || softmax). Source: Hinton, Vinyals, Dean, "Distilling the
+    Knowledge in a Neural Network" (2015), at temperature 1.
     """
 
     kernels = (
-        linear_fwd, linear_cross_entropy_fwd, linear_cross_entropy_bwd, linear_cross_entropy_frozen_fwd,
-        linear_cross_entropy_frozen_bwd,
+        linear_fwd, linear_cross_entropy_fwd, linear_soft_cross_entropy_fwd, linear_cross_entropy_bwd,
+        linear_cross_entropy_frozen_fwd, linear_cross_entropy_frozen_bwd,
     )  # fmt: skip
     per_head = True
 
@@ -296,9 +367,17 @@ class LinearCrossEntropy(Op):
         weight.by_product = True
         self.shape = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
 
-    def forward(self, h: Array, targets: Array, stash: Stash | None = None) -> Array:
+    def forward(self, h: Array, targets: Array | SoftTargets, stash: Stash | None = None) -> Array:
         heads, _, dim = self.shape
         rows, weight = h.reshape(-1, dim), self.weight.value.reshape(self.shape)
+        if isinstance(targets, SoftTargets):
+            nll, residual = self.k.linear_soft_cross_entropy_fwd(
+                rows, weight, targets.ids.reshape(-1, heads), targets.hidden.reshape(-1, targets.hidden.shape[-1]),
+                targets.heads[:heads], stash is not None, targets.share,
+            )  # fmt: skip
+            if stash is not None:
+                stash.push(self, h, residual)
+            return nll.reshape(targets.ids.shape)
         forward = self.k.linear_cross_entropy_frozen_fwd if self.weight.frozen else self.k.linear_cross_entropy_fwd
         nll, kept = forward(rows, weight, targets.reshape(-1, heads), stash is not None)
         if stash is not None:
@@ -307,13 +386,14 @@ class LinearCrossEntropy(Op):
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         h, residual = stash.pop(self)
-        if self.weight.frozen:
+        if isinstance(h, tuple):  # only its shape: the residual is R W
             return self.k.linear_cross_entropy_frozen_bwd(rows_of(dy), residual).reshape(h), None
         rows = h.reshape(-1, h.shape[-1])
-        dweight, accumulate = self.weight.summed_in()
+        dweight, accumulate = (None, True) if self.weight.frozen else self.weight.summed_in()
         dh = self.k.linear_cross_entropy_bwd(
-            dweight.reshape(self.shape), rows_of(dy), rows, residual, self.weight.value.reshape(self.shape), accumulate
-        )
+            dweight if dweight is None else dweight.reshape(self.shape), rows_of(dy), rows, residual,
+            self.weight.value.reshape(self.shape), accumulate,
+        )  # fmt: skip
         return dh.reshape(h.shape), None
 
     def logits(self, h: Array, head: int = 0) -> Array:
@@ -328,4 +408,13 @@ class LinearCrossEntropy(Op):
             op = with_buffer(cls(Param("weight", tuple(shape), std=1.0), backend), backend, rng)
             heads, vocab, dim = op.shape
             h = rng.normal(size=(n, dim))
-            yield op, (backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab)))
+            inputs = backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab))
+            yield op, inputs
+            if n == many:  # a sum over so many numbers is too rough for a finite difference; the values are tested
+                continue
+            teacher = (backend.asarray(rng.normal(size=size)) for size in ((n, dim + 1), (heads + 1, vocab, dim + 1)))
+            yield WithKeywords(op, targets=partial(_taught, teacher=tuple(teacher))), inputs
+
+
+def _taught(ids: Array, teacher: tuple[Array, Array]) -> SoftTargets:
+    return SoftTargets(ids, *teacher, share=0.7)

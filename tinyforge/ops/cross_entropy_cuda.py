@@ -22,13 +22,10 @@ from tinyforge.backends.cupy_backend import (
 from tinyforge.backends.gemm import gemm
 from tinyforge.kernel import Array
 from tinyforge.ops import cross_entropy
-from tinyforge.ops.cross_entropy import row_pitch
+from tinyforge.ops.cross_entropy import CHUNK, row_pitch
 from tinyforge.ops.mixture_cuda import sum_of_rows
 
 FILE = "ops/cross_entropy.cu"
-CHUNK = 4096
-"""Tokens per chunk of logits; without a stash only one chunk exists at a time."""
-
 HELD_THREADS = constant(FILE, "HELD_THREADS")
 BESIDE = 512
 """Bytes of shared memory that softmax_residual uses beside a row."""
@@ -50,6 +47,17 @@ def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vo
     launch = load(FILE, "softmax_residual", shared, SCALAR=scalar(logits.dtype), VEC=vec, PER=per, **variant)
     numbers = map(np.int32, (vocab, pitch, write))
     launch((targets.size,), (threads,), (nll, logits, targets, *numbers), shared_mem=shared)
+
+
+def soft_residual_(nll: Array, logits: Array, teacher: Array, targets: Array, share: float, vocab: int) -> None:
+    """Turn rows of logits, (..., V or more), into softmax - q; nll: the cross-entropy with q, one number per row.
+    teacher: its logits, of the same shape."""
+    pitch = logits.shape[-1]
+    vec = vector(pitch, logits, teacher)
+    threads = min(256, -(-pitch // vec // 32) * 32)
+    launch = load(FILE, "soft_residual", SCALAR=scalar(logits.dtype), VEC=vec, PER=0)
+    numbers = nll.dtype.type(share), np.int32(vocab), np.int32(pitch)
+    launch((targets.size,), (threads,), (nll, logits, teacher, targets, *numbers))
 
 
 def scale_heads(x: Array, scale: Array, part: int, y: Array = None) -> Array:
@@ -126,6 +134,29 @@ def linear_cross_entropy_fwd(
         logits = residual[part] if keep else residual[: part.stop - start]
         gemm(h[part], rows, logits, transpose_b=True, tf32=backend.tf32)
         softmax_residual_(nll[part], logits.reshape(-1, pitch // heads), targets[part], keep, vocab)
+    return nll, residual if keep else None
+
+
+@cross_entropy.linear_soft_cross_entropy_fwd.on("cupy")
+def linear_soft_cross_entropy_fwd(
+    h: Array, weight: Array, targets: Array, teacher_h: Array, teacher_weight: Array, keep: bool, share: float, *,
+    backend: CupyBackend,
+) -> tuple[Array, Any]:  # fmt: skip
+    h, targets, teacher_h = contiguous(h), contiguous(targets), contiguous(teacher_h)
+    heads, vocab, _ = weight.shape
+    tokens = len(h)
+    nll, pitch = new((tokens, heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
+    rows, teacher_rows = padded_rows(weight, pitch), padded_rows(teacher_weight, pitch)
+    residual = new((tokens if keep else min(tokens, CHUNK), pitch), h.dtype)
+    beside = new((min(tokens, CHUNK), pitch), h.dtype)
+    for start in range(0, tokens, CHUNK):
+        part = slice(start, min(start + CHUNK, tokens))
+        teacher = beside[: part.stop - start]
+        logits = residual[part] if keep else residual[: part.stop - start]
+        gemm(h[part], rows, logits, transpose_b=True, tf32=backend.tf32)
+        gemm(teacher_h[part], teacher_rows, teacher, transpose_b=True, tf32=backend.tf32)
+        of_rows = -1, pitch // heads
+        soft_residual_(nll[part], logits.reshape(of_rows), teacher.reshape(of_rows), targets[part], share, vocab)
     return nll, residual if keep else None
 
 

@@ -520,7 +520,9 @@ def _print_overfitting(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
     given = json.loads(json.dumps(task.meta))  # as in the checkpoint, where a tuple is a list
-    for key, what in (("model", "model"), ("config", "config"), ("tokenizer_hash", "tokenizer"), ("data_hash", "data")):
+    parts = {"model": "model", "config": "config", "tokenizer_hash": "tokenizer", "data_hash": "data",
+             "teacher": "teacher"}  # fmt: skip
+    for key, what in parts.items():
         # Checkpoints of earlier versions do not name the model.
         if key in found.meta and found.meta[key] != given.get(key):
             raise UserError(

@@ -71,7 +71,7 @@ def at_least_2(value: float) -> str:
 
 
 def share(value: float) -> str:
-    return "" if 0 < value <= 1 else "a share of the run above 0 and up to 1"
+    return "" if 0 < value <= 1 else "a share above 0 and up to 1"
 
 
 def power_of_two(value: float) -> str:
@@ -287,6 +287,10 @@ class PretrainSettings(ModelSettings):
     carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
     base: str | None = setting(None, "run, checkpoint or Hugging Face model to go on from, with its config and its "
                                "tokenizer (default: random weights)", metavar="DIR", card=NEVER)  # fmt: skip
+    # Another path to the same teacher is fine: a resumed run compares its weights' hash.
+    teacher: str | None = setting(None, "trained model with the same tokenizer to learn from: its probabilities are "
+                                  "part of the targets", metavar="DIR", changes=NOTHING)  # fmt: skip
+    teacher_share: float = setting(0.5, "the teacher's share of the targets; the text has the rest", check=share)
 
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
@@ -297,6 +301,10 @@ class PretrainSettings(ModelSettings):
         if self.carry and not hasattr(find_model(self.model).build, "state_shape"):
             able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
             raise UserError(f"--carry: {self.model} has no state to carry; use --model {' or '.join(able)}")
+        if self.teacher is None and self.teacher_share != type(self).teacher_share:
+            raise UserError("--teacher-share is given without --teacher; add it, or leave this out")
+        if self.teacher is not None and self.carry:
+            raise UserError("--carry: a teacher keeps no state from batch to batch; leave out --carry or --teacher")
 
 
 @dataclass(frozen=True)
