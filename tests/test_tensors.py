@@ -108,3 +108,38 @@ def test_a_type_that_is_no_float_is_refused_when_it_is_read(tmp_path: Path) -> N
         tensors.read_header(tmp_path / "x.safetensors")["mask"].read()
     with pytest.raises(UserError, match="cannot read .*absent.* No such file"):
         tensors.read_header(tmp_path / "absent.safetensors")
+
+
+def test_codes_and_their_scales_are_one_tensor(tmp_path: Path) -> None:
+    """Beside them a tensor that is only named like a scale."""
+    codes, scales = np.arange(-6, 6, dtype=np.int8).reshape(2, 2, 3), np.array([1, 0.1, 3, 0], np.float32)
+    stored = {"a": codes, "a_scale": scales.reshape(2, 2, 1), "b": np.ones(3, np.float32),
+              "b_scale": np.ones(1, np.float32)}  # fmt: skip
+    save_file(stored, tmp_path / "x.safetensors")
+    found = tensors.Tensors([tmp_path / "x.safetensors"])
+    assert set(found) == {"a", "b", "b_scale"} and len(found) == 3 and "a_scale" not in found
+    assert found.shape("a") == (2, 2, 3) and found.shape("a_scale") is None
+    assert found["a"].dtype == np.float32 and np.array_equal(found["a"], codes * scales.reshape(2, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (None, "missing"),
+        (np.ones(2, np.float32), r"of F32 and shape \(2,\)"),
+        (np.ones((2, 3), np.float32), r"of F32 and shape \(2, 3\)"),
+        (np.ones((2, 1)), r"of F64 and shape \(2, 1\)"),
+        (np.ones((2, 1), np.int8), r"of I8 and shape \(2, 1\)"),
+        (np.array([[1], [np.nan]], np.float32), "not finite"),
+        (np.array([[-np.inf], [1]], np.float32), "not finite"),
+    ],
+)
+def test_codes_without_good_scales_are_refused(scales: np.ndarray | None, message: str, tmp_path: Path) -> None:
+    stored = {"w": np.ones((2, 3), np.int8)} | ({} if scales is None else {"w_scale": scales})
+    save_file(stored, tmp_path / "x.safetensors")
+    found = tensors.read_header(tmp_path / "x.safetensors")
+    assert list(found) == ["w"]
+    wanted = rf"x\.safetensors: w is of type I8, and its scales, w_scale, are {message}; wanted finite F32 of"
+    with pytest.raises(UserError, match=wanted) as caught:
+        found["w"].read()
+    assert "\n" not in str(caught.value)

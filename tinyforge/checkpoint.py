@@ -1,7 +1,7 @@
 """Checkpoints: a directory per step, whole or absent.
 
     step-00000500/
-        model.safetensors       weights by parameter name
+        model.safetensors       weights by parameter name; in int8, codes and scales (`tinyforge.tensors`)
         optimizer.safetensors   the moments, `m.` and `v.` + parameter name; `carried`, a recurrent model's state
         tokenizer.json
         meta.json               model (its registered name), config, step, settings, seed, tokenizer hash, elapsed time
@@ -34,7 +34,8 @@ import numpy as np
 from tinyforge.errors import UserError
 from tinyforge.files import JSON_NAMES, read_json, replace, sha256_of, shown, sync
 from tinyforge.parallel.star import Lost
-from tinyforge.tensors import Lazy, Tensors, chunks
+from tinyforge.quantised import quantise
+from tinyforge.tensors import SCALE, Lazy, Tensors, chunks
 
 FORMAT = 1
 _PREFIX = "step-"
@@ -111,7 +112,7 @@ def save_with(out: Path, step: int, write: Write, tokenizer: Any, meta: Mapping[
 def lazy(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, Lazy], dict[str, str]]:
     """Arrays in the form that `write_shard` takes."""
     tensors: dict[str, Lazy] = {name: (value.shape, partial(np.asarray, value)) for name, value in arrays.items()}
-    return tensors, {name: f"f{8 * value.itemsize}" for name, value in arrays.items()}
+    return tensors, {name: f"{value.dtype.kind}{8 * value.itemsize}" for name, value in arrays.items()}
 
 
 def write_shard(
@@ -146,22 +147,38 @@ def sweep(out: Path) -> None:
 def export(
     out: Path, weights: Mapping[str, np.ndarray], tokenizer: Any, meta: Mapping[str, Any], card: str, dtype: str
 ) -> None:
-    """Write a checkpoint for others: no optimizer, weights in `dtype` (see `tensors.DTYPES`), the card as README.md.
+    """Write a checkpoint for others: no optimizer, weights in `dtype`, the card as README.md.
 
-    `load` reads it like any other; the card has no hash, so that it may be edited. Raises UserError if `out` exists or
-    cannot be written.
+    dtype: one of `tensors.DTYPES`, or "int8": every tensor with two or more axes as codes, with a scale for each row.
+
+    `load` reads it like any other; the card has no hash, so that it may be edited. Raises UserError if `out` exists,
+    cannot be written, or if int8 is to hold a weight that is not finite.
     """
     if out.exists():
         raise UserError(f"{out} exists already; remove it, or choose another name")
 
     def write(folder: Path) -> dict[str, str]:
         _write(folder / CARD, [card.encode()])
+        if dtype == "int8":
+            return write_shard(folder, MODEL, *lazy(_coded(weights)))
         return write_shard(folder, MODEL, lazy(weights)[0], dtype)
 
     try:
         _write_directory(out, write, tokenizer, meta)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; free some space or choose another place") from error
+
+
+def _coded(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Weights as int8 codes and float32 scales. Vectors, such as the gains of norms, stay float32."""
+    codes, others = {}, {}
+    for name, value in weights.items():
+        if value.ndim < 2:
+            others[name] = value.astype(np.float32)
+        else:
+            codes[name], scales = quantise(value, "int8")
+            others[name + SCALE] = scales[..., None]
+    return others | codes  # the wider type first keeps every tensor aligned in the file
 
 
 def _write_directory(final: Path, write: Write, tokenizer: Any, meta: Mapping[str, Any]) -> None:

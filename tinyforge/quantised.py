@@ -71,7 +71,7 @@ def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         if not np.isfinite(rows[part]).all():
-            raise UserError(f"a weight is not finite, and {kind} cannot represent it; leave out --weights")
+            raise UserError(f"a weight is not finite, and {kind} cannot represent it; leave out --weights or --dtype")
         of_rows[part] = np.abs(rows[part]).max(axis=-1, initial=0) / top
         divisors = np.where(of_rows[part] > 0, of_rows[part], np.inf)[:, None]
         numbers = np.clip(rows[part] / divisors, -top, top)  # the scale may have been rounded down

@@ -2,6 +2,9 @@
 
 A file has the length of its header (8 bytes, little-endian), the header (JSON: type, shape and place of each tensor),
 and the tensors' bytes. Nothing in it is executed.
+
+A tensor W of type I8 holds codes c. Beside it, `W_scale` (F32) has one scale per row: W[..., i] = s[..., 0] c[..., i].
+The name and the shape of the scales are those of the compressed-tensors library. Only W is seen by readers.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +23,11 @@ from tinyforge.files import json_value, written_whole
 
 MOST_HEADER = 100 << 20  # bytes, as in the safetensors library
 
-_STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_NAMES = {"f32": "F32", "bf16": "BF16", "f64": "F64"}
+_STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "i1"}
+_NAMES = {"f32": "F32", "bf16": "BF16", "f64": "F64", "i8": "I8"}
 DTYPES = ("f32", "bf16")
-"""For exported models; checkpoints may have f64 too, and F16 can be read."""
+"""For exported models; checkpoints may have f64 and I8 with scales too, and F16 can be read."""
+SCALE = "_scale"
 
 Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
 """A tensor's shape, and a function that makes it, so that only one tensor is in memory at a time."""
@@ -31,16 +35,18 @@ Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's place in a file. dtype: its name there."""
+    """A tensor's place in a file. dtype: its name there. scale: the scales of the codes in a tensor of type I8."""
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
+    scale: Tensor | None = None
 
     def read(self) -> np.ndarray:
-        """The tensor as float32, or as float64 if it is stored so; both are exact."""
+        """The tensor as float32, or as float64 if it is stored so; both are exact. Codes times their scales are rounded
+        to float32."""
         if self.dtype not in _STORED:
             raise UserError(f"{self.file}: {self.name} is of type {self.dtype}; supported: {', '.join(_STORED)}")
         try:
@@ -53,7 +59,19 @@ class Tensor:
             stored = (stored.astype(np.uint32) << 16).view(np.float32)
         elif self.dtype == "F16":
             stored = stored.astype(np.float32)
-        return stored.reshape(self.shape)
+        stored = stored.reshape(self.shape)
+        return stored if self.dtype != "I8" else np.multiply(stored, self._scales(), dtype=np.float32)
+
+    def _scales(self) -> np.ndarray:
+        """The scales of codes, (..., 1). UserError if they are missing, are of another type or shape, or not finite."""
+        wanted, scale = (*self.shape[:-1], 1), self.scale
+        got = f"of {scale.dtype} and shape {scale.shape}" if scale else "missing"
+        if scale and (scale.dtype, scale.shape) == ("F32", wanted):
+            if np.isfinite(scales := scale.read()).all():
+                return scales
+            got = "not finite"
+        raise UserError(f"{self.file}: {self.name} is of type I8, and its scales, {self.name}{SCALE}, are {got}; "
+                        f"wanted finite F32 of shape {wanted}; get the file again")  # fmt: skip
 
 
 class Tensors(Mapping[str, np.ndarray]):
@@ -86,7 +104,8 @@ class Tensors(Mapping[str, np.ndarray]):
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name; none is read. Raises UserError, naming the file, if it is damaged."""
+    """The tensors of a file by name; none is read. Scales are part of the tensor that they belong to. Raises UserError,
+    naming the file, if it is damaged."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as opened:
@@ -104,7 +123,9 @@ def read_header(file: Path) -> dict[str, Tensor]:
         raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged, or not a safetensors file ({error}); get it again") from error
-    return found
+    coded = {name: name + SCALE for name, tensor in found.items() if tensor.dtype == "I8"}
+    scales = {name: found.pop(scale) for name, scale in coded.items() if scale in found}
+    return found | {name: replace(found[name], scale=scale) for name, scale in scales.items() if name in found}
 
 
 def _tensor(name: str, file: Path, entry: dict[str, Any], base: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from data.world import documents
 from models.gpt2 import GPT2
@@ -87,6 +88,52 @@ def test_bfloat16_to_give_away(run: Path, tmp_path: Path) -> None:
     # Rounded once: a second time changes nothing.
     assert convert.main([str(tmp_path / "own"), str(tmp_path / "again"), "--format", "tinyforge"]) == 0
     assert np.array_equal(logits(load(tmp_path / "again", FP32).model), logits(load(tmp_path / "own", FP32).model))
+
+
+def test_int8_to_give_away(run: Path, tmp_path: Path) -> None:
+    """The file as the safetensors library reads it, each weight's error, the card, and the formats after it."""
+    own = tmp_path / "own"
+    assert convert.main([str(run), str(own), "--format", "tinyforge", "--dtype", "int8"]) == 0
+    stored, model, small = load_file(own / "model.safetensors"), nanoeuler(), load(own, FP32).model
+    read = named(small.buffer, small.buffer.masters, FP32)
+    matrices = 0
+    for name, weight in named(model.buffer, model.buffer.masters, FP32).items():
+        if weight.ndim < 2:
+            assert stored[name].dtype == np.float32 and np.array_equal(stored.pop(name), weight), name
+            continue
+        matrices += 1
+        codes, scales = stored.pop(name), stored.pop(f"{name}_scale")
+        assert codes.dtype == np.int8 and scales.dtype == np.float32, name
+        assert codes.shape == weight.shape and scales.shape == (*weight.shape[:-1], 1), name
+        assert np.array_equal(read[name], codes * scales), name
+        assert (np.abs(read[name] - weight) <= scales / 2 * (1 + 1e-5)).all() and (codes != 0).any(), name
+    assert not stored and matrices > 2 * len(model.blocks)
+    _, header = (own / "model.safetensors").read_bytes().split(b"{", 1)
+    for entry in json.JSONDecoder().raw_decode("{" + header.decode("latin-1"))[0].values():
+        assert entry.get("dtype") != "F32" or entry["data_offsets"][0] % 4 == 0
+    assert "Weights\nare int8, with a float32 scale for each row of a matrix." in (own / "README.md").read_text()
+    for name, flags in (("hf", []), ("m.bin", []), ("again", ["--format", "tinyforge"])):
+        assert convert.main([str(own), str(tmp_path / name), *flags]) == 0
+        np.testing.assert_allclose(logits(load(tmp_path / name, FP32).model), logits(small), rtol=1e-5, atol=1e-7)
+    assert "Weights\nare float32." in (tmp_path / "again" / "README.md").read_text()
+
+
+def test_weights_int8_of_an_int8_checkpoint_are_its_codes(run: Path, tmp_path: Path) -> None:
+    assert convert.main([str(run), str(tmp_path / "own"), "--format", "tinyforge", "--dtype", "int8"]) == 0
+    stored = load_file(tmp_path / "own" / "model.safetensors")
+    held = [p for p in load(tmp_path / "own", FP32, weights="int8").model.params() if p.weights]
+    assert held
+    for p in held:
+        assert np.array_equal(p.stored.codes, stored[p.name]), p.name
+        np.testing.assert_array_max_ulp(p.stored.scales[..., None], stored[f"{p.name}_scale"], maxulp=1)
+
+
+def test_int8_of_a_weight_that_is_not_finite_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = nanoeuler()
+    model.blocks[1].out.weight.value[3, 4] = np.inf
+    with pytest.raises(UserError, match="a weight is not finite, and int8 cannot represent it; leave out --weights or"):
+        save_pretrained(model, tokenizer, tmp_path / "own", format="tinyforge", dtype="int8")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -176,6 +223,9 @@ def test_gpt2s_tokenizer_as_it_was_first_published(tmp_path: Path) -> None:
     [
         (["run", "run"], "run exists already; remove it, or choose another name"),
         (["run", "m.bin", "--dtype", "bf16"], "cannot save as llama2c in bf16; supported: .*llama2c in f32;"),
+        (["run", "m.bin", "--dtype", "int8"], "cannot save as llama2c in int8; use --format tinyforge; supported"),
+        (["run", "hf", "--dtype", "int8"], "cannot save as hf in int8; use --format tinyforge; supported"),
+        (["run", "m.gguf", "--dtype", "int8"], "cannot save as gguf in int8; use q8_0; supported"),
         (["run", "x", "--format", "onnx"], "invalid choice: 'onnx'"),
         (["run", "x", "--tokenizer", "run"], "run has a tokenizer of its own; leave out --tokenizer"),
         (["run", "m.bin", "--format", "gguf"], "m.bin is not a name for --format gguf: llama2c's files end in .bin"),

@@ -2,6 +2,7 @@
 
     python -m tinyforge.hub convert runs/sft my-model                       our checkpoint, for transformers
     python -m tinyforge.hub convert runs/sft small --format tinyforge --dtype bf16      to publish, with its card
+    python -m tinyforge.hub convert runs/sft small --format tinyforge --dtype int8      one byte per weight
     python -m tinyforge.hub convert storyteller storyteller.gguf            a model of the repository
     python -m tinyforge.hub convert SmolLM2-135M smol --format tinyforge    to fine-tune it here
     python -m tinyforge.hub convert stories260K.bin stories                 with the tokenizer beside it
@@ -25,9 +26,11 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import read_text
 from tinyforge.hub.foreign import is_foreign, spec_of_model
-from tinyforge.hub.gguf_file import TYPES
 from tinyforge.hub.pretrained import FORMATS, USES, save_pretrained
 from tinyforge.hub.runs import load, trained_model, write_adapter
+
+CALLED = {"f32": "float32", "bf16": "bfloat16", "int8": "int8, with a float32 scale for each row of a matrix"}
+"""The types in the sentence of a model card."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,8 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", metavar="DST", help="the directory, or the .gguf or .bin file, to write")
     parser.add_argument("--format", choices=list(FORMATS), default="",
                         help="format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)")  # fmt: skip
-    parser.add_argument("--type", "--dtype", dest="dtype", choices=TYPES, default="f32",
-                        help="type of the stored weights; f16, q8_0 and q4_0 for gguf only (default: f32)")  # fmt: skip
+    parser.add_argument("--type", "--dtype", dest="dtype", default="f32",
+                        choices=list(dict.fromkeys(name for types in FORMATS.values() for name in types)),
+                        help="type of the stored weights; f16, q8_0 and q4_0 for gguf only, int8 for tinyforge only "
+                        "(default: f32)")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, if it is not beside it")
     parser.add_argument("--base", metavar="PATH", help="the base of SRC, if SRC is an adapter whose base has moved")
     parser.add_argument("--adapter", action="store_true", help="write only SRC's adapter, in PEFT's format")
@@ -73,4 +78,5 @@ def _card_of(path: Path, dtype: str) -> str:
     places = [path, path.parent] if path in checkpoint.steps(path.parent) else [path]
     found = next((file for place in places if (file := place / checkpoint.CARD).is_file()), None)
     text = read_text(found, "the card") if found else ""
-    return re.sub(r"(Weights\s+are )float32", r"\1bfloat16", text) if dtype == "bf16" else text
+    stored = "|".join(map(re.escape, CALLED.values()))
+    return re.sub(rf"(Weights\s+are )(?:{stored})", rf"\1{CALLED[dtype]}", text) if dtype in CALLED else text

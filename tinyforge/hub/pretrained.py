@@ -25,7 +25,7 @@ from tinyforge.tensors import DTYPES
 from tinyforge.text.chat_templates import TEMPLATES
 from tinyforge.text.vocabulary import TextTokenizer
 
-FORMATS = {"hf": DTYPES, "llama2c": ("f32",), "gguf": gguf_file.TYPES, "tinyforge": DTYPES}
+FORMATS = {"hf": DTYPES, "llama2c": ("f32",), "gguf": gguf_file.TYPES, "tinyforge": (*DTYPES, "int8")}
 """The types of weights that each format stores."""
 
 
@@ -66,7 +66,8 @@ def save_pretrained(
                         "and directories in neither")  # fmt: skip
     if format not in FORMATS or dtype not in FORMATS[format]:
         known = "; ".join(f"{name} in {', '.join(types)}" for name, types in FORMATS.items())
-        raise UserError(f"cannot save as {format} in {dtype}; supported: {known}")
+        fix = "" if dtype != "int8" else "; use q8_0" if format == "gguf" else "; use --format tinyforge"
+        raise UserError(f"cannot save as {format} in {dtype}{fix}; supported: {known}")
     if path.exists():
         raise UserError(f"{path} exists already; remove it, or choose another name")
     template = TEMPLATES[template_of(meta or {})]
