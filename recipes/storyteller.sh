@@ -5,12 +5,14 @@
 #   recipes/storyteller.sh train OUT
 #
 # data writes token shards and instructions to OUT, on a CPU, with DuckDB: five minutes. train, on a GPU machine that
-# needs neither DuckDB nor the texts, pretrains, fine-tunes, and writes OUT/storyteller in bf16: three minutes on one H200.
-# Complete stages are skipped, and the same command resumes a run that was stopped. Flags after OUT go to
-# recipes/pretrain.py and recipes/sft.py; $PRETRAIN and $SFT are further flags for one of them, e.g. its length:
+# needs neither DuckDB nor the texts, trains two models, each on the text and then on the instructions: a teacher of 9 M
+# parameters, and the storyteller of 17 M, whose pretraining learns from the teacher too. It writes OUT/storyteller in int8.
+# Complete stages are skipped, and the same command resumes a run that was stopped. Flags after OUT go to all four runs;
+# $TEACHER and $PRETRAIN are further flags for the two of pretraining, $SFT for both of fine-tuning, e.g. their lengths:
 #
-#   PRETRAIN="--minutes 1.6 --capture" recipes/storyteller.sh train OUT
-#   PRETRAIN="--steps 20" SFT="--steps 20" recipes/storyteller.sh train OUT --backend numpy --precision fp32
+#   TEACHER="--minutes 1.6 --capture" PRETRAIN="--minutes 4 --capture" recipes/storyteller.sh train OUT
+#   TEACHER="--steps 20" PRETRAIN="--steps 20" SFT="--steps 20" \
+#       recipes/storyteller.sh train OUT --backend numpy --precision fp32
 #
 # To another machine, in files of $PART_MIB MiB (32):
 #
@@ -62,18 +64,26 @@ unpack) unpack ;;
 train)
     [[ -e $out/shards/manifest.json ]] || die "$out has no shards; make them: recipes/storyteller.sh data $out ..."
     cd "$root"
+    pretrained() { # NAME FLAGS...
+        trained "$1" recipes/pretrain.py --data "$out/shards" "$out/shards-retold" \
+            --mix tinystories=0.3 retold=0.35 gutenberg=0.12 simple=0.23 --set context=1024 layers=8 mtp_heads=2 dropout=0.2 \
+            --document-mask restart --batch-size 16 --lr-decay 0.6 --weight-decay 0.5 --precision bf16 \
+            --eval-every 1000 --save-every 2000 "${@:2}"
+    }
+    tuned() { # NAME BASE FLAGS...
+        trained "$1" recipes/sft.py --base "$out/$2" --data "$out/instructions/alpaca.json" --document-mask restart \
+            --batch-size 32 --weight-decay 0.5 --eval-every 250 --save-every 500 --card --precision bf16 "${@:3}"
+    }
     # shellcheck disable=SC2086 # flags are words
-    trained base recipes/pretrain.py --data "$out/shards" "$out/shards-retold" \
-        --mix tinystories=0.3 retold=0.35 gutenberg=0.12 simple=0.23 \
-        --set dim=256 heads=4 kv_heads=2 layers=8 hidden=688 context=1024 mtp_heads=2 dropout=0.2 \
-        --document-mask restart --batch-size 16 --lr 1.4e-3 --lr-decay 0.6 --weight-decay 0.5 \
-        --precision bf16 --eval-every 1000 --save-every 2000 ${PRETRAIN:---steps 11000} "$@"
-    # shellcheck disable=SC2086
-    trained sft recipes/sft.py --base "$out/base" --data "$out/instructions/alpaca.json" --document-mask restart \
-        --batch-size 32 --lr 1e-3 --weight-decay 0.5 --eval-every 250 --save-every 500 --card \
-        --precision bf16 ${SFT:---steps 700} "$@"
+    {
+        pretrained teacher-base --set dim=256 heads=4 kv_heads=2 hidden=688 --lr 1.4e-3 ${TEACHER:---steps 11000} "$@"
+        tuned teacher teacher-base --lr 1e-3 ${SFT:---steps 700} "$@"
+        pretrained base --set dim=384 heads=6 kv_heads=2 hidden=1024 --lr 1.2e-3 --teacher "$out/teacher" \
+            ${PRETRAIN:---steps 10000} "$@"
+        tuned sft base --lr 8e-4 ${SFT:---steps 700} "$@"
+    }
     [[ -e $out/storyteller/model.safetensors ]] ||
-        run -m tinyforge.hub convert "$out/sft" "$out/storyteller" --format tinyforge --dtype bf16
+        run -m tinyforge.hub convert "$out/sft" "$out/storyteller" --format tinyforge --dtype int8
     ;;
 *) die "$what: wanted data, pack, unpack or train" ;;
 esac

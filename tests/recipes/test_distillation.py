@@ -1,0 +1,91 @@
+"""recipes/pretrain.py --teacher: a run that learns from a trained model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from data.world import documents
+from recipes import pretrain
+from tinyforge import checkpoint
+from tinyforge.errors import UserError
+
+TEACHER = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=32 vocab=280"
+STUDENT = ("--data text.txt --set dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=32 --batch-size 2 --workers 1 "
+           "--backend numpy --steps 4 --save-every 2 --teacher-share 0.7")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "text.txt").write_text("\n".join(documents("train", 40)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for seed in (0, 1):
+            run(f"--data text.txt {TEACHER} --batch-size 2 --workers 1 --backend numpy --steps 2 --seed {seed} "
+                f"--out teacher-{seed}")  # fmt: skip
+        run(f"{STUDENT} --teacher teacher-0 --out whole")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(flags: str) -> None:
+    assert pretrain.main(flags.split()) == 0
+
+
+def weights(out: str) -> bytes:
+    return (checkpoint.latest(Path(out)) / "model.safetensors").read_bytes()
+
+
+def stopped_after_two_steps() -> None:
+    shutil.rmtree("whole/step-00000004")
+
+
+def test_the_student_has_the_teachers_tokenizer_and_goes_on_to_the_same_bytes(folder: Path) -> None:
+    before, meta = weights("whole"), checkpoint.read_meta(checkpoint.latest(Path("whole")))
+    assert meta["tokenizer_hash"] == checkpoint.read_meta(checkpoint.latest(Path("teacher-0")))["tokenizer_hash"]
+    assert len(meta["teacher"]) == 64 and len(meta["inputs"]) == 2  # its own text, and that which its teacher read
+    stopped_after_two_steps()
+    run("--resume --out whole")
+    assert weights("whole") == before
+
+
+def test_a_moved_teacher_is_the_same_one(folder: Path) -> None:
+    before = weights("whole")
+    stopped_after_two_steps()
+    Path("teacher-0").rename("elsewhere")
+    run("--resume --out whole --teacher elsewhere")
+    assert weights("whole") == before
+
+
+def test_another_teacher_is_refused(folder: Path) -> None:
+    stopped_after_two_steps()
+    with pytest.raises(UserError, match="was made with another teacher; give the same teacher"):
+        run("--resume --out whole --teacher teacher-1")
+
+
+def test_the_teacher_changes_what_is_learned(folder: Path) -> None:
+    run(f"{STUDENT} --teacher teacher-1 --out other")
+    assert weights("other") != weights("whole")
+
+
+def test_a_base_with_another_tokenizer_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match="has another tokenizer than .*storyteller"):
+        run(f"{STUDENT} --teacher teacher-0 --base storyteller --out other")
+
+
+def test_the_plan_counts_the_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = []
+    for more in ("", " --teacher-share 0.5 --teacher teacher-0"):
+        capsys.readouterr()
+        run(f"{TEACHER} --data text.txt --plan{more}")
+        peaks.append(capsys.readouterr().out.splitlines()[-1])
+    assert peaks[0] != peaks[1]
