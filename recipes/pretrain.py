@@ -30,6 +30,7 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Opened, open_model, trained_model
+from tinyforge.hub.teaching import beside, check_teacher, described, open_teacher, taught_by
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
@@ -42,7 +43,6 @@ from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import Corpus, config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
 from tinyforge.train.data_parallel import Sharded, Trainable
-from tinyforge.train.distil import Distilled, Teacher
 from tinyforge.train.masked import FRAME, MaskedWords, evaluate_masked, guesses
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import MaskedTokens, NextTokens
@@ -76,7 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--base: {base.path} has another tokenizer than {settings.data[0]}; make the shards with "
                             f"python -m data.shards --tokenizer {base.path}/tokenizer.json")  # fmt: skip
         config = config_for(shards, config, settings)
-    teacher, config = open_teacher(settings, config, base, shards)
+    teacher = open_teacher(settings)
+    if teacher:
+        if not base and not shards:
+            if settings.tokenizer:
+                raise UserError("--tokenizer: the model gets its teacher's; leave out --tokenizer or --teacher")
+            config = config.override({"vocab": teacher.config.vocab})
+        known = base.tokenizer if base else shards.tokenizer if shards else teacher.tokenizer
+        check_teacher(teacher, settings, spec, config, known, base.path if base else "the shards")
     if plan_only:
         print_plan(spec, config, settings, teacher=described(teacher, settings))
         return 0
@@ -103,34 +110,6 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
     if base.spec.name != settings.model:
         raise UserError(f"--base: {base.path} is a {base.spec.name}, wanted a {settings.model}; give --model too")
     return base
-
-
-def open_teacher(
-    settings: PretrainSettings, config: ModelConfig, base: Opened | None, shards: Shards | None
-) -> tuple[Opened | None, ModelConfig]:
-    """The checkpoint of --teacher, and the config with its vocabulary. Raises UserError if it cannot teach this model.
-    """
-    if not settings.teacher:
-        return None, config
-    teacher = open_model(trained_model(settings.teacher))
-    known = base.tokenizer if base else shards.tokenizer if shards else None
-    if known is None and settings.tokenizer:
-        raise UserError("--tokenizer: the model gets its teacher's tokenizer; leave out --tokenizer or --teacher")
-    if known is None:
-        config = config.override({"vocab": teacher.config.vocab})
-    elif known.hash() != teacher.tokenizer.hash():
-        owner, fix = (base.path, "use another teacher") if base else (
-            settings.data[0], f"make the shards with python -m data.shards --tokenizer {teacher.path}/tokenizer.json")
-        raise UserError(f"--teacher: {teacher.path} has another tokenizer than {owner}; {fix}")
-    Teacher(teacher.spec, teacher.config, settings.teacher_share).check(
-        find_model(settings.model), config, sequence_length(config, settings.seq_len), bool(settings.document_mask)
-    )
-    return teacher, config
-
-
-def described(teacher: Opened | None, settings: PretrainSettings) -> Teacher | None:
-    """The teacher before it is built."""
-    return Teacher(teacher.spec, teacher.config, settings.teacher_share) if teacher else None
 
 
 def pretrain(
@@ -169,21 +148,15 @@ def pretrain(
         model.initialise(settings.seed)
         if base:
             take_weights(model.buffer, base.build(backend).model.buffer, backend)
-    learner: Any = model
-    if teacher:
-        with timed("building the teacher"):
-            learner = Distilled(model, teacher.build(backend, frozen=True).model, settings.teacher_share)
+    learner = beside(model, teacher, backend, settings)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
-    if teacher:
-        print(f"teacher: {teacher.path}, {teacher.spec.name}, share {settings.teacher_share:g} of the targets")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
 
     about = {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
              "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe(),
              "inputs": [*corpus.inputs] if shards else input_hashes(settings.data)}  # fmt: skip
-    if teacher:  # what the teacher has read reaches the model through it
-        about |= {"teacher": teacher.fingerprint(), "inputs": [*about["inputs"], *teacher.meta.get("inputs", ())]}
+    about = taught_by(teacher, about)
     if masked:
         hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)
         return "", False

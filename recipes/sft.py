@@ -3,6 +3,7 @@
     python recipes/sft.py                                   the newest pretrained run, the built-in instructions
     python recipes/sft.py --data alpaca.json --base runs/pretrain
     python recipes/sft.py --base SmolLM2-135M --lora 8      LoRA adapters on a frozen model, here from Hugging Face
+    python recipes/sft.py --teacher runs/large-sft          distillation from a larger fine-tuned model
     python recipes/sft.py --resume                          continue runs/sft
 
 Each record is formatted with Alpaca's template and ends with </s>. Only the reply and its </s> get a loss; all other
@@ -27,6 +28,7 @@ from data.world import KINDS, instructions
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Opened, lora, newest_run, open_model, trained_model
+from tinyforge.hub.teaching import beside, check_teacher, described, open_teacher, taught_by
 from tinyforge.hub.tuning import OF_BASE, about, answer, build, finish
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
@@ -87,21 +89,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = open_base(settings, resume)
     next_token_model(base.spec.name)
     restarts(settings, base.spec)  # refused before ranks start
+    teacher = open_teacher(settings)
+    if teacher:
+        check_teacher(teacher, settings, base.spec, base.config, base.tokenizer, base.path)
     if plan_only:
-        print_plan(base.spec, base.config, settings)
+        print_plan(base.spec, base.config, settings, teacher=described(teacher, settings))
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
-        fine_tune(settings, base, resume, ranks)
+        fine_tune(settings, base, teacher, resume, ranks)
     finish(settings, with_card)
     return 0
 
 
-def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -> None:
+def fine_tune(settings: SftSettings, base: Opened, teacher: Opened | None, resume: bool, ranks: Ranks) -> None:
     config, adapters = base.config, settings.adapters
     seq_len, restart = sequence_length(config, settings.seq_len), restarts(settings, base.spec)
-    loaded, backend, settings, plan = build(settings, base, ranks)
+    loaded, backend, settings, plan = build(settings, base, ranks, teacher=described(teacher, settings))
     model, tokenizer = loaded.model, loaded.tokenizer
 
     if settings.data:
@@ -156,13 +161,13 @@ def fine_tune(settings: SftSettings, base: Opened, resume: bool, ranks: Ranks) -
     # A resumed run without adapters has opened itself.
     began = base.meta["base"] if resume and not adapters else {k: base.meta[k] for k in OF_BASE if k in base.meta}
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
-    task = Task(
-        model, tokenizer, NextTokens(config.head_weights, tokenizer.byte_lengths),
-        micro_batches(data, rows, accum), evaluate, sample,
-        {"kind": "sft", "data_hash": fingerprint(stream), "corpus": summary, "base": began,
-         "inputs": input_hashes(settings.data), **about(loaded, base, backend, settings)},
-        model.flop_per_token(seq_len), plan=plan,
-    )  # fmt: skip
+    learner = beside(model, teacher, backend, settings)
+    meta = {"kind": "sft", "data_hash": fingerprint(stream), "corpus": summary, "base": began,
+            "inputs": input_hashes(settings.data), **about(loaded, base, backend, settings)}  # fmt: skip
+    # With a teacher the loss is not the replies' likelihood: it has no bits per byte.
+    objective = NextTokens(config.head_weights, None if teacher else tokenizer.byte_lengths)
+    task = Task(learner, tokenizer, objective, micro_batches(data, rows, accum), evaluate, sample,
+                taught_by(teacher, meta), learner.flop_per_token(seq_len), plan=plan)  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     if not settings.data:
         scores = exact_match(loaded, 20 * len(KINDS), settings.seed)

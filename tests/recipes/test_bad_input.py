@@ -130,7 +130,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --teacher-share 0.9", "--teacher-share is given without --teacher; add it, or leave this out"),
         ("pretrain --model lstm --carry --data text.txt --teacher run", "--carry: a teacher keeps no state from batch"),
         ("pretrain --data text.txt --teacher run --tokenizer mine.json",
-         "--tokenizer: the model gets its teacher's tokenizer; leave out --tokenizer or --teacher"),
+         "--tokenizer: the model gets its teacher's; leave out --tokenizer or --teacher"),
         ("pretrain --data text.txt --teacher absent", "no checkpoint in absent"),
         ("pretrain --data text.txt --teacher run", "--teacher reads 96 tokens, a row has 128; use --seq-len 96"),
         ("pretrain --data text.txt --teacher run --base storyteller", "has another tokenizer than"),

@@ -1,26 +1,30 @@
-"""recipes/pretrain.py --teacher: a run that learns from a trained model."""
+"""--teacher of recipes/pretrain.py and recipes/sft.py: runs that learn from a trained model."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from data.world import documents
-from recipes import pretrain
+from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.errors import UserError
 
-TEACHER = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=32 vocab=280"
+TEACHER = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280"
 STUDENT = ("--data text.txt --set dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=32 --batch-size 2 --workers 1 "
            "--backend numpy --steps 4 --save-every 2 --teacher-share 0.7")  # fmt: skip
+TUNED = "--base teacher-1 --data good.json --batch-size 2 --workers 1 --backend numpy --steps 4 --save-every 2"
+RECORDS = [{"instruction": f"Add {a}.", "input": f"{b}", "output": f"{a + b}"} for a in range(5) for b in range(8)]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text("\n".join(documents("train", 40)))
+    (folder / "good.json").write_text(json.dumps(RECORDS))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for seed in (0, 1):
@@ -89,3 +93,26 @@ def test_the_plan_counts_the_teacher(folder: Path, capsys: pytest.CaptureFixture
         run(f"{TEACHER} --data text.txt --plan{more}")
         peaks.append(capsys.readouterr().out.splitlines()[-1])
     assert peaks[0] != peaks[1]
+
+
+def test_fine_tuning_learns_from_a_teacher_and_goes_on_to_the_same_bytes(folder: Path) -> None:
+    assert sft.main(f"{TUNED} --out plain".split()) == 0
+    assert sft.main(f"{TUNED} --teacher teacher-0 --out taught".split()) == 0
+    before, meta = weights("taught"), checkpoint.read_meta(checkpoint.latest(Path("taught")))
+    assert before != weights("plain") and len(meta["teacher"]) == 64
+    shutil.rmtree("taught/step-00000004")
+    with pytest.raises(UserError, match="was made with another teacher"):
+        sft.main("--resume --out taught --teacher teacher-1".split())
+    assert sft.main("--resume --out taught".split()) == 0
+    assert weights("taught") == before
+
+
+def test_adapters_learn_from_a_teacher(folder: Path) -> None:
+    assert sft.main(f"{TUNED} --lora 2 --out plain".split()) == 0
+    assert sft.main(f"{TUNED} --lora 2 --teacher teacher-0 --out taught".split()) == 0
+    assert weights("taught") != weights("plain")
+
+
+def test_fine_tuning_refuses_a_teacher_with_another_tokenizer(folder: Path) -> None:
+    with pytest.raises(UserError, match="--teacher: .*storyteller has another tokenizer than teacher-1"):
+        sft.main(f"{TUNED} --teacher storyteller --out taught".split())

@@ -274,7 +274,22 @@ class ModelSettings(Settings):
 
 
 @dataclass(frozen=True)
-class PretrainSettings(ModelSettings):
+class TaughtSettings(Settings):
+    """The settings of a recipe whose model can learn from a teacher."""
+
+    # Another path to the same teacher is fine: a resumed run compares its weights' hash.
+    teacher: str | None = setting(None, "trained model with the same tokenizer to learn from: its probabilities are "
+                                  "part of the targets", metavar="DIR", changes=NOTHING)  # fmt: skip
+    teacher_share: float = setting(0.5, "the teacher's share of the targets; the text has the rest", check=share)
+
+    def check(self) -> None:
+        super().check()
+        if self.teacher is None and self.teacher_share != type(self).teacher_share:
+            raise UserError("--teacher-share is given without --teacher; add it, or leave this out")
+
+
+@dataclass(frozen=True)
+class PretrainSettings(TaughtSettings, ModelSettings):
     """recipes/pretrain.py: the mix of its text, and the order of its batches."""
 
     out: str = with_default("out", "runs/pretrain")
@@ -287,10 +302,6 @@ class PretrainSettings(ModelSettings):
     carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
     base: str | None = setting(None, "run, checkpoint or Hugging Face model to go on from, with its config and its "
                                "tokenizer (default: random weights)", metavar="DIR", card=NEVER)  # fmt: skip
-    # Another path to the same teacher is fine: a resumed run compares its weights' hash.
-    teacher: str | None = setting(None, "trained model with the same tokenizer to learn from: its probabilities are "
-                                  "part of the targets", metavar="DIR", changes=NOTHING)  # fmt: skip
-    teacher_share: float = setting(0.5, "the teacher's share of the targets; the text has the rest", check=share)
 
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
@@ -301,8 +312,6 @@ class PretrainSettings(ModelSettings):
         if self.carry and not hasattr(find_model(self.model).build, "state_shape"):
             able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
             raise UserError(f"--carry: {self.model} has no state to carry; use --model {' or '.join(able)}")
-        if self.teacher is None and self.teacher_share != type(self).teacher_share:
-            raise UserError("--teacher-share is given without --teacher; add it, or leave this out")
         if self.teacher is not None and self.carry:
             raise UserError("--carry: a teacher keeps no state from batch to batch; leave out --carry or --teacher")
 
@@ -339,7 +348,7 @@ class TuneSettings(Settings):
 
 
 @dataclass(frozen=True)
-class SftSettings(TuneSettings):
+class SftSettings(TaughtSettings, TuneSettings):
     """recipes/sft.py: fine-tuning on replies."""
 
     out: str = with_default("out", "runs/sft")
