@@ -69,7 +69,7 @@ class Teacher:
     def check(self, spec: ModelSpec, config: ModelConfig, seq_len: int, documents: bool) -> None:
         """Raise UserError if it cannot teach a model of this config. documents: whether --document-mask is given."""
         mine = self.config
-        if "text" not in (self.spec.learns, spec.learns) or self.spec.learns != spec.learns:
+        if (self.spec.learns, spec.learns) != ("text", "text"):
             raise UserError(f"--teacher: {self.spec.title} learns {self.spec.learns} and {spec.title} {spec.learns}; "
                             "use two models of next tokens")  # fmt: skip
         if mine.vocab != config.vocab:
