@@ -54,6 +54,7 @@ from tinyforge.text.vocabulary import start_ids
 GRAM = 8
 LN2 = np.log(2)
 LONGEST = 500  # tokens of a story
+DRAWN = ("temperature", "top_k", "top_p", "min_p")  # flags: how it draws
 KINDS = ("dog", "girl", "cat", "boy", "bear", "princess", "bird", "rabbit", "boy", "girl", "frog", "mouse", "lion")
 OTHERS = ("Zelda", "Boris", "Quincy", "Marlo", "Petra", "Gus", "Wilma", "Otto", "Ingrid", "Basil")
 """Names that data/stories.py gives nobody."""
@@ -260,13 +261,12 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
         found["peer_bits_per_byte"] = bits_per_byte(load(args.peer, backend), held_out)
     if loaded.template == "plain":
         raise UserError(f"{path} is a base model, it takes no requests; fine-tune it with recipes/sft.py")
-    sampling = Sampling(max_tokens=LONGEST, seed=args.seed, temperature=args.temperature)
+    sampling = Sampling(max_tokens=LONGEST, seed=args.seed, **{name: getattr(args, name) for name in DRAWN})
     told, rate = tell(loaded, requests(args.prompts), sampling)
     named = [story for story in told if story.request.name]
     shares = known_shares([[story.text for story in told], held_out], training_text(args.trained_on))
     found |= {
-        "sampling": {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p,
-                     "seed": sampling.seed},
+        "sampling": {name: getattr(sampling, name) for name in (*DRAWN, "seed")},
         "stories": len(told), "ended": float(np.mean([story.ended for story in told])),
         "words_a_story": median(len(story.text.split()) for story in told),
         "named": len(named), "name_kept": float(np.mean([keeps_name(s.text, s.request.name) for s in named])),
@@ -310,7 +310,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--checkpoint", metavar="DIR", help="default: the model that chat takes")
     p.add_argument("--peer", type=Path, metavar="FILE", help="a model to read the same stories: stories260K.bin")
     p.add_argument("--prompts", type=int, default=200, help="stories told (default: 200)")
-    p.add_argument("--temperature", type=float, default=Sampling().temperature, help="(default: %(default)s)")
+    for name in DRAWN:
+        default = getattr(Sampling(), name)
+        p.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"(default: {default})")
     p.add_argument("--show", type=int, default=0, metavar="N", help="print the first N stories")
     p.add_argument("--seed", type=int, default=0, help="(default: 0)")
     p.add_argument("--backend", default="numpy", help="numpy, cupy, or auto (default: numpy)")
