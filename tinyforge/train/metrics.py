@@ -192,8 +192,9 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
         label = f"held out, {name.removeprefix('val_' if curve else names[0] + '_')}"
         top.plot(*np.transpose(held_out[name]), color=f"C{4 + number}", linewidth=1.0, label=label)
     if names:
-        top.plot(*np.transpose(held_out[names[0]]), "o-", color="C3", markersize=4,
-                 label=f"held out, {names[0].removeprefix('val_')}" if curve else "held out")  # fmt: skip
+        # With a teacher the loss is no likelihood of the text, and the held-out figures have another unit.
+        unit = f", {names[0].removeprefix('val_').replace('_', ' ')}" if curve or measured == "loss" else ""
+        top.plot(*np.transpose(held_out[names[0]]), "o-", color="C3", markersize=4, label=f"held out{unit}")
     # The loss of the first steps, from random weights, would flatten the rest of the curve.
     lowest = min([*loss, *(value for points in held_out.values() for _, value in points)])
     top.set_ylim(0.9 * lowest, sorted(loss)[int(len(loss) * 0.98)] * 1.15)
