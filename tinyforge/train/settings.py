@@ -275,7 +275,8 @@ class ModelSettings(Settings):
 
 @dataclass(frozen=True)
 class TaughtSettings(Settings):
-    """The settings of a recipe whose model can learn from a teacher."""
+    """The settings of a recipe whose model can learn from a teacher. The last base of a recipe's settings: a dataclass
+    takes a field's default from the first base that has it, and this one has those of `Settings`."""
 
     # Another path to the same teacher is fine: a resumed run compares its weights' hash.
     teacher: str | None = setting(None, "trained model with the same tokenizer to learn from: its probabilities are "
@@ -289,7 +290,7 @@ class TaughtSettings(Settings):
 
 
 @dataclass(frozen=True)
-class PretrainSettings(TaughtSettings, ModelSettings):
+class PretrainSettings(ModelSettings, TaughtSettings):
     """recipes/pretrain.py: the mix of its text, and the order of its batches."""
 
     out: str = with_default("out", "runs/pretrain")
@@ -348,7 +349,7 @@ class TuneSettings(Settings):
 
 
 @dataclass(frozen=True)
-class SftSettings(TaughtSettings, TuneSettings):
+class SftSettings(TuneSettings, TaughtSettings):
     """recipes/sft.py: fine-tuning on replies."""
 
     out: str = with_default("out", "runs/sft")
