@@ -30,7 +30,7 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Opened, open_model, trained_model
-from tinyforge.hub.teaching import beside, check_teacher, described, open_teacher, taught_by
+from tinyforge.hub.teaching import beside, check_teachers, described, open_teachers, taught_by
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
@@ -76,21 +76,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--base: {base.path} has another tokenizer than {settings.data[0]}; make the shards with "
                             f"python -m data.shards --tokenizer {base.path}/tokenizer.json")  # fmt: skip
         config = config_for(shards, config, settings)
-    teacher = open_teacher(settings)
-    if teacher:
+    teachers = open_teachers(settings)
+    if teachers:
         if not base and not shards:
             if settings.tokenizer:
                 raise UserError("--tokenizer: the model gets its teacher's; leave out --tokenizer or --teacher")
-            config = config.override({"vocab": teacher.config.vocab})
-        known = base.tokenizer if base else shards.tokenizer if shards else teacher.tokenizer
-        check_teacher(teacher, settings, spec, config, known, base.path if base else "the shards")
+            config = config.override({"vocab": teachers[0].config.vocab})
+        known = base.tokenizer if base else shards.tokenizer if shards else teachers[0].tokenizer
+        check_teachers(teachers, settings, spec, config, known, base.path if base else "the shards")
     if plan_only:
-        print_plan(spec, config, settings, teacher=described(teacher, settings))
+        print_plan(spec, config, settings, teachers=described(teachers, settings))
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
-        opening, tunable = pretrain(settings, config, shards, base, teacher, resume, ranks)
+        opening, tunable = pretrain(settings, config, shards, base, teachers, resume, ranks)
     out = shlex.quote(settings.out)
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
@@ -114,7 +114,7 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
 
 def pretrain(
     settings: PretrainSettings, config: ModelConfig, shards: Shards | None, base: Opened | None,
-    teacher: Opened | None, resume: bool, ranks: Ranks,
+    teachers: Sequence[Opened], resume: bool, ranks: Ranks,
 ) -> tuple[str, bool]:  # fmt: skip
     """Train, and measure the model; returns the beginning of a held-out document, and whether its tokenizer can write
     what fine-tuning lays around a question."""
@@ -127,7 +127,7 @@ def pretrain(
     print(f"model {spec.name}, config {settings.config}: {shape}")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     with timed("planning the memory"):
-        plan = check_fits(spec, config, backend, settings, ranks.size, teacher=described(teacher, settings))
+        plan = check_fits(spec, config, backend, settings, ranks.size, teachers=described(teachers, settings))
 
     if shards:
         with timed("opening the shards"):
@@ -135,7 +135,7 @@ def pretrain(
     else:
         with timed("reading the text"):
             texts = documents_of(settings.data, settings.encoding, settings.seed)
-        if given := base or teacher:
+        if given := base or next(iter(teachers), None):
             tokenizer = given.tokenizer
         else:
             with timed("training the tokenizer"):
@@ -148,7 +148,7 @@ def pretrain(
         model.initialise(settings.seed)
         if base:
             take_weights(model.buffer, base.build(backend).model.buffer, backend)
-    learner = beside(model, teacher, backend, settings)
+    learner = beside(model, teachers, backend, settings)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
@@ -156,7 +156,7 @@ def pretrain(
     about = {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
              "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe(),
              "inputs": [*corpus.inputs] if shards else input_hashes(settings.data)}  # fmt: skip
-    about = taught_by(teacher, about)
+    about = taught_by(teachers, about)
     if masked:
         hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)
         return "", False
@@ -175,7 +175,7 @@ def pretrain(
         return f"  {opening}|{tokenizer.decode(ids)}".replace("\n", "\n  ")
 
     # With a teacher the loss is not the text's likelihood: it has no bits per byte.
-    objective = NextTokens(config.head_weights, None if teacher else tokenizer.byte_lengths)
+    objective = NextTokens(config.head_weights, None if teachers else tokenizer.byte_lengths)
     task = Task(
         learner, tokenizer, objective, micro_batches(corpus.batches, settings.batch_size, settings.grad_accum),
         evaluate, sample, about, learner.flop_per_token(seq_len), settings.batch_size if settings.carry else 0,

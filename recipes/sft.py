@@ -28,7 +28,7 @@ from data.world import KINDS, instructions
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import Opened, lora, newest_run, open_model, trained_model
-from tinyforge.hub.teaching import beside, check_teacher, described, open_teacher, taught_by
+from tinyforge.hub.teaching import beside, check_teachers, described, open_teachers, taught_by
 from tinyforge.hub.tuning import OF_BASE, about, answer, build, finish
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
@@ -89,24 +89,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = open_base(settings, resume)
     next_token_model(base.spec.name)
     restarts(settings, base.spec)  # refused before ranks start
-    teacher = open_teacher(settings)
-    if teacher:
-        check_teacher(teacher, settings, base.spec, base.config, base.tokenizer, base.path)
+    teachers = open_teachers(settings)
+    if teachers:
+        check_teachers(teachers, settings, base.spec, base.config, base.tokenizer, base.path)
     if plan_only:
-        print_plan(base.spec, base.config, settings, teacher=described(teacher, settings))
+        print_plan(base.spec, base.config, settings, teachers=described(teachers, settings))
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
-        fine_tune(settings, base, teacher, resume, ranks)
+        fine_tune(settings, base, teachers, resume, ranks)
     finish(settings, with_card)
     return 0
 
 
-def fine_tune(settings: SftSettings, base: Opened, teacher: Opened | None, resume: bool, ranks: Ranks) -> None:
+def fine_tune(settings: SftSettings, base: Opened, teachers: Sequence[Opened], resume: bool, ranks: Ranks) -> None:
     config, adapters = base.config, settings.adapters
     seq_len, restart = sequence_length(config, settings.seq_len), restarts(settings, base.spec)
-    loaded, backend, settings, plan = build(settings, base, ranks, teacher=described(teacher, settings))
+    loaded, backend, settings, plan = build(settings, base, ranks, teachers=described(teachers, settings))
     model, tokenizer = loaded.model, loaded.tokenizer
 
     if settings.data:
@@ -161,13 +161,13 @@ def fine_tune(settings: SftSettings, base: Opened, teacher: Opened | None, resum
     # A resumed run without adapters has opened itself.
     began = base.meta["base"] if resume and not adapters else {k: base.meta[k] for k in OF_BASE if k in base.meta}
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
-    learner = beside(model, teacher, backend, settings)
+    learner = beside(model, teachers, backend, settings)
     meta = {"kind": "sft", "data_hash": fingerprint(stream), "corpus": summary, "base": began,
             "inputs": input_hashes(settings.data), **about(loaded, base, backend, settings)}  # fmt: skip
     # With a teacher the loss is not the replies' likelihood: it has no bits per byte.
-    objective = NextTokens(config.head_weights, None if teacher else tokenizer.byte_lengths)
+    objective = NextTokens(config.head_weights, None if teachers else tokenizer.byte_lengths)
     task = Task(learner, tokenizer, objective, micro_batches(data, rows, accum), evaluate, sample,
-                taught_by(teacher, meta), learner.flop_per_token(seq_len), plan=plan)  # fmt: skip
+                taught_by(teachers, meta), learner.flop_per_token(seq_len), plan=plan)  # fmt: skip
     last = Run(task, settings, backend, resume).train()
     if not settings.data:
         scores = exact_match(loaded, 20 * len(KINDS), settings.seed)

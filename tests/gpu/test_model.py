@@ -24,6 +24,7 @@ from tinyforge.text import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
+from tinyforge.train.distil import Distilled, Ensemble
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.run import Task, train
 from tinyforge.train.settings import Settings
@@ -63,22 +64,25 @@ def test_a_gradient_that_is_one_percent_off_is_caught(kernel: str) -> None:
         assert max(row.error for row in check_op(FAULTS[kernel], backend)) > TOLERANCE
 
 
-def gradients(backend_name: str, precision: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def gradients(backend_name: str, precision: str, teachers: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     backend = get_backend(backend_name, precision, workers=1)
-    model = NanoEuler(CONFIG, backend)
-    model.initialise(seed=3)
+    model, *others = (NanoEuler(CONFIG.override({"layers": 3 - i % 3}), backend) for i in range(1 + teachers))
+    for i, each in enumerate([model, *others]):
+        each.initialise(seed=3 + i)
+    learner = Distilled(model, Ensemble(others, 3, backend), 0.7) if others else model
     rng = np.random.default_rng(5)
     ids = rng.integers(0, CONFIG.vocab, (4, 96), dtype=np.int32)
     batch = Batch(ids, rng.integers(-1, CONFIG.vocab, (4, 96, 3), dtype=np.int32))
-    sums = Sharded(model, backend, NextTokens(CONFIG.head_weights)).gradients([batch]).sums
+    sums = Sharded(learner, backend, NextTokens(CONFIG.head_weights)).gradients([batch]).sums
     return backend.to_numpy(sums), {p.name: backend.to_numpy(p.grad).copy() for p in model.buffer.params}
 
 
 # tf32 and bf16 are measured against float64 as well: 10 and 7 bits of mantissa, over the depth of the model.
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-5), ("tf32", 1e-2), ("bf16", 5e-2)])
-def test_gradients_are_those_of_numpy(precision: str, tolerance: float) -> None:
-    wanted_nll, wanted = gradients("numpy", precision if precision in ("fp64", "fp32") else "fp64")
-    nll, got = gradients("cupy", precision)
+@pytest.mark.parametrize("teachers", [0, 3])
+def test_gradients_are_those_of_numpy(precision: str, tolerance: float, teachers: int) -> None:
+    wanted_nll, wanted = gradients("numpy", precision if precision in ("fp64", "fp32") else "fp64", teachers)
+    nll, got = gradients("cupy", precision, teachers)
     np.testing.assert_allclose(nll, wanted_nll, rtol=tolerance)
     for name, w in wanted.items():
         assert np.linalg.norm(got[name] - w) <= tolerance * np.linalg.norm(w), name

@@ -12,6 +12,7 @@ from data.world import documents
 from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.errors import UserError
+from tinyforge.train.settings import PretrainSettings
 
 TEACHER = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280"
 STUDENT = ("--data text.txt --set dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=32 --batch-size 2 --workers 1 "
@@ -74,6 +75,23 @@ def test_another_teacher_is_refused(folder: Path) -> None:
     stopped_after_two_steps()
     with pytest.raises(UserError, match="was made with another teacher; give the same teacher"):
         run("--resume --out whole --teacher teacher-1")
+
+
+def test_several_teachers_and_a_resumed_run(folder: Path) -> None:
+    """The same ones in the same order."""
+    run(f"{STUDENT} --teacher teacher-0 teacher-1 --out both")
+    before, meta = weights("both"), checkpoint.read_meta(checkpoint.latest(Path("both")))
+    assert before != weights("whole") and [len(one) for one in meta["teacher"].split()] == [64, 64]
+    shutil.rmtree("both/step-00000004")
+    with pytest.raises(UserError, match="was made with another teacher"):
+        run("--resume --out both --teacher teacher-0")
+    run("--resume --out both")
+    assert weights("both") == before
+
+
+def test_a_run_from_before_there_were_several_teachers() -> None:
+    for old, new in ((None, ()), ("runs/large", ("runs/large",))):
+        assert PretrainSettings.from_dict({"teacher": old}).teacher == new
 
 
 def test_the_teacher_changes_what_is_learned(folder: Path) -> None:

@@ -28,7 +28,7 @@ from tinyforge.ops.attention import Documents
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
 from tinyforge.train.data_parallel import Sharded
-from tinyforge.train.distil import Distilled, Teacher
+from tinyforge.train.distil import Distilled, Ensemble, Teachers, check_teacher
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
 
@@ -67,6 +67,11 @@ def gradients(model: Any, batches: list[Batch]) -> np.ndarray:
     return np.array(model.buffer.grads)
 
 
+def taught_by(student: Any, teachers: list[Any], share: float) -> Distilled:
+    ensemble = Ensemble(teachers, student.config.prediction_heads, student.backend)
+    return Distilled(student, ensemble, share)
+
+
 def log_softmax(z: np.ndarray) -> np.ndarray:
     return z - np.logaddexp.reduce(z, axis=-1, keepdims=True)
 
@@ -76,7 +81,7 @@ def test_the_loss_is_the_cross_entropy_with_the_mixed_targets(share: float) -> N
     """With the teacher's dropout off, and masked positions left out."""
     student, teacher = built(NanoEuler, SMALL), built(NanoEuler, LARGE, 1)
     given, heads = batch(0), 2
-    sharded = Sharded(Distilled(student, teacher, share), FP64, NextTokens((1.0, 1.0)))
+    sharded = Sharded(taught_by(student, [teacher], share), FP64, NextTokens((1.0, 1.0)))
     totals = sharded.gradients([given], Stream(3, "dropout"))
     h, taught = student.hidden(given.ids), teacher.hidden(given.ids)
     wanted = np.zeros(heads)
@@ -89,10 +94,31 @@ def test_the_loss_is_the_cross_entropy_with_the_mixed_targets(share: float) -> N
     np.testing.assert_allclose(np.asarray(totals.sums)[:heads], wanted, rtol=1e-12)
 
 
+def test_several_teachers_teach_the_softmax_of_their_mean_logits() -> None:
+    """Of different kinds, widths and numbers of heads."""
+    student = built(NanoEuler, SMALL)
+    teachers = [built(NanoEuler, LARGE, 1), built(NanoEuler, SMALL, 2), built(NanoEuler, LARGE, 3)]
+    given, heads = batch(0), 2
+    sharded = Sharded(taught_by(student, teachers, 1.0), FP64, NextTokens((1.0, 1.0)))
+    totals = sharded.gradients([given], Stream(3, "dropout"))
+    h, wanted = student.hidden(given.ids), np.zeros(heads)
+    for k in range(heads):
+        log_p = log_softmax(student.logits(h, k))
+        q = np.exp(log_softmax(np.mean([t.logits(t.hidden(given.ids), k) for t in teachers], axis=0)))
+        wanted[k] -= (q * log_p).sum(axis=-1)[given.targets[..., k] >= 0].sum()
+    np.testing.assert_allclose(np.asarray(totals.sums)[:heads], wanted, rtol=1e-12)
+
+
+def test_a_teacher_given_twice_is_one_teacher() -> None:
+    teacher = built(NanoEuler, LARGE, 1)
+    once, twice = (gradients(taught_by(built(NanoEuler, SMALL), [teacher] * n, 0.7), [batch(0)]) for n in (1, 2))
+    np.testing.assert_allclose(twice, once, rtol=1e-12, atol=1e-15)
+
+
 def test_a_teacher_with_a_small_share_is_no_teacher() -> None:
     """The gradients are linear in the share, and at 0 those of the text."""
     teacher, batches = built(NanoEuler, LARGE, 1), [batch(0), batch(1)]
-    none, half, whole = (gradients(Distilled(built(NanoEuler, SMALL), teacher, s), batches) for s in (0.0, 0.5, 1.0))
+    none, half, whole = (gradients(taught_by(built(NanoEuler, SMALL), [teacher], s), batches) for s in (0.0, 0.5, 1.0))
     np.testing.assert_allclose(none, gradients(built(NanoEuler, SMALL), batches), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(half, (none + whole) / 2, rtol=1e-9, atol=1e-12)
     assert np.abs(whole - none).max() > 1e-3
@@ -100,7 +126,7 @@ def test_a_teacher_with_a_small_share_is_no_teacher() -> None:
 
 def test_a_model_that_teaches_itself_has_nothing_to_learn() -> None:
     student = built(NanoEuler, SMALL)
-    assert np.abs(gradients(Distilled(student, built(NanoEuler, SMALL), 1.0), [batch(0)])).max() < 1e-12
+    assert np.abs(gradients(taught_by(student, [built(NanoEuler, SMALL)], 1.0), [batch(0)])).max() < 1e-12
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -108,7 +134,7 @@ def test_every_model_learns_and_teaches(name: str) -> None:
     """The gradients along a random direction, by finite differences; and the same model as a teacher of another."""
     kind, config = OTHERS[name]
     student, teacher = built(kind, config), built(NanoEuler, LARGE, 1)
-    taught, given, objective = Distilled(student, teacher, 0.7), batch(0, heads=1), NextTokens()
+    taught, given, objective = taught_by(student, [teacher], 0.7), batch(0, heads=1), NextTokens()
     grads = gradients(taught, [given])
     sharded, start = Sharded(taught, FP64, objective), np.array(student.buffer.masters)
     direction = np.random.default_rng(5).normal(size=start.shape)
@@ -123,7 +149,7 @@ def test_every_model_learns_and_teaches(name: str) -> None:
     h = 1e-3
     numeric = (loss(-2 * h) - 8 * loss(-h) + 8 * loss(h) - loss(2 * h)) / (12 * h)
     np.testing.assert_allclose(grads @ direction, numeric, rtol=1e-8)
-    back = gradients(Distilled(built(Llama, OTHERS["llama, tied"][1]), built(kind, config), 0.7), [given])
+    back = gradients(taught_by(built(Llama, OTHERS["llama, tied"][1]), [built(kind, config)], 0.7), [given])
     assert np.isfinite(back).all() and np.abs(back).max() > 0
 
 
@@ -134,9 +160,9 @@ def test_documents_reach_the_teacher_too() -> None:
     starts = np.array([[0, 0, 0, 3, 3, 3]], np.int32)
     packed = Batch(whole.ids, whole.targets, documents=Documents(starts, restart=True))
     alone = [Batch(whole.ids[:, part], whole.targets[:, part]) for part in (slice(0, 3), slice(3, 6))]
-    one, two = (gradients(Distilled(built(NanoEuler, SMALL), teacher, 0.7), given) for given in ([packed], alone))
+    one, two = (gradients(taught_by(built(NanoEuler, SMALL), [teacher], 0.7), given) for given in ([packed], alone))
     np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-12)
-    assert not np.allclose(one, gradients(Distilled(built(NanoEuler, SMALL), teacher, 0.7), [whole]))
+    assert not np.allclose(one, gradients(taught_by(built(NanoEuler, SMALL), [teacher], 0.7), [whole]))
 
 
 def test_workers_share_the_teacher_and_evaluation_does_without_it() -> None:
@@ -144,7 +170,8 @@ def test_workers_share_the_teacher_and_evaluation_does_without_it() -> None:
     for workers in (1, 2):
         backend = get_backend("numpy", "fp64", workers=workers)
         student = built(NanoEuler, SMALL, backend=backend)
-        sharded = Sharded(Distilled(student, built(NanoEuler, LARGE, 1, backend), 0.7), backend, NextTokens((1.0, 1.0)))
+        taught = taught_by(student, [built(NanoEuler, LARGE, 1, backend)], 0.7)
+        sharded = Sharded(taught, backend, NextTokens((1.0, 1.0)))
         sharded.gradients([batch(0)])
         found.append((np.array(student.buffer.grads), sharded.nll(batch(1))))
     np.testing.assert_allclose(*(grads for grads, _ in found), rtol=1e-9, atol=1e-12)
@@ -157,7 +184,7 @@ def test_a_captured_step_repeats_the_teacher() -> None:
     def trained(with_graph: bool) -> Trained:
         backend, graphs = get_backend("numpy", "fp32", workers=1), AsGraphs()
         backend.graphs = lambda: graphs  # type: ignore[method-assign]
-        taught = Distilled(NanoEuler(SMALL, backend), built(NanoEuler, LARGE, 1, backend), 0.7)
+        taught = taught_by(NanoEuler(SMALL, backend), [built(NanoEuler, LARGE, seed, backend) for seed in (1, 2)], 0.7)
         return Trained(backend, taught, with_graph)
 
     assert_same_bits(trained(False), trained(True), [[batch(n)] for n in range(6)])
@@ -167,19 +194,22 @@ def test_the_forecast_counts_the_teacher() -> None:
     """Its weights in bf16, and one chunk of its logits."""
     spec, config, large = find_model("nanoeuler"), PRESETS["small"], PRESETS["base"].override({"vocab": 512})
     alone = plan_step(spec, config, "bf16", 8, 128)
-    taught = plan_step(spec, config, "bf16", 8, 128, teacher=Teacher(spec, large, 0.5))
+    taught, twice = (plan_step(spec, config, "bf16", 8, 128, teachers=Teachers(models, 0.5))
+                     for models in (((spec, large),), ((spec, large), (spec, large))))  # fmt: skip
     count = frozen_model(partial(NanoEuler, large, FP64)).buffer.count
     assert taught.weights - alone.weights == pytest.approx(2 * count, rel=0.02)  # and its rotary tables
     assert taught.moments == alone.moments and taught.saved == alone.saved
+    heads = config.prediction_heads * 512 * 2 * large.dim  # side by side
+    assert twice.weights - taught.weights == pytest.approx(2 * (count + heads), rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("nanoeuler", {"vocab": 12}, "--teacher has 12 ids, the model 11; give both the same tokenizer"),
-        ("nanoeuler", {"mtp_heads": 1, "mtp_weights": (1,)}, "--teacher has 1 prediction heads, the model 2; give the "
-         "model fewer, e.g. --set mtp_heads=1"),
-        ("nanoeuler", {"context": 5}, "--teacher reads 5 tokens, a row has 6; use --seq-len 5"),
+        ("nanoeuler", {"vocab": 12}, "--teacher: runs/one has 12 ids, the model 11; give both the same tokenizer"),
+        ("nanoeuler", {"mtp_heads": 1, "mtp_weights": (1,)}, "--teacher: runs/one has 1 prediction head, the model 2; "
+         "give the model fewer, e.g. --set mtp_heads=1"),
+        ("nanoeuler", {"context": 5}, "--teacher: runs/one reads 5 tokens, a row has 6; use --seq-len 5"),
         ("bert", {}, "--teacher: BERT learns masked text and NanoEuler text; use two models of next tokens"),
         ("lstm", {}, "--teacher: LSTM cannot keep documents apart; leave out --document-mask"),
     ],
@@ -187,10 +217,10 @@ def test_the_forecast_counts_the_teacher() -> None:
 def test_a_teacher_that_does_not_fit_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
     spec = find_model(name)
     if name == "nanoeuler":
-        teacher, student = Teacher(spec, LARGE.override(changes), 0.5), SMALL
+        teacher, student = LARGE.override(changes), SMALL
     else:
-        teacher = Teacher(spec, next(iter(spec.presets.values())).override({"vocab": VOCAB}), 0.5)
+        teacher = next(iter(spec.presets.values())).override({"vocab": VOCAB})
         student = SMALL.override({"mtp_heads": 1, "mtp_weights": (1,)})
     with pytest.raises(UserError) as error:
-        teacher.check(find_model("nanoeuler"), student, 6, documents=True)
+        check_teacher("runs/one", spec, teacher, find_model("nanoeuler"), student, 6, documents=True)
     assert str(error.value) == message

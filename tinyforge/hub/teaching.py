@@ -1,8 +1,8 @@
-"""What recipes with --teacher share: opening it, checking that it fits, and putting it beside the model."""
+"""What recipes with --teacher share: opening teachers, checking that they fit, and putting them beside the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinyforge.backends import Backend
@@ -13,47 +13,48 @@ from tinyforge.hub.runs import open_model, trained_model
 from tinyforge.registry import ModelSpec
 from tinyforge.report import timed
 from tinyforge.text import TextTokenizer
-from tinyforge.train.distil import Distilled, Teacher
+from tinyforge.train.distil import Distilled, Ensemble, Teachers, check_teacher
 from tinyforge.train.settings import TaughtSettings, sequence_length
 
 
-def open_teacher(settings: TaughtSettings) -> Opened | None:
-    """The checkpoint of --teacher, if it is given."""
-    return open_model(trained_model(settings.teacher)) if settings.teacher else None
+def open_teachers(settings: TaughtSettings) -> list[Opened]:
+    """The checkpoints of --teacher."""
+    return [open_model(trained_model(path)) for path in settings.teacher]
 
 
-def described(teacher: Opened | None, settings: TaughtSettings) -> Teacher | None:
-    """The teacher before it is built."""
-    return Teacher(teacher.spec, teacher.config, settings.teacher_share) if teacher else None
+def described(teachers: Sequence[Opened], settings: TaughtSettings) -> Teachers | None:
+    """The teachers before they are built."""
+    return Teachers(tuple((t.spec, t.config) for t in teachers), settings.teacher_share) if teachers else None
 
 
-def check_teacher(
-    teacher: Opened, settings: TaughtSettings, spec: ModelSpec, config: ModelConfig, tokenizer: TextTokenizer,
-    owner: object,
+def check_teachers(
+    teachers: Sequence[Opened], settings: TaughtSettings, spec: ModelSpec, config: ModelConfig,
+    tokenizer: TextTokenizer, owner: object,
 ) -> None:  # fmt: skip
-    """Raise UserError if it cannot teach this model, whose tokenizer is that of `owner`."""
-    if tokenizer.hash() != teacher.tokenizer.hash():
-        raise UserError(f"--teacher: {teacher.path} has another tokenizer than {owner}; give both the same one, "
-                        f"{teacher.path}/tokenizer.json")  # fmt: skip
-    Teacher(teacher.spec, teacher.config, settings.teacher_share).check(
-        spec, config, sequence_length(config, settings.seq_len), bool(settings.document_mask)
-    )
+    """Raise UserError if one of them cannot teach this model, whose tokenizer is that of `owner`."""
+    for t in teachers:
+        if tokenizer.hash() != t.tokenizer.hash():
+            raise UserError(f"--teacher: {t.path} has another tokenizer than {owner}; give both the same one, "
+                            f"{t.path}/tokenizer.json")  # fmt: skip
+        seq_len = sequence_length(config, settings.seq_len)
+        check_teacher(str(t.path), t.spec, t.config, spec, config, seq_len, bool(settings.document_mask))
 
 
-def beside(model: Any, teacher: Opened | None, backend: Backend, settings: TaughtSettings) -> Any:
-    """The model that learns: with its teacher, or alone."""
-    if teacher is None:
+def beside(model: Any, teachers: Sequence[Opened], backend: Backend, settings: TaughtSettings) -> Any:
+    """The model that learns: with its teachers, or alone."""
+    if not teachers:
         return model
     with timed("building the teacher"):
-        built = teacher.build(backend, frozen=True).model
-    print(f"teacher: {teacher.path}, {teacher.spec.name}, share {settings.teacher_share:g} of the targets")
-    return Distilled(model, built, settings.teacher_share)
+        built = [t.build(backend, frozen=True).model for t in teachers]
+    names = " + ".join(f"{t.path}, {t.spec.name}" for t in teachers)
+    print(f"teacher: {names}, share {settings.teacher_share:g} of the targets")
+    return Distilled(model, Ensemble(built, model.config.prediction_heads, backend), settings.teacher_share)
 
 
-def taught_by(teacher: Opened | None, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's meta with its teacher's hash, and among its inputs those that its teacher has read: they reach the model
-    through it."""
-    if teacher is None:
+def taught_by(teachers: Sequence[Opened], meta: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's meta with its teachers' hashes, and among its inputs those that its teachers have read: they reach the
+    model through them."""
+    if not teachers:
         return dict(meta)
-    inputs = [*meta.get("inputs", ()), *teacher.meta.get("inputs", ())]
-    return {**meta, "teacher": teacher.fingerprint(), "inputs": inputs}
+    inputs = [*meta.get("inputs", ()), *(path for t in teachers for path in t.meta.get("inputs", ()))]
+    return {**meta, "teacher": " ".join(t.fingerprint() for t in teachers), "inputs": inputs}

@@ -25,7 +25,7 @@ from tinyforge.rng import Stream
 from tinyforge.text.chat_templates import render_prompt
 from tinyforge.text.vocabulary import start_ids
 from tinyforge.train.card import write_card
-from tinyforge.train.distil import Teacher
+from tinyforge.train.distil import Teachers
 from tinyforge.train.plan import Plan, check_fits
 from tinyforge.train.settings import TuneSettings, open_backend
 
@@ -60,15 +60,15 @@ def open_start(settings: TuneSettings, resume: bool) -> Opened:
 
 
 def build(
-    settings: S, base: Opened, ranks: Ranks | None = None, each: int = 1, teacher: Teacher | None = None
+    settings: S, base: Opened, ranks: Ranks | None = None, each: int = 1, teachers: Teachers | None = None
 ) -> tuple[Loaded, Backend, S, Plan]:
     """Build the base, with adapters if the settings ask for them, and print what it is and where it computes. each:
-    rows per example of --batch-size. teacher: counted in the plan, not built. Returns the memory plan too. UserError if
-    a step does not fit into memory."""
+    rows per example of --batch-size. teachers: counted in the plan, not built. Returns the memory plan too. UserError
+    if a step does not fit into memory."""
     spec, config, adapters = base.spec, base.config, settings.adapters
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
-    plan = check_fits(spec, config, backend, settings, ranks.size if ranks else 1, each, teacher)
+    plan = check_fits(spec, config, backend, settings, ranks.size if ranks else 1, each, teachers)
     with timed("making the model"):
         loaded = base.build(backend, settings.recompute, adapters)
         if adapters:

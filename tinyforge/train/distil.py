@@ -3,19 +3,24 @@
     q = (1 - share) onehot(next token) + share p_teacher,    loss = mean over tokens of -sum_v q[v] log p[v]
 
 The teacher reads the same rows without dropout and has no gradient. Only its final hidden states and its output heads
-are kept: `LinearCrossEntropy` makes its logits chunk by chunk beside the model's own.
+are kept: `LinearCrossEntropy` makes its logits chunk by chunk beside the model's own. Several teachers are an
+`Ensemble`, whose p_teacher comes from the mean of their logits.
 
-    taught = Distilled(model, teacher, share=0.5)      trains like `model`, whose weights it changes
+    taught = Distilled(model, Ensemble([teacher], heads, backend), share=0.5)    trains like `model`, whose weights it
+                                                                                 changes
 
-Sources: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network" (2015); Timiryasov, Tastet, "Baby Llama"
-(2023), for small corpora that are read many times.
+Sources: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network" (2015), also for ensembles; Timiryasov,
+Tastet, "Baby Llama" (2023), for small corpora that are read many times.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
@@ -26,18 +31,50 @@ from tinyforge.op import Stash
 from tinyforge.ops import LinearCrossEntropy
 from tinyforge.ops.cross_entropy import SoftTargets
 from tinyforge.registry import ModelSpec
+from tinyforge.report import count_of
+
+
+class Ensemble:
+    """Models that predict together: the softmax of the mean of their logits h_m W_m^T, m = 1 to M. With the hidden
+    states and the weights side by side it is one product, and nothing else needs to know how many they are:
+
+        (h_1 W_1^T + ... + h_M W_M^T) / M = [h_1 ... h_M] [W_1/M ... W_M/M]^T
+
+    models: of one vocabulary, with at least `heads` prediction heads; their weights no longer change. weight: the
+    right-hand factor, (heads, V, C_1 + ... + C_M).
+    """
+
+    def __init__(self, models: Sequence[Any], heads: int, backend: Backend) -> None:
+        self.models, self.backend = models, backend
+        found = [op.weight.value.reshape(op.shape)[:heads] for op in map(_output_heads, models)]
+        if len(found) > 1:
+            # Divided in the master precision, and rounded once.
+            found = [backend.table(w.shape, partial(_divided, backend, w, len(found))) for w in found]
+        self.weight = self._side_by_side(found)
+
+    def hidden(self, ids: Array, **options: Any) -> Array:
+        """(..., C_1 + ... + C_M)"""
+        return self._side_by_side([model.hidden(ids, **options) for model in self.models])
+
+    def flop_per_token(self, seq_len: int) -> float:
+        return sum(float(model.flop_per_token(seq_len)) for model in self.models)
+
+    def _side_by_side(self, arrays: Sequence[Array]) -> Array:
+        if len(arrays) == 1:
+            return arrays[0]
+        joined = self.backend.empty((*arrays[0].shape[:-1], sum(x.shape[-1] for x in arrays)))
+        start = 0
+        for x in arrays:
+            joined[..., start : (start := start + x.shape[-1])] = x
+        return joined
 
 
 class Distilled:
     """`model` in training with a teacher. Other attributes are the model's. Without a stash, as in evaluation, it is
-    the model alone.
+    the model alone. share: of the teacher in the targets."""
 
-    teacher: of the same vocabulary, with at least as many prediction heads. share: of the teacher in the targets.
-    """
-
-    def __init__(self, model: Any, teacher: Any, share: float) -> None:
+    def __init__(self, model: Any, teacher: Ensemble, share: float) -> None:
         self.model, self.teacher, self.share = model, teacher, share
-        self._heads = _output_heads(teacher)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)
@@ -45,8 +82,7 @@ class Distilled:
     def forward(self, ids: Array, targets: Array, *, stash: Stash | None = None, **options: Any) -> Any:
         if stash is None:
             return self.model.forward(ids, targets, **options)
-        weight = self._heads.weight.value.reshape(self._heads.shape)
-        soft = SoftTargets(targets, self.teacher.hidden(ids, **options), weight, self.share)
+        soft = SoftTargets(targets, self.teacher.hidden(ids, **options), self.teacher.weight, self.share)
         return self.model.forward(ids, soft, stash=stash, **options)
 
     def replica(self) -> Distilled:
@@ -59,34 +95,43 @@ class Distilled:
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """Which model teaches, before it is built: for checks and for the forecast of memory."""
+class Teachers:
+    """Which models teach, before they are built: for the forecast of memory."""
 
-    spec: ModelSpec
-    config: ModelConfig
+    models: tuple[tuple[ModelSpec, ModelConfig], ...]
     share: float
 
-    def check(self, spec: ModelSpec, config: ModelConfig, seq_len: int, documents: bool) -> None:
-        """Raise UserError if it cannot teach a model of this config. documents: whether --document-mask is given."""
-        mine = self.config
-        if (self.spec.learns, spec.learns) != ("text", "text"):
-            raise UserError(f"--teacher: {self.spec.title} learns {self.spec.learns} and {spec.title} {spec.learns}; "
-                            "use two models of next tokens")  # fmt: skip
-        if mine.vocab != config.vocab:
-            raise UserError(f"--teacher has {mine.vocab} ids, the model {config.vocab}; give both the same tokenizer")
-        if mine.prediction_heads < config.prediction_heads:
-            raise UserError(f"--teacher has {mine.prediction_heads} prediction heads, the model "
-                            f"{config.prediction_heads}; give the model fewer, e.g. --set "
-                            f"mtp_heads={mine.prediction_heads}")  # fmt: skip
-        if mine.context < seq_len:
-            raise UserError(f"--teacher reads {mine.context} tokens, a row has {seq_len}; use --seq-len {mine.context}")
-        if documents and not self.spec.documents:
-            raise UserError(f"--teacher: {self.spec.title} cannot keep documents apart; leave out --document-mask")
-
     def beside(self, model: Any, backend: Backend) -> Distilled:
-        """`model` with this teacher, whose weights are zeros: enough for the phantom backend."""
-        build = partial(self.spec.build, self.config, backend)
-        return Distilled(model, frozen_model(build), self.share)
+        """`model` with these teachers, whose weights are zeros: enough for the phantom backend."""
+        built = [frozen_model(partial(spec.build, config, backend)) for spec, config in self.models]
+        return Distilled(model, Ensemble(built, model.config.prediction_heads, backend), self.share)
+
+
+def check_teacher(
+    name: str, teaches: ModelSpec, theirs: ModelConfig, spec: ModelSpec, config: ModelConfig, seq_len: int,
+    documents: bool,
+) -> None:  # fmt: skip
+    """Raise UserError if the teacher `name` cannot teach a model of `spec` and `config`. documents: whether
+    --document-mask is given."""
+    if (teaches.learns, spec.learns) != ("text", "text"):
+        raise UserError(f"--teacher: {teaches.title} learns {teaches.learns} and {spec.title} {spec.learns}; use two "
+                        "models of next tokens")  # fmt: skip
+    if theirs.vocab != config.vocab:
+        raise UserError(f"--teacher: {name} has {theirs.vocab} ids, the model {config.vocab}; give both the same "
+                        "tokenizer")  # fmt: skip
+    if theirs.prediction_heads < config.prediction_heads:
+        raise UserError(f"--teacher: {name} has {count_of(theirs.prediction_heads, 'prediction head')}, the model "
+                        f"{config.prediction_heads}; give the model fewer, e.g. --set "
+                        f"mtp_heads={theirs.prediction_heads}")  # fmt: skip
+    if theirs.context < seq_len:
+        raise UserError(f"--teacher: {name} reads {theirs.context} tokens, a row has {seq_len}; use --seq-len "
+                        f"{theirs.context}")  # fmt: skip
+    if documents and not teaches.documents:
+        raise UserError(f"--teacher: {teaches.title} cannot keep documents apart; leave out --document-mask")
+
+
+def _divided(backend: Backend, weight: Array, by: int) -> np.ndarray:
+    return np.asarray(backend.to_numpy(weight).astype(backend.master_dtype) / by)
 
 
 def _output_heads(model: Any) -> LinearCrossEntropy:

@@ -23,7 +23,7 @@ from tinyforge.parallel.buckets import Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
 from tinyforge.registry import ModelSpec
 from tinyforge.rng import Stream
-from tinyforge.train.distil import Teacher
+from tinyforge.train.distil import Teachers
 from tinyforge.train.settings import Settings, restarts, sequence_length
 
 
@@ -73,12 +73,12 @@ ONE = Split()
 
 def plan_step(
     spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: Recompute = "",
-    adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE, teacher: Teacher | None = None,
+    adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE, teachers: Teachers | None = None,
 ) -> Plan:  # fmt: skip
     """Run one step on arrays without memory and read the meter: the memory on a GPU, or on each of several.
 
     batch_size: of all ranks together. adapters: if given, they are learned and the model's own weights are frozen.
-    restart: from --document-mask; None without it. teacher: a model that is learned from.
+    restart: from --document-mask; None without it. teachers: models that are learned from.
     """
     spec.check_recompute(recompute)
     spec.check_precision(precision)
@@ -88,7 +88,7 @@ def plan_step(
     backend = PhantomBackend(precision)
     make = partial(spec.build, config, backend, recompute=recompute)
     model = Adapted(make, adapters) if adapters else make()
-    model = teacher.beside(model, backend) if teacher else model
+    model = teachers.beside(model, backend) if teachers else model
     weights = METER.now - start
     optimizer: AdamW
     sharded = None
@@ -124,11 +124,11 @@ def plan_step(
 
 
 def print_plan(
-    spec: ModelSpec, config: ModelConfig, settings: Settings, each: int = 1, teacher: Teacher | None = None
+    spec: ModelSpec, config: ModelConfig, settings: Settings, each: int = 1, teachers: Teachers | None = None
 ) -> None:
     """--plan: print what a step takes on a GPU, or on each of --gpus. each: rows per example of --batch-size."""
     split, seq_len = Split.of(settings, settings.gpus or 1), sequence_length(config, settings.seq_len)
-    planned = _planner(spec, config, settings.precision, settings, split.ranks, teacher)
+    planned = _planner(spec, config, settings.precision, settings, split.ranks, teachers)
     rows = each * settings.batch_size
     where = "on a GPU" if split.ranks == 1 else f"on each of {split.ranks} GPUs"
     if split.zero and split.ranks > 1:
@@ -144,19 +144,19 @@ def print_plan(
 
 
 def _planner(
-    spec: ModelSpec, config: ModelConfig, precision: str, settings: Settings, ranks: int, teacher: Teacher | None
+    spec: ModelSpec, config: ModelConfig, precision: str, settings: Settings, ranks: int, teachers: Teachers | None
 ) -> Callable[..., Plan]:
     """`plan_step` of a run as a function of a step's rows, with keywords for what else is changed."""
     return partial(
         plan_step, spec, config, precision, seq_len=sequence_length(config, settings.seq_len),
         recompute=settings.recompute, adapters=settings.adapters, restart=restarts(settings, spec),
-        split=Split.of(settings, ranks), teacher=teacher,
+        split=Split.of(settings, ranks), teachers=teachers,
     )  # fmt: skip
 
 
 def check_fits(
     spec: ModelSpec, config: ModelConfig, backend: Backend, settings: Settings, ranks: int = 1, each: int = 1,
-    teacher: Teacher | None = None,
+    teachers: Teachers | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of a step. Raises UserError, before anything is allocated, if it does not fit in free memory.
 
@@ -164,7 +164,7 @@ def check_fits(
     there allocate a little more or less, so the limit is approximate. each: rows per example of --batch-size.
     """
     free, place = free_memory(backend)
-    planned = _planner(spec, config, backend.precision.name, settings, ranks, teacher)
+    planned = _planner(spec, config, backend.precision.name, settings, ranks, teachers)
     size = settings.batch_size
 
     def total(plan: Plan) -> int:

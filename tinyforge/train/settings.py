@@ -215,6 +215,8 @@ class Settings:
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
         if isinstance(old := values.get("recompute"), bool):  # before there were blocks
             values["recompute"] = "norms" if old else ""
+        if not isinstance(old := values.get("teacher", ()), tuple):  # before there were several
+            values["teacher"] = (old,) if old else ()
         types = get_type_hints(cls)
         for name, value in values.items():
             if not _is_a(value, types[name]):
@@ -279,13 +281,14 @@ class TaughtSettings(Settings):
     takes a field's default from the first base that has it, and this one has those of `Settings`."""
 
     # Another path to the same teacher is fine: a resumed run compares its weights' hash.
-    teacher: str | None = setting(None, "trained model with the same tokenizer to learn from: its probabilities are "
-                                  "part of the targets", metavar="DIR", changes=NOTHING)  # fmt: skip
+    teacher: tuple[str, ...] = setting((), "trained model with the same tokenizer to learn from: its probabilities are "
+                                       "part of the targets; of several, those of their mean logits", metavar="DIR",
+                                       changes=NOTHING)  # fmt: skip
     teacher_share: float = setting(0.5, "the teacher's share of the targets; the text has the rest", check=share)
 
     def check(self) -> None:
         super().check()
-        if self.teacher is None and self.teacher_share != type(self).teacher_share:
+        if not self.teacher and self.teacher_share != type(self).teacher_share:
             raise UserError("--teacher-share is given without --teacher; add it, or leave this out")
 
 
@@ -313,7 +316,7 @@ class PretrainSettings(ModelSettings, TaughtSettings):
         if self.carry and not hasattr(find_model(self.model).build, "state_shape"):
             able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
             raise UserError(f"--carry: {self.model} has no state to carry; use --model {' or '.join(able)}")
-        if self.teacher is not None and self.carry:
+        if self.teacher and self.carry:
             raise UserError("--carry: a teacher keeps no state from batch to batch; leave out --carry or --teacher")
 
 
