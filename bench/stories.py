@@ -7,7 +7,8 @@
 Bits per byte: each held-out story alone, from its first token on, without its end. A story that is longer than the
 context is read in windows that overlap by half. The peer, llama2.c's stories260K, reads the same text.
 
-Stories: one to each of `--prompts` requests, as the chat would answer it, request i with the seed `--seed` + i.
+Stories: one to each of `--prompts` requests, as the chat would answer it, request i with the seed `--seed` + i. It
+is sampled as the flags say, else as the model's generation_config.json says, else by the chat's defaults.
 `ended`: shares that end by themselves. `name kept`: of the requests that name a hero, the share whose story has that
 name as often as any other known name, and again in its last half. `eight-grams`: the share of the stories' runs of
 eight words that stand in the training text, that of all corpora and records given; of the held-out stories, the same.
@@ -54,7 +55,7 @@ from tinyforge.text.vocabulary import start_ids
 GRAM = 8
 LN2 = np.log(2)
 LONGEST = 500  # tokens of a story
-DRAWN = ("temperature", "top_k", "top_p", "min_p")  # flags: how it draws
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # flags: how it draws
 KINDS = ("dog", "girl", "cat", "boy", "bear", "princess", "bird", "rabbit", "boy", "girl", "frog", "mouse", "lion")
 OTHERS = ("Zelda", "Boris", "Quincy", "Marlo", "Petra", "Gus", "Wilma", "Otto", "Ingrid", "Basil")
 """Names that data/stories.py gives nobody."""
@@ -261,7 +262,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
         found["peer_bits_per_byte"] = bits_per_byte(load(args.peer, backend), held_out)
     if loaded.template == "plain":
         raise UserError(f"{path} is a base model, it takes no requests; fine-tune it with recipes/sft.py")
-    sampling = Sampling(max_tokens=LONGEST, seed=args.seed, **{name: getattr(args, name) for name in DRAWN})
+    given = {name: value for name in DRAWN if (value := getattr(args, name)) is not None}
+    sampling = loaded.generation.sampling(max_tokens=LONGEST, seed=args.seed, **given)
     told, rate = tell(loaded, requests(args.prompts), sampling)
     named = [story for story in told if story.request.name]
     shares = known_shares([[story.text for story in told], held_out], training_text(args.trained_on))
@@ -311,8 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--peer", type=Path, metavar="FILE", help="a model to read the same stories: stories260K.bin")
     p.add_argument("--prompts", type=int, default=200, help="stories told (default: 200)")
     for name in DRAWN:
-        default = getattr(Sampling(), name)
-        p.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"(default: {default})")
+        kind = type(getattr(Sampling(), name))
+        p.add_argument(f"--{name.replace('_', '-')}", type=kind, help="(default: the chat's, for this model)")
     p.add_argument("--show", type=int, default=0, metavar="N", help="print the first N stories")
     p.add_argument("--seed", type=int, default=0, help="(default: 0)")
     p.add_argument("--backend", default="numpy", help="numpy, cupy, or auto (default: numpy)")

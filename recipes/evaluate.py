@@ -311,7 +311,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         found["text"]["kneser_ney"] = corpus.over_all(text.parts, by_source)
     if tuned:
         said("replies")
-        found["replies"] = measure_replies(loaded.model, loaded.tokenizer, prompts, args.max_tokens, args.seeds)
+        sampling = loaded.generation.sampling(max_tokens=args.max_tokens)
+        found["replies"] = measure_replies(loaded.model, loaded.tokenizer, prompts, sampling, args.seeds)
         found["replies"]["left_out"] = left_out
     else:
         found["replies"] = {"skipped": "a base model continues a text; recipes/sft.py teaches it to answer"}

@@ -84,6 +84,7 @@ train)
     }
     [[ -e $out/storyteller/model.safetensors ]] ||
         run -m tinyforge.hub convert "$out/sft" "$out/storyteller" --format tinyforge --dtype int8
+    cp models/nanoeuler/storyteller/generation_config.json "$out/storyteller" # how the chat draws from it
     ;;
 *) die "$what: wanted data, pack, unpack or train" ;;
 esac

@@ -18,6 +18,7 @@ from data.shards import read_corpus
 from data.source import read_source
 from tinyforge import checkpoint
 from tinyforge.errors import UserError
+from tinyforge.hub.generation import read_generation
 from tinyforge.hub.huggingface import open_directory
 from tinyforge.infer.conversation import _read as read_chat
 from tinyforge.tensors import read_header
@@ -77,6 +78,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "meta.json": checkpoint_with("meta.json"),
     "config": lambda file: parse(PretrainSettings, "", ["--config", str(file)]),
     "config.json": placed("config.json", open_directory),
+    "generation_config.json": placed("generation_config.json", read_generation),
     "safetensors": safetensors,
     "chat": read_chat,
     "Alpaca": lambda file: read_records([file]),

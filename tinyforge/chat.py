@@ -8,6 +8,9 @@
 
 Ctrl-C stops a reply and keeps the conversation; Ctrl-D or /bye leaves; """ begins and ends a text of several lines;
 /help lists the commands. With --prompt or piped input only the reply is printed.
+
+By default the temperature, the cuts, the penalty and the longest reply are those of the generation_config.json beside
+the model's weights, if there is one, as in transformers and vLLM. A flag changes one setting and keeps the others.
 '''
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pathlib import Path
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, load, trained_model
+from tinyforge.hub.generation import FIELDS, FILE
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
 from tinyforge.registry import models
@@ -31,7 +35,7 @@ from tinyforge.terminal import printable
 from tinyforge.text.chat_templates import TEMPLATES
 
 BLOCK = '"""'
-LONGEST = 400  # default of --max-tokens: the storyteller's stories take up to 350
+DEFAULTS = Sampling(max_tokens=400)  # the storyteller's stories take up to 350
 SETTINGS = {
     "temperature": "0 is greedy", "top_k": "most likely tokens kept, 0 for all",
     "top_p": "probability mass kept", "min_p": "least probability kept, relative to the highest",
@@ -186,9 +190,17 @@ class Repl:
         self.note(f"  model               {self.loaded.path}")
         for name, meaning in SETTINGS.items():
             self.note(f"  {name:<19} {getattr(self.sampling, name)!s:<6} {meaning}".rstrip())
+        if own := self.own():
+            self.note(f"  {own}")
         (seen, tokens), turns = conversation.seen(), len(conversation.turns)
         left_out = "" if seen == turns else f"; the model sees the last {seen} of them"
         self.note(f"  turns               {turns}: {tokens} of {conversation.context} tokens{left_out}")
+
+    def own(self) -> str:
+        """The settings that are still the model's own; "" if none are."""
+        own = [f"{name} {value}" for name, value in self.loaded.generation.fields.items()
+               if getattr(self.sampling, name) == value]  # fmt: skip
+        return f"{', '.join(own)}: from its {FILE}" if own else ""
 
     def do_stats(self, arguments: list[str]) -> None:
         """tokens per second, time to the first token, drafts accepted"""
@@ -236,14 +248,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
     add_weights_flag(parser)
     for name, meaning in SETTINGS.items():
-        default = getattr(Sampling(max_tokens=LONGEST), name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default,
-                            help=f"{meaning} (default: {default})".strip())  # fmt: skip
+        default = getattr(DEFAULTS, name)
+        own = "the model's, else " if name in FIELDS.values() else ""
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default),
+                            help=f"{meaning} (default: {own}{default})")  # fmt: skip
     args = parser.parse_args(argv)
-    sampling = Sampling(**{name: getattr(args, name) for name in SETTINGS})
+    given = {name: value for name in SETTINGS if (value := getattr(args, name)) is not None}
+    dataclasses.replace(DEFAULTS, **given)  # reports a wrong value before the model is loaded
     path = trained_model(args.checkpoint, for_chat=True)
     backend = get_backend(args.backend, args.precision, workers=1)
     loaded = load(path, backend, frozen=True, weights=args.weights)
+    sampling = loaded.generation.sampling(DEFAULTS, **given)
     if args.prompt is not None:
         once(loaded, args.prompt, sampling)
     elif not sys.stdin.isatty():
@@ -258,6 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 note = "comes with the repository; it tells stories: Tell me a story about a dog named Max"
         repl = Repl(loaded, sampling)
         repl.note(f"{loaded.path} ({note}). /help lists the commands; Ctrl-C stops a reply; Ctrl-D or /bye leaves.")
+        repl.note(repl.own())
         repl.run()
     return 0
 

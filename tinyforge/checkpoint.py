@@ -145,20 +145,22 @@ def sweep(out: Path) -> None:
 
 
 def export(
-    out: Path, weights: Mapping[str, np.ndarray], tokenizer: Any, meta: Mapping[str, Any], card: str, dtype: str
-) -> None:
-    """Write a checkpoint for others: no optimizer, weights in `dtype`, the card as README.md.
+    out: Path, weights: Mapping[str, np.ndarray], tokenizer: Any, meta: Mapping[str, Any], texts: Mapping[str, str],
+    dtype: str,
+) -> None:  # fmt: skip
+    """Write a checkpoint for others: no optimizer, weights in `dtype`, and `texts`, files by name, such as the card.
 
     dtype: one of `tensors.DTYPES`, or "int8": every tensor with two or more axes as codes, with a scale for each row.
 
-    `load` reads it like any other; the card has no hash, so that it may be edited. Raises UserError if `out` exists,
-    cannot be written, or if int8 is to hold a weight that is not finite.
+    `load` reads it like any other; the texts have no hashes, so that they may be edited. Raises UserError if `out`
+    exists, cannot be written, or if int8 is to hold a weight that is not finite.
     """
     if out.exists():
         raise UserError(f"{out} exists already; remove it, or choose another name")
 
     def write(folder: Path) -> dict[str, str]:
-        _write(folder / CARD, [card.encode()])
+        for name, text in texts.items():
+            _write(folder / name, [text.encode()])
         if dtype == "int8":
             return write_shard(folder, MODEL, *lazy(_coded(weights)))
         return write_shard(folder, MODEL, lazy(weights)[0], dtype)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from bench.stories import GRAM, TYPED, Request, answers, known_shares, requests, story_nats, tell
-from data.stories import keeps_name
+from bench.stories import GRAM, TYPED, Request, answers, known_shares, main, requests, story_nats, tell
+from data.stories import STORIES, keeps_name
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
-from tinyforge.hub import load
+from tinyforge.hub import Loaded, load
 from tinyforge.infer.sampling import Sampling
 
 CPU = get_backend("numpy", "fp32", workers=1)
@@ -77,6 +79,28 @@ def test_the_storyteller_tells_stories_that_end() -> None:
     (story, who), rate = tell(loaded, asked, Sampling(temperature=0, max_tokens=400))
     assert story.ended and keeps_name(story.text, "Max") and len(story.text.split()) > 50
     assert who.ended and "Storyteller" in who.text and rate > 0
+
+
+def test_stories_are_sampled_as_in_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model's own settings; a flag changes one of them."""
+    source = SimpleNamespace(name=STORIES, documents={"val": 1}, files={"val": []})
+    monkeypatch.setattr("bench.stories.read_corpus", lambda _: SimpleNamespace(sources=[source]))
+    monkeypatch.setattr("bench.stories.read_texts", lambda _: ["A cat sat."])
+    drawn: list[Sampling] = []
+
+    class Enough(Exception):
+        pass
+
+    def tell(loaded: Loaded, asked: list[Request], sampling: Sampling) -> None:
+        drawn.append(sampling)
+        raise Enough
+
+    monkeypatch.setattr("bench.stories.tell", tell)
+    for flags in ([], ["--temperature", "0.7", "--seed", "5"]):
+        with pytest.raises(Enough):
+            main(["corpus", "--checkpoint", "storyteller", *flags])
+    own = Sampling(1.0, top_k=0, top_p=1.0, min_p=0.05, max_tokens=500)
+    assert drawn == [own, replace(own, temperature=0.7, seed=5)]
 
 
 def test_the_given_storyteller_is_small_and_its_card_names_its_sources() -> None:

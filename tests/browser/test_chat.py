@@ -206,6 +206,37 @@ def test_settings_are_sent_and_kept(fake: FakeServer, open_page: Open) -> None:
     assert fake.asked[-1]["top_k"] == 40
 
 
+def test_the_models_own_settings_until_the_user_changes_one(fake: FakeServer, open_page: Open) -> None:
+    """Also those that another model sets later; the one that was changed is kept."""
+    page = open_page(fake.url)
+
+    def sent() -> dict[str, Any]:
+        ask(page, "Hi")
+        names = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "repetition_penalty")
+        return {name: fake.asked[-1][name] for name in names if name in fake.asked[-1]}
+
+    plain = {"temperature": 0.8, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    assert sent() == plain
+    fake.about["sampling"] = {"temperature": 1.0, "min_p": 0.05, "max_tokens": 60}
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    own = {**plain, "temperature": 1, "min_p": 0.05, "max_tokens": 60}
+    assert sent() == own
+    page.click("#settings-switch")
+    assert page.locator("label:has([name=temperature]) output").inner_text() == "1.00"
+    slide(page, "temperature", 0.8)  # what another model's default is
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert sent() == {**own, "temperature": 0.8}
+    fake.about["sampling"] = {"temperature": 0.6, "top_k": 20}
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert sent() == {**plain, "top_k": 20}
+    page.click("#settings-switch")
+    page.click("#defaults")
+    assert sent() == {**plain, "temperature": 0.6, "top_k": 20}
+
+
 def test_a_look_inside(fake: FakeServer, open_page: Open) -> None:
     fake.replies = [["left", " right"]]
     page = open_page(fake.url, width=1500)

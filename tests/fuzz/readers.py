@@ -222,6 +222,8 @@ READERS = [
            ("corpus", "shards", "tokenizers/ours.json")),
     # models of others
     Reader("Llama, config.json", "llama/config.json", convert.main, _CONVERT.format("llama"), ("llama",)),
+    Reader("Llama, generation_config.json", "llama/generation_config.json", chat.main, _CHAT.format(run="llama"),
+           ("llama",)),
     Reader("Llama, safetensors", "llama/model.safetensors", convert.main, _CONVERT.format("llama"), ("llama",)),
     Reader("Llama, tokenizer", "llama/tokenizer.json", convert.main, _CONVERT.format("llama"), ("llama",)),
     Reader("Llama, tokenizer's config", "llama/tokenizer_config.json", convert.main, _CONVERT.format("llama"),

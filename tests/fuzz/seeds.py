@@ -250,7 +250,9 @@ def _pretrain_once(folder: Path) -> None:
 
 def _foreign(folder: Path, tokenizer: Tokenizer) -> None:
     pieces = sentencepiece()
-    save_pretrained(small_model("llama", pieces.vocab_size), pieces, folder / "llama")
+    own = {"do_sample": True, "temperature": 0.6, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1,
+           "max_new_tokens": 4}  # fmt: skip
+    save_pretrained(small_model("llama", pieces.vocab_size), pieces, folder / "llama", generation=own)
     save_pretrained(small_model("gpt2", tokenizer.vocab_size), tokenizer, folder / "gpt2")
     save_pretrained(small_model("moe", tokenizer.vocab_size, experts=4), tokenizer, folder / "moe")
     (folder / "gpt2" / "tokenizer.json").unlink()

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
-from tinyforge import checkpoint
+from tinyforge import chat, checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.hub import Loaded, load
@@ -281,6 +281,43 @@ def test_weights_of_one_byte_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ("", Sampling(1.0, 0, 0.8, max_tokens=7)), ("--temperature 0.5", Sampling(0.5, 0, 0.8, max_tokens=7)),
+        ("--top-k 40 --max-tokens 9", Sampling(1.0, 40, 0.8, max_tokens=9)),
+        ("--temperature 0.7 --top-k 0 --top-p 0.95", Sampling(0.7, 0, 0.95, max_tokens=7)),
+    ],
+)  # fmt: skip
+def test_a_flag_changes_one_of_the_models_own_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, wanted: Sampling
+) -> None:
+    path, drawn = save_parrot(tmp_path, b"ok"), list[Sampling]()
+    monkeypatch.setattr(chat, "once", lambda loaded, text, sampling: drawn.append(sampling))
+    own = {"temperature": 1, "top_k": 0, "top_p": 0.8, "max_new_tokens": 7, "eos_token_id": 2}
+    (path / "generation_config.json").write_text(json.dumps(own))
+    chat.main(["--checkpoint", str(path), "--prompt", "Hi", *flags.split()])
+    assert drawn == [wanted]
+
+
+def test_the_shipped_models_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/results/storyteller.md has measured them; `small` has none."""
+    drawn: list[Sampling] = []
+    monkeypatch.setattr(chat, "once", lambda loaded, text, sampling: drawn.append(sampling))
+    for name in ("storyteller", "small"):
+        chat.main(["--checkpoint", name, "--prompt", "Hi"])
+    assert drawn == [Sampling(1.0, top_k=0, top_p=1.0, min_p=0.05, max_tokens=400), Sampling(max_tokens=400)]
+
+
+def test_a_wrong_generation_config_is_one_line(tmp_path: Path) -> None:
+    path = save_parrot(tmp_path / "runs" / "sft", b"ok")
+    (path / "generation_config.json").write_text('{"top_p": 7}')
+    done = run_chat("--prompt", "Hi", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
+    assert done.stderr == (b"error: runs/sft/step-00000001/generation_config.json: top_p is 7, wants a number above 0 "
+                           b"and at most 1; correct it, or remove the file\n")  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("flags", "stdin", "message"),
     [
         ((), b"caf\xe9", b"standard input is not utf-8 text at byte 3"),
@@ -422,6 +459,20 @@ def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
     assert t.leave() == 0
     path = next(tmp_path.glob("step-*/talk.json"))
     assert json.loads(path.read_text())["turns"] == [{"user": "five\n\nsix", "reply": "xyz"}]
+
+
+def test_the_terminal_says_what_the_model_sets(tmp_path: Path, terminal: type[Terminal]) -> None:
+    path = save_parrot(tmp_path, b"xyz")
+    (path / "generation_config.json").write_text('{"top_k": 9, "min_p": 0.05}')
+    t = terminal(path, "--top-k", "5", width=200, NO_COLOR="1")
+    t.wait_for("bye leaves.\r\nmin_p 0.05: from its generation_config.json\r\n> ")
+    t.type("/show\r")
+    t.wait_for("\r\n  min_p 0.05: from its generation_config.json\r\n")
+    t.type("/set min_p 0.1\r")
+    t.type("/show\r")
+    assert "generation_config" not in t.wait_for("turns ")
+    t.type("/bye\r")
+    assert t.leave() == 0
 
 
 def test_arrow_up_brings_the_last_line_back(tmp_path: Path, terminal: type[Terminal]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
+from tinyforge.infer.cuda.row import Draw
 from tinyforge.infer.sampling import Sampling, draw, log_probability, penalise, probabilities, uniforms
 from tinyforge.rng import Stream
 
@@ -98,6 +99,11 @@ def test_the_penalty_leaves_the_logits_as_they_were() -> None:
 def test_a_seed_draws_with_its_stream_whatever_the_pieces() -> None:
     """A decoder that draws on its device takes them all at once."""
     assert list(itertools.islice(uniforms(5), 200)) == Stream(5, "sample").uniform((200,)).tolist()
+
+
+def test_a_top_k_that_no_kernel_can_count_keeps_all() -> None:
+    """A generation_config.json may have any number."""
+    assert Draw(Sampling(top_k=10**19), (0, 0), 0).args()[1] == 2**31 - 1
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,7 @@ def test_an_environment_far_from_the_repository(wheel: Path, tmp_path: Path) -> 
     answer = tinyforge("chat", "--checkpoint", "small", *question)
     assert "15" in answer
     bundled = site / "tinyforge/_repo/models/nanoeuler/small"
+    assert (bundled.parent / "storyteller/generation_config.json").is_file()
     tinyforge("convert", str(bundled), "copy", "--format", "tinyforge")
     assert tinyforge("chat", "--checkpoint", "copy", *question) == answer
     tinyforge("convert", "small", "hf")

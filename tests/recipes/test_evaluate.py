@@ -24,7 +24,7 @@ from models.nanoeuler import SPEC
 from recipes import evaluate, pretrain, sft
 from tinyforge import chat, checkpoint, inspect
 from tinyforge.errors import UserError, run_command
-from tinyforge.infer import figures
+from tinyforge.infer import Sampling, figures
 from tinyforge.report import NOISE
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR, Shards
@@ -142,6 +142,14 @@ def test_a_fine_tuned_model_is_asked_what_it_was_not_taught(folder: Path, monkey
     scores = json.loads(Path("tuned/scores.json").read_text(encoding="utf-8"))
     assert scores["replies that end by themselves, greedy"] == replies["greedy"]["ended"]
     assert scores["replies that do all three, sampled +-"] == replies["spread"]["all_three"]
+
+
+def test_replies_are_sampled_by_the_models_own_settings(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Sampling] = []
+    monkeypatch.setattr(evaluate, "measure_replies", lambda *given: drawn.append(given[3]) or {"skipped": "seen"})
+    (checkpoint.latest(Path("tuned")) / "generation_config.json").write_text('{"top_k": 3, "max_new_tokens": 99}')
+    measured("--checkpoint", "tuned", "--data", "shards", "--instructions", "records.json")
+    assert drawn == [Sampling(top_k=3, max_tokens=8)]  # QUICK's
 
 
 def test_instructions_in_several_files_are_held_out_as_fine_tuning_does(

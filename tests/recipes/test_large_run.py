@@ -141,6 +141,7 @@ def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     stopped(there / "base", "storyteller.sh", "train", there, *PLAIN, **learn)
     shown = call("storyteller.sh", "train", there, *PLAIN, **learn)
     assert "--resume" in shown and (there / "storyteller" / "model.safetensors").exists()
+    assert (there / "storyteller" / "generation_config.json").exists()  # how it is sampled, as the shipped one
     assert shown.count("complete, skipped") == 2  # the teacher's
     assert call("storyteller.sh", "train", there, *PLAIN, **learn).count("complete, skipped") == 4
 

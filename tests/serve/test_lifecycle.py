@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,6 +76,16 @@ def streams(url: str, count: int) -> Iterator[list[Any]]:
         yield [answer.iter_lines() for answer in answers]
         for answer in answers:
             answer.close()
+
+
+def test_it_reads_the_models_own_settings(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "models/nanoeuler/small", tmp_path / "small")
+    (tmp_path / "small/generation_config.json").write_text('{"do_sample": false, "max_new_tokens": 3}')
+    body = {"messages": [{"role": "user", "content": "How much is 13 plus 2?"}]}
+    with served("--checkpoint", str(tmp_path / "small")) as (_, url):
+        said = [httpx.post(f"{url}/v1/chat/completions", json=body).json() for _ in range(2)]
+    assert [answer["usage"]["completion_tokens"] for answer in said] == [3, 3]
+    assert {answer["choices"][0]["message"]["content"] for answer in said} == {"13 14"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")

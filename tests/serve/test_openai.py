@@ -11,6 +11,7 @@ import pytest
 
 from tests.serve.conftest import Running
 from tinyforge.hub import Loaded
+from tinyforge.hub.generation import GenerationConfig
 from tinyforge.infer import Conversation, Sampling
 from tinyforge.infer.scheduler import Scheduler
 from tinyforge.text.chat_templates import TEMPLATES
@@ -185,6 +186,38 @@ def test_what_changes_the_draw(client: Any, small: Loaded) -> None:
     banned = client.completions.create(model="small", prompt="The dog", max_tokens=20, temperature=0,
                                        logit_bias={**GO_ON, str(extra): -100})  # fmt: skip
     assert " is" not in banned.choices[0].text
+
+
+def test_the_models_own_settings_are_those_of_requests_without(start: Callable[..., Any]) -> None:
+    """In that order: the request's, the model's, OpenAI's."""
+    import httpx
+
+    own = GenerationConfig({}, {"temperature": 0.0, "top_k": 3, "repetition_penalty": 1.5, "max_tokens": 6})
+    with start(generation=own) as ours, openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none") as client:
+        def text(**more: Any) -> str:
+            body = {"model": "small", "prompt": "one two one two one", "max_tokens": 30, "seed": 3, "logit_bias": GO_ON}
+            return str(client.completions.create(**(body | more)).choices[0].text)
+
+        def extra(**fields: float) -> dict[str, Any]:
+            return {"extra_body": fields}
+
+        assert text() == text(temperature=0, **extra(repetition_penalty=1.5)) != text(**extra(repetition_penalty=1))
+        assert text(**extra(repeat_penalty=1)) == text(**extra(repetition_penalty=1))
+        warm = text(temperature=1.5)
+        assert warm == text(temperature=1.5, **extra(top_k=3)) != text(temperature=1.5, **extra(top_k=0))
+        assert warm == text(temperature=1.5, top_p=1)  # the file leaves it out: OpenAI's
+
+        def length(**more: Any) -> int:
+            body = {"model": "small", "messages": asked("Tell me of 1 dog."), "logit_bias": GO_ON}
+            return int(client.chat.completions.create(**(body | more)).usage.completion_tokens)
+
+        assert length() == 6 and length(max_tokens=9) == 9 and length(max_tokens=-1) > 60
+        assert client.completions.create(model="small", prompt="one", logit_bias=GO_ON).usage.completion_tokens == 16
+        (entry,) = client.models.list().data
+        assert entry.tinyforge["sampling"] == own.fields
+        shown = httpx.get(ours.url + "/props").json()["default_generation_settings"]["params"]
+    assert shown == {"temperature": 0, "top_k": 3, "top_p": 1, "min_p": 0, "repeat_penalty": 1.5, "presence_penalty": 0,
+                     "frequency_penalty": 0, "n_predict": 6, "max_tokens": 6}  # fmt: skip
 
 
 def test_max_tokens(client: Any, small: Loaded) -> None:

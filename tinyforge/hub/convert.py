@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     backend = get_backend("numpy", "fp32", workers=1)
     found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None, base)
     save_pretrained(found.model, found.tokenizer, target, format=args.format, dtype=args.dtype, meta=found.meta,
-                    card=_card_of(found.path, args.dtype))  # fmt: skip
+                    card=_card_of(found.path, args.dtype), generation=found.generation.content)  # fmt: skip
     print(f"wrote {target}, {_size(target):.1f} MB; {USES[spec_of_model(found.model).learns][1]} {target}")
     return 0
 

@@ -24,6 +24,7 @@ from tinyforge.adapters import Adapters
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, write_whole
 from tinyforge.hub import foreign, huggingface
+from tinyforge.hub.generation import read_generation
 from tinyforge.hub.opened import Opened
 from tinyforge.layout import Entry, require, setting
 from tinyforge.ops.lora import lora_merge
@@ -128,7 +129,9 @@ def _merged(base: Opened, changes: Mapping[str, Change], path: Path, meta: dict[
         for name, value in base.tensors():
             yield name, changes[name](value) if name in changes else value
 
-    return replace(base, path=path, meta=meta, template=template, tensors=tensors)
+    own = read_generation(path)
+    return replace(base, path=path, meta=meta, template=template, tensors=tensors,
+                   generation=own if own.content else base.generation)  # fmt: skip
 
 
 # --- of PEFT

@@ -16,6 +16,7 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.frozen_model import frozen_model
+from tinyforge.hub.generation import NOTHING, GenerationConfig
 from tinyforge.op import Recompute
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec
@@ -30,7 +31,7 @@ class Loaded:
     """A trained model with its tokenizer.
 
     meta: as saved (`kind` is "pretrain", "sft", "dpo" or "grpo"). path: of the checkpoint. template: the name of the
-    chat template of its fine-tuning, "plain" for a base model.
+    chat template of its fine-tuning, "plain" for a base model. generation: how it is sampled by default.
     """
 
     model: Any
@@ -38,6 +39,7 @@ class Loaded:
     meta: dict[str, Any]
     path: Path
     template: str = "plain"
+    generation: GenerationConfig = NOTHING
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Opened:
     meta: dict[str, Any]
     template: str
     tensors: Tensors
+    generation: GenerationConfig
 
     def build(
         self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None, *, frozen: bool = False,
@@ -64,7 +67,7 @@ class Opened:
         make: Callable[..., Any] = partial(self.spec.build, self.config, backend, recompute=recompute)
         model = Adapted(make, adapters) if adapters else frozen_model(make, weights) if frozen or weights else make()
         fill(model.buffer, self.tensors(), self.path)
-        return Loaded(model, self.tokenizer, self.meta, self.path, self.template)
+        return Loaded(model, self.tokenizer, self.meta, self.path, self.template, self.generation)
 
     def fingerprint(self) -> str:
         """SHA-256 of the weights in float32 under our names, in hexadecimal; the format does not matter."""

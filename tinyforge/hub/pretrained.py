@@ -9,6 +9,8 @@ llama.cpp's .gguf files.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
 from tinyforge.hub import foreign, gguf, gguf_file, huggingface, llama2c, tokenizers
+from tinyforge.hub.generation import FILE as GENERATION
 from tinyforge.hub.runs import load, template_of
 from tinyforge.params import named
 from tinyforge.registry import ModelSpec
@@ -50,13 +53,15 @@ def save_pretrained(
     dtype: str = "f32",
     meta: Mapping[str, Any] | None = None,
     card: str = "",
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model and its tokenizer for other programs and `load_pretrained`.
 
     format: one of FORMATS; by default llama2c for a path that ends in .bin, gguf for .gguf, else hf. dtype: one of the
     format's types. meta: of the run, for "tinyforge"; "gguf" and "hf" take the chat template from it. card: the text of
-    README.md, by default a short one. Parts that the format cannot hold are left out, with a line on stderr. Raises
-    UserError where the format cannot hold the model, where `path` exists, and where it cannot be written.
+    README.md, by default a short one. generation: the content of generation_config.json, for "tinyforge" and "hf",
+    which have none without it. Parts that the format cannot hold are left out, with a line on stderr. Raises UserError
+    where the format cannot hold the model, where `path` exists, and where it cannot be written.
     """
     path, spec = Path(path), foreign.spec_of_model(model)
     by_name = "llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf"
@@ -71,6 +76,8 @@ def save_pretrained(
     if path.exists():
         raise UserError(f"{path} exists already; remove it, or choose another name")
     template = TEMPLATES[template_of(meta or {})]
+    if generation and format in ("gguf", "llama2c"):
+        print(f"note: left out: {GENERATION}, how the model is sampled by default", file=sys.stderr)
     if format == "gguf":
         own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template)
 
@@ -93,18 +100,26 @@ def save_pretrained(
     card = card or _card(spec, model, format, dtype)
     if format == "tinyforge":
         tensors = named(model.buffer, model.buffer.masters, model.backend)
-        checkpoint.export(path, tensors, tokenizer, content, card, dtype)
+        texts = {checkpoint.CARD: card} | ({GENERATION: _json(generation)} if generation else {})
+        checkpoint.export(path, tensors, tokenizer, content, texts, dtype)
         return
 
     def others(directory: Path) -> None:
         tokenizers.write_for_huggingface(directory, tokenizer, template, model.config.context)
         write_whole(directory / "README.md", card)
+        if generation:
+            # Where transformers finds the file, it looks for the ids that end a text in it alone.
+            write_whole(directory / GENERATION, _json({**ids, **generation}))
 
-    weights = foreign.weights_of(model)
-    weights.config.update(tokenizers.special_ids(tokenizer))
+    weights, ids = foreign.weights_of(model), tokenizers.special_ids(tokenizer)
+    weights.config.update(ids)
     if classes := content.get("classes"):
         weights.config.update(tokenizers.class_labels(classes))
     huggingface.write_directory(path, weights, dtype, others)
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2) + "\n"
 
 
 USES = {

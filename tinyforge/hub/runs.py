@@ -15,6 +15,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.hub import lora
 from tinyforge.hub.foreign import describe, is_foreign, open_weights
+from tinyforge.hub.generation import read_generation
 from tinyforge.hub.huggingface import is_adapter
 from tinyforge.hub.opened import Loaded, Opened
 from tinyforge.hub.tokenizers import class_names, find_tokenizer, template_in
@@ -83,7 +84,7 @@ def _open_foreign(path: Path, asked: Path | None) -> Opened:
         "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(), "template": template,
         **({"classes": classes} if classes else {}),
     }  # fmt: skip
-    return Opened(path, spec, config, tokenizer, meta, template, tensors)
+    return Opened(path, spec, config, tokenizer, meta, template, tensors, read_generation(path))
 
 
 def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
@@ -101,8 +102,9 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
     return Opened(
-        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items())
-    )
+        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items()),
+        read_generation(found.path),
+    )  # fmt: skip
 
 
 def template_of(meta: Mapping[str, Any]) -> str:

@@ -217,25 +217,25 @@ def reply_shares(replies: Sequence[Reply]) -> dict[str, float]:
 
 
 def measure_replies(
-    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], max_tokens: int, seeds: int
+    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: int
 ) -> dict[str, Any]:
-    """Shares of well-formed replies, greedy and sampled with several seeds; and some greedy ones that are not."""
+    """Shares of well-formed replies, greedy and by `sampling` with several seeds; and some greedy ones that are not."""
     decoder, end = reply_decoder(model, len(prompts)), tokenizer.specials[end_of_reply(tokenizer)]
 
     def drawn(sampling: Sampling) -> list[Reply]:
         replies = reply_to(model, prompts, sampling, end, decoder)
         return [Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies]
 
-    replies = drawn(Sampling(temperature=0.0, max_tokens=max_tokens))
+    replies = drawn(Sampling(temperature=0.0, max_tokens=sampling.max_tokens))
     greedy = reply_shares(replies)
     wrong = [reply for reply in replies if reply_shares([reply])["all_three"] == 0]
     errors = {key: standard_error(share, len(prompts)) for key, share in greedy.items() if key != "tokens"}
     found: dict[str, Any] = {
-        "prompts": len(prompts), "max_tokens": max_tokens, "greedy": greedy, "standard_error": errors,
+        "prompts": len(prompts), "max_tokens": sampling.max_tokens, "greedy": greedy, "standard_error": errors,
         "out_of_form": [asdict(reply) for reply in wrong[:EXAMPLES]],
     }  # fmt: skip
     # Prompt i uses seed + i, so the seeds of a round start where those of the previous one end.
-    rounds = [reply_shares(drawn(Sampling(max_tokens=max_tokens, seed=len(prompts) * number)))
+    rounds = [reply_shares(drawn(replace(sampling, seed=len(prompts) * number)))
               for number in range(seeds)]  # fmt: skip
     if rounds:
         figures = {key: [shares[key] for shares in rounds] for key in greedy}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,19 @@ from tinyforge.errors import UserError
 from tinyforge.rng import Stream
 
 UNIFORMS_AT_ONCE = 64
+# What the fields of `Sampling` may be, and its name in errors. NaN fails these comparisons too.
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda x: 0 <= x < math.inf, "a number, 0 (greedy) or more"),
+    "top_k": (lambda x: x >= 0, "0 (no limit) or more"),
+    "top_p": (lambda x: 0 < x <= 1, "a number above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (lambda x: 0 < x < math.inf, "a number above 0; 1 for none"),
+    "max_tokens": (lambda x: x >= 1, "at least 1"),
+    "drafts": (lambda x: x >= 0, "0 (no speculation) or more"),
+    "presence_penalty": (lambda x: -math.inf < x < math.inf, "a number; 0 for none"),
+    "frequency_penalty": (lambda x: -math.inf < x < math.inf, "a number; 0 for none"),
+    "logit_bias": (lambda pairs: all(-math.inf < b < math.inf for _, b in pairs), "numbers"),
+}
 
 
 @dataclass(frozen=True)
@@ -49,22 +62,9 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        # Comparisons that NaN fails too.
-        rules = (
-            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (no limit) or more"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a number above 0; 1 for none"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("drafts", self.drafts >= 0, "0 (no speculation) or more"),
-            ("presence_penalty", -math.inf < self.presence_penalty < math.inf, "a number; 0 for none"),
-            ("frequency_penalty", -math.inf < self.frequency_penalty < math.inf, "a number; 0 for none"),
-            ("logit_bias", all(-math.inf < b < math.inf for _, b in self.logit_bias), "numbers"),
-        )
-        for name, fine, wanted in rules:
-            if not fine:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wants {wanted}")
+        for name, (allowed, wanted) in RULES.items():
+            if not allowed(value := getattr(self, name)):
+                raise UserError(f"--{name.replace('_', '-')} is {value}, wants {wanted}")
 
     @property
     def changes_logits(self) -> bool:

@@ -5,6 +5,9 @@
     python -m tinyforge.serve --checkpoint base --adapter lora    a base with its adapter
     TINYFORGE_API_KEY=secret python -m tinyforge.serve --host 0.0.0.0 --allow-host my.name
 
+What a request leaves out about sampling is taken from the generation_config.json beside the model's weights, as in
+vLLM, else from OpenAI's defaults.
+
 It listens on this machine only, unless --host says otherwise. After Ctrl-C or SIGTERM it finishes running replies.
 """
 
@@ -146,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args.name or (Path(args.adapter).resolve() if args.adapter else loaded.path.resolve()).stem or "model"
     host = f"[{args.host}]" if ":" in args.host else args.host
     app = App(engine, TEMPLATES[loaded.template], name, model, spec, limits, os.environ.get(KEY, ""),
-              [args.host, *args.allow_host], args.cors_origin)  # fmt: skip
+              [args.host, *args.allow_host], args.cors_origin, generation=loaded.generation)  # fmt: skip
 
     def ready() -> None:
         engine.start()

@@ -29,6 +29,7 @@ from starlette.routing import Route
 from tinyforge.errors import UserError
 from tinyforge.files import json_value
 from tinyforge.hosts import REFUSED, is_allowed
+from tinyforge.hub.generation import NOTHING, GenerationConfig
 from tinyforge.infer.scheduler import QueueFull
 from tinyforge.infer.session import checked_ids
 from tinyforge.infer.trace import attention_of, attention_ops
@@ -37,6 +38,7 @@ from tinyforge.serve.engine import Answer, Draining, Engine, Piece
 from tinyforge.serve.http import HEAD_BYTES
 from tinyforge.serve.openapi import description
 from tinyforge.serve.protocol import (
+    OPENAI,
     ApiError,
     AttentionRequest,
     ChatRequest,
@@ -98,11 +100,13 @@ def send(file: Path) -> Callable[[Request], Awaitable[Response]]:
 
 class App:
     """The server's routes around an engine. template: the model's chat template. key: the API key, "" for none. hosts:
-    further names by which browsers may call it. origins: of other pages that may call it."""
+    further names by which browsers may call it. origins: of other pages that may call it. generation: how requests that
+    do not say are sampled."""
 
     def __init__(
         self, engine: Engine, template: Template, name: str, model: Any, spec: str, limits: Limits, key: str = "",
         hosts: Sequence[str] = (), origins: Sequence[str] = (), page: Path = PAGE,
+        generation: GenerationConfig = NOTHING,
     ) -> None:  # fmt: skip
         self.engine, self.template, self.name, self.limits, self.key = engine, template, name, limits, key
         self.model, self.spec, self.tokenizer = model, spec, engine.tokenizer
@@ -110,6 +114,7 @@ class App:
         self.context = engine.scheduler.decoder.capacity
         self.stop_ids = template.stop_ids(self.tokenizer)
         self.hosts, self.origins = hosts, set(origins)
+        self.generation, self.default = generation, generation.sampling(OPENAI)
         self.created = int(time.time())
         seen = f"{spec} {self.config.to_dict()} {self.tokenizer.hash()}"
         self.fingerprint = "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12]
@@ -228,6 +233,7 @@ class App:
                 "attention_tokens": min(self.limits.attention, self.context),
                 "limits": {"max_tokens": self.limits.max_tokens, "n": self.limits.n, "top_logprobs": 20,
                            "body": self.limits.body},
+                "sampling": dict(self.generation.fields),
             },
         }  # fmt: skip
 
@@ -240,13 +246,15 @@ class App:
 
     async def props(self, request: Request) -> Response:
         """For llama.cpp's web client, which asks at start for the context, the sampling defaults and the template."""
-        most = self.limits.max_tokens if self.limits.max_tokens < self.context else -1
+        default, most = self.default, min(self.limits.max_tokens, self.default.max_tokens)
+        most = most if most < self.context else -1
         texts = {i: text for text, i in self.tokenizer.specials.items()}
         bos, ends = self.tokenizer.bos, sorted(texts[i] for i in self.stop_ids if i in texts)
         return json_response({
             "default_generation_settings": {
                 "n_ctx": self.context, "speculative": False, "is_processing": self.engine.outstanding > 0,
-                "params": {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0,
+                "params": {"temperature": default.temperature, "top_k": default.top_k, "top_p": default.top_p,
+                           "min_p": default.min_p, "repeat_penalty": default.repetition_penalty,
                            "presence_penalty": 0.0, "frequency_penalty": 0.0, "n_predict": most, "max_tokens": most},
             },
             "total_slots": self.engine.scheduler.rows, "model_path": self.name, "model_alias": self.name,
@@ -311,7 +319,8 @@ class App:
             if room < 1:
                 raise self._too_long(str(len(ids)), param)
             inside = top is not None or extension.look_inside
-            wanted += [(ids, s) for s in wish.sampling(room, self.limits, self.config.vocab, inside, tokens)]
+            drawn = wish.sampling(room, self.limits, self.config.vocab, inside, tokens, self.default)
+            wanted += [(ids, s) for s in drawn]
         most = self.engine.scheduler.rows + self.engine.scheduler.queue
         if len(wanted) > most:
             raise ApiError(400, f"{len(wanted)} texts requested, this server takes at most {most}", param="n")

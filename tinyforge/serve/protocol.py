@@ -21,6 +21,8 @@ from tinyforge.text.vocabulary import start_ids
 MOST_STOPS, MOST_TOP, MOST_BIASES, MOST_PROMPTS = 4, 20, 4096, 64
 LEAST_TOP_P = 1e-9
 LEAST_TEMPERATURE = 1e-5  # below it is greedy: dividing by less overflows
+OPENAI = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_tokens=1 << 30)
+"""OpenAI's defaults, for what neither the request nor the model's generation_config.json says."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Generation(Wish):
     """The fields of both kinds of completion."""
 
     model: str | None = Field(default=None, max_length=200, description="As in /v1/models; may be left out.")
-    temperature: float | None = Field(default=None, ge=0, le=2, description="1 if left out; 0 is greedy.")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy. If left out, this and "
+                                      "the fields to repetition_penalty are as in the model's generation_config.json, "
+                                      "else 1 and no cuts.")  # fmt: skip
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=1 << 30, description="0 or -1 for all.")
     min_p: float | None = Field(default=None, ge=0, le=1)
@@ -81,8 +85,9 @@ class Generation(Wish):
     repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="llama.cpp's name for "
                                          "repetition_penalty; used if that is left out.")  # fmt: skip
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MOST_BIASES)
-    max_tokens: int | None = Field(default=None, ge=-1, le=1 << 30, description="-1 or left out: up to the "
-                                   "context and the server's limit, which also cut larger numbers.")  # fmt: skip
+    max_tokens: int | None = Field(default=None, ge=-1, le=1 << 30, description="-1: up to the context and "
+                                   "the server's limit, which also cut larger numbers. If left out: 16; of a chat, "
+                                   "max_new_tokens of the model's generation_config.json, else -1.")  # fmt: skip
     n: int | None = Field(default=None, ge=1, le=1 << 10)
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
@@ -102,9 +107,11 @@ class Generation(Wish):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    def sampling(self, room: int, limits: Limits, vocab: int, logprobs: bool, tokens: int | None) -> list[Sampling]:
+    def sampling(
+        self, room: int, limits: Limits, vocab: int, logprobs: bool, tokens: int | None, default: Sampling
+    ) -> list[Sampling]:
         """How each of the n texts is sampled: text i with the seed seed + i. room: tokens left in the context; tokens:
-        the requested maximum."""
+        the requested maximum. default: for the fields that the request leaves out."""
         n = self.n or 1
         if n > limits.n:
             raise ApiError(400, f"n is {n}, wants at most {limits.n} on this server", param="n")
@@ -121,17 +128,19 @@ class Generation(Wish):
         def given(value: Any, default: Any) -> Any:
             return default if value is None else value
 
-        temperature = float(given(self.temperature, 1.0))
+        temperature = float(given(self.temperature, default.temperature))
+        most = given(tokens, default.max_tokens)
 
         return [
             Sampling(
                 temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
-                top_k=max(0, given(self.top_k, 0)),
-                top_p=max(LEAST_TOP_P, given(self.top_p, 1.0)), min_p=given(self.min_p, 0.0),
-                repetition_penalty=given(self.repetition_penalty, given(self.repeat_penalty, 1.0)),
+                top_k=max(0, given(self.top_k, default.top_k)),
+                top_p=max(LEAST_TOP_P, given(self.top_p, default.top_p)), min_p=given(self.min_p, default.min_p),
+                repetition_penalty=given(self.repetition_penalty,
+                                         given(self.repeat_penalty, default.repetition_penalty)),
                 presence_penalty=given(self.presence_penalty, 0.0),
                 frequency_penalty=given(self.frequency_penalty, 0.0), logit_bias=tuple(bias),
-                max_tokens=max(1, min(room, limits.max_tokens, tokens if tokens and tokens > 0 else room)),
+                max_tokens=max(1, min(room, limits.max_tokens, most if most > 0 else room)),
                 seed=seed + i, drafts=self.extension.drafts, logprobs=logprobs or self.extension.look_inside,
             )
             for i in range(n)

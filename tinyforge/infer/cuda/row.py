@@ -36,7 +36,7 @@ class Draw(NamedTuple):
 
     def args(self) -> tuple[Any, ...]:
         s = self.sampling
-        return (np.float32(s.temperature), np.int32(s.top_k), np.float32(s.top_p), np.float32(s.min_p),
+        return (np.float32(s.temperature), np.int32(min(s.top_k, 2**31 - 1)), np.float32(s.top_p), np.float32(s.min_p),
                 *map(np.uint32, (*self.key, self.first)))  # fmt: skip
 
 

@@ -349,11 +349,14 @@ async function connect() {
   }
   problem(null);
   about = model?.tinyforge || {};
+  Object.assign(DEFAULTS, about.sampling);
+  Object.assign(options, settings());
   const facts = [about.parameters && `${about.parameters.toLocaleString("en")} parameters`, about.context && `context ${about.context.toLocaleString("en")}`].filter(Boolean);
   $("model").textContent = [model?.id, ...facts].filter(Boolean).join(" \u00b7 ");
   form.drafts.max = about.most_drafts || 0;
   $("drafts-field").hidden = !about.most_drafts;
-  if (about.limits?.max_tokens) { form.max_tokens.max = about.limits.max_tokens; if (options.max_tokens > about.limits.max_tokens) { options.max_tokens = null; fillForm(); } }
+  if (about.limits?.max_tokens) { form.max_tokens.max = about.limits.max_tokens; if (options.max_tokens > about.limits.max_tokens) options.max_tokens = null; }
+  fillForm();
   form.system.disabled = about.system_prompt === false;
   $("system-note").hidden = about.system_prompt !== false;
   attention.model(about);

@@ -4,6 +4,7 @@ const PREFIX = "tinyforge-talk-", SETTINGS = "tinyforge-settings";
 const number = (value) => typeof value === "number" && Number.isFinite(value);
 const fresh = () => `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
 
+// The model's own settings replace some of these: see `connect`.
 export const DEFAULTS = { system: "", temperature: 0.8, top_p: 1, min_p: 0, top_k: 0, max_tokens: null, repetition_penalty: 1, seed: null, drafts: 0, stop: "", theme: "auto", inside: false };
 
 function read(name) {
@@ -19,8 +20,10 @@ export function settings() {
   return found;
 }
 
+/* Only what differs from the defaults: the rest is another model's own. */
 export function saveSettings(value) {
-  try { localStorage.setItem(SETTINGS, JSON.stringify(value)); } catch { /* kept until the page is closed */ }
+  const changed = Object.fromEntries(Object.entries(value).filter(([key, one]) => one !== DEFAULTS[key]));
+  try { localStorage.setItem(SETTINGS, JSON.stringify(changed)); } catch { /* kept until the page is closed */ }
 }
 
 export class Talk {
