@@ -62,6 +62,14 @@ def test_the_student_has_the_teachers_tokenizer_and_goes_on_to_the_same_bytes(fo
     assert weights("whole") == before
 
 
+def test_a_fine_tuned_teacher_brings_what_its_base_has_read(folder: Path) -> None:
+    assert sft.main([*TUNED.split(), "--out", "tuned"]) == 0
+    run(f"{STUDENT} --teacher tuned --out taught")
+    tuned, taught = (checkpoint.read_meta(checkpoint.latest(Path(name))) for name in ("tuned", "taught"))
+    own = checkpoint.read_meta(checkpoint.latest(Path("teacher-0")))["inputs"]
+    assert taught["inputs"] == [*own, *tuned["inputs"], *tuned["base"]["inputs"]]
+
+
 def test_a_moved_teacher_is_the_same_one(folder: Path) -> None:
     before = weights("whole")
     stopped_after_two_steps()

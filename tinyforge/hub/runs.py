@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,8 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     # A damaged config could ask for any amount of memory: compare it with the weights before allocating.
     check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
-    return Opened(
-        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items())
-    )
+    tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    return Opened(found.path, spec, config, tokenizer, found.meta, template_of(found.meta), tensors)
 
 
 def template_of(meta: Mapping[str, Any]) -> str:

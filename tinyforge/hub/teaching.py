@@ -55,5 +55,4 @@ def taught_by(teacher: Opened | None, meta: Mapping[str, Any]) -> dict[str, Any]
     through it."""
     if teacher is None:
         return dict(meta)
-    inputs = [*meta.get("inputs", ()), *teacher.meta.get("inputs", ())]
-    return {**meta, "teacher": teacher.fingerprint(), "inputs": inputs}
+    return {**meta, "teacher": teacher.fingerprint(), "inputs": [*meta.get("inputs", ()), *teacher.inputs()]}
