@@ -55,4 +55,5 @@ def taught_by(teacher: Opened | None, meta: Mapping[str, Any]) -> dict[str, Any]
     through it."""
     if teacher is None:
         return dict(meta)
-    return {**meta, "teacher": teacher.fingerprint(), "inputs": [*meta.get("inputs", ()), *teacher.inputs()]}
+    inputs = list(dict.fromkeys([*meta.get("inputs", ()), *teacher.inputs()]))
+    return {**meta, "teacher": teacher.fingerprint(), "inputs": inputs}
