@@ -106,6 +106,11 @@ class Tensors(Mapping[str, np.ndarray]):
 def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name; none is read. Scales are part of the tensor that they belong to. Raises UserError,
     naming the file, if it is damaged."""
+    return with_scales(read_entries(file))
+
+
+def read_entries(file: Path) -> dict[str, Tensor]:
+    """`read_header`, with scales as tensors of their own: another file may have their codes."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as opened:
@@ -123,6 +128,12 @@ def read_header(file: Path) -> dict[str, Tensor]:
         raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged, or not a safetensors file ({error}); get it again") from error
+    return found
+
+
+def with_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, each with its scales if it has any; these are left out."""
+    found = dict(found)
     coded = {name: name + SCALE for name, tensor in found.items() if tensor.dtype == "I8"}
     scales = {name: found.pop(scale) for name, scale in coded.items() if scale in found}
     return found | {name: replace(found[name], scale=scale) for name, scale in scales.items() if name in found}
