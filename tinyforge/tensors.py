@@ -27,6 +27,11 @@ _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "i1"}
 _NAMES = {"f32": "F32", "bf16": "BF16", "f64": "F64", "i8": "I8"}
 DTYPES = ("f32", "bf16")
 """For exported models; checkpoints may have f64 and I8 with scales too, and F16 can be read."""
+CALLED = {
+    "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16",
+    "int8": "int8, with a float32 scale for each row of a matrix",
+}  # fmt: skip
+"""The types in the sentence of a model card."""
 SCALE = "_scale"
 
 Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
@@ -97,6 +102,12 @@ class Tensors(Mapping[str, np.ndarray]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._found
+
+    @property
+    def dtype(self) -> str:
+        """The type of the largest tensor, a key of CALLED if it can be read."""
+        largest = max(self._found.values(), key=lambda tensor: math.prod(tensor.shape))
+        return "int8" if largest.dtype == "I8" else largest.dtype.lower()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """None if there is no such tensor."""

@@ -106,6 +106,9 @@ def test_every_form_of_a_model_can_be_averaged_and_int8_written() -> None:
         wanted = (weights("a8")[name].astype(np.float64) + weights("b")[name]) / 2
         assert np.array_equal(value, wanted.astype(np.float32)), name
     mean("a8 b out8 --dtype int8")
+    assert "Weights are int8, with a float32 scale" in Path("out8/README.md").read_text()
+    assert convert.main("out8 out16 --format tinyforge --dtype bf16".split()) == 0
+    assert "Weights are bfloat16." in Path("out16/README.md").read_text()
     codes = {name for name, stored in load_file("out8/model.safetensors").items() if stored.dtype == np.int8}
     assert codes == {name for name, value in weights("a").items() if value.ndim > 1}
     for name in ("a", "b"):

@@ -28,9 +28,7 @@ from tinyforge.files import read_text
 from tinyforge.hub.foreign import is_foreign, spec_of_model
 from tinyforge.hub.pretrained import FORMATS, USES, save_pretrained
 from tinyforge.hub.runs import load, trained_model, write_adapter
-
-CALLED = {"f32": "float32", "bf16": "bfloat16", "int8": "int8, with a float32 scale for each row of a matrix"}
-"""The types in the sentence of a model card."""
+from tinyforge.tensors import CALLED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from tinyforge.files import write_whole
 from tinyforge.hub import foreign, gguf, gguf_file, huggingface, llama2c, tokenizers
 from tinyforge.hub.runs import load, template_of
 from tinyforge.params import named
-from tinyforge.tensors import DTYPES
+from tinyforge.tensors import CALLED, DTYPES
 from tinyforge.text.chat_templates import TEMPLATES
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -120,7 +120,7 @@ pipeline_tag: {use}
 
 # {title}, {count:,} parameters
 
-{summary}. Weights in {dtype}, written by tinyforge.
+{summary}. Written by tinyforge. Weights are {dtype}.
 
     {command} DIR
 
@@ -135,8 +135,8 @@ def short_card(model: Any, format: str, dtype: str) -> str:
     spec, config = foreign.spec_of_model(model), model.config.to_dict()
     use, command = USES[spec.learns]
     return CARD.format(
-        library="transformers" if format == "hf" else "tinyforge", title=spec.title, summary=spec.summary, dtype=dtype,
-        use=use, command=command,
-        count=model.buffer.count, names=" | ".join(config), rule="|".join(["---"] * len(config)),
+        library="transformers" if format == "hf" else "tinyforge", title=spec.title, summary=spec.summary,
+        dtype=CALLED[dtype], use=use, command=command, count=model.buffer.count,
+        names=" | ".join(config), rule="|".join(["---"] * len(config)),
         values=" | ".join(map(str, config.values())),
     )  # fmt: skip
