@@ -98,6 +98,16 @@ def test_what_is_kept_of_the_models() -> None:
     assert open_model(Path("swapped")).template == "plain"
 
 
+@pytest.mark.parametrize("damaged", [{"inputs": 5}, {"base": {"inputs": "aa"}}])
+def test_a_damaged_list_of_what_a_model_has_read_is_refused(damaged: dict[str, Any]) -> None:
+    save_run("damaged", 1, **damaged)
+    with pytest.raises(UserError, match="meta.json is damaged: got inputs .*, wanted a list; use another checkpoint"):
+        mean("a damaged out")
+    save_run("odd", 1, inputs=[{}, 3])
+    mean("a odd out")
+    assert open_model(Path("out")).inputs() == ["aa", "{}", "3"]
+
+
 def test_every_form_of_a_model_can_be_averaged_and_int8_written() -> None:
     """int8 by its codes times scales; its tensors are in another order in the file."""
     assert convert.main("a a8 --format tinyforge --dtype int8".split()) == 0

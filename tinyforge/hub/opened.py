@@ -68,7 +68,7 @@ class Opened:
 
     def inputs(self) -> list[str]:
         """SHA-256 of each file of text that the model, or its base, has learned from, as far as it is known."""
-        return [*self.meta.get("inputs", ()), *self.meta.get("base", {}).get("inputs", ())]
+        return [str(digest) for run in (self.meta, self.meta.get("base", {})) for digest in run.get("inputs", ())]
 
     def fingerprint(self) -> str:
         """SHA-256 of the weights in float32 under our names, in hexadecimal; the format does not matter."""
