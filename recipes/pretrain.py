@@ -153,9 +153,10 @@ def pretrain(
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
 
+    own = corpus.inputs if shards else input_hashes(settings.data)
     about = {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
              "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe(),
-             "inputs": [*corpus.inputs] if shards else input_hashes(settings.data)}  # fmt: skip
+             "inputs": list(dict.fromkeys([*own, *(base.inputs() if base else ())]))}  # fmt: skip
     about = taught_by(teachers, about)
     if masked:
         hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)

@@ -158,8 +158,9 @@ def fine_tune(settings: SftSettings, base: Opened, teachers: Sequence[Opened], r
     step = f"{count_of(rows * accum, 'row')} of several records"
     print_schedule(settings, step, data.batches_in(0, rows) / accum, "records")
 
-    # A resumed run without adapters has opened itself.
-    began = base.meta["base"] if resume and not adapters else {k: base.meta[k] for k in OF_BASE if k in base.meta}
+    began = {k: base.meta[k] for k in OF_BASE if k in base.meta} | {"inputs": base.inputs()}
+    if resume and not adapters:
+        began = base.meta["base"]  # it has opened itself
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     learner = beside(model, teachers, backend, settings)
     meta = {"kind": "sft", "data_hash": fingerprint(stream), "corpus": summary, "base": began,

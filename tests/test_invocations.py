@@ -26,7 +26,8 @@ SCRIPTS = ("pretrain", "sft", "dpo", "grpo", "classify", "evaluate", "ablation")
 MODULES = {
     "serve": "tinyforge.serve.__main__",
     "chat": "tinyforge.chat", "nanoeuler": "models.nanoeuler.chat", "inspect": "tinyforge.inspect",
-    "gradcheck": "tinyforge.gradcheck", "doctor": "tinyforge.doctor", "convert": "tinyforge.hub.convert",
+    "gradcheck": "tinyforge.gradcheck", "doctor": "tinyforge.doctor",
+    "convert": "tinyforge.hub.convert", "average": "tinyforge.hub.average",
     "text": "tinyforge.text.command", "local": "data.local", "gutenberg": "data.gutenberg", "world": "data.world",
     "fineweb": "data.fineweb_edu", "tinystories": "data.tinystories", "alpaca": "data.alpaca", "corpus": "data.corpus",
     "shards": "data.shards", "sets": "data.evaluation", "stories": "data.stories", "board": "tinyforge.board.__main__",
@@ -283,6 +284,12 @@ such' --base run
     convert run text.txt --format huggingface
     convert text.txt DST
     convert run DST --format pickle
+    average run DST
+    average run run run
+    average run absent DST
+    average run run DST --weights 1 0 0
+    average run run DST --weights 1 -1
+    average --weights 0.5 0.5 run run DST
     text
     text train text.txt --vocab-size 10 --out t.json
     text train text.txt --vocab-size 99999 --out t.json
@@ -459,10 +466,12 @@ def check(run: Callable[[], tuple[object, str, float]]) -> None:
 @pytest.mark.parametrize("line", LINES, ids=ascii)
 def test_as_a_user_types_it(line: str, folder: Path, whole: dict[Path, bytes | None]) -> None:
     program, *flags = shlex.split(line)
-    where = {"text": "tinyforge.text", "convert": "tinyforge.hub"}.get(program, MODULES.get(program, ""))
+    where = {"text": "tinyforge.text", "convert": "tinyforge.hub", "average": "tinyforge.hub"}.get(
+        program, MODULES.get(program, "")
+    )
     command = [str(ROOT / "recipes" / f"{program}.py")] if program in SCRIPTS else ["-m", where]
-    if program == "convert":
-        command.append("convert")
+    if where == "tinyforge.hub":
+        command.append(program)
 
     def run() -> tuple[object, str, float]:
         before = os.times()

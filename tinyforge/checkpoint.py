@@ -49,7 +49,7 @@ _USE_ANOTHER = "use another checkpoint of the run"
 _TYPES: dict[str, type] = {
     "base": dict, "config": dict, "settings": dict, "step": int, "tokens": int, "corpus": list,
     "elapsed": float, "joules": float, "tokens_per_second": float, "machine": str, "template": str,
-    "stages": list, "reference": dict,
+    "stages": list, "reference": dict, "inputs": list,
 }  # fmt: skip
 
 

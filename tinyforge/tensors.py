@@ -27,6 +27,11 @@ _STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "i1"}
 _NAMES = {"f32": "F32", "bf16": "BF16", "f64": "F64", "i8": "I8"}
 DTYPES = ("f32", "bf16")
 """For exported models; checkpoints may have f64 and I8 with scales too, and F16 can be read."""
+CALLED = {
+    "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16",
+    "int8": "int8, with a float32 scale for each row of a matrix",
+}  # fmt: skip
+"""The types in the sentence of a model card."""
 SCALE = "_scale"
 
 Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
@@ -98,6 +103,12 @@ class Tensors(Mapping[str, np.ndarray]):
     def __contains__(self, name: object) -> bool:
         return name in self._found
 
+    @property
+    def dtype(self) -> str:
+        """The type of the largest tensor, a key of CALLED if it can be read."""
+        largest = max(self._found.values(), key=lambda tensor: math.prod(tensor.shape))
+        return "int8" if largest.dtype == "I8" else largest.dtype.lower()
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """None if there is no such tensor."""
         return self._found[name].shape if name in self._found else None
@@ -106,6 +117,11 @@ class Tensors(Mapping[str, np.ndarray]):
 def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name; none is read. Scales are part of the tensor that they belong to. Raises UserError,
     naming the file, if it is damaged."""
+    return with_scales(read_entries(file))
+
+
+def read_entries(file: Path) -> dict[str, Tensor]:
+    """`read_header`, with scales as tensors of their own: another file may have their codes."""
     try:
         size = file.stat().st_size
         with open(file, "rb") as opened:
@@ -123,6 +139,12 @@ def read_header(file: Path) -> dict[str, Tensor]:
         raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged, or not a safetensors file ({error}); get it again") from error
+    return found
+
+
+def with_scales(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, each with its scales if it has any; these are left out."""
+    found = dict(found)
     coded = {name: name + SCALE for name, tensor in found.items() if tensor.dtype == "I8"}
     scales = {name: found.pop(scale) for name, scale in coded.items() if scale in found}
     return found | {name: replace(found[name], scale=scale) for name, scale in scales.items() if name in found}

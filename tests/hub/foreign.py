@@ -14,7 +14,7 @@ from tinyforge.layout import Entry
 def load_weights(weights: Weights, backend: Backend) -> Any:
     spec, config, tensors = describe(weights)
     model = spec.build(config, backend)
-    fill(model.buffer, tensors(), weights.source)
+    fill(model.buffer, tensors, weights.source)
     return model
 
 

@@ -19,6 +19,7 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.hub.foreign import weights_of
 from tinyforge.hub.huggingface import open_directory, write_directory
+from tinyforge.quantised import quantise
 
 FP32 = get_backend("numpy", "fp32", workers=1)
 TINY = Config(dim=8, heads=2, kv_heads=1, layers=2, context=9, vocab=11, hidden=5, tied=False)
@@ -83,6 +84,27 @@ def test_shards(tmp_path: Path) -> None:
     model = write(tmp_path / "m")
     shard(tmp_path / "m")
     assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+
+
+def test_shards_of_codes(tmp_path: Path) -> None:
+    """With most scales in another shard than their codes, as where a shard was full between the two."""
+    write(tmp_path / "m")
+
+    def coded(stored: dict[str, np.ndarray]) -> None:
+        for name in [name for name, value in stored.items() if value.ndim == 2]:
+            codes, scales = quantise(stored[name], "int8")
+            stored |= {name: codes, f"{name}_scale": scales[:, None]}
+
+    edit_tensors(tmp_path / "m", coded)
+    model = load_weights(open_directory(tmp_path / "m"), FP32)
+    shard(tmp_path / "m")
+    places = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())["weight_map"]
+    assert any(places[name] != places.get(f"{name}_scale", places[name]) for name in places)
+    assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+    shard_of = tmp_path / "m" / places["model.embed_tokens.weight_scale"]
+    save_file({k: v for k, v in load_file(shard_of).items() if k != "model.embed_tokens.weight_scale"}, shard_of)
+    with pytest.raises(UserError, match=f"{shard_of.name} lacks model.embed_tokens.weight_scale, which"):
+        open_directory(tmp_path / "m")
 
 
 def test_gpt2_as_it_was_published(tmp_path: Path) -> None:

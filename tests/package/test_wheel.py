@@ -44,6 +44,7 @@ def packed() -> Callable[[str], str]:
         ("python recipes/pretrain.py --out x", "tinyforge train --out x"),
         ("use recipes/classify.py, or", "use tinyforge classify, or"),
         ("python -m tinyforge.hub convert A B", "tinyforge convert A B"),
+        ("python -m tinyforge.hub average A B C", "tinyforge average A B C"),
         ("python -m tinyforge.text train", "tinyforge text train"),
         ("python -m models list", "tinyforge models list"),
         ("python -m data.corpus report", "tinyforge data corpus report"),

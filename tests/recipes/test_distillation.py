@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -25,11 +26,12 @@ RECORDS = [{"instruction": f"Add {a}.", "input": f"{b}", "output": f"{a + b}"} f
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text("\n".join(documents("train", 40)))
+    (folder / "read.txt").write_text("\n".join(documents("train", 50)))
     (folder / "good.json").write_text(json.dumps(RECORDS))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for seed in (0, 1):
-            run(f"--data text.txt {TEACHER} --batch-size 2 --workers 1 --backend numpy --steps 2 --seed {seed} "
+            run(f"--data read.txt {TEACHER} --batch-size 2 --workers 1 --backend numpy --steps 2 --seed {seed} "
                 f"--out teacher-{seed}")  # fmt: skip
         run(f"{STUDENT} --teacher teacher-0 --out whole")
     return folder
@@ -50,6 +52,10 @@ def weights(out: str) -> bytes:
     return (checkpoint.latest(Path(out)) / "model.safetensors").read_bytes()
 
 
+def hashes(*names: str) -> list[str]:
+    return [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in names]
+
+
 def stopped_after_two_steps() -> None:
     shutil.rmtree("whole/step-00000004")
 
@@ -57,10 +63,30 @@ def stopped_after_two_steps() -> None:
 def test_the_student_has_the_teachers_tokenizer_and_goes_on_to_the_same_bytes(folder: Path) -> None:
     before, meta = weights("whole"), checkpoint.read_meta(checkpoint.latest(Path("whole")))
     assert meta["tokenizer_hash"] == checkpoint.read_meta(checkpoint.latest(Path("teacher-0")))["tokenizer_hash"]
-    assert len(meta["teacher"]) == 64 and len(meta["inputs"]) == 2  # its own text, and that which its teacher read
+    assert len(meta["teacher"]) == 64 and meta["inputs"] == hashes("text.txt", "read.txt")
     stopped_after_two_steps()
     run("--resume --out whole")
     assert weights("whole") == before
+
+
+def test_a_fine_tuned_teacher_brings_what_its_base_has_read(folder: Path) -> None:
+    assert sft.main([*TUNED.split(), "--out", "tuned"]) == 0
+    run(f"{STUDENT} --teacher tuned --out taught")
+    meta = checkpoint.read_meta(checkpoint.latest(Path("taught")))
+    assert meta["inputs"] == hashes("text.txt", "good.json", "read.txt")
+    assert sft.main([*TUNED.replace("teacher-1", "tuned").split(), "--out", "again"]) == 0
+    meta = checkpoint.read_meta(checkpoint.latest(Path("again")))
+    assert meta["base"]["inputs"] == hashes("good.json", "read.txt")
+
+
+def test_a_run_from_a_base_brings_what_that_has_read(folder: Path) -> None:
+    flags = f"--data text.txt --base teacher-0 {TEACHER} --batch-size 2 --workers 1 --backend numpy --steps 4"
+    run(f"{flags} --save-every 2 --teacher teacher-1 --out more")
+    before = checkpoint.read_meta(Path("more/step-00000004"))["inputs"]
+    assert before == hashes("text.txt", "read.txt")
+    shutil.rmtree("more/step-00000004")
+    run("--resume --out more")
+    assert checkpoint.read_meta(Path("more/step-00000004"))["inputs"] == before
 
 
 def test_a_moved_teacher_is_the_same_one(folder: Path) -> None:

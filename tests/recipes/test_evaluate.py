@@ -321,10 +321,21 @@ def test_the_card_of_a_run(folder: Path) -> None:
     found = checkpoint.load(path)
     found.meta["joules"] = 7.2e6
     assert "; 2.000 kWh; seed 0" in card(found)
-    assert "Weights are float32." in base
     del found.meta["machine"]
     with pytest.raises(UserError, match="lacks what a card needs, as do checkpoints of early versions; train it again"):
         card(found)
+
+
+def test_a_card_says_what_the_file_holds(folder: Path) -> None:
+    pretrain.main(f"{SHAPE} --data text.txt --precision fp64 --steps 1 --backend numpy --out wide --card".split())
+    assert SPEC.bundled and SPEC.storyteller
+    for text, wanted in (
+        (Path("base/README.md").read_text(encoding="utf-8"), "float32"),
+        (Path("wide/README.md").read_text(encoding="utf-8"), "float64"),
+        (card(checkpoint.load(SPEC.bundled)), "bfloat16"),
+        (card(checkpoint.load(SPEC.storyteller)), "int8, with a float32 scale for each row of a matrix"),
+    ):
+        assert f"Weights are {wanted}." in text
 
 
 @pytest.mark.parametrize(

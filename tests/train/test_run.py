@@ -33,7 +33,7 @@ from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.objectives import NextTokens
 from tinyforge.train.run import Run, Task, claimed, train
-from tinyforge.train.settings import Settings
+from tinyforge.train.settings import Settings, TaughtSettings
 
 CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=3, context=16, vocab=257, mtp_heads=2, hidden=10,
                 mtp_weights=(1, 0.5))  # fmt: skip
@@ -130,7 +130,17 @@ def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(
     assert figures[0] == figures[1] == figures[2] and len(figures[0]) == 10
 
 
-def test_overfitting_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "teacher", "advice"),
+    [
+        (Settings, {}, "with more --weight-decay\n"),
+        (TaughtSettings, {}, "with more --weight-decay, or with a --teacher\n"),
+        (TaughtSettings, {"teacher": "large"}, "with more --weight-decay\n"),
+    ],
+)
+def test_overfitting_is_said(
+    kind: type[Settings], teacher: dict[str, str], advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Held-out text of the same letters: at first it gets likelier, then the model knows its own text too well."""
     other = PackedTokens(np.random.default_rng(0).permutation(TOKENS), 16, 2, seed=0)
 
@@ -138,14 +148,15 @@ def test_overfitting_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         return {"val_bits_per_byte": evaluate_nll(sharded, other.in_order(4, 200), TOKENIZER.byte_lengths)}
 
     trial = Trial(tmp_path, steps=60, eval_every=5)
-    trial.task = replace(trial.task, evaluate=evaluate)
+    trial.task, trial.settings = replace(trial.task, evaluate=evaluate), kind(**vars(trial.settings), **teacher)
     trial.train()
     figures = {row["step"]: row["val_bits_per_byte"] for row in metrics.read(tmp_path / "metrics.jsonl")
                if "val_bits_per_byte" in row}  # fmt: skip
     best = min(figures, key=lambda step: figures[step])
     assert 5 < best < 60
     said = f"held-out bits per byte were {figures[best]:.3f} at step {best} and are {figures[60]:.3f} now: the model"
-    assert said in capsys.readouterr().out
+    (line,) = [line for line in capsys.readouterr().out.splitlines(keepends=True) if line.startswith(said)]
+    assert line.endswith(advice)
     Trial(tmp_path / "fine", steps=20).train()
     assert "overfits" not in capsys.readouterr().out
 

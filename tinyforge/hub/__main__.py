@@ -1,4 +1,4 @@
-"""python -m tinyforge.hub convert SRC DST"""
+"""python -m tinyforge.hub convert SRC DST, and average SRC SRC OUT"""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from tinyforge.errors import UserError, run_command
 
 
 def main() -> int:
-    from tinyforge.hub import convert
+    from tinyforge.hub import average, convert
 
-    if sys.argv[1:2] != ["convert"]:
-        raise UserError("usage: python -m tinyforge.hub convert SRC DST; see python -m tinyforge.hub convert --help")
-    return convert.main(sys.argv[2:])
+    commands = {"convert": convert.main, "average": average.main}
+    if (name := "".join(sys.argv[1:2])) not in commands:
+        raise UserError("usage: python -m tinyforge.hub convert SRC DST, or average SRC SRC OUT; each has --help")
+    return commands[name](sys.argv[2:])
 
 
 if __name__ == "__main__":

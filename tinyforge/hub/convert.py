@@ -28,9 +28,7 @@ from tinyforge.files import read_text
 from tinyforge.hub.foreign import is_foreign, spec_of_model
 from tinyforge.hub.pretrained import FORMATS, USES, save_pretrained
 from tinyforge.hub.runs import load, trained_model, write_adapter
-
-CALLED = {"f32": "float32", "bf16": "bfloat16", "int8": "int8, with a float32 scale for each row of a matrix"}
-"""The types in the sentence of a model card."""
+from tinyforge.tensors import CALLED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,18 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.format or args.dtype != "f32" or args.tokenizer:
             raise UserError("--adapter writes PEFT's format in f32; leave out --format, --dtype and --tokenizer")
         write_adapter(source, target, base)
-        print(f"wrote {target}, {_size(target):.1f} MB")
+        print(f"wrote {target}, {megabytes(target):.1f} MB")
         return 0
     backend = get_backend("numpy", "fp32", workers=1)
     found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None, base)
     save_pretrained(found.model, found.tokenizer, target, format=args.format, dtype=args.dtype, meta=found.meta,
                     card=_card_of(found.path, args.dtype), generation=found.generation.content)  # fmt: skip
-    print(f"wrote {target}, {_size(target):.1f} MB; {USES[spec_of_model(found.model).learns][1]} {target}")
+    print(f"wrote {target}, {megabytes(target):.1f} MB; {USES[spec_of_model(found.model).learns][1]} {target}")
     return 0
 
 
-def _size(target: Path) -> float:
-    """MB."""
+def megabytes(target: Path) -> float:
+    """The size of a file, or of the files in a directory."""
     files = target.iterdir() if target.is_dir() else [target]
     return sum(file.stat().st_size for file in files) / 1e6
 

@@ -10,6 +10,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,7 +59,7 @@ def describe(weights: Weights) -> tuple[ModelSpec, ModelConfig, Tensors]:
     parts: dict[str, list[tuple[Entry, Callable[[], np.ndarray]]]] = {}
     for entry, read in places:
         parts.setdefault(entry.ours, []).append((entry, read))
-    return spec, config, lambda: ((ours, _whole(own)) for ours, own in parts.items())
+    return spec, config, {ours: partial(_whole, own) for ours, own in parts.items()}
 
 
 def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:

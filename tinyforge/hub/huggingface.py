@@ -59,11 +59,11 @@ def _sharded(path: Path) -> dict[str, tensors.Tensor]:
         if not isinstance(shard, str) or shard != os.path.basename(shard) or "\\" in shard or shard in ("", ".", ".."):
             raise UserError(f"{path / INDEX}: {name} is in {shard!r}, wants the name of a file in the same directory")
         if shard not in shards:
-            shards[shard] = tensors.read_header(path / shard)
+            shards[shard] = tensors.read_entries(path / shard)
         if name not in shards[shard]:
             raise UserError(f"{path / shard} lacks {name}, which {INDEX} says it has; get both again")
         found[name] = shards[shard][name]
-    return found
+    return tensors.with_scales(found)
 
 
 def write_directory(path: Path, weights: Weights, dtype: str, others: Callable[[Path], Any] | None = None) -> None:

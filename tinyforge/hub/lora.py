@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,10 +125,10 @@ def _merge(a: np.ndarray, b: np.ndarray, scale: float, weight: np.ndarray) -> np
 
 
 def _merged(base: Opened, changes: Mapping[str, Change], path: Path, meta: dict[str, Any], template: str) -> Opened:
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for name, value in base.tensors():
-            yield name, changes[name](value) if name in changes else value
+    def changed(name: str) -> np.ndarray:
+        return changes[name](base.tensors[name]())
 
+    tensors = {name: partial(changed, name) if name in changes else read for name, read in base.tensors.items()}
     own = read_generation(path)
     return replace(base, path=path, meta=meta, template=template, tensors=tensors,
                    generation=own if own.content else base.generation)  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec
 from tinyforge.text import TextTokenizer
 
-Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
-"""Iterates once over a model's weights: our parameter's name and its value, float32 or float64."""
+Tensors = Mapping[str, Callable[[], np.ndarray]]
+"""A model's weights, each by our parameter's name: a function that reads it, as float32 or float64."""
 
 
 @dataclass(frozen=True)
@@ -66,25 +66,29 @@ class Opened:
         """
         make: Callable[..., Any] = partial(self.spec.build, self.config, backend, recompute=recompute)
         model = Adapted(make, adapters) if adapters else frozen_model(make, weights) if frozen or weights else make()
-        fill(model.buffer, self.tensors(), self.path)
+        fill(model.buffer, self.tensors, self.path)
         return Loaded(model, self.tokenizer, self.meta, self.path, self.template, self.generation)
+
+    def inputs(self) -> list[str]:
+        """SHA-256 of each file of text that the model, or its base, has learned from, as far as it is known."""
+        return [str(digest) for run in (self.meta, self.meta.get("base", {})) for digest in run.get("inputs", ())]
 
     def fingerprint(self) -> str:
         """SHA-256 of the weights in float32 under our names, in hexadecimal; the format does not matter."""
         parts = sorted(
-            f"{name} {value.shape} {hashlib.sha256(np.ascontiguousarray(value, '<f4').data).hexdigest()}"
-            for name, value in self.tensors()
+            f"{name} {(value := read()).shape} {hashlib.sha256(np.ascontiguousarray(value, '<f4').data).hexdigest()}"
+            for name, read in self.tensors.items()
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def fill(buffer: ParamBuffer, tensors: Iterator[tuple[str, np.ndarray]], source: Path) -> None:
+def fill(buffer: ParamBuffer, tensors: Tensors, source: Path) -> None:
     """Set a model's own parameters. UserError where one is missing or has another shape."""
     left = {p.name: p for p in buffer.frozen or buffer.params}
-    for name, value in tensors:
+    for name, read in tensors.items():
         if (p := left.pop(name, None)) is None:
             continue
-        if value.shape != p.shape:
+        if (value := read()).shape != p.shape:
             raise UserError(f"checkpoint {source}: {name} has {value.shape}, the model wants {p.shape}")
         buffer.set_master(p, value)
     for p in left.values():

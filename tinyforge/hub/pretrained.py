@@ -23,8 +23,7 @@ from tinyforge.hub import foreign, gguf, gguf_file, huggingface, llama2c, tokeni
 from tinyforge.hub.generation import FILE as GENERATION
 from tinyforge.hub.runs import load, template_of
 from tinyforge.params import named
-from tinyforge.registry import ModelSpec
-from tinyforge.tensors import DTYPES
+from tinyforge.tensors import CALLED, DTYPES
 from tinyforge.text.chat_templates import TEMPLATES
 from tinyforge.text.vocabulary import TextTokenizer
 
@@ -97,7 +96,7 @@ def save_pretrained(
         "kind": "pretrain", "step": 0, **(meta or {}), "format": checkpoint.FORMAT, "model": spec.name,
         "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
     }  # fmt: skip
-    card = card or _card(spec, model, format, dtype)
+    card = card or short_card(model, format, dtype)
     if format == "tinyforge":
         tensors = named(model.buffer, model.buffer.masters, model.backend)
         texts = {checkpoint.CARD: card} | ({GENERATION: _json(generation)} if generation else {})
@@ -136,7 +135,7 @@ pipeline_tag: {use}
 
 # {title}, {count:,} parameters
 
-{summary}. Weights in {dtype}, written by tinyforge.
+{summary}. Written by tinyforge. Weights are {dtype}.
 
     {command} DIR
 
@@ -146,12 +145,13 @@ pipeline_tag: {use}
 """
 
 
-def _card(spec: ModelSpec, model: Any, format: str, dtype: str) -> str:
-    config = model.config.to_dict()
+def short_card(model: Any, format: str, dtype: str) -> str:
+    """A card that says what a model is, not what it learned from."""
+    spec, config = foreign.spec_of_model(model), model.config.to_dict()
     use, command = USES[spec.learns]
     return CARD.format(
-        library="transformers" if format == "hf" else "tinyforge", title=spec.title, summary=spec.summary, dtype=dtype,
-        use=use, command=command,
-        count=model.buffer.count, names=" | ".join(config), rule="|".join(["---"] * len(config)),
+        library="transformers" if format == "hf" else "tinyforge", title=spec.title, summary=spec.summary,
+        dtype=CALLED[dtype], use=use, command=command, count=model.buffer.count,
+        names=" | ".join(config), rule="|".join(["---"] * len(config)),
         values=" | ".join(map(str, config.values())),
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,9 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     # A damaged config could ask for any amount of memory: compare it with the weights before allocating.
     check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
-    return Opened(
-        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), lambda: iter(found.weights.items()),
-        read_generation(found.path),
-    )  # fmt: skip
+    tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    return Opened(found.path, spec, config, tokenizer, found.meta, template_of(found.meta), tensors,
+                  read_generation(found.path))  # fmt: skip
 
 
 def template_of(meta: Mapping[str, Any]) -> str:

@@ -56,5 +56,5 @@ def taught_by(teachers: Sequence[Opened], meta: Mapping[str, Any]) -> dict[str, 
     model through them."""
     if not teachers:
         return dict(meta)
-    inputs = [*meta.get("inputs", ()), *(path for t in teachers for path in t.meta.get("inputs", ()))]
-    return {**meta, "teacher": " ".join(t.fingerprint() for t in teachers), "inputs": inputs}
+    inputs = dict.fromkeys([*meta.get("inputs", ()), *(path for t in teachers for path in t.inputs())])
+    return {**meta, "teacher": " ".join(t.fingerprint() for t in teachers), "inputs": list(inputs)}

@@ -19,6 +19,7 @@ from tinyforge.errors import UserError
 from tinyforge.files import write_whole
 from tinyforge.registry import default_model, find_model
 from tinyforge.report import count_of
+from tinyforge.tensors import CALLED
 from tinyforge.train.metrics import NOISE, read_scores
 from tinyforge.train.settings import RECIPES, Settings
 
@@ -33,7 +34,7 @@ tags: [{name}]
 # {title}, {size} parameters, {kind}
 
 {summary}. Every gradient was written by hand; the model was trained without automatic differentiation.
-Weights are float32.
+Weights are {weights}.
 
 ## How to use it
 
@@ -101,6 +102,7 @@ def card(found: checkpoint.Checkpoint) -> str:
     built_in, tuned = not (imported or any(_settings(*run).data for run in runs)), meta["kind"] != "pretrain"
     return CARD.format(
         name=spec.name, title=spec.title, summary=spec.summary or "A language model", size=f"{_parameters(found):,}",
+        weights=CALLED[found.weights.dtype],
         # A program cannot decide the licence of a model that was trained on other people's text.
         license="mit" if built_in else "other",
         kind="fine-tuned to answer" if tuned else "a base model: it continues text",

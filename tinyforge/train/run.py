@@ -41,7 +41,7 @@ from tinyforge.train.data_parallel import Sharded, Totals, Trainable
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
 from tinyforge.train.plan import Plan
-from tinyforge.train.settings import Settings
+from tinyforge.train.settings import Settings, TaughtSettings
 from tinyforge.train.writers import open_writer
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and attention; no recomputation"
@@ -459,7 +459,7 @@ class Run:
               f"MiB{on_gpu}{energy}")  # fmt: skip
         print(f"wrote {', '.join(map(str, written))}")
         self._print_utilisation()
-        _print_overfitting(rows)
+        _print_overfitting(rows, self.settings)
         return last
 
     def _print_utilisation(self) -> None:
@@ -506,7 +506,7 @@ def train(task: Task, settings: Settings, backend: Backend, resume: bool = False
         return Run(task, settings, backend, resume).train()
 
 
-def _print_overfitting(rows: Sequence[Mapping[str, Any]]) -> None:
+def _print_overfitting(rows: Sequence[Mapping[str, Any]], settings: Settings) -> None:
     """Print a warning if the held-out loss was lower before: it should be lowest at the end of the schedule."""
     key = "val_bits_per_byte"
     held_out = [row for row in rows if key in row]
@@ -514,8 +514,9 @@ def _print_overfitting(rows: Sequence[Mapping[str, Any]]) -> None:
         return
     best, last = min(held_out, key=lambda row: row[key]), held_out[-1]
     if last[key] > (1 + OVERFITTED) * best[key]:
+        taught = ", or with a --teacher" if isinstance(settings, TaughtSettings) and not settings.teacher else ""
         print(f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: the "
-              "model overfits. Train for fewer steps, on more data, or with more --weight-decay")  # fmt: skip
+              f"model overfits. Train for fewer steps, on more data, or with more --weight-decay{taught}")  # fmt: skip
 
 
 def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
