@@ -5,12 +5,14 @@
 #   recipes/storyteller.sh train OUT
 #
 # data writes token shards and instructions to OUT, on a CPU, with DuckDB: five minutes. train, on a GPU machine that
-# needs neither DuckDB nor the texts, trains two models, each on the text and then on the instructions: a teacher of 9 M
-# parameters, and the storyteller of 17 M, whose pretraining learns from the teacher too. It writes OUT/storyteller in int8.
-# Complete stages are skipped, and the same command resumes a run that was stopped. Flags after OUT go to all four runs;
-# $TEACHER and $PRETRAIN are further flags for the two of pretraining, $SFT for both of fine-tuning, e.g. their lengths:
+# needs neither DuckDB nor the texts, trains a chain of models, each on the text and then on the instructions, and each with
+# those before it as teachers: the first, of 9 M parameters, alone; the second, of 17 M, with the first; three more with the
+# second; and the storyteller with the three. The mean of its weights before and after fine-tuning, calibrated, is
+# OUT/storyteller, in int8. Complete stages are skipped, and the same command resumes a run that was stopped. Flags after OUT
+# go to all runs; $TEACHER (pretraining of the teachers), $PRETRAIN (of the storyteller) and $SFT are further flags, in
+# place of their numbers of steps, e.g.
 #
-#   TEACHER="--minutes 1.6 --capture" PRETRAIN="--minutes 4 --capture" recipes/storyteller.sh train OUT
+#   PRETRAIN="--minutes 11 --capture" recipes/storyteller.sh train OUT
 #   TEACHER="--steps 20" PRETRAIN="--steps 20" SFT="--steps 20" \
 #       recipes/storyteller.sh train OUT --backend numpy --precision fp32
 #
@@ -70,20 +72,36 @@ train)
             --document-mask restart --batch-size 16 --lr-decay 0.6 --weight-decay 0.5 --precision bf16 \
             --eval-every 1000 --save-every 2000 "${@:2}"
     }
+    # shellcheck disable=SC2086 # flags are words
     tuned() { # NAME BASE FLAGS...
         trained "$1" recipes/sft.py --base "$out/$2" --data "$out/instructions/alpaca.json" --document-mask restart \
-            --batch-size 32 --weight-decay 0.5 --eval-every 250 --save-every 500 --card --precision bf16 "${@:3}"
+            --batch-size 32 --weight-decay 0.5 --eval-every 250 --save-every 500 --card --precision bf16 \
+            ${SFT:---steps 700} "${@:3}"
     }
+    w9="dim=256 heads=4 kv_heads=2 hidden=688"
+    w17="dim=384 heads=6 kv_heads=2 hidden=1024"
+    w30="dim=512 heads=8 kv_heads=2 hidden=1376"
     # shellcheck disable=SC2086 # flags are words
     {
-        pretrained teacher-base --set dim=256 heads=4 kv_heads=2 hidden=688 --lr 1.4e-3 ${TEACHER:---steps 11000} "$@"
-        tuned teacher teacher-base --lr 1e-3 ${SFT:---steps 700} "$@"
-        pretrained base --set dim=384 heads=6 kv_heads=2 hidden=1024 --lr 1.2e-3 --teacher "$out/teacher" \
-            ${PRETRAIN:---steps 10000} "$@"
-        tuned sft base --lr 8e-4 ${SFT:---steps 700} "$@"
+        pretrained first --set $w9 --lr 1.4e-3 ${TEACHER:---steps 11000} "$@"
+        tuned first-sft first --lr 1e-3 "$@"
+        pretrained second --set $w17 --lr 1.2e-3 --teacher "$out/first-sft" ${TEACHER:---steps 10000} "$@"
+        tuned second-sft second --lr 8e-4 "$@"
+
+        by_second=(--teacher "$out/second-sft")
+        pretrained one --set $w17 --lr 1.2e-3 --seed 1 "${by_second[@]}" ${TEACHER:---steps 13700} "$@"
+        pretrained two --set $w30 dropout=0.25 --lr 1e-3 --seed 2 "${by_second[@]}" ${TEACHER:---steps 11200} "$@"
+        pretrained three --set $w17 --lr 1.2e-3 --seed 3 --weight-decay 1.5 "${by_second[@]}" ${TEACHER:---steps 13700} "$@"
+        for name in one two three; do tuned $name-sft $name --lr 8e-4 "$@"; done
+
+        pretrained base --set $w17 dropout=0.15 --lr 1.2e-3 --seed 5 --teacher "$out"/{one,two,three} --teacher-share 0.9 \
+            ${PRETRAIN:---steps 24000} "$@"
+        tuned sft base --lr 8e-4 --seed 5 --teacher "$out"/{one,two,three}-sft --teacher-share 0.9 "$@"
     }
+    [[ -e $out/mean/model.safetensors ]] ||
+        run -m tinyforge.hub average "$out/base" "$out/sft" "$out/mean" --weights 0.3 0.7
     [[ -e $out/storyteller/model.safetensors ]] ||
-        run -m tinyforge.hub convert "$out/sft" "$out/storyteller" --format tinyforge --dtype int8
+        run -m tinyforge.hub calibrate "$out/mean" "$out/storyteller" --data "$out/shards" --source tinystories --dtype int8
     cp models/nanoeuler/storyteller/generation_config.json "$out/storyteller" # how the chat draws from it
     ;;
 *) die "$what: wanted data, pack, unpack or train" ;;

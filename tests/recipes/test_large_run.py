@@ -142,8 +142,8 @@ def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     shown = call("storyteller.sh", "train", there, *PLAIN, **learn)
     assert "--resume" in shown and (there / "storyteller" / "model.safetensors").exists()
     assert (there / "storyteller" / "generation_config.json").exists()  # how it is sampled, as the shipped one
-    assert shown.count("complete, skipped") == 2  # the teacher's
-    assert call("storyteller.sh", "train", there, *PLAIN, **learn).count("complete, skipped") == 4
+    assert shown.count("complete, skipped") == 10  # the teachers'
+    assert call("storyteller.sh", "train", there, *PLAIN, **learn).count("complete, skipped") == 12
 
 
 def test_without_any_book_the_storyteller_stops(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ are kept: `LinearCrossEntropy` makes its logits chunk by chunk beside the model'
     taught = Distilled(model, Ensemble([teacher], heads, backend), share=0.5)    trains like `model`, whose weights it
                                                                                  changes
 
-Sources: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network" (2015), also for ensembles; Timiryasov,
-Tastet, "Baby Llama" (2023), for small corpora that are read many times.
+Sources: Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network" (2015), also for ensembles; for small
+corpora that are read many times, Timiryasov, Tastet, "Baby Llama" (2023), and Kim, Kotha, Liang, Hashimoto,
+"Pre-training under infinite compute" (2025).
 """
 
 from __future__ import annotations
