@@ -57,7 +57,7 @@ of {temperature:.4f}. Figures in the rest of this card are of the model before.
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class Predicted:
     """What a model predicts of held-out text. hidden: (n, C), of the n tokens with a next one; targets: (n,), that
     token; bytes: of the targets."""
 
@@ -188,15 +188,15 @@ def _evenly(parts: Sequence[corpus.HeldOut], tokens: int) -> list[Batch]:
 
 def _final_norm(model: Any, opened: Opened) -> list[Param]:
     """The parameters of the last norm before the output head."""
-    before = list(takewhile(lambda op: not isinstance(op, LinearCrossEntropy), model.ops()))
+    before = takewhile(lambda op: not isinstance(op, LinearCrossEntropy), model.ops())
     norms = [op for op in before if isinstance(op, (RMSNorm, LayerNorm))]
-    if not norms or len(before) == len(model.ops()):
-        raise UserError(f"{opened.path} is a {opened.spec.title}, which has no norm before its output head that could "
-                        "scale its logits; it cannot be calibrated")  # fmt: skip
+    if not norms:
+        raise UserError(f"{opened.path}: {opened.spec.title} has no norm before its output head that could scale its "
+                        "logits; it cannot be calibrated")  # fmt: skip
     return list(norms[-1].params())
 
 
-def _predict(model: Any, opened: Opened, windows: Sequence[Batch]) -> HeldOut:
+def _predict(model: Any, opened: Opened, windows: Sequence[Batch]) -> Predicted:
     backend, states, known = model.backend, [], []
     for window in windows:
         options = {"documents": window.documents.on(backend)} if window.documents else {}
@@ -205,8 +205,8 @@ def _predict(model: Any, opened: Opened, windows: Sequence[Batch]) -> HeldOut:
         states.append(hidden[0, : np.count_nonzero(targets >= 0)])  # only the end of a text has none
         known.append(targets[targets >= 0])
     targets = np.concatenate(known)
-    size = int(opened.tokenizer.byte_lengths[targets].sum())
-    return HeldOut(model, backend.xp.concatenate(states), backend.asarray(targets), size)
+    size = max(1, int(opened.tokenizer.byte_lengths[targets].sum()))  # the separator of documents has no bytes
+    return Predicted(model, backend.xp.concatenate(states), backend.asarray(targets), size)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     generation=found.generation.content)  # fmt: skip
     print(f"logits x {scale:.3f} (temperature {1 / scale:.3f}): {fitted[0]:.4f} -> {fitted[1]:.4f} bits per byte of "
           f"held-out text; not used for the fit: {rest[0]:.4f} -> {rest[1]:.4f}")  # fmt: skip
-    if rest[1] >= rest[0]:
-        print("the text not used for the fit gains nothing: the model was calibrated")
+    if round(rest[0] - rest[1], 4) <= 0:
+        print("the text not used for the fit gains nothing: the model was calibrated already")
     print(f"wrote {target}, {megabytes(target):.1f} MB; {USES[found.spec.learns][1]} {target}")
     return 0
