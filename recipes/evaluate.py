@@ -89,15 +89,7 @@ def open_text(
     run, learned = PretrainSettings.from_dict(pretraining.get("settings", {})), pretraining.get("data_hash")
     seq_len = sequence_length(config, window or run.seq_len)
     settings = replace(run, data=tuple(data), encoding=encoding, mix=())
-    shards = corpus.find_shards(settings)
-    if shards:
-        if shards.tokenizer.hash() != tokenizer.hash():
-            raise UserError(
-                f"--data: {data[0]} was made with the tokenizer {shards.tokenizer.hash()[:12]}..., the model has "
-                f"{tokenizer.hash()[:12]}...; make shards with python -m data.shards --tokenizer "
-                f"{loaded.path / 'tokenizer.json'}"
-            )
-        shards.verify(progress=sys.stderr.isatty())
+    if shards := corpus.shards_for(tokenizer, loaded.path, settings):
         own = shards.hash == learned
         training = None
         if with_training:

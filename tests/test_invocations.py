@@ -27,7 +27,7 @@ MODULES = {
     "serve": "tinyforge.serve.__main__",
     "chat": "tinyforge.chat", "nanoeuler": "models.nanoeuler.chat", "inspect": "tinyforge.inspect",
     "gradcheck": "tinyforge.gradcheck", "doctor": "tinyforge.doctor",
-    "convert": "tinyforge.hub.convert", "average": "tinyforge.hub.average",
+    "convert": "tinyforge.hub.convert", "average": "tinyforge.hub.average", "calibrate": "tinyforge.hub.calibrate",
     "text": "tinyforge.text.command", "local": "data.local", "gutenberg": "data.gutenberg", "world": "data.world",
     "fineweb": "data.fineweb_edu", "tinystories": "data.tinystories", "alpaca": "data.alpaca", "corpus": "data.corpus",
     "shards": "data.shards", "sets": "data.evaluation", "stories": "data.stories", "board": "tinyforge.board.__main__",
@@ -290,6 +290,15 @@ such' --base run
     average run run DST --weights 1 0 0
     average run run DST --weights 1 -1
     average --weights 0.5 0.5 run run DST
+    calibrate run DST
+    calibrate run DST --data
+    calibrate run run --data text.txt
+    calibrate run DST --data text.txt
+    calibrate run DST --data absent
+    calibrate absent DST --data text.txt
+    calibrate run DST --data text.txt --tokens many
+    calibrate run DST --data text.txt --dtype q8_0
+    calibrate run DST.gguf --data text.txt
     text
     text train text.txt --vocab-size 10 --out t.json
     text train text.txt --vocab-size 99999 --out t.json
@@ -466,9 +475,8 @@ def check(run: Callable[[], tuple[object, str, float]]) -> None:
 @pytest.mark.parametrize("line", LINES, ids=ascii)
 def test_as_a_user_types_it(line: str, folder: Path, whole: dict[Path, bytes | None]) -> None:
     program, *flags = shlex.split(line)
-    where = {"text": "tinyforge.text", "convert": "tinyforge.hub", "average": "tinyforge.hub"}.get(
-        program, MODULES.get(program, "")
-    )
+    hub = dict.fromkeys(("convert", "average", "calibrate"), "tinyforge.hub")
+    where = {"text": "tinyforge.text", **hub}.get(program, MODULES.get(program, ""))
     command = [str(ROOT / "recipes" / f"{program}.py")] if program in SCRIPTS else ["-m", where]
     if where == "tinyforge.hub":
         command.append(program)

@@ -45,6 +45,7 @@ def packed() -> Callable[[str], str]:
         ("use recipes/classify.py, or", "use tinyforge classify, or"),
         ("python -m tinyforge.hub convert A B", "tinyforge convert A B"),
         ("python -m tinyforge.hub average A B C", "tinyforge average A B C"),
+        ("python -m tinyforge.hub calibrate A B --data C", "tinyforge calibrate A B --data C"),
         ("python -m tinyforge.text train", "tinyforge text train"),
         ("python -m models list", "tinyforge models list"),
         ("python -m data.corpus report", "tinyforge data corpus report"),

@@ -1,4 +1,4 @@
-"""python -m tinyforge.hub convert SRC DST, and average SRC SRC OUT"""
+"""python -m tinyforge.hub convert SRC DST, average SRC SRC OUT, and calibrate SRC OUT --data SHARDS"""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from tinyforge.errors import UserError, run_command
 
 
 def main() -> int:
-    from tinyforge.hub import average, convert
+    from tinyforge.hub import average, calibrate, convert
 
-    commands = {"convert": convert.main, "average": average.main}
+    commands = {"convert": convert.main, "average": average.main, "calibrate": calibrate.main}
     if (name := "".join(sys.argv[1:2])) not in commands:
-        raise UserError("usage: python -m tinyforge.hub convert SRC DST, or average SRC SRC OUT; each has --help")
+        raise UserError("usage: python -m tinyforge.hub convert SRC DST, average SRC SRC OUT, or calibrate SRC OUT "
+                        "--data SHARDS; each has --help")  # fmt: skip
     return commands[name](sys.argv[2:])
 
 

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     backend = get_backend("numpy", "fp32", workers=1)
     found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None, base)
     save_pretrained(found.model, found.tokenizer, target, format=args.format, dtype=args.dtype, meta=found.meta,
-                    card=_card_of(found.path, args.dtype), generation=found.generation.content)  # fmt: skip
+                    card=card_of(found.path, args.dtype), generation=found.generation.content)  # fmt: skip
     print(f"wrote {target}, {megabytes(target):.1f} MB; {USES[spec_of_model(found.model).learns][1]} {target}")
     return 0
 
@@ -69,7 +69,7 @@ def megabytes(target: Path) -> float:
     return sum(file.stat().st_size for file in files) / 1e6
 
 
-def _card_of(path: Path, dtype: str) -> str:
+def card_of(path: Path, dtype: str) -> str:
     """The card of one of our models, from its directory or its run's; "" if there is none."""
     if is_foreign(path):
         return ""

@@ -63,17 +63,7 @@ def save_pretrained(
     where the format cannot hold the model, where `path` exists, and where it cannot be written.
     """
     path, spec = Path(path), foreign.spec_of_model(model)
-    by_name = "llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf"
-    format = format or by_name
-    if format != by_name and (by_name != "hf" or format in ("gguf", "llama2c")):
-        raise UserError(f"{path} is not a name for --format {format}: llama2c's files end in .bin, GGUF's in .gguf, "
-                        "and directories in neither")  # fmt: skip
-    if format not in FORMATS or dtype not in FORMATS[format]:
-        known = "; ".join(f"{name} in {', '.join(types)}" for name, types in FORMATS.items())
-        fix = "" if dtype != "int8" else "; use q8_0" if format == "gguf" else "; use --format tinyforge"
-        raise UserError(f"cannot save as {format} in {dtype}{fix}; supported: {known}")
-    if path.exists():
-        raise UserError(f"{path} exists already; remove it, or choose another name")
+    format = check_target(path, format, dtype)
     template = TEMPLATES[template_of(meta or {})]
     if generation and format in ("gguf", "llama2c"):
         print(f"note: left out: {GENERATION}, how the model is sampled by default", file=sys.stderr)
@@ -115,6 +105,22 @@ def save_pretrained(
     if classes := content.get("classes"):
         weights.config.update(tokenizers.class_labels(classes))
     huggingface.write_directory(path, weights, dtype, others)
+
+
+def check_target(path: Path, format: str, dtype: str) -> str:
+    """The format in which `save_pretrained` would write; raises UserError as it would."""
+    by_name = "llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf"
+    format = format or by_name
+    if format != by_name and (by_name != "hf" or format in ("gguf", "llama2c")):
+        raise UserError(f"{path} is not a name for --format {format}: llama2c's files end in .bin, GGUF's in .gguf, "
+                        "and directories in neither")  # fmt: skip
+    if format not in FORMATS or dtype not in FORMATS[format]:
+        known = "; ".join(f"{name} in {', '.join(types)}" for name, types in FORMATS.items())
+        fix = "" if dtype != "int8" else "; use q8_0" if format == "gguf" else "; use --format tinyforge"
+        raise UserError(f"cannot save as {format} in {dtype}{fix}; supported: {known}")
+    if path.exists():
+        raise UserError(f"{path} exists already; remove it, or choose another name")
+    return format
 
 
 def _json(content: Mapping[str, Any]) -> str:

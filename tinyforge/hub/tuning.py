@@ -32,8 +32,8 @@ from tinyforge.train.settings import TuneSettings, open_backend
 S = TypeVar("S", bound=TuneSettings)
 # The keys of a base's meta that a run keeps.
 OF_BASE = (
-    "settings", "step", "elapsed", "data_hash", "teacher", "average", "corpus", "inputs", "machine", "tokens",
-    "tokens_per_second", "joules",
+    "settings", "step", "elapsed", "data_hash", "teacher", "average", "calibration", "corpus", "inputs", "machine",
+    "tokens", "tokens_per_second", "joules",
 )  # fmt: skip
 
 

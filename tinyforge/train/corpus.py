@@ -120,6 +120,21 @@ def find_shards(settings: PretrainSettings) -> Shards | None:
     return Shards([Path(path) for path in shards]) if shards else None
 
 
+def shards_for(tokenizer: TextTokenizer, model: Path, settings: PretrainSettings) -> Shards | None:
+    """As `find_shards`, verified. Raises UserError if they were made with another tokenizer than that of the model at
+    this path."""
+    shards = find_shards(settings)
+    if shards is None:
+        return None
+    if shards.tokenizer.hash() != tokenizer.hash():
+        raise UserError(
+            f"--data: {settings.data[0]} was made with the tokenizer {shards.tokenizer.hash()[:12]}..., the model has "
+            f"{tokenizer.hash()[:12]}...; make shards with python -m data.shards --tokenizer {model / 'tokenizer.json'}"
+        )
+    shards.verify(progress=sys.stderr.isatty())
+    return shards
+
+
 def mix_weights(mix: Sequence[str], shards: Shards) -> dict[str, Fraction]:
     """The weight of each source that is read: from NAME=WEIGHT items, or its number of tokens if there are none.
 
