@@ -10,8 +10,9 @@ context is read in windows that overlap by half. The peer, llama2.c's stories260
 Stories: one to each of `--prompts` requests, as the chat would answer it, request i with the seed `--seed` + i. It
 is sampled as the flags say, else as the model's generation_config.json says, else by the chat's defaults.
 `ended`: shares that end by themselves. `name kept`: of the requests that name a hero, the share whose story has that
-name as often as any other known name, and again in its last half. `eight-grams`: the share of the stories' runs of
-eight words that stand in the training text, that of all corpora and records given; of the held-out stories, the same.
+name as often as any other known name, and again in its last half. `subject kept`: of the requests for a dog, a girl or
+another such hero, the share whose story has that word. `eight-grams`: the share of the stories' runs of eight words
+that stand in the training text, that of all corpora and records given; of the held-out stories, the same.
 `who it is`: of twenty chats, those in which "Who are you?" after a story is answered with the model's own name.
 `answers`: twelve stories typed by hand, each asked about at five seeds; the share of the replies that are short and
 name what was asked for, with the question on the story's line, and with an empty line between.
@@ -23,6 +24,7 @@ second of a whole story; both on the CPU.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
@@ -92,6 +94,12 @@ TYPED = (
 class Request:
     text: str
     name: str = ""
+
+
+    @property
+    def subjects(self) -> set[str]:
+        """The kinds of hero that it asks for."""
+        return set(KINDS) & set(re.findall(r"[a-z]+", self.text))
 
 
 def requests(count: int) -> list[Request]:
@@ -266,12 +274,15 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
     sampling = loaded.generation.sampling(max_tokens=LONGEST, seed=args.seed, **given)
     told, rate = tell(loaded, requests(args.prompts), sampling)
     named = [story for story in told if story.request.name]
+    asked = [story for story in told if story.request.subjects]
     shares = known_shares([[story.text for story in told], held_out], training_text(args.trained_on))
     found |= {
         "sampling": {name: getattr(sampling, name) for name in (*DRAWN, "seed")},
         "stories": len(told), "ended": float(np.mean([story.ended for story in told])),
         "words_a_story": median(len(story.text.split()) for story in told),
         "named": len(named), "name_kept": float(np.mean([keeps_name(s.text, s.request.name) for s in named])),
+        "with_subject": len(asked),
+        "subject_kept": float(np.mean([any(word in s.text.lower() for word in s.request.subjects) for s in asked])),
         "says_who_it_is": says_who_it_is(loaded, sampling),
         "answers_on_its_line": answers(loaded, " ", sampling), "answers_below": answers(loaded, "\n\n", sampling),
         "eight_grams_known": shares[0], "eight_grams_known_of_held_out_stories": shares[1],
@@ -292,6 +303,7 @@ def table(found: dict[str, Any], told: Sequence[Told]) -> str:
         f"stories told                   {found['stories']:,}, of {found['words_a_story']:.0f} words (median)",
         f"ended by themselves            {found['ended']:.1%}",
         f"name kept                      {found['name_kept']:.1%} of {found['named']}",
+        f"subject kept                   {found['subject_kept']:.1%} of {found['with_subject']}",
         f"says who it is, after a story  {found['says_who_it_is']:.0%} of 20 chats",
         f"answers, asked on its line     {found['answers_on_its_line']:.1%}; below {found['answers_below']:.1%}; of "
         f"{5 * len(TYPED)}",

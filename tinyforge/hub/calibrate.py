@@ -1,7 +1,7 @@
 """Calibrate a trained language model: scale its logits so that held-out text is most likely.
 
     python -m tinyforge.hub calibrate runs/base calibrated --data shards
-    python -m tinyforge.hub calibrate storyteller calibrated --data shards --source tinystories --dtype int8
+    python -m tinyforge.hub calibrate runs/sft calibrated --data shards --source tinystories --dtype int8
 
 A model that has read a small corpus many times is too sure of itself elsewhere. One number repairs that, the scale s of
 its logits z, or the temperature 1/s:

@@ -1,6 +1,6 @@
 """generation_config.json, beside a model's weights: how its text is drawn where the user does not say.
 
-    {"do_sample": true, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.05}
+    {"do_sample": true, "temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.05}
 
 The file is transformers'; vLLM reads it too. Used are the keys of FIELDS, and `do_sample`, where false is greedy; the
 others are kept in conversions.
