@@ -57,6 +57,7 @@ def test_requests_are_many_and_mostly_named() -> None:
     asked = requests(200)
     assert len(set(asked)) > 120 and asked[:3] == requests(3)
     assert all(r.name in r.text for r in asked) and 0.5 < np.mean([bool(r.name) for r in asked]) < 0.8
+    assert [r.subjects for r in asked[:3]] == [{"dog"}, {"dog"}, set()]
 
 
 def test_nats_of_a_model_that_guesses_and_every_token_counts_once() -> None:
@@ -96,11 +97,11 @@ def test_stories_are_sampled_as_in_the_chat(monkeypatch: pytest.MonkeyPatch) -> 
         raise Enough
 
     monkeypatch.setattr("bench.stories.tell", tell)
-    for flags in ([], ["--temperature", "0.7", "--seed", "5"]):
+    for flags in ([], ["--temperature", "0.5", "--seed", "5"]):
         with pytest.raises(Enough):
             main(["corpus", "--checkpoint", "storyteller", *flags])
-    own = Sampling(1.0, top_k=0, top_p=1.0, min_p=0.05, max_tokens=500)
-    assert drawn == [own, replace(own, temperature=0.7, seed=5)]
+    own = Sampling(0.7, top_k=0, top_p=1.0, min_p=0.05, max_tokens=500)
+    assert drawn == [own, replace(own, temperature=0.5, seed=5)]
 
 
 def test_the_given_storyteller_is_small_and_its_card_names_its_sources() -> None:
