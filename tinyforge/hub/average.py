@@ -28,7 +28,7 @@ from tinyforge.errors import Parser, UserError
 from tinyforge.files import shown
 from tinyforge.hub.convert import megabytes
 from tinyforge.hub.opened import Opened
-from tinyforge.hub.pretrained import FORMATS, USES, save_pretrained, short_card
+from tinyforge.hub.pretrained import FORMATS, USES, check_target, save_pretrained, short_card
 from tinyforge.hub.runs import open_model, trained_model
 
 CARD = """
@@ -95,13 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=FORMATS["tinyforge"], default="f32",
                         help="type of the stored weights (default: f32)")  # fmt: skip
     args = parser.parse_args(argv)
+    target = Path(args.target)
+    check_target(target, "tinyforge", args.dtype)
     found = average([open_model(trained_model(source)) for source in args.sources], args.weights)
     made = found.meta["average"]
     rows = "\n".join(f"| {name} | {one['share']:g} | `{one['sha256'][:16]}` |"
                      for name, one in zip(args.sources, made, strict=True))  # fmt: skip
     model = found.build(get_backend("numpy", "fp32", workers=1)).model
     card = short_card(model, "tinyforge", args.dtype) + CARD.format(count=len(made), rows=rows)
-    target = Path(args.target)
     save_pretrained(model, found.tokenizer, target, format="tinyforge", dtype=args.dtype, meta=found.meta, card=card,
                     generation=found.generation.content)  # fmt: skip
     mean = " + ".join(f"{one['share']:g} {name}" for name, one in zip(args.sources, made, strict=True))

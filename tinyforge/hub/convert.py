@@ -26,7 +26,7 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import read_text
 from tinyforge.hub.foreign import is_foreign, spec_of_model
-from tinyforge.hub.pretrained import FORMATS, USES, save_pretrained
+from tinyforge.hub.pretrained import FORMATS, USES, check_target, save_pretrained
 from tinyforge.hub.runs import load, trained_model, write_adapter
 from tinyforge.tensors import CALLED
 
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_adapter(source, target, base)
         print(f"wrote {target}, {megabytes(target):.1f} MB")
         return 0
+    check_target(target, args.format, args.dtype)  # before a large model is read
     backend = get_backend("numpy", "fp32", workers=1)
     found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None, base)
     save_pretrained(found.model, found.tokenizer, target, format=args.format, dtype=args.dtype, meta=found.meta,
