@@ -132,7 +132,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --data text.txt --teacher run --tokenizer mine.json",
          "--tokenizer: the model gets its teacher's; leave out --tokenizer or --teacher"),
         ("pretrain --data text.txt --teacher absent", "no checkpoint in absent"),
-        ("pretrain --data text.txt --teacher run", "--teacher reads 96 tokens, a row has 128; use --seq-len 96"),
+        ("pretrain --data text.txt --teacher run", "step-00000004 reads 96 tokens, a row has 128; use --seq-len 96"),
         ("pretrain --data text.txt --teacher run --base storyteller", "has another tokenizer than"),
         ("pretrain --keep -1", "--keep is -1, wants a number of 0 or more"),
         ("pretrain --backend abacus", "unknown backend 'abacus'; known: "),
