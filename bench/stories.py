@@ -95,7 +95,6 @@ class Request:
     text: str
     name: str = ""
 
-
     @property
     def subjects(self) -> set[str]:
         """The kinds of hero that it asks for."""

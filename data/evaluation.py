@@ -15,7 +15,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -442,10 +442,8 @@ def read_sets(
             for name in names]  # fmt: skip
 
 
-def refuse_if_learned(found: Set, meta: Mapping[str, Any]) -> None:
-    """UserError where the model, or its base, learned from a file of the set: by the hashes that a corpus keeps of its
-    sources' files, and a run of its --data."""
-    learned = {*meta.get("inputs", ()), *meta.get("base", {}).get("inputs", ())}
+def refuse_if_learned(found: Set, learned: Collection[str]) -> None:
+    """UserError where a model has learned from a file of the set. learned: SHA-256 of the files that it has read."""
     if file := next((file for file in found.files if learned and sha256_of(file) in learned), None):
         raise UserError(f"--tasks {found.name}: the model was trained on {file}, so its score would say nothing; leave "
                         "the task out, or train without that file")  # fmt: skip

@@ -206,7 +206,7 @@ def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, A
         raise UserError(f"--tasks score causal language models; {opened.path} is a {opened.spec.name}, which learns "
                         f"{opened.spec.learns}; recipes/classify.py measures it")  # fmt: skip
     for read in sets:
-        refuse_if_learned(read, opened.meta)
+        refuse_if_learned(read, opened.inputs())
     found: dict[str, Any] = {
         "checkpoint": str(opened.path), "model": opened.spec.name, "model_sha256": opened.fingerprint(),
         "tokenizer_sha256": opened.tokenizer.hash(), "step": opened.meta.get("step"),

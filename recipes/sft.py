@@ -90,8 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     next_token_model(base.spec.name)
     restarts(settings, base.spec)  # refused before ranks start
     teachers = open_teachers(settings)
-    if teachers:
-        check_teachers(teachers, settings, base.spec, base.config, base.tokenizer, base.path)
+    check_teachers(teachers, settings, base.spec, base.config, base.tokenizer, base.path)
     if plan_only:
         print_plan(base.spec, base.config, settings, teachers=described(teachers, settings))
         return 0

@@ -92,7 +92,9 @@ train)
         pretrained one --set $w17 --lr 1.2e-3 --seed 1 "${by_second[@]}" ${TEACHER:---steps 13700} "$@"
         pretrained two --set $w30 dropout=0.25 --lr 1e-3 --seed 2 "${by_second[@]}" ${TEACHER:---steps 11200} "$@"
         pretrained three --set $w17 --lr 1.2e-3 --seed 3 --weight-decay 1.5 "${by_second[@]}" ${TEACHER:---steps 13700} "$@"
-        for name in one two three; do tuned $name-sft $name --lr 8e-4 "$@"; done
+        tuned one-sft one --lr 8e-4 --seed 1 "$@"
+        tuned two-sft two --lr 8e-4 --seed 2 "$@"
+        tuned three-sft three --lr 8e-4 --seed 3 "$@"
 
         pretrained base --set $w17 dropout=0.15 --lr 1.2e-3 --seed 5 --teacher "$out"/{one,two,three} --teacher-share 0.9 \
             ${PRETRAIN:---steps 24000} "$@"

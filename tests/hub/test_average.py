@@ -147,10 +147,10 @@ def test_a_mean_is_not_scored_on_what_one_of_its_models_has_read() -> None:
     mean("read-it b out")
     mean("out a again")
     (found,) = read_sets(["blimp"], ["blimp"], [], "utf-8", 0, any_version=True)
-    refuse_if_learned(found, open_model(Path("unread")).meta)
+    refuse_if_learned(found, open_model(Path("unread")).inputs())
     for name in ("out", "again"):
         with pytest.raises(UserError, match="--tasks blimp: the model was trained on"):
-            refuse_if_learned(found, open_model(Path(name)).meta)
+            refuse_if_learned(found, open_model(Path(name)).inputs())
 
 
 def test_models_that_do_not_fit_together_are_refused() -> None:

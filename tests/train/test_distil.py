@@ -95,7 +95,7 @@ def test_the_loss_is_the_cross_entropy_with_the_mixed_targets(share: float) -> N
 
 
 def test_several_teachers_teach_the_softmax_of_their_mean_logits() -> None:
-    """Of different kinds, widths and numbers of heads."""
+    """Of different widths and numbers of heads."""
     student = built(NanoEuler, SMALL)
     teachers = [built(NanoEuler, LARGE, 1), built(NanoEuler, SMALL, 2), built(NanoEuler, LARGE, 3)]
     given, heads = batch(0), 2

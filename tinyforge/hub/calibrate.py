@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,9 @@ class Predicted:
         value, slope, curvature = sums / len(self.targets)
         return value, slope, curvature
 
-    def bits(self, scale: float) -> float:
-        """Bits per byte."""
-        return self.loss(scale)[0] * len(self.targets) / LN2 / self.bytes
+    def bits(self, nats: float) -> float:
+        """Bits per byte at so many nats per token."""
+        return nats * len(self.targets) / LN2 / self.bytes
 
 
 def fit_scale(loss: Callable[[float], tuple[float, float, float]]) -> float | None:
@@ -133,7 +133,8 @@ def calibrate(
     plain = model.build(device, frozen=True).model
     names = [p.name for p in _final_norm(plain, model)]
     fitted, rest = (_predict(plain, model, half) for half in (windows[0::2], windows[1::2]))
-    if (scale := fit_scale(fitted.loss)) is None:
+    loss = cache(fitted.loss)  # the fit has computed it at 1 and at the result, each a pass over the text
+    if (scale := fit_scale(loss)) is None:
         raise UserError(f"{model.path}: no scale of its logits is best for this text; give a model that has learned "
                         "from such text")  # fmt: skip
 
@@ -143,7 +144,8 @@ def calibrate(
     noted = {
         "scale": scale, "sources": [part.source for part in parts], "data_hash": shards.hash,
         "tokens": len(fitted.targets) + len(rest.targets),
-        "fitted": [fitted.bits(1.0), fitted.bits(scale)], "rest": [rest.bits(1.0), rest.bits(scale)],
+        "fitted": [fitted.bits(loss(at)[0]) for at in (1.0, scale)],
+        "rest": [rest.bits(rest.loss(at)[0]) for at in (1.0, scale)],
     }  # fmt: skip
     found = replace(model, meta={**model.meta, "calibration": noted},
                     tensors={**model.tensors, **{name: partial(scaled, name) for name in names}})  # fmt: skip

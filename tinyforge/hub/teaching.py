@@ -32,11 +32,11 @@ def check_teachers(
     tokenizer: TextTokenizer, owner: object,
 ) -> None:  # fmt: skip
     """Raise UserError if one of them cannot teach this model, whose tokenizer is that of `owner`."""
+    seq_len = sequence_length(config, settings.seq_len)
     for t in teachers:
         if tokenizer.hash() != t.tokenizer.hash():
             raise UserError(f"--teacher: {t.path} has another tokenizer than {owner}; give both the same one, "
                             f"{t.path}/tokenizer.json")  # fmt: skip
-        seq_len = sequence_length(config, settings.seq_len)
         check_teacher(str(t.path), t.spec, t.config, spec, config, seq_len, bool(settings.document_mask))
 
 
