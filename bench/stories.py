@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from data.alpaca import read_records
-from data.dedup import Words
+from data.dedup import grams_of
 from data.shards import read_corpus, read_texts
 from data.stories import NAMES, STORIES, keeps_name, with_article
 from tinyforge.backends import get_backend
@@ -198,24 +198,11 @@ def answers(loaded: Loaded, between: str, sampling: Sampling, rounds: int = 5) -
     return found / rounds / len(TYPED)
 
 
-def grams_of(texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """The hashes of the runs of eight words in the texts, about a megabyte of text at a time."""
-    batch, size = [], 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size > 1 << 20:
-            yield Words(batch).grams(GRAM)[0]
-            batch, size = [], 0
-    if batch:
-        yield Words(batch).grams(GRAM)[0]
-
-
 def known_shares(texts: Sequence[Sequence[str]], training: Iterable[str]) -> list[float]:
     """Of each list of texts the share of its runs of eight words that stand in the training text."""
-    of_texts = [np.concatenate(list(grams_of(group))) for group in texts]
+    of_texts = [np.concatenate(list(grams_of(group, GRAM))) for group in texts]
     known = [np.zeros(len(grams), bool) for grams in of_texts]
-    for grams in grams_of(training):
+    for grams in grams_of(training, GRAM):
         unique = np.unique(grams)
         for own, found in zip(of_texts, known, strict=True):
             found |= np.isin(own, unique)

@@ -56,6 +56,7 @@ NAMES = {
     ),
 }  # fmt: skip
 KIND_OF = {name: kind for kind, names in NAMES.items() for name in names}
+_WORD = re.compile(r"[a-z]+")
 _NAME = re.compile(rf"\b(?:{'|'.join(KIND_OF)})\b")
 ANIMALS = tuple(
     "dog cat bird bunny fish bear frog rabbit duck monkey bee mouse bug horse elephant lion squirrel puppy ant penguin "
@@ -79,6 +80,18 @@ def keeps_name(story: str, name: str) -> bool:
     """Whether the hero's name is the story's most frequent one, and occurs in its second half."""
     counts = Counter(found for other in {*names_in(story), name} for found in re.findall(rf"\b{other}\b", story))
     return bool(counts) and counts[name] == max(counts.values()) and name in story[len(story) // 2 :]
+
+
+def asked_for(request: str) -> tuple[str, set[str]]:
+    """The hero's name in a request for a story about somebody, or "", and the kinds of hero that it mentions."""
+    name = re.search(r"\b(?:named|called|about) ([A-Z]\w+)", request)
+    return name[1] if name else "", set(HEROES) & set(_WORD.findall(request.partition(" about ")[2]))
+
+
+def misses(request: str, story: str) -> int:
+    """How many things that were asked for a story lacks, of two: the hero's name, kept to the end, and a kind."""
+    name, kinds = asked_for(request)
+    return bool(name and not keeps_name(story, name)) + bool(kinds and not kinds & set(_WORD.findall(story.lower())))
 
 
 def rename(story: str, others: dict[str, str]) -> str:
@@ -467,6 +480,7 @@ TELL_ANY = (
     "I am bored. Tell me a story.", "Tell me something nice.", "Make up a story.", "A story, please.",
     "Tell me a new story.", "Write a story for a child.",
 )  # fmt: skip
+_REQUEST = re.compile("|".join(re.escape(text).replace(r"\{x\}", r"[^.?!\n]{1,80}") for text in (*TELL, *TELL_ANY)))
 CONTINUE = ("Continue the story: {x}", "Continue this story: {x}", "Finish the story: {x}", "{x}", "{x}", "{x}",
             "How does this story go on? {x}", "Go on with this story: {x}", "What happens next? {x}")  # fmt: skip
 DESCRIBE = ("Describe {x}.", "Tell me about {x}.", "What is {x} like?", "Who is {x}? Tell me more.")
@@ -522,6 +536,11 @@ SUMS = (
     "Write a program that adds {a} and {b}.", "What is the weather in {c}?", "Who won the world cup in {c}?",
 )  # fmt: skip
 COUNTRIES = "France Germany Spain Italy China Japan India Kenya Egypt Brazil Canada Mexico Norway Poland Peru".split()
+
+
+def asks_for_a_story(record: Record) -> bool:
+    """Whether a record is a request to tell a story, from its beginning, and opens a chat."""
+    return not record.history and not record.input and _REQUEST.fullmatch(record.instruction) is not None
 
 
 def _short(rng: random.Random) -> tuple[str, str]:

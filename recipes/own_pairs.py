@@ -2,32 +2,47 @@
 
     python recipes/own_pairs.py --base runs/sft --data alpaca.json --out circles.json
     python recipes/dpo.py --base runs/sft --data circles.json --out runs/orderly
+    python recipes/own_pairs.py --base runs/sft --data stories/alpaca.json --stories 8 --max-tokens 400 --out told.json
 
 Fine-tuning shows a model good replies, but never where its own replies lead: a greedy reply that has repeated a
 sentence tends to repeat it for ever. Here the model answers instructions that it was fine-tuned on, greedily and
 sampled. Wherever its reply is not well-formed (docs/evaluation.md), the record's own reply is preferred. The last 20th
 of each file is left out, because the model is evaluated on it.
+
+With --stories N, the records are those that ask for a story. Of N stories sampled for each, the best is preferred to
+the worst: a story ought to end, to be about whom it was asked for, under that name, and to share few runs of eight
+words with the records' own replies.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
+
 from data.alpaca import Record, evenly, read_split
+from data.dedup import gram_shares, grams_of
 from data.files import write_json
+from data.stories import asks_for_a_story, misses
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import Loaded, load, trained_model
 from tinyforge.hub.tuning import prompt_ids
 from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, reply_to
+from tinyforge.report import count_of
 from tinyforge.text.chat_templates import end_of_reply
+
+GRAM = 8  # words of a run
+DIFFERENCE = 0.04  # of the costs of a pair of stories, at least
+WIDE = Sampling(1.0, top_k=0, top_p=1.0, min_p=0.05)  # how stories are sampled: they ought to differ
 
 
 def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_tokens: int) -> list[Record]:
@@ -58,6 +73,31 @@ def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sam
     return found
 
 
+def pairs_of_stories(
+    loaded: Loaded, records: Sequence[Record], count: int, sampling: Sampling, known: np.ndarray
+) -> list[dict[str, Any]]:
+    """A pair of the best and the worst of `count` stories for each record, unless the best has a fault or they are
+    about as good. The cost of a story: 1 for each thing asked for that it misses, 1 if it does not end, and the share
+    of its runs of GRAM words that are `known`, which are hashes."""
+    tokenizer, found = loaded.tokenizer, []
+    prompts = [prompt_ids(loaded, r.instruction, r.input) for r in records for _ in range(count)]
+    decoder = reply_decoder(loaded.model, len(prompts))
+    replies = reply_to(loaded.model, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)], decoder)
+    texts = [tokenizer.decode(ids) for ids, _ in replies]
+    shares = gram_shares(texts, GRAM, known)
+    for number, record in enumerate(records):
+        own = range(number * count, (number + 1) * count)
+        faults = {i: misses(record.instruction, texts[i]) + (not replies[i][1]) for i in own if texts[i].strip()}
+        costs = {i: faults[i] + shares[i] for i in faults}
+        best, worst = min(costs, key=costs.__getitem__, default=-1), max(costs, key=costs.__getitem__, default=-1)
+        if costs and not faults[best] and costs[worst] - costs[best] >= DIFFERENCE:
+            found.append({"instruction": record.instruction, "input": record.input, "chosen": texts[best],
+                          "rejected": texts[worst], "cut": not replies[worst][1]})  # fmt: skip
+    print(f"{len(texts):,} stories: {np.mean([ended for _, ended in replies]):.1%} end, "
+          f"{shares.mean():.1%} of their runs of {GRAM} words are in the records")  # fmt: skip
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
     p.add_argument("--base", required=True, metavar="DIR", help="a fine-tuned run, or a checkpoint of it")
@@ -66,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
     p.add_argument("--records", type=int, default=1000, help="how many are asked (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
+    p.add_argument("--stories", type=int, default=0, metavar="N", help="pairs of stories, the best and the worst of N")
     p.add_argument("--seed", type=int, default=0, help="draws the sampled replies (default: %(default)s)")
     p.add_argument("--backend", default="auto", help="numpy, cupy, or auto, which takes a GPU if there is one")
     p.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
@@ -73,15 +114,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("records", "max_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants 1 or more")
+    if args.stories < 0 or args.stories == 1:
+        raise UserError(f"--stories is {args.stories}, wants 2 or more: the best and the worst of so many make a pair")
     loaded = load(trained_model(args.base), get_backend(args.backend, args.precision), frozen=True)
-    records = records_to_ask(loaded, read_split(args.data, args.encoding)[0], args.records, args.max_tokens)
-    greedy, sampled = Sampling(temperature=0, max_tokens=args.max_tokens), Sampling(max_tokens=args.max_tokens)
-    pairs = own_pairs(loaded, records, (greedy, sampled))
+    training = read_split(args.data, args.encoding)[0]
+    asked = [record for record in training if asks_for_a_story(record)] if args.stories else training
+    if args.stories and not asked:
+        raise UserError("--data: no record asks for a story; give what python -m data.stories instruct has written")
+    records = records_to_ask(loaded, asked, args.records, args.max_tokens)
+    given = {"max_tokens": args.max_tokens, "seed": args.seed}
+    if args.stories:
+        known = np.unique(np.concatenate(list(grams_of((record.output for record in training), GRAM))))
+        pairs = pairs_of_stories(loaded, records, args.stories, replace(WIDE, **given), known)
+        summary = f"{count_of(len(pairs), 'pair')} of {len(records) * args.stories:,} stories"
+    else:
+        pairs = own_pairs(loaded, records, (Sampling(**given, temperature=0), Sampling(**given)))
+        summary = f"{2 * len(records):,} replies, {len(pairs):,} not well-formed"
     if len(pairs) < 2:
-        print(f"{2 * len(records):,} replies, {len(pairs)} not well-formed: nothing to learn from")
+        print(f"{summary}: nothing to learn from")
         return 0
     write_json(args.out, pairs)
-    print(f"{2 * len(records):,} replies, {len(pairs):,} not well-formed: {args.out}")
+    print(f"{summary}: {args.out}")
     return 0
 
 

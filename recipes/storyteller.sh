@@ -7,13 +7,14 @@
 # data writes token shards and instructions to OUT, on a CPU, with DuckDB: five minutes. train, on a GPU machine that
 # needs neither DuckDB nor the texts, trains a chain of models, each on the text and then on the instructions, and each with
 # those before it as teachers: the first, of 9 M parameters, alone; the second, of 17 M, with the first; three more with the
-# second; and the storyteller with the three. The mean of its weights before and after fine-tuning, calibrated, is
+# second; and the last with the three, fine-tuned twice. The mean of its weights before and after fine-tuning, calibrated,
+# tells 16,000 stories, and DPO prefers the best of each eight to the worst. A mean of these models, calibrated, is
 # OUT/storyteller, in int8. Complete stages are skipped, and the same command resumes a run that was stopped. Flags after OUT
-# go to all runs; $TEACHER (pretraining of the teachers), $PRETRAIN (of the storyteller) and $SFT are further flags, in
-# place of their numbers of steps, e.g.
+# go to all runs; $TEACHER (pretraining of the teachers), $PRETRAIN (of the last) and $SFT are further flags, in place of
+# their numbers of steps, and $OWN (of the stories) and $DPO in place of those below, e.g.
 #
 #   PRETRAIN="--minutes 11 --capture" recipes/storyteller.sh train OUT
-#   TEACHER="--steps 20" PRETRAIN="--steps 20" SFT="--steps 20" \
+#   TEACHER="--steps 20" PRETRAIN="--steps 20" SFT="--steps 20" OWN="--records 20 --backend numpy" DPO="--steps 2" \
 #       recipes/storyteller.sh train OUT --backend numpy --precision fp32
 #
 # To another machine, in files of $PART_MIB MiB (32):
@@ -98,12 +99,31 @@ train)
 
         pretrained base --set $w17 dropout=0.15 --lr 1.2e-3 --seed 5 --teacher "$out"/{one,two,three} --teacher-share 0.9 \
             ${PRETRAIN:---steps 24000} "$@"
-        tuned sft base --lr 8e-4 --seed 5 --teacher "$out"/{one,two,three}-sft --teacher-share 0.9 "$@"
+        by_three=(--teacher "$out"/{one,two,three}-sft)
+        tuned sft base --lr 8e-4 --seed 5 "${by_three[@]}" --teacher-share 0.9 "$@"
+        SFT=${SFT:---steps 350} tuned gentle base --lr 4e-4 --seed 4 "${by_three[@]}" --teacher-share 0.7 "$@"
+    }
+    calibrated() { # NAME MODEL FLAGS...
+        [[ -e $out/$1/model.safetensors ]] ||
+            run -m tinyforge.hub calibrate "$out/$2" "$out/$1" --data "$out/shards" --source tinystories "${@:3}"
     }
     [[ -e $out/mean/model.safetensors ]] ||
         run -m tinyforge.hub average "$out/base" "$out/sft" "$out/mean" --weights 0.3 0.7
-    [[ -e $out/storyteller/model.safetensors ]] ||
-        run -m tinyforge.hub calibrate "$out/mean" "$out/storyteller" --data "$out/shards" --source tinystories --dtype int8
+    calibrated teller mean
+    # shellcheck disable=SC2086 # flags are words
+    [[ -e $out/told.json ]] || run recipes/own_pairs.py --base "$out/teller" --data "$out/instructions/alpaca.json" \
+        --stories 8 --max-tokens 400 --out "$out/told.json" ${OWN:---records 2000 --precision bf16}
+    blend=("$out/gentle" "$out/teller") weights=(0.3 0.3)
+    for seed in 5 6 7 8; do
+        [[ -e $out/told.json ]] || break # none where no story is better than another, as in a run of a few steps
+        # shellcheck disable=SC2086
+        trained "told-$seed" recipes/dpo.py --base "$out/teller" --data "$out/told.json" --cache "$out/reference" --seed $seed \
+            --batch-size 32 --precision bf16 --eval-every 30 --save-every 30 --card ${DPO:---steps 60 --lr 4e-5} "$@"
+        blend+=("$out/told-$seed") weights+=(0.1)
+    done
+    [[ -e $out/blend/model.safetensors ]] ||
+        run -m tinyforge.hub average "${blend[@]}" "$out/blend" --weights "${weights[@]}"
+    calibrated storyteller blend --dtype int8
     cp models/nanoeuler/storyteller/generation_config.json "$out/storyteller" # how the chat draws from it
     ;;
 *) die "$what: wanted data, pack, unpack or train" ;;

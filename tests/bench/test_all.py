@@ -125,7 +125,7 @@ def test_the_parts_are_those_of_the_results() -> None:
         "gpu-ranks-graphs", "gpu-ranks-losses", "gpu-ranks-xl", "gpu-scan-groups-fp32", "gpu-scan-warp-bf16",
         "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
         # other settings of the parts' commands
-        "gpu-attention-shapes", "gpu-captured", "gpu-decode-base-alone", "gpu-decode-batch-flags", "gpu-decode-row",
+        "gpu-attention-shapes", "gpu-captured", "gpu-decode-batch-flags", "gpu-decode-row",
         "gpu-decode-weights", "gpu-fp8", "gpu-gemm-sustained", "gpu-prefill-base-alone", "gpu-step-by-kernel",
         "gpu-train-moe-beside-dense",
     }  # fmt: skip

@@ -100,7 +100,7 @@ def test_stories_are_sampled_as_in_the_chat(monkeypatch: pytest.MonkeyPatch) -> 
     for flags in ([], ["--temperature", "0.5", "--seed", "5"]):
         with pytest.raises(Enough):
             main(["corpus", "--checkpoint", "storyteller", *flags])
-    own = Sampling(0.7, top_k=0, top_p=1.0, min_p=0.05, max_tokens=500)
+    own = Sampling(0.95, top_k=0, top_p=1.0, min_p=0.05, max_tokens=500)
     assert drawn == [own, replace(own, temperature=0.5, seed=5)]
 
 

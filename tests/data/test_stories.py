@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from data import stories
-from data.alpaca import read_records
+from data.alpaca import Record, read_records
 from data.corpus import Settings, build_corpus
 from data.source import Document, SourceWriter
 from data.stories import (
@@ -19,12 +19,15 @@ from data.stories import (
     KIND_OF,
     NAMES,
     Hero,
+    asked_for,
+    asks_for_a_story,
     description,
     facts,
     hero_of,
     invented_name,
     keeps_name,
     main,
+    misses,
     name_counts,
     names_in,
     other_names,
@@ -134,6 +137,27 @@ def test_a_story_that_another_takes_over_is_not_asked_for_by_the_heros_name() ->
     assert not keeps_name(story, "Lily")
     tellings = [r.instruction for r in records([story] * 40, [], 0) if r.output.startswith(stolen[0])]
     assert len(tellings) > 60 and not any(re.search(r" (named|called) | about [A-Z]", text) for text in tellings)
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted"),
+    [("Tell me a story about a dog named Zelda.", ("Zelda", {"dog"})), ("tell me a story about Tim", ("Tim", set())),
+     ("Tell my child a story about a kind bear and a red kite.", ("", {"bear"})), ("Tell me a story.", ("", set()))],
+)  # fmt: skip
+def test_what_a_request_asks_for(request_: str, wanted: tuple[str, set[str]]) -> None:
+    assert asks_for_a_story(Record(request_, "", "Once ..."))
+    assert asked_for(request_) == wanted
+    assert not misses(request_, f"{wanted[0] or 'Ann'} was a dog. She met a Bear. {wanted[0] or 'Ann'} slept.")
+    assert misses(request_, "A cat slept.") == bool(wanted[0]) + bool(wanted[1])
+
+
+def test_every_way_to_ask_is_a_request_and_nothing_else_is(corpus: Path) -> None:
+    asked = [text.format(x="a girl named Lily and a ball") for text in (*stories.TELL, *stories.TELL_ANY)]
+    assert all(asks_for_a_story(Record(text, "", "")) for text in asked)
+    for other in (*stories.WHO, "Continue the story: Once there was a dog.", "Who is the story about?"):
+        assert not asks_for_a_story(Record(other, "", ""))
+    assert not asks_for_a_story(Record(asked[0], "Once there was a dog.", ""))
+    assert not asks_for_a_story(Record(asked[0], "", "", (("Hello", "Hi"),)))
 
 
 def test_a_question_without_an_answer_is_one() -> None:

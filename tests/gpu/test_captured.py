@@ -24,7 +24,7 @@ from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.captured import MOST, Captured
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
-from tinyforge.train.distil import Distilled
+from tinyforge.train.distil import Distilled, Ensemble
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
 from tinyforge.train.run import Task, train
@@ -82,7 +82,7 @@ def test_steps_with_a_teacher_have_the_bits_of_plain_ones(precision: str) -> Non
         backend = get_backend("cupy", precision)
         student, teacher = (NanoEuler(MODELS["nanoeuler"][1].override({"layers": n}), backend) for n in (2, 3))
         teacher.initialise(1)
-        return Trained(backend, Distilled(student, teacher, share=0.7), with_graph)
+        return Trained(backend, Distilled(student, Ensemble([teacher], 2, backend), share=0.7), with_graph)
 
     assert_same_bits(taught(False), taught(True), [[batch(n, 2)] for n in range(12)])
 

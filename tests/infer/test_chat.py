@@ -305,7 +305,7 @@ def test_the_shipped_models_own_settings(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(chat, "once", lambda loaded, text, sampling: drawn.append(sampling))
     for name in ("storyteller", "small"):
         chat.main(["--checkpoint", name, "--prompt", "Hi"])
-    assert drawn == [Sampling(0.7, top_k=0, top_p=1.0, min_p=0.05, max_tokens=400), Sampling(max_tokens=400)]
+    assert drawn == [Sampling(0.95, top_k=0, top_p=1.0, min_p=0.05, max_tokens=400), Sampling(max_tokens=400)]
 
 
 def test_a_wrong_generation_config_is_one_line(tmp_path: Path) -> None:

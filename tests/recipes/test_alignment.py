@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -270,9 +271,36 @@ def test_there_is_nothing_to_learn_where_all_is_well_formed(
     assert not Path("none.json").exists()
 
 
+def test_pairs_of_stories(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best of three is preferred to the worst: first what was asked for and an end, then the fewer known words."""
+    copied = "He was so sad, so I ran to Max."
+    records = [{"instruction": "Tell a story about Max.", "input": "", "output": copied}] * 19
+    others = [{"instruction": "Say.", "input": "", "output": "yes"}] * 40
+    Path("told.json").write_text(json.dumps(records + others + records[:3]), encoding="utf-8")
+    texts = ["A big red box of jam is by Max.", f"{copied} Bye.", "A cat is here now and it is red."]
+    drawn, seeds = [0, 1, 2, 0, 1, 1, 1, 2, 2, 0, 0, 0], list[int]()
+    tokenizer = load(Path("tuned"), CPU).tokenizer
+
+    def replies(_: Any, prompts: list[list[int]], sampling: Sampling, *__: Any) -> list[tuple[list[int], bool]]:
+        seeds.append(sampling.seed)
+        return [(tokenizer.encode(texts[i]), n != 5) for n, i in zip(range(len(prompts)), drawn, strict=True)]
+
+    monkeypatch.setattr(own_pairs, "reply_to", replies)
+    flags = "--base tuned --data told.json --stories 3 --records 4 --max-tokens 34 --seed 7 --backend numpy"
+    assert own_pairs.main([*flags.split(), "--out", "own.json"]) == 0
+    said = capsys.readouterr().out
+    assert "12 stories: 91.7% end" in said and "3 pairs of 12 stories: own.json" in said
+    best, copy, wrong = texts
+    found = [(pair.chosen, pair.rejected, pair.cut) for pair in read_pairs(["own.json"])]
+    # The second of the copies did not end. All four of the last record are alike.
+    assert found == [(best, wrong, False), (best, copy, True), (copy, wrong, False)]
+    assert seeds == [7]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [("--records 0", "--records is 0, wants 1 or more"), ("--max-tokens 0", "--max-tokens is 0, wants 1 or more"),
+    [("--stories 1", "--stories is 1, wants 2 or more"), ("--stories 4", "--data: no record asks for a story"),
+     ("--records 0", "--records is 0, wants 1 or more"), ("--max-tokens 0", "--max-tokens is 0, wants 1 or more"),
      ("--max-tokens 96", "no record has a well-formed reply of up to 96 tokens, --max-tokens, and a prompt")],
 )  # fmt: skip
 def test_wrong_flags_of_own_pairs(folder: Path, flags: str, message: str) -> None:

@@ -136,14 +136,24 @@ def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     files = [texts / name for name in ("tinystories.parquet", "books.zip", "simple.parquet", "alpaca.json")]
     call("storyteller.sh", "data", tmp_path / "out", *files)
     there = in_parts("storyteller.sh", tmp_path / "out")
-    learn = {"TEACHER": f"{TINY} --steps 2", "PRETRAIN": f"{TINY} --steps 60 --save-every 5",
-             "SFT": "--batch-size 2 --steps 4"}  # fmt: skip
+    tiny = TINY.replace("context=160", "context=340")  # for a whole story
+    learn = {"TEACHER": f"{tiny} --steps 2", "PRETRAIN": f"{tiny} --steps 60 --save-every 5",
+             "SFT": "--batch-size 2 --steps 4", "OWN": "--records 2 --max-tokens 270 --backend numpy",
+             "DPO": "--batch-size 2 --steps 2"}  # fmt: skip
     stopped(there / "base", "storyteller.sh", "train", there, *PLAIN, **learn)
     shown = call("storyteller.sh", "train", there, *PLAIN, **learn)
     assert "--resume" in shown and (there / "storyteller" / "model.safetensors").exists()
     assert (there / "storyteller" / "generation_config.json").exists()  # how it is sampled, as the shipped one
     assert shown.count("complete, skipped") == 10  # the teachers'
-    assert call("storyteller.sh", "train", there, *PLAIN, **learn).count("complete, skipped") == 12
+    # So small a model tells no story that is better than another.
+    assert "nothing to learn from" in shown and not (there / "told-5").exists()
+    pair = {"instruction": "Tell me a story.", "input": "", "chosen": "Tim ran.", "rejected": "Tim Tim"}
+    (there / "told.json").write_text(json.dumps([pair] * 5), encoding="utf-8")
+    for name in ("blend", "storyteller"):
+        shutil.rmtree(there / name)
+    shown = call("storyteller.sh", "train", there, *PLAIN, **learn)
+    assert shown.count("complete, skipped") == 13 and f"0.1 {there / 'told-8'}" in shown
+    assert (there / "storyteller" / "model.safetensors").exists()
 
 
 def test_without_any_book_the_storyteller_stops(tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def run(inputs: Path, tmp_path: Path) -> Run:
         elif how == "gpus":
             recipe = [sys.executable, str(ROOT / "tests/parallel/fake_nccl.py"), "pretrain", "--gpus", str(ranks)]
             variables.setdefault("FAKE_GPUS", str(ranks))
+            variables["TMPDIR"] = str(tmp_path)  # of the files that stand for NCCL
         else:
             recipe += ["--backend", "numpy", "--workers", str(ranks)]
         words = f"--out {tmp_path / out} {flags}".split()
