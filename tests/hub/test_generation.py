@@ -125,17 +125,55 @@ def test_the_file_of_ours_is_edited_freely(tmp_path: Path) -> None:
     assert load(ours, FP32).generation.sampling() == Sampling(top_k=3)
 
 
-@pytest.mark.parametrize("name", ["m.gguf", "m.bin"])
-def test_a_format_without_a_place_for_it_says_so(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if name == "m.gguf":
-        pytest.importorskip("gguf", reason="needs the extra [gguf]")
+def test_a_format_without_a_place_for_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = "note: left out: generation_config.json, how the model is sampled by default\n"
-    save(tmp_path / name)
+    save(tmp_path / "m.bin")
     assert said not in capsys.readouterr().err
-    save(tmp_path / f"own-{name}", generation=OWN)
+    save(tmp_path / "own.bin", generation=OWN)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "stored", "wanted"),
+    [
+        (OWN, {"temp": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 3}, {"temp": 0.0, "top_k": 3},
+         {"do_sample": False, "top_k": 3}),
+        ({"do_sample": True, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0.05, "repetition_penalty": 1.1},
+         {"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.05, "penalty_repeat": 1.1},
+         {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.05, "repetition_penalty": 1.1}),
+        ({"max_new_tokens": 7, "top_k": None}, {}, None),
+    ],
+)  # fmt: skip
+def test_a_gguf_file_holds_the_sampling(
+    own: dict[str, Any], stored: dict[str, Any], wanted: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Under llama.cpp's names, and Ollama's beside it; back it is the same sampling."""
+    gguf = pytest.importorskip("gguf", reason="needs the extra [gguf]")
+    path = save(tmp_path / "m.gguf", generation=own)
+    fields = gguf.GGUFReader(path).fields
+    found = {key: field.contents() for key, field in fields.items() if ".sampling." in key}
+    assert found == pytest.approx({f"general.sampling.{key}": value for key, value in stored.items()})
+    assert set(found) <= {value for name, value in vars(gguf.Keys.General).items() if name.startswith("SAMPLING_")}
+    ollama = {"temp": "temperature", "penalty_repeat": "repeat_penalty"}
+    lines = [f"PARAMETER {ollama.get(key, key)} {value}" for key, value in stored.items()]
+    assert (tmp_path / "Modelfile").read_text().splitlines()[-len(lines) - 1 :] == ["PARAMETER num_ctx 16", *lines]
+    generation = read_generation(path)
+    assert generation.content == (wanted or {})
+    assert generation.sampling() == load(path, FP32).generation.sampling()
+    without_length = {key: value for key, value in own.items() if key != "max_new_tokens"}
+    assert generation.sampling() == read_generation(write(tmp_path / "theirs", without_length)).sampling()
+    assert convert.main([str(path), str(tmp_path / "ours"), "--format", "tinyforge"]) == 0
+    assert (content(tmp_path / "ours") if wanted else None) == wanted
+
+
+def test_a_wrong_setting_of_a_gguf_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf", reason="needs the extra [gguf]")
+    monkeypatch.setattr("tinyforge.hub.pretrained.for_gguf", lambda _: {"general.sampling.top_p": 1.5})
+    monkeypatch.setattr("tinyforge.hub.tokenizers.write_modelfile", lambda *_: None)
+    path = save(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=r"m\.gguf: general\.sampling\.top_p is 1\.5, wants .*; write the file anew$"):
+        load(path, FP32)
 
 
 def test_an_adapter_is_sampled_as_its_base(tmp_path: Path) -> None:

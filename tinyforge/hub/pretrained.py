@@ -21,6 +21,7 @@ from tinyforge.errors import UserError
 from tinyforge.files import write_whole
 from tinyforge.hub import foreign, gguf, gguf_file, huggingface, llama2c, tokenizers
 from tinyforge.hub.generation import FILE as GENERATION
+from tinyforge.hub.generation import for_gguf
 from tinyforge.hub.runs import load, template_of
 from tinyforge.params import named
 from tinyforge.tensors import CALLED, DTYPES
@@ -59,23 +60,25 @@ def save_pretrained(
     format: one of FORMATS; by default llama2c for a path that ends in .bin, gguf for .gguf, else hf. dtype: one of the
     format's types. meta: of the run, for "tinyforge"; "gguf" and "hf" take the chat template from it. card: the text of
     README.md, by default a short one. generation: the content of generation_config.json, for "tinyforge" and "hf",
-    which have none without it. Parts that the format cannot hold are left out, with a line on stderr. Raises UserError
-    where the format cannot hold the model, where `path` exists, and where it cannot be written.
+    which have none without it; "gguf" takes the sampling from it. Parts that the format cannot hold are left out, with
+    a line on stderr. Raises UserError where the format cannot hold the model, where `path` exists, and where it cannot
+    be written.
     """
     path, spec = Path(path), foreign.spec_of_model(model)
     format = check_target(path, format, dtype)
     template = TEMPLATES[template_of(meta or {})]
-    if generation and format in ("gguf", "llama2c"):
-        print(f"note: left out: {GENERATION}, how the model is sampled by default", file=sys.stderr)
     if format == "gguf":
-        own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template)
+        sampling = for_gguf(generation or {})
+        own_keys = {**tokenizers.for_gguf(tokenizer, model.config.vocab, template), **sampling}
 
         def beside() -> None:
-            tokenizers.write_modelfile(path, tokenizer, template, model.config.context)
+            tokenizers.write_modelfile(path, tokenizer, template, model.config.context, sampling)
 
         gguf.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype, beside)
         return
     if format == "llama2c":
+        if generation:
+            print(f"note: left out: {GENERATION}, how the model is sampled by default", file=sys.stderr)
         place, weights = tokenizers.place_for_llama2c(path, tokenizer), foreign.weights_of(model)
         llama2c.check(path, weights.config)
         # The model last: a process killed in between must not leave a model without a tokenizer.

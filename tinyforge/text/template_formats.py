@@ -9,7 +9,7 @@ Both are generated from the frames of a `Template`, and give the same text as `T
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tinyforge.text.chat_templates import END_OF_REPLY, Frame, Piece, Special, Template
 
@@ -39,8 +39,11 @@ def jinja(template: Template) -> str:
     )
 
 
-def modelfile(template: Template, model: str, stops: Sequence[str], context: int) -> str:
-    """Ollama's Modelfile. model: the name of the .gguf file beside it. stops: the texts that end a reply.
+def modelfile(
+    template: Template, model: str, stops: Sequence[str], context: int, parameters: Mapping[str, float] | None = None
+) -> str:
+    """Ollama's Modelfile. model: the name of the .gguf file beside it. stops: the texts that end a reply. parameters:
+    others, by Ollama's names.
 
     Ollama renders each turn with TEMPLATE, and begins a reply at .Response.
     """
@@ -56,7 +59,8 @@ def modelfile(template: Template, model: str, stops: Sequence[str], context: int
     if template.default_system:
         lines.append(f'SYSTEM """{template.default_system}"""')
     lines += [f'PARAMETER stop "{text}"' for text in stops]
-    return "\n".join([*lines, f"PARAMETER num_ctx {context}", ""])
+    lines += [f"PARAMETER {name} {value}" for name, value in {"num_ctx": context, **(parameters or {})}.items()]
+    return "\n".join([*lines, ""])
 
 
 def _text(piece: Piece) -> str:
