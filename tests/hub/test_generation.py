@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +166,13 @@ def test_a_gguf_file_holds_the_sampling(
     assert generation.sampling() == read_generation(write(tmp_path / "theirs", without_length)).sampling()
     assert convert.main([str(path), str(tmp_path / "ours"), "--format", "tinyforge"]) == 0
     assert (content(tmp_path / "ours") if wanted else None) == wanted
+
+
+def test_numbers_below_zero_are_llama_cpps_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = {"general.sampling.temp": -1.0, "general.sampling.top_k": -1, "general.sampling.xtc_threshold": 0.5}
+    monkeypatch.setattr("tinyforge.hub.generation.gguf_file.read", lambda _: SimpleNamespace(metadata=stored))
+    found = read_generation(Path("theirs.gguf"))
+    assert found.sampling() == Sampling(temperature=0.0, top_k=0) and found.content == {"do_sample": False, "top_k": 0}
 
 
 def test_a_wrong_setting_of_a_gguf_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,9 @@ def _read_gguf(path: Path) -> GenerationConfig:
                for key, own in GGUF.items() if own in stored}  # fmt: skip
     if not content:
         return NOTHING
+    for key in {"temperature", "top_k"} & content.keys():
+        if isinstance(value := content[key], int | float) and value < 0:  # to llama.cpp the same as 0
+            content[key] = type(value)(0)
     fields = _fields(path, content, GGUF, "write the file anew")
     if content.get("temperature") == 0:  # transformers has no such temperature
         del content["temperature"]
