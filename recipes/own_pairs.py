@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -30,15 +29,15 @@ import numpy as np
 from data.alpaca import Record, evenly, read_split
 from data.dedup import gram_shares, grams_of
 from data.files import write_json
+from data.preferences import Pair
 from data.stories import asks_for_a_story, misses
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.hub import Loaded, load, trained_model
 from tinyforge.hub.tuning import prompt_ids
 from tinyforge.infer import Sampling
-from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, reply_to
+from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, text_replies
 from tinyforge.report import count_of
-from tinyforge.text.chat_templates import end_of_reply
 
 GRAM = 8  # words of a run
 DIFFERENCE = 0.04  # of the costs of a pair of stories, at least
@@ -58,44 +57,44 @@ def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_to
     return evenly(fit, count)
 
 
-def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sampling]) -> list[dict[str, Any]]:
-    """A pair wherever a reply to a record is not well-formed. cut: the reply did not end, so its end gets no loss."""
-    tokenizer, found = loaded.tokenizer, []
-    prompts = [prompt_ids(loaded, r.instruction, r.input) for r in records]
+def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sampling]) -> list[Pair]:
+    """A pair wherever a reply to a record is not well-formed."""
+    prompts, found = [prompt_ids(loaded, r.instruction, r.input) for r in records], []
     decoder = reply_decoder(loaded.model, len(prompts))
     for sampling in samplings:
-        replies = reply_to(loaded.model, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)], decoder)
-        for record, (ids, ended) in zip(records, replies, strict=True):
-            text = tokenizer.decode(ids)
-            if text.strip() and not reply_shares([Reply(text, len(ids), ended)])["all_three"]:
-                found.append({"instruction": record.instruction, "input": record.input, "chosen": record.output,
-                              "rejected": text, "cut": not ended})  # fmt: skip
+        replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder)
+        for record, reply in zip(records, replies, strict=True):
+            if reply.text.strip() and not reply_shares([reply])["all_three"]:
+                found.append(Pair(record.instruction, record.input, record.output, reply.text, cut=not reply.ended))
     return found
 
 
 def pairs_of_stories(
     loaded: Loaded, records: Sequence[Record], count: int, sampling: Sampling, known: np.ndarray
-) -> list[dict[str, Any]]:
+) -> list[Pair]:
     """A pair of the best and the worst of `count` stories for each record, unless the best has a fault or they are
     about as good. The cost of a story: 1 for each thing asked for that it misses, 1 if it does not end, and the share
     of its runs of GRAM words that are `known`, which are hashes."""
-    tokenizer, found = loaded.tokenizer, []
-    prompts = [prompt_ids(loaded, r.instruction, r.input) for r in records for _ in range(count)]
+    prompts, found = [prompt_ids(loaded, r.instruction, r.input) for r in records for _ in range(count)], []
     decoder = reply_decoder(loaded.model, len(prompts))
-    replies = reply_to(loaded.model, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)], decoder)
-    texts = [tokenizer.decode(ids) for ids, _ in replies]
-    shares = gram_shares(texts, GRAM, known)
+    replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder)
+    shares = gram_shares([reply.text for reply in replies], GRAM, known)
     for number, record in enumerate(records):
-        own = range(number * count, (number + 1) * count)
-        faults = {i: misses(record.instruction, texts[i]) + (not replies[i][1]) for i in own if texts[i].strip()}
-        costs = {i: faults[i] + shares[i] for i in faults}
-        best, worst = min(costs, key=costs.__getitem__, default=-1), max(costs, key=costs.__getitem__, default=-1)
-        if costs and not faults[best] and costs[worst] - costs[best] >= DIFFERENCE:
-            found.append({"instruction": record.instruction, "input": record.input, "chosen": texts[best],
-                          "rejected": texts[worst], "cut": not replies[worst][1]})  # fmt: skip
-    print(f"{len(texts):,} stories: {np.mean([ended for _, ended in replies]):.1%} end, "
+        own = slice(number * count, (number + 1) * count)
+        told = [(misses(record.instruction, reply.text) + (not reply.ended), share, reply)
+                for share, reply in zip(shares[own], replies[own], strict=True) if reply.text.strip()]  # fmt: skip
+        if told:
+            best, worst = min(told, key=_cost), max(told, key=_cost)
+            if not best[0] and _cost(worst) - _cost(best) >= DIFFERENCE:
+                found.append(Pair(record.instruction, record.input, best[2].text, worst[2].text, not worst[2].ended))
+    print(f"{len(replies):,} stories: {np.mean([reply.ended for reply in replies]):.1%} end, "
           f"{shares.mean():.1%} of their runs of {GRAM} words are in the records")  # fmt: skip
     return found
+
+
+def _cost(told: tuple[int, float, Reply]) -> float:
+    faults, share, _ = told
+    return faults + share
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(pairs) < 2:
         print(f"{summary}: nothing to learn from")
         return 0
-    write_json(args.out, pairs)
+    write_json(args.out, [asdict(pair) for pair in pairs])
     print(f"{summary}: {args.out}")
     return 0
 

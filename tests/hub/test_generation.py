@@ -177,7 +177,7 @@ def test_numbers_below_zero_are_llama_cpps_zero(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_wrong_setting_of_a_gguf_file_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf", reason="needs the extra [gguf]")
-    monkeypatch.setattr("tinyforge.hub.pretrained.for_gguf", lambda _: {"general.sampling.top_p": 1.5})
+    monkeypatch.setattr("tinyforge.hub.pretrained.renamed", lambda *_: {"general.sampling.top_p": 1.5})
     monkeypatch.setattr("tinyforge.hub.tokenizers.write_modelfile", lambda *_: None)
     path = save(tmp_path / "m.gguf")
     with pytest.raises(UserError, match=r"m\.gguf: general\.sampling\.top_p is 1\.5, wants .*; write the file anew$"):

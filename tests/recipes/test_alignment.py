@@ -24,7 +24,7 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.hub import load
 from tinyforge.hub.tuning import prompt_ids
-from tinyforge.infer import Sampling
+from tinyforge.infer import Sampling, evaluate
 from tinyforge.infer.evaluate import Reply, reply_shares
 from tinyforge.train import metrics
 from tinyforge.train.data_parallel import Sharded
@@ -265,7 +265,7 @@ def test_pairs_of_own_replies(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_there_is_nothing_to_learn_where_all_is_well_formed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(own_pairs, "reply_to", lambda _, prompts, *__: [([70, 71], True) for _ in prompts])
+    monkeypatch.setattr(evaluate, "reply_to", lambda _, prompts, *__: [([70, 71], True) for _ in prompts])
     assert own_pairs.main("--base tuned --data sums.json --max-tokens 4 --out none.json --backend numpy".split()) == 0
     assert "replies, 0 not well-formed: nothing to learn from" in capsys.readouterr().out
     assert not Path("none.json").exists()
@@ -285,7 +285,7 @@ def test_pairs_of_stories(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         seeds.append(sampling.seed)
         return [(tokenizer.encode(texts[i]), n != 5) for n, i in zip(range(len(prompts)), drawn, strict=True)]
 
-    monkeypatch.setattr(own_pairs, "reply_to", replies)
+    monkeypatch.setattr(evaluate, "reply_to", replies)
     flags = "--base tuned --data told.json --stories 3 --records 4 --max-tokens 34 --seed 7 --backend numpy"
     assert own_pairs.main([*flags.split(), "--out", "own.json"]) == 0
     said = capsys.readouterr().out

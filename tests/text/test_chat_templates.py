@@ -99,14 +99,14 @@ def test_a_default_system_prompt_is_written_too() -> None:
         messages.append({"role": "user", "content": "Hi"})
         text = jinja2.Environment().from_string(jinja(template)).render(messages=messages, add_generation_prompt=True)
         assert text == template.prompt("Hi", system)
-    assert 'SYSTEM """Say "yes"."""' in modelfile(template, "m.gguf", [], 128)
+    assert 'SYSTEM """Say "yes"."""' in modelfile(template, "m.gguf", [], {"num_ctx": 128})
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_text_equals_what_ollama_makes_of_the_modelfile(name: str) -> None:
     """As Ollama's template.go: each turn by TEMPLATE, a block of an absent value left out, cut at the reply to come."""
     template = TEMPLATES[name]
-    text = modelfile(template, "m.gguf", template.ends, 128)
+    text = modelfile(template, "m.gguf", template.ends, {"num_ctx": 128})
     assert text.startswith("FROM ./m.gguf\n") and text.endswith("PARAMETER num_ctx 128\n")
     assert re.findall(r'PARAMETER stop "(.*)"', text) == list(template.ends)
     found = re.search(r'TEMPLATE """(.*?)"""\n', text, re.DOTALL)

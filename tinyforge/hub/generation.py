@@ -30,7 +30,9 @@ GGUF = {
     "temperature": "general.sampling.temp", "top_k": "general.sampling.top_k", "top_p": "general.sampling.top_p",
     "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
 }  # fmt: skip
-"""Keys of a .gguf file's metadata."""
+"""The file's keys as a .gguf file's metadata has them."""
+OLLAMA = {**{key: key for key in GGUF}, "repetition_penalty": "repeat_penalty"}
+"""And as Ollama's Modelfile has them."""
 FIX = "correct it, or remove the file"
 
 
@@ -71,12 +73,12 @@ def read_generation(path: Path) -> GenerationConfig:
     return GenerationConfig(content, fields)
 
 
-def for_gguf(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a .gguf file's metadata can hold of the file, under llama.cpp's names."""
-    given = {key: content[key] for key in GGUF if content.get(key) is not None}
+def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, int | float]:
+    """The file's settings under other names: GGUF or OLLAMA."""
+    given = {key: content[key] for key in names if content.get(key) is not None}
     if content.get("do_sample") is False:
         given["temperature"] = 0.0
-    return {GGUF[key]: value if key == "top_k" else float(value) for key, value in given.items()}
+    return {names[key]: value if key == "top_k" else float(value) for key, value in given.items()}
 
 
 def _read_gguf(path: Path) -> GenerationConfig:

@@ -21,7 +21,7 @@ from tinyforge.errors import UserError
 from tinyforge.files import write_whole
 from tinyforge.hub import foreign, gguf, gguf_file, huggingface, llama2c, tokenizers
 from tinyforge.hub.generation import FILE as GENERATION
-from tinyforge.hub.generation import for_gguf
+from tinyforge.hub.generation import GGUF, OLLAMA, renamed
 from tinyforge.hub.runs import load, template_of
 from tinyforge.params import named
 from tinyforge.tensors import CALLED, DTYPES
@@ -68,11 +68,11 @@ def save_pretrained(
     format = check_target(path, format, dtype)
     template = TEMPLATES[template_of(meta or {})]
     if format == "gguf":
-        sampling = for_gguf(generation or {})
-        own_keys = {**tokenizers.for_gguf(tokenizer, model.config.vocab, template), **sampling}
+        own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template) | renamed(generation or {}, GGUF)
 
         def beside() -> None:
-            tokenizers.write_modelfile(path, tokenizer, template, model.config.context, sampling)
+            parameters = {"num_ctx": model.config.context, **renamed(generation or {}, OLLAMA)}
+            tokenizers.write_modelfile(path, tokenizer, template, parameters)
 
         gguf.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype, beside)
         return

@@ -22,11 +22,6 @@ from tinyforge.text.vocabulary import ENDS, TextTokenizer
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TEMPLATE_KEY = "tokenizer.chat_template"  # of GGUF
-OLLAMA = {
-    "general.sampling.temp": "temperature", "general.sampling.top_k": "top_k", "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p", "general.sampling.penalty_repeat": "repeat_penalty",
-}  # fmt: skip
-"""GGUF's keys as a Modelfile names them."""
 
 
 def find_tokenizer(model: Path, vocab: int, asked: Path | None = None) -> TextTokenizer:
@@ -153,16 +148,15 @@ def for_gguf(tokenizer: TextTokenizer, ids: int, template: Template) -> dict[str
 
 
 def write_modelfile(
-    model: Path, tokenizer: TextTokenizer, template: Template, context: int, sampling: Mapping[str, float]
+    model: Path, tokenizer: TextTokenizer, template: Template, parameters: Mapping[str, float]
 ) -> None:
-    """Write Ollama's Modelfile beside a .gguf file, as Modelfile or, if that exists, as NAME.Modelfile. sampling: as
-    the file's metadata has it.
+    """Write Ollama's Modelfile beside a .gguf file, as Modelfile or, if that exists, as NAME.Modelfile. parameters: by
+    Ollama's names.
 
     Raises UserError where it cannot be written.
     """
     stops = [text for text in template.ends if text in tokenizer.specials]
-    parameters = {OLLAMA[key]: value for key, value in sampling.items()}
-    text, path = modelfile(template, model.name, stops, context, parameters), model.with_name("Modelfile")
+    text, path = modelfile(template, model.name, stops, parameters), model.with_name("Modelfile")
     if path.exists() and not (path.is_file() and path.read_bytes() == text.encode()):  # ours, of a killed process
         path = model.with_suffix(".Modelfile")
     with writing(path):

@@ -16,6 +16,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import mean, stdev
 from typing import Any
 
@@ -216,16 +217,19 @@ def reply_shares(replies: Sequence[Reply]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def text_replies(
+    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], sampling: Sampling, decoder: Decoder
+) -> list[Reply]:
+    """What `reply_to` draws, as text, up to the token that ends a reply."""
+    replies = reply_to(model, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)], decoder)
+    return [Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies]
+
+
 def measure_replies(
     model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: int
 ) -> dict[str, Any]:
     """Shares of well-formed replies, greedy and by `sampling` with several seeds; and some greedy ones that are not."""
-    decoder, end = reply_decoder(model, len(prompts)), tokenizer.specials[end_of_reply(tokenizer)]
-
-    def drawn(sampling: Sampling) -> list[Reply]:
-        replies = reply_to(model, prompts, sampling, end, decoder)
-        return [Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies]
-
+    drawn = partial(text_replies, model, tokenizer, prompts, decoder=reply_decoder(model, len(prompts)))
     replies = drawn(Sampling(temperature=0.0, max_tokens=sampling.max_tokens))
     greedy = reply_shares(replies)
     wrong = [reply for reply in replies if reply_shares([reply])["all_three"] == 0]

@@ -1,7 +1,7 @@
 """Chat templates in other programs' formats: Jinja for llama.cpp and transformers, Go templates for Ollama.
 
     jinja(TEMPLATES["chatml"])          "{% for m in messages %}..."
-    modelfile(TEMPLATES["chatml"], "model.gguf", ["<|im_end|>"], context=2048)
+    modelfile(TEMPLATES["chatml"], "model.gguf", ["<|im_end|>"], {"num_ctx": 2048})
 
 Both are generated from the frames of a `Template`, and give the same text as `Template.render`.
 """
@@ -39,11 +39,9 @@ def jinja(template: Template) -> str:
     )
 
 
-def modelfile(
-    template: Template, model: str, stops: Sequence[str], context: int, parameters: Mapping[str, float] | None = None
-) -> str:
+def modelfile(template: Template, model: str, stops: Sequence[str], parameters: Mapping[str, float]) -> str:
     """Ollama's Modelfile. model: the name of the .gguf file beside it. stops: the texts that end a reply. parameters:
-    others, by Ollama's names.
+    others, num_ctx, the context, among them.
 
     Ollama renders each turn with TEMPLATE, and begins a reply at .Response.
     """
@@ -59,7 +57,7 @@ def modelfile(
     if template.default_system:
         lines.append(f'SYSTEM """{template.default_system}"""')
     lines += [f'PARAMETER stop "{text}"' for text in stops]
-    lines += [f"PARAMETER {name} {value}" for name, value in {"num_ctx": context, **(parameters or {})}.items()]
+    lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
     return "\n".join([*lines, ""])
 
 
