@@ -18,6 +18,8 @@ SPEC = ModelSpec(
         "base on 546 MB of text: bits per byte of held-out Wikipedia":
         "gpu-evaluate-base-2.json#text/sources/wikipedia/bits_per_byte/0",
         "the same: BLiMP": "gpu-evaluate-base-2.json#tasks/tasks/blimp/figures/acc",
+        "large on the same text: bits per byte of held-out Wikipedia":
+        "gpu-evaluate-large.json#text/sources/wikipedia/bits_per_byte/0",
         "base on books and web pages, fine-tuned: bits per byte of held-out web pages":
         "gpu-evaluate-base-sft.json#text/sources/web/bits_per_byte/0",
         "the same: share of held-out web sentences whose last word it finds among ten":

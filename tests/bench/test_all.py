@@ -121,7 +121,8 @@ def test_the_parts_are_those_of_the_results() -> None:
         "all", "models", "cpu-corpus", "cpu-grpo", "cpu-muon", "cpu-shakespeare-recurrent", "gpu-ablation-small",
         "gpu-all-reduce", "cpu-own-pairs",
         "gpu-base-run-2", "gpu-bert-imdb", "gpu-evaluate-base-2", "gpu-evaluate-base-2-dpo", "gpu-evaluate-base-2-sft",
-        "gpu-evaluate-base-sft", "gpu-loss-curve", "gpu-muon", "gpu-ranks-base",
+        "gpu-evaluate-base-sft", "gpu-evaluate-large", "gpu-evaluate-large-dpo", "gpu-evaluate-large-sft",
+        "gpu-large-run", "gpu-loss-curve", "gpu-muon", "gpu-ranks-base",
         "gpu-ranks-graphs", "gpu-ranks-losses", "gpu-ranks-xl", "gpu-scan-groups-fp32", "gpu-scan-warp-bf16",
         "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
         # other settings of the parts' commands

@@ -92,6 +92,8 @@ class Backend:
         policy = PRECISIONS.get(precision)
         if policy is None or self.name not in policy.backends:
             known = ", ".join(p.name for p in PRECISIONS.values() if self.name in p.backends)
+            if policy:
+                known += f", or --backend {policy.backends[0]}"
             raise UserError(f"precision {precision!r} is not available on backend {self.name}; use one of: {known}")
         self.precision = policy
         self.dtype, self.master_dtype = dtype_of(policy.storage), dtype_of(policy.master)
