@@ -3,6 +3,7 @@ the lines about machine and versions."""
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from tinyforge.errors import UserError
 OURS, EAGER, COMPILED, GRAPH = "tinyforge", "torch eager", "torch compiled", "torch compiled, CUDA graph"
 MODES = {EAGER: None, COMPILED: "default", GRAPH: "reduce-overhead"}  # of torch.compile
 LOGITS_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp8": 5e-2}
+KERNELS = "OPENBLAS_CORETYPE"
 GRAPHS_NEED_A_GPU = "does not apply: it replays CUDA graphs, and this runs on a CPU"
 Parity = dict[str, Any] | None
 LeftOut = dict[str, str]
@@ -83,6 +85,8 @@ def environment(backend: Backend, peer: str | None, load_average: float) -> dict
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     if peer:
         versions["torch"] = sys.modules["torch"].__version__
+    if kernels := os.environ.get(KERNELS):  # else OpenBLAS chooses by the CPU; AVX-512 is up to twice as fast as AVX2
+        versions[KERNELS] = kernels
     return {
         "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average}
         | ({"gpu": backend.describe()} if backend.name == "cupy" else {}),

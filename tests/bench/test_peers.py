@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from bench.peers import COMPILED, EAGER, GRAPH, OURS, check_parity, left_out_table, soft
+from bench.peers import (
+    COMPILED,
+    EAGER,
+    GRAPH,
+    KERNELS,
+    OURS,
+    check_parity,
+    environment,
+    heading,
+    left_out_table,
+    soft,
+)
+from tinyforge.backends import get_backend
 
 
 def failing() -> Any:
@@ -55,3 +67,10 @@ def test_a_peer_that_computes_something_else_is_not_timed(second: float) -> None
     with pytest.raises(RuntimeError, match="parity: logits differ by"):
         check_parity({"ours": [1.0, 2.0], "peer": [1.0, second]}, "ours", 1e-4, "logits differ by")
     assert check_parity({"ours": [1.0], "peer": [1.00005]}, "ours", 1e-4, "x")["worst_difference"] > 0
+
+
+def test_kernels_that_openblas_did_not_choose_itself_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNELS, "Haswell")
+    assert "OPENBLAS_CORETYPE Haswell" in dict(heading(environment(get_backend("numpy"), None, 0.0)))["versions"]
+    monkeypatch.delenv(KERNELS)
+    assert KERNELS not in environment(get_backend("numpy"), None, 0.0)["versions"]

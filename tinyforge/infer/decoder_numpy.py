@@ -24,7 +24,7 @@ MIN_ROWS = 4
 TILE = 16
 """Keys and values are taken in multiples of this: BLAS's inner loop, without a remainder."""
 SMALL_PRODUCT = 1e6
-"""Multiply-adds up to which OpenBLAS multiplies without packing its operands first."""
+"""Multiply-adds up to which OpenBLAS, with AVX-512, multiplies without packing its operands first."""
 
 
 def pack(weight: np.ndarray) -> np.ndarray:
@@ -32,7 +32,8 @@ def pack(weight: np.ndarray) -> np.ndarray:
 
     Why not a matrix-vector product for one token: in this layout, with MIN_ROWS rows, OpenBLAS's small matrix product
     takes as long as its matrix-vector product (both wait for the weights), and sums every row in the same order. So
-    four tokens cost as much as one, and give the same bits together as one by one.
+    four tokens cost as much as one, and give the same bits together as one by one. That is with AVX-512; for AVX2
+    OpenBLAS has no small matrix product, and takes twice as long.
     """
     *lead, rows, columns = weight.shape
     limit = int(SMALL_PRODUCT / (MIN_ROWS * columns))
