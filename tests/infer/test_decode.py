@@ -13,7 +13,15 @@ from models.nanoeuler.config import PRESETS
 from tinyforge.backends import get_backend
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
-from tinyforge.infer.decoder_numpy import NumpyDecoder, blocks_of, pack
+from tinyforge.infer.decoder_numpy import (
+    SMALL_KERNELS,
+    SMALL_ROWS,
+    NumpyDecoder,
+    blocks_of,
+    multiply_packed,
+    pack,
+    product_rows,
+)
 from tinyforge.infer.sampling import Sampling
 
 CONFIG = Config(dim=24, heads=4, kv_heads=2, layers=2, context=150, vocab=19, mtp_heads=3, hidden=10,
@@ -21,6 +29,13 @@ CONFIG = Config(dim=24, heads=4, kv_heads=2, layers=2, context=150, vocab=19, mt
 ALONE = replace(CONFIG, heads=3, kv_heads=3)  # every query head has its own keys
 SHARED = replace(CONFIG, heads=6, kv_heads=1, layers=3)
 CHUNKS = [[150], [1] * 150, [127, 1, 1, 1, 20], [128, 1, 21], [100, 50], [3, 130, 17], [15, 1, 1, 63, 65, 5]]
+
+
+@pytest.fixture(autouse=True, params=[1, SMALL_ROWS], ids=["vectors", "four rows"])
+def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Rows of a product, of either kind of CPU."""
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.product_rows", lambda: request.param)
+    return int(request.param)
 
 
 def model_of(config: Config, precision: str = "fp64") -> NanoEuler:
@@ -159,14 +174,22 @@ def test_several_positions_at_once_give_the_bits_of_one_after_the_other(n: int, 
 @pytest.mark.parametrize(("rows", "columns", "block"), [
     (344, 128, 344), (4096, 768, 64), (80, 3000, 80), (96, 4000, 48), (128, 5000, 32), (97, 5000, 97), (5, 400_000, 5),
 ])  # fmt: skip
-def test_packed_weights_multiply_as_the_plain_ones(rows: int, columns: int, block: int) -> None:
+def test_packed_weights_multiply_as_the_plain_ones(rows: int, columns: int, block: int, group: int) -> None:
     rng = np.random.default_rng(0)
     weight, x = rng.normal(size=(2, rows, columns)), rng.normal(size=(4, columns))
     packed = pack(weight)
-    assert packed.shape == (2, rows // block, columns, block)
+    assert packed.shape == (2, rows // block, 1, columns, block)
     out = np.empty((2, 4, rows))
-    np.matmul(x, packed, out=blocks_of(out, packed))
+    multiply_packed(x.reshape(4 // group, group, columns), packed, out=blocks_of(out, packed, group))
     np.testing.assert_allclose(out, x @ weight.swapaxes(1, 2), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kernels", ["", "Haswell", "Zen", *SMALL_KERNELS])
+def test_four_rows_are_multiplied_where_openblas_has_a_kernel_for_them(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.blas_kernels", lambda: kernels)
+    assert product_rows() == (SMALL_ROWS if kernels in SMALL_KERNELS else 1)
 
 
 def test_a_token_allocates_nothing() -> None:

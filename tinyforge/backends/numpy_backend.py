@@ -26,15 +26,28 @@ from tinyforge.backends.workers import cores, shared_zeros
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
+def _openblas(name: str) -> Any:
+    """A function of the OpenBLAS that NumPy's wheel bundles; None if it bundles another BLAS."""
+    library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]  # no public way to it
+    symbols = (f"scipy_openblas_{name}64_", f"openblas_{name}64_", f"openblas_{name}")
+    return next((found for symbol in symbols if (found := getattr(library, symbol, None)) is not None), None)
+
+
 def pin_blas_to_one_thread() -> bool:
     """Make each BLAS call run on the calling thread; True if the bundled OpenBLAS could be told so."""
-    library = ctypes.CDLL(np._core._multiarray_umath.__file__)  # type: ignore[attr-defined]  # no public way to it
-    for symbol in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
-        function = getattr(library, symbol, None)
-        if function is not None:
-            function(1)
-            return True
-    return False
+    function = _openblas("set_num_threads")
+    if function is not None:
+        function(1)
+    return function is not None
+
+
+def blas_kernels() -> str:
+    """The CPU that OpenBLAS has chosen its kernels for, such as SkylakeX for all with AVX-512; "" for another BLAS."""
+    function = _openblas("get_corename")
+    if function is None:
+        return ""
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
 
 
 def keep_freed_memory() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tinyforge.backends.numpy_backend import blas_kernels
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import Decoder
@@ -19,40 +20,48 @@ PREFILL_ROWS, QUERY_TILE, KEY_TILE = 256, 64, 256
 per tile."""
 SAFE_SCORE = 60.0
 """Prefill skips the softmax's shift where no score can exceed this: exp cannot overflow."""
-MIN_ROWS = 4
-"""The fewest rows of a product. See `pack`."""
+SMALL_ROWS = 4
+"""Rows of a product of `step`, where OpenBLAS has a kernel for small products; elsewhere one row. See `pack`."""
+SMALL_KERNELS = {"SkylakeX", "Cooperlake", "SapphireRapids"}
+"""OpenBLAS's kernels, by name, with one for small products: those for AVX-512."""
 TILE = 16
 """Keys and values are taken in multiples of this: BLAS's inner loop, without a remainder."""
 SMALL_PRODUCT = 1e6
-"""Multiply-adds up to which OpenBLAS, with AVX-512, multiplies without packing its operands first."""
+"""Multiply-adds up to which that kernel is used. Larger products pack their operands first."""
+
+
+def product_rows() -> int:
+    """Rows of a product of `step` with the BLAS that NumPy uses here."""
+    return SMALL_ROWS if blas_kernels() in SMALL_KERNELS else 1
 
 
 def pack(weight: np.ndarray) -> np.ndarray:
-    """(..., O, I) to (..., O / b, I, b): x @ this is x W^T in blocks of b columns, each a small product for OpenBLAS.
+    """(..., O, I) to (..., O / b, 1, I, b): x @ this is x W^T in blocks of b columns. The 1 is for groups of rows.
 
-    Why not a matrix-vector product for one token: in this layout, with MIN_ROWS rows, OpenBLAS's small matrix product
-    takes as long as its matrix-vector product (both wait for the weights), and sums every row in the same order. So
-    four tokens cost as much as one, and give the same bits together as one by one. That is with AVX-512; for AVX2
-    OpenBLAS has no small matrix product, and takes twice as long.
+    Every product of `step` has the same number of rows, so that a row has the same bits alone and among others. With
+    AVX-512 that is SMALL_ROWS: for blocks of this size OpenBLAS has a kernel that is as fast as a matrix times a
+    vector, since both wait for the weights, so four tokens cost as much as one. Without it a product of few rows packs
+    the weights first, and takes up to three times as long as a matrix times a vector for each row.
     """
     *lead, rows, columns = weight.shape
-    limit = int(SMALL_PRODUCT / (MIN_ROWS * columns))
+    limit = int(SMALL_PRODUCT / (SMALL_ROWS * columns))
     # If one block is too large, 64 columns are fastest. Rows that no multiple of TILE divides stay one, slower, block.
     sizes = [64, *range(limit // TILE * TILE, 0, -TILE)]
     size = rows if rows <= limit else next((b for b in sizes if b <= limit and rows % b == 0), rows)
-    blocks = weight.reshape(*lead, rows // size, size, columns)
+    blocks = weight.reshape(*lead, rows // size, 1, size, columns)
     return np.ascontiguousarray(blocks.swapaxes(-1, -2))
 
 
-def blocks_of(out: np.ndarray, packed: np.ndarray) -> np.ndarray:
-    """A view of out, (..., rows, O), as the (..., O / b, rows, b) that a product with `packed` writes."""
-    return out.reshape(*out.shape[:-1], packed.shape[-3], packed.shape[-1]).swapaxes(-2, -3)
+def blocks_of(out: np.ndarray, packed: np.ndarray, group: int) -> np.ndarray:
+    """A view of out, (..., R, O), as the (..., O / b, R / group, group, b) that products of `group` rows with `packed`
+    write."""
+    *lead, rows, _ = out.shape
+    blocks = out.reshape(*lead, rows // group, group, packed.shape[-4], packed.shape[-1])
+    return np.moveaxis(blocks, -2, -4)
 
 
-def grouped(x: np.ndarray, group: int, dims: int = 0) -> np.ndarray:
-    """A view of (..., rows, C) as (rows / group, ..., 1 x dims, group, C): a product with it is one per group."""
-    *lead, rows, columns = x.shape
-    return np.moveaxis(x.reshape(*lead, rows // group, *[1] * dims, group, columns), len(lead), 0)
+# In C order all groups of rows are multiplied with a block while it is in the cache.
+multiply_packed = partial(np.matmul, order="C")
 
 
 class NumpyDecoder(Decoder):
@@ -67,7 +76,7 @@ class NumpyDecoder(Decoder):
     - Cache: keys (layers, B, Hkv, D, positions), values (layers, B, Hkv, positions, D + 1 or more), contiguous for each
       head. The columns after D are 1: one product gives the weighted sum and, in them, the softmax's denominator.
     - SwiGLU: the gate's rows are halved, and silu(2 a) = a (1 + tanh(a)), which does not overflow.
-    - Products in `step` have exactly MIN_ROWS rows each, and its attention is one product per position: a position's
+    - Products in `step` all have the same number of rows, and its attention is one product per position: a position's
       result depends, to the last bit, neither on the number of other positions nor on their values. See `pack`.
     """
 
@@ -81,7 +90,7 @@ class NumpyDecoder(Decoder):
         if weights is None:
             raise UserError(f"NumpyDecoder: {type(model).__name__} has no fused weights; use make_decoder")
         c = self.weights = weights
-        self.dtype = model.backend.dtype
+        self.dtype, self.group = model.backend.dtype, product_rows()
         complex_dtype = np.result_type(self.dtype, np.complex64)
         root = c.dim**0.5
         gains = [gain * root for gain in c.gains]
@@ -150,7 +159,7 @@ class NumpyDecoder(Decoder):
     def _reserve(self, rows: int) -> None:
         """Allocate buffers for passes of up to `rows` positions in all. Zeros: padding rows must be finite."""
         c = self.weights
-        self.rows = rows = -(-rows // MIN_ROWS) * MIN_ROWS
+        self.rows = rows = -(-rows // self.group) * self.group
         wide = (c.heads + 2 * c.kv_heads) * c.head_dim
 
         def zeros(*shape: int) -> np.ndarray:
@@ -183,7 +192,7 @@ class NumpyDecoder(Decoder):
         seen = s.seen(max(lengths) + n)
         self._put_ones(seen.keys)
         s.ids[:] = tokens
-        one_each = (np.array(rows), np.array(lengths)) if n == 1 and batch > MIN_ROWS else None
+        one_each = (np.array(rows), np.array(lengths)) if n == 1 and batch > SMALL_ROWS else None
         if one_each is not None:  # one position in each row: fancy indexing instead of a loop
             s.turn[:, 0, 0], s.mask[:, 0, : seen.keys] = self.turns[one_each[1]], self.masks[one_each[1], : seen.keys]
         else:
@@ -193,12 +202,13 @@ class NumpyDecoder(Decoder):
         runs = self._runs(rows, lengths, n)
 
         matmul, add, multiply, subtract, divide = np.matmul, np.add, np.multiply, np.subtract, np.divide
+        project = multiply_packed
         x, f = s.x, s.f
         s.x_padding.fill(0)  # else the padding rows would grow from pass to pass
         np.take(c.embedding, s.flat_ids, axis=0, out=s.x_new, mode="clip")
         for (w_qkv, w_out, w_gate_up, w_down), keys, values in zip(self.layers, self.keys, self.values, strict=True):
             self._norm(s)
-            matmul(s.h_by_group, w_qkv, out=s.qkv)
+            project(s.h_by_group, w_qkv, out=s.qkv)
             multiply(s.qk_flat, s.turn, out=s.qk_turned)
             if one_each is not None:
                 keys[one_each[0], :, :, one_each[1]] = s.k[..., 0]
@@ -216,20 +226,20 @@ class NumpyDecoder(Decoder):
             for here, held, own in runs:
                 matmul(seen.products[here, ..., :own], values[held, :, None, :own], out=s.mixtures[here])
             divide(s.sums, s.divisors, out=s.attended)
-            matmul(s.a, w_out, out=s.delta_blocks)
+            project(s.a, w_out, out=s.delta_blocks)
             add(x, s.delta, out=x)
             self._norm(s)
-            matmul(s.h_by_part, w_gate_up, out=s.gate_up)
+            project(s.h_by_group, w_gate_up, out=s.gate_up)
             np.tanh(s.gate, out=f)
             add(f, self.one, out=f)
             multiply(f, s.gate, out=f)
             multiply(f, s.up, out=f)
-            matmul(s.f_padded, w_down, out=s.delta_from_hidden)
+            project(s.f_by_group, w_down, out=s.delta_from_hidden)
             add(x, s.delta, out=x)
         for row in rows:
             self.lengths[row] += n
         self._norm(s)
-        matmul(s.h_by_part, self.lm_heads[:heads], out=s.logits_blocks[:, :heads])
+        project(s.h_by_group, self.lm_heads[:heads], out=s.logits_blocks[:heads])
         return s.logits[:, :, :heads]
 
     def _runs(self, rows: Sequence[int], lengths: Sequence[int], n: int) -> list[tuple[slice, slice, int]]:
@@ -268,7 +278,7 @@ class _Prompt:
         c = self.weights = decoder.weights
         self.decoder, self.row, self.past, self.count = decoder, row, decoder.lengths[row], len(tokens)
         decoder._put_ones(self.past + self.count)
-        rows = -(-self.count // MIN_ROWS) * MIN_ROWS
+        rows = -(-self.count // SMALL_ROWS) * SMALL_ROWS
         self.x = np.zeros((rows, c.dim), decoder.dtype)  # rows that pad a product are 0
         np.take(c.embedding, tokens, axis=0, out=self.x[: self.count], mode="clip")
         self.queries = np.empty((c.heads * c.head_dim) * self.count, decoder.dtype)
@@ -300,8 +310,8 @@ class _Prompt:
         return np.divide(x, root[:, None], out=out)
 
     def _times(self, x: np.ndarray, packed: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """x: (rows, I) times each part of packed, (..., O / b, I, b), into out, (..., rows, O)."""
-        np.matmul(x, packed, out=blocks_of(out, packed))
+        """x: (rows, I) times each part of packed, (..., O / b, 1, I, b), into out, (..., rows, O)."""
+        np.matmul(x, packed, out=blocks_of(out, packed, len(x)))
         return out
 
     def _part(self, rows: slice) -> tuple[int, int]:
@@ -405,27 +415,26 @@ class _Shape:
     def __init__(self, d: NumpyDecoder, batch: int, n: int) -> None:
         c, count = d.weights, batch * n
         group, turned = c.heads // c.kv_heads, c.heads + c.kv_heads
-        rows = -(-count // MIN_ROWS) * MIN_ROWS
+        rows = -(-count // d.group) * d.group
         w_qkv, w_out, w_gate_up, w_down = d.layers[0]
         self.decoder, self.batch, self.n = d, batch, n
 
         def part(flat: np.ndarray, *shape: int) -> np.ndarray:
             return flat[: math.prod(shape)].reshape(shape)
 
-        def by_group(x: np.ndarray, packed: np.ndarray) -> np.ndarray:
-            return blocks_of(grouped(x, MIN_ROWS), packed)
+        def by_group(x: np.ndarray) -> np.ndarray:
+            return x.reshape(-1, d.group, x.shape[-1])
 
         self.flat_ids = d.ids[:count]
         self.ids = self.flat_ids.reshape(batch, n)
         self.turn = part(d.turn, batch, n, 1, c.head_dim // 2)
         self.mask = part(d.mask, batch, n, d.positions)
         self.x, self.h, self.delta = d.x[:rows], d.h[:rows], d.delta[:rows]
-        self.h_by_group, self.h_by_part = grouped(self.h, MIN_ROWS, 1), grouped(self.h, MIN_ROWS, 2)
-        self.a = grouped(d.attended[:rows], MIN_ROWS, 1)
+        self.h_by_group, self.a = by_group(self.h), by_group(d.attended[:rows])
         self.x_new, self.x_padding = self.x[:count], self.x[count:]
         self.squares = d.squares[:rows]
         self.root = self.squares[:, None]
-        self.qkv = by_group(d.qkv[:rows], w_qkv)
+        self.qkv = blocks_of(d.qkv[:rows], w_qkv, d.group)
         heads = d.qkv[:count].reshape(batch, n, -1, c.head_dim)
         self.qk_flat = heads[:, :, :turned].view(d.turn.dtype)
         qk = part(d.qk, batch, turned, n, c.head_dim)
@@ -439,14 +448,14 @@ class _Shape:
         by_query = self.mixed.reshape(batch, c.kv_heads, group, n, -1)
         self.sums, self.divisors = by_query[..., : c.head_dim], by_query[..., -1:]
         self.attended = d.attended[:count].reshape(batch, n, c.kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
-        self.delta_blocks = by_group(self.delta, w_out)
-        self.delta_from_hidden = by_group(self.delta, w_down)
+        self.delta_blocks = blocks_of(self.delta, w_out, d.group)
+        self.delta_from_hidden = blocks_of(self.delta, w_down, d.group)
         gate_up = part(d.gate_up, 2, rows, c.hidden)
-        self.gate_up = by_group(gate_up, w_gate_up)
+        self.gate_up = blocks_of(gate_up, w_gate_up, d.group)
         self.gate, self.up = gate_up[:, :count]
-        self.f_padded, self.f = grouped(d.hidden[:rows], MIN_ROWS, 1), d.hidden[:count]
+        self.f_by_group, self.f = by_group(d.hidden[:rows]), d.hidden[:count]
         logits = part(d.logits, d.prediction_heads, rows, c.vocab)
-        self.logits_blocks = by_group(logits, d.lm_heads)
+        self.logits_blocks = blocks_of(logits, d.lm_heads, d.group)
         self.logits = logits[:, :count].reshape(-1, batch, n, c.vocab).transpose(1, 2, 0, 3)
         self._seen: dict[int, _Seen] = {}
 
