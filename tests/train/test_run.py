@@ -315,6 +315,33 @@ def test_a_figure_that_only_some_evaluations_have_is_plotted(tmp_path: Path) -> 
     assert not metrics.plot(rows, picture, "absent") and not picture.exists()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("curve", "held_out", "labels"),
+    [
+        ("rewards/accuracies", {"val_logps/chosen": -500.0, "val_rewards/accuracies": 0.8,
+                                "val_rewards/accuracies_pairs": 0.7},
+         ["held out, pairs", "held out, rewards/accuracies"]),
+        ("reward", {"val_correct": 0.0, "val_format": 1.0}, ["held out, format", "held out, correct"]),
+    ],
+)  # fmt: skip
+def test_a_curve_is_plotted_with_its_own_held_out_figures(
+    curve: str, held_out: dict[str, float], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probabilities of -500 would flatten an accuracy; a reward that is always 0 has no range to show."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    write = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda fig, *a, **k: (drawn.append(fig.axes[0]), write(fig, *a, **k)))
+    rows = [{"step": n, "tokens": n, "loss": 0.0, "lr": 0.1, "seconds": n, curve: 0.0} for n in (1, 2)]
+    metrics.plot([*rows, {"step": 2, "tokens": 2, **held_out}], tmp_path / "loss.png", curve)
+    assert [text.get_text() for text in drawn[0].get_legend().get_texts()][2:] == labels
+    low, high = drawn[0].get_ylim()
+    assert -0.1 <= low <= 0 and high >= max(held_out.values())
+    metrics.plot(rows, tmp_path / "loss.png", curve)
+
+
 def test_samples_and_what_the_run_is_are_written(tmp_path: Path) -> None:
     """As the figures are: rows after the checkpoint go when a run is resumed, and the files have the same bytes."""
     whole = Trial(tmp_path / "whole")

@@ -160,7 +160,8 @@ def read_scores(out: Path, step: int) -> dict[str, float]:
 
 def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
     """Plot training and held-out bits per byte against tokens and minutes, with the learning rate below; returns
-    whether there was anything to plot. curve: another figure instead, with all held-out figures, named "val_...".
+    whether there was anything to plot. curve: another figure instead, with its held-out figures, "val_" and its name;
+    if there are none, with all that begin with "val_".
 
     Raises OSError if the picture cannot be written; an old one then stays.
     """
@@ -178,7 +179,8 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
     )
     # Without text there are no bytes.
     measured = curve or ("bits_per_byte" if "bits_per_byte" in train[0] else "loss")
-    names = sorted({key for row in rows for key in row if key.startswith("val_" if curve else "val_bits_per_byte")})
+    keys = sorted({key for row in rows for key in row if key.startswith("val_")})
+    names = [key for key in keys if key.startswith(f"val_{curve or 'bits_per_byte'}")] or (keys if curve else [])
     held_out = {name: [(row["tokens"] / 1e6, row[name]) for row in rows if name in row] for name in names}
     train = [row for row in train if measured in row]
     tokens, loss = [row["tokens"] / 1e6 for row in train], [row[measured] for row in train]
@@ -189,15 +191,18 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
         smooth.append(average)
     top.plot(tokens, smooth, color="C0", label="training, moving average")
     for number, name in enumerate(names[1:]):
-        label = f"held out, {name.removeprefix('val_' if curve else names[0] + '_')}"
+        label = f"held out, {name.removeprefix(names[0] + '_').removeprefix('val_')}"
         top.plot(*np.transpose(held_out[name]), color=f"C{4 + number}", linewidth=1.0, label=label)
     if names:
         # With a teacher the loss is no likelihood of the text, and the held-out figures have another unit.
         unit = f", {names[0].removeprefix('val_').replace('_', ' ')}" if curve or measured == "loss" else ""
         top.plot(*np.transpose(held_out[names[0]]), "o-", color="C3", markersize=4, label=f"held out{unit}")
     # The loss of the first steps, from random weights, would flatten the rest of the curve.
-    lowest = min([*loss, *(value for points in held_out.values() for _, value in points)])
-    top.set_ylim(0.9 * lowest, sorted(loss)[int(len(loss) * 0.98)] * 1.15)
+    evaluated = [value for points in held_out.values() for _, value in points]
+    lowest, highest = min(loss + evaluated), sorted(loss)[int(len(loss) * 0.98)] * 1.15
+    highest = max([highest, *evaluated]) if curve else highest
+    if 0.9 * lowest < highest:
+        top.set_ylim(0.9 * lowest, highest)
     top.set_xlim(0, tokens[-1])
     top.set_ylabel(measured.replace("_", " "))
     top.grid(alpha=0.3)
