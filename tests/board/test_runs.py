@@ -150,9 +150,11 @@ def test_whether_a_run_is_live(tmp_path: Path) -> None:
     run.refresh()
     now = time.time()
     assert run.summary(now)["live"] and not run.summary(now + 3600)["live"]
-    (tmp_path / "run.json").write_text('{"settings": {"steps": 7}}', encoding="utf-8")
-    run.refresh()
-    assert not run.summary(now)["live"]
+    for settings, live in (({"steps": 7}, False), ({"steps": None, "minutes": 60.0}, True),
+                           ({"steps": None, "minutes": run.last["seconds"] / 60}, False)):  # fmt: skip
+        (tmp_path / "run.json").write_text(json.dumps({"settings": settings}), encoding="utf-8")
+        run.refresh()
+        assert run.summary(now)["live"] == live, settings
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"settings": 5, "config": [NaN]}', '{"a": Infinity}'])

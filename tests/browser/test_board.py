@@ -138,6 +138,19 @@ def test_curves_choices_and_zoom(runs: Path, open_page: Open, serve: Callable[..
     assert "short" in page.locator("#tip").inner_text()
 
 
+def test_a_run_of_preferences(tmp_path: Path, open_page: Open, serve: Callable[..., str]) -> None:
+    """The list of runs has the accuracy; the few values of its training are not drawn as held-out ones."""
+    figures = {"loss": 0.6, "rewards/accuracies": 0.7, "logps/chosen": -50.0}
+    steps = [{"step": n, "tokens": n, "seconds": n, **figures} for n in (1, 2, 3)]
+    held_out = {"step": 3, "tokens": 3, "seconds": 3, **{f"val_{name}": value for name, value in figures.items()}}
+    add_run(tmp_path, "dpo", "".join(json.dumps(row) + "\n" for row in [*steps, held_out]), steps=3)
+    page = open_page(serve(tmp_path), ready=DRAWN)
+    assert "held out rewards/accuracies 0.7" in page.locator("#runs").inner_text()
+    for chart in page.locator(".chart").all():
+        assert [chart.locator(f"svg[role=img] path.{kind}").count() for kind in ("smooth", "held")] == [1, 1]
+        assert chart.locator("circle").count() == 4  # so that a curve of one value is seen
+
+
 def test_a_live_run_is_followed(tmp_path: Path, open_page: Open, serve: Callable[..., str]) -> None:
     run = add_run(tmp_path, "now", rows(1, 300))
     page = open_page(serve(tmp_path), ready=DRAWN)

@@ -240,9 +240,12 @@ class Run:
         }  # fmt: skip
 
     def finished(self) -> bool:
-        """Whether it has taken all its steps."""
+        """Whether it has taken all its steps, or used up its minutes."""
         settings = self.about.get("settings")
-        steps = settings.get("steps") if isinstance(settings, dict) else None
+        settings = settings if isinstance(settings, dict) else {}
+        minutes, steps = settings.get("minutes"), settings.get("steps")
+        if isinstance(minutes, (int, float)):
+            return self.last.get("seconds", 0) >= 60 * minutes
         return type(steps) is int and self.last.get("step", 0) >= steps
 
 

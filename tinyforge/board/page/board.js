@@ -109,15 +109,16 @@
       if ($("charts").children[place] !== chart.figure) $("charts").insertBefore(chart.figure, $("charts").children[place] || null);
       const curves = [];
       for (const run of runs) for (const key of keys) {
-        const held = key.startsWith("val_") || (state.curves.get(run.name) || []).some((c) => c.key === key && c.smooth === 0 && c.count < 60);
+        const held = key.startsWith("val_");
+        const plain = held || (state.curves.get(run.name) || []).some((c) => c.key === key && c.smooth === 0 && c.count < 60); // not smoothed
         const found = (state.curves.get(run.name) || []).filter((c) => c.key === key && (c.smooth === 0 || c.smooth === now.smooth));
-        const smooth = !held && found.find((c) => c.smooth > 0);
+        const smooth = !plain && found.find((c) => c.smooth > 0);
         for (const curve of found) {
-          if (curve.smooth > 0 && held) continue;
+          if (curve.smooth > 0 && plain) continue;
           const x = [], y = [], all = xs(curve, run, now.axis);
           all.forEach((v, i) => { if (number(v) && number(curve.value[i])) { x.push(v); y.push(curve.value[i]); } });
           const kind = held ? "held" : curve.smooth > 0 || !smooth ? "smooth" : "raw";
-          const label = `${run.name}${held && key.startsWith("val_") ? `, held out${key === `val_${name}` ? "" : " " + key.replace(`val_${name}_`, "")}` : ""}`;
+          const label = `${run.name}${held ? `, held out${key === `val_${name}` ? "" : " " + key.replace(`val_${name}_`, "")}` : ""}`;
           curves.push({ name: run.name, label, colour: colour(run), dash: held ? null : dash(run), kind, x, y });
         }
       }
@@ -337,7 +338,7 @@
       const box = element("input", { type: "checkbox", checked: state.chosen.has(run.name) });
       box.dataset.run = run.name;
       box.addEventListener("change", () => { box.checked ? state.chosen.add(run.name) : state.chosen.delete(run.name); remember(); update(); });
-      const settings = run.about.settings || {}, steps = settings.steps, key = run.keys.find((k) => k === "val_bits_per_byte") || run.keys.find((k) => k.startsWith("val_"));
+      const settings = run.about.settings || {}, steps = settings.steps, key = ["val_bits_per_byte", "val_rewards/accuracies"].find((k) => run.keys.includes(k)) || run.keys.find((k) => k.startsWith("val_"));
       const facts = [number(run.last.step) ? `step ${run.last.step.toLocaleString("en")}${steps ? ` of ${steps.toLocaleString("en")}` : ""}` : "", key && number(run.last[key]) ? `${key.replace("val_", "held out ").replace(/_/g, " ").replace("bits per byte", "")} ${short(run.last[key])}`.replace("  ", " ") : ""].filter(Boolean).join(" \u00b7 ");
       const label = element("label", { className: "run", colour: colour(run) }, box, element("b", { textContent: run.name }), element("small", {}, ...(run.live ? [element("span", embedded ? { textContent: "not finished" } : { className: "live", textContent: "live" }), facts ? " \u00b7 " : ""] : []), facts,
         ...(run.read < 1 ? [` \u00b7 reading, ${Math.round(100 * run.read)} %`] : []), ...(run.damaged ? [` \u00b7 ${run.damaged} damaged lines left out`] : []), ...(run.left_out ? [` \u00b7 ${run.left_out} rows with too many keys left out`] : [])));

@@ -129,7 +129,7 @@ const Plot = (() => {
         let d = "";
         for (let i = 0; i < c.x.length; i++) d += `${i ? "L" : "M"}${this.px(c.x[i]).toFixed(1)} ${this.py(c.y[i]).toFixed(1)}`;
         inside.append(svg("path", { class: `curve ${c.kind}`, d, stroke: c.colour, "data-run": c.name, ...(c.dash ? { "stroke-dasharray": c.dash } : {}) }));
-        if (c.kind === "held" && c.x.length < 60)
+        if (c.kind !== "raw" && c.x.length < 60)
           for (let i = 0; i < c.x.length; i++) inside.append(svg("circle", { cx: this.px(c.x[i]).toFixed(1), cy: this.py(c.y[i]).toFixed(1), r: 2.6, fill: c.colour }));
       }
       this.cursor = svg("line", { class: "cursor", y1: top, y2: bottom, visibility: "hidden" });
