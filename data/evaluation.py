@@ -56,7 +56,7 @@ class Set:
     title: str
     items: tuple[Item, ...]
     sha256: str
-    files: tuple[Path, ...]
+    files: tuple[Found, ...]
     variant: str = ""
 
 
@@ -403,7 +403,7 @@ def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -
     if not found or None in found:
         missing = "BLiMP's zip, or its folder data" if name == "blimp" else (
             " or ".join(next(ends for ends, file in zip(task.files, found, strict=True) if file is None)))  # fmt: skip
-        raise MissingSet(f"--task-data: no file for {name}; wanted {missing}. docs/evaluation.md says where to get it")
+        raise MissingSet(f"--task-data: no file for {name}; wanted {missing}; docs/evaluation.md says where to get it")
     given = [file for file in found if file is not None]
     place = given[0].place
     try:
@@ -422,7 +422,7 @@ def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -
             "whose scores are not comparable"
         )
     variant = task.known.get(digest, "another version" if task.known else "version not checked")
-    return Set(name, task.title, items, digest, tuple(dict.fromkeys(file.path for file in given)), variant)
+    return Set(name, task.title, items, digest, tuple(given), variant)
 
 
 def read_sets(
@@ -443,10 +443,15 @@ def read_sets(
 
 
 def refuse_if_learned(found: Set, learned: Collection[str]) -> None:
-    """UserError where a model has learned from a file of the set. learned: SHA-256 of the files that it has read."""
-    if file := next((file for file in found.files if learned and sha256_of(file) in learned), None):
-        raise UserError(f"--tasks {found.name}: the model was trained on {file}, so its score would say nothing; leave "
-                        "the task out, or train without that file")  # fmt: skip
+    """UserError where a model has learned from a file of the set, or from the zip that it is in. learned: SHA-256 of
+    the files that it has read."""
+    if not learned:
+        return
+    places = {sha256_of(path): str(path) for path in {file.path for file in found.files}}
+    places |= {hashlib.sha256(file.read()).hexdigest(): file.place for file in found.files}
+    if place := next((places[digest] for digest in places if digest in learned), None):
+        raise UserError(f"--tasks {found.name}: the model was trained on {place}, so its score would say nothing; "
+                        "leave the task out, or train without that file")  # fmt: skip
 
 
 def first_of_each(items: Sequence[Item], limit: int | None) -> list[Item]:
@@ -487,7 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             found = read_set(name, files, any_version=True)
         except UserError as error:
-            print(one_line(f"{name:<14}{error}"))
+            print(one_line(f"{name:<14}{str(error).removeprefix('--task-data: ')}"))
             continue
         print(one_line(f"{name:<14}{len(found.items):>6,} items  {found.sha256}  {found.variant or 'as published'}"))
     return 0

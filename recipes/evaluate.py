@@ -67,6 +67,8 @@ from tinyforge.train.settings import PretrainSettings, SftSettings, sequence_len
 
 ROWS = 16  # windows of text in a batch
 SPECULATED = 32  # texts, at most, that speculative decoding is measured on
+OF_TASKS = ("task_data", "any_version", "limit", "resume")
+NOT_OF_TASKS = ("instructions", "kneser_ney", "seq_len", "card")
 OPENING, CONTINUATION = 32, 100  # tokens of held-out text in a base model's prompt, and of its continuation
 
 
@@ -247,8 +249,8 @@ def read_before(target: str | None, wanted: dict[str, Any]) -> dict[str, Any]:
     found = read_json(str(target), "figures", fix="remove it, or leave out --resume")
     other = next((key for key, value in wanted.items() if found.get(key) != value), None)
     if other or not isinstance(found.get("tasks"), dict):
-        raise UserError(f"--resume: {target} has figures of another {other or 'kind'}; name another file, or leave out "
-                        "--resume")  # fmt: skip
+        kind = (other or "kind").removesuffix("_sha256")
+        raise UserError(f"--resume: {target} has figures of another {kind}; name another file, or leave out --resume")
     return dict(found["tasks"])
 
 
@@ -373,6 +375,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         value, least = getattr(args, name), int(name != "seeds")
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wants {least} or more")
+    for flags, wrong, fix in ((OF_TASKS, args.tasks is None, "is for --tasks; name some tasks"),
+                              (NOT_OF_TASKS, args.tasks is not None, "says nothing of --tasks; run that without it")):
+        if given := next((flag for flag in flags if wrong and getattr(args, flag)), None):
+            raise UserError(f"--{given.replace('_', '-')} {fix}, or leave it out")
     check_before(args.json)
     if args.tasks is not None:
         names = check_tasks(args.tasks)

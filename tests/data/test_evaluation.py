@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from data.evaluation import (
     main,
     pages_of,
     read_set,
+    refuse_if_learned,
     text_of,
     text_set,
 )  # fmt: skip
 from data.source import Document, SourceWriter, read_source
 from tinyforge.errors import UserError
+from tinyforge.files import sha256_of
 from tinyforge.infer.tasks import Choice, LastWord, Passage, Problem
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "eval"
@@ -123,7 +126,20 @@ def test_a_zip_is_read_like_its_folder(folder: Path, tmp_path: Path) -> None:
     for name in TASKS:
         if name != "boolq_closed":
             zipped = read_set(name, find_sets([tmp_path / "all.zip"]), True)
-            assert zipped.items == items(name, folder) and zipped.files == (tmp_path / "all.zip",)
+            assert zipped.items == items(name, folder)
+            assert {file.path for file in zipped.files} == {tmp_path / "all.zip"}
+
+
+def test_a_model_that_has_read_a_set_is_not_scored_on_it_in_a_zip_either(folder: Path, tmp_path: Path) -> None:
+    file, packed = folder / "ARC-Easy-Test.jsonl", tmp_path / "all.zip"
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.write(file, file.name)
+    found = read_set("arc_easy", find_sets([packed]), True)
+    refuse_if_learned(found, [])
+    refuse_if_learned(found, ["0" * 64])
+    for read, named in ((file, f"{packed}!{file.name}"), (packed, str(packed))):
+        with pytest.raises(UserError, match=re.escape(f"the model was trained on {named}, so its score would say")):
+            refuse_if_learned(found, [sha256_of(read)])
 
 
 def test_another_version_is_refused(folder: Path) -> None:
@@ -172,7 +188,7 @@ def test_text_without_headings_is_one_page() -> None:
 def test_the_command_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert "blimp              3 items" in shown and "boolq_closed  --task-data: no file" in shown
+    assert "blimp              3 items" in shown and "boolq_closed  no file for boolq_closed; wanted" in shown
 
 
 def test_a_corpus_without_the_evaluation_sets(folder: Path, tmp_path: Path) -> None:

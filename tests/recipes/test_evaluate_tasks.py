@@ -14,6 +14,7 @@ from recipes import dpo, evaluate, pretrain, sft
 from tinyforge import checkpoint, memory
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
+from tinyforge.infer.figures import table_of_tasks
 from tinyforge.infer.likelihood import bytes_needed, tokens_that_fit
 from tinyforge.registry import find_model
 
@@ -81,6 +82,14 @@ def test_finished_tasks_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         measured("--tasks", "arc_easy", "--limit", "1", "--resume")
 
 
+def test_large_figures_do_not_run_into_each_other() -> None:
+    task = {"figures": {"perplexity": 1.657e9}, "errors": {"perplexity": 5.58e8}, "chance": 0.0, "items": 2,
+            "variant": "", "note": "", "cut": 0}  # fmt: skip
+    found = {"checkpoint": "run", "model": "nanoeuler", "parameters": 1, "backend": "numpy", "precision": "fp32",
+             "weights": None, "limit": None, "tasks": {"last_words": task}}  # fmt: skip
+    assert "perplexity        1.657e+09  5.58e+08 " in table_of_tasks(found, {"GPT-2": {}})
+
+
 @pytest.mark.slow
 def test_what_a_model_has_learned_from_is_refused(folder: Path) -> None:
     """Its own --data, and that of its base; sets that it has not seen are measured."""
@@ -113,6 +122,9 @@ def test_what_a_model_has_learned_from_is_refused(folder: Path) -> None:
         ("--tasks arc_easy --task-data sets", "sets/arc_easy-test.jsonl: another version of arc_easy (SHA-256 "),
         ("--tasks arc_easy --task-data sets --any-version --resume", "--resume reads the file of --json; name one"),
         ("--tasks arc_easy --task-data sets --limit 0", "--limit is 0, wants 1 or more"),
+        ("--resume --json found.json", "--resume is for --tasks; name some tasks, or leave it out"),
+        ("--task-data sets", "--task-data is for --tasks; name some tasks, or leave it out"),
+        ("--tasks arc_easy --task-data sets --card", "--card says nothing of --tasks; run that without it"),
     ],
 )
 def test_one_line(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:

@@ -61,7 +61,7 @@ def _replies(found: Mapping[str, Any]) -> list[str]:
     sampled = f"sampled, {count_of(found['seeds'], 'seed')}" if "sampled" in found else ""
     lines = [
         f"replies to {count_of(found['prompts'], 'held-out instruction')}, up to {found['max_tokens']} tokens"
-        + (f"; {found['left_out']} leave too little of the context to a reply" if found["left_out"] else ""),
+        + (f"; {found['left_out']} skipped, too long for the context" if found["left_out"] else ""),
         f"  {'':<30}{'greedy':<17}{sampled}",
     ]  # fmt: skip
     for key, what in SHARES.items():
@@ -133,7 +133,7 @@ def table_of_tasks(found: Mapping[str, Any], published: Mapping[str, Mapping[str
     """Every task's scores beside chance level and the published scores: by model, task and metric."""
     lines = [
         _heading(found, found["model"]), "",
-        f"{'task':<14}{'metric':<17}{'score':>8}{'+-':>8}{'chance':>9}"
+        f"{'task':<14}{'metric':<17}{'score':>10}{'+-':>10}{'chance':>9}"
         + "".join(f"{model:>13}" for model in published) + "   items",
     ]  # fmt: skip
     notes = []
@@ -143,7 +143,7 @@ def table_of_tasks(found: Mapping[str, Any], published: Mapping[str, Mapping[str
                 continue
             form = ".1%" if metric.startswith(("acc", "exact")) else ".3f" if "bits" in metric else ".4g"
             error, chance = task["errors"].get(metric), task["chance"] if form == ".1%" else None
-            numbers = [(value, 8), (error, 8), (chance, 9)]
+            numbers = [(value, 10), (error, 10), (chance, 9)]
             numbers += [(scores.get(name, {}).get(metric), 13) for scores in published.values()]
             cells = [" " * width if number is None else f"{number:>{width}{form}}" for number, width in numbers]
             lines.append(f"{name:<14}{SHOWN[metric]:<17}{''.join(cells)}   {task['items']:,}")
