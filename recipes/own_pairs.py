@@ -53,7 +53,8 @@ def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_to
            and len(prompt_ids(loaded, r.instruction, r.input)) + max_tokens <= context]  # fmt: skip
     if not fit:
         raise UserError(f"--data: no record has a well-formed reply of up to {max_tokens} tokens, --max-tokens, and a "
-                        f"prompt that leaves them room in the context of {context}; give shorter ones")  # fmt: skip
+                        f"prompt that leaves them room in the context of {context}; give shorter ones, or a smaller "
+                        "--max-tokens")  # fmt: skip
     return evenly(fit, count)
 
 
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--data", nargs="+", required=True, metavar="FILE", help="records as given to sft.py")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the pairs, as JSON for dpo.py --data")
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
-    p.add_argument("--records", type=int, default=1000, help="how many are asked (default: %(default)s)")
+    p.add_argument("--records", type=int, default=1000, help="how many are asked, at most (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
     p.add_argument("--stories", type=int, default=0, metavar="N", help="pairs of stories, the best and the worst of N")
     p.add_argument("--seed", type=int, default=0, help="draws the sampled replies (default: %(default)s)")
@@ -128,9 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary = f"{count_of(len(pairs), 'pair')} of {len(records) * args.stories:,} stories"
     else:
         pairs = own_pairs(loaded, records, (Sampling(**given, temperature=0), Sampling(**given)))
-        summary = f"{2 * len(records):,} replies, {len(pairs):,} not well-formed"
+        asked_of = count_of(len(records), "record")  # fewer than --records where few fit
+        summary = f"{2 * len(records):,} replies to {asked_of}, {len(pairs):,} not well-formed"
     if len(pairs) < 2:
-        print(f"{summary}: nothing to learn from")
+        print(f"{summary}: nothing to learn from, {args.out} is not written")
         return 0
     write_json(args.out, [asdict(pair) for pair in pairs])
     print(f"{summary}: {args.out}")

@@ -252,7 +252,7 @@ def test_pairs_of_own_replies(folder: Path, capsys: pytest.CaptureFixture[str]) 
     flags = "--base run --data own.json --records 6 --max-tokens 10 --backend numpy --out found.json"
     assert own_pairs.main(flags.split()) == 0
     found = read_pairs(["found.json"])
-    assert f"12 replies, {len(found)} not well-formed: found.json" in capsys.readouterr().out
+    assert f"12 replies to 6 records, {len(found)} not well-formed: found.json" in capsys.readouterr().out
     # A record that repeats itself is no example of how to do better, nor is one asked that is measured on.
     assert found and {pair.instruction for pair in found} <= {f"Say {4 * i}." for i in range(10)}
     assert all(pair.chosen == "yes. " and pair.rejected.strip() for pair in found) and any(pair.cut for pair in found)
@@ -267,7 +267,7 @@ def test_there_is_nothing_to_learn_where_all_is_well_formed(
 ) -> None:
     monkeypatch.setattr(evaluate, "reply_to", lambda _, prompts, *__: [([70, 71], True) for _ in prompts])
     assert own_pairs.main("--base tuned --data sums.json --max-tokens 4 --out none.json --backend numpy".split()) == 0
-    assert "replies, 0 not well-formed: nothing to learn from" in capsys.readouterr().out
+    assert "records, 0 not well-formed: nothing to learn from, none.json is not written" in capsys.readouterr().out
     assert not Path("none.json").exists()
 
 
@@ -301,7 +301,8 @@ def test_pairs_of_stories(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     ("flags", "message"),
     [("--stories 1", "--stories is 1, wants 2 or more"), ("--stories 4", "--data: no record asks for a story"),
      ("--records 0", "--records is 0, wants 1 or more"), ("--max-tokens 0", "--max-tokens is 0, wants 1 or more"),
-     ("--max-tokens 96", "no record has a well-formed reply of up to 96 tokens, --max-tokens, and a prompt")],
+     ("--max-tokens 96", "no record has a well-formed reply of up to 96 tokens, --max-tokens, and a prompt that leaves "
+      "them room in the context of 96; give shorter ones, or a smaller --max-tokens")],
 )  # fmt: skip
 def test_wrong_flags_of_own_pairs(folder: Path, flags: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
