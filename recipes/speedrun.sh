@@ -176,7 +176,10 @@ fi
 [[ ${books[*]-} != none || ${web[*]-} != none ]] || die "--books none and --web none leave no text; name some"
 case $problems in
 '' | one-step | harder-sums) asked=(--task "$problems") ;;
-*) asked=(--data "$problems") ;;
+*)
+    [[ -e $problems ]] || die "--problems $problems: wanted one-step, harder-sums, or a file that exists"
+    asked=(--data "$problems")
+    ;;
 esac
 for path in ${books[@]+"${books[@]}"} ${web[@]+"${web[@]}"} ${instructions:+"$instructions"} \
     ${preferences:+"$preferences"} ${task_data:+"$task_data"}; do

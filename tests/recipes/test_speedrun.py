@@ -343,6 +343,7 @@ def test_the_commands_that_data_only_prints(run: Run, out: str) -> None:
         (["--web", "book.txt", "--web", "nothing/"], "nothing/: no such file or folder"),
         (["--instructions", "no.json"], "no.json: no such file or folder"),
         (["--preferences", "no.json"], "no.json: no such file or folder"),
+        (["--problems", "two-step"], "--problems two-step: wanted one-step, harder-sums, or a file that exists"),
         (["--task-data", "sets"], "sets: no such file or folder"),
         (["--task-data", "faults", "--tasks", "blimb"], "--tasks: unknown task 'blimb'"),
         (["--task-data", "faults"], "--task-data: no file for blimp; wanted"),
