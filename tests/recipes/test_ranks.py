@@ -352,20 +352,20 @@ def test_ranks_that_are_not_alike_are_refused(inputs: Path, tmp_path: Path) -> N
         return line
 
     cpu = "--backend numpy"
-    assert "has another flag --lr than rank 0: 0.5, not 0.004" in said(cpu, "--lr 0.5")
+    assert "differs from rank 0 in flag --lr: 0.5, not 0.004" in said(cpu, "--lr 0.5")
     assert "--batch-size is 4, the run has 3 ranks; use a multiple" in said(cpu, ranks=2)
-    assert "rank 1 on" in (line := said(cpu, ODD="code")) and "has another code than rank 0" in line
-    assert "has another kind of processor or GPU than rank 0: NVIDIA B, not NVIDIA A" in said(FAKE_GPUS="2", ODD="kind")
+    assert "rank 1 on" in (line := said(cpu, ODD="code")) and "differs from rank 0 in code: " in line
+    assert "differs from rank 0 in kind of processor or GPU: NVIDIA B, not NVIDIA A" in said(FAKE_GPUS="2", ODD="kind")
     line = said(FAKE_GPUS="1")
     assert "more ranks than GPUs: this is number 2 of its machine, which has 1; start fewer ranks" in line
     # Their own copies of the files, and folders that are not one and the same.
     line = said(f"{cpu} --zero 1", place=there)
     assert f"does not see {here / 'runs/pretrain'} of rank 0" in line and "or drop --zero" in line
     (there / "text.txt").write_text((here / "text.txt").read_text().replace("e", "a"))
-    assert "has another data than rank 0" in said(cpu, place=there)
+    assert "differs from rank 0 in data: " in said(cpu, place=there)
     for place, merge in ((here, (104, 105)), (there, (104, 101))):
         Tokenizer([merge], ["<|endoftext|>"]).save(place / "tokenizer.json")
-    assert "has another tokenizer than rank 0" in said(f"{cpu} --set vocab=258", place=there)
+    assert "differs from rank 0 in tokenizer: " in said(f"{cpu} --set vocab=258", place=there)
 
 
 def running_in(folder: Path) -> list[str]:

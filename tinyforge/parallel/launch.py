@@ -107,7 +107,7 @@ def same(group: Group, facts: Mapping[str, Any]) -> None:
     for rank, theirs in enumerate(group.gather_objects(dict(facts)) or ()):
         if odd := [name for name, value in facts.items() if theirs.get(name) != value]:
             ours, got = (str(of.get(odd[0]))[:60] for of in (facts, theirs))
-            wrong = (f"{group.name(rank)} has another {odd[0].removesuffix('_hash')} than rank 0: {got}, not {ours}; "
+            wrong = (f"{group.name(rank)} differs from rank 0 in {odd[0].removesuffix('_hash')}: {got}, not {ours}; "
                      "start all ranks in the same way, on the same files")  # fmt: skip
             break
     if wrong := group.send_object(wrong):
