@@ -432,8 +432,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         value = getattr(args, name)
         if value is not None and not 1 <= value <= 1 << 20:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wanted 1 to {1 << 20:,}")
-    if args.batch_tokens < 0 or 0 < args.batch_tokens < (args.seq_len or 1):
-        raise UserError(f"--batch-tokens is {args.batch_tokens}, wanted a row of tokens or more")
     if not 0 < args.network < 1e6:
         raise UserError(f"--network is {args.network}, wanted GB/s above 0")
     machine = replace(read_machine(), per_host=args.per_host, network=args.network * 1e9)
@@ -451,6 +449,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     seq_len = args.seq_len or config.context
     if seq_len > config.context:
         raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}")
+    if args.batch_tokens and args.batch_tokens < seq_len:
+        raise UserError(f"--batch-tokens is {args.batch_tokens}, wanted a row of {seq_len} tokens or more")
     job = Job(spec.name, config, args.rows, seq_len, args.recompute, not args.no_zero)
     spec.check_recompute(job.recompute)
     parameters = _work(spec.name, config, seq_len)[0]
