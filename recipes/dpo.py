@@ -5,10 +5,11 @@
     python recipes/dpo.py --objective simpo                 length-normalised, no reference; also ipo, orpo
     python recipes/dpo.py --resume                          continue runs/dpo
 
-A pair is an instruction, an optional input, a chosen and a rejected reply. The last fifth of each file is held out. The
-reference is the model that the run starts from. Its log-probabilities are computed once and cached under --cache, by a
-hash of the model and of the tokenised pairs. The run ends with the accuracy on the held-out pairs (the share whose
-chosen reply gained more than the rejected one), and for the built-in pairs with exact match on held-out questions.
+A pair is an instruction, an input (which may be empty), a chosen and a rejected reply. The last fifth of each file is
+held out. The reference is the model that the run starts from. Its log-probabilities are computed once and cached under
+--cache, by a hash of the model and of the tokenised pairs. The run ends with the accuracy on the held-out pairs (the
+share whose chosen reply gained more than the rejected one), and for the built-in pairs with exact match on held-out
+questions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Learn from rewards: sample replies, check them, and make the better ones of each group likelier (GRPO).
 
-    python recipes/grpo.py                                  the model that comes with the repository, harder sums
+    python recipes/grpo.py                                  harder sums, from the newest fine-tuned run if there is one
+    python recipes/grpo.py --base small                     from the model that comes with the repository
     python recipes/grpo.py --base runs/sft --task one-step --backend cupy
     python recipes/grpo.py --resume                         continue runs/grpo
 
@@ -163,7 +164,7 @@ class Rollouts:
     def _note(self, step: int, asked: Sequence[Instruction], texts: Sequence[str], rewards: np.ndarray) -> None:
         """Keep a reply to show, and stop where rewards have been equal for too long: they have no gradient."""
         asks = f"{asked[0].instruction} {asked[0].input}".strip()
-        self.shown = f"  {asks} -> {texts[0]} (reward {rewards[0, 0]:g})"
+        self.shown = f"  {asks} -> {texts[0]} (reward {rewards[0, 0]:g})".replace("\n", "\n  ")
         groups = rewards[:, 0].reshape(-1, self.settings.group)
         self.equal = self.equal + 1 if (np.ptp(groups, axis=1) == 0).all() else 0
         best = 1 + self.settings.format_weight
