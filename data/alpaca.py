@@ -401,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     cleaned = make_instructions(args.out, args.file, args.base_url, args.encoding)
     print(f"{count_of(cleaned.records, 'record')} in {cleaned.path}; {count_of(cleaned.emptied, 'input')} without "
-          f"content emptied; {len(cleaned.refused):,} left out:")  # fmt: skip
+          f"content emptied; {len(cleaned.refused):,} left out{':' * bool(cleaned.refused)}")  # fmt: skip
     reasons = Counter(re.sub(r"\d+", "N", refusal.reason) for refusal in cleaned.refused)
     for reason, count in reasons.most_common():
         print(one_line(f"{count:>7,}  {reason}"))

@@ -241,7 +241,9 @@ def test_a_file_is_cleaned_and_what_is_left_out_is_counted(tmp_path: Path, capsy
     assert manifest["files"][0]["url"] == "a.json" and str(tmp_path) not in json.dumps(manifest)
     assert manifest["instructions"]["records"] == 2
     printed = capsys.readouterr().out
-    assert "2 records in" in printed and "6 left out" in printed and "2  the same as record N" in printed
+    assert "2 records in" in printed and "6 left out:\n" in printed and "2  the same as record N" in printed
+    assert main([str(write(tmp_path / "b.json", json.dumps([GREET]))), "--out", str(tmp_path / "whole")]) == 0
+    assert capsys.readouterr().out.endswith("0 left out\n")
     with pytest.raises(UserError, match=r"contains instructions, wanted documents; .*recipes/sft\.py --data"):
         read_source(tmp_path / "out")
 
