@@ -389,5 +389,8 @@ def test_a_port_in_use_and_a_rank_0_that_is_not_there(run: Run) -> None:
         done = run("workers", 1, **variables)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert f"rank 0 cannot listen at 127.0.0.1:{port}: Address already in use; set MASTER_PORT" in done.stderr
+    del variables["TINYFORGE_KEY"]
+    done = run("alone", 1, **variables)
+    assert done.returncode == 2 and "TINYFORGE_KEY is not; set it to a secret, the same for all ranks" in done.stderr
     with pytest.raises(UserError, match=f"rank 1: nobody answers at 127.0.0.1:{port}.*; check MASTER_ADDR and"):
         lines_to_rank_0(1, ("127.0.0.1", port), b"k", seconds=0.3)

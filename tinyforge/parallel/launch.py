@@ -177,7 +177,11 @@ def joined() -> Iterator[Ranks]:
 def _find() -> Ranks:
     if any(name in os.environ for name in MPIS) and not all(name in os.environ for name in OURS):
         return _of_mpi()
-    if not all(name in os.environ for name in OURS):
+    missing = [name for name in OURS if name not in os.environ]
+    if missing == ["TINYFORGE_KEY"] and os.environ["WORLD_SIZE"] != "1":  # else each rank would train by itself
+        raise UserError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and TINYFORGE_KEY is not; set it to a "
+                        "secret, the same for all ranks, or unset WORLD_SIZE to run one process")  # fmt: skip
+    if missing:
         return Ranks()
     try:
         rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
