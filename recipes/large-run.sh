@@ -51,7 +51,7 @@ what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/..
 # shellcheck source=recipes/stages.sh
 source "$root/recipes/stages.sh"
 stages="data, tenth, pack, unpack, vocabulary, pretrain, sft, dpo, grpo or evaluate"
-[[ $# -ge 2 ]] || die "got $# arguments, wanted $stages, then a folder; head -50 $0 says more"
+[[ $# -ge 2 ]] || die "got $# of 2 arguments, wanted $stages, then a folder; see $0 --help"
 shift 2
 
 licence_of() { # NAME

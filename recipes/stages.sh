@@ -6,6 +6,12 @@ die() { # one line: the error and its remedy
     exit 2
 }
 
+case $what in -h | --help)
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0" # the comment that the script begins with
+    exit
+    ;;
+esac
+
 run() {
     printf '$ %s\n' "$*"
     "$PYTHON" "$@"

@@ -33,7 +33,7 @@ set -euo pipefail
 what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/..
 # shellcheck source=recipes/stages.sh
 source "$root/recipes/stages.sh"
-[[ $# -ge 2 ]] || die "got $# arguments, wanted data, pack, unpack or train, then a folder; head -30 $0 says more"
+[[ $# -ge 2 ]] || die "got $# of 2 arguments, wanted data, pack, unpack or train, then a folder; see $0 --help"
 shift 2
 
 case $what in

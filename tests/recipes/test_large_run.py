@@ -167,7 +167,7 @@ def test_without_any_book_the_storyteller_stops(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        ("large-run.sh", "data", "error: got 1 arguments, wanted data, tenth, pack, "),
+        ("large-run.sh", "data", "error: got 1 of 2 arguments, wanted data, tenth, pack, "),
         ("large-run.sh", "dance out", "error: dance: wanted data, tenth, pack, unpack, "),
         ("large-run.sh", "data out wikipedia.parquet", "error: wikipedia.parquet: wanted NAME=PATH, as wikipedia="),
         ("large-run.sh", "data out web=no.parquet", "error: no.parquet: no such file or folder; check the path"),
@@ -176,7 +176,7 @@ def test_without_any_book_the_storyteller_stops(tmp_path: Path) -> None:
         ("large-run.sh", "dpo out", "out/sft is not complete; first: recipes/large-run.sh sft "),
         ("large-run.sh", "pack out", "out has none of: shards shards-4096"),
         ("large-run.sh", "unpack out", "out/parts has no SHA256; copy it there with the parts"),
-        ("storyteller.sh", "data", "error: got 1 arguments, wanted data, pack, unpack or train, then a folder"),
+        ("storyteller.sh", "data", "error: got 1 of 2 arguments, wanted data, pack, unpack or train, then a folder"),
         ("storyteller.sh", "train out", "has no shards; make them: recipes/storyteller.sh data "),
         ("storyteller.sh", "data out a b c", "error: a: no such file; check the path"),
     ],
@@ -188,3 +188,10 @@ def test_bad_input_is_one_line(
     shown = call(script, *words.split(), status=2)
     assert message in shown and shown.startswith("error: ") and shown.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", ["large-run.sh", "storyteller.sh"])
+def test_help_is_the_whole_comment_that_a_script_begins_with(script: str) -> None:
+    shown = call(script, "--help")
+    assert f"recipes/{script} data OUT" in shown and f"recipes/{script} unpack OUT" in shown
+    assert "#" not in shown and "set -euo" not in shown
