@@ -132,8 +132,8 @@ CPU = (
          "--peer torch", 120),
     Part("cpu-prefill-small", "bench/prefill.py --config small --backend numpy --prompt 512 --peer torch", 30),
     Part("cpu-decode-small", "bench/decode.py --config small --backend numpy --peer torch", 30),
-    Part("cpu-prefill-base", "bench/prefill.py --config base --backend numpy --prompt 512 --rounds 10 --peer torch",
-         150),
+    Part("cpu-prefill-base", "bench/prefill.py --config base --backend numpy --prompt 512 --workers 1 --threads 1 "
+         "--peer torch", 150),
     Part("cpu-speculation-sft", "bench/decode.py --backend numpy --checkpoint {finetuned}", 240, "finetuned"),
     Part("cpu-speculation-pretrain", "bench/decode.py --backend numpy --prompts 20 --rounds 6 "
          "--checkpoint {pretrained}", 60, "pretrained"),

@@ -128,7 +128,7 @@ def test_the_parts_are_those_of_the_results() -> None:
         # other settings of the parts' commands
         "gpu-attention-shapes", "gpu-captured", "gpu-decode-batch-flags", "gpu-decode-row",
         "gpu-decode-weights", "gpu-fp8", "gpu-gemm-sustained", "gpu-prefill-base-alone", "gpu-step-by-kernel",
-        "gpu-train-moe-beside-dense",
+        "gpu-train-moe-beside-dense", "cpu-prefill-base-avx2",
     }  # fmt: skip
     assert committed - set(names) <= trained
 
