@@ -22,7 +22,7 @@ SAFE_SCORE = 60.0
 """Prefill skips the softmax's shift where no score can exceed this: exp cannot overflow."""
 SMALL_ROWS = 4
 """Rows of a product of `step`, where OpenBLAS has a kernel for small products; elsewhere one row. See `pack`."""
-SMALL_KERNELS = {"SkylakeX", "Cooperlake", "SapphireRapids"}
+SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 """OpenBLAS's kernels, by name, with one for small products: those for AVX-512."""
 TILE = 16
 """Keys and values are taken in multiples of this: BLAS's inner loop, without a remainder."""
