@@ -41,7 +41,7 @@ def pack(weight: np.ndarray) -> np.ndarray:
     Every product of `step` has the same number of rows, so that a row has the same bits alone and among others. With
     AVX-512 that is SMALL_ROWS: for blocks of this size OpenBLAS has a kernel that is as fast as a matrix times a
     vector, since both wait for the weights, so four tokens cost as much as one. Without it a product of few rows packs
-    the weights first, and takes up to three times as long as a matrix times a vector for each row.
+    the weights first, and takes twice as long as a matrix times a vector.
     """
     *lead, rows, columns = weight.shape
     limit = int(SMALL_PRODUCT / (SMALL_ROWS * columns))
