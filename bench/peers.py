@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
+from tinyforge.backends.numpy_backend import KERNELS
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import UserError
 
 OURS, EAGER, COMPILED, GRAPH = "tinyforge", "torch eager", "torch compiled", "torch compiled, CUDA graph"
 MODES = {EAGER: None, COMPILED: "default", GRAPH: "reduce-overhead"}  # of torch.compile
 LOGITS_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp8": 5e-2}
-KERNELS = "OPENBLAS_CORETYPE"
 GRAPHS_NEED_A_GPU = "does not apply: it replays CUDA graphs, and this runs on a CPU"
 Parity = dict[str, Any] | None
 LeftOut = dict[str, str]

@@ -50,6 +50,16 @@ def test_it_is_well_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "training on the CPU: works" in capsys.readouterr().out
 
 
+def test_kernels_that_openblas_did_not_choose_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "blas_kernels", lambda: "Haswell")
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    assert "Haswell, set by OPENBLAS_CORETYPE  ->  unset OPENBLAS_CORETYPE" in trouble(doctor.kernels())[0]
+    monkeypatch.delenv("OPENBLAS_CORETYPE")
+    assert trouble(doctor.kernels()) == [] and doctor.kernels()[0].found == "Haswell, chosen by OpenBLAS"
+    monkeypatch.setattr(doctor, "blas_kernels", lambda: "")
+    assert doctor.kernels() == []
+
+
 def test_a_missing_package_fails_with_the_command_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends.compile import INSTALL
+from tinyforge.backends.numpy_backend import KERNELS, blas_kernels
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, run_command
 
@@ -55,6 +57,7 @@ def cpu() -> list[Finding]:
     findings = [
         Finding("Python", platform.python_version(), python, "" if python else f"install Python {wanted} or newer"),
         Finding("NumPy", f"{np.__version__}, BLAS {blas.get('name', 'unknown')} {blas.get('version', '')}".rstrip()),
+        *kernels(),
         Finding("cores", f"{cores()}, the default of --workers"),
     ]
     for package in PACKAGES:
@@ -65,6 +68,17 @@ def cpu() -> list[Finding]:
     findings.append(Finding("DuckDB", duckdb or "not installed; only the commands in data/ need it",
                             True if duckdb else None, "" if duckdb else "pip install duckdb"))  # fmt: skip
     return findings
+
+
+def kernels() -> list[Finding]:
+    """Which CPU OpenBLAS's kernels are for; nothing for another BLAS."""
+    found = blas_kernels()
+    if not found:
+        return []
+    if KERNELS not in os.environ:
+        return [Finding("BLAS kernels", f"{found}, chosen by OpenBLAS")]
+    return [Finding("BLAS kernels", f"{found}, set by {KERNELS}", None,
+                    f"unset {KERNELS}: those that OpenBLAS chooses by the CPU can be twice as fast")]  # fmt: skip
 
 
 def gpu() -> list[Finding]:

@@ -12,7 +12,6 @@ from bench.peers import (
     COMPILED,
     EAGER,
     GRAPH,
-    KERNELS,
     OURS,
     check_parity,
     environment,
@@ -21,6 +20,7 @@ from bench.peers import (
     soft,
 )
 from tinyforge.backends import get_backend
+from tinyforge.backends.numpy_backend import KERNELS
 
 
 def failing() -> Any:

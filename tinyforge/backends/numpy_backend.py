@@ -24,6 +24,8 @@ from tinyforge.backends import Backend
 from tinyforge.backends.workers import cores, shared_zeros
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+KERNELS = "OPENBLAS_CORETYPE"
+"""The environment variable that overrides OpenBLAS's choice of kernels."""
 
 
 def _openblas(name: str) -> Any:
