@@ -90,6 +90,10 @@ TYPED = (
 """Stories that were typed by hand, a question about each, and the word that an answer has."""
 
 
+def words_of(text: str) -> set[str]:
+    return set(re.findall(r"[a-z]+", text.lower()))
+
+
 @dataclass(frozen=True)
 class Request:
     text: str
@@ -98,7 +102,7 @@ class Request:
     @property
     def subjects(self) -> set[str]:
         """The kinds of hero that it asks for."""
-        return set(KINDS) & set(re.findall(r"[a-z]+", self.text))
+        return set(KINDS) & words_of(self.text)
 
 
 def requests(count: int) -> list[Request]:
@@ -268,7 +272,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
         "words_a_story": median(len(story.text.split()) for story in told),
         "named": len(named), "name_kept": float(np.mean([keeps_name(s.text, s.request.name) for s in named])),
         "with_subject": len(asked),
-        "subject_kept": float(np.mean([any(word in s.text.lower() for word in s.request.subjects) for s in asked])),
+        "subject_kept": float(np.mean([not s.request.subjects.isdisjoint(words_of(s.text)) for s in asked])),
         "says_who_it_is": says_who_it_is(loaded, sampling),
         "answers_on_its_line": answers(loaded, " ", sampling), "answers_below": answers(loaded, "\n\n", sampling),
         "eight_grams_known": shares[0], "eight_grams_known_of_held_out_stories": shares[1],
