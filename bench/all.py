@@ -239,7 +239,7 @@ def measure(parts: Sequence[Part], args: argparse.Namespace, inputs: dict[str, s
     try:
         run_parts(parts, args, inputs, predicted, state, rows, out, before)
     finally:  # Ctrl-C too
-        print("\n" + "\n".join(changes_table(rows)))
+        print("\n" + ("\n".join(changes_table(rows)) if rows else "no figure was measured: nothing to compare"))
     return sum(found["status"] in ("failed", "stopped") for found in state["parts"].values())
 
 

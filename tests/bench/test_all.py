@@ -53,6 +53,14 @@ def test_each_part_has_its_file_and_a_failure_stops_nothing(
     assert "tinyforge, median_ms" in (table := capsys.readouterr().out) and "-25.0%" in table
 
 
+def test_without_a_measurement_there_is_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, monkeypatch, parts(tmp_path, bad="raise SystemExit('no such device')"))
+    said = capsys.readouterr().out
+    assert said.endswith("\nno figure was measured: nothing to compare\n") and "committed" not in said
+
+
 def test_a_part_ends_at_its_limit_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     marker = tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(marker)!r}, 'w')"
