@@ -15,7 +15,7 @@ questions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,7 +97,8 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
     loaded, backend, settings, plan = build(settings, base, ranks, each=2)
     model, objective, rows, accum = loaded.model, objective_of(settings), settings.batch_size, settings.grad_accum
     if objective.referenced:
-        add_reference(settings, base, backend, loaded, resume, data, *held.values())
+        held_out = {f"held-out pairs, {name}": part for name, part in held.items()}
+        add_reference(settings, base, backend, loaded, resume, {"training pairs": data, **held_out})
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         return {f"val_{name}": value for name, value in measure(sharded, objective, held, rows).items()}
@@ -132,15 +133,16 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
 
 
 def add_reference(
-    settings: DpoSettings, base: Opened, backend: Backend, loaded: Loaded, resume: bool, *parts: Pairs
+    settings: DpoSettings, base: Opened, backend: Backend, loaded: Loaded, resume: bool, parts: Mapping[str, Pairs]
 ) -> None:
-    """The reference's log-probabilities of all pairs, from the cache or by one pass over them."""
+    """The reference's log-probabilities of all pairs, from the cache or by one pass over them. parts: by what they
+    are called."""
     weights = base.fingerprint()
     # Before its first step the policy equals the reference, also with adapters, which add nothing yet.
     reference = Sharded(base.build(backend).model if resume else loaded.model, backend)
-    for pairs in parts:
+    for name, pairs in parts.items():
         key = fingerprint(np.frombuffer(f"{weights} {pairs.fingerprint()} {settings.precision}".encode(), np.uint8))
-        with timed("the reference's log-probabilities"):
+        with timed(f"the reference's log-probabilities of the {name}"):
             pairs.reference = reference.led(partial(
                 cached_reference, Path(settings.cache), key, len(pairs.pairs),
                 partial(pairs.reference_logps, reference.token_nll, settings.batch_size),

@@ -128,6 +128,16 @@ def test_the_reference_is_read_where_it_is_and_made_again_where_it_is_damaged(
     assert all(Path(out, "step-00000007/model.safetensors").read_bytes() == wanted for out in ("read", "mended"))
 
 
+def test_times_of_the_reference_name_its_pairs(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINYFORGE_TIMES", "1")
+    dpo.main("--base tuned --data pairs.json --steps 1 --batch-size 4 --workers 1 --out timed --cache fresh".split())
+    said = capsys.readouterr().out
+    for pairs in ("training pairs", "held-out pairs, pairs"):
+        assert said.count(f"the reference's log-probabilities of the {pairs}: ") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["ipo", "simpo", "orpo"])
 def test_other_objectives(folder: Path, objective: str) -> None:
@@ -191,6 +201,7 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --base tuned --data number.json", "record 1 (counted from 0), line 1: 'input' is 3, wanted a string"),
         ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),
         ("dpo --base tuned --label-smoothing 0.5", "--label-smoothing is 0.5, wants a share from 0 to below 0.5"),
+        ("dpo --base tuned --gamma 1", "--gamma is given, and --objective is dpo; add --objective simpo, or leave"),
         ("dpo --base tuned --beta 0", "--beta is 0.0, wants a number above 0"),
         ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has none"),
         ("dpo --resume --out sft", "--resume: nothing to resume in sft"),

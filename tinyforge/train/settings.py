@@ -398,6 +398,12 @@ class DpoSettings(AlignSettings):
     cache: str = setting("runs/reference", "directory for the reference's log-probabilities", metavar="DIR",
                          changes=NOTHING, card=NEVER)  # fmt: skip
 
+    def check(self) -> None:
+        super().check()
+        if self.objective != "simpo" and self.gamma != type(self).gamma:
+            raise UserError(f"--gamma is given, and --objective is {self.objective}; add --objective simpo, or leave "
+                            "this out")  # fmt: skip
+
 
 @dataclass(frozen=True)
 class GrpoSettings(AlignSettings):
