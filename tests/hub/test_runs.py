@@ -96,7 +96,9 @@ def test_what_is_asked_for_comes_before_runs_and_these_before_the_bundled_model(
     assert load(trained_model(None), CPU).template == "alpaca"
     run = save_run(Path("runs") / "mine", "pretrain")
     assert trained_model(None) == trained_model(None, for_chat=True) == run
-    assert trained_model("elsewhere") == Path("elsewhere")
+    assert trained_model("else/where") == Path("else/where") and trained_model("no.gguf") == Path("no.gguf")
+    with pytest.raises(UserError, match=r"no checkpoint in smal; train one .* of the repository: small, storyteller$"):
+        trained_model("smal")
 
 
 # --- what it holds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -151,10 +152,16 @@ def add_weights_flag(p: argparse.ArgumentParser) -> None:
 
 def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
     """The path of the model to use: the one asked for, a path or the name of a model of the repository; else the newest
-    run (fine-tuned before pretrained); else the default model of the repository."""
+    run (fine-tuned before pretrained); else the default model of the repository. UserError if there is none."""
     if asked:
         given = {path.name: path for spec in models().values() for path in (spec.bundled, spec.storyteller) if path}
-        return given[asked] if asked in given and not Path(asked).exists() else Path(asked)
+        path, missing = Path(asked), not os.path.exists(asked)  # also for an invalid name
+        if missing and asked in given:
+            return given[asked]
+        if missing and given and asked == path.stem:  # not a path, nor another program's file
+            raise UserError(f"no checkpoint in {asked}; train one first, e.g. python recipes/pretrain.py --out "
+                            f"{asked}, or name a model of the repository: {', '.join(given)}")  # fmt: skip
+        return path
     spec = find_model(default_model())
     found = newest_run(("tuned", "pretrain")) or (for_chat and spec.storyteller) or spec.bundled
     if found is None:
