@@ -25,12 +25,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tinyforge import ops
 from tinyforge.backends.phantom import PhantomBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
 from tinyforge.memory import OUTSIDE, gib
-from tinyforge.op import Recompute
+from tinyforge.op import Op, Recompute
 from tinyforge.parallel.buckets import Buckets
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.report import count_of
@@ -44,6 +45,11 @@ OPTIMIZER = 34  # bytes of memory traffic per parameter: 30 in AdamW, 4 in the n
 BACKWARD = 2 / 3  # backward's share of the time of a step's passes
 TOLL = 0.1  # how much an all-reduce within a host slows the work that it overlaps; fitted to one step
 MICRO = 8  # micro-batches per stage of a pipeline
+# The ops of the steps that the model was compared with: large products, attention, and passes over memory.
+COUNTED: tuple[type[Op], ...] = (
+    ops.AddLayerNorm, ops.AddRMSNorm, ops.Attention, ops.Dropout, ops.Embedding, ops.GELULinear, ops.LayerNorm,
+    ops.LearnedPositions, ops.Linear, ops.LinearCrossEntropy, ops.LinearSwiGLU, ops.RMSNorm, ops.RoPE, ops.SwiGLULinear,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,12 @@ class Cost:
     def seconds(self) -> float:
         return (self.products + self.attention + self.passes + self.optimizer + self.again + self.exposed + self.tensor
                 + self.bubble)  # fmt: skip
+
+
+def not_counted(spec: ModelSpec, config: ModelConfig) -> list[str]:
+    """The names of a model's ops that have no forecast, such as a mixture's or a scan's."""
+    model = spec.build(config, PhantomBackend("bf16"))
+    return sorted({type(op).__name__ for op in model.ops() if not isinstance(op, COUNTED)})
 
 
 # --- one GPU ----------------------------------------------------------------------------------------------------------
@@ -257,7 +269,7 @@ def _memory(job: Job, copies: int) -> float:
 def read_machine(results: Path = RESULTS) -> Machine:
     """The GPU that was measured in the files of `results`. Raises UserError if one is missing."""
     step = _read(results / CALIBRATION)
-    ops = _read(results / "gpu-ops.json")
+    rates = _read(results / "gpu-ops.json")
     attention = tuple(sorted(
         (row["shape"]["tokens"], _attention_rate(row)) for row in _read(results / "gpu-attention.json")["results"]
     ))  # fmt: skip
@@ -269,7 +281,7 @@ def read_machine(results: Path = RESULTS) -> Machine:
     windows, few = (way["bytes"] / way["ms"] * 1e3 for way in ways)
     in_windows, without = (way["under_backward_ms"] / way["ms"] for way in ways)
     memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
-    machine = Machine(step["matmul_peak_gflop_per_second"] * 1e9, ops["copy_gb_per_second"] * 1e9, memory, attention,
+    machine = Machine(step["matmul_peak_gflop_per_second"] * 1e9, rates["copy_gb_per_second"] * 1e9, memory, attention,
                       1.0, link, hop, windows, few, (in_windows, without))  # fmt: skip
     # The rest of the one measured step counts as products; it includes the gaps between kernels.
     found = one_gpu(job_of(step), machine)
@@ -321,7 +333,7 @@ def compared(machine: Machine, results: Path = RESULTS) -> Iterator[Row]:
             yield from _several(path.name, found, machine)
         elif path.name.startswith("gpu-train-") and "matmul_peak_gflop_per_second" in found:
             job = job_of(found)
-            if not job.config.term_weights:  # experts: their kernels are not in the model
+            if not not_counted(job.spec, job.config):
                 ours = found["results"]["tinyforge"]["median_ms"] / 1e3
                 what = f"{job.model}, {job.rows} x {job.seq_len}"
                 yield Row(path.name, what, 1, ours, one_gpu(job, machine).seconds)
@@ -440,8 +452,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     spec = find_model(args.model)
     if spec.learns != "text":
-        able = ", ".join(s.name for s in models().values() if s.learns == "text")
-        raise UserError(f"--model {args.model}: the cost model knows rows of tokens; use one of {able}")
+        raise UserError(f"--model {args.model}: the cost model knows rows of tokens; use one of {_able()}")
     name = args.config or max(spec.presets, key=lambda preset: _work(spec.name, spec.presets[preset], 1)[0])
     if name not in spec.presets:
         raise UserError(f"--config {name!r}: {spec.name} has {', '.join(spec.presets)}")
@@ -453,6 +464,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--batch-tokens is {args.batch_tokens}, wanted a row of {seq_len} tokens or more")
     job = Job(spec.name, config, args.rows, seq_len, args.recompute, not args.no_zero)
     spec.check_recompute(job.recompute)
+    if missing := not_counted(spec, config):
+        raise UserError(f"--model {spec.name}: the cost model does not count {', '.join(missing)}; use one of "
+                        f"{_able()}")  # fmt: skip
     parameters = _work(spec.name, config, seq_len)[0]
     size = f"{args.batch_tokens:,} tokens a step" if args.batch_tokens else f"{args.rows} x {seq_len} tokens a GPU"
     again = f", recomputing {job.recompute}" if job.recompute else ""
@@ -463,6 +477,12 @@ def main(argv: Sequence[str] | None = None) -> int:
           "GB/s a GPU between hosts; t splits layers, p the stack of them")  # fmt: skip
     print(table(job, args.gpus, machine, args.batch_tokens))
     return 0
+
+
+def _able() -> str:
+    """The names of the models that have a forecast."""
+    text = (spec for spec in models().values() if spec.learns == "text")
+    return ", ".join(spec.name for spec in text if not not_counted(spec, next(iter(spec.presets.values()))))
 
 
 if __name__ == "__main__":
