@@ -329,6 +329,16 @@ def test_what_cannot_be_is_one_line(run: Run, tmp_path: Path) -> None:
 
 @needs_mpi
 @pytest.mark.slow
+def test_ranks_of_mpi_without_a_gpu_refuse_gpus(run: Run, tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        done = run("mpi", ranks, "--gpus 2")
+        assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+        assert "error: --gpus is 2, and the backend is numpy; leave it out, and on a CPU use" in done.stderr
+        assert not (tmp_path / "run").exists()
+
+
+@needs_mpi
+@pytest.mark.slow
 def test_ranks_that_are_not_alike_are_refused(inputs: Path, tmp_path: Path) -> None:
     """Rank 0 says so in one line, no rank is left, and nothing is written."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []

@@ -634,6 +634,7 @@ def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
     if shards and (shards % ranks.size or ranks.size & (ranks.size - 1)):
         raise UserError(f"--shards-per-step is {shards}, the run has {ranks.size} ranks; their number must divide it")
     device, workers = settings.device, settings.workers
+    _check_gpus(settings)  # ranks that mpirun has started were not asked yet
     if ranks.local_rank is not None:
         if device is not None:
             raise UserError("--device chooses one GPU, and each rank takes its own; drop --device")
@@ -665,6 +666,14 @@ def _gpu_of(ranks: Ranks) -> int:
     return number
 
 
+def _check_gpus(settings: Settings) -> None:
+    """Raise UserError if --gpus is given and the run computes on the CPU."""
+    if settings.gpus and (settings.backend == "numpy" or not gpu_count()):
+        cause = "the backend is numpy" if settings.backend == "numpy" else "no GPU is found"
+        raise UserError(f"--gpus is {settings.gpus}, and {cause}; leave it out, and on a CPU use --workers, or mpirun "
+                        "-n 2 before the command")  # fmt: skip
+
+
 def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> int | None:
     """With --gpus, unless this process is a rank already: run the recipe as that many ranks; returns its exit status.
 
@@ -672,11 +681,8 @@ def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> 
     """
     if settings.gpus is None or started_as_rank():
         return None
-    if settings.backend == "numpy" or (count := gpu_count()) == 0:
-        raise UserError(f"--gpus is {settings.gpus}, and "
-                        f"{'the backend is numpy' if settings.backend == 'numpy' else 'no GPU is found'}; on a CPU use "
-                        "--workers, or mpirun -n 2 before the command")  # fmt: skip
-    if settings.gpus > count:
+    _check_gpus(settings)
+    if settings.gpus > (count := gpu_count()):
         raise UserError(f"--gpus is {settings.gpus}, this machine has {count}; use at most that")
     command = [sys.executable, *sys.orig_argv[1:]] if argv is None else [sys.executable, recipe, *argv]
 
