@@ -54,6 +54,7 @@ from tinyforge.infer.evaluate import measure_cloze, measure_replies, measure_spe
 from tinyforge.infer.figures import scores_of, table_of, table_of_tasks
 from tinyforge.infer.likelihood import Scorer, tokens_that_fit
 from tinyforge.infer.tasks import run_task, texts_of
+from tinyforge.parallel.launch import refuse_ranks
 from tinyforge.report import add_json_flag, check_before, publish, write_json
 from tinyforge.terminal import one_line
 from tinyforge.text.shards import separator_of
@@ -380,6 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given := next((flag for flag in flags if wrong and getattr(args, flag)), None):
             raise UserError(f"--{given.replace('_', '-')} {fix}, or leave it out")
     check_before(args.json)
+    refuse_ranks()
     if args.tasks is not None:
         names = check_tasks(args.tasks)
         with redirect_stdout(sys.stderr):

@@ -37,6 +37,7 @@ from tinyforge.hub import Loaded, load, trained_model
 from tinyforge.hub.tuning import prompt_ids
 from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, text_replies
+from tinyforge.parallel.launch import refuse_ranks
 from tinyforge.report import count_of
 
 GRAM = 8  # words of a run
@@ -116,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants 1 or more")
     if args.stories < 0 or args.stories == 1:
         raise UserError(f"--stories is {args.stories}, wants 2 or more: the best and the worst of so many make a pair")
+    refuse_ranks()
     loaded = load(trained_model(args.base), get_backend(args.backend, args.precision), frozen=True)
     training = read_split(args.data, args.encoding)[0]
     asked = [record for record in training if asks_for_a_story(record)] if args.stories else training

@@ -339,6 +339,21 @@ def test_ranks_of_mpi_without_a_gpu_refuse_gpus(run: Run, tmp_path: Path) -> Non
 
 @needs_mpi
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["grpo", "evaluate --json found.json", "own_pairs --base small --data x --out y"])
+def test_a_recipe_that_runs_as_one_refuses_ranks(recipe: str, tmp_path: Path) -> None:
+    """Else both would write the same file."""
+    name, *flags = recipe.split()
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    words = [str(MPIRUN), *root, "--oversubscribe", "-n", "2", sys.executable, str(ROOT / f"recipes/{name}.py"), *flags]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+    assert "error: the run has 2 ranks, and this recipe runs as one; drop mpirun or srun" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@needs_mpi
+@pytest.mark.slow
 def test_ranks_that_are_not_alike_are_refused(inputs: Path, tmp_path: Path) -> None:
     """Rank 0 says so in one line, no rank is left, and nothing is written."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []

@@ -55,6 +55,11 @@ class Ranks:
     def name(self, rank: int) -> str:
         return self.star.names[rank] if self.star else "this process"
 
+    def must_be_one(self) -> None:
+        """Raise UserError if there are others."""
+        if self.size > 1:
+            raise UserError(f"the run has {self.size} ranks, and this recipe runs as one; drop mpirun or srun")
+
     def group(self, backend: Backend) -> Group:
         """The group that computes on this backend. All ranks call it, once."""
         if not (self.star and self.watch):
@@ -172,6 +177,13 @@ def joined() -> Iterator[Ranks]:
         ranks._group.forget()
     ranks.watch.close()
     ranks.star.stop(0)
+
+
+def refuse_ranks() -> None:
+    """For a command without ranks: raise UserError if this process is one of several, each of which would do all of
+    its work. Rank 0 prints it."""
+    with joined() as ranks:
+        ranks.must_be_one()
 
 
 def _find() -> Ranks:

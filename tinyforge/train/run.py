@@ -147,8 +147,8 @@ def running(settings: Settings, resume: bool) -> Iterator[Ranks]:
     """Connect to the run's other ranks, if there are any; rank 0 locks --out. A recipe does all its work inside: if any
     rank fails, rank 0 prints why and all end."""
     with joined() as ranks:
-        if ranks.size > 1 and not settings.several_ranks:
-            raise UserError(f"the run has {ranks.size} ranks, and this recipe runs as one; drop mpirun or srun")
+        if not settings.several_ranks:
+            ranks.must_be_one()
         if settings.batch_size % ranks.size:
             raise UserError(f"--batch-size is {settings.batch_size}, the run has {ranks.size} ranks; use a multiple")
         with claimed(settings, resume) if ranks.rank == 0 else nullcontext():
