@@ -13,6 +13,7 @@ import json
 import lzma
 import os
 import re
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -50,6 +51,18 @@ def written_whole(path: Path) -> Iterator[Path]:
     try:
         with tinyforge.files.written_whole(path) as beside:
             yield beside
+    except OSError as error:
+        raise write_fault(path, error) from None
+
+
+def check_writable(path: Path) -> None:
+    """Raise UserError now if `written_whole` would after minutes of work: for a missing folder, or one that is not
+    writable, or a path that is no file's."""
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EEXIST, "a folder or a device is there")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
     except OSError as error:
         raise write_fault(path, error) from None
 

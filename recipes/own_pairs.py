@@ -28,7 +28,7 @@ import numpy as np
 
 from data.alpaca import Record, evenly, read_split
 from data.dedup import gram_shares, grams_of
-from data.files import write_json
+from data.files import check_writable, write_json
 from data.preferences import Pair
 from data.stories import asks_for_a_story, misses
 from tinyforge.backends import get_backend
@@ -118,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.stories < 0 or args.stories == 1:
         raise UserError(f"--stories is {args.stories}, wants 2 or more: the best and the worst of so many make a pair")
     refuse_ranks()
+    check_writable(args.out)
     loaded = load(trained_model(args.base), get_backend(args.backend, args.precision), frozen=True)
     training = read_split(args.data, args.encoding)[0]
     asked = [record for record in training if asks_for_a_story(record)] if args.stories else training

@@ -320,6 +320,19 @@ def test_wrong_flags_of_own_pairs(folder: Path, flags: str, message: str) -> Non
         own_pairs.main(f"--base tuned --data sums.json --out own.json --backend numpy {flags}".split())
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [("absent/own.json", "absent/own.json: cannot be written (No such file or directory); check --out"),
+     ("tuned", "tuned: cannot be written (a folder or a device is there); check --out"),
+     ("sums.json/own.json", "sums.json/own.json: cannot be written (")],
+)  # fmt: skip
+def test_own_pairs_sees_at_once_that_it_cannot_write(folder: Path, out: str, message: str) -> None:
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(UserError, match="^" + re.escape(message)):  # before it looks at --data and samples
+        own_pairs.main(["--base", "tuned", "--data", "absent.json", "--out", out])
+    assert sorted(Path().rglob("*")) == before
+
+
 def test_other_fields_of_a_pair_are_not_looked_at(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps(PAIR | {"output": 5, "note": "x"}) for _ in range(3)), encoding="utf-8")
