@@ -41,6 +41,10 @@ TINY = Config(dim=32, heads=4, kv_heads=2, layers=2, context=16, vocab=128, mtp_
               mtp_weights=(1, 0.5))  # fmt: skip
 
 
+def resume() -> str:
+    return "resume"
+
+
 def on_ranks(
     size: int, folder: Path, work: Callable[[NCCLGroup], Any], patience: float = 30.0, kind: Any = FakeEngine
 ) -> list[Any]:
@@ -53,8 +57,8 @@ def on_ranks(
     def live(rank: int) -> None:
         lines = [ours for ours, _ in pipes] if rank == 0 else [pipes[rank - 1][1]]
         engine = kind(size, rank, str(folder).encode(), patience)
-        group = NCCLGroup(rank, size, engine, Star(rank, lines, names, "resume", patience),
-                          Watch(rank, [], names, "resume", patience))  # fmt: skip
+        group = NCCLGroup(rank, size, engine, Star(rank, lines, names, resume, patience),
+                          Watch(rank, [], names, resume, patience))  # fmt: skip
         try:
             found[rank] = work(group)
         except BaseException as error:
@@ -370,7 +374,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "
     found: list[Any] = [None, None]
 
     def live(rank: int) -> None:
-        star, watch = Star(rank, [pipes[rank]], names, "resume", 20.0), Watch(rank, [], names, "resume", 20.0)
+        star, watch = Star(rank, [pipes[rank]], names, resume, 20.0), Watch(rank, [], names, resume, 20.0)
         ranks = launch.Ranks(rank, 2, rank, "variables", star, watch)
         found[rank] = ranks.group(SimpleNamespace(name="cupy"))._engine  # type: ignore[arg-type, attr-defined]
 
@@ -435,7 +439,7 @@ def watched(capsys: pytest.CaptureFixture[str], act: Callable[[Watch, Any], None
     ours, theirs = Pipe()
     left: list[int] = []
     names = ["rank 0 on here", "rank 1 on there"]
-    mine = Watch(0, [ours], names, "resume", patience, leave=left.append, **options)
+    mine = Watch(0, [ours], names, resume, patience, leave=left.append, **options)
     mine.start()
     act(mine, theirs)
     mine._thread.join(8)

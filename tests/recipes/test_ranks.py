@@ -297,9 +297,25 @@ def test_a_rank_that_fails_ends_all_with_its_name(
     assert said.format(host=socket.gethostname()) in done.stderr
     if how == "gpus":
         assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
+        lost = fault.endswith(("kill", "hang"))
+        assert ("; the last checkpoint is good: continue with --resume" in done.stderr) == lost
     assert checkpoint.load(tmp_path / "run").meta["step"] == 4
     ended_well(run(how, 2, "--resume"))
     assert len(losses(tmp_path / "run")) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("1:2:kill", "rank 1 on {host} died (the kernel kills one when memory runs out)"),
+     ("0:2:kill", "rank 0 on {host} was killed by SIGKILL")],
+)  # fmt: skip
+def test_a_rank_that_is_lost_before_the_first_checkpoint(run: Run, tmp_path: Path, fault: str, said: str) -> None:
+    done = run("gpus", 2, FAULT=fault)
+    said = said.format(host=socket.gethostname())
+    assert f"error: {said}; no checkpoint had been saved yet: start again\n" in done.stderr
+    assert done.returncode == 3 and "--resume" not in done.stderr
+    ended_well(run("gpus", 2))
 
 
 @pytest.mark.slow

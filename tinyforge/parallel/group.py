@@ -210,7 +210,8 @@ class SharedMemory(Finished):
         """pipes: on rank 0 one to each other rank, in order; else one to rank 0. slots: (size + 1, SLOT) bytes."""
         self.rank, self.size = rank, len(slots) - 1
         self._slots = slots
-        self._star = Star(rank, pipes, ["the run's process", *["a worker process"] * (self.size - 1)], ADVICE)
+        names = ["the run's process", *["a worker process"] * (self.size - 1)]
+        self._star = Star(rank, pipes, names, lambda: ADVICE)
         self.close: Callable[[], Any] = partial(_close, pipes)
         self._star.on_loss = lambda: self.close()
 

@@ -35,6 +35,7 @@ from tinyforge.parallel.watch import Watch
 from tinyforge.terminal import one_line
 
 ADVICE = "the last checkpoint is good: continue with --resume, on as many ranks as are left"
+AGAIN = "no checkpoint had been saved yet: start again"
 OURS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TINYFORGE_KEY")
 MPIS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 GRACE = 10.0  # seconds that ranks have to exit by themselves
@@ -42,7 +43,8 @@ GRACE = 10.0  # seconds that ranks have to exit by themselves
 
 @dataclass
 class Ranks:
-    """This process among the ranks of a run. local_rank: its number on its host. by: what started the ranks."""
+    """This process among the ranks of a run. local_rank: its number on its host. by: what started the ranks. saved():
+    whether the run has a checkpoint to go on from."""
 
     rank: int = 0
     size: int = 1
@@ -50,10 +52,15 @@ class Ranks:
     by: str = ""
     star: Star | None = None
     watch: Watch | None = None
+    saved: Callable[[], bool] = lambda: True
     _group: Group = field(default_factory=Alone)
 
     def name(self, rank: int) -> str:
         return self.star.names[rank] if self.star else "this process"
+
+    def advice(self) -> str:
+        """The end of a message about a rank that was lost."""
+        return ADVICE if self.saved() else AGAIN
 
     def must_be_one(self) -> None:
         """Raise UserError if there are others."""
@@ -232,8 +239,10 @@ def _connected(rank: int, size: int, local: int, by: str, address: tuple[str, in
         line, watching, hosts = lines_to_rank_0(rank, address, key)
         lines, watched = [line], [watching]
     names = [f"rank {number} on {host}" for number, host in enumerate(hosts)]
-    watch = Watch(rank, watched, names, ADVICE, PREPARING)
-    return Ranks(rank, size, local, by, Star(rank, lines, names, ADVICE), watch)
+    ranks = Ranks(rank, size, local, by)
+    ranks.star = Star(rank, lines, names, ranks.advice)
+    ranks.watch = Watch(rank, watched, names, ranks.advice, PREPARING)
+    return ranks
 
 
 def _tell(ranks: Ranks, error: BaseException) -> None:
@@ -301,17 +310,18 @@ def _die_with_parent() -> None:
 
 
 def start(
-    command: Sequence[str], gpus: int, elastic: Callable[[int], tuple[int, Sequence[str]]] | None = None
-) -> int:
+    command: Sequence[str], gpus: int, elastic: Callable[[int], tuple[int, Sequence[str]]] | None = None,
+    saved: Callable[[], bool] = lambda: True,
+) -> int:  # fmt: skip
     """Run `command` as `gpus` ranks of this machine, one for each GPU; returns the exit status of rank 0.
 
     elastic: for --elastic; called with the number of GPUs that are left after a rank was lost, it returns how many
-    ranks to go on with (0: none) and what to add to the command.
+    ranks to go on with (0: none) and what to add to the command. saved: see `Ranks`.
     """
     devices = list(range(gpus))
     more: Sequence[str] = ()
     while True:
-        status, lost = _run([*command, *more], devices)
+        status, lost = _run([*command, *more], devices, saved)
         if status != Lost.status or elastic is None:
             return status
         left = [device for device in devices if device not in lost] if lost else devices[:-1]
@@ -322,7 +332,7 @@ def start(
         print(f"going on with {count} rank{'s' * (count > 1)}, on GPU {', '.join(map(str, devices))}", file=sys.stderr)
 
 
-def _run(command: Sequence[str], devices: Sequence[int]) -> tuple[int, list[int]]:
+def _run(command: Sequence[str], devices: Sequence[int], saved: Callable[[], bool]) -> tuple[int, list[int]]:
     """Run the ranks once; returns the status of rank 0, and the devices of ranks that died or hung."""
     size = len(devices)
     variables = {
@@ -362,6 +372,7 @@ def _run(command: Sequence[str], devices: Sequence[int]) -> tuple[int, list[int]
     if status < 0:
         if 0 not in hung:
             name = signal.Signals(-status).name
-            print(f"\nerror: rank 0 on {socket.gethostname()} was killed by {name}; {ADVICE}", file=sys.stderr)
+            advice = ADVICE if saved() else AGAIN
+            print(f"\nerror: rank 0 on {socket.gethostname()} was killed by {name}; {advice}", file=sys.stderr)
         status = Lost.status
     return status, [devices[rank] for rank in dict.fromkeys([*died, *(hung if status else ())])]

@@ -93,7 +93,7 @@ class MPIGroup(Finished):
         """All ranks have agreed on the call: one that is late has died or hangs in MPI."""
         if not _waited(request.Test, self._star.patience):
             raise Lost(f"{what} among {self.size} ranks took over {self._star.patience:.0f} s: a rank or the network "
-                       f"between {', '.join(self._star.names)} hangs; {self._star.advice}")  # fmt: skip
+                       f"between {', '.join(self._star.names)} hangs; {self._star.advice()}")  # fmt: skip
 
 
 def _bytes(flat: Array) -> np.ndarray:

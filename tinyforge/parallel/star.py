@@ -32,13 +32,14 @@ class Stopped(SystemExit):
 class Star:
     """The lines of one rank: on rank 0 one to each other rank, in order, else one to rank 0.
 
-    names: of the ranks, for messages. advice: the end of a message about a rank that died. patience: seconds that a
+    names: of the ranks, for messages. advice(): the end of a message about a rank that died. patience: seconds that a
     rank may keep the others waiting; `Run` sets it when the steps begin.
     """
 
     def __init__(
-        self, rank: int, lines: Sequence[Connection], names: Sequence[str], advice: str, patience: float = PREPARING
-    ) -> None:
+        self, rank: int, lines: Sequence[Connection], names: Sequence[str], advice: Callable[[], str],
+        patience: float = PREPARING,
+    ) -> None:  # fmt: skip
         self.rank, self.lines, self.names, self.advice, self.patience = rank, lines, names, advice, patience
         self.on_loss: Callable[[], Any] = lambda: None
 
@@ -68,7 +69,7 @@ class Star:
         try:
             line.send(message)
             if not line.poll(self.patience):
-                raise Lost(f"{self.names[0]} has not answered for {self.patience:.0f} s: it hangs; {self.advice}")
+                raise Lost(f"{self.names[0]} has not answered for {self.patience:.0f} s: it hangs; {self.advice()}")
             answer = line.recv()
         except (EOFError, OSError):  # rank 0 has died: there is nobody to report to
             raise Stopped(2) from None
@@ -86,7 +87,7 @@ class Star:
                 if not ready:
                     late = " and ".join(self.names[n + 1] for n in waiting)
                     raise Lost(f"{late} has not answered for {self.patience:.0f} s: it hangs, or a step takes longer "
-                               f"than --timeout; {self.advice}")  # fmt: skip
+                               f"than --timeout; {self.advice()}")  # fmt: skip
                 for n in waiting:
                     if self.lines[n] in ready:
                         calls[n] = self._call_of(n)
@@ -100,7 +101,7 @@ class Star:
             call = self.lines[number].recv()
         except (EOFError, OSError) as error:
             raise Lost(
-                f"{self.names[number + 1]} died (the kernel kills one when memory runs out); {self.advice}"
+                f"{self.names[number + 1]} died (the kernel kills one when memory runs out); {self.advice()}"
             ) from error
         if isinstance(call, BaseException):
             raise call

@@ -55,7 +55,7 @@ class Watch:
     rank: int
     lines: Sequence[Connection]
     names: Sequence[str]
-    advice: str
+    advice: Callable[[], str]
     patience: float
     check: Callable[[], None] = lambda: None
     leave: Callable[[int], Any] = os._exit
@@ -126,6 +126,6 @@ class Watch:
     def _leave(self, fault: str | UserError) -> None:
         """A UserError comes from another rank; any other fault is the loss of a rank."""
         if self.rank == 0:
-            advice = "" if isinstance(fault, UserError) else f"; {self.advice}"
+            advice = "" if isinstance(fault, UserError) else f"; {self.advice()}"
             print(f"\nerror: {one_line(str(fault))}{advice}", file=sys.stderr, flush=True)
         self.leave(fault.status if isinstance(fault, UserError) else Lost.status)

@@ -147,6 +147,7 @@ def running(settings: Settings, resume: bool) -> Iterator[Ranks]:
     """Connect to the run's other ranks, if there are any; rank 0 locks --out. A recipe does all its work inside: if any
     rank fails, rank 0 prints why and all end."""
     with joined() as ranks:
+        ranks.saved = lambda: bool(checkpoint.steps(Path(settings.out)))
         if not settings.several_ranks:
             ranks.must_be_one()
         if settings.batch_size % ranks.size:

@@ -686,12 +686,15 @@ def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> 
         raise UserError(f"--gpus is {settings.gpus}, this machine has {count}; use at most that")
     command = [sys.executable, *sys.orig_argv[1:]] if argv is None else [sys.executable, recipe, *argv]
 
+    def saved() -> bool:
+        return bool(checkpoint.steps(Path(settings.out)))
+
     def go_on(left: int) -> tuple[int, list[str]]:
         count = next((n for n in range(left, 0, -1) if settings.batch_size % n == 0), 0)
-        resumes = checkpoint.steps(Path(settings.out)) and "--resume" not in command
+        resumes = saved() and "--resume" not in command
         return count, ["--resume"] if resumes else []
 
-    return start(command, settings.gpus, go_on if settings.elastic else None)
+    return start(command, settings.gpus, go_on if settings.elastic else None, saved)
 
 
 def code_hash() -> str:
