@@ -3,7 +3,7 @@
     python bench/gemm.py                                               base, GPT-2 124M and large at 16,384 tokens
     python bench/gemm.py --models base --json result.json
     python bench/gemm.py --table tinyforge/backends/gemm_table.json    and write the table that the backend uses
-    python bench/gemm.py --epilogues                                   only products with an epilogue
+    python bench/gemm.py --epilogues --models base,xl,384x1024 --tokens 1024 4096     only products with an epilogue
 
 A product with SwiGLU or RoPE as its epilogue is compared with cuBLAS's product followed by the op's kernel.
 
@@ -22,6 +22,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,13 +39,15 @@ import numpy as np
 from bench.gpu_clock import CACHE_BYTES, event_ms
 from models.gpt2.config import PRESETS as GPT2
 from models.nanoeuler.config import PRESETS as NANOEULER
+from models.nanoeuler.config import Config
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.ops.cross_entropy import row_pitch
 from tinyforge.report import add_json_flag, check_before, publish
 
-MODELS = ("base", "124m", "large")
+MODELS = ("base", "124m", "large")  # unless --models names others
 CHUNK = 4096  # tokens whose logits are computed at a time (ops/cross_entropy_cuda.py)
 SILENCE, STARTING = 30.0, 120.0  # seconds until a silent child is given up; while it starts and compiles
+ROPE_HEAD = 64  # the width of a head whose product can end with RoPE
 FINALISTS, ROUNDS, SHORT = 4, 7, 8
 # Relative errors, by norms, against sums in float32 by cuBLAS: one rounding to bf16; another order of the sum.
 TOLERANCE = {"bfloat16": 4e-3, "float32": 3e-5}
@@ -63,6 +66,7 @@ class Product:
     count: int
     accumulate: bool = False
     instead: str = ""  # name of the product that it replaces, together with a separate pass
+    tokens: int = 16384  # of the step
 
     @property
     def key(self) -> str:
@@ -73,6 +77,17 @@ class Product:
         return 2 * self.m * self.n * self.k
 
 
+def shape_of(model: str) -> Config | None:
+    """A preset of NanoEuler, or with "384x1024" one of that width and hidden width and heads of 64; None for others."""
+    if found := re.fullmatch(r"(\d+)x(\d+)", model):
+        dim, hidden = map(int, found.groups())
+        heads = dim // ROPE_HEAD
+        if not hidden or not heads or dim % ROPE_HEAD:
+            return None
+        return Config(dim=dim, hidden=hidden, heads=heads, kv_heads=next(n for n in (3, 2, 1) if heads % n == 0))
+    return NANOEULER.get(model)
+
+
 def linears(model: str) -> tuple[list[tuple[str, int, int]], int, tuple[int, int]]:
     """(name, outs, ins) of a block's linear maps, the number of blocks, and outs and ins of the output heads."""
     if model == "124m":
@@ -80,7 +95,8 @@ def linears(model: str) -> tuple[list[tuple[str, int, int]], int, tuple[int, int
         maps = [("out", g.dim, g.dim), ("up", 4 * g.dim, g.dim), ("down", g.dim, 4 * g.dim)]
         # qkv's forward has a bias, which cuBLASLt adds: it stays there.
         return [("qkv", 3 * g.dim, g.dim), *maps], g.layers, (row_pitch(1, g.vocab, 2), g.dim)
-    c = NANOEULER[model]
+    c = shape_of(model)
+    assert c is not None
     qkv = (c.heads + 2 * c.kv_heads) * c.head_dim
     maps = [("qkv", qkv, c.dim), ("out", c.dim, c.dim), ("gate|up", 2 * c.hidden, c.dim), ("down", c.dim, c.hidden)]
     return maps, c.layers, (row_pitch(c.mtp_heads, c.vocab, 2), c.dim)
@@ -88,16 +104,21 @@ def linears(model: str) -> tuple[list[tuple[str, int, int]], int, tuple[int, int
 
 def products(model: str, tokens: int) -> Iterator[Product]:
     """The products of a step, as its ops request them."""
+    return (replace(product, tokens=tokens) for product in _products(model, tokens))
+
+
+def _products(model: str, tokens: int) -> Iterator[Product]:
     maps, layers, (outs, ins) = linears(model)
     for name, o, i in maps:
         if (model, name) != ("124m", "qkv"):
             yield Product(model, f"{name} forward", "FORWARD", tokens, o, i, layers)
         yield Product(model, f"{name} dX", "INPUT", tokens, i, o, layers)
         yield Product(model, f"{name} dW", "WEIGHT", o, i, tokens, layers, accumulate=True)
-    if model != "124m":
-        h, i = NANOEULER[model].hidden, ins
+    if (config := shape_of(model)) is not None:
+        h, i = config.hidden, ins
         qkv = next(o for name, o, _ in maps if name == "qkv")
-        yield Product(model, "qkv, RoPE", "ROPE", tokens, qkv, i, layers, instead="qkv forward")
+        if config.head_dim == ROPE_HEAD:
+            yield Product(model, "qkv, RoPE", "ROPE", tokens, qkv, i, layers, instead="qkv forward")
         yield Product(model, "gate|up, SwiGLU", "SWIGLU", tokens, 2 * h, i, layers, instead="gate|up forward")
         yield Product(model, "down dX, SwiGLU", "SWIGLU_BACKWARD", tokens, h, i, layers, instead="down dX")
     chunk = min(CHUNK, tokens)
@@ -399,7 +420,8 @@ def measure(args: argparse.Namespace, wanted: list[Product], say: Callable[[str]
 
 def line(row: dict[str, Any]) -> str:
     tflop = 2e-6 * row["m"] * row["n"] * row["k"]  # over us: TFLOP/s
-    text = f"{row['model']:<6}{row['name']:<17}{row['cublas_us']:>8.1f} {tflop / row['cublas_us']:>5.0f} "
+    text = f"{row['model']:<9}{row['tokens']:>6} {row['name']:<17}{row['cublas_us']:>8.1f} "
+    text += f"{tflop / row['cublas_us']:>5.0f} "
     if row["ours"]:
         best = row["ours"][0]
         text += f"{best['us']:>8.1f} {tflop / best['us']:>5.0f} {best['us'] / row['cublas_us']:>6.2f}  {best['name']}"
@@ -409,18 +431,17 @@ def line(row: dict[str, Any]) -> str:
 def summary(found: dict[str, Any]) -> list[str]:
     """A step's products by cuBLAS, by ours, and by the faster of both, with the passes that epilogues replace."""
     text = []
-    for model in MODELS:
-        rows = [r for r in found["rows"] if r["model"] == model]
+    for model, tokens in dict.fromkeys((r["model"], r["tokens"]) for r in found["rows"]):
+        rows = [r for r in found["rows"] if (r["model"], r["tokens"]) == (model, tokens)]
         replaced = {r["instead"] for r in rows}
         rows = [r for r in rows if r["name"] not in replaced]
-        if not rows:
-            continue
         both = [(r["count"], r["cublas_us"], r["ours"][0]["us"] if r["ours"] else r["cublas_us"]) for r in rows]
         cublas, ours, best = (sum(c * f(t, u) for c, t, u in both) / 1e3
                               for f in (lambda t, _: t, lambda _, u: u, min))  # fmt: skip
-        text.append(f"{model}: a step's products by cuBLAS {cublas:.2f} ms, by ours {ours:.2f} ({ours / cublas:.2f}), "
-                    f"each by the faster {best:.2f} ({best / cublas:.2f})")  # fmt: skip
-        found.setdefault("steps", {})[model] = {"cublas_ms": cublas, "ours_ms": ours, "chosen_ms": best}
+        text.append(f"{model}, {tokens} tokens: by cuBLAS {cublas:.2f} ms a step, by ours {ours:.2f} "
+                    f"({ours / cublas:.2f}), each by the faster {best:.2f} ({best / cublas:.2f})")  # fmt: skip
+        found.setdefault("steps", []).append({"model": model, "tokens": tokens, "cublas_ms": cublas, "ours_ms": ours,
+                                              "chosen_ms": best})  # fmt: skip
     return text
 
 
@@ -439,8 +460,9 @@ def table(found: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
-    p.add_argument("--models", default=",".join(MODELS), help="of whose steps (default: %(default)s)")
-    p.add_argument("--tokens", type=int, default=16384, help="(default: %(default)s)")
+    p.add_argument("--models", default=",".join(MODELS), help="of whose steps: presets of NanoEuler, 124m, or as "
+                   "384x1024 a width and a hidden width (default: %(default)s)")  # fmt: skip
+    p.add_argument("--tokens", type=int, nargs="+", default=[16384], help="of a step (default: 16384)")
     p.add_argument("--seconds", type=float, default=150, help="start no product after this time (default: %(default)s)")
     p.add_argument("--epilogues", action="store_true", help="only products with an epilogue")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
@@ -448,10 +470,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_json_flag(p)
     args = p.parse_args(argv)
     names = args.models.split(",")
-    if unknown := set(names) - set(MODELS):
-        raise UserError(f"--models: {', '.join(sorted(unknown))} not among {', '.join(MODELS)}")
-    if args.tokens < 1 or (args.tokens > CHUNK and args.tokens % CHUNK):
-        raise UserError(f"--tokens is {args.tokens}, wants at most {CHUNK}, or a multiple of it")
+    if unknown := {name for name in names if name != "124m" and shape_of(name) is None}:
+        raise UserError(f"--models: {', '.join(sorted(unknown))} not among {', '.join((*NANOEULER, '124m'))}, "
+                        f"nor a width in steps of {ROPE_HEAD} and a hidden width, as 384x1024")  # fmt: skip
+    for tokens in args.tokens:
+        if tokens < 1 or (tokens > CHUNK and tokens % CHUNK):
+            raise UserError(f"--tokens is {tokens}, wants at most {CHUNK}, or a multiple of it")
     check_before(args.json)
     check_before(args.table)
     from tinyforge.backends import gpu_is_there
@@ -466,7 +490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text, file=log, flush=True)
 
     start = time.perf_counter()
-    wanted = list(dict.fromkeys(p for name in names for p in products(name, args.tokens)))
+    wanted = list(dict.fromkeys(p for name in names for tokens in args.tokens for p in products(name, tokens)))
     wanted = [p for p in wanted if p.instead or not args.epilogues]
     kinds = [*([] if args.epilogues else ["FORWARD", "INPUT", "WEIGHT"]), *EPILOGUES]
     jobs = [(product, astuple(v)) for product in kinds for v in compiled(product)]
@@ -476,7 +500,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"{len(jobs)} kernels compiled in {time.perf_counter() - start:.1f} s by {workers} processes")
     for name, error in failed.items():
         say(f"not compiled: {name}: {error}")
-    say(f"{'':<23}{'cuBLAS us':>9} {'TFL/s':>5} {'ours us':>7} {'TFL/s':>5} {'ratio':>6}  variant")
+    say(f"{'':<33}{'cuBLAS us':>9} {'TFL/s':>5} {'ours us':>7} {'TFL/s':>5} {'ratio':>6}  variant")
     found = measure(args, wanted, say)
     found["seconds"] = time.perf_counter() - start
     found["not_compiled"] = failed

@@ -197,7 +197,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
         stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_plus": no_gemm_plus, "gemm_batched": no_gemm_plus,
-                     "cupy": cupy, "cp": cupy, "_table": dict}  # fmt: skip
+                     "cupy": cupy, "cp": cupy, "_table": dict, "_gpu": str}  # fmt: skip
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -495,6 +495,56 @@ def test_rope_is_at_the_end_of_a_product_where_the_table_says(
         assert launches.seen == (["gemm_hopper"] if in_table and dim == 64 else ["rope"])
 
 
+@pytest.mark.parametrize(
+    ("epilogue", "rows", "least", "most"),
+    [("SWIGLU", 2048, 320, 1536), ("SWIGLU_BACKWARD", 2048, 320, 2048), ("ROPE", 8192, 384, 1024)],
+)
+def test_an_epilogue_is_used_from_the_sizes_on_where_it_pays(
+    epilogue: str, rows: int, least: int, most: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, on a Hopper, without a table."""
+    from tinyforge.backends import gemm
+
+    def used(m: int, k: int, precision: str = "bf16") -> bool:
+        launches.seen.clear()
+        backend = FakeCupy(precision)
+        x, dy = backend.zeros((m, k)), backend.zeros((m, k))
+        if epilogue == "SWIGLU":
+            made: Any = gemm.gemm_swiglu(x, backend.zeros((128, k)))
+        elif epilogue == "SWIGLU_BACKWARD":
+            made = gemm.gemm_swiglu_backward(dy, backend.zeros((k, 64)), backend.zeros((m, 128)), again=True)
+        else:
+            tables = (backend.zeros((m, 32), backend.master_dtype) for _ in range(2))
+            made = gemm.gemm_rope(x, backend.zeros((128, k)), gemm.Turn(*tables, 1))
+        assert (made is not None) == (launches.seen == ["gemm_hopper"])
+        return made is not None
+
+    monkeypatch.setattr(gemm, "on_choice", None)
+    assert used(rows, least) and used(rows, most) and used(10 * rows, least)
+    assert not used(rows - 1, least) and not used(rows, least - 8) and not used(rows, most + 8)
+    assert not used(rows, least, "fp32")
+    monkeypatch.setattr(gemm, "has_wgmma", lambda: False)
+    assert not used(rows, least)
+
+
+def test_a_rule_takes_the_tile_that_would_be_done_first(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyforge.backends import gemm
+
+    def columns(*size: int) -> int:
+        choices = (rule.chosen(*size) for rule in gemm.RULES["SWIGLU"])
+        return next(tile.columns for tile in choices if tile is not None)
+
+    assert columns(16384, 4096, 768) == 256  # 16 turns of 256 columns, 22 of 192
+    assert columns(2048, 2880, 512) == 192  # 2 turns each
+    assert columns(4096, 2752, 512) == 256  # 3 of 256, 4 of 192: the same
+    monkeypatch.setattr(gemm, "_gpu", lambda: "NVIDIA H200")
+    assert columns(16384, 4096, 768) == 192  # for 0.94 of the time of a column
+    assert columns(2048, 4096, 768) == 256  # 2 turns, 3
+    assert columns(16384, 2048, 384) == 256  # a short sum: as elsewhere
+    tiles = [tile for rules in gemm.RULES.values() for rule in rules for tile, _ in rule.tiles]
+    assert {tile.rows for tile in tiles} == {128}
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_turns_its_gradients_back(
@@ -518,13 +568,16 @@ def test_attention_turns_its_gradients_back(
         assert len(launches.seen) == 2 + documents + ("rope" in launches.seen)
 
 
-def test_the_measured_table_names_variants_that_are_compiled() -> None:
+def test_the_measured_table_and_the_rules_name_variants_that_are_compiled() -> None:
     from tinyforge.backends import gemm
 
     table = json.loads((files("tinyforge.backends") / gemm.TABLE).read_text("utf-8"))
     for gpu in table.values():
         for (product, *_), variant in gemm.parsed(gpu).items():
             assert replace(variant, band=8, splits=1) in gemm.compiled(product), product
+    for product, rules in gemm.RULES.items():
+        tiles = {replace(tile, band=8) for rule in rules for tile, _ in rule.tiles}
+        assert tiles <= set(gemm.compiled(product)), product
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,14 @@ def test_a_step_of_base_has_fifteen_shapes() -> None:
     assert by_name["head forward"] == (4096, 16384, 768, 4) and by_name["head dW"] == (16384, 768, 16384, 1)
 
 
+def test_any_shape_and_number_of_tokens_has_products() -> None:
+    """A preset's, or as 384x1024 a width and a hidden width; RoPE ends a product for heads of 64."""
+    found = {p.name: p for p in products("384x1024", 2048)}
+    assert found["gate|up, SwiGLU"].key == "SWIGLU 2048 2048 384" and found["qkv, RoPE"].key == "ROPE 2048 768 384"
+    assert {p.tokens for p in found.values()} == {2048}
+    assert "qkv, RoPE" not in {p.name for p in products("small", 2048)}  # heads of 32
+
+
 def test_gpt2_leaves_its_product_with_a_bias_to_cublaslt() -> None:
     found = {p.name: p for p in products("124m", 16384)}
     assert "qkv forward" not in found and found["qkv dX"].k == 2304
@@ -82,7 +90,7 @@ def test_the_table_holds_what_is_faster() -> None:
     assert table(found | {"rows": [*found["rows"], row(second, 61, 60)]}) == wanted  # 2 % do not count
     assert table(found) == wanted and json.loads(written(wanted)) == wanted
     (text,) = summary(found)
-    assert "by cuBLAS 3.07 ms, by ours 2.86 (0.93), each by the faster 2.85 (0.93)" in text
+    assert "base, 16384 tokens: by cuBLAS 3.07 ms a step, by ours 2.86 (0.93), each by the faster 2.85 (0.93)" in text
     assert "0.78  a variant" in line(found["rows"][0])
 
 
@@ -123,7 +131,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinyforge.backends.gpu_is_there", lambda: False)
     with pytest.raises(UserError, match="CuPy finds no GPU"):
         main([])
-    with pytest.raises(UserError, match="--models: huge not among base, 124m, large"):
-        main(["--models", "huge"])
+    with pytest.raises(UserError, match="--models: 100x300, huge not among small, base, .*, 124m, nor a width in"):
+        main(["--models", "huge,base,100x300,384x1024"])
     with pytest.raises(UserError, match="--tokens is 5000, wants at most 4096, or a multiple of it"):
         main(["--tokens", "5000"])

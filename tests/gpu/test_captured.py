@@ -38,6 +38,11 @@ MODELS: dict[str, tuple[str, Any]] = {
                                       hidden=152, mtp_weights=(1, 0.5))),
     "gpt2": ("gpt2", {"dim": 128, "heads": 4, "layers": 2, "context": 96, "vocab": VOCAB, "dropout": 0.0}),
     "gpt2, dropout": ("gpt2", {"dim": 128, "heads": 2, "layers": 2, "context": 96, "vocab": VOCAB, "dropout": 0.2}),
+    "llama": ("llama", {"dim": 128, "heads": 4, "kv_heads": 2, "hidden": 152, "layers": 2, "context": 96,
+                        "vocab": VOCAB, "qk_norm": True}),
+    "lstm": ("lstm", {"dim": 128, "layers": 2, "context": 96, "vocab": VOCAB, "dropout": 0.2, "reset": 5}),
+    "mamba": ("mamba", {"dim": 128, "layers": 2, "state": 8, "context": 96, "vocab": VOCAB}),
+    "char_mlp": ("char_mlp", {"context": 96, "vocab": VOCAB}),
     # More layers than CuPy concatenates without an upload.
     "moe": ("moe", MoEConfig(dim=64, heads=2, kv_heads=1, layers=9, context=96, vocab=VOCAB, mtp_heads=2, hidden=48,
                              experts=4, active=2, mtp_weights=(1, 0.5))),

@@ -217,12 +217,15 @@ def test_rope_at_the_end_of_a_product_is_the_op_behind_it(variant: Any, hopper: 
             assert np.array_equal(wide(found), wide(plain)), (rows, positions, heads, k)
 
 
-def test_a_table_sends_a_block_to_the_fused_kernels(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x through gate|up, SwiGLU and down and back, with and without a table: the same up to rounding; a shape that
-    the kernel refuses takes its passes."""
+@pytest.mark.parametrize(("by_rule", "tokens"), [(False, 512), (True, 2048)], ids=["table", "rule"])
+def test_a_block_goes_to_the_fused_kernels(
+    by_rule: bool, tokens: int, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """x through gate|up, SwiGLU and down and back, by a table or a rule and by neither: the same up to rounding; a
+    shape that the kernel refuses takes its passes."""
     from tinyforge.ops.swiglu_linear import linear_swiglu_fwd, swiglu_linear_bwd, swiglu_linear_fwd
 
-    backend, (tokens, dim) = get_backend("cupy", "bf16"), (512, 256)
+    backend, dim, rules = get_backend("cupy", "bf16"), 320, gemm.RULES
     k = bind((linear_swiglu_fwd, swiglu_linear_fwd, swiglu_linear_bwd), backend, "test")
     rng = np.random.default_rng(0)
     for hidden, fits in ((384, True), (388, False)):
@@ -231,12 +234,12 @@ def test_a_table_sends_a_block_to_the_fused_kernels(hopper: None, monkeypatch: p
         behind = backend.asarray(rng.normal(size=(dim, hidden)) / 16)
         found, said = [], []
         monkeypatch.setattr(gemm, "on_choice", lambda *what, said=said: said.append(what[0]))
-        for table in (
-            {},
-            {f"SWIGLU {tokens} {2 * hidden} {dim}": [128, 192, 5, 1, 1, 8, 1],
-             f"SWIGLU_BACKWARD {tokens} {hidden} {dim}": [128, 128, 5, 1, 1, 8, 1]},
-        ):  # fmt: skip
+        rows = {f"SWIGLU {tokens} {2 * hidden} {dim}": [128, 192, 5, 1, 1, 8, 1],
+                f"SWIGLU_BACKWARD {tokens} {hidden} {dim}": [128, 128, 5, 1, 1, 8, 1]}  # fmt: skip
+        for fused in (False, True):
+            table = rows if fused and not by_rule else {}
             monkeypatch.setattr(gemm, "_table", lambda table=table: gemm.parsed(table))
+            monkeypatch.setattr(gemm, "RULES", rules if fused and by_rule else dict.fromkeys(rules, ()))
             said.clear()
             gu, h = k.linear_swiglu_fwd(x, before)
             y = k.swiglu_linear_fwd(gu, h, behind, None)
@@ -245,6 +248,6 @@ def test_a_table_sends_a_block_to_the_fused_kernels(hopper: None, monkeypatch: p
             assert np.array_equal(wide(y), wide(k.swiglu_linear_fwd(gu, None, behind, None)))  # h is what SwiGLU gives
             found.append([wide(array) for array in (gu, h, y, dgu, dbehind)])
             if fits:
-                assert ("SWIGLU" in said, "SWIGLU_BACKWARD" in said) == (bool(table), bool(table))
+                assert ("SWIGLU" in said, "SWIGLU_BACKWARD" in said) == (fused, fused)
         for ours, apart in zip(*found, strict=True):
             assert np.linalg.norm(ours - apart) <= (2**-7 if fits else 0) * np.linalg.norm(apart)

@@ -8,6 +8,7 @@ launches themselves are given is compared in tests/backends/test_launchers.py; g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,9 @@ from tinyforge.errors import UserError
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW, AdamWConfig, MuonConfig
 from tinyforge.train import captured
-from tinyforge.train.captured import MOST, Captured, Inputs
+from tinyforge.train.captured import MOST, Captured, Inputs, captures
 from tinyforge.train.data_parallel import Sharded
-from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.objectives import Batch, MaskedTokens, NextTokens
 from tinyforge.train.preferences import DPO
 from tinyforge.train.settings import DpoSettings, GrpoSettings
 
@@ -125,6 +126,18 @@ def test_what_cannot_be_captured_is_one_line() -> None:
     for settings in (DpoSettings(capture="on"), GrpoSettings(capture="on")):
         with pytest.raises(UserError, match="--capture: the loss is weighed on the host, which no graph can repeat"):
             settings.check()
+
+
+def test_by_default_steps_become_graphs_on_several_gpus() -> None:
+    """For tokens, without a carried state; --capture and --capture off decide otherwise."""
+    tokens = NextTokens((1, 0.5))
+    one, gpus, forked = (SimpleNamespace(name=name, group=group) for name, group in
+                         (("cupy", None), ("cupy", SimpleNamespace(size=2)), ("numpy", SimpleNamespace(size=2))))
+    for backend, by_default in ((one, False), (gpus, True), (forked, False)):
+        assert captures("auto", tokens, backend) == by_default
+        assert not captures("auto", tokens, backend, carried=8)
+        assert not captures("auto", DPO(), backend) and not captures("auto", MaskedTokens(), backend)
+        assert captures("on", tokens, backend) and not captures("off", tokens, backend)
 
 
 def test_inputs_keep_their_places() -> None:

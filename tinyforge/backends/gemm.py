@@ -1,13 +1,14 @@
 """Matrix products on the GPU: by a kernel of our own where it was measured to be faster, else by cuBLAS.
 
-Ours (ops/gemm_hopper.cu) takes bf16 on a Hopper. bench/gemm.py measured once, for each shape, which of its variants is
-fastest or whether cuBLAS is; the results are in gemm_table.json by the name of the GPU. A product that is not in the
-table goes to cuBLAS: another GPU, shape or precision. So the choice depends on the shape alone, and a run gives the
-same bits every time.
+Ours (ops/gemm_hopper.cu) takes bf16 on a Hopper. bench/gemm.py measured which of its variants is fastest, or whether
+cuBLAS is, at the shapes of real steps; the results are in gemm_table.json by the name of the GPU. A plain product that
+is not in the table goes to cuBLAS: another GPU, shape or precision.
 
-Some of our products have an epilogue that replaces another op's pass over memory (EPILOGUES). `gemm_swiglu`,
-`gemm_swiglu_backward` and `gemm_rope` return None where the table has no such product for the shape, and the op then
-makes its passes one by one.
+Some of our products have an epilogue that replaces another op's pass over memory (EPILOGUES). Where the table does not
+have the shape, RULES say from which sizes on they pay, on any Hopper. `gemm_swiglu`, `gemm_swiglu_backward` and
+`gemm_rope` return None elsewhere, and the op then makes its passes one by one.
+
+The choice depends on the shape and the GPU alone, so a run gives the same bits every time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import numpy as np
 from tinyforge.backends import cublas
 from tinyforge.backends.compile import constant, load, variants
 from tinyforge.backends.cublas import FLOAT32, leading
-from tinyforge.backends.cupy_backend import blocks, free_processors, new, or_null, scalar, vector
+from tinyforge.backends.cupy_backend import (
+    blocks,
+    free_processors,
+    has_wgmma,
+    new,
+    or_null,
+    processors,
+    scalar,
+    vector,
+)
 from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
@@ -40,7 +50,7 @@ BAND = 8  # rows of tiles that blocks work on at a time, unless a variant has an
 # Whether a product transposes its factors, for those that a model and its gradient have: x W^T, dy W, dy^T x.
 PRODUCTS = {(False, True): "FORWARD", (False, False): "INPUT", (True, False): "WEIGHT"}
 
-# The epilogues that the table may have, each with the product that it ends.
+# The epilogues, each with the product that it ends.
 EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "ROPE": "FORWARD"}
 
 # Products in FP8 (ops/fp8.py): x W^T with x in e4m3, the same with x in e5m2, or with an epilogue; and dy^T x from
@@ -105,6 +115,40 @@ class Variant:
         return -(-rows // (self.rows * self.cluster)) * -(-columns // tile_columns) * splits
 
 
+@dataclass(frozen=True)
+class Rule:
+    """Where an epilogue pays: at `rows` or more, with a sum of `least` to `most` terms, on GPUs with `gpu` in the name.
+
+    tiles: those to choose from, with the time that a column of each takes compared with the others. The one that would
+    be done first is taken, of equals the one that is listed first."""
+
+    rows: int
+    least: int
+    most: int
+    tiles: tuple[tuple[Variant, float], ...]
+    gpu: str = ""
+
+    def chosen(self, m: int, n: int, k: int) -> Variant | None:
+        if m < self.rows or not self.least <= k <= self.most or self.gpu not in _gpu():
+            return None
+        turns = [-(-tile.units(m, n, tile.columns, 1) // processors()) for tile, _ in self.tiles]
+        times = [t * tile.columns * time for t, (tile, time) in zip(turns, self.tiles, strict=True)]
+        return self.tiles[times.index(min(times))][0]
+
+
+_WIDE, _NARROW = Variant(128, 256, 4, 0, 1, 1), Variant(128, 192, 5, 1, 1, 1)
+RULES = {
+    "SWIGLU": (Rule(2048, 512, 2048, ((_WIDE, 1.0), (_NARROW, 0.94)), gpu="H200"),
+               Rule(2048, 320, 1536, ((_WIDE, 1.0), (_NARROW, 1.0)))),
+    "SWIGLU_BACKWARD": (Rule(2048, 320, 2048, ((Variant(128, 128, 5, 1, 1, 1), 1.0),)),),
+    "ROPE": (Rule(8192, 384, 1024, ((Variant(128, 192, 5, 1, 1), 1.0),)),),
+}  # fmt: skip
+"""The first that has a choice is followed. Measured by bench/gemm.py --epilogues on an H100 and an H200, with eleven
+models of 128 to 2,048 columns and 1,024 to 32,768 rows (docs/kernels/gemm.md#which-kernel-makes-a-product). Where sums
+are short, cuBLAS's product is still in the cache when the op's pass reads it; where they are long, the pass takes
+little of the time, and cuBLAS's product is the faster one. All tiles have 128 rows."""
+
+
 def compiled(product: str = "FORWARD") -> list[Variant]:
     """The variants that the head of the kernel's file lists for a product or an epilogue, with the default band and
     splits."""
@@ -140,7 +184,7 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
 
 
 def gemm_swiglu(x: Array, weight: Array) -> tuple[Array, Array] | None:
-    """gu = x weight^T and h = swiglu(gu) by one kernel; or None, with nothing done, if the table has none for it.
+    """gu = x weight^T and h = swiglu(gu) by one kernel; or None, with nothing done, where that would be slower.
 
     x: (m, k), weight: (2 n, k), the gate first; gu: (m, 2 n); h: (m, n). The bits are those of our product of the same
     tile followed by the op."""
@@ -180,7 +224,10 @@ def gemm_rope(x: Array, weight: Array, turn: Turn) -> Array | None:
 
 
 def _chosen(epilogue: str, a: Array, size: tuple[int, int, int]) -> Variant | None:
-    variant = _table().get((epilogue, *size)) if a.dtype.name == "bfloat16" else None
+    if a.dtype.name != "bfloat16" or not has_wgmma():
+        return None
+    choices = (rule.chosen(*size) for rule in RULES[epilogue])
+    variant = _table().get((epilogue, *size)) or next(filter(None, choices), None)
     if on_choice is not None and variant is not None:
         on_choice(epilogue, *size, variant)
     return variant
@@ -353,11 +400,16 @@ def gemm_naive(
 
 
 @cache
+def _gpu() -> str:
+    """The name of the device."""
+    device = cupy.cuda.runtime.getDevice()
+    return str(cupy.cuda.runtime.getDeviceProperties(device)["name"].decode())
+
+
+@cache
 def _table() -> dict[tuple[str, int, int, int], Variant]:
     """The measured choices for a GPU of this name."""
-    device = cupy.cuda.runtime.getDevice()
-    name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
-    return parsed(json.loads(files("tinyforge.backends").joinpath(TABLE).read_text("utf-8")).get(name, {}))
+    return parsed(json.loads(files("tinyforge.backends").joinpath(TABLE).read_text("utf-8")).get(_gpu(), {}))
 
 
 def parsed(rows: dict[str, list[int]]) -> dict[tuple[str, int, int, int], Variant]:

@@ -1,5 +1,5 @@
-"""Launches of SwiGLU with the linear maps around it: one kernel each way if the table of backends/gemm.py has one for
-the shape, else matrix products around swiglu.cu."""
+"""Launches of SwiGLU with the linear maps around it: one kernel each way where backends/gemm.py has one for the
+shape, else matrix products around swiglu.cu."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training step as a CUDA graph (--capture): for small models, which on a GPU wait for Python.
+"""The training step as a CUDA graph (--capture): for small models and several GPUs, which wait for Python.
 
     step 1 of a kind   runs without a graph; records which dropout keys are used
     step 2             runs on arrays at fixed addresses, in the graph's memory: this compiles its kernels
@@ -26,11 +26,20 @@ from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.rng import Stream
 from tinyforge.train.data_parallel import Rank, Sharded, Totals, gradients_of
-from tinyforge.train.objectives import Batch, of_tokens
+from tinyforge.train.objectives import Batch, NextTokens, Objective, of_tokens
 
 MOST = 4
 """Kinds of steps that get a graph; further kinds run without."""
 _ALIGNED = 256  # bytes: the alignment that kernels may assume of an array's memory
+
+
+def captures(setting: str, objective: Objective, backend: Backend, carried: int = 0) -> bool:
+    """Whether steps become graphs. "auto" (--capture): on several GPUs, whose processes would wait for one another's
+    Python, where all batches have one shape, as those of tokens do. carried: rows whose state is carried."""
+    if setting != "auto":
+        return setting == "on"
+    several = backend.group is not None and backend.group.size > 1 and backend.name == "cupy"
+    return several and type(of_tokens(objective)) is NextTokens and not carried
 
 
 class Captured:

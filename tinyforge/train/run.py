@@ -36,7 +36,7 @@ from tinyforge.rng import Stream
 from tinyforge.terminal import printable
 from tinyforge.train import diagnose, metrics
 from tinyforge.train import state as state_of_run
-from tinyforge.train.captured import Captured
+from tinyforge.train.captured import Captured, captures
 from tinyforge.train.data_parallel import Sharded, Totals, Trainable
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
@@ -182,7 +182,8 @@ class Run:
         self._before, self._joules_before = 0.0, 0.0  # seconds and joules of earlier processes
         same(self.group, {key: task.meta.get(key) for key in ("model", "config", "tokenizer_hash", "data_hash")})
         self._begin(checkpoint.load(self.out) if resume and self.group.rank == 0 else None)
-        self.captured = Captured(self.sharded, self.optimizer, settings.clip) if settings.capture == "on" else None
+        graphs = captures(settings.capture, task.objective, backend, task.carried)
+        self.captured = Captured(self.sharded, self.optimizer, settings.clip) if graphs else None
         if self.group.rank:
             return
         self.log = metrics.Metrics(self.out, self.step)

@@ -126,9 +126,9 @@ class Settings:
                                    "and is a third slower; norms, for GPT-2 and ViT, is 2 %% slower; the same bits "
                                    "(without a value: blocks)", choices=("norms", "blocks"), bare="blocks",
                                    changes=NOTHING, card=NEVER)  # fmt: skip
-    capture: str = setting("off", "on: launch each step as one CUDA graph, which is faster for small models and on "
-                           "several GPUs; the same bits (without a value: on)", choices=("on", "off"), bare="on",
-                           changes=NOTHING, card=NEVER)  # fmt: skip
+    capture: str = setting("auto", "on: launch each step as one CUDA graph, which is faster for small models and on "
+                           "several GPUs; the same bits; auto: on several GPUs (without a value: on)",
+                           choices=("auto", "on", "off"), bare="on", changes=NOTHING, card=NEVER)  # fmt: skip
     precision: str = setting("fp32", "fp32, fp64 or fp8, and on a GPU tf32 or bf16; fp8 on a GPU needs a Hopper")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
