@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import astuple
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +156,30 @@ def test_every_kernel_that_a_page_names_exists() -> None:
     for path in FOLDER.glob("*.md"):
         for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", path.read_text(encoding="utf-8")):
             assert re.search(rf"\b{name}\b|\b\w+_{name}(_\w+)?\b", code), (path.name, name)
+
+
+def test_the_table_of_the_rules_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of each product that a rule sends to our kernel, over that of cuBLAS and the op's pass."""
+    pytest.importorskip("cupy", reason="the rules are the launcher's, which needs CuPy, not a GPU")
+    from tinyforge.backends import gemm
+
+    models = ("384x1024", "512x1376", "base", "large", "xl", "2b")
+    monkeypatch.setattr(gemm, "processors", lambda: 132)
+    lines = [f"| | tokens | GPU | {' | '.join(models)} |", f"|---|---|---|{'---|' * len(models)}"]
+    for epilogue, name in (("SWIGLU", "SwiGLU"), ("SWIGLU_BACKWARD", "SwiGLU's gradient"), ("ROPE", "RoPE")):
+        for tokens, gpu in product((2048, 4096, 16384), ("h100", "h200")):
+            found = json.loads((FOLDER.parent / f"results/gpu-gemm-rule-{gpu}.json").read_text("utf-8"))
+            monkeypatch.setattr(gemm, "_gpu", lambda gpu=found["gpu"]: gpu)
+            cells = []
+            for model in models:
+                rows = [r for r in found["rows"] if (r["product"], r["m"], r["model"]) == (epilogue, tokens, model)]
+                sizes = [(r, (r["m"], r["n"], r["k"])) for r in rows]
+                made = [(r, tile) for r, size in sizes for rule in gemm.RULES[epilogue] if (tile := rule.chosen(*size))]
+                us = [o["us"] for r, tile in made[:1] for o in r["ours"] if o["variant"] == list(astuple(tile))]
+                cells.append(f"{us[0] / rows[0]['cublas_us']:.2f}" if us else "")
+            if any(cells):
+                lines.append(f"| {name} | {tokens:,} | {gpu.upper()} | {' | '.join(cells)} |")
+    assert "\n".join(lines) in (FOLDER / "gemm.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_waves_is_the_benchmarks_own() -> None:

@@ -138,15 +138,16 @@ class Rule:
 
 _WIDE, _NARROW = Variant(128, 256, 4, 0, 1, 1), Variant(128, 192, 5, 1, 1, 1)
 RULES = {
-    "SWIGLU": (Rule(2048, 512, 2048, ((_WIDE, 1.0), (_NARROW, 0.94)), gpu="H200"),
-               Rule(2048, 320, 1536, ((_WIDE, 1.0), (_NARROW, 1.0)))),
+    "SWIGLU": (Rule(2048, 512, 1536, ((_WIDE, 1.0), (_NARROW, 0.94)), gpu="H200"),
+               Rule(8192, 1544, 2048, ((Variant(128, 192, 5, 1, 1), 1.0),), gpu="H200"),
+               Rule(2048, 320, 1536, ((_WIDE, 1.0), (_NARROW, 1.05)))),
     "SWIGLU_BACKWARD": (Rule(2048, 320, 2048, ((Variant(128, 128, 5, 1, 1, 1), 1.0),)),),
     "ROPE": (Rule(8192, 384, 1024, ((Variant(128, 192, 5, 1, 1), 1.0),)),),
 }  # fmt: skip
-"""The first that has a choice is followed. Measured by bench/gemm.py --epilogues on an H100 and an H200, with eleven
-models of 128 to 2,048 columns and 1,024 to 32,768 rows (docs/kernels/gemm.md#which-kernel-makes-a-product). Where sums
-are short, cuBLAS's product is still in the cache when the op's pass reads it; where they are long, the pass takes
-little of the time, and cuBLAS's product is the faster one. All tiles have 128 rows."""
+"""The first that has a choice is followed. Measured by bench/gemm.py --epilogues on an H100 and an H200
+(docs/kernels/gemm.md#which-kernel-makes-a-product). Where sums are short, cuBLAS's product is still in the cache when
+the op's pass reads it. Where they are long, the pass is little beside the product, and cuBLAS's product is the faster
+one. All tiles have 128 rows."""
 
 
 def compiled(product: str = "FORWARD") -> list[Variant]:

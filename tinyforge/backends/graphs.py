@@ -10,6 +10,7 @@ Source: the CUDA programming guide, "CUDA Graphs"; the CuPy manual, `Stream.begi
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -57,6 +58,10 @@ class Graphs:
         return launch
 
     def _captured(self, work: Callable[[], None]) -> Any:
+        # Not while capturing: what it collects may hold memory, streams or graphs, whose end would break the capture.
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()
         self.stream.begin_capture()
         try:
             work()
@@ -64,6 +69,9 @@ class Graphs:
             with suppress(RuntimeError):
                 self.stream.end_capture()
             raise
+        finally:
+            if collects:
+                gc.enable()
         return self.stream.end_capture()
 
     @contextmanager
