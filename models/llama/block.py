@@ -35,7 +35,7 @@ from tinyforge.ops import (
     RopeScaling,
     SwiGLULinear,
 )
-from tinyforge.ops.attention import LayerCache
+from tinyforge.ops.attention import LayerCache, split
 from tinyforge.ops.dropout import adding
 from tinyforge.ops.swiglu_linear import swiglu_mlp
 
@@ -100,19 +100,27 @@ class AttentionHalf:
         starts: Array | None = None,
     ) -> tuple[Array, Array]:  # fmt: skip
         """x with attention added, and its norm2. Arguments as in `Block.forward`."""
-        if self.head_norms:
-            qkv = self.qkv.forward(h, stash)
-            qkv = qkv.reshape(*x.shape[:2], -1, self.head_dim)  # (B, T, Hq + 2 Hkv, D)
-            for norm, heads in self.head_norms:
-                norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
-            qkv = self.rope.forward(qkv, stash, offset=offset, out=qkv)
-        else:
-            qkv = self.rope.after(self.qkv, h, stash, offset=offset)  # (B, T, Hq + 2 Hkv, D)
+        qkv = self.turned(h, stash, offset)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
         add = adding(self.out, self.out_dropout, x)
         a = self.out.forward(a.reshape(*x.shape[:2], -1), stash, **add)  # (B, T, C)
         a = self.out_dropout.forward(a, stash)
         return self.norm2.forward(a, None, stash) if add else self.norm2.forward(x, a, stash)
+
+    def turned(self, h: Array, stash: Stash | None, offset: int) -> Array:
+        """q, k and v after RoPE, (B, T, Hq + 2 Hkv, D)."""
+        if not self.head_norms:
+            return self.rope.after(self.qkv, h, stash, offset=offset)
+        qkv = self.qkv.forward(h, stash)
+        qkv = qkv.reshape(*h.shape[:2], -1, self.head_dim)
+        for norm, heads in self.head_norms:
+            norm.forward(qkv[:, :, heads], stash, out=qkv[:, :, heads])
+        return self.rope.forward(qkv, stash, offset=offset, out=qkv)
+
+    def fill(self, h: Array, cache: LayerCache, offset: int) -> None:
+        """Append keys and values to the cache, and compute nothing else."""
+        _, k, v = split(self.turned(h, None, offset), self.attention.heads)
+        cache.append(k, v)
 
     def attend_backward(self, dx: Array, dh: Array, stash: Stash) -> tuple[Array, Array]:
         dx, da = self.norm2.backward((dx, dh), stash)

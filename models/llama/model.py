@@ -85,6 +85,17 @@ class LlamaLike(Model):
             cache.advance(ids.shape[1])
         return h, more
 
+    def fill(self, ids: Array, cache: KVCache) -> None:
+        """Append ids to the cache, as `hidden` does: the last layer ends at its keys and values."""
+        self.fp8_weights.refresh()
+        x = self.embedding.forward(ids)
+        h = self.first_norm.forward(x)
+        *blocks, last = self.blocks
+        for i, block in enumerate(blocks):
+            x, h, *_ = block.forward(x, h, None, cache=cache.layer(i), offset=cache.length)
+        last.fill(h, cache.layer(len(blocks)), cache.length)
+        cache.advance(ids.shape[1])
+
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
     ) -> Array:

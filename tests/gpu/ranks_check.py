@@ -234,6 +234,10 @@ def main() -> int:
             many += of_all.run(n - n // 2)
             shas["all"] = of_all.sha()
             del of_all
+            captured = make(group, shards=shards, capture=True)
+            captured.run(n)
+            shas["all, captured"] = captured.sha()
+            del captured
             note(exact_steps=n, shards_per_step=shards, losses_apart=float(np.abs(np.subtract(losses, many)).max()),
                  bits=shas)  # fmt: skip
             for name, of, state, zero in (("one, then all", group, half, 0), ("all, then one", alone, half_of_all, 0),

@@ -88,6 +88,27 @@ def test_the_fused_decoders_are_for_the_plain_shape(values: dict[str, Any]) -> N
     assert Llama(TINY.override(values), FP64).fused_weights() is None
 
 
+@pytest.mark.parametrize("values", [{}, {"qk_norm": True}, {"window": 5}], ids=str)
+def test_a_cache_is_filled_without_the_rest_of_the_last_layer(
+    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit what `hidden` leaves in it, in two pieces."""
+    model = Llama(TINY.override(values), FP64)
+    model.initialise(seed=0)
+    ids = np.random.default_rng(1).integers(0, 11, (2, 30), dtype=np.int32)
+    wanted, cache = model.make_cache(2, 40), model.make_cache(2, 40)
+    last = model.blocks[-1]
+    for piece in (ids[:, :17], ids[:, 17:]):
+        model.hidden(piece, cache=wanted)
+        with monkeypatch.context() as patched:
+            for op in (last.attention, last.out, last.norm2, last.gate_up, last.down, last.next_norm):
+                patched.setattr(op, "forward", None)
+            model.fill(piece, cache)
+    assert cache.length == wanted.length == 30
+    for ours, theirs in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
+        assert np.array_equal(ours[:, :, :30], theirs[:, :, :30])
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_plain_shape_has_fused_weights(tied: bool) -> None:
     model = Llama(TINY.override({"tied": tied}), FP64)

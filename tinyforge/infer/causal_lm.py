@@ -77,7 +77,8 @@ class CausalLM(Protocol):
 
     def fused_weights(self) -> FusedWeights | None:
         """The weights for the fused decoders, None where the model is not of their shape. A model that has them must
-        access its cache only through the methods of `KVCache`: a fused decoder passes in a cache of its own."""
+        access its cache only through the methods of `KVCache`: a fused decoder passes in a cache of its own. If it also
+        has `fill(ids, cache)`, which need not compute what follows the last layer's keys and values, prompts use it."""
 
 
 _WANTED = ("config", "backend", "prediction_heads", "hidden", "logits", "make_cache", "fused_weights")

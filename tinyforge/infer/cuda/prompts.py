@@ -71,7 +71,8 @@ class Prompts:
     """Prefills a model's prompts for a decoder with `capacity` positions per row."""
 
     def __init__(self, model: CausalLM, capacity: int) -> None:
-        self.model, self.backend, self.capacity = model, model.backend, capacity
+        self.backend, self.capacity = model.backend, capacity
+        self.fill = getattr(model, "fill", None) or (lambda ids, cache: model.hidden(ids, cache=cache))
         self.graphs: Graphs | None = None
         self._times: dict[tuple[int, int], int] = {}
         self._launch: dict[tuple[int, int], Callable[[], None]] = {}
@@ -86,13 +87,13 @@ class Prompts:
         kind = past, size
         known = kind in self._times or len(self._times) < MOST
         if past % STARTS or past + size > LONGEST or not known:
-            self.model.hidden(ids, cache=RowCache(keys, values, past))
+            self.fill(ids, RowCache(keys, values, past))
             return
         times = self._times[kind] = self._times.get(kind, 0) + 1
         if times == 1:
             whole = self.backend.zeros((1, size), ids.dtype)
             whole[:, :tokens] = ids
-            self.model.hidden(whole, cache=RowCache(keys, values, past))
+            self.fill(whole, RowCache(keys, values, past))
             return
         if self.graphs is None:
             self._make(keys, ids)
@@ -103,7 +104,7 @@ class Prompts:
             mine[:, :, :past] = row[:, :, :past]
 
         def work() -> None:
-            self.model.hidden(self.ids[None, :size], cache=RowCache(*own, past))
+            self.fill(self.ids[None, :size], RowCache(*own, past))
 
         if times == 2:
             self.graphs.run(work)
