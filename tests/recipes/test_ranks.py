@@ -285,6 +285,9 @@ def test_dpo_on_ranks_learns_what_workers_learn(tmp_path: Path) -> None:
         pytest.param("mpi", "1:6:hang", "--timeout 3", "rank 1 on {host} has not answered for 3 s", marks=needs_mpi),
         pytest.param("mpi", "1:6:nan", "", "weight heads.weight, rank 1 on {host}", marks=needs_mpi),
         ("gpus", "1:6:nan", "--zero 2", "came from weight heads.weight, rank 1 on {host}"),
+        ("gpus", "1:6:kill", "--capture", "rank 1 on {host} died"),
+        ("gpus", "1:6:hang", "--capture --timeout 3", "under way on rank 0 on {host} for 3 s: rank 1 on {host} hangs"),
+        ("gpus", "1:6:raise", "--capture", "rank 1 on {host}: ZeroDivisionError: of this rank"),
         pytest.param("mpi", "1:6:kill", "", "rank 1", marks=needs_mpi),
     ],
 )  # fmt: skip
