@@ -58,6 +58,9 @@ def test_a_file_of_several_gpus_is_compared(tmp_path: Path) -> None:
     added = 4 * 4096 * 768 / H200.windows + 2 * H200.hop + TOLL * H200.crowded[0] * sums
     assert plain.forecast == pytest.approx(alone / 1e3 + added, rel=1e-6)
     assert abs(plain.error) < 0.05 and abs(zero.error) < 0.05
+    of_another = found | {"device": "NVIDIA H100 80GB HBM3 (GPU 0), 79 GiB, CUDA 13.2"}
+    (tmp_path / "gpu-ranks-h100.json").write_text(json.dumps(of_another))
+    assert len([row for row in compared(H200, tmp_path) if row.gpus == 2]) == 2
     found["results"]["ranks"]["median_ms"] = 40.0  # type: ignore[index]
     (tmp_path / "gpu-ranks.json").write_text(json.dumps(found))
     assert max(abs(row.error) for row in compared(H200, tmp_path)) > 0.05

@@ -57,7 +57,7 @@ class Machine:
     """Rates in FLOP/s and bytes/s, times in seconds, memory in bytes. link, hop: between GPUs of a host, fitted to two
     measured all-reduces. windows: the rate of a link when NCCL has few blocks and uses windows, which needs a single
     host; few: without windows. crowded: how much slower each is under backward. network, far_hop: of one GPU's share of
-    the network between hosts; not measured here."""
+    the network between hosts; not measured here. name: of the GPU."""
 
     peak: float
     copy: float
@@ -72,6 +72,7 @@ class Machine:
     per_host: int = 8
     network: float = 50e9
     far_hop: float = 5e-6
+    name: str = ""
 
     def attention_rate(self, tokens: int) -> float:
         """Interpolated between the measured row lengths on a logarithmic scale; constant outside of them."""
@@ -282,7 +283,7 @@ def read_machine(results: Path = RESULTS) -> Machine:
     in_windows, without = (way["under_backward_ms"] / way["ms"] for way in ways)
     memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
     machine = Machine(step["matmul_peak_gflop_per_second"] * 1e9, rates["copy_gb_per_second"] * 1e9, memory, attention,
-                      1.0, link, hop, windows, few, (in_windows, without))  # fmt: skip
+                      1.0, link, hop, windows, few, (in_windows, without), name=_gpu_of(step))  # fmt: skip
     # The rest of the one measured step counts as products; it includes the gaps between kernels.
     found = one_gpu(job_of(step), machine)
     left = step["results"]["tinyforge"]["median_ms"] / 1e3 - (found.seconds - found.products)
@@ -320,12 +321,14 @@ class Row:
 
 
 def compared(machine: Machine, results: Path = RESULTS) -> Iterator[Row]:
-    """Every bf16 step in `results` whose model uses only kernels that the cost model counts: on one GPU in the files
-    gpu-train-*, on several in those with `ranks`. A step on several GPUs is forecast from the one GPU that was measured
-    in the same run: the comparison tests what the other GPUs add."""
+    """Every bf16 step in `results` on this machine's GPU whose model uses only kernels that the cost model counts: on
+    one GPU in the files gpu-train-*, on several in those with `ranks`. A step on several GPUs is forecast from the one
+    GPU that was measured in the same run: the comparison tests what the other GPUs add."""
     for path in sorted(results.glob("*.json")):
         found = read_json(path, "the results")
         if not isinstance(found.get("results"), dict):
+            continue
+        if _gpu_of(found) not in ("", machine.name):
             continue
         if found.get("precision") != "bf16" or found.get("tokens_per_document"):  # attention does less there
             continue
@@ -348,6 +351,12 @@ def _several(file: str, found: dict[str, Any], machine: Machine) -> Iterator[Row
             added = cost(job, gpus, machine).seconds - cost(replace(job, zero=False), 1, machine).seconds
             what = f"{job.model}, {job.rows} x {job.seq_len}{', ZeRO' if zero else ''}{kind}"
             yield Row(file, what, gpus, results[name + kind], results["1 GPU" + kind] + added)
+
+
+def _gpu_of(found: dict[str, Any]) -> str:
+    """The name of the GPU that results are of; empty if they do not say."""
+    device = found.get("device", "")
+    return str(device.get("gpu", "") if isinstance(device, dict) else device).partition(" (")[0]
 
 
 def _read(path: Path) -> dict[str, Any]:
