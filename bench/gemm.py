@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +41,7 @@ from bench.gpu_clock import CACHE_BYTES, event_ms
 from models.gpt2.config import PRESETS as GPT2
 from models.nanoeuler.config import PRESETS as NANOEULER
 from models.nanoeuler.config import Config
+from tinyforge.backends.compile import constant
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.ops.cross_entropy import row_pitch
 from tinyforge.report import add_json_flag, check_before, publish
@@ -47,7 +49,7 @@ from tinyforge.report import add_json_flag, check_before, publish
 MODELS = ("base", "124m", "large")  # unless --models names others
 CHUNK = 4096  # tokens whose logits are computed at a time (ops/cross_entropy_cuda.py)
 SILENCE, STARTING = 30.0, 120.0  # seconds until a silent child is given up; while it starts and compiles
-ROPE_HEAD = 64  # the width of a head whose product can end with RoPE
+ROPE_HEAD = constant("ops/gemm_hopper.cu", "HEAD")  # the width of a head whose product can end with RoPE
 FINALISTS, ROUNDS, SHORT = 4, 7, 8
 # Relative errors, by norms, against sums in float32 by cuBLAS: one rounding to bf16; another order of the sum.
 TOLERANCE = {"bfloat16": 4e-3, "float32": 3e-5}
@@ -104,27 +106,24 @@ def linears(model: str) -> tuple[list[tuple[str, int, int]], int, tuple[int, int
 
 def products(model: str, tokens: int) -> Iterator[Product]:
     """The products of a step, as its ops request them."""
-    return (replace(product, tokens=tokens) for product in _products(model, tokens))
-
-
-def _products(model: str, tokens: int) -> Iterator[Product]:
+    product = partial(Product, model, tokens=tokens)
     maps, layers, (outs, ins) = linears(model)
     for name, o, i in maps:
         if (model, name) != ("124m", "qkv"):
-            yield Product(model, f"{name} forward", "FORWARD", tokens, o, i, layers)
-        yield Product(model, f"{name} dX", "INPUT", tokens, i, o, layers)
-        yield Product(model, f"{name} dW", "WEIGHT", o, i, tokens, layers, accumulate=True)
+            yield product(f"{name} forward", "FORWARD", tokens, o, i, layers)
+        yield product(f"{name} dX", "INPUT", tokens, i, o, layers)
+        yield product(f"{name} dW", "WEIGHT", o, i, tokens, layers, accumulate=True)
     if (config := shape_of(model)) is not None:
         h, i = config.hidden, ins
         qkv = next(o for name, o, _ in maps if name == "qkv")
         if config.head_dim == ROPE_HEAD:
-            yield Product(model, "qkv, RoPE", "ROPE", tokens, qkv, i, layers, instead="qkv forward")
-        yield Product(model, "gate|up, SwiGLU", "SWIGLU", tokens, 2 * h, i, layers, instead="gate|up forward")
-        yield Product(model, "down dX, SwiGLU", "SWIGLU_BACKWARD", tokens, h, i, layers, instead="down dX")
+            yield product("qkv, RoPE", "ROPE", tokens, qkv, i, layers, instead="qkv forward")
+        yield product("gate|up, SwiGLU", "SWIGLU", tokens, 2 * h, i, layers, instead="gate|up forward")
+        yield product("down dX, SwiGLU", "SWIGLU_BACKWARD", tokens, h, i, layers, instead="down dX")
     chunk = min(CHUNK, tokens)
-    yield Product(model, "head forward", "FORWARD", chunk, outs, ins, tokens // chunk)
-    yield Product(model, "head dX", "INPUT", tokens, ins, outs, 1)
-    yield Product(model, "head dW", "WEIGHT", outs, ins, tokens, 1)
+    yield product("head forward", "FORWARD", chunk, outs, ins, tokens // chunk)
+    yield product("head dX", "INPUT", tokens, ins, outs, 1)
+    yield product("head dW", "WEIGHT", outs, ins, tokens, 1)
 
 
 def busy(product: Product, variant: Any, splits: int, slots: int) -> float:

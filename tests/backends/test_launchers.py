@@ -500,7 +500,7 @@ def test_rope_is_at_the_end_of_a_product_where_the_table_says(
     ("epilogue", "rows", "least", "most"),
     [("SWIGLU", 2048, 320, 1536), ("SWIGLU_BACKWARD", 2048, 320, 2048), ("ROPE", 8192, 384, 1024)],
 )
-def test_an_epilogue_is_used_from_the_sizes_on_where_it_pays(
+def test_an_epilogue_is_used_at_the_sizes_where_it_pays(
     epilogue: str, rows: int, least: int, most: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bf16, on a Hopper, without a table."""
@@ -509,11 +509,11 @@ def test_an_epilogue_is_used_from_the_sizes_on_where_it_pays(
     def used(m: int, k: int, precision: str = "bf16") -> bool:
         launches.seen.clear()
         backend = FakeCupy(precision)
-        x, dy = backend.zeros((m, k)), backend.zeros((m, k))
+        x = backend.zeros((m, k))
         if epilogue == "SWIGLU":
             made: Any = gemm.gemm_swiglu(x, backend.zeros((128, k)))
         elif epilogue == "SWIGLU_BACKWARD":
-            made = gemm.gemm_swiglu_backward(dy, backend.zeros((k, 64)), backend.zeros((m, 128)), again=True)
+            made = gemm.gemm_swiglu_backward(x, backend.zeros((k, 64)), backend.zeros((m, 128)), again=True)
         else:
             tables = (backend.zeros((m, 32), backend.master_dtype) for _ in range(2))
             made = gemm.gemm_rope(x, backend.zeros((128, k)), gemm.Turn(*tables, 1))
@@ -528,12 +528,13 @@ def test_an_epilogue_is_used_from_the_sizes_on_where_it_pays(
     assert not used(rows, least)
 
 
-def test_a_rule_takes_the_tile_that_would_be_done_first(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_takes_the_tile_that_would_finish_first(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     from tinyforge.backends import gemm
 
     def columns(*size: int) -> int:
-        choices = (rule.chosen(*size) for rule in gemm.RULES["SWIGLU"])
-        return next(tile.columns for tile in choices if tile is not None)
+        tile = gemm.by_rule("SWIGLU", *size)
+        assert tile is not None
+        return tile.columns
 
     assert columns(16384, 4096, 768) == 256  # 16 turns of 256 columns, 22 of 192
     assert columns(2048, 2880, 512) == 192  # 2 turns each

@@ -5,7 +5,7 @@ cuBLAS is, at the shapes of real steps; the results are in gemm_table.json by th
 is not in the table goes to cuBLAS: another GPU, shape or precision.
 
 Some of our products have an epilogue that replaces another op's pass over memory (EPILOGUES). Where the table does not
-have the shape, RULES say from which sizes on they pay, on any Hopper. `gemm_swiglu`, `gemm_swiglu_backward` and
+have the shape, RULES say at which sizes they pay, on any Hopper. `gemm_swiglu`, `gemm_swiglu_backward` and
 `gemm_rope` return None elsewhere, and the op then makes its passes one by one.
 
 The choice depends on the shape and the GPU alone, so a run gives the same bits every time.
@@ -119,8 +119,8 @@ class Variant:
 class Rule:
     """Where an epilogue pays: at `rows` or more, with a sum of `least` to `most` terms, on GPUs with `gpu` in the name.
 
-    tiles: those to choose from, with the time that a column of each takes compared with the others. The one that would
-    be done first is taken, of equals the one that is listed first."""
+    tiles: those to choose from, each with the relative time of one of its columns. The tile that would finish first is
+    taken; of equals, the one listed first."""
 
     rows: int
     least: int
@@ -144,10 +144,15 @@ RULES = {
     "SWIGLU_BACKWARD": (Rule(2048, 320, 2048, ((Variant(128, 128, 5, 1, 1, 1), 1.0),)),),
     "ROPE": (Rule(8192, 384, 1024, ((Variant(128, 192, 5, 1, 1), 1.0),)),),
 }  # fmt: skip
-"""The first that has a choice is followed. Measured by bench/gemm.py --epilogues on an H100 and an H200
+"""The first rule that has a choice decides, see `by_rule`. Measured by bench/gemm.py --epilogues on an H100 and an H200
 (docs/kernels/gemm.md#which-kernel-makes-a-product). Where sums are short, cuBLAS's product is still in the cache when
 the op's pass reads it. Where they are long, the pass is little beside the product, and cuBLAS's product is the faster
 one. All tiles have 128 rows."""
+
+
+def by_rule(epilogue: str, m: int, n: int, k: int) -> Variant | None:
+    """The variant for a product of m x n over k that ends with `epilogue`; None where cuBLAS and a pass are faster."""
+    return next(filter(None, (rule.chosen(m, n, k) for rule in RULES[epilogue])), None)
 
 
 def compiled(product: str = "FORWARD") -> list[Variant]:
@@ -227,8 +232,7 @@ def gemm_rope(x: Array, weight: Array, turn: Turn) -> Array | None:
 def _chosen(epilogue: str, a: Array, size: tuple[int, int, int]) -> Variant | None:
     if a.dtype.name != "bfloat16" or not has_wgmma():
         return None
-    choices = (rule.chosen(*size) for rule in RULES[epilogue])
-    variant = _table().get((epilogue, *size)) or next(filter(None, choices), None)
+    variant = _table().get((epilogue, *size)) or by_rule(epilogue, *size)
     if on_choice is not None and variant is not None:
         on_choice(epilogue, *size, variant)
     return variant
