@@ -94,7 +94,7 @@ class TorchDecoder:
         self.compiled = compiled
         # Inference mode costs eager passes less; compiled ones write to buffers that were made outside of it.
         self.without_gradients = torch.no_grad if compiled else torch.inference_mode
-        self.forward = torch.compile(self.model, mode=mode, fullgraph=True) if compiled else self.model
+        self.forward = torch.compile(self.model, mode=mode, fullgraph=True, dynamic=False) if compiled else self.model
 
     def _step(self, ids: torch.Tensor, position: torch.Tensor, seen: int) -> torch.Tensor:
         """ids: (B, n), position: (n,), both on the device; `seen`: positions up to the last of these."""

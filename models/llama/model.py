@@ -85,8 +85,9 @@ class LlamaLike(Model):
             cache.advance(ids.shape[1])
         return h, more
 
-    def fill(self, ids: Array, cache: KVCache) -> None:
-        """Append ids to the cache, as `hidden` does: the last layer ends at its keys and values."""
+    def fill(self, ids: Array, cache: KVCache) -> Array:
+        """Append ids to the cache, as `hidden` does, but end at the last layer's keys and values; returns the stream
+        that this layer reads, (B, T, C)."""
         self.fp8_weights.refresh()
         x = self.embedding.forward(ids)
         h = self.first_norm.forward(x)
@@ -95,6 +96,7 @@ class LlamaLike(Model):
             x, h, *_ = block.forward(x, h, None, cache=cache.layer(i), offset=cache.length)
         last.fill(h, cache.layer(len(blocks)), cache.length)
         cache.advance(ids.shape[1])
+        return x
 
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None

@@ -13,6 +13,7 @@ from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.prompts import RowCache
 from tinyforge.infer.cuda.row_plan import RowPlan
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.quantised import FORMATS, Quantised
@@ -75,12 +76,13 @@ inline long long clock() { static long long now; return now += 7; }
 MEMORY = ("extern __shared__ __align__(128) unsigned char memory[];",
           "unsigned char *const memory = host_shared + host_rank() * HOST_ROOM;")  # fmt: skip
 # In a launch: passes, past, 1 for greedy text, 2 for DRAWN, the key of its numbers; then tokens, logits or a report.
+# Where a stream is given, the cache and what lies before the last layer are too: the first launch runs that layer only.
 MAIN = r"""
 int main() {
     host_limit = 2000000;
     host_jitter = true;
     host_file = fopen("PATH", "rb");
-    auto sizes = host_taken<int>(9);
+    auto sizes = host_taken<int>(11);
     const int units = sizes[0], layers = sizes[1], capacity = sizes[2], launches = sizes[3], stride = sizes[4],
               outputs = sizes[5], region = sizes[6], speculates = sizes[7];
     auto weights = host_taken<W>(units);
@@ -91,19 +93,29 @@ int main() {
     const A eps = host_taken<A>(1)[0];
     auto tokens = host_taken<int>(capacity + 1);
     auto scales = host_taken<float>(sizes[8]);
-    std::vector<T> keys(layers * KV_HEADS * capacity * HEAD_DIM), values = keys;
+    const int tiles = sizes[9], given_words = sizes[10], cached = layers * KV_HEADS * capacity * HEAD_DIM;
+    auto given = host_taken<A>(given_words);
+    auto skipped = host_taken<int>(given_words ? BLOCKS : 0), left = host_taken<int>(given_words ? BLOCKS : 0);
+    std::vector<T> keys(cached), values = keys;
+    if (given_words) keys = host_taken<T>(cached), values = host_taken<T>(cached);
     std::vector<int> begin(1 + ROWS, -1);
-    begin[0] = 0, begin[1] = tokens[0];
+    const int filled = host_taken<int>(1)[0];
+    begin[0] = filled, begin[1] = tokens[filled];
     for (int launch = 0; launch < launches; launch++) {
         auto how = host_taken<int>(5);
         const int passes = how[0], past = how[1], sampled = how[2], drawn = sampled == 2;
         std::vector<A> exchange(passes * region, __int_as_float(-1));
         std::vector<int> report((passes + 1) * (1 + ROWS), -9);
+        const bool last = launch == 0 && given_words;
+        const int first = last ? layers - 1 : 0, at = first * KV_HEADS * capacity * HEAD_DIM;
         host_launch(BLOCKS, 1, THREADS + PRODUCERS * 32, [&] {
-            decode(weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(), keys.data(),
-                   values.data(), tokens.data(), exchange.data(), lengths.data(), stride, layers, outputs, capacity,
-                   past, passes, eps, sampled, drawn * 0.7f, drawn * 8, drawn * 0.9f, drawn * 0.02f, how[3], how[4],
-                   past, speculates ? begin.data() : nullptr, report.data(), scales.data());
+            decode(weights.data(), embedding.data(), gains.data() + 2 * first * DIM, cosines.data(), sines.data(),
+                   keys.data() + at, values.data() + at, tokens.data(), exchange.data() + first * LAYER,
+                   last ? left.data() : lengths.data(), stride, layers - first, outputs, capacity, past, passes, eps,
+                   sampled, drawn * 0.7f, drawn * 8, drawn * 0.9f, drawn * 0.02f, how[3], how[4], past,
+                   speculates ? begin.data() : nullptr, report.data(),
+                   scales.data() + (last && sizes[8] ? 8 * tiles : 0),
+                   last ? given.data() : nullptr, last ? skipped.data() : nullptr, last ? tiles % BLOCKS : 0);
         }, BLOCKS);
         if (speculates) {
             for (int pass = 0; pass < passes; pass++)
@@ -122,9 +134,11 @@ int main() {
 
 def by_the_kernel(
     model: NanoEuler, rows: int, outputs: int, tokens: list[int], launches: list[tuple[int, ...]], folder: Path, *,
-    speculates: bool = False, bf16: bool = False, fault: tuple[str, str] | None = None, **tuning: int,
+    speculates: bool = False, bf16: bool = False, fault: tuple[str, str] | None = None, prompt: int = 0,
+    **tuning: int,
 ) -> list[str]:  # fmt: skip
-    """What the launches, (passes, past, drawn, key), print."""
+    """What the launches, (passes, past, drawn, key), print. prompt: of the tokens, those that the model itself computes
+    up to the last layer; the first pass goes on from there at the last of them."""
     w = model.fused_weights()
     assert w is not None
     # The upper halves of float32 are numbers in bf16.
@@ -144,11 +158,20 @@ def by_the_kernel(
         matrices = plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers], cut(np.stack(w.lm_heads)), np)
     sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[1], outputs, plan.exchange(outputs),
              speculates, len(scales)]  # fmt: skip
+    units, tiles = plan.before(len(w.layers) - 1)
+    behind: list[np.ndarray] = []
+    if prompt:
+        cache = RowCache(model.backend, *np.zeros((2, len(w.layers), w.kv_heads, capacity, w.head_dim), np.float32), 0)
+        given = np.zeros((w.dim // 8, 4, 8), np.float32)
+        given[...] = model.fill(np.array([tokens[:prompt]], np.int32), cache)[0, -1].reshape(-1, 1, 8)
+        behind = [given, units, plan.lengths[outputs - 1] - units, cut(cache.keys), cut(cache.values)]
+    sizes += [tiles, behind[0].size if prompt else 0]
     padded = np.zeros(capacity + 1, np.int32)
     padded[: len(tokens)] = tokens
     parts: list[Any] = [np.array(sizes, np.int32), matrices, cut(w.embedding), np.stack(w.gains), w.cos[:capacity],
                         w.sin[:capacity], plan.lengths[outputs - 1].astype(np.int32), np.float32(w.norm_eps), padded,
-                        scales, *(np.array((*launch, 0, 0)[:5], np.uint32) for launch in launches)]  # fmt: skip
+                        scales, *behind, np.array([max(prompt - 1, 0)], np.int32),
+                        *(np.array((*launch, 0, 0)[:5], np.uint32) for launch in launches)]  # fmt: skip
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     return run_on_host("infer/cuda/row.cu", {"SCALAR": "bf16" if bf16 else "float", **plan.macros}, BODIES,
@@ -304,3 +327,52 @@ def test_greedy_text_and_speculation_up_to_a_full_cache(
                           producers=producers)
     ids = [int(x) for x in found]
     assert len(ids) >= 11 and ids == wanted[: len(ids)]
+
+
+PROMPT = [5, 3, 8, 1, 20, 13]
+
+
+@pytest.mark.parametrize("producers", [0, 4])
+@pytest.mark.parametrize("kind", ["", "int8"])
+def test_text_behind_a_prompt_of_which_one_layer_is_left(
+    kind: str, producers: int, model: NanoEuler, tmp_path: Path
+) -> None:
+    """The first pass begins at the last layer; plain, and with drafts up to a full cache."""
+    model = quantised_copy(model, kind) if kind else model
+    past, text = len(PROMPT) - 1, list(PROMPT)
+    while len(text) < CONFIG.context + 1:
+        text.append(int(forward(model, text)[-1, 0].argmax()))
+    wanted, known = text[len(PROMPT) :], {"prompt": len(PROMPT), "producers": producers}
+    plain = [(1, past, 1), (len(wanted) - 1, past + 1, 1)]
+    assert [int(x) for x in by_the_kernel(model, 1, 1, PROMPT, plain, tmp_path, **known)] == wanted
+    found = by_the_kernel(model, 2, 2, PROMPT, [(1, 0, 0), (12, 0, 0)], tmp_path, speculates=True, **known)
+    ids = [int(x) for x in found]
+    assert len(ids) >= len(wanted) - 1 and ids == wanted[: len(ids)]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("const A *stream = given;", "const A *stream = nullptr;"),  # begins at the token's embedding
+        ("block.dealt = dealt;", "block.dealt = 0;"),  # other blocks' tiles
+        ("(skipped ? skipped[blockIdx.x] : 0)", "0"),  # the first layer's weights
+    ],
+)
+def test_faults_of_the_first_pass_show(right: str, wrong: str, tmp_path: Path) -> None:
+    model = bf16_model()
+    model.initialise(3)
+    model.buffer.values[: model.buffer.decay_end] *= 8
+    past, launches = len(PROMPT) - 1, [(1, len(PROMPT) - 1, 0)]
+    wanted = forward(model, PROMPT)[past]
+
+    def error(fault: tuple[str, str] | None) -> float:
+        """Of the logits of the first pass."""
+        found = by_the_kernel(model, 1, 2, PROMPT, launches, tmp_path, fault=fault, prompt=len(PROMPT), blocks=3)
+        return float(np.abs(np.array(found, float).reshape(2, -1)[:, : model.config.vocab] - wanted).max())
+
+    tolerance = 1e-5 * np.abs(wanted).max()
+    assert error(None) <= tolerance
+    try:
+        assert not error((right, wrong)) <= tolerance
+    except AssertionError as problem:
+        assert any(said in str(problem) for said in ("wait for ever", "trap", "barrier"))

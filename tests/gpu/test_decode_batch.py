@@ -164,11 +164,11 @@ def test_rows_of_one_launch_draw_by_rules_of_their_own() -> None:
     rules = [Sampling(temperature=0), Sampling(0.7, top_k=5, top_p=1), Sampling(1.5, top_k=0, top_p=0.8),
              Sampling(temperature=3, top_k=0, top_p=1, min_p=0.1)]  # fmt: skip
     samplings = [rules[row % len(rules)] for row in range(batch)]
-    last = np.random.default_rng(0).integers(0, CONFIG.vocab, batch).tolist()
+    last = np.random.default_rng(0).integers(0, CONFIG.vocab, (batch, 1)).tolist()
 
     def drawn(of: list[Sampling]) -> np.ndarray:
-        streams = [Stream(row, "sample") for row in range(batch)]
-        return np.concatenate([b.ids for b in decoder_of(model, batch).stream(last, of, streams, 40)], axis=1)
+        stream = decoder_of(model, batch).stream(last, of, [Stream(row, "sample") for row in range(batch)], 40)
+        return np.concatenate([block.ids for block in stream], axis=1)
 
     together = drawn(samplings)
     for number, rule in enumerate(rules):
@@ -185,7 +185,7 @@ def test_a_full_row_stays_in_its_place() -> None:
     for row, text in enumerate(texts):
         decoder.prefill(row, text[:-1].tolist())
     before = decoder.cache.keys[:, 2, :, :9].copy()
-    last = [int(text[-1]) for text in texts]
+    last = [[int(text[-1])] for text in texts]
     blocks = list(decoder.stream(last, [Sampling(temperature=0)] * 3, [Stream(i, "sample") for i in range(3)], 22))
     ids = np.concatenate([block.ids for block in blocks], axis=1)
     assert ids.shape == (3, 22) and decoder.lengths == [32, 32, 31]
@@ -202,8 +202,8 @@ def test_the_host_waits_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = decoder._wait
     monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
     streams = [Stream(i, "sample") for i in range(3)]
-    blocks = list(decoder.stream([5, 6, 7], [Sampling(temperature=0)] * 3, streams, 150))
-    assert [block.ids.shape for block in blocks[:6]] == [(3, 2), (3, 4), (3, 8), (3, 16), (3, 16), (3, 16)]
+    blocks = list(decoder.stream([[5], [6], [7]], [Sampling(temperature=0)] * 3, streams, 150))
+    assert [block.ids.shape for block in blocks[:6]] == [(3, 1), (3, 2), (3, 4), (3, 8), (3, 16), (3, 16)]
     assert sum(block.ids.shape[1] for block in blocks) == 150 and len(waits) == len(blocks)
 
 
@@ -213,8 +213,9 @@ def test_what_is_forgotten_leaves_no_trace() -> None:
     stepped(decoder, texts, 2)
     decoder.rewind([20, 0, 30])
     decoder.prefill(1, texts[1][:9].tolist())
-    stream = decoder.stream([1, 2, 3], [Sampling(temperature=0)] * 3, [Stream(i, "sample") for i in range(3)], 100)
-    assert next(stream).ids.shape == (3, 2) and decoder.lengths == [22, 11, 32]
+    streams = [Stream(i, "sample") for i in range(3)]
+    stream = decoder.stream([[1], [2], [3]], [Sampling(temperature=0)] * 3, streams, 100)
+    assert next(stream).ids.shape == (3, 1) and decoder.lengths == [21, 10, 31]
     stream.close()
     decoder.rewind([20, 9, 30])
     got = decoder.step([texts[0][20:22], texts[1][9:11], texts[2][30:32]], CONFIG.mtp_heads)

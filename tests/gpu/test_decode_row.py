@@ -73,7 +73,7 @@ def stepped(decoder: Any, tokens: np.ndarray, prompt: int, sizes: tuple[int, ...
 
 def drawn(decoder: Any, token: int, sampling: Sampling, count: int, position: int = 0) -> list[int]:
     stream = Stream(sampling.seed, "sample", position)
-    return [i for block in decoder.stream([token], [sampling], [stream], count) for i in block.ids[0].tolist()]
+    return [i for block in decoder.stream([[token]], [sampling], [stream], count) for i in block.ids[0].tolist()]
 
 
 @pytest.mark.parametrize(("prompt", "sizes"), [(0, (1,)), (0, (2, 3, 4, 1)), (131, (4,)), (63, (3, 7)), (64, (2,))])
@@ -95,6 +95,32 @@ def test_bf16_is_as_exact_as_the_model_in_bf16(config: Config, rows: int) -> Non
     plain = np.abs(forward(model, tokens)[prompt:] - exact)
     ours = np.abs(stepped(engine().RowDecoder(model), tokens, prompt, (rows,)) - exact)
     assert ours.max() <= 2 * plain.max() and ours.mean() <= 2 * plain.mean()
+
+
+@pytest.mark.parametrize("kind", ["", *FORMATS])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_the_first_pass_behind_a_prompt_begins_at_the_last_layer(precision: str, kind: str) -> None:
+    """Of prompts with and without a graph: the logits of all heads, and text that goes on from them."""
+    model = trained_like(WIDER, precision)
+    model = quantised_copy(model, kind) if kind else model
+    decoder, prompt = engine().RowDecoder(model), some_tokens(WIDER, 100).tolist()
+    wanted, found = forward(model, np.array(prompt, np.int32))[-1], []
+    for _ in range(4):
+        decoder.rewind([0])
+        given = decoder._prefill(0, decoder.cache.keys, decoder.cache.values, prompt)
+        decoder.cache.tokens[99] = prompt[-1]
+        found.append(decoder.launcher(1)(decoder.cache, 99, 1, 3, given=given)[0, 0].get())
+        assert np.abs(found[-1] - wanted).max() <= TOLERANCE.get(precision, 0.02) * np.abs(wanted).max()
+    assert len({logits.tobytes() for logits in found}) == 1
+    if precision != "bf16":
+        session = Session(model, decoder)
+        for sampling in (GREEDY, Sampling(temperature=0, drafts=0), Sampling(max_tokens=1)):
+            session.set_tokens(prompt)
+            ids = [token.id for token in session.generate(sampling)]
+            if sampling.temperature == 0:
+                logits = forward(model, np.array([*prompt, *ids[:-1]], np.int32))[99:, 0]
+                assert ids == logits.argmax(axis=-1).tolist()
+            session.set_tokens([])
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -276,7 +302,7 @@ def test_the_host_waits_once_a_block_of_passes(trained: NanoEuler, monkeypatch: 
     waits: list[Any] = []
     wait = decoder._wait
     monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
-    blocks = list(decoder.stream([5], [GREEDY], [Stream(0, "sample")], 100))
+    blocks = list(decoder.stream([[5]], [GREEDY], [Stream(0, "sample")], 100))
     assert [len(block.passes) for block in blocks[:5]] == [1, 2, 4, 8, 8]
     assert all(sum(block.passes) == block.ids.size for block in blocks)
     assert sum(block.ids.size for block in blocks) == 100 and len(blocks) <= len(waits) <= len(blocks) + 1
@@ -358,8 +384,8 @@ def test_the_host_waits_once_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[Any] = []
     wait = decoder._wait
     monkeypatch.setattr(decoder, "_wait", lambda event: (waits.append(event), wait(event)))
-    blocks = list(decoder.stream([5], [Sampling(temperature=0, drafts=0)], [Stream(0, "sample")], 150))
-    assert [block.ids.shape for block in blocks[:6]] == [(1, 2), (1, 4), (1, 8), (1, 16), (1, 16), (1, 16)]
+    blocks = list(decoder.stream([[5]], [Sampling(temperature=0, drafts=0)], [Stream(0, "sample")], 150))
+    assert [block.ids.shape for block in blocks[:6]] == [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 16)]
     assert sum(block.ids.size for block in blocks) == 150 and len(waits) == len(blocks)
 
 
@@ -368,8 +394,8 @@ def test_a_stream_that_is_closed_forgets_what_was_not_yielded() -> None:
     wanted = forward(model, tokens)[-1]
     decoder = engine().RowDecoder(model)
     decoder.prefill(0, tokens[:20].tolist())
-    stream = decoder.stream([int(tokens[20])], [Sampling(temperature=0, drafts=0)], [Stream(0, "sample")], 100)
-    assert next(stream).ids.shape == (1, 2) and decoder.lengths == [22]
+    stream = decoder.stream([[int(tokens[20])]], [Sampling(temperature=0, drafts=0)], [Stream(0, "sample")], 100)
+    assert next(stream).ids.shape == (1, 1) and decoder.lengths == [21]
     stream.close()
     decoder.rewind([20])
     got = decoder.step([tokens[20:].tolist()], CONFIG.mtp_heads)[0, -1]

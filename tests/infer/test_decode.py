@@ -94,6 +94,21 @@ def test_a_prompt_leaves_the_keys_and_values_of_the_whole_sequence(
     np.testing.assert_allclose(logits[0, 0], wanted[0, end], rtol=0, atol=1e-10 * max(1, np.abs(wanted).max()))
 
 
+@pytest.mark.parametrize("prompts", [[1, 2, 37, 110], [150], [149, 1]], ids=str)
+@pytest.mark.parametrize("config", [CONFIG, ALONE, replace(CONFIG, layers=1)], ids=["grouped", "alone", "one layer"])
+@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+def test_the_logits_behind_a_prompt(kind: type[Decoder], config: Config, prompts: list[int]) -> None:
+    """Of all heads, one prompt after the other; the last one fills the cache."""
+    model, tokens = model_of(config), tokens_of(config, 1, 150)
+    decoder, wanted = kind(model), whole(model, tokens)
+    for end, size in zip(np.cumsum(prompts), prompts, strict=True):
+        logits = decoder.first(tokens[0, end - size : end].tolist(), config.mtp_heads)
+        assert decoder.lengths == [end]
+        np.testing.assert_allclose(logits[0, 0], wanted[0, end - 1], rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="holds 150 of 150 positions, no room for"):
+        decoder.first([1, 2])
+
+
 def test_threads_that_share_a_prompt_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.PREFILL_ROWS", 16)
     alone, tokens = NumpyDecoder(model_of(CONFIG, "fp32")), tokens_of(CONFIG, 1, 150)[0].tolist()

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cupy", reason="the launchers import CuPy")
 
 
-def blocks(count: int, first: int, most: int, log: list[Any], gives: int = 1) -> Iterator[np.ndarray]:
+def blocks(count: int, most: int, log: list[Any], gives: int = 1) -> Iterator[np.ndarray]:
     """A run of `_two_under_way` over passes that give `gives` tokens each, until there are `count`."""
     from tinyforge.infer.cuda.device import DeviceDecoder
 
@@ -29,33 +29,33 @@ def blocks(count: int, first: int, most: int, log: list[Any], gives: int = 1) ->
     def left() -> int:
         return count - made
 
-    for found in DeviceDecoder._two_under_way(decoder, launch, left, first, most):
+    for found in DeviceDecoder._two_under_way(decoder, launch, left, most):
         made += gives * len(found)
         yield found
 
 
 def test_a_launch_is_under_way_while_another_is_read() -> None:
     log: list[Any] = []
-    stream = blocks(100, 2, 16, log)
+    stream = blocks(100, 16, log)
     next(stream)
-    assert log == [("launch", 2, 0), ("launch", 4, 2), ("wait", 2)]
+    assert log == [("launch", 1, 0), ("launch", 2, 1), ("wait", 1)]
     next(stream)
-    assert log[3:] == [("launch", 8, 4), ("wait", 4)]
+    assert log[3:] == [("launch", 4, 2), ("wait", 2)]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 6, 7, 30, 31, 100])
 def test_no_pass_is_launched_that_is_not_needed(count: int) -> None:
     log: list[Any] = []
-    sizes = [len(found) for found in blocks(count, 2, 16, log)]
+    sizes = [len(found) for found in blocks(count, 16, log)]
     launched = [entry[1] for entry in log if entry[0] == "launch"]
     assert sum(sizes) == count == sum(launched) and sizes == launched
-    assert all(size == min(2 << i, 16) for i, size in enumerate(sizes[:-1]))
+    assert all(size == min(1 << i, 16) for i, size in enumerate(sizes[:-1]))
 
 
 def test_passes_that_give_more_end_the_stream_early() -> None:
     """As speculation does: what is still under way then is not waited for."""
     log: list[Any] = []
-    sizes = [len(found) for found in blocks(20, 1, 8, log, gives=3)]
+    sizes = [len(found) for found in blocks(20, 8, log, gives=3)]
     assert sizes == [1, 2, 4] and [e for e in log if e[0] == "wait"] == [("wait", 1), ("wait", 2), ("wait", 4)]
     assert [e[1] for e in log if e[0] == "launch"] == [1, 2, 4, 7]
 

@@ -236,9 +236,11 @@ class Device(NumpyDecoder):
         return sampling.repetition_penalty == 1
 
     def stream(
-        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
+        self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
-        texts = [[token] for token in tokens]
+        for row, new in enumerate(tokens):
+            self.prefill(row, new[:-1])
+        texts = [[new[-1]] for new in tokens]
         uniforms = np.stack([stream.uniform((count,)) for stream in streams])
         for start in range(0, count, 5):
             part = uniforms[:, start : start + 5]

@@ -23,8 +23,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> NanoEuler:
     return model
 
 
-def ids_of(seed: int, count: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab, (1, count), dtype=np.int32)
+def ids_of(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, CONFIG.vocab, count).tolist()
 
 
 def row(seed: int = 9) -> Any:
@@ -32,12 +32,17 @@ def row(seed: int = 9) -> Any:
     return np.random.default_rng(seed).standard_normal((2, 2, 2, CONFIG.context, 6))
 
 
-def check(model: NanoEuler, ids: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+def check(model: NanoEuler, ids: list[int], keys: np.ndarray, values: np.ndarray) -> None:
     """Of the first positions, beside the model's own cache."""
-    wanted, count = model.make_cache(1, CONFIG.context), ids.shape[1]
-    model.hidden(ids, cache=wanted)
+    wanted, count = model.make_cache(1, CONFIG.context), len(ids)
+    model.hidden(np.array([ids]), cache=wanted)
     for ours, theirs in ((keys, wanted.keys), (values, wanted.values)):
         np.testing.assert_allclose(ours[:, :, :count], theirs[:, 0, :count].swapaxes(1, 2), rtol=0, atol=1e-12)
+
+
+def last_stream(model: NanoEuler, ids: list[int]) -> np.ndarray:
+    """What the last layer reads at the last token, (C,)."""
+    return model.fill(np.array([ids]), model.make_cache(1, CONFIG.context))[0, -1]
 
 
 def test_a_prompt_is_the_same_each_time(model: NanoEuler) -> None:
@@ -45,8 +50,9 @@ def test_a_prompt_is_the_same_each_time(model: NanoEuler) -> None:
     prompts = Prompts(model, CONFIG.context)
     for seed, count in enumerate((300, 320, 257, 311, 299)):
         ids, (keys, values) = ids_of(seed, count), row(seed)
-        prompts.append(ids[:, :256], keys, values, 0)
-        prompts.append(ids[:, 256:], keys, values, 256)
+        for piece, past in ((ids[:256], 0), (ids[256:], 256)):
+            stream = prompts.append(piece, keys, values, past)
+            np.testing.assert_allclose(stream, last_stream(model, ids[: past + len(piece)]), rtol=0, atol=1e-12)
         check(model, ids, keys, values)
     assert isinstance(prompts.graphs, AsGraphs)
     assert prompts.graphs.done == ["run"] * 2 + ["capture", "replay"] * 2 + ["replay"] * 4
@@ -57,7 +63,7 @@ def test_a_wrong_past_is_seen(model: NanoEuler) -> None:
     prompts, ids = Prompts(model, CONFIG.context), ids_of(0, 300)
     keys, values = row()
     for _ in range(2):
-        prompts.append(ids[:, 256:], keys, values, 256)
+        prompts.append(ids[256:], keys, values, 256)
     with pytest.raises(AssertionError):
         check(model, ids, keys, values)
 
@@ -67,11 +73,32 @@ def test_room_to_the_last_position(model: NanoEuler, past: int, count: int) -> N
     """No prompt is filled up beyond the row, and what stands before it stays."""
     prompts, ids, (keys, values) = Prompts(model, CONFIG.context), ids_of(0, past + count), row()
     if past:
-        model.hidden(ids[:, :past], cache=RowCache(keys, values, 0))
+        model.hidden(np.array([ids[:past]]), cache=RowCache(model.backend, keys, values, 0))
     for _ in range(4):
-        prompts.append(ids[:, past:], keys, values, past)
+        prompts.append(ids[past:], keys, values, past)
         check(model, ids, keys, values)
     assert bool(prompts.graphs) == (past % 256 == 0)
+
+
+def test_in_place(model: NanoEuler) -> None:
+    """Graphs that work on the row itself need no row of their own."""
+    prompts, (keys, values) = Prompts(model, CONFIG.context, in_place=True), row()
+    for seed, count in enumerate((300, 320, 257, 311, 299)):
+        ids = ids_of(seed, count)
+        prompts.append(ids[:256], keys, values, 0)
+        stream = prompts.append(ids[256:], keys, values, 256)
+        check(model, ids, keys, values)
+        np.testing.assert_allclose(stream, last_stream(model, ids), rtol=0, atol=1e-12)
+    assert isinstance(prompts.graphs, AsGraphs) and prompts.graphs.done.count("replay") == 6
+    assert not hasattr(prompts, "keys")
+
+
+def test_a_model_that_cannot_fill(model: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(type(model).__mro__[1], "fill")
+    prompts, ids, (keys, values) = Prompts(model, CONFIG.context), ids_of(0, 30), row()
+    for _ in range(4):
+        assert prompts.append(ids, keys, values, 0) is None
+        check(model, ids, keys, values)
 
 
 def test_what_has_no_graph(model: NanoEuler) -> None:

@@ -122,9 +122,11 @@ class Device(NumpyDecoder):
         return sampling.temperature == 0
 
     def stream(
-        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
+        self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
-        last, drafts = tokens[0], []
+        *prompt, last = tokens[0]
+        self.prefill(0, prompt)
+        drafts: list[int] = []
         while count > 0:
             ids, passes = [], []
             for _ in range(3):

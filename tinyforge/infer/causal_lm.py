@@ -77,8 +77,9 @@ class CausalLM(Protocol):
 
     def fused_weights(self) -> FusedWeights | None:
         """The weights for the fused decoders, None where the model is not of their shape. A model that has them must
-        access its cache only through the methods of `KVCache`: a fused decoder passes in a cache of its own. If it also
-        has `fill(ids, cache)`, which need not compute what follows the last layer's keys and values, prompts use it."""
+        access its cache only through the methods of `KVCache`: a fused decoder passes in a cache of its own. For
+        prompts it may have `fill(ids, cache)`, which appends ids, need not compute what follows the last layer's keys
+        and values, and returns the residual stream that this layer reads, (B, T, C)."""
 
 
 _WANTED = ("config", "backend", "prediction_heads", "hidden", "logits", "make_cache", "fused_weights")

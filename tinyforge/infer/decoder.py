@@ -81,6 +81,12 @@ class Decoder(ABC):
         The array belongs to the decoder, and is valid until the next call.
         """
 
+    def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
+        """Append tokens, one or more, to the only row; returns the logits after the last, (1, 1, heads, V), as `step`
+        does."""
+        self.prefill(0, tokens[:-1])
+        return self.step([tokens[-1:]], heads)
+
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         """`step` for some rows, in increasing order: tokens (len(rows), n) to logits (len(rows), n, heads, V). A row's
         logits do not depend on which other rows take part, to the last bit.
@@ -124,14 +130,14 @@ class Decoder(ABC):
         return False
 
     def stream(
-        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
+        self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
         """Blocks of new tokens for every row, up to `count` in all, without waiting for the device per token.
 
-        tokens: the last token of each row, not yet cached. samplings[i] and streams[i] draw row i's tokens, from the
-        same distributions as `sampling.choose` but not necessarily the same tokens. They are the same on every run,
-        whatever the other rows hold. A decoder of one row may speculate with up to `sampling.drafts` drafts. The caller
-        may stop at any time, and rewinds.
+        tokens: those at the end of each row that are not cached, at least one. samplings[i] and streams[i] draw row i's
+        tokens, from the same distributions as `sampling.choose` but not necessarily the same tokens. They are the same
+        on every run, whatever the other rows hold. A decoder of one row may speculate with up to `sampling.drafts`
+        drafts. The caller may stop at any time, and rewinds.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 

@@ -137,6 +137,15 @@ class NumpyDecoder(Decoder):
         self.values[:, row, :, :length] = self.values[:, source, :, :length]
         return True
 
+    def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
+        if len(tokens) == 1:
+            return self.step([tokens], heads)
+        self._check_room([0], len(tokens))
+        prompt = _Prompt(self, 0, tokens)
+        prompt.run()
+        self.lengths[0] += len(tokens) - 1
+        return self._pass([tokens[-1:]], [0], heads, prompt.x[len(tokens) - 1])
+
     def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
         return self.step_rows(range(self.batch), tokens, heads)
 
@@ -182,8 +191,11 @@ class NumpyDecoder(Decoder):
             self.values[..., self.with_ones : positions, self.weights.head_dim :] = 1
             self.with_ones = positions
 
-    def _pass(self, tokens: Any, rows: Sequence[int], heads: int) -> np.ndarray:
-        """Rows take their next tokens, (len(rows), n); returns (len(rows), n, heads, V)."""
+    def _pass(self, tokens: Any, rows: Sequence[int], heads: int, given: np.ndarray | None = None) -> np.ndarray:
+        """Rows take their next tokens, (len(rows), n); returns (len(rows), n, heads, V).
+
+        given: the stream that the last layer reads, (C,), of a single token that the layers before it have computed.
+        """
         c, n, batch = self.weights, len(tokens[0]), len(rows)
         s = self._shapes.get((batch, n))
         if s is None:
@@ -205,8 +217,13 @@ class NumpyDecoder(Decoder):
         project = multiply_packed
         x, f = s.x, s.f
         s.x_padding.fill(0)  # else the padding rows would grow from pass to pass
-        np.take(c.embedding, s.flat_ids, axis=0, out=s.x_new, mode="clip")
-        for (w_qkv, w_out, w_gate_up, w_down), keys, values in zip(self.layers, self.keys, self.values, strict=True):
+        left = slice(None)
+        if given is None:
+            np.take(c.embedding, s.flat_ids, axis=0, out=s.x_new, mode="clip")
+        else:
+            s.x_new[...], left = given, slice(-1, None)
+        layers = zip(self.layers[left], self.keys[left], self.values[left], strict=True)
+        for (w_qkv, w_out, w_gate_up, w_down), keys, values in layers:
             self._norm(s)
             project(s.h_by_group, w_qkv, out=s.qkv)
             multiply(s.qk_flat, s.turn, out=s.qk_turned)
@@ -271,7 +288,7 @@ class _Prompt:
         attention and MLP of layer i - 1, then q, k and v of layer i, block by block; then the next i
 
     The blocks, and so the bits, do not depend on the number of threads. Of the last layer only keys and values are
-    computed: nobody reads its output.
+    computed; `x` is then the stream that it reads.
     """
 
     def __init__(self, decoder: NumpyDecoder, row: int, tokens: Sequence[int]) -> None:

@@ -75,7 +75,7 @@ def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Samp
     """
     streams = [Stream(sampling.seed + i, "sample") for i in range(len(texts))]
     if decoder.draws(sampling):
-        yield from decoder.stream([text[-1] for text in texts], [sampling] * len(texts), streams, count)
+        yield from decoder.stream([text[-1:] for text in texts], [sampling] * len(texts), streams, count)
         return
     numbers = np.stack([stream.uniform((count,)) for stream in streams])
     prompts, wanted = [list(text) for text in texts], [len(text) for text in texts]

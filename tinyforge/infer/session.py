@@ -46,14 +46,15 @@ class Stats:
 
     prefilled: prompt tokens computed; reused: those found in the cache. passes: of the decoder after prefill, each over
     one token and its drafts. drafted[k], accepted[k]: drafts of head k + 1 that were verified, and accepted.
-    decode_seconds: time in `generate` after prefill, without the caller's own.
-    first_seconds: from the last call of `generate` to its first token.
+    replies: calls of `generate` that gave a token. decode_seconds: time in `generate` after its first token, without
+    the caller's own. first_seconds: from the last call of `generate` to its first token.
     """
 
     prefilled: int = 0
     reused: int = 0
     passes: int = 0
     tokens: int = 0
+    replies: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     decode_seconds: float = 0.0
@@ -65,8 +66,8 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Without prefill."""
-        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+        """Of the tokens after the first of each reply."""
+        return (self.tokens - self.replies) / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
     def acceptance(self) -> list[float]:
@@ -128,11 +129,14 @@ class Session:
         self._prompt = len(self.tokens)
         budget = min(sampling.max_tokens, self.decoder.capacity - len(self.tokens))
         begun = time.perf_counter()
-        self._prefill()
-        start = time.perf_counter()
-        passes = self._from_blocks if self.decoder.draws(sampling) else self._passes
-        stream = passes(sampling, budget)
-        made = 0
+        cached = self._keep(len(self.tokens) - 1)
+        self.stats.reused += cached
+        self.stats.prefilled += len(self.tokens) - cached
+        if self.decoder.draws(sampling):
+            stream = self._from_blocks(self.tokens[cached:], sampling, budget)
+        else:
+            stream = self._passes(self.tokens[cached:], sampling, budget)
+        made, start = 0, None
         try:
             for token in stream:
                 if token.id in stop:
@@ -140,27 +144,22 @@ class Session:
                 self.tokens.append(token.id)
                 made += 1
                 self.stats.tokens += 1
-                now = time.perf_counter()
-                self.stats.decode_seconds += now - start
-                if made == 1:
-                    self.stats.first_seconds = now - begun
+                if start is None:
+                    self.stats.replies += 1
+                    self.stats.first_seconds = time.perf_counter() - begun
+                else:
+                    self.stats.decode_seconds += time.perf_counter() - start
                 yield token
                 start = time.perf_counter()  # the caller's time is not ours
                 if made == budget:
                     break
-            self.stats.decode_seconds += time.perf_counter() - start
+            if start is not None:
+                self.stats.decode_seconds += time.perf_counter() - start
         finally:
             # Drop drafts, and tokens past the end, from the cache. The last token is never cached, except by a decoder
             # that cannot rewind, if the next token was a stop; it keeps the token in case the text goes on.
             stream.close()
             self._keep(max(0, len(self.tokens) - self.decoder.can_rewind))
-
-    def _prefill(self) -> None:
-        """Cache all tokens but the last, which the first pass takes."""
-        cached = self._keep(len(self.tokens) - 1)
-        self.decoder.prefill(0, self.tokens[cached:-1])
-        self.stats.reused += cached
-        self.stats.prefilled += len(self.tokens) - cached
 
     def _keep(self, length: int) -> int:
         """Rewind the cache to at most `length` positions, or to 0 if it cannot; returns how many it then holds."""
@@ -168,10 +167,10 @@ class Session:
             self.decoder.rewind([length if self.decoder.can_rewind else 0])
         return self.decoder.lengths[0]
 
-    def _from_blocks(self, sampling: Sampling, budget: int) -> Generator[Token]:
-        """Tokens that the decoder draws itself, with or without drafts."""
+    def _from_blocks(self, ahead: list[int], sampling: Sampling, budget: int) -> Generator[Token]:
+        """Tokens that the decoder draws itself, with or without drafts. ahead: tokens that are not cached."""
         offered = 0
-        for drawn in self.decoder.stream([self.tokens[-1]], [sampling], [Stream(sampling.seed, "sample")], budget):
+        for drawn in self.decoder.stream([ahead], [sampling], [Stream(sampling.seed, "sample")], budget):
             logprobs = itertools.repeat(None) if drawn.logprobs is None else drawn.logprobs[0].tolist()
             new = map(Token, drawn.ids[0].tolist(), logprobs)
             for count in drawn.passes or (1,) * drawn.ids.shape[1]:
@@ -185,10 +184,11 @@ class Session:
         """How many drafts the next pass takes. A pass gives one token more than the drafts it accepts."""
         return max(0, min(sampling.drafts, self.decoder.most_drafts, budget - 1))
 
-    def _passes(self, sampling: Sampling, budget: int) -> Generator[Token]:
+    def _passes(self, ahead: list[int], sampling: Sampling, budget: int) -> Generator[Token]:
         """Draft, verify, rewind: each pass takes the last token and the drafts after it; plain decoding without drafts.
 
-        The caller appends what is yielded to self.tokens. `base` counts the cached tokens that are part of the text.
+        ahead: tokens that are not cached. The caller appends what is yielded to self.tokens. `base` counts the cached
+        tokens that are part of the text.
         """
         decoder, stats = self.decoder, self.stats
         heads = min(sampling.drafts, decoder.most_drafts) + 1
@@ -197,7 +197,8 @@ class Session:
         proposed: np.ndarray | None = None  # the distributions that the drafts were drawn from, (drafts, V)
         while budget > 0:
             base = len(self.tokens) - 1
-            logits = decoder.step([[self.tokens[-1], *drafts]], heads)[0]
+            logits = (decoder.first(ahead, heads) if ahead else decoder.step([[self.tokens[-1], *drafts]], heads))[0]
+            ahead = []
             stats.passes += 1
             new = verify(logits[:, 0], drafts, proposed, sampling, numbers, self.tokens, self._prompt)
             right = len(new) - 1
@@ -205,9 +206,9 @@ class Session:
             budget -= len(new)
             logprobs = [log_probability(logits[i, 0], t) for i, t in enumerate(new)] if sampling.logprobs else None
             # Heads 1, 2, ... at the last accepted position: guesses at what follows the token that head 0 gave there.
-            ahead = self._drafts(sampling, budget)
-            if ahead > 0:
-                guesses = logits[right, 1 : 1 + ahead]
+            count = self._drafts(sampling, budget)
+            if count > 0:
+                guesses = logits[right, 1 : 1 + count]
                 drafts, proposed = propose(guesses, sampling, numbers, self.tokens + new, self._prompt)
             else:
                 drafts, proposed = [], None

@@ -156,10 +156,13 @@ class BatchDecoder(DeviceDecoder):
         self.lengths[row] = length
 
     def stream(
-        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
+        self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
-        """See `Decoder.stream`; in blocks of 2, 4, 8 tokens, then BLOCK. A row whose cache is full yields meaningless
-        tokens while the others go on."""
+        """See `Decoder.stream`; in blocks of 1, 2, 4, 8 tokens, then BLOCK. A row whose cache is full yields
+        meaningless tokens while the others go on."""
+        for row, new in enumerate(tokens):
+            self.prefill(row, new[:-1])
+        last = [new[-1] for new in tokens]
         past, done = np.array(self.lengths), 0
         count = min(count, self.capacity - int(past.min()))
         rules, first = Draw.of(samplings, streams)
@@ -167,13 +170,13 @@ class BatchDecoder(DeviceDecoder):
         def launch(passes: int, ahead: int) -> Array:
             given = np.full((passes, self.batch), -1, np.int32)
             if not (behind := done + ahead):
-                given[0] = tokens
+                given[0] = last
             return self.launcher.drawn(self.cache, past + behind, given, Draw(rules, first + np.uint32(behind)))
 
         def left() -> int:
             return count - done
 
-        for ids in self._two_under_way(launch, left, 2, BLOCK):
+        for ids in self._two_under_way(launch, left, BLOCK):
             done += len(ids)
             self.lengths = np.minimum(past + done, self.capacity).tolist()
             yield Drawn(ids.T, None)

@@ -84,7 +84,7 @@ class DeviceDecoder(Decoder):
                 f"{weights.dim}; use make_decoder"
             )
         self.fused = weights
-        self.prompts = Prompts(model, self.capacity)
+        self.prompts = Prompts(model, self.capacity, in_place=batch == 1)
 
     def _shape(self) -> dict[str, Any]:
         """The fields of `DecodePlan` that describe the model."""
@@ -92,30 +92,29 @@ class DeviceDecoder(Decoder):
         return {"dim": w.dim, "hidden": w.hidden, "heads": w.heads, "kv_heads": w.kv_heads, "layers": len(w.layers),
                 "vocab": w.vocab, "outputs": len(w.lm_heads), "itemsize": w.embedding.dtype.itemsize}  # fmt: skip
 
-    def _prefill(self, row: int, keys: Array, values: Array, tokens: Sequence[int]) -> Array:
-        """Append to a row by the model's own ops, without waiting; returns the ids on the device, (T,).
+    def _prefill(self, row: int, keys: Array, values: Array, tokens: Sequence[int]) -> Array | None:
+        """Append to a row by `Prompts.append`, without waiting; returns what that does.
 
         keys, values: the row's, (layers, kv_heads, capacity, head_dim).
         """
-        ids = self.prompts.backend.asarray(np.asarray([tokens], np.int32))
-        self.prompts.append(ids, keys, values, self.lengths[row])
+        stream = self.prompts.append(tokens, keys, values, self.lengths[row])
         self.lengths[row] += len(tokens)
-        return ids[0]
+        return stream
 
     def draws(self, sampling: Sampling) -> bool:
         return not (sampling.changes_logits or sampling.logprobs)
 
     def _two_under_way(
-        self, launch: Callable[[int, int], Array], left: Callable[[], int], first: int, most: int
+        self, launch: Callable[[int, int], Array], left: Callable[[], int], most: int
     ) -> Iterator[np.ndarray]:
         """The results of launches, in order, in host memory; while one is read, the next is computed.
 
         launch(passes, ahead) queues passes after `ahead` unread ones, and returns a device array with a row per pass.
-        left(): how many passes may still be needed, unread ones included; ends at 0. The first launch has `first`
-        passes, each later one twice as many, up to `most`, so that the first results come early.
+        left(): how many passes may still be needed, unread ones included; ends at 0. The first launch has one
+        pass, each later one twice as many, up to `most`, so that the first results come early.
         """
         in_flight: deque[tuple[np.ndarray, Any]] = deque()
-        ahead, size = 0, first
+        ahead, size = 0, 1
         while left() > 0:
             while len(in_flight) < 2 and left() > ahead:
                 passes = min(size, left() - ahead)

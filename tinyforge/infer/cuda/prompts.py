@@ -7,18 +7,21 @@ tokens, as none of them sees the padding after it. There is a graph for each len
     first time     run without a graph; kernels are compiled
     second time    the same in the graphs' memory
     third time     captured, and the graph launched
-    from then on   one upload of the ids, one launch, two copies of keys and values
+    from then on   one upload of the ids, one launch; where a decoder has several rows, two copies of keys and values
 
 Weights must not change while a decoder lives, as it holds a copy of them; so a graph can rely on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
+from tinyforge.backends import Backend
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, kernel
 
 if TYPE_CHECKING:
     from tinyforge.backends.graphs import Graphs
@@ -31,17 +34,24 @@ MOST = 16
 """Graphs per decoder; further lengths run without one."""
 
 
+@kernel
+def append(keys: Array, values: Array, k: Array, v: Array, past: int) -> None:
+    """k, v: (1, T, Hkv, D), into positions past .. past + T - 1 of keys, values: (Hkv, capacity, D)."""
+    for held, new in ((keys, k), (values, v)):
+        held[:, past : past + k.shape[1]] = new[0].swapaxes(0, 1)
+
+
 class _LayerCache(NamedTuple):
-    """A layer of a `RowCache`: keys and values, (kv_heads, capacity, head_dim)."""
+    """A layer of a `RowCache`: keys and values, (kv_heads, capacity, head_dim). put: the kernel `append`."""
 
     keys: Array
     values: Array
     length: int
+    put: Callable[[Array, Array, Array, Array, int], None]
 
     def append(self, k: Array, v: Array) -> tuple[Array, Array]:
+        self.put(self.keys, self.values, k, v, self.length)
         end = self.length + k.shape[1]
-        for held, new in ((self.keys, k), (self.values, v)):
-            held[:, self.length : end] = new[0].swapaxes(0, 1)
         if not self.length:  # nothing cached: as in training, attention reads k and v next to the queries
             return k, v
         keys, values = (held[:, :end].swapaxes(0, 1)[None].copy() for held in (self.keys, self.values))
@@ -51,11 +61,12 @@ class _LayerCache(NamedTuple):
 class RowCache:
     """A row of a decoder's keys and values, (layers, kv_heads, capacity, head_dim), in the role of a `KVCache`."""
 
-    def __init__(self, keys: Array, values: Array, length: int) -> None:
+    def __init__(self, backend: Backend, keys: Array, values: Array, length: int) -> None:
         self.keys, self.values, self.length = keys, values, length
+        self._put = append.bind(backend)
 
     def layer(self, layer: int) -> _LayerCache:
-        return _LayerCache(self.keys[layer], self.values[layer], self.length)
+        return _LayerCache(self.keys[layer], self.values[layer], self.length, self._put)
 
     def advance(self, count: int) -> None:
         self.length += count
@@ -68,43 +79,53 @@ def padded_length(tokens: int) -> int:
 
 
 class Prompts:
-    """Prefills a model's prompts for a decoder with `capacity` positions per row."""
+    """Prefills a model's prompts for a decoder with `capacity` positions per row.
 
-    def __init__(self, model: CausalLM, capacity: int) -> None:
-        self.backend, self.capacity = model.backend, capacity
-        self.fill = getattr(model, "fill", None) or (lambda ids, cache: model.hidden(ids, cache=cache))
+    in_place: whether all prompts go into the same row, so that graphs can work on the row itself; else they work on one
+    of their own.
+    """
+
+    def __init__(self, model: CausalLM, capacity: int, *, in_place: bool = False) -> None:
+        self.backend, self.capacity, self.in_place = model.backend, capacity, in_place
+        self.model, self.fill = model, getattr(model, "fill", None)
+        self.stream: Array | None = None  # always the same array
         self.graphs: Graphs | None = None
         self._times: dict[tuple[int, int], int] = {}
         self._launch: dict[tuple[int, int], Callable[[], None]] = {}
 
-    def append(self, ids: Array, keys: Array, values: Array, past: int) -> None:
-        """Append the keys and values of ids, (1, T), after `past` positions of a row. keys, values: the row's, (layers,
+    def append(self, tokens: Sequence[int], keys: Array, values: Array, past: int) -> Array | None:
+        """Append the keys and values of tokens after `past` positions of a row. keys, values: the row's, (layers,
         kv_heads, capacity, head_dim); positions after the new ones may be overwritten. Waits for the device only the
         second and third time.
+
+        Returns the residual stream of the last token that the last layer reads, (C,), valid until the next call, or
+        None for a model without `fill`.
         """
-        tokens = ids.shape[1]
-        size = min(padded_length(tokens), self.capacity - past)
+        count = len(tokens)
+        size = min(padded_length(count), self.capacity - past)
         kind = past, size
         known = kind in self._times or len(self._times) < MOST
-        if past % STARTS or past + size > LONGEST or not known:
-            self.fill(ids, RowCache(keys, values, past))
-            return
-        times = self._times[kind] = self._times.get(kind, 0) + 1
-        if times == 1:
-            whole = self.backend.zeros((1, size), ids.dtype)
-            whole[:, :tokens] = ids
-            self.fill(whole, RowCache(keys, values, past))
-            return
+        by_graph = not past % STARTS and past + size <= LONGEST and known
+        told = np.zeros(1 + (size if by_graph else count), np.int32)
+        told[0], told[1 : 1 + count] = count - 1, tokens
+        times = 0
+        if by_graph:
+            times = self._times[kind] = self._times.get(kind, 0) + 1
+        if times < 2:
+            self._fill(self.backend.asarray(told), keys, values, past)
+            return self.stream
         if self.graphs is None:
-            self._make(keys, ids)
+            self._make(keys)
         assert self.graphs is not None
-        self.ids[:tokens] = ids[0]
-        own = self.keys, self.values
-        for mine, row in zip(own, (keys, values), strict=True):
-            mine[:, :, :past] = row[:, :, :past]
+        # Ids after the prompt's own are left from earlier prompts, so they are valid.
+        self.told[: 1 + count] = self.backend.asarray(told[: 1 + count])
+        own = (keys, values) if self.in_place else (self.keys, self.values)
+        if not self.in_place:
+            for mine, row in zip(own, (keys, values), strict=True):
+                mine[:, :, :past] = row[:, :, :past]
 
         def work() -> None:
-            self.fill(self.ids[None, :size], RowCache(*own, past))
+            self._fill(self.told[: 1 + size], *own, past)
 
         if times == 2:
             self.graphs.run(work)
@@ -112,14 +133,29 @@ class Prompts:
             if times == 3:
                 self._launch[kind] = self.graphs.capture(work)
             self._launch[kind]()
-        here = slice(past, past + tokens)
-        for mine, row in zip(own, (keys, values), strict=True):
-            row[:, :, here] = mine[:, :, here]
+        if not self.in_place:
+            here = slice(past, past + count)
+            for mine, row in zip(own, (keys, values), strict=True):
+                row[:, :, here] = mine[:, :, here]
+        return self.stream
 
-    def _make(self, keys: Array, ids: Array) -> None:
-        """Allocate what all graphs share. Ids after a prompt's own are left from earlier prompts, so they are valid."""
+    def _fill(self, told: Array, keys: Array, values: Array, past: int) -> None:
+        """told: the index of the last token, then the ids, which may go on behind it, (1 + T,)."""
+        ids, cache = told[None, 1:], RowCache(self.backend, keys, values, past)
+        if self.fill is None:
+            self.model.hidden(ids, cache=cache)
+            return
+        stream = self.fill(ids, cache)[0][told[:1]][0]
+        if self.stream is None:
+            self.stream = stream
+        else:
+            self.stream[...] = stream
+
+    def _make(self, keys: Array) -> None:
+        """Allocate what all graphs share."""
         self.graphs = self.backend.graphs()
         layers, kv_heads, capacity, head_dim = keys.shape
-        shape = (layers, kv_heads, min(capacity, LONGEST), head_dim)
-        self.ids = self.backend.zeros((LONGEST,), ids.dtype)
-        self.keys, self.values = (self.backend.zeros(shape, keys.dtype) for _ in range(2))
+        self.told = self.backend.zeros((1 + LONGEST,), np.dtype(np.int32))
+        if not self.in_place:
+            shape = (layers, kv_heads, min(capacity, LONGEST), head_dim)
+            self.keys, self.values = (self.backend.zeros(shape, keys.dtype) for _ in range(2))

@@ -1096,6 +1096,9 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
 // draft for each position after it, -1 for none. Then `heads` is ROWS. A pass accepts the drafts that head 0 would have
 // chosen itself, and adds head 0's choice after them; the other heads at the last of these positions give the next
 // drafts.
+// given: null, or, for one pass behind a prompt whose first layers have been computed, the residual stream of its rows
+// in the order of AFTER. gains, keys, values, scales, lengths and `layers` are then of the layers that are left; skipped
+// has each block's units of weights before these, and dealt is the number of tiles before them, modulo BLOCKS.
 // report: (passes + 1, 1 + ROWS): for each pass the number of tokens that it added, 0 where the cache had no room for
 // it, and the tokens; in the last row, the next launch's `begin`.
 // scales: of weights that are codes, 8 for each unit that `deal` counts, in its order; attention's are not read.
@@ -1103,16 +1106,17 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     const W *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
     int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
     A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
-    const int *begin, int *report, const float *scales
+    const int *begin, int *report, const float *scales, const A *given, const int *skipped, int dealt
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int thread = threadIdx.x;
+    const i64 unit = i64(blockIdx.x) * stride + (skipped ? skipped[blockIdx.x] : 0);
 #if PRODUCERS
     Block block{{}, Weights(memory)};
     if (thread == 0) block.queue.make();
     __syncthreads();
     if (thread >= THREADS) {
-        const auto *const source = reinterpret_cast<const unsigned char *>(weights) + i64(blockIdx.x) * stride * UNIT;
+        const auto *const source = reinterpret_cast<const unsigned char *>(weights) + unit * UNIT;
 #if PRODUCERS % 4 == 0  // a warpgroup gives up registers to the others
         fewer_registers<24>();
 #endif
@@ -1128,7 +1132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
 #else
     Block block;
     block.queue.slots = reinterpret_cast<Stored *>(memory + QUEUE_BARRIERS) + thread;
-    block.queue.source = weights + (i64(blockIdx.x) * stride * THREADS + thread) * PIECE;
+    block.queue.source = weights + (unit * THREADS + thread) * PIECE;
     block.queue.length = lengths[blockIdx.x];
     block.queue.left = block.queue.length * passes;
     block.queue.taken = block.queue.requested = block.queue.next = 0;
@@ -1154,9 +1158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     const bool greedy = ROWS == 1 && sampled && temperature == 0;
     int pass = 0;
     for (; pass < passes && past + ROWS <= capacity; pass++) {
-        block.dealt = 0;
+        block.dealt = dealt;
         block.scales = scales;
-        const A *stream = nullptr;
+        const A *stream = given;
         const A *gain = gains;
         const u32 n = threadIdx.x / 8 % ROWS;
         const auto at_row = [&](u32 row) { return place(n, row); };

@@ -64,13 +64,20 @@ class RowLauncher:
             ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]), **self.plan.macros,
         )  # fmt: skip
         self.exchange = cupy.empty(0, weights.wide)
+        units, tiles = self.plan.before(self.plan.layers - 1)
+        self._before_last = cupy.asarray(units), tiles
+        self._last_lengths = cupy.asarray(self.plan.lengths - units)
 
-    def __call__(self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None = None) -> Array:
+    def __call__(
+        self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None = None,
+        given: Array | None = None,
+    ) -> Array:  # fmt: skip
         """Compute positions past .. past + passes * rows - 1; returns their logits, (passes, rows, outputs, vocab), on
         the device, valid until the next launch. Does not wait.
 
         With `draw`, for one position per pass only, each pass draws the token of the next; without it there is one
-        pass, over the cache's tokens.
+        pass, over the cache's tokens. given: the stream that the last layer reads, (dim,), where all layers before it
+        have computed the position; for one pass.
         """
         plan = self.plan
         end = past + passes * plan.rows
@@ -82,27 +89,30 @@ class RowLauncher:
             raise ValueError(f"decode: temperature {draw.sampling.temperature}, no room to sort {plan.vocab} logits")
         if passes > 1 and not draw:
             raise ValueError(f"decode: {passes} passes without a draw, wanted 1")
-        region = self._launch(cache, past, passes, outputs, draw)
+        if given is not None and passes > 1:
+            raise ValueError(f"decode: {passes} passes behind a given stream, wanted 1")
+        region = self._launch(cache, past, passes, outputs, draw, given)
         found = self.exchange[: passes * region].reshape(passes, region)[:, -plan.rows * outputs * plan.vocab_rows :]
         return found.reshape(passes, plan.rows, outputs, plan.vocab_rows)[..., : plan.vocab]
 
-    def speculate(self, cache: RowCache, begin: Array, passes: int) -> Array:
+    def speculate(self, cache: RowCache, begin: Array, passes: int, given: Array | None = None) -> Array:
         """Greedy passes, each over the last token and rows - 1 drafts, of which it appends the accepted ones.
 
-        begin: (1 + rows,) int32 on the device: cached positions, the last token, its drafts (-1: none). Returns
-        (passes + 1, 1 + rows) on the device: for each pass the number of its tokens (0: the cache has no room for
-        `rows` more) and the tokens; the last row is the next `begin`. Does not wait.
+        begin: (1 + rows,) int32 on the device: cached positions, the last token, its drafts (-1: none). given: as in
+        `__call__`, where there are no drafts yet. Returns (passes + 1, 1 + rows) on the device: for each pass the
+        number of its tokens (0: the cache has no room for `rows` more) and the tokens; the last row is the next
+        `begin`. Does not wait.
         """
         rows = self.plan.rows
         if not 2 <= rows <= self.plan.outputs:
             raise ValueError(f"decode: {rows} positions a pass, wanted 2 to {self.plan.outputs}, a head for each draft")
         report = cupy.empty((passes + 1, 1 + rows), np.int32)
-        self._launch(cache, 0, passes, rows, None, begin, report)
+        self._launch(cache, 0, passes, rows, None, given, begin, report)
         return report
 
     def _launch(
-        self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None, begin: Array | None = None,
-        report: Array | None = None,
+        self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None, given: Array | None,
+        begin: Array | None = None, report: Array | None = None,
     ) -> int:  # fmt: skip
         """Launch; returns the words of a pass in `exchange`."""
         plan, weights = self.plan, self.weights
@@ -110,17 +120,33 @@ class RowLauncher:
         if self.exchange.size < passes * region:
             self.exchange = cupy.empty(passes * region, weights.wide)
         self.exchange.data.memset_async(0xFF, passes * region * self.exchange.itemsize)
+        gains, keys, values, scales = weights.gains, cache.keys, cache.values, weights.scales
+        exchange, lengths, skipped, tiles = self.exchange, weights.lengths, None, 0
+        if given is not None:
+            lengths, (skipped, tiles) = self._last_lengths, self._before_last
+            gains, keys, values = gains[-3:], keys[-1:], values[-1:]
+            scales = None if scales is None else scales[8 * tiles :]
+            exchange = exchange[region - replace(plan, layers=1).exchange(outputs) :]
+            given = _for_all_rows(given, weights.wide)
         how = draw or NO_DRAW
         self.kernel(
             (plan.blocks,), (plan.threads,),
-            (weights.matrices, weights.embedding, weights.gains, weights.cos, weights.sin, cache.keys, cache.values,
-             cache.tokens, self.exchange, weights.lengths[outputs - 1],
-             *map(np.int32, (weights.matrices.shape[1], plan.layers, outputs, cache.capacity, past, passes)),
+            (weights.matrices, weights.embedding, gains, weights.cos, weights.sin, keys, values, cache.tokens,
+             exchange, lengths[outputs - 1],
+             *map(np.int32, (weights.matrices.shape[1], len(keys), outputs, cache.capacity, past, passes)),
              weights.norm_eps, np.int32(draw is not None), *how.args(),
-             *(np.uintp(0) if x is None else x for x in (begin, report, weights.scales))),
+             *(np.uintp(0) if x is None else x for x in (begin, report, scales, given, skipped)),
+             np.int32(tiles % plan.blocks)),
             shared_mem=plan.shared_bytes,
         )  # fmt: skip
         return region
+
+
+def _for_all_rows(stream: Array, dtype: np.dtype) -> Array:
+    """(dim,) as the kernel reads a stream: eight words of a row, then the same eight of the other rows."""
+    words = cupy.empty((len(stream) // 8, MOST_ROWS, 8), dtype)
+    words[...] = stream.reshape(-1, 1, 8)
+    return words
 
 
 class RowDecoder(DeviceDecoder):
@@ -158,8 +184,25 @@ class RowDecoder(DeviceDecoder):
         """Runs the model's own ops. Does not wait for the device."""
         self._check_room([row], len(tokens))
         if len(tokens):
-            past, cache = self.lengths[0], self.cache
-            cache.tokens[past : past + len(tokens)] = self._prefill(0, cache.keys, cache.values, tokens)
+            self._prefill(0, self.cache.keys, self.cache.values, tokens)
+
+    def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
+        self._check_room([0], len(tokens))
+        given, past = self._ahead(tokens), self.lengths[0] + len(tokens) - 1
+        self.cache.tokens[past : past + 1] = tokens[-1]
+        found = self.launcher(1)(self.cache, past, 1, heads, given=given)[0].get()
+        self.lengths[0] += 1
+        return found[None]
+
+    def _ahead(self, tokens: Sequence[int]) -> Array | None:
+        """Append all tokens but the last. Where there are several, the model's own ops compute all of them up to the
+        last layer, where the first pass begins with the stream that this returns."""
+        if len(tokens) == 1:
+            return None
+        self._check_room([0], len(tokens))
+        given = self._prefill(0, self.cache.keys, self.cache.values, tokens)
+        self.lengths[0] -= 1
+        return given if len(self.fused.layers) > 1 else None
 
     def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
         new = np.asarray(tokens, np.int32)[0]
@@ -174,43 +217,46 @@ class RowDecoder(DeviceDecoder):
         return np.concatenate(found)[None]
 
     def stream(
-        self, tokens: Sequence[int], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
+        self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
     ) -> Iterator[Drawn]:
-        """See `Decoder.stream`. The first blocks are short, so that the first tokens come early: 2, 4, 8 tokens, then
-        BLOCK. Greedy text is decoded with drafts, in blocks of 1, 2, 4 passes, then PASSES, and stays the same text.
-        Sampled text, and the last tokens that fit the cache, are decoded without drafts.
+        """See `Decoder.stream`. The first blocks are short, so that the first tokens come early: 1, 2, 4, 8 tokens,
+        then BLOCK. Greedy text is decoded with drafts, in blocks of 1, 2, 4 passes, then PASSES, and stays the same
+        text. Sampled text, and the last tokens that fit the cache, are decoded without drafts.
 
         The device computes the next block while this one is read; the host waits once per block. The last yielded id is
         not in the cache. Closing the generator drops what was not yielded.
         """
-        left, last = min(count, self.capacity - self.lengths[0]), int(tokens[0])
-        sampling = samplings[0]
+        given, last, sampling = self._ahead(tokens[0]), int(tokens[0][-1]), samplings[0]
+        left = min(count, self.capacity - self.lengths[0])
         drafts = min(sampling.drafts, self.most_drafts)
         if sampling.temperature == 0 and drafts:
-            for drawn in self._speculate(last, drafts, left):
-                left, last = left - drawn.ids.size, int(drawn.ids[0, -1])
+            for drawn in self._speculate(last, given, drafts, left):
+                left, last, given = left - drawn.ids.size, int(drawn.ids[0, -1]), None
                 yield drawn
-        yield from self._draw(last, sampling, streams[0], left)
+        yield from self._draw(last, given, sampling, streams[0], left)
 
-    def _draw(self, token: int, sampling: Sampling, numbers: Stream, count: int) -> Iterator[Drawn]:
+    def _draw(
+        self, token: int, given: Array | None, sampling: Sampling, numbers: Stream, count: int
+    ) -> Iterator[Drawn]:
         """Yield one token per pass."""
         launcher, start, done = self.launcher(1), self.lengths[0], 0
         self.cache.tokens[start : start + 1] = token
 
         def launch(passes: int, ahead: int) -> Array:
             drawn = done + ahead
-            launcher(self.cache, start + drawn, passes, 1, Draw(sampling, numbers.key, numbers.position + drawn))
+            draw = Draw(sampling, numbers.key, numbers.position + drawn)
+            launcher(self.cache, start + drawn, passes, 1, draw, None if drawn else given)
             return self.cache.tokens[start + drawn + 1 :][:passes]
 
         def left() -> int:
             return count - done
 
-        for ids in self._two_under_way(launch, left, 2, BLOCK):
+        for ids in self._two_under_way(launch, left, BLOCK):
             done += len(ids)
             self.lengths[0] += len(ids)
             yield Drawn(ids[None], None)
 
-    def _speculate(self, token: int, drafts: int, count: int) -> Iterator[Drawn]:
+    def _speculate(self, token: int, given: Array | None, drafts: int, count: int) -> Iterator[Drawn]:
         """Greedy, up to `drafts` + 1 tokens per pass; ends at `count` tokens, or when a pass has no room in the cache.
 
         Only the device knows how far a block got: the next one begins where its report says.
@@ -219,25 +265,25 @@ class RowDecoder(DeviceDecoder):
         begin = cupy.asarray(np.array([self.lengths[0], token] + [-1] * drafts, np.int32))
 
         def launch(passes: int, ahead: int) -> Array:
-            nonlocal begin
-            report = launcher.speculate(self.cache, begin, passes)
-            begin = report[-1]
+            nonlocal begin, given
+            report = launcher.speculate(self.cache, begin, passes, given)
+            begin, given = report[-1], None
             return report[:-1]
 
         def left() -> int:
             return count  # a pass gives at least one token
 
-        for found in self._two_under_way(launch, left, 1, PASSES):
+        for found in self._two_under_way(launch, left, PASSES):
             ids: list[int] = []
-            given: list[int] = []
+            sizes: list[int] = []
             for added, *choices in found.tolist():
                 new = choices[: min(added, count - len(ids))]
                 if new:
                     ids += new
-                    given.append(len(new))
+                    sizes.append(len(new))
             count -= len(ids)
             self.lengths[0] += len(ids)
             if ids:
-                yield Drawn(np.array([ids], np.int32), None, tuple(given))
+                yield Drawn(np.array([ids], np.int32), None, tuple(sizes))
             if not found[-1, 0]:
                 return

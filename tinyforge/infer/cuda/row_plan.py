@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,17 +140,27 @@ class RowPlan(DecodePlan):
         return block * most + np.minimum(block, rest) + tiles // self.blocks
 
     @cached_property
-    def lengths(self) -> np.ndarray:
-        """(outputs, blocks): units of weights per block in a pass with 1, 2, ... outputs."""
+    def _taken(self) -> np.ndarray:
+        """(deals, blocks): units of weights per block up to the end of each of `deals`."""
         total, dealt = np.zeros(self.blocks, np.int32), 0
         found = []
-        for i, (count, columns) in enumerate(self.deals()):
+        for count, columns in self.deals():
             first = (np.arange(self.blocks) - dealt) % self.blocks
             total += self.steps(columns) * np.maximum(0, -(-(count - first) // self.blocks)).astype(np.int32)
             dealt += count
-            if i >= 5 * self.layers:
-                found.append(total.copy())
+            found.append(total.copy())
         return np.stack(found)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(outputs, blocks): units of weights per block in a pass with 1, 2, ... outputs."""
+        return self._taken[5 * self.layers :]
+
+    def before(self, layer: int) -> tuple[np.ndarray, int]:
+        """What is dealt out before a layer: units of weights per block, (blocks,), and the number of tiles."""
+        deals = 5 * layer
+        units = self._taken[deals - 1] if deals else np.zeros(self.blocks, np.int32)
+        return units, sum(count for count, _ in itertools.islice(self.deals(), deals))
 
     def arrange(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
         """All matrices in the order in which lanes read them: (blocks, units, warps, 32 lanes, piece).
