@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from tinyforge.errors import UserError
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.cuda.prompts import append
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.infer.session import Session, Stats
@@ -107,9 +109,8 @@ def test_the_first_pass_behind_a_prompt_begins_at_the_last_layer(precision: str,
     wanted, found = forward(model, np.array(prompt, np.int32))[-1], []
     for _ in range(4):
         decoder.rewind([0])
-        given = decoder._prefill(0, decoder.cache.keys, decoder.cache.values, prompt)
-        decoder.cache.tokens[99] = prompt[-1]
-        found.append(decoder.launcher(1)(decoder.cache, 99, 1, 3, given=given)[0, 0].get())
+        found.append(decoder.first(prompt, 3)[0, 0])
+        assert decoder.lengths == [100]
         assert np.abs(found[-1] - wanted).max() <= TOLERANCE.get(precision, 0.02) * np.abs(wanted).max()
     assert len({logits.tobytes() for logits in found}) == 1
     if precision != "bf16":
@@ -433,6 +434,42 @@ def test_a_prompt_has_the_same_bits_by_a_graph(precision: str) -> None:
     decoder.rewind([299])
     got = decoder.step([prompts[0][-1:]], config.mtp_heads)[0, -1]
     assert np.abs(got - wanted).max() <= TOLERANCE.get(precision, 0.02) * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(("width", "heads"), [(6, 3), (64, 2)])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_keys_and_values_are_copied_to_their_places(precision: str, width: int, heads: int) -> None:
+    """The last heads of packed rows, into the middle of a cache whose other positions stay."""
+    backend = get_backend("cupy", precision)
+    rng = np.random.default_rng(0)
+    packed = backend.asarray(rng.standard_normal((1, 5, 2 * heads + 1, width)))
+    held = [backend.asarray(rng.standard_normal((heads, 9, width))) for _ in range(2)]
+    new = packed[:, :, 1 : 1 + heads], packed[:, :, 1 + heads :]
+    wanted = [backend.to_numpy(x) for x in held]
+    for x, part in zip(wanted, new, strict=True):
+        x[:, 3:8] = backend.to_numpy(part)[0].swapaxes(0, 1)
+    append.bind(backend)(*held, *new, 3)
+    for x, other in zip(held, wanted, strict=True):
+        assert np.array_equal(backend.to_numpy(x), other)
+
+
+def test_a_small_upload_waits_for_nothing() -> None:
+    """Its source may be overwritten at once."""
+    backend = get_backend("cupy", "fp32")
+    busy, place = backend.zeros((8192, 8192)), backend.zeros((4097,), np.dtype(np.int32))
+    source = np.arange(4097, dtype=np.int32)
+    backend.put(place, source)  # the first call may take longer
+    backend.synchronize()
+    begun = time.perf_counter()
+    for _ in range(20):  # half a second
+        backend.xp.matmul(busy, busy)
+    source[...] = source[::-1].copy()
+    backend.put(place, source)
+    source[...] = -1
+    asked = time.perf_counter() - begun
+    backend.synchronize()
+    assert asked < 0.3 * (time.perf_counter() - begun)
+    assert np.array_equal(backend.to_numpy(place), np.arange(4097)[::-1])
 
 
 def test_what_it_is_for_and_what_not() -> None:

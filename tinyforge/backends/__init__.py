@@ -120,6 +120,11 @@ class Backend:
             dtype = self.dtype if np.asarray(array).dtype.kind == "f" else np.dtype(np.int32)
         return self.xp.asarray(array, dtype=dtype)
 
+    def put(self, array: Any, values: np.ndarray) -> None:
+        """Copy a few kilobytes into a contiguous array of this backend, of the same dtype, without waiting for the
+        device."""
+        array[...] = values
+
     def table(self, shape: tuple[int, ...], make: Callable[[], np.ndarray]) -> Any:
         """make(), an array of that shape, in the master dtype. The phantom backend does not call it."""
         return self.asarray(make(), self.master_dtype)

@@ -164,6 +164,12 @@ class CupyBackend(Backend):
             dtype = self.dtype if array.dtype.kind in "fV" else np.dtype(np.int32)  # bf16 is of kind V
         return cupy.asarray(array.astype(dtype, copy=False))
 
+    def put(self, array: Any, values: np.ndarray) -> None:
+        # CUDA copies what is in pageable memory before the call returns, so the caller may overwrite it at once.
+        if array.shape != values.shape or array.dtype != values.dtype or not array.flags.c_contiguous:
+            raise ValueError(f"put: {values.dtype} {values.shape} into {array.dtype} {array.shape}; wants the same")
+        array.data.copy_from_host_async(values.ctypes.data, values.nbytes)
+
     def to_numpy(self, array: Any) -> np.ndarray:
         """A NumPy array; bf16 as float32, which holds it exactly. Waits for the device."""
         host = cupy.asnumpy(array)

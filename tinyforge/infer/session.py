@@ -218,9 +218,9 @@ class Session:
 
 
 def checked_ids(ids: Iterable[int], vocab: int) -> list[int]:
-    ids = [int(i) for i in ids]
-    wrong = next((i for i in ids if not 0 <= i < vocab), None)
-    if wrong is not None:
+    ids = [*map(int, ids)]
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = next(i for i in ids if not 0 <= i < vocab)
         raise UserError(f"token id {wrong} is outside the model's vocabulary of {vocab}; use its own tokenizer")
     return ids
 

@@ -118,7 +118,7 @@ class Prompts:
             self._make(keys)
         assert self.graphs is not None
         # Ids after the prompt's own are left from earlier prompts, so they are valid.
-        self.told[: 1 + count] = self.backend.asarray(told[: 1 + count])
+        self.backend.put(self.told[: 1 + count], told[: 1 + count])
         own = (keys, values) if self.in_place else (self.keys, self.values)
         if not self.in_place:
             for mine, row in zip(own, (keys, values), strict=True):

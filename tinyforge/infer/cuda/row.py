@@ -188,7 +188,8 @@ class RowDecoder(DeviceDecoder):
 
     def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
         self._check_room([0], len(tokens))
-        given, past = self._ahead(tokens), self.lengths[0] + len(tokens) - 1
+        given = self._ahead(tokens)
+        past = self.lengths[0]
         self.cache.tokens[past : past + 1] = tokens[-1]
         found = self.launcher(1)(self.cache, past, 1, heads, given=given)[0].get()
         self.lengths[0] += 1
