@@ -128,9 +128,9 @@ def checked(group: NCCLGroup) -> int:
     return collectives(group, xp, (7, 64, 9600))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_collectives_in_windows(size: int, tmp_path: Path) -> None:
-    for kind, compared in ((FakeEngine, 64), (LATE_WINDOWS, 128)):
+@pytest.mark.parametrize(("size", "counts"), [(2, (84, 168)), (3, (64, 128)), (4, (84, 148))])
+def test_collectives_in_windows(size: int, counts: tuple[int, int], tmp_path: Path) -> None:
+    for kind, compared in zip((FakeEngine, LATE_WINDOWS), counts, strict=True):
         assert on_ranks(size, tmp_path / str(compared), checked, kind=kind) == [compared] * size
 
 
@@ -235,11 +235,12 @@ def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
         np.testing.assert_allclose(found[2, FakeEngine][name], array, rtol=2e-3, atol=2e-6)
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [LateEngine, LATE_WINDOWS], ids=["plain", "windows"])
-def test_the_bits_of_shards_with_collectives_that_are_late(kind: Any, tmp_path: Path) -> None:
-    wanted = trained(Alone(), zero=0, shards=2)
+def test_the_bits_of_shards_with_collectives_that_are_late(kind: Any, size: int, tmp_path: Path) -> None:
+    wanted = trained(Alone(), zero=0, shards=size)
     for zero in (0, 1, 2):
-        state = all_of(on_ranks(2, tmp_path / str(zero), partial(trained, zero=zero, shards=2), kind=kind))
+        state = all_of(on_ranks(size, tmp_path / str(zero), partial(trained, zero=zero, shards=size), kind=kind))
         assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
 
 
