@@ -132,12 +132,14 @@ def test_the_parts_are_those_of_the_results() -> None:
         "gpu-evaluate-base-sft", "gpu-evaluate-large", "gpu-evaluate-large-dpo", "gpu-evaluate-large-sft",
         "gpu-large-run", "gpu-loss-curve", "gpu-muon", "gpu-ranks-base",
         "gpu-ranks-graphs", "gpu-ranks-losses", "gpu-ranks-h100", "gpu-ranks-xl", "gpu-ranks-xl-h100",
+        "gpu-ranks-4-h100", "gpu-ranks-xl-4-h100",
         "gpu-scan-groups-fp32", "gpu-scan-warp-bf16",
         "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
         # other settings of the parts' commands
         "gpu-attention-shapes", "gpu-captured", "gpu-gemm-rule-h100", "gpu-gemm-rule-h200",
         "gpu-decode-batch-flags", "gpu-decode-row",
-        "gpu-decode-weights", "gpu-fp8", "gpu-gemm-sustained", "gpu-prefill-base-alone", "gpu-step-by-kernel",
+        "gpu-decode-weights", "gpu-fp8", "gpu-gemm-sustained", "gpu-prompt-by-kernel", "gpu-prompt-epilogues",
+        "gpu-step-by-kernel",
         "gpu-train-moe-beside-dense", "cpu-prefill-base-avx2",
     }  # fmt: skip
     assert committed - set(names) <= trained
