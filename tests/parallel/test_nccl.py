@@ -244,6 +244,17 @@ def test_the_bits_of_shards_with_collectives_that_are_late(kind: Any, size: int,
         assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
 
 
+@pytest.mark.parametrize(("size", "shards", "windows"), [(4, 4, False), (4, 0, True), (2, 2, True)])
+def test_trees_of_more_than_two_ranks_stay_out_of_windows(
+    size: int, shards: int, windows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages between pairs of GPUs hang there."""
+    asked, right = list[int](), LateEngine.window
+    monkeypatch.setattr(LateEngine, "window", lambda self, *given: (asked.append(self.rank), right(self, *given))[1])
+    all_of(on_ranks(size, tmp_path, partial(trained, zero=1, shards=shards), kind=LATE_WINDOWS))
+    assert sorted(set(asked)) == (list(range(size)) if windows else [])
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_captured_steps_of_ranks_have_the_bits_of_plain_ones(zero: int, tmp_path: Path) -> None:
     wanted = all_of(on_ranks(2, tmp_path / "plain", partial(trained, zero=zero)))
