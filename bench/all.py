@@ -17,7 +17,7 @@ than 2 %. Copy the files that you keep to docs/results, then run `python -m mode
 `python docs/pictures/measured.py`.
 
 Not included: results of training runs (base-run, sft-trials, ablation, grpo, loss-curve, evaluate, seeds) and of the
-corpus, whose commands are in their pages, and what needs two GPUs (tests/gpu/two_gpus.py).
+corpus, whose commands are in their pages, and what needs several GPUs (tests/gpu/several_gpus.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must hold of NCCL's ranks, checked in each of them; `two_gpus.py` runs it among others.
+"""What must hold of NCCL's ranks, checked in each of them; `several_gpus.py` runs it among others.
 
     python tests/gpu/ranks_check.py --gpus 2 --config base --rows 64 --steps 300 --json ranks.json
 
