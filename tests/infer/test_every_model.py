@@ -43,6 +43,11 @@ def test_decoders_continue_as_the_plain_forward_does(model: CausalLM) -> None:
         found = [decoder.step(ids[:, start : start + 2])[:, :, 0].copy() for start in range(cut, c.context, 2)]
         np.testing.assert_allclose(np.concatenate(found, axis=1), wanted[:, cut:], rtol=0, atol=1e-9)
         assert decoder.lengths == [c.context] * 2
+    for decoder in (make_decoder(model), ReferenceDecoder(model)):
+        for start, end in ((0, cut), (cut, c.context)):
+            if start < end:
+                first = decoder.first(ids[0, start:end].tolist())
+                np.testing.assert_allclose(first[0, 0, 0], wanted[0, end - 1], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -177,17 +177,23 @@ class ReferenceDecoder(Decoder):
         if len(tokens):
             self._extend(row, tokens)
 
+    def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
+        self._check_room([0], len(tokens))
+        return self._logits(self._extend(0, tokens)[:, -1:], heads)
+
     def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
         return self.step_rows(range(self.batch), tokens, heads)
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
-        model, parts = self.model, []
         self._check_room(rows, len(tokens[0]))
-        for row, new in zip(rows, tokens, strict=True):
-            h = self._extend(row, new)
-            logits = [model.backend.to_numpy(model.logits(h, k)) for k in range(heads)]
-            parts.append(np.stack(logits, axis=2))
-        return np.concatenate(parts).astype(model.backend.master_dtype, copy=False)
+        return np.concatenate([self._logits(self._extend(row, new), heads)
+                               for row, new in zip(rows, tokens, strict=True)])  # fmt: skip
+
+    def _logits(self, h: Array, heads: int) -> np.ndarray:
+        """Of final hidden states, (1, n, C), (1, n, heads, V)."""
+        backend = self.model.backend
+        logits = np.stack([backend.to_numpy(self.model.logits(h, k)) for k in range(heads)], axis=2)
+        return logits.astype(backend.master_dtype, copy=False)
 
     def rewind_row(self, row: int, length: int) -> None:
         super().rewind_row(row, length)
