@@ -93,8 +93,8 @@ class Rank:
         return slice(part.start * batch.together, part.stop * batch.together)
 
     def make_optimizer(self, config: AdamWConfig | None, zero: int = 0, micro_batches: int = 1) -> AdamW:
-        """AdamW, or Muon if the config is Muon's, over the model's current weights. The bits are the same with every
-        `zero`, see `stage_of`; Muon needs `zero` 0."""
+        """AdamW, or Muon if the config is Muon's, over the model's current weights. Where the bits are
+        the same with every `zero`: docs/parallel.md. Muon needs `zero` 0."""
         buffer, ranks = self.model.buffer, self.group.size
         buckets = self.buckets or Buckets(buffer, self.model.ops())
         stage = 0 if self.group.shares else stage_of(zero, ranks, self.shards, micro_batches)
