@@ -335,11 +335,11 @@ def measure_speculation(
                     session.stats = stats = Stats()
                     for _ in session.generate(replace(sampling, drafts=d, seed=i), stop):
                         pass
-                    best[d, i] = min(best[d, i], stats.decode_seconds)
+                    best[d, i] = min(best[d, i], stats.first_seconds + stats.decode_seconds)
                     if turn == 0:
                         totals[d] = added(totals[d], stats)
                         replies[d].append(session.tokens[len(text) :])
-        speeds = [(t.tokens - t.replies) / seconds for t, seconds in zip(totals, best.sum(axis=1), strict=True)]
+        speeds = [t.tokens / seconds for t, seconds in zip(totals, best.sum(axis=1), strict=True)]
         results[kind] = [
             {
                 "drafts": d,
@@ -347,7 +347,7 @@ def measure_speculation(
                 "tokens_per_second": speeds[d],
                 "over_plain": speeds[d] / speeds[0],
                 "tokens_per_pass": totals[d].tokens_per_pass,
-                "us_per_pass": 1e6 * best[d].sum() / (totals[d].passes - totals[d].replies),
+                "us_per_pass": 1e6 * best[d].sum() / totals[d].passes,
                 "acceptance": totals[d].acceptance,
                 "same_text_as_plain": replies[d] == replies[0],
             }
@@ -366,8 +366,8 @@ def added(a: Stats, b: Stats) -> Stats:
     def sums(x: list[int], y: list[int]) -> list[int]:
         return [sum(pair) for pair in zip(*(v + [0] * (most - len(v)) for v in (x, y)), strict=True)]
 
-    return Stats(passes=a.passes + b.passes, tokens=a.tokens + b.tokens, replies=a.replies + b.replies,
-                 drafted=sums(a.drafted, b.drafted), accepted=sums(a.accepted, b.accepted))  # fmt: skip
+    return Stats(passes=a.passes + b.passes, tokens=a.tokens + b.tokens, drafted=sums(a.drafted, b.drafted),
+                 accepted=sums(a.accepted, b.accepted))  # fmt: skip
 
 
 def speculation_table(found: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from tinyforge import ops
 from tinyforge.backends import PRECISIONS, Backend, dtype_of, tensor_map, wide
 from tinyforge.backends import compile as kernels
 from tinyforge.errors import UserError
+from tinyforge.infer.cuda.prompts import append
 from tinyforge.kernel import bind
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import attention_bwd, attention_fwd, attention_rope_bwd, split
@@ -53,7 +54,7 @@ LAUNCHERS = (
     "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.lstm", "ops.mixture", "ops.patches",
     "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows", "ops.selective_scan",
     "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw", "optim.muon",
-    "parallel.sums",
+    "parallel.sums", "infer.cuda.prompts",
 )  # fmt: skip
 NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32,
            "byte": np.uint8, "Weight": np.int64}  # fmt: skip
@@ -211,7 +212,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 def test_no_launcher_is_left_out() -> None:
     folder = files("tinyforge")
-    there = {f"{d}.{f.name[: -len('_cuda.py')]}" for d in ("ops", "optim", "parallel") for f in (folder / d).iterdir()
+    there = {f"{d.replace('/', '.')}.{f.name[: -len('_cuda.py')]}"
+             for d in ("infer/cuda", "ops", "optim", "parallel") for f in (folder / d).iterdir()
              if f.name.endswith("_cuda.py")}  # fmt: skip
     assert there == {*LAUNCHERS, "parallel.windows"}  # which calls NCCL and no kernel of ours
 
@@ -280,6 +282,42 @@ def test_every_attention_kernel_gets_what_it_declares(
         wanted[1:1] = ["document_bounds"]
         wanted[:0] = ["document_bounds"] if window else []
     assert launches.seen == wanted
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_keys_and_values_of_any_layout_are_appended(
+    precision: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel has one stride for both, so parts of different rows are copied first."""
+    from tinyforge.infer.cuda import prompts_cuda
+
+    given: list[tuple[Any, ...]] = []
+
+    def load(*arguments: Any, **macros: Any) -> Callable[..., None]:
+        launch = launches.load(*arguments, **macros)
+        return lambda grid, block, args: (given.append(args), launch(grid, block, args))[1]
+
+    monkeypatch.setattr(prompts_cuda, "load", load)
+    backend = FakeCupy(precision)
+    put = append.bind(backend)
+    keys, values = (backend.zeros((2, 9, 8)) for _ in range(2))
+    packed, alone = backend.zeros((1, 5, 6, 8)), backend.zeros((1, 5, 2, 8))
+    across = backend.zeros((1, 2, 5, 8)).swapaxes(1, 2)
+    k, v = packed[:, :, 2:4], packed[:, :, 4:]
+    for new, copied, stride in (((k, v), False, 48), ((alone, v), True, 16), ((across, across), True, 16)):
+        put(keys, values, *new, 3)
+        assert [x.flags.c_contiguous for x in given[-1][2:4]] == [copied] * 2
+        assert given[-1][7] == stride and given[-1][8] == 9
+
+
+def test_no_upload_goes_into_a_graph() -> None:
+    from tinyforge.backends.cupy_backend import CupyBackend
+
+    backend = CupyBackend.__new__(CupyBackend)
+    backend.repeats = True
+    for upload in (backend.asarray, partial(backend.put, None)):
+        with pytest.raises(UserError, match=r"--capture: the step uploads int64 of shape \(3,\), which a graph cannot"):
+            upload(np.arange(3))
 
 
 def test_attention_refuses_starts_that_its_kernels_cannot_read(launches: Launches) -> None:

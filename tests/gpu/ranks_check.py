@@ -27,6 +27,7 @@ from models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.files import write_whole
 from tinyforge.parallel import Alone, part_of
+from tinyforge.parallel.group import summed
 from tinyforge.parallel.launch import joined, start, started_as_rank
 from tinyforge.rng import Stream
 from tinyforge.text import Tokenizer
@@ -45,11 +46,10 @@ def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65
             brought = [(np.random.default_rng((rank, count)).normal(size=count) * scale).astype(dtype)
                        for rank in range(group.size)]  # fmt: skip
             window = group.reachable(count, np.dtype(dtype))
-            level = brought
-            while len(level) > 1:
-                level = [sum(level[i : i + 2][1:], level[i]) for i in range(0, len(level), 2)]
+            trees_in_windows = group.reachable(count, np.dtype(dtype), tree=True) is not None
+            total, size = np.empty(count, dtype), np.abs(brought).sum(axis=0)
+            summed([part.copy() for part in brought], group.size in (2, 4, 8), total)
             # Without `tree` NCCL adds in an order of its own.
-            total, size = level[0], np.abs(brought).sum(axis=0)
             off = 0 * size if dtype == "int32" or group.size == 2 else group.size * np.finfo(dtype).eps * size
             trees = [("all_reduce_", 1, True), ("reduce_scatter_", 32, True)] if group.size in (2, 4, 8) else []
             for method, unit, tree in [("all_reduce_", 1, False), ("reduce_scatter_", 1, False), *trees,
@@ -60,7 +60,7 @@ def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65
                 options: dict[str, Any] = ({"unit": unit} if unit > 1 else {}) | ({"tree": True} if tree else {})
                 own = part_of(group.rank, group.size, count, unit)
                 for array in (xp.empty(count, dtype), window):
-                    if array is None or (tree and array is window and group.size > 2):  # see `Rank._move`
+                    if array is None or (tree and array is window and not trees_in_windows):
                         continue
                     array[...] = xp.array(brought[group.rank])
                     getattr(group, method)(array, **options)

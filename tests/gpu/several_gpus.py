@@ -26,8 +26,8 @@ from tinyforge.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECK = "tests/gpu/ranks_check.py --gpus {gpus} --config base"
-# Name, seconds at most, command; {gpus} becomes their number, {exact} fewer steps the more they are, {json} the part's
-# file.
+# Name, seconds at most, command. {gpus} becomes their number, {exact} a number of steps, fewer on more GPUs, {json} the
+# part's file.
 PARTS = (
     # A step of one GPU, of all, with ZeRO, plain and as CUDA graphs, and of compiled DDP; memory beside forecast.
     ("step", 170, "bench/train_step.py --gpus {gpus} --peer torch --capture --config base --precision bf16 "

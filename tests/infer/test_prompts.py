@@ -45,17 +45,20 @@ def last_stream(model: NanoEuler, ids: list[int]) -> np.ndarray:
     return model.fill(np.array([ids]), model.make_cache(1, CONFIG.context))[0, -1]
 
 
-def test_a_prompt_is_the_same_each_time(model: NanoEuler) -> None:
-    """Other prompts of other lengths that are filled up to the same one, and pieces behind 256 positions."""
-    prompts = Prompts(model, CONFIG.context)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_prompt_is_the_same_each_time(in_place: bool, model: NanoEuler) -> None:
+    """Other prompts of other lengths that are filled up to the same one, and pieces behind 256 positions. Graphs that
+    work on the row itself need no row of their own."""
+    prompts, only = Prompts(model, CONFIG.context, in_place=in_place), row()
     for seed, count in enumerate((300, 320, 257, 311, 299)):
-        ids, (keys, values) = ids_of(seed, count), row(seed)
+        ids, (keys, values) = ids_of(seed, count), only if in_place else row(seed)
         for piece, past in ((ids[:256], 0), (ids[256:], 256)):
             stream = prompts.append(piece, keys, values, past)
             np.testing.assert_allclose(stream, last_stream(model, ids[: past + len(piece)]), rtol=0, atol=1e-12)
         check(model, ids, keys, values)
     assert isinstance(prompts.graphs, AsGraphs)
     assert prompts.graphs.done == ["run"] * 2 + ["capture", "replay"] * 2 + ["replay"] * 4
+    assert hasattr(prompts, "keys") == (not in_place)
 
 
 def test_a_wrong_past_is_seen(model: NanoEuler) -> None:
@@ -78,19 +81,6 @@ def test_room_to_the_last_position(model: NanoEuler, past: int, count: int) -> N
         prompts.append(ids[past:], keys, values, past)
         check(model, ids, keys, values)
     assert bool(prompts.graphs) == (past % 256 == 0)
-
-
-def test_in_place(model: NanoEuler) -> None:
-    """Graphs that work on the row itself need no row of their own."""
-    prompts, (keys, values) = Prompts(model, CONFIG.context, in_place=True), row()
-    for seed, count in enumerate((300, 320, 257, 311, 299)):
-        ids = ids_of(seed, count)
-        prompts.append(ids[:256], keys, values, 0)
-        stream = prompts.append(ids[256:], keys, values, 256)
-        check(model, ids, keys, values)
-        np.testing.assert_allclose(stream, last_stream(model, ids), rtol=0, atol=1e-12)
-    assert isinstance(prompts.graphs, AsGraphs) and prompts.graphs.done.count("replay") == 6
-    assert not hasattr(prompts, "keys")
 
 
 def test_a_model_that_cannot_fill(model: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,20 +155,24 @@ class CupyBackend(Backend):
         """See `Backend`; a NumPy array is copied through pinned memory, without waiting for the device."""
         if not isinstance(array, cupy.ndarray):
             array = np.asarray(array)
-            if self.repeats:
-                raise UserError(
-                    f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph cannot repeat; "
-                    "use --capture off"
-                )
+            self._check_upload(array)
         if dtype is None:
             dtype = self.dtype if array.dtype.kind in "fV" else np.dtype(np.int32)  # bf16 is of kind V
         return cupy.asarray(array.astype(dtype, copy=False))
 
     def put(self, array: Any, values: np.ndarray) -> None:
+        self._check_upload(values)
         # CUDA copies what is in pageable memory before the call returns, so the caller may overwrite it at once.
         if array.shape != values.shape or array.dtype != values.dtype or not array.flags.c_contiguous:
             raise ValueError(f"put: {values.dtype} {values.shape} into {array.dtype} {array.shape}; wants the same")
         array.data.copy_from_host_async(values.ctypes.data, values.nbytes)
+
+    def _check_upload(self, array: np.ndarray) -> None:
+        if self.repeats:
+            raise UserError(
+                f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph cannot repeat; "
+                "use --capture off"
+            )
 
     def to_numpy(self, array: Any) -> np.ndarray:
         """A NumPy array; bf16 as float32, which holds it exactly. Waits for the device."""

@@ -55,9 +55,9 @@ class Group(Protocol):
     @property
     def spares(self) -> int: ...
 
-    def reachable(self, count: int, dtype: Any) -> Array | None:
-        """Zeros, (count,), in memory that makes collectives faster; None if there is no such memory. All ranks call
-        it."""
+    def reachable(self, count: int, dtype: Any, tree: bool = False) -> Array | None:
+        """Zeros, (count,), in memory that makes collectives faster; None if there is no such memory. tree: whether it
+        will be summed as a tree. All ranks call it."""
 
     def all_reduce_(self, array: Array, tree: bool = False) -> None:
         """array = the sum of all ranks' arrays, added in the order of the ranks."""
@@ -135,7 +135,7 @@ class Finished:
     overlaps: ClassVar = False
     spares: ClassVar = 0
 
-    def reachable(self, count: int, dtype: Any) -> Array | None:
+    def reachable(self, count: int, dtype: Any, tree: bool = False) -> Array | None:
         return None
 
     def mark(self) -> Any:

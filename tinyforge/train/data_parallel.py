@@ -113,12 +113,10 @@ class Rank:
     def _move(self, stage: int) -> None:
         """Move the arrays that the ranks exchange to memory that makes collectives faster."""
         assert self.buckets
-        buffer, group = self.model.buffer, self.group
-        if self.shards and group.size > 2:  # a tree's messages between pairs of ranks hang in windows (NCCL 2.28.9)
-            return
-        if stage < 2 and (grads := group.reachable(buffer.size, self.backend.master_dtype)) is not None:
+        buffer, reachable = self.model.buffer, partial(self.group.reachable, tree=self.shards > 0)
+        if stage < 2 and (grads := reachable(buffer.size, self.backend.master_dtype)) is not None:
             buffer.place_grads(grads)
-        if stage and (values := group.reachable(buffer.size, self.backend.dtype)) is not None:
+        if stage and (values := reachable(buffer.size, self.backend.dtype)) is not None:
             buffer.place_values(values)
 
     @property

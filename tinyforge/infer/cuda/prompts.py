@@ -1,6 +1,6 @@
 """Prefill for the fused decoders: the model's own ops, from the third time on as a CUDA graph.
 
-A pass over a prompt takes some 130 launches for a model of 16 layers, each of which costs Python 10 to 25 us. The GPU
+A pass over a prompt takes some 150 launches for a model of 16 layers, each of which costs Python 10 to 25 us. The GPU
 computes 512 tokens in less time than that. So a prompt is padded to one of a few lengths, which does not change its own
 tokens, as none of them sees the padding after it. There is a graph for each length and starting position:
 

@@ -64,9 +64,9 @@ class RowLauncher:
             ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]), **self.plan.macros,
         )  # fmt: skip
         self.exchange = cupy.empty(0, weights.wide)
-        units, tiles = self.plan.before(self.plan.layers - 1)
-        self._before_last = cupy.asarray(units), tiles
-        self._last_lengths = cupy.asarray(self.plan.lengths - units)
+        plan = weights.plan  # its layout is that of any number of rows
+        units, tiles = plan.before(plan.layers - 1)
+        self._last_layer = cupy.asarray(plan.lengths - units), cupy.asarray(units), tiles
 
     def __call__(
         self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None = None,
@@ -123,7 +123,7 @@ class RowLauncher:
         gains, keys, values, scales = weights.gains, cache.keys, cache.values, weights.scales
         exchange, lengths, skipped, tiles = self.exchange, weights.lengths, None, 0
         if given is not None:
-            lengths, (skipped, tiles) = self._last_lengths, self._before_last
+            lengths, skipped, tiles = self._last_layer
             gains, keys, values = gains[-3:], keys[-1:], values[-1:]
             scales = None if scales is None else scales[8 * tiles :]
             exchange = exchange[region - replace(plan, layers=1).exchange(outputs) :]
