@@ -19,9 +19,13 @@ ROOT = Path(__file__).resolve().parent
 FOLDERS = {"models": "*", "data": "*", "recipes": "*.py"}
 COMMANDS: dict[tuple[str, ...], str] = runpy.run_path(str(ROOT / "tinyforge/commands.py"))["MODULES"]
 # Modules that are typed differently after `python -m`.
-TYPED = {"tinyforge.hub.convert": "tinyforge.hub convert", "tinyforge.hub.average": "tinyforge.hub average",
-         "tinyforge.hub.calibrate": "tinyforge.hub calibrate",
-         "tinyforge.text.command": "tinyforge.text", "tinyforge.zoo.command": "models"}  # fmt: skip
+TYPED = {
+    "tinyforge.hub.convert": "tinyforge.hub convert",
+    "tinyforge.hub.average": "tinyforge.hub average",
+    "tinyforge.hub.calibrate": "tinyforge.hub calibrate",
+    "tinyforge.text.command": "tinyforge.text",
+    "tinyforge.zoo.command": "models",
+}
 
 
 def packed(text: str) -> str:

@@ -44,14 +44,40 @@ from tinyforge.files import write_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL, LIMIT, MOVED = "all.json", 3.0, 0.02
-INPUTS = {"text": "tiny Shakespeare, one text file", "shards": "a folder of token shards, vocabulary of up to 4,096",
-          "pretrained": "a checkpoint of recipes/pretrain.py, preset small",
-          "finetuned": "a checkpoint of recipes/sft.py, preset small"}  # fmt: skip
+INPUTS = {
+    "text": "tiny Shakespeare, one text file",
+    "shards": "a folder of token shards, vocabulary of up to 4,096",
+    "pretrained": "a checkpoint of recipes/pretrain.py, preset small",
+    "finetuned": "a checkpoint of recipes/sft.py, preset small",
+}
 # Figures that the table compares.
-FIGURES = {"median_ms", "median_us", "us", "ms", "seconds", "step_ms", "forward_us", "backward_us", "cpu_ms",
-           "python_us", "peer_us", "cublas_us", "peak_memory_mib", "peak_mib", "planned_peak_mib", "ours_over_this",
-           "ours_over_peer", "over_plain", "tokens_per_second", "tflop_per_second", "gb_per_second",
-           "copy_gb_per_second", "worst", "worst_difference", "best_val_nats"}  # fmt: skip
+FIGURES = {
+    "median_ms",
+    "median_us",
+    "us",
+    "ms",
+    "seconds",
+    "step_ms",
+    "forward_us",
+    "backward_us",
+    "cpu_ms",
+    "python_us",
+    "peer_us",
+    "cublas_us",
+    "peak_memory_mib",
+    "peak_mib",
+    "planned_peak_mib",
+    "ours_over_this",
+    "ours_over_peer",
+    "over_plain",
+    "tokens_per_second",
+    "tflop_per_second",
+    "gb_per_second",
+    "copy_gb_per_second",
+    "worst",
+    "worst_difference",
+    "best_val_nats",
+}
 NAMES = ("kernel", "product", "shape", "sets", "op", "drafts", "prompt", "name")  # keys that name an entry of a list
 
 
@@ -75,8 +101,17 @@ class Part:
         return any(f"-{name}-" in f"-{self.name}-" for name in names)
 
 
-NINE_MILLION = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 8, "hidden": 688, "vocab": 4096, "context": 512,
-                "mtp_heads": 2, "mtp_weights": [1.0, 0.5]}  # fmt: skip
+NINE_MILLION = {
+    "dim": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "layers": 8,
+    "hidden": 688,
+    "vocab": 4096,
+    "context": 512,
+    "mtp_heads": 2,
+    "mtp_weights": [1.0, 0.5],
+}
 TRAIN = "bench/train_step.py --backend cupy --precision bf16"
 DECODE = "bench/decode.py --config base --backend cupy --precision bf16 --position 256 --tokens 64"
 
@@ -85,12 +120,22 @@ GPU = (
     Part("gpu-train-32x512", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --peer torch", 240),
     Part("gpu-train-16x1024", f"{TRAIN} --config base --batch-size 16 --seq-len 1024 --peer torch", 240),
     Part("gpu-decode-base", f"{DECODE} --peer torch", 150),
-    Part("gpu-prefill-base", "bench/prefill.py --config base --backend cupy --precision bf16 --prompt 512 4096 "
-         "--peer torch", 240),
-    Part("gpu-train-9m", f"{TRAIN} --config {{config}} --batch-size 32 --seq-len 512 --steps 100 --capture "
-         "--peer torch", 190, config=NINE_MILLION),
-    Part("gpu-train-small", f"{TRAIN} --config small --batch-size 32 --seq-len 128 --steps 100 --capture "
-         "--peer torch", 160),
+    Part(
+        "gpu-prefill-base",
+        "bench/prefill.py --config base --backend cupy --precision bf16 --prompt 512 4096 --peer torch",
+        240,
+    ),
+    Part(
+        "gpu-train-9m",
+        f"{TRAIN} --config {{config}} --batch-size 32 --seq-len 512 --steps 100 --capture --peer torch",
+        190,
+        config=NINE_MILLION,
+    ),
+    Part(
+        "gpu-train-small",
+        f"{TRAIN} --config small --batch-size 32 --seq-len 128 --steps 100 --capture --peer torch",
+        160,
+    ),
     Part("gpu-train-gpt2-124m", f"{TRAIN} --model gpt2 --config 124m --batch-size 16 --seq-len 1024 --peer torch", 240),
     Part("gpu-attention", "bench/attention.py --shapes 32x512,16x1024,8x2048,4x4096,1x16384 --peer torch", 60),
     Part("gpu-decode-base-64", f"{DECODE} --peer torch --batch-size 64 --rounds 10", 150),
@@ -98,47 +143,88 @@ GPU = (
     Part("gpu-ops", "bench/ops.py", 60),
     Part("gpu-residual", "bench/ops.py --residual", 15),
     Part("gpu-train-large", f"{TRAIN} --config large --batch-size 16 --seq-len 1024 --peer torch", 330),
-    Part("gpu-train-tf32-32x512", "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 32 "
-         "--seq-len 512 --peer torch-eager", 90),
-    Part("gpu-train-tf32-16x1024", "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 16 "
-         "--seq-len 1024 --peer torch-eager", 90),
-    Part("gpu-train-fp8-32x512", "bench/train_step.py --config base --backend cupy --precision fp8 --batch-size 32 "
-         "--seq-len 512 --capture --peer torch", 240),
-    Part("gpu-train-moe-32x512", f"{TRAIN} --model moe --config base --batch-size 32 --seq-len 512 --peer torch "
-         "--beside nanoeuler:base", 330),
+    Part(
+        "gpu-train-tf32-32x512",
+        "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 32 "
+        "--seq-len 512 --peer torch-eager",
+        90,
+    ),
+    Part(
+        "gpu-train-tf32-16x1024",
+        "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 16 "
+        "--seq-len 1024 --peer torch-eager",
+        90,
+    ),
+    Part(
+        "gpu-train-fp8-32x512",
+        "bench/train_step.py --config base --backend cupy --precision fp8 --batch-size 32 "
+        "--seq-len 512 --capture --peer torch",
+        240,
+    ),
+    Part(
+        "gpu-train-moe-32x512",
+        f"{TRAIN} --model moe --config base --batch-size 32 --seq-len 512 --peer torch --beside nanoeuler:base",
+        330,
+    ),
     Part("gpu-train-muon", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --muon", 60),
     Part("gpu-train-documents", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 60 --documents 300", 60),
-    Part("gpu-train-data", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 40 --data {{shards}}", 60,
-         "shards"),
+    Part(
+        "gpu-train-data",
+        f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 40 --data {{shards}}",
+        60,
+        "shards",
+    ),
     Part("gpu-attention-tf32", "bench/attention.py --precision tf32 --peer torch", 60),
     Part("gpu-attention-documents", "bench/attention.py --documents 300", 40),
     Part("gpu-grouped", "bench/grouped.py", 40),
     Part("gpu-gemm", "bench/gemm.py", 60),
     Part("gpu-gemm-epilogues", "bench/gemm.py --epilogues", 20),
-    Part("gpu-serve-256", "bench/serve.py --no-http --config base --backend cupy --precision bf16 --streams 256 "
-         "--max-tokens 256 --seconds 15 --peer torch", 90),
+    Part(
+        "gpu-serve-256",
+        "bench/serve.py --no-http --config base --backend cupy --precision bf16 --streams 256 "
+        "--max-tokens 256 --seconds 15 --peer torch",
+        90,
+    ),
     Part("gpu-grouped-mma", "bench/grouped.py --file ops/grouped_mma.cu", 40),
     Part("gpu-scan-bf16", "bench/scan.py --precision bf16 --peer torch", 90),
     Part("gpu-scan-fp32", "bench/scan.py --precision fp32 --peer torch", 90),
     Part("gpu-lora", "bench/lora.py --backend cupy --precision bf16 --batch-size 4 --seq-len 512 --steps 20", 60),
-    Part("gpu-speculation-small", "bench/decode.py --backend cupy --precision bf16 --prompts 20 --rounds 3 "
-         "--checkpoint {finetuned}", 60, "finetuned"),
+    Part(
+        "gpu-speculation-small",
+        "bench/decode.py --backend cupy --precision bf16 --prompts 20 --rounds 3 --checkpoint {finetuned}",
+        60,
+        "finetuned",
+    ),
     Part("gpu-gradcheck", "-m tinyforge.gradcheck --backend cupy", 120),
-    Part("gpu-shakespeare-char", "bench/shakespeare_char.py --data {text} --backend cupy --precision bf16 --peer torch",
-         330, "text"),
-)  # fmt: skip
+    Part(
+        "gpu-shakespeare-char",
+        "bench/shakespeare_char.py --data {text} --backend cupy --precision bf16 --peer torch",
+        330,
+        "text",
+    ),
+)
 CPU = (
-    Part("cpu-train-16x128", "bench/train_step.py --config small --backend numpy --batch-size 16 --seq-len 128 "
-         "--peer torch", 120),
+    Part(
+        "cpu-train-16x128",
+        "bench/train_step.py --config small --backend numpy --batch-size 16 --seq-len 128 --peer torch",
+        120,
+    ),
     Part("cpu-prefill-small", "bench/prefill.py --config small --backend numpy --prompt 512 --peer torch", 30),
     Part("cpu-decode-small", "bench/decode.py --config small --backend numpy --peer torch", 30),
-    Part("cpu-prefill-base", "bench/prefill.py --config base --backend numpy --prompt 512 --workers 1 --threads 1 "
-         "--peer torch", 150),
+    Part(
+        "cpu-prefill-base",
+        "bench/prefill.py --config base --backend numpy --prompt 512 --workers 1 --threads 1 --peer torch",
+        150,
+    ),
     Part("cpu-speculation-sft", "bench/decode.py --backend numpy --checkpoint {finetuned}", 240, "finetuned"),
-    Part("cpu-speculation-pretrain", "bench/decode.py --backend numpy --prompts 20 --rounds 6 "
-         "--checkpoint {pretrained}", 60, "pretrained"),
+    Part(
+        "cpu-speculation-pretrain",
+        "bench/decode.py --backend numpy --prompts 20 --rounds 6 --checkpoint {pretrained}",
+        60,
+        "pretrained",
+    ),
     Part("cpu-tokenizer", "bench/tokenizer.py", 240),
-)  # fmt: skip
+)
 
 
 def figures(found: Any, path: str = "") -> Iterator[tuple[str, float]]:
@@ -193,9 +279,12 @@ def run_part(part: Part, command: Sequence[str], limit: float, out: Path) -> dic
     with log.open("wb") as output:
         # A session of its own, so that processes started by the benchmark end with it.
         process = subprocess.Popen(
-            [sys.executable, *command, "--json", str(target)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+            [sys.executable, *command, "--json", str(target)],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             status = "done" if process.wait(limit) == 0 else "failed"
         except subprocess.TimeoutExpired:
@@ -244,9 +333,15 @@ def measure(parts: Sequence[Part], args: argparse.Namespace, inputs: dict[str, s
 
 
 def run_parts(
-    parts: Sequence[Part], args: argparse.Namespace, inputs: dict[str, str], predicted: dict[str, float],
-    state: dict[str, Any], rows: list[tuple[str, str, float | None, float]], out: Path, before: Path,
-) -> None:  # fmt: skip
+    parts: Sequence[Part],
+    args: argparse.Namespace,
+    inputs: dict[str, str],
+    predicted: dict[str, float],
+    state: dict[str, Any],
+    rows: list[tuple[str, str, float | None, float]],
+    out: Path,
+    before: Path,
+) -> None:
     """Fill `state`, which is written to all.json after every part, and `rows` of the table."""
     began = time.monotonic()
     for number, part in enumerate(parts, 1):
@@ -262,16 +357,21 @@ def run_parts(
                 values["config"] = str(out / f"{part.name}-config.json")
                 write_whole(Path(values["config"]), json.dumps(part.config) + "\n")
             command = [word.format(**values) for word in part.command.split()]
-            print(f"{number}/{len(parts)} {part.name}: about {predicted[part.name]:.0f} s, at most {limit:.0f}",
-                  flush=True)  # fmt: skip
+            print(
+                f"{number}/{len(parts)} {part.name}: about {predicted[part.name]:.0f} s, at most {limit:.0f}",
+                flush=True,
+            )
             found = run_part(part, command, limit, out)
             if found["status"] == "done":
                 rows += compare(part.name, found["result"], read(before / part.file))
         state["parts"][part.name] = found
         write_whole(out / ALL, json.dumps(state, indent=2) + "\n")
-        print(f"{number}/{len(parts)} {part.name}: {found['status']}"
-              + (f" in {found['seconds']:.0f} s" if "seconds" in found else "")
-              + (f", {found['why']}" if "why" in found else ""), flush=True)  # fmt: skip
+        print(
+            f"{number}/{len(parts)} {part.name}: {found['status']}"
+            + (f" in {found['seconds']:.0f} s" if "seconds" in found else "")
+            + (f", {found['why']}" if "why" in found else ""),
+            flush=True,
+        )
 
 
 def predictions(parts: Sequence[Part], before: Path) -> dict[str, float]:

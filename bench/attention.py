@@ -337,8 +337,10 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
     for text in args.shapes.split(","):
         found = SHAPE.fullmatch(text)
         if found is None:
-            raise UserError(f"--shapes: {text!r} is no shape, wants BATCHxTOKENS such as 32x512, or with heads of its "
-                            "own such as 4x4096:16/16x128; several with commas")  # fmt: skip
+            raise UserError(
+                f"--shapes: {text!r} is no shape, wants BATCHxTOKENS such as 32x512, or with heads of its "
+                "own such as 4x4096:16/16x128; several with commas"
+            )
         batch, tokens, *own = (int(x) for x in found.groups() if x is not None)
         heads, kv_heads, dim = own or (args.heads, args.kv_heads, args.head_dim)
         if heads % kv_heads:
@@ -349,8 +351,11 @@ def shapes_of(args: argparse.Namespace) -> list[Shape]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
-    p.add_argument("--shapes", default="32x512,16x1024",
-                   help="BATCHxTOKENS or BATCHxTOKENS:HEADS/KV_HEADSxHEAD_DIM, with commas (default: %(default)s)")
+    p.add_argument(
+        "--shapes",
+        default="32x512,16x1024",
+        help="BATCHxTOKENS or BATCHxTOKENS:HEADS/KV_HEADSxHEAD_DIM, with commas (default: %(default)s)",
+    )
     p.add_argument("--heads", type=int, default=12, help="query heads (default: %(default)s)")
     p.add_argument("--kv-heads", type=int, default=4, help="key and value heads (default: %(default)s)")
     p.add_argument("--head-dim", type=int, default=64, help="size of a head (default: %(default)s)")

@@ -230,11 +230,12 @@ def recall(corpus: Path, planted: list[Planted]) -> dict[str, Any]:
     with duckdb.connect(str(corpus / CATALOGUE), read_only=True) as catalogue:
         dropped = dict(catalogue.execute("SELECT id, dropped FROM documents WHERE source = 'planted'").fetchall())
         standing = {
-            id_ for (id_,) in catalogue.execute(
+            id_
+            for (id_,) in catalogue.execute(
                 "SELECT id FROM documents WHERE source = 'web' AND (dropped IS NULL OR dropped NOT IN "
                 "(SELECT name FROM filters))"
             ).fetchall()
-        }  # fmt: skip
+        }
     found: dict[str, Any] = {}
     for key, kind, low, high in (
         ("exact", "exact", 1.0, 1.1),
@@ -274,18 +275,28 @@ def main() -> int:
                 "FROM documents"
             ).fetchall()
         found: dict[str, Any] = {
-            "bytes": size, "documents": documents, "kept_bytes": kept, "cores": cores(),
-            "memory_limit": memory_limit, "peak_memory": peak, "cpu_seconds": cpu,
+            "bytes": size,
+            "documents": documents,
+            "kept_bytes": kept,
+            "cores": cores(),
+            "memory_limit": memory_limit,
+            "peak_memory": peak,
+            "cpu_seconds": cpu,
             "stages": {name: {"seconds": s, "mb_per_s": size / s / 1e6} for name, s in seconds.items()},
-            "seconds": sum(seconds.values()), "recall": recall(folder / "corpus", planted),
-            "settings": asdict(Settings()), "candidates_at_threshold": candidate_probability(0.8, 20, 6),
-        }  # fmt: skip
+            "seconds": sum(seconds.values()),
+            "recall": recall(folder / "corpus", planted),
+            "settings": asdict(Settings()),
+            "candidates_at_threshold": candidate_probability(0.8, 20, 6),
+        }
         if args.tokens:
             timed, peak, cpu = in_child(_tokenise_in_child, folder, args.workers)
             found["tokenise"] = {
-                **timed, "mb_per_s": kept / timed["encode"] / 1e6, "bytes_per_token": kept / timed["tokens"],
-                "peak_memory": peak, "cpu_seconds": cpu,
-            }  # fmt: skip
+                **timed,
+                "mb_per_s": kept / timed["encode"] / 1e6,
+                "bytes_per_token": kept / timed["tokens"],
+                "peak_memory": peak,
+                "cpu_seconds": cpu,
+            }
     finally:
         if not args.work:
             shutil.rmtree(folder, ignore_errors=True)
@@ -294,19 +305,25 @@ def main() -> int:
 
 
 def render(found: dict[str, Any]) -> str:
-    lines = [f"{found['bytes'] / 1e6:,.0f} MB, {found['documents']:,} documents, {found['cores']} cores, "
-             f"--memory-limit {found['memory_limit'] / 1e6:,.0f} MB; "
-             f"kept {found['kept_bytes'] / 1e6:,.0f} MB"]  # fmt: skip
+    lines = [
+        f"{found['bytes'] / 1e6:,.0f} MB, {found['documents']:,} documents, {found['cores']} cores, "
+        f"--memory-limit {found['memory_limit'] / 1e6:,.0f} MB; "
+        f"kept {found['kept_bytes'] / 1e6:,.0f} MB"
+    ]
     for name, stage in found["stages"].items():
         lines.append(f"  {name:14} {stage['seconds']:8.1f} s {stage['mb_per_s']:8.0f} MB/s")
-    lines.append(f"  {'all stages':14} {found['seconds']:8.1f} s {found['bytes'] / found['seconds'] / 1e6:8.0f} MB/s, "
-                 f"{found['cpu_seconds']:,.0f} s of CPU")  # fmt: skip
+    lines.append(
+        f"  {'all stages':14} {found['seconds']:8.1f} s {found['bytes'] / found['seconds'] / 1e6:8.0f} MB/s, "
+        f"{found['cpu_seconds']:,.0f} s of CPU"
+    )
     lines.append(f"  peak memory of all processes {found['peak_memory'] / 1e6:,.0f} MB")
     if tokens := found.get("tokenise"):
         lines.append(f"  {'train BPE':14} {tokens['train']:8.1f} s, with a look at every file of the corpus")
-        lines.append(f"  {'tokenise':14} {tokens['encode']:8.1f} s {tokens['mb_per_s']:8.1f} MB/s, "
-                     f"{tokens['bytes_per_token']:.2f} bytes a token, "
-                     f"peak {tokens['peak_memory'] / 1e6:,.0f} MB")  # fmt: skip
+        lines.append(
+            f"  {'tokenise':14} {tokens['encode']:8.1f} s {tokens['mb_per_s']:8.1f} MB/s, "
+            f"{tokens['bytes_per_token']:.2f} bytes a token, "
+            f"peak {tokens['peak_memory'] / 1e6:,.0f} MB"
+        )
     for kind, result in found["recall"].items():
         lines.append(f"  planted {kind:14} {result['found']:,} of {result['planted']:,} found ({result['recall']:.4f})")
     return "\n".join(lines)

@@ -144,9 +144,14 @@ class Torch:
         weights = named(buffer, buffer.masters, backend)
         self.options = options
         self.decoder = TorchDecoder(
-            options.config, weights, batch=options.batch_size, precision=backend.precision.name,
-            device="cuda" if backend.name == "cupy" else "cpu", threads=threads, compiled=compiled,
-        )  # fmt: skip
+            options.config,
+            weights,
+            batch=options.batch_size,
+            precision=backend.precision.name,
+            device="cuda" if backend.name == "cupy" else "cpu",
+            threads=threads,
+            compiled=compiled,
+        )
         self.text = options.text()
         places = range(options.start - 1, options.start - 1 + options.tokens)
         self.places = [(self.decoder.on_device(np.array([t])), t + 1) for t in places]
@@ -276,10 +281,13 @@ def measure(options: Options, backend: Backend, peer: str | None, weights: Seque
 def table(found: dict[str, Any]) -> str:
     """The figures of `measure` for people."""
     rows = heading(found) + [
-        ("decoding", f"{found['batch_size']} rows, {found['tokens_per_round']} tokens around position "
-                     f"{found['position']}, {found['rounds']} rounds"),
+        (
+            "decoding",
+            f"{found['batch_size']} rows, {found['tokens_per_round']} tokens around position "
+            f"{found['position']}, {found['rounds']} rounds",
+        ),
         ("reads", f"{found['bytes_per_step'] / 1e6:.2f} MB a step; a copy does {found['copy_gb_per_second']:.1f} GB/s"),
-    ]  # fmt: skip
+    ]
     if found["floor_us"]:
         rows.append(("floor", f"{found['floor_us']:.0f} us a step, those bytes at {FLOOR_BANDWIDTH / 1e12} TB/s"))
     if found["parity"]:
@@ -287,12 +295,17 @@ def table(found: dict[str, Any]) -> str:
         rows.append(("parity", f"logits agree to {parity['worst_difference']:.1e} (wanted {parity['tolerance']:g})"))
     lines = [f"{name:<13} {value}" for name, value in rows]
     of_the_floor = f" {'of the floor':>12}" if found["floor_us"] else ""
-    lines += ["", f"{'':<27} {'median us':>9} {'min us':>8} {'tokens/s':>9} {'GB/s':>7} {'MBU':>6} {'ours/this':>9}"
-                  f"{of_the_floor}"]  # fmt: skip
+    lines += [
+        "",
+        f"{'':<27} {'median us':>9} {'min us':>8} {'tokens/s':>9} {'GB/s':>7} {'MBU':>6} {'ours/this':>9}"
+        f"{of_the_floor}",
+    ]
     for name, r in found["results"].items():
         share = f" {r['of_the_floor']:>12.0%}" if found["floor_us"] else ""
-        lines.append(f"{name:<27} {r['median_us']:>9.0f} {r['min_us']:>8.0f} {r['tokens_per_second']:>9,.0f} "
-                     f"{r['gb_per_second']:>7.1f} {r['mbu']:>6.0%} {r['ours_over_this']:>9.2f}{share}")  # fmt: skip
+        lines.append(
+            f"{name:<27} {r['median_us']:>9.0f} {r['min_us']:>8.0f} {r['tokens_per_second']:>9,.0f} "
+            f"{r['gb_per_second']:>7.1f} {r['mbu']:>6.0%} {r['ours_over_this']:>9.2f}{share}"
+        )
     lines += left_out_table(found["left_out"])
     return "\n".join(lines)
 
@@ -317,8 +330,10 @@ def measure_speculation(
     stop = frozenset(tokenizer.specials.values())
     session = Session(loaded.model)
     results: dict[str, Any] = {}
-    kinds = {"greedy": Sampling(temperature=0, max_tokens=SPECULATION_TOKENS),
-             "sampled": Sampling(max_tokens=SPECULATION_TOKENS)}  # fmt: skip
+    kinds = {
+        "greedy": Sampling(temperature=0, max_tokens=SPECULATION_TOKENS),
+        "sampled": Sampling(max_tokens=SPECULATION_TOKENS),
+    }
     for kind, sampling in kinds.items():
         drafts = range(loaded.model.prediction_heads)
         best = np.full((len(drafts), len(texts)), np.inf)
@@ -354,9 +369,14 @@ def measure_speculation(
             for d in drafts
         ]
     return environment(backend, None, load_average) | {
-        "kind": loaded.meta["kind"], "step": loaded.meta.get("step"), "config": config.to_dict(),
-        "prompts": len(texts), "max_tokens": SPECULATION_TOKENS, "rounds": rounds, "results": results,
-    }  # fmt: skip
+        "kind": loaded.meta["kind"],
+        "step": loaded.meta.get("step"),
+        "config": config.to_dict(),
+        "prompts": len(texts),
+        "max_tokens": SPECULATION_TOKENS,
+        "rounds": rounds,
+        "results": results,
+    }
 
 
 def added(a: Stats, b: Stats) -> Stats:
@@ -366,24 +386,36 @@ def added(a: Stats, b: Stats) -> Stats:
     def sums(x: list[int], y: list[int]) -> list[int]:
         return [sum(pair) for pair in zip(*(v + [0] * (most - len(v)) for v in (x, y)), strict=True)]
 
-    return Stats(passes=a.passes + b.passes, tokens=a.tokens + b.tokens, drafted=sums(a.drafted, b.drafted),
-                 accepted=sums(a.accepted, b.accepted))  # fmt: skip
+    return Stats(
+        passes=a.passes + b.passes,
+        tokens=a.tokens + b.tokens,
+        drafted=sums(a.drafted, b.drafted),
+        accepted=sums(a.accepted, b.accepted),
+    )
 
 
 def speculation_table(found: dict[str, Any]) -> str:
     rows = heading(found) + [
-        ("model", f"{found['kind']}, {found['prompts']} held-out prompts, up to {found['max_tokens']} tokens each, the "
-                  f"fastest of {found['rounds']} rounds"),
-    ]  # fmt: skip
+        (
+            "model",
+            f"{found['kind']}, {found['prompts']} held-out prompts, up to {found['max_tokens']} tokens each, the "
+            f"fastest of {found['rounds']} rounds",
+        )
+    ]
     lines = [f"{name:<13} {value}" for name, value in rows]
-    lines += ["", f"{'':<8} {'drafts':>6} {'tokens':>7} {'tokens/s':>9} {'of plain':>8} {'a pass':>7} {'us a pass':>9}"
-                  "  acceptance by head   same text"]  # fmt: skip
+    lines += [
+        "",
+        f"{'':<8} {'drafts':>6} {'tokens':>7} {'tokens/s':>9} {'of plain':>8} {'a pass':>7} {'us a pass':>9}"
+        "  acceptance by head   same text",
+    ]
     for kind, cases in found["results"].items():
         for r in cases:
             shares = " ".join(f"{share:.2f}" for share in r["acceptance"])
-            lines.append(f"{kind:<8} {r['drafts']:>6} {r['tokens']:>7,} {r['tokens_per_second']:>9,.0f} "
-                         f"{r['over_plain']:>8.2f} {r['tokens_per_pass']:>7.2f} {r['us_per_pass']:>9.0f}  {shares:<20} "
-                         f"{'yes' if r['same_text_as_plain'] else 'no'}")  # fmt: skip
+            lines.append(
+                f"{kind:<8} {r['drafts']:>6} {r['tokens']:>7,} {r['tokens_per_second']:>9,.0f} "
+                f"{r['over_plain']:>8.2f} {r['tokens_per_pass']:>7.2f} {r['us_per_pass']:>9.0f}  {shares:<20} "
+                f"{'yes' if r['same_text_as_plain'] else 'no'}"
+            )
     return "\n".join(lines)
 
 
@@ -414,8 +446,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as there are cores)")
     p.add_argument("--checkpoint", metavar="DIR", help="time plain and speculative decoding of this model instead")
     p.add_argument("--prompts", type=int, default=60, help="held-out prompts, with --checkpoint (default: 60)")
-    p.add_argument("--instructions", nargs="+", default=[], metavar="FILE", help="records as given to sft.py, the "
-                   "last 20th of each file being the prompts, with --checkpoint (default: built-in ones)")  # fmt: skip
+    p.add_argument(
+        "--instructions",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="records as given to sft.py, the "
+        "last 20th of each file being the prompts, with --checkpoint (default: built-in ones)",
+    )
     add_json_flag(p)
     args = p.parse_args(argv)
     for name in ("batch_size", "tokens", "rounds", "threads", "prompts"):

@@ -162,8 +162,19 @@ def compile_one(product: str, numbers: tuple[int, ...]) -> tuple[str, str]:
 
     v = Variant(*numbers)
     try:
-        load(FILE, "gemm_hopper", v.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros_of(product),
-             ROWS=v.rows, COLUMNS=v.columns, STAGES=v.stages, PINGPONG=v.pingpong, CLUSTER=v.cluster)  # fmt: skip
+        load(
+            FILE,
+            "gemm_hopper",
+            v.shared_bytes(product),
+            arch="sm_90a",
+            SCALAR="bf16",
+            **macros_of(product),
+            ROWS=v.rows,
+            COLUMNS=v.columns,
+            STAGES=v.stages,
+            PINGPONG=v.pingpong,
+            CLUSTER=v.cluster,
+        )
     except Exception as error:  # a variant less
         return f"{product} {v}", str(error)
     return f"{product} {v}", ""
@@ -320,8 +331,10 @@ class Roped(Gated):
         positions = min(m, 512)
         angles = [normal(positions, gemm.HEAD // 2) for _ in range(2)]
         self.turn = gemm.Turn(angles[0], angles[1], self.heads * 4 // 5)
-        self.sets = [(normal(m, k).astype(self.result), normal(n, k).astype(self.result),
-                      self.xp.empty((m, n), self.result)) for _ in range(4)]  # fmt: skip
+        self.sets = [
+            (normal(m, k).astype(self.result), normal(n, k).astype(self.result), self.xp.empty((m, n), self.result))
+            for _ in range(4)
+        ]
 
     def apart(self, a: Any, b: Any, out: Any) -> tuple[Any, ...]:  # type: ignore[override]
         self.cublas(a, b, out, transpose_b=True)
@@ -341,8 +354,14 @@ def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tu
     from tinyforge.backends.cupy_backend import processors
 
     backend: Any = get_backend("cupy", "bf16", device=device)
-    pipe.send(("device", backend.describe(), backend.xp.cuda.runtime.getDeviceProperties(
-        backend.device.id)["name"].decode(), backend.matmul_peak() / 1e12))  # fmt: skip
+    pipe.send(
+        (
+            "device",
+            backend.describe(),
+            backend.xp.cuda.runtime.getDeviceProperties(backend.device.id)["name"].decode(),
+            backend.matmul_peak() / 1e12,
+        )
+    )
     for product in wanted:
         if time.time() > until:
             break
@@ -370,11 +389,15 @@ def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tu
                 found.append(event_ms(bench.xp, launch))
         us, host = ([1e3 * median(r[i] for r in found) for found in rounds] for i in range(2))
         row = asdict(product) | {
-            "cublas_us": us[0], "cublas_host_us": host[0], "wrong": wrong,
-            "ours": [{"variant": astuple(v), "name": str(v), "us": t, "host_us": h}
-                     for v, t, h in sorted(zip(finalists, us[1:], host[1:], strict=True), key=lambda x: x[1])],
+            "cublas_us": us[0],
+            "cublas_host_us": host[0],
+            "wrong": wrong,
+            "ours": [
+                {"variant": astuple(v), "name": str(v), "us": t, "host_us": h}
+                for v, t, h in sorted(zip(finalists, us[1:], host[1:], strict=True), key=lambda x: x[1])
+            ],
             "short": [{"variant": astuple(v), "us": 1e3 * t} for t, v in times],
-        }  # fmt: skip
+        }
         pipe.send(("row", product, row))
         del bench, reference
         backend.xp.get_default_memory_pool().free_all_blocks()
@@ -435,12 +458,14 @@ def summary(found: dict[str, Any]) -> list[str]:
         replaced = {r["instead"] for r in rows}
         rows = [r for r in rows if r["name"] not in replaced]
         both = [(r["count"], r["cublas_us"], r["ours"][0]["us"] if r["ours"] else r["cublas_us"]) for r in rows]
-        cublas, ours, best = (sum(c * f(t, u) for c, t, u in both) / 1e3
-                              for f in (lambda t, _: t, lambda _, u: u, min))  # fmt: skip
-        text.append(f"{model}, {tokens} tokens: by cuBLAS {cublas:.2f} ms a step, by ours {ours:.2f} "
-                    f"({ours / cublas:.2f}), each by the faster {best:.2f} ({best / cublas:.2f})")  # fmt: skip
-        found.setdefault("steps", []).append({"model": model, "tokens": tokens, "cublas_ms": cublas, "ours_ms": ours,
-                                              "chosen_ms": best})  # fmt: skip
+        cublas, ours, best = (sum(c * f(t, u) for c, t, u in both) / 1e3 for f in (lambda t, _: t, lambda _, u: u, min))
+        text.append(
+            f"{model}, {tokens} tokens: by cuBLAS {cublas:.2f} ms a step, by ours {ours:.2f} "
+            f"({ours / cublas:.2f}), each by the faster {best:.2f} ({best / cublas:.2f})"
+        )
+        found.setdefault("steps", []).append(
+            {"model": model, "tokens": tokens, "cublas_ms": cublas, "ours_ms": ours, "chosen_ms": best}
+        )
     return text
 
 
@@ -452,15 +477,17 @@ a step of base no faster on an H200: 26.6 ms, against 26.3 ms with cuBLAS alone.
 def table(found: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
     """The backend's table: the variants that beat cuBLAS, by name of the GPU and product."""
     faster = [r for r in found["rows"] if r["ours"] and r["ours"][0]["us"] < MARGIN * r["cublas_us"]]
-    return {
-        found["gpu"]: {f"{r['product']} {r['m']} {r['n']} {r['k']}": list(r["ours"][0]["variant"]) for r in faster}
-    }
+    return {found["gpu"]: {f"{r['product']} {r['m']} {r['n']} {r['k']}": list(r["ours"][0]["variant"]) for r in faster}}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
-    p.add_argument("--models", default=",".join(MODELS), help="of whose steps: presets of NanoEuler, 124m, or as "
-                   "384x1024 a width and a hidden width (default: %(default)s)")  # fmt: skip
+    p.add_argument(
+        "--models",
+        default=",".join(MODELS),
+        help="of whose steps: presets of NanoEuler, 124m, or as "
+        "384x1024 a width and a hidden width (default: %(default)s)",
+    )
     p.add_argument("--tokens", type=int, nargs="+", default=[16384], help="of a step (default: 16384)")
     p.add_argument("--seconds", type=float, default=150, help="start no product after this time (default: %(default)s)")
     p.add_argument("--epilogues", action="store_true", help="only products with an epilogue")
@@ -470,8 +497,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     names = args.models.split(",")
     if unknown := {name for name in names if name != "124m" and shape_of(name) is None}:
-        raise UserError(f"--models: {', '.join(sorted(unknown))} not among {', '.join((*NANOEULER, '124m'))}, "
-                        f"nor a width in steps of {ROPE_HEAD} and a hidden width, as 384x1024")  # fmt: skip
+        raise UserError(
+            f"--models: {', '.join(sorted(unknown))} not among {', '.join((*NANOEULER, '124m'))}, "
+            f"nor a width in steps of {ROPE_HEAD} and a hidden width, as 384x1024"
+        )
     for tokens in args.tokens:
         if tokens < 1 or (tokens > CHUNK and tokens % CHUNK):
             raise UserError(f"--tokens is {tokens}, wants at most {CHUNK}, or a multiple of it")

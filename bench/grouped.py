@@ -63,19 +63,31 @@ def _measure(
     dweight, y, dx = backend.zeros(weight.shape, backend.master_dtype), xp.empty_like(dy), xp.empty_like(x)
     ours_x, x_tokens, ours_dy, dy_tokens = (few, of_row, dy, None) if gathered else (x, None, few, of_row)
     products: dict[str, tuple[Callable[[int], Any], Callable[[int, slice], Any]]] = {
-        "forward": (lambda _: k.grouped_fwd(ours_x, weight, x_tokens, starts),
-                    lambda e, r: gemm(x[r], weight[e], y[r], transpose_b=True)),
-        "dx": (lambda _: k.grouped_bwd_input(ours_dy, weight, dy_tokens, starts),
-               lambda e, r: gemm(dy[r], weight[e], dx[r])),
-        "dW": (lambda _: k.grouped_bwd_weight(dweight, ours_dy, ours_x, dy_tokens, x_tokens, starts),
-               lambda e, r: gemm(dy[r], x[r], dweight[e], transpose_a=True, accumulate=True)),
-    }  # fmt: skip
+        "forward": (
+            lambda _: k.grouped_fwd(ours_x, weight, x_tokens, starts),
+            lambda e, r: gemm(x[r], weight[e], y[r], transpose_b=True),
+        ),
+        "dx": (
+            lambda _: k.grouped_bwd_input(ours_dy, weight, dy_tokens, starts),
+            lambda e, r: gemm(dy[r], weight[e], dx[r]),
+        ),
+        "dW": (
+            lambda _: k.grouped_bwd_weight(dweight, ours_dy, ours_x, dy_tokens, x_tokens, starts),
+            lambda e, r: gemm(dy[r], x[r], dweight[e], transpose_a=True, accumulate=True),
+        ),
+    }
     found = []
     for what, (ours, cublas) in products.items():
         ms, _ = timed(xp, ours)
         peer, _ = timed(xp, partial(each_group, cublas, groups))
-        found.append({"product": f"{name} {what}", "us": 1e3 * ms, "cublas_us": 1e3 * peer,
-                      "tflop_per_second": 2 * rows * outs * ins / ms / 1e9})  # fmt: skip
+        found.append(
+            {
+                "product": f"{name} {what}",
+                "us": 1e3 * ms,
+                "cublas_us": 1e3 * peer,
+                "tflop_per_second": 2 * rows * outs * ins / ms / 1e9,
+            }
+        )
     return found
 
 
@@ -95,11 +107,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.file:
         mixture_cuda._file = lambda *_: args.file
     rows = measure(backend, args.tokens)
-    found = {"device": backend.describe(), "tokens": args.tokens, "file": args.file or "the fastest",
-             "tflop_per_second_of_a_large_product": backend.matmul_peak() / 1e12, "rows": rows}  # fmt: skip
+    found = {
+        "device": backend.describe(),
+        "tokens": args.tokens,
+        "file": args.file or "the fastest",
+        "tflop_per_second_of_a_large_product": backend.matmul_peak() / 1e12,
+        "rows": rows,
+    }
     peak = found["tflop_per_second_of_a_large_product"]
-    table = [f"{found['device']}; a product of 8192 x 8192: {peak:.0f} TFLOP/s", "",
-             f"{'':<16} {'us':>8} {'TFLOP/s':>8} {'cuBLAS us':>10}"]  # fmt: skip
+    table = [
+        f"{found['device']}; a product of 8192 x 8192: {peak:.0f} TFLOP/s",
+        "",
+        f"{'':<16} {'us':>8} {'TFLOP/s':>8} {'cuBLAS us':>10}",
+    ]
     table += [f"{r['product']:<16} {r['us']:>8.1f} {r['tflop_per_second']:>8.0f} {r['cublas_us']:>10.1f}" for r in rows]
     publish(found, "\n".join(table), args.json)
     return 0

@@ -39,7 +39,10 @@ from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.report import add_json_flag, check_before, publish
 
 KERNELS: tuple[Kernel[..., Any], ...] = (
-    adamw_, clip_factor, square_sums, *{k.name: k for kind in ops.ALL for k in kind.kernels}.values()
+    adamw_,
+    clip_factor,
+    square_sums,
+    *{k.name: k for kind in ops.ALL for k in kind.kernels}.values(),
 )
 
 
@@ -94,15 +97,31 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     add("rmsnorm_fwd", 2 * c + wide, (dim,), lambda x: k.rmsnorm_fwd(x, gain, 1e-5))
     add("rmsnorm_bwd", 3 * c + wide, (dim,) * 2, lambda dy, y: k.rmsnorm_bwd(dgain, dy, gain, y, rstd, None))
     add("add_rmsnorm_fwd", 4 * c + wide, (dim,) * 2, lambda a, b: k.add_rmsnorm_fwd(a, b, gain, 1e-5))
-    add("rmsnorm_bwd (residual)", 4 * c + wide, (dim,) * 3,
-        lambda dx, dy, y: k.rmsnorm_bwd(dgain, dy, gain, y, rstd, dx))  # fmt: skip
+    add(
+        "rmsnorm_bwd (residual)",
+        4 * c + wide,
+        (dim,) * 3,
+        lambda dx, dy, y: k.rmsnorm_bwd(dgain, dy, gain, y, rstd, dx),
+    )
     add("layernorm_fwd", 2 * c + 2 * wide, (dim,), lambda x: k.layernorm_fwd(x, gain, bias, 1e-5))
-    add("layernorm_bwd", 3 * c + 2 * wide, (dim,) * 2,
-        lambda dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, None))  # fmt: skip
-    add("add_layernorm_fwd", 4 * c + 2 * wide, (dim,) * 2,
-        lambda a, b: k.add_layernorm_fwd(a, b, bias, gain, bias, 1e-5))  # fmt: skip
-    add("layernorm_bwd (residual)", 4 * c + 2 * wide, (dim,) * 3,
-        lambda dx, dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, dx))  # fmt: skip
+    add(
+        "layernorm_bwd",
+        3 * c + 2 * wide,
+        (dim,) * 2,
+        lambda dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, None),
+    )
+    add(
+        "add_layernorm_fwd",
+        4 * c + 2 * wide,
+        (dim,) * 2,
+        lambda a, b: k.add_layernorm_fwd(a, b, bias, gain, bias, 1e-5),
+    )
+    add(
+        "layernorm_bwd (residual)",
+        4 * c + 2 * wide,
+        (dim,) * 3,
+        lambda dx, dy, x: k.layernorm_bwd(dgain, dbias, dy, gain, x, rstd, rstd, dx),
+    )
     add("softmax_fwd", 2 * c, (dim,), k.softmax_fwd)
     add("softmax_bwd", 3 * c, (dim,) * 2, k.softmax_bwd)
     add("swiglu_fwd", 3 * h, (2 * hidden,), k.swiglu_fwd)
@@ -131,20 +150,28 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
         met = int(xp.unique(ids).size) * dim  # numbers in the rows of the table that are met at all
         if not kind:
             add("embedding_fwd", c + 4, (1,), lambda _, ids=ids: k.embedding_fwd(ids, table), met * size)
-        add(f"embedding_bwd{kind}", c + 4, (dim,), lambda dy, ids=ids: k.embedding_bwd(dtable, dy, ids),
-            2 * met * wide)  # fmt: skip
+        add(f"embedding_bwd{kind}", c + 4, (dim,), lambda dy, ids=ids: k.embedding_bwd(dtable, dy, ids), 2 * met * wide)
     positions, dpositions = normal(length, dim), backend.zeros((length, dim), backend.master_dtype)
     add("positions_fwd", 2 * c, (dim,), lambda x: k.positions_fwd(x.reshape(-1, length, dim), positions))
-    add("positions_bwd", c, (dim,), lambda dy: k.positions_bwd(dpositions, dy.reshape(-1, length, dim)),
-        2 * dpositions.nbytes)  # fmt: skip
+    add(
+        "positions_bwd",
+        c,
+        (dim,),
+        lambda dy: k.positions_bwd(dpositions, dy.reshape(-1, length, dim)),
+        2 * dpositions.nbytes,
+    )
 
     from tinyforge.ops.cross_entropy_cuda import softmax_residual_
 
     targets = xp.random.randint(0, vocab, (tokens, heads)).astype(np.int32)
     nll = xp.empty((tokens, heads), backend.master_dtype)
     # In place: what is a residual after the first launch is read as logits by the next, which is as good for timing.
-    add("softmax_residual", 2 * heads * vocab * size + heads * (4 + wide), (heads * vocab,),
-        lambda z: softmax_residual_(nll, z.reshape(-1, vocab), targets, True, vocab))  # fmt: skip
+    add(
+        "softmax_residual",
+        2 * heads * vocab * size + heads * (4 + wide),
+        (heads * vocab,),
+        lambda z: softmax_residual_(nll, z.reshape(-1, vocab), targets, True, vocab),
+    )
 
     count = 116_417_280
     flat = [normal(count, dtype=backend.master_dtype) for _ in range(2)]
@@ -152,8 +179,13 @@ def jobs(backend: Backend, tokens: int) -> list[Job]:
     values = flat[0] if backend.dtype == backend.master_dtype else normal(count)
     factor, rates = xp.ones((), np.float64), backend.asarray(step_rates(3, 1e-3, AdamWConfig()), backend.master_dtype)
     per = 7 * wide + (size if values is not flat[0] else 0)
-    found.append(Job("adamw", lambda i: k.adamw_(values, *flat[:1], *flat[2:], flat[1], rates[0], factor,
-                                                     AdamWConfig()), count * per))  # fmt: skip
+    found.append(
+        Job(
+            "adamw",
+            lambda i: k.adamw_(values, *flat[:1], *flat[2:], flat[1], rates[0], factor, AdamWConfig()),
+            count * per,
+        )
+    )
     sums = backend.zeros((1, backend.blocks), np.dtype(np.float64))
     whole = backend.asarray(np.array([(0, count)]), np.dtype(np.int64))
 
@@ -205,21 +237,27 @@ def measure(backend: Any, tokens: int, jobs: Callable[[Backend, int], list[Job]]
         row |= {"of_copy": bandwidth / copy, "of_copy_of_this_size": copy_ms(xp, job.bytes, room) / ms}
         rows.append(row | {"python_us": 1e3 * host})
     return {
-        "device": backend.describe(), "precision": backend.precision.name, "tokens": tokens,
-        "copy_gb_per_second": copy / 1e9, "rows": rows,
-    }  # fmt: skip
+        "device": backend.describe(),
+        "precision": backend.precision.name,
+        "tokens": tokens,
+        "copy_gb_per_second": copy / 1e9,
+        "rows": rows,
+    }
 
 
 def table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['device']}; {found['precision']}, {found['tokens']:,} tokens, sizes of NanoEuler base",
-        f"copy on the device: {found['copy_gb_per_second']:,.0f} GB/s, read and written together", "",
+        f"copy on the device: {found['copy_gb_per_second']:,.0f} GB/s, read and written together",
+        "",
         f"{'kernel':<20} {'us':>8} {'MB':>8} {'GB/s':>7} {'of copy':>8} {'Python us':>10} {'same size':>10}",
-    ]  # fmt: skip
+    ]
     for r in found["rows"]:
-        lines.append(f"{r['kernel']:<20} {r['us']:>8.1f} {r['bytes'] / 1e6:>8.1f} {r['gb_per_second']:>7,.0f} "
-                     f"{r['of_copy']:>8.0%} {r['python_us']:>10.1f} "
-                     f"{r['of_copy_of_this_size']:>10.0%}")  # fmt: skip
+        lines.append(
+            f"{r['kernel']:<20} {r['us']:>8.1f} {r['bytes'] / 1e6:>8.1f} {r['gb_per_second']:>7,.0f} "
+            f"{r['of_copy']:>8.0%} {r['python_us']:>10.1f} "
+            f"{r['of_copy_of_this_size']:>10.0%}"
+        )
     return "\n".join(lines)
 
 

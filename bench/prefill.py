@@ -83,10 +83,15 @@ class Torch:
         buffer, backend, config = model.buffer, model.backend, model.config
         assert isinstance(config, Config)
         self.decoder = TorchDecoder(
-            config, named(buffer, buffer.masters, backend), batch=1, precision=backend.precision.name,
-            device="cuda" if backend.name == "cupy" else "cpu", threads=threads, compiled=mode is not None,
+            config,
+            named(buffer, buffer.masters, backend),
+            batch=1,
+            precision=backend.precision.name,
+            device="cuda" if backend.name == "cupy" else "cpu",
+            threads=threads,
+            compiled=mode is not None,
             mode=mode or "default",
-        )  # fmt: skip
+        )
         self.ids = self.decoder.on_device(np.array([prompt]))
         self.position = self.decoder.on_device(np.arange(len(prompt)))
 
@@ -140,12 +145,16 @@ def of_length(model: NanoEuler, length: int, rounds: int, threads: int, peer: st
 
     results = {
         name: {
-            "median_ms": 1e3 * median(t["clock"]), "min_ms": 1e3 * min(t["clock"]), "cpu_ms": 1e3 * median(t["cpu"]),
-            "tokens_per_second": length / median(t["clock"]), "ours_over_this": ratio(name, "clock"),
-            "ours_over_this_by_cpu": ratio(name, "cpu"), "clock_ms": [1e3 * s for s in t["clock"]],
+            "median_ms": 1e3 * median(t["clock"]),
+            "min_ms": 1e3 * min(t["clock"]),
+            "cpu_ms": 1e3 * median(t["cpu"]),
+            "tokens_per_second": length / median(t["clock"]),
+            "ours_over_this": ratio(name, "clock"),
+            "ours_over_this_by_cpu": ratio(name, "cpu"),
+            "clock_ms": [1e3 * s for s in t["clock"]],
         }
         for name, t in times.items()
-    }  # fmt: skip
+    }
     return {"prompt": length, "parity": parity, "left_out": left_out, "results": results}
 
 
@@ -157,25 +166,33 @@ def measure(config: Config, backend: Backend, args: argparse.Namespace) -> dict[
         model.initialise(seed=0)
         lengths.append(of_length(model, length, args.rounds, args.threads, args.peer))
     return environment(backend, args.peer, load_average) | {
-        "config": config.to_dict(), "rounds": args.rounds, "lengths": lengths,
+        "config": config.to_dict(),
+        "rounds": args.rounds,
+        "lengths": lengths,
         "threads": {"ours": backend.workers, "torch": args.threads if args.peer else None},
-    }  # fmt: skip
+    }
 
 
 def table(found: dict[str, Any]) -> str:
     lines = [f"{name:<13} {value}" for name, value in heading(found)]
     lines.append(f"{'threads':<13} ours {found['threads']['ours']}")
     for part in found["lengths"]:
-        lines += ["", f"{part['prompt']:>5} tokens, {found['rounds']} rounds     {'median ms':>10} {'min ms':>8} "
-                      f"{'cpu ms':>8} {'tokens/s':>9} {'ours/this':>9} {'by cpu':>7}"]  # fmt: skip
+        lines += [
+            "",
+            f"{part['prompt']:>5} tokens, {found['rounds']} rounds     {'median ms':>10} {'min ms':>8} "
+            f"{'cpu ms':>8} {'tokens/s':>9} {'ours/this':>9} {'by cpu':>7}",
+        ]
         for name, r in part["results"].items():
-            lines.append(f"{name:<27} {r['median_ms']:>10.2f} {r['min_ms']:>8.2f} {r['cpu_ms']:>8.2f} "
-                         f"{r['tokens_per_second']:>9,.0f} {r['ours_over_this']:>9.2f} "
-                         f"{r['ours_over_this_by_cpu']:>7.2f}")  # fmt: skip
+            lines.append(
+                f"{name:<27} {r['median_ms']:>10.2f} {r['min_ms']:>8.2f} {r['cpu_ms']:>8.2f} "
+                f"{r['tokens_per_second']:>9,.0f} {r['ours_over_this']:>9.2f} "
+                f"{r['ours_over_this_by_cpu']:>7.2f}"
+            )
         lines += left_out_table(part["left_out"])
         if part["parity"]:
-            lines.append(f"logits agree to {part['parity']['worst_difference']:.1e} "
-                         f"(wanted {part['parity']['tolerance']:g})")  # fmt: skip
+            lines.append(
+                f"logits agree to {part['parity']['worst_difference']:.1e} (wanted {part['parity']['tolerance']:g})"
+            )
     return "\n".join(lines)
 
 

@@ -41,9 +41,15 @@ class Ours:
     """A model on one rank, or on all of them. Rank 0 leads a step as `Run` does, the others do what it says."""
 
     def __init__(
-        self, model: str, config: ModelConfig, backend: Backend, batches: Sequence[Batch], ranks: int, zero: int,
+        self,
+        model: str,
+        config: ModelConfig,
+        backend: Backend,
+        batches: Sequence[Batch],
+        ranks: int,
+        zero: int,
         like: Ours | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """like: has the weights to begin with; drawing many takes longer than all steps."""
         self.model = find_model(model).build(config, backend)
         if like is None:
@@ -52,8 +58,9 @@ class Ours:
             self.model.buffer.masters[...] = like.model.buffer.masters
             self.model.buffer.publish()
         self.batches = batches
-        self.sharded = Sharded(self.model, backend, NextTokens(config.head_weights),
-                               batches=lambda step: [batches[step % len(batches)]])  # fmt: skip
+        self.sharded = Sharded(
+            self.model, backend, NextTokens(config.head_weights), batches=lambda step: [batches[step % len(batches)]]
+        )
         self.sharded.rank.make_optimizer(None, zero)
         self.spared = self.sharded.group.spares if ranks > 1 else 0  # of the process, which the contenders share
         self.noise = Stream(0, "dropout")
@@ -125,12 +132,21 @@ class Apart:
         try:
             self._line.recv()
         except EOFError as error:
-            raise UserError("--peer torch: the process of DDP has died; mend what it says above, or leave out --peer") \
-                from error  # fmt: skip
+            raise UserError(
+                "--peer torch: the process of DDP has died; mend what it says above, or leave out --peer"
+            ) from error
 
 
-def _ddp_rank(line: Connection, model: str, config: ModelConfig, precision: str, rank: int, size: int, device: int,
-              batches: Sequence[Batch]) -> None:  # fmt: skip
+def _ddp_rank(
+    line: Connection,
+    model: str,
+    config: ModelConfig,
+    precision: str,
+    rank: int,
+    size: int,
+    device: int,
+    batches: Sequence[Batch],
+) -> None:
     """Of `Apart`: takes the steps that it is told to, and says when it is ready and when they are done."""
     import torch
     import torch.distributed
@@ -140,8 +156,9 @@ def _ddp_rank(line: Connection, model: str, config: ModelConfig, precision: str,
     torch.cuda.set_device(device)
     port = int(os.environ["MASTER_PORT"]) + 1
     torch.distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    training = TorchTraining(model, config, precision=precision, device=f"cuda:{device}", threads=4, clip=CLIP,
-                             compiled="default", ddp=True)  # fmt: skip
+    training = TorchTraining(
+        model, config, precision=precision, device=f"cuda:{device}", threads=4, clip=CLIP, compiled="default", ddp=True
+    )
     backend = get_backend("numpy", "fp32", workers=1)
     ours = find_model(model).build(config, backend)
     ours.initialise(seed=0)
@@ -159,9 +176,16 @@ def _ddp_rank(line: Connection, model: str, config: ModelConfig, precision: str,
 
 
 def measure(
-    model: str, config: ModelConfig, precision: str, rows: int, seq_len: int, steps: int, peer: bool,
-    batches_of: Callable[[int], list[Batch]], capture: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    model: str,
+    config: ModelConfig,
+    precision: str,
+    rows: int,
+    seq_len: int,
+    steps: int,
+    peer: bool,
+    batches_of: Callable[[int], list[Batch]],
+    capture: bool = False,
+) -> dict[str, Any]:
     """The figures on rank 0; on the other ranks nothing. batches_of(rows): random ones, the same everywhere. capture:
     time CUDA graphs of the step too."""
     with joined() as ranks:
@@ -169,8 +193,11 @@ def measure(
         backend = get_backend("cupy", precision, device=ranks.local_rank)
         of_all, own = batches_of(rows * size), slice(rows * ranks.rank, rows * (ranks.rank + 1))
         # First, as it compiles for half a minute, and as a group sets variables of NCCL's for this process.
-        apart = Apart(model, config, precision, ranks.rank, size, ranks.local_rank or 0,
-                      [batch[own] for batch in of_all]) if peer else None  # fmt: skip
+        apart = (
+            Apart(model, config, precision, ranks.rank, size, ranks.local_rank or 0, [batch[own] for batch in of_all])
+            if peer
+            else None
+        )
         group = ranks.group(backend)
         group.be_patient(300.0)
         alone, many = get_backend("cupy", precision, device=ranks.local_rank), backend
@@ -180,17 +207,27 @@ def measure(
         spec = find_model(model)
         sums: dict[str, list[Any]] = {}
         for name, split, kind in (
-            (ONE, Split(), Ours), (SEVERAL, Split(size), Ours), (ZERO, Split(size, 1), Ours),
+            (ONE, Split(), Ours),
+            (SEVERAL, Split(size), Ours),
+            (ZERO, Split(size, 1), Ours),
             (ZERO_2, Split(size, 2), Ours),
-            *(((ONE + GRAPH, Split(), Graph), (SEVERAL + GRAPH, Split(size), Graph),
-               (ZERO + GRAPH, Split(size, 1), Graph)) if capture else ()),
-        ):  # fmt: skip
+            *(
+                (
+                    (ONE + GRAPH, Split(), Graph),
+                    (SEVERAL + GRAPH, Split(size), Graph),
+                    (ZERO + GRAPH, Split(size, 1), Graph),
+                )
+                if capture
+                else ()
+            ),
+        ):
             backend = many if split.ranks > 1 else alone
             batches = of_all if split.ranks > 1 else [batch[:rows] for batch in of_all]
             with _peak() as peak:
                 before = peak.bytes
-                contenders[name] = made = kind(model, config, backend, batches, split.ranks, split.zero,
-                                               contenders.get(ONE))  # fmt: skip
+                contenders[name] = made = kind(
+                    model, config, backend, batches, split.ranks, split.zero, contenders.get(ONE)
+                )
                 totals = [made.step(index) for index in range(WARM_UP)]
                 backend.synchronize()
             if ranks.rank == 0:
@@ -201,9 +238,10 @@ def measure(
             masters = made.model.buffer.masters if masters is None else masters
             plan = plan_step(spec, config, precision, rows * split.ranks, seq_len, split=split)
             memory[name] = {
-                "peak_mib": (peak.bytes - before) / 2**20, "planned_mib": plan.peak / 2**20,
+                "peak_mib": (peak.bytes - before) / 2**20,
+                "planned_mib": plan.peak / 2**20,
                 "optimizer_mib": (optimizer.m.nbytes + optimizer.v.nbytes + masters.nbytes) / 2**20,
-            }  # fmt: skip
+            }
         if apart:
             contenders[DDP] = apart
             apart.ready()
@@ -212,17 +250,34 @@ def measure(
         seconds = take_turns(contenders, steps, alone, group)
         if ranks.rank:
             return {}
-        found = {name: {"median_ms": 1e3 * median(times), "turn_ms": [1e3 * t for t in times],
-                        "tokens_per_second": rows * seq_len * _gpus(name, size) / median(times),
-                        **memory.get(name, {})}
-                 for name, times in seconds.items()}  # fmt: skip
-        return {"flop_per_token": contenders[ONE].model.flop_per_token(seq_len), "matmul_peak": alone.matmul_peak(),
-                "device": alone.describe(), "ranks": size, "precision": precision, "rows_a_gpu": rows,
-                # All but one GPU's own begin with the same weights.
-                **({"graphs_give_the_same_losses": all(sums[name] == sums[name + GRAPH] for name in (SEVERAL, ZERO))}
-                   if capture else {}),
-                "seq_len": seq_len, "model": model, "config": config.to_dict(), "steps": steps,
-                "results": found}  # fmt: skip
+        found = {
+            name: {
+                "median_ms": 1e3 * median(times),
+                "turn_ms": [1e3 * t for t in times],
+                "tokens_per_second": rows * seq_len * _gpus(name, size) / median(times),
+                **memory.get(name, {}),
+            }
+            for name, times in seconds.items()
+        }
+        return {
+            "flop_per_token": contenders[ONE].model.flop_per_token(seq_len),
+            "matmul_peak": alone.matmul_peak(),
+            "device": alone.describe(),
+            "ranks": size,
+            "precision": precision,
+            "rows_a_gpu": rows,
+            # All but one GPU's own begin with the same weights.
+            **(
+                {"graphs_give_the_same_losses": all(sums[name] == sums[name + GRAPH] for name in (SEVERAL, ZERO))}
+                if capture
+                else {}
+            ),
+            "seq_len": seq_len,
+            "model": model,
+            "config": config.to_dict(),
+            "steps": steps,
+            "results": found,
+        }
 
 
 def take_turns(contenders: dict[str, Any], steps: int, backend: Backend, group: Any) -> dict[str, list[float]]:
@@ -254,13 +309,15 @@ def table(found: dict[str, Any]) -> str:
     size, flop = found["ranks"], found["flop_per_token"]
     lines = [
         f"{found['ranks']} x {found['device']}, {found['precision']}, {found['rows_a_gpu']} x {found['seq_len']} "
-        f"tokens a GPU, {found['steps']} steps each in turns of {TURN}", "",
+        f"tokens a GPU, {found['steps']} steps each in turns of {TURN}",
+        "",
         f"{'':<20} {'median ms':>9} {'over 1 GPU':>10} {'of peak':>7} {'peak MiB':>9} {'planned':>8} "
         f"{'optimizer MiB':>13}",
-    ]  # fmt: skip
+    ]
     for name, r in found["results"].items():
-        memory = (f"{r['peak_mib']:>9.0f} {r['planned_mib']:>8.0f} {r['optimizer_mib']:>13.0f}" if "peak_mib" in r
-                  else "")  # fmt: skip
+        memory = (
+            f"{r['peak_mib']:>9.0f} {r['planned_mib']:>8.0f} {r['optimizer_mib']:>13.0f}" if "peak_mib" in r else ""
+        )
         share = r["tokens_per_second"] * flop / found["matmul_peak"] / _gpus(name, size)
         lines.append(f"{name:<20} {r['median_ms']:>9.2f} {r['median_ms'] / one:>10.3f} {share:>7.2f} {memory}")
     if DDP in found["results"]:

@@ -81,8 +81,10 @@ def random_inputs(shape: Shape, seed: int = 0) -> dict[str, np.ndarray]:
     """In the order of NAMES, as at the start of training: rates of 1 to N, steps between 0.001 and 0.1."""
     rng = np.random.default_rng(seed)
     wide, narrow = (shape.batch, shape.length, shape.channels), (shape.batch, shape.length, shape.states)
-    found = {name: rng.standard_normal(size, np.float32)
-             for name, size in (("u", wide), ("delta", wide), ("b", narrow), ("c", narrow), ("z", wide))}  # fmt: skip
+    found = {
+        name: rng.standard_normal(size, np.float32)
+        for name, size in (("u", wide), ("delta", wide), ("b", narrow), ("c", narrow), ("z", wide))
+    }
     found["delta"] *= 0.3
     found["a_log"] = np.log(np.arange(1, shape.states + 1, dtype=np.float32)) * np.ones((shape.channels, 1), np.float32)
     found["skip"] = np.ones(shape.channels, np.float32)
@@ -207,20 +209,31 @@ def measure(shape: Shape, backend: Any, peer: str | None) -> dict[str, Any]:
     special = 16 * device["MultiProcessorCount"] * device["ClockRate"] * 1e3  # exponentials a second
     ours, size, wide = Ours(shape, backend), backend.dtype.itemsize, backend.master_dtype.itemsize
     launches: dict[str, Callable[[int], None]] = {
-        "forward": ours.forward, "forward, states kept": lambda i: ours.forward(i, True), "backward": ours.backward,
-    }  # fmt: skip
+        "forward": ours.forward,
+        "forward, states kept": lambda i: ours.forward(i, True),
+        "backward": ours.backward,
+    }
     rows = []
     for name, launch in launches.items():
         ms, _ = timed(backend.xp, launch)
         memory, exponentials = shape.bytes(name, size, wide) / copy, shape.exponentials(name) / special
-        rows.append({
-            "kernel": name, "us": 1e3 * ms, "memory_bound_us": 1e6 * memory, "exponentials_us": 1e6 * exponentials,
-            "of_memory_bound": 1e3 * memory / ms, "of_the_larger": 1e3 * max(memory, exponentials) / ms,
-        })  # fmt: skip
+        rows.append(
+            {
+                "kernel": name,
+                "us": 1e3 * ms,
+                "memory_bound_us": 1e6 * memory,
+                "exponentials_us": 1e6 * exponentials,
+                "of_memory_bound": 1e3 * memory / ms,
+                "of_the_larger": 1e3 * max(memory, exponentials) / ms,
+            }
+        )
     found = {
-        "device": backend.describe(), "precision": backend.precision.name, "copy_gb_per_second": copy / 1e9,
-        "shape": [shape.batch, shape.length, shape.channels, shape.states], "rows": rows,
-    }  # fmt: skip
+        "device": backend.describe(),
+        "precision": backend.precision.name,
+        "copy_gb_per_second": copy / 1e9,
+        "shape": [shape.batch, shape.length, shape.channels, shape.states],
+        "rows": rows,
+    }
     if peer:
         answers = ours.answers()
         other = Peer(shape, backend.precision.name, PEERS[peer] == PEERS["torch"])
@@ -236,21 +249,28 @@ def table(found: dict[str, Any]) -> str:
     batch, length, channels, states = found["shape"]
     lines = [
         f"{found['device']}; {found['precision']}, {batch} x {length:,} positions, {channels:,} channels of {states}",
-        f"copy on the device: {found['copy_gb_per_second']:,.0f} GB/s, read and written together", "",
+        f"copy on the device: {found['copy_gb_per_second']:,.0f} GB/s, read and written together",
+        "",
         f"{'':<22} {'us':>8} {'memory':>8} {'exps':>8} {'of memory':>10} {'of larger':>10}"
         + (f" {'peer us':>10} {'ours/peer':>10}" if "peer" in found else ""),
-    ]  # fmt: skip
+    ]
     for r in found["rows"]:
         theirs = f" {r['peer_us']:>10,.0f} {r['ours_over_peer']:>10.3f}" if "peer_us" in r else ""
-        lines.append(f"{r['kernel']:<22} {r['us']:>8.1f} {r['memory_bound_us']:>8.1f} {r['exponentials_us']:>8.1f} "
-                     f"{r['of_memory_bound']:>10.0%} {r['of_the_larger']:>10.0%}{theirs}")  # fmt: skip
+        lines.append(
+            f"{r['kernel']:<22} {r['us']:>8.1f} {r['memory_bound_us']:>8.1f} {r['exponentials_us']:>8.1f} "
+            f"{r['of_memory_bound']:>10.0%} {r['of_the_larger']:>10.0%}{theirs}"
+        )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
-    for name, default, meaning in (("batch", 8, "rows"), ("length", 2048, "positions"), ("channels", 1536, "channels"),
-                                   ("states", 16, "states a channel")):  # fmt: skip
+    for name, default, meaning in (
+        ("batch", 8, "rows"),
+        ("length", 2048, "positions"),
+        ("channels", 1536, "channels"),
+        ("states", 16, "states a channel"),
+    ):
         p.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
     p.add_argument("--precision", default="bf16", choices=tuple(AGREE), help="default: bf16")
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch's too, compiled or eager")

@@ -60,11 +60,14 @@ from tinyforge.train.settings import PretrainSettings, config_of
 
 ROOT = Path(__file__).resolve().parent.parent
 GARBAGE = (
-    b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n",
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{\"prompt\":",
+    b"\x16\x03\x01\x02\x00\x01",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n",
+    b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{"prompt":',
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n",
-    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n\xff\xfe", b"\x00" * 5000,
-)  # fmt: skip
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n\xff\xfe",
+    b"\x00" * 5000,
+)
 
 
 # --- over HTTP
@@ -98,9 +101,14 @@ def works_of(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
     """Requests: path and body. Some prompts share a beginning."""
     rng, texts, found = random.Random(0), list(documents("val", count, 0)), []
     for i, text in enumerate(texts):
-        body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "seed": i,
-                                "max_tokens": rng.randrange(max_tokens // 4, max_tokens), "ignore_eos": True,
-                                "temperature": rng.choice([0, 0, 0.8, 1.2])}  # fmt: skip
+        body: dict[str, Any] = {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "seed": i,
+            "max_tokens": rng.randrange(max_tokens // 4, max_tokens),
+            "ignore_eos": True,
+            "temperature": rng.choice([0, 0, 0.8, 1.2]),
+        }
         if rng.random() < 0.3:
             body |= {"top_p": 0.9, "top_k": 40}
         if rng.random() < 0.1:
@@ -114,8 +122,10 @@ def works_of(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def head_of(path: str, size: int) -> bytes:
-    return (f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            f"Content-Length: {size}\r\n\r\n").encode()  # fmt: skip
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        f"Content-Length: {size}\r\n\r\n"
+    ).encode()
 
 
 async def ask(
@@ -261,21 +271,38 @@ async def load_it(port: int, args: argparse.Namespace) -> dict[str, Any]:
     if not first:
         raise UserError("no stream ended well; see the server's output")
     return {
-        "serial_tokens_per_second": serial, "tokens_per_second": found.tokens / seconds,
+        "serial_tokens_per_second": serial,
+        "tokens_per_second": found.tokens / seconds,
         "generated_per_second": made / seconds,
         "server_cpu_us_per_token": {"serial": 1e6 * serial_cpu, "load": 1e6 * load_cpu / made},
-        "ratio": found.tokens / seconds / serial, "requests": found.requests, "wrong": len(found.wrong),
-        "broken": found.broken, "refused": found.refused, "misbehaved": found.misbehaved,
+        "ratio": found.tokens / seconds / serial,
+        "requests": found.requests,
+        "wrong": len(found.wrong),
+        "broken": found.broken,
+        "refused": found.refused,
+        "misbehaved": found.misbehaved,
         "first_token_ms": {"median": 1e3 * median(first), "p99": 1e3 * first[int(0.99 * len(first))]},
         "resident_mib": {"after_a_tenth": early / 2**20, "end": end["process_resident_memory_bytes"] / 2**20},
-        "rows_busy_at_end": end["tinyforge_rows_busy"], "outstanding_at_end": end["tinyforge_outstanding"],
+        "rows_busy_at_end": end["tinyforge_rows_busy"],
+        "outstanding_at_end": end["tinyforge_outstanding"],
         "examples_of_wrong": found.wrong[:3],
-    }  # fmt: skip
+    }
 
 
 def over_http(args: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tinyforge.serve", "--port", "0", "--rows", str(args.rows or args.streams),
-               "--backend", args.backend, "--precision", args.precision]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tinyforge.serve",
+        "--port",
+        "0",
+        "--rows",
+        str(args.rows or args.streams),
+        "--backend",
+        args.backend,
+        "--precision",
+        args.precision,
+    ]
     if args.checkpoint:
         command += ["--checkpoint", args.checkpoint]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -304,8 +331,10 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
         model.initialise(seed=0)
     rows, prompt, reply = args.streams, args.prompt, args.max_tokens
     if prompt + reply > model.config.context:
-        raise UserError(f"--prompt {prompt} and --max-tokens {reply} do not fit into the context of "
-                        f"{model.config.context}; make them smaller")  # fmt: skip
+        raise UserError(
+            f"--prompt {prompt} and --max-tokens {reply} do not fit into the context of "
+            f"{model.config.context}; make them smaller"
+        )
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, model.config.vocab, (4 * rows, prompt)).tolist()
     decoder = make_decoder(model, max(2, rows))
@@ -346,9 +375,12 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
     rate, first = scheduled(args.seconds)
     own = median([before, own_rate(), own_rate()])
     found = {
-        "decoder": type(decoder).__name__, "own_tokens_per_second": own, "tokens_per_second": rate, "ratio": rate / own,
+        "decoder": type(decoder).__name__,
+        "own_tokens_per_second": own,
+        "tokens_per_second": rate,
+        "ratio": rate / own,
         "first_token_ms": {"median": 1e3 * median(first), "p99": 1e3 * first[int(0.99 * len(first))]},
-    }  # fmt: skip
+    }
     if args.peer:
         found["torch_tokens_per_second"] = torch_rate(args, model, prompts[:rows])
     return found
@@ -360,9 +392,14 @@ def torch_rate(args: argparse.Namespace, model: Any, prompts: list[list[int]]) -
 
     gpu = model.backend.name == "cupy"
     decoder = TorchDecoder(
-        model.config, named(model.buffer, model.buffer.masters, model.backend), batch=len(prompts),
-        precision=args.precision, device="cuda" if gpu else "cpu", threads=cores(), compiled=gpu,
-    )  # fmt: skip
+        model.config,
+        named(model.buffer, model.buffer.masters, model.backend),
+        batch=len(prompts),
+        precision=args.precision,
+        device="cuda" if gpu else "cpu",
+        threads=cores(),
+        compiled=gpu,
+    )
     tokens = np.array(prompts)
     first = args.prompt - 1
     places = [(decoder.on_device(np.array([t])), t + 1) for t in range(first, first + args.max_tokens)]
@@ -406,9 +443,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = alone(args) if args.no_http else over_http(args)
     found = {
         "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average},
-        "versions": {"python": platform.python_version(), "numpy": np.__version__}, "backend": args.backend,
-        "precision": args.precision, "streams": args.streams, "seconds": args.seconds, "results": results,
-    }  # fmt: skip
+        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        "backend": args.backend,
+        "precision": args.precision,
+        "streams": args.streams,
+        "seconds": args.seconds,
+        "results": results,
+    }
     publish(found, table(found), args.json)
     return 1 if results.get("wrong") or results.get("broken") else 0
 

@@ -131,9 +131,15 @@ class Peer:
 
         self.torch = torch
         self.training = TorchTraining(
-            MODEL, options.config, precision=options.precision, device="cuda" if backend.name == "cupy" else "cpu",
-            threads=options.threads, clip=CLIP, compiled=mode, adamw=ADAMW,
-        )  # fmt: skip
+            MODEL,
+            options.config,
+            precision=options.precision,
+            device="cuda" if backend.name == "cupy" else "cpu",
+            threads=options.threads,
+            clip=CLIP,
+            compiled=mode,
+            adamw=ADAMW,
+        )
         self.weights, self.seed = weights, options.seed
         self.restart()
 
@@ -278,9 +284,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = find_model(MODEL).presets[PRESET]
     train_ids, held_out, vocab = read_characters(Path(args.data), config.context)
     options = Options(
-        config.override({"vocab": vocab}), train_ids, held_out, args.steps, args.batch_size, args.eval_every, args.seed,
-        args.precision, args.workers or cores(),
-    )  # fmt: skip
+        config.override({"vocab": vocab}),
+        train_ids,
+        held_out,
+        args.steps,
+        args.batch_size,
+        args.eval_every,
+        args.seed,
+        args.precision,
+        args.workers or cores(),
+    )
     backend = get_backend(args.backend, args.precision, args.workers)
     found = measure(options, backend, args.peer, lambda line: print(line, file=sys.stderr, flush=True))
     publish(found, table(found), args.json)

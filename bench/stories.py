@@ -62,31 +62,71 @@ KINDS = ("dog", "girl", "cat", "boy", "bear", "princess", "bird", "rabbit", "boy
 OTHERS = ("Zelda", "Boris", "Quincy", "Marlo", "Petra", "Gus", "Wilma", "Otto", "Ingrid", "Basil")
 """Names that data/stories.py gives nobody."""
 TYPED = (
-    ("Once upon a time there was a girl named Lily. She had a red ball. One day she lost her ball in the park. Tom "
-     "found it under a bench.", "What did the girl in the story lose?", "ball"),
-    ("Once upon a time, there was a little boy named Ben. He had a blue kite. One day, he lost his kite in the forest. "
-     "He was sad.", "What did Ben lose?", "kite"),
-    ("There was a dog named Max. He wanted a big bone. He looked in the garden all day. Then a girl gave him one.",
-     "What did Max want?", "bone"),
-    ("Anna went to the beach with her dad. She found a white shell in the sand. She took it home and put it on the "
-     "table.", "What did Anna find?", "shell"),
-    ("A cat named Coco lived in a big house. One day she broke a green cup. Her friend Sam helped her to clean up.",
-     "What did Coco break?", "cup"),
-    ("Once there was a bear named Boris. He liked honey. One morning he climbed a tall tree and saw a bee.",
-     "What did Boris see?", "bee"),
-    ("Mia and her mom went to the shop. Mia bought a yellow hat. She wore it all day and was happy.",
-     "What did Mia buy?", "hat"),
-    ("One day, Jack made a boat out of paper. He took it to the river. The boat went fast. Jack laughed.",
-     "Where did Jack take the boat?", "river"),
-    ("Once upon a time there was a princess named Ida. Her grandma gave her a doll. Ida lost the doll in the snow. A "
-     "fox found it.", "Who found the doll?", "fox"),
-    ("Tim was a little boy. He was afraid of the dark. His mom gave him a lamp. Now he sleeps well.",
-     "Who gave Tim a lamp?", "mom"),
-    ("There once was a frog called Hop. He ate a big fly and was happy. Then he went to sleep.",
-     "What did the frog eat?", "fly"),
-    ("Sue and Leo played in the park. Leo fell and began to cry. Sue gave him a hug. Then they went home.",
-     "Who fell?", "Leo"),
-)  # fmt: skip
+    (
+        "Once upon a time there was a girl named Lily. She had a red ball. One day she lost her ball in the park. Tom "
+        "found it under a bench.",
+        "What did the girl in the story lose?",
+        "ball",
+    ),
+    (
+        "Once upon a time, there was a little boy named Ben. He had a blue kite. One day, he lost his kite in the forest. "
+        "He was sad.",
+        "What did Ben lose?",
+        "kite",
+    ),
+    (
+        "There was a dog named Max. He wanted a big bone. He looked in the garden all day. Then a girl gave him one.",
+        "What did Max want?",
+        "bone",
+    ),
+    (
+        "Anna went to the beach with her dad. She found a white shell in the sand. She took it home and put it on the "
+        "table.",
+        "What did Anna find?",
+        "shell",
+    ),
+    (
+        "A cat named Coco lived in a big house. One day she broke a green cup. Her friend Sam helped her to clean up.",
+        "What did Coco break?",
+        "cup",
+    ),
+    (
+        "Once there was a bear named Boris. He liked honey. One morning he climbed a tall tree and saw a bee.",
+        "What did Boris see?",
+        "bee",
+    ),
+    (
+        "Mia and her mom went to the shop. Mia bought a yellow hat. She wore it all day and was happy.",
+        "What did Mia buy?",
+        "hat",
+    ),
+    (
+        "One day, Jack made a boat out of paper. He took it to the river. The boat went fast. Jack laughed.",
+        "Where did Jack take the boat?",
+        "river",
+    ),
+    (
+        "Once upon a time there was a princess named Ida. Her grandma gave her a doll. Ida lost the doll in the snow. A "
+        "fox found it.",
+        "Who found the doll?",
+        "fox",
+    ),
+    (
+        "Tim was a little boy. He was afraid of the dark. His mom gave him a lamp. Now he sleeps well.",
+        "Who gave Tim a lamp?",
+        "mom",
+    ),
+    (
+        "There once was a frog called Hop. He ate a big fly and was happy. Then he went to sleep.",
+        "What did the frog eat?",
+        "fly",
+    ),
+    (
+        "Sue and Leo played in the park. Leo fell and began to cry. Sue gave him a hug. Then they went home.",
+        "Who fell?",
+        "Leo",
+    ),
+)
 """Stories that were typed by hand, a question about each, and the word that an answer has."""
 
 
@@ -108,15 +148,17 @@ class Request:
 def requests(count: int) -> list[Request]:
     """The first ten are fixed; then heroes in turn, two of three with a name, at times one that it was not taught."""
     found = [
-        Request("Tell me a story about a dog."), Request("Tell me a story about a dog named Max.", "Max"),
-        Request("Tell me a story."), Request("Write a short story about a girl named Lily and a red ball.", "Lily"),
+        Request("Tell me a story about a dog."),
+        Request("Tell me a story about a dog named Max.", "Max"),
+        Request("Tell me a story."),
+        Request("Write a short story about a girl named Lily and a red ball.", "Lily"),
         Request("Tell me a story about two friends."),
         Request("Tell me a story about a boy who is afraid of the dark."),
         Request("Once upon a time, there was a little rabbit"),
         Request("Tell me a story about a princess named Ida.", "Ida"),
         Request("Tell me a bedtime story about the moon."),
         Request("Tell me a story about a robot named Otto.", "Otto"),
-    ]  # fmt: skip
+    ]
     for number in range(max(0, count - len(found))):
         kind = KINDS[number % len(KINDS)]
         taught = NAMES[{"princess": "girl"}.get(kind, kind if kind in NAMES else "animal")]
@@ -252,10 +294,12 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
     backend = get_backend(args.backend, args.precision, workers=1)
     loaded = load(path, backend)
     found: dict[str, Any] = {
-        "model": loaded.meta["config"], "machine": cpu_model() if backend.name == "numpy" else backend.describe(),
-        "held_out_stories": len(held_out), "held_out_bytes": sum(len(story.strip().encode()) for story in held_out),
+        "model": loaded.meta["config"],
+        "machine": cpu_model() if backend.name == "numpy" else backend.describe(),
+        "held_out_stories": len(held_out),
+        "held_out_bytes": sum(len(story.strip().encode()) for story in held_out),
         "bits_per_byte": bits_per_byte(loaded, held_out),
-    }  # fmt: skip
+    }
     if args.peer:
         found["peer_bits_per_byte"] = bits_per_byte(load(args.peer, backend), held_out)
     if loaded.template == "plain":
@@ -268,16 +312,20 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
     shares = known_shares([[story.text for story in told], held_out], training_text(args.trained_on))
     found |= {
         "sampling": {name: getattr(sampling, name) for name in (*DRAWN, "seed")},
-        "stories": len(told), "ended": float(np.mean([story.ended for story in told])),
+        "stories": len(told),
+        "ended": float(np.mean([story.ended for story in told])),
         "words_a_story": median(len(story.text.split()) for story in told),
-        "named": len(named), "name_kept": float(np.mean([keeps_name(s.text, s.request.name) for s in named])),
+        "named": len(named),
+        "name_kept": float(np.mean([keeps_name(s.text, s.request.name) for s in named])),
         "with_subject": len(asked),
         "subject_kept": float(np.mean([not s.request.subjects.isdisjoint(words_of(s.text)) for s in asked])),
         "says_who_it_is": says_who_it_is(loaded, sampling),
-        "answers_on_its_line": answers(loaded, " ", sampling), "answers_below": answers(loaded, "\n\n", sampling),
-        "eight_grams_known": shares[0], "eight_grams_known_of_held_out_stories": shares[1],
+        "answers_on_its_line": answers(loaded, " ", sampling),
+        "answers_below": answers(loaded, "\n\n", sampling),
+        "eight_grams_known": shares[0],
+        "eight_grams_known_of_held_out_stories": shares[1],
         "tokens_per_second": rate,
-    }  # fmt: skip
+    }
     if backend.name == "numpy":
         found["first_letter_seconds"] = first_letter_seconds(loaded.path, "Tell me a story about a dog.")
     return found, told
@@ -301,7 +349,7 @@ def table(found: dict[str, Any], told: Sequence[Told]) -> str:
         f"{found['eight_grams_known_of_held_out_stories']:.1%}",
         f"tokens a second                {found['tokens_per_second']:,.0f}",
         *([] if first is None else [f"first letter of the chat       {first:.2f} s"]),
-    ]  # fmt: skip
+    ]
     for number, story in enumerate(told):
         lines += ["", f"**{number + 1}. {story.request.text}**", "", printable(story.text)]
     return "\n".join(lines)
@@ -309,8 +357,13 @@ def table(found: dict[str, Any], told: Sequence[Told]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
-    p.add_argument("trained_on", nargs="+", type=Path, metavar="CORPUS", help="what it has read: corpus folders, the "
-                   "first of which holds stories out, and .json files of records")  # fmt: skip
+    p.add_argument(
+        "trained_on",
+        nargs="+",
+        type=Path,
+        metavar="CORPUS",
+        help="what it has read: corpus folders, the first of which holds stories out, and .json files of records",
+    )
     p.add_argument("--checkpoint", metavar="DIR", help="default: the model that chat takes")
     p.add_argument("--peer", type=Path, metavar="FILE", help="a model to read the same stories: stories260K.bin")
     p.add_argument("--prompts", type=int, default=200, help="stories told (default: 200)")

@@ -203,8 +203,14 @@ def table(found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
-    p.add_argument("paths", nargs="*", type=Path, default=[BOOKS], metavar="FILE_OR_FOLDER_OR_ZIP",
-                   help="files of Project Gutenberg (default: ../shared/data/gutenberg.zip)")  # fmt: skip
+    p.add_argument(
+        "paths",
+        nargs="*",
+        type=Path,
+        default=[BOOKS],
+        metavar="FILE_OR_FOLDER_OR_ZIP",
+        help="files of Project Gutenberg (default: ../shared/data/gutenberg.zip)",
+    )
     p.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="default: 4096")
     p.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each contender (default: 3)")
     add_json_flag(p)

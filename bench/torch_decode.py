@@ -31,9 +31,14 @@ class CachedBlock(torch.nn.Module):
         self.register_buffer("values", torch.zeros(shape, dtype=dtype), persistent=False)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, position: torch.Tensor, seen: int | None,
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        position: torch.Tensor,
+        seen: int | None,
         mask: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """x: (B, n, C) at `position`: (n,). Attention reads the first `seen` keys, or all of them under the mask; where
         these are the n of this pass itself, a prompt, it is causal."""
         b = self.block
@@ -80,9 +85,17 @@ class TorchDecoder:
     """
 
     def __init__(
-        self, config: Config, weights: Mapping[str, np.ndarray], *, batch: int, precision: str, device: str,
-        threads: int, compiled: bool, mode: str = "reduce-overhead",
-    ) -> None:  # fmt: skip
+        self,
+        config: Config,
+        weights: Mapping[str, np.ndarray],
+        *,
+        batch: int,
+        precision: str,
+        device: str,
+        threads: int,
+        compiled: bool,
+        mode: str = "reduce-overhead",
+    ) -> None:
         self.threads = threads
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
         self.device = torch.device(device)

@@ -246,9 +246,18 @@ class TorchTraining:
     """
 
     def __init__(
-        self, model: str, config: Any, *, precision: str, device: str, threads: int, clip: float, compiled: str | None,
-        adamw: AdamWConfig | None = None, ddp: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        model: str,
+        config: Any,
+        *,
+        precision: str,
+        device: str,
+        threads: int,
+        clip: float,
+        compiled: str | None,
+        adamw: AdamWConfig | None = None,
+        ddp: bool = False,
+    ) -> None:
         if model not in MODELS:
             raise UserError(f"--peer: {model} has no peer in PyTorch; there are {', '.join(MODELS)}. Leave out --peer")
         torch.set_num_threads(threads)

@@ -215,8 +215,7 @@ class Graph(Ours):
 
 
 def check_bits(options: Options, backend: Backend) -> list[float]:
-    """The losses of some steps, replays of a graph the last of them. Raises UserError unless plain steps have the same.
-    """
+    """The losses of some steps, replays of a graph the last of them. Raises UserError unless plain steps have the same."""
     losses = []
     for kind in (Ours, Graph):
         contender = kind(options, backend)
@@ -250,9 +249,14 @@ def torch_peer(options: Options, mode: str | None) -> Any:
 
     device = f"cuda:{options.device or 0}" if options.backend == "cupy" else "cpu"
     training = TorchTraining(
-        options.model, options.config, precision=options.in_bf16().precision, device=device, threads=options.threads,
-        clip=CLIP, compiled=mode,
-    )  # fmt: skip
+        options.model,
+        options.config,
+        precision=options.in_bf16().precision,
+        device=device,
+        threads=options.threads,
+        clip=CLIP,
+        compiled=mode,
+    )
     return TorchPeer(training, options.batches(), LR)
 
 
@@ -268,8 +272,11 @@ def _steps_only(name: str, options: Options) -> float:
             contender.step(i)
 
     own: dict[str, Callable[..., Ours]] = {
-        OURS: Ours, CAPTURED: Graph, MUON: partial(Ours, optimizer=Muon), IN_BF16: Ours,
-    }  # fmt: skip
+        OURS: Ours,
+        CAPTURED: Graph,
+        MUON: partial(Ours, optimizer=Muon),
+        IN_BF16: Ours,
+    }
     options = options.in_bf16() if name == IN_BF16 else options
     if options.backend != "cupy":
         contender = own[name](options, options.make_backend()) if name in own else torch_peer(options, None)
@@ -372,8 +379,10 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     peak = max(peak_before, backend.matmul_peak()) / 1e9
     parameters = ours.model.buffer.count
     tokens = options.batch_size * options.seq_len
-    flops = {name: getattr(contender, "model", ours.model).flop_per_token(options.seq_len) * tokens
-             for name, contender in contenders.items()}  # fmt: skip
+    flops = {
+        name: getattr(contender, "model", ours.model).flop_per_token(options.seq_len) * tokens
+        for name, contender in contenders.items()
+    }
     base = median(seconds[OURS])
     results = {
         name: {
@@ -400,9 +409,9 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
         "tokens_per_document": options.documents,
         "gflop_per_step": flops[OURS] / 1e9,
         "planned_peak_mib": plan_step(
-            find_model(options.model), config, options.precision, options.batch_size, options.seq_len,
-            options.recompute,
-        ).peak / 2**20
+            find_model(options.model), config, options.precision, options.batch_size, options.seq_len, options.recompute
+        ).peak
+        / 2**20
         if backend.name == "cupy"
         else None,
         "flop_convention": FLOP_CONVENTION,
@@ -436,8 +445,11 @@ def table(found: dict[str, Any]) -> str:
             ("parity", f"losses of the first {PARITY_STEPS} steps agree to {worst:.1e} nats (wanted {wanted:g})")
         )
     lines = [f"{name:<13} {value}" for name, value in rows]
-    lines += ["", f"{'':<27} {'median ms':>9} {'min ms':>8} {'tokens/s':>9} {'GFLOP/s':>8} {'of peak':>8} "
-                  f"{'ours/this':>9} {'peak MiB':>9}"]  # fmt: skip
+    lines += [
+        "",
+        f"{'':<27} {'median ms':>9} {'min ms':>8} {'tokens/s':>9} {'GFLOP/s':>8} {'of peak':>8} "
+        f"{'ours/this':>9} {'peak MiB':>9}",
+    ]
     for name, r in found["results"].items():
         memory = f"{r['peak_memory_mib']:.0f}" if r["peak_memory_mib"] else "-"
         lines.append(
@@ -470,9 +482,20 @@ def options_of(args: argparse.Namespace, backend: bool = True) -> Options:
         opened = get_backend(args.backend, args.precision, workers, args.device)
         name, workers = opened.name, opened.workers
     return Options(
-        args.model, config, args.batch_size, seq_len, args.steps, name, args.precision, workers,
-        args.threads or args.workers or cores(), args.device, args.data, args.documents, _beside(args.beside),
-    )  # fmt: skip
+        args.model,
+        config,
+        args.batch_size,
+        seq_len,
+        args.steps,
+        name,
+        args.precision,
+        workers,
+        args.threads or args.workers or cores(),
+        args.device,
+        args.data,
+        args.documents,
+        _beside(args.beside),
+    )
 
 
 def _beside(given: str | None) -> tuple[str, str] | None:
@@ -496,9 +519,16 @@ def several_gpus(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 
     options = options_of(args, backend=False)
     found = ranks.measure(
-        options.model, options.config, options.precision, options.batch_size, options.seq_len, options.steps,
-        args.peer is not None, lambda rows: replace(options, batch_size=rows).batches(), args.capture,
-    )  # fmt: skip
+        options.model,
+        options.config,
+        options.precision,
+        options.batch_size,
+        options.seq_len,
+        options.steps,
+        args.peer is not None,
+        lambda rows: replace(options, batch_size=rows).batches(),
+        args.capture,
+    )
     if found:
         publish(found, ranks.table(found), args.json)
     return 0
@@ -520,15 +550,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--peer", choices=tuple(PEERS), help="time PyTorch too, all it has, or eager alone")
     p.add_argument("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
     p.add_argument("--data", metavar="SHARDS", help="time our step with batches read from token shards too")
-    p.add_argument("--documents", type=int, metavar="N",
-                   help="time our step with documents of N tokens on average kept apart too")  # fmt: skip
+    p.add_argument(
+        "--documents", type=int, metavar="N", help="time our step with documents of N tokens on average kept apart too"
+    )
     p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     p.add_argument("--precision", default="fp32", help="fp32, fp64, fp8, and on a GPU tf32 or bf16 (default: fp32)")
     p.add_argument("--workers", type=int, help="processes of ours, one BLAS thread each (default: one a core)")
     p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as --workers)")
-    p.add_argument("--gpus", type=int, metavar="N",
-                   help="time one GPU, N of them, N with ZeRO, and with --peer torch DDP")  # fmt: skip
+    p.add_argument(
+        "--gpus", type=int, metavar="N", help="time one GPU, N of them, N with ZeRO, and with --peer torch DDP"
+    )
     add_json_flag(p)
     args = p.parse_args(argv)
     if args.gpus is not None:

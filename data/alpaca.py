@@ -316,9 +316,14 @@ def make_instructions(
 
 
 def write_instructions(
-    out: Path, records: Sequence[Record], name: str, licence: str, inputs: Sequence[InputFile] = (),
-    refused: Sequence[Refusal] = (), **counts: int,
-) -> Path:  # fmt: skip
+    out: Path,
+    records: Sequence[Record],
+    name: str,
+    licence: str,
+    inputs: Sequence[InputFile] = (),
+    refused: Sequence[Refusal] = (),
+    **counts: int,
+) -> Path:
     """Write `out`/alpaca.json, and source.json beside it with the records' origin. The caller holds the folder's lock.
     Raises UserError, as make_instructions does."""
     target = out / "alpaca.json"
@@ -390,8 +395,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
     parser.add_argument("--encoding", default="utf-8", help="of the file (default utf-8)")
-    parser.add_argument("--as-text", nargs="+", type=Path, metavar="FILE", help="write a source for data.corpus "
-                        "instead: the training records of these files, as questions with answers")  # fmt: skip
+    parser.add_argument(
+        "--as-text",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="write a source for data.corpus instead: the training records of these files, as questions with answers",
+    )
     args = parser.parse_args(arguments)
     if args.as_text:
         if args.file:
@@ -400,8 +410,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{count_of(source.documents, 'document')}, {source.bytes:,} bytes in {args.out}")
         return 0
     cleaned = make_instructions(args.out, args.file, args.base_url, args.encoding)
-    print(f"{count_of(cleaned.records, 'record')} in {cleaned.path}; {count_of(cleaned.emptied, 'input')} without "
-          f"content emptied; {len(cleaned.refused):,} left out{':' * bool(cleaned.refused)}")  # fmt: skip
+    print(
+        f"{count_of(cleaned.records, 'record')} in {cleaned.path}; {count_of(cleaned.emptied, 'input')} without "
+        f"content emptied; {len(cleaned.refused):,} left out{':' * bool(cleaned.refused)}"
+    )
     reasons = Counter(re.sub(r"\d+", "N", refusal.reason) for refusal in cleaned.refused)
     for reason, count in reasons.most_common():
         print(one_line(f"{count:>7,}  {reason}"))

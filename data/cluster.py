@@ -71,8 +71,10 @@ class Nodes(Executor):
             if done:
                 return done
             if self._alone_since and time.monotonic() - self._alone_since > LONELY:
-                raise UserError(f"--ray: no machine has been left for {LONELY:.0f} s; start some and run again, "
-                                "complete parts are kept")  # fmt: skip
+                raise UserError(
+                    f"--ray: no machine has been left for {LONELY:.0f} s; start some and run again, "
+                    "complete parts are kept"
+                )
 
     def result(self, future: Future[Any]) -> Any:
         """The result of a task. Raises UserError, including one that the task raised."""
@@ -83,8 +85,10 @@ class Nodes(Executor):
                 raise UserError(str(error.cause)) from None
             raise
         except self._ray.exceptions.RayError as error:
-            raise UserError(f"--ray: a task was lost {RETRIES + 1} times ({_line(error)}); run again to continue, "
-                            "complete parts are kept") from None  # fmt: skip
+            raise UserError(
+                f"--ray: a task was lost {RETRIES + 1} times ({_line(error)}); run again to continue, "
+                "complete parts are kept"
+            ) from None
 
     def map_in_order(self, function: Callable[..., Any], tasks: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """function(*task) for each, in order, with a few tasks in flight."""
@@ -134,8 +138,9 @@ class Nodes(Executor):
             try:
                 return self._ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
             except errors.GetTimeoutError:
-                raise UserError(f"--ray: {name} did not start a process within {START:.0f} s; check its memory and "
-                                "logs") from None  # fmt: skip
+                raise UserError(
+                    f"--ray: {name} did not start a process within {START:.0f} s; check its memory and logs"
+                ) from None
             except (errors.TaskUnschedulableError, errors.NodeDiedError) as error:
                 if number not in {node["NodeID"] for node in self.alive()}:
                     return None
@@ -144,8 +149,10 @@ class Nodes(Executor):
                 time.sleep(0.5)  # it has just joined, and part of the cluster does not know it yet
                 reference = ask()
             except Exception as error:  # on the other machine, usually a failed import
-                raise UserError(f"--ray: {name} cannot run the code of {ROOT} ({_line(error)}); every machine needs "
-                                "it under this path, and Python with the same packages") from None  # fmt: skip
+                raise UserError(
+                    f"--ray: {name} cannot run the code of {ROOT} ({_line(error)}); every machine needs "
+                    "it under this path, and Python with the same packages"
+                ) from None
 
 
 def look(token: Path, readable: Sequence[Path]) -> dict[str, Any]:
@@ -155,22 +162,31 @@ def look(token: Path, readable: Sequence[Path]) -> dict[str, Any]:
     seen: dict[str, Any] = {"missing": [str(path) for path in readable if not path.exists()], "word": None}
     if token.is_file():
         seen["word"] = token.read_text(encoding="ascii")
-    seen["versions"] = {"Python": "{}.{}".format(*sys.version_info), "DuckDB": duckdb.__version__,
-                        "NumPy": np.__version__, "code": code()[:12]}  # fmt: skip
+    seen["versions"] = {
+        "Python": "{}.{}".format(*sys.version_info),
+        "DuckDB": duckdb.__version__,
+        "NumPy": np.__version__,
+        "code": code()[:12],
+    }
     return seen
 
 
 def _judge(name: str, seen: dict[str, Any], folder: Path, word: str) -> None:
     if seen["word"] != word:
-        raise UserError(f"--ray: {name} does not see what is written to {folder}; give --out in a folder that all "
-                        "machines share under one path")  # fmt: skip
+        raise UserError(
+            f"--ray: {name} does not see what is written to {folder}; give --out in a folder that all "
+            "machines share under one path"
+        )
     if seen["missing"]:
-        raise UserError(f"--ray: {name} does not see {seen['missing'][0]}; put it in a folder that all machines share "
-                        "under one path")  # fmt: skip
+        raise UserError(
+            f"--ray: {name} does not see {seen['missing'][0]}; put it in a folder that all machines share "
+            "under one path"
+        )
     for what, mine in look(folder, ())["versions"].items():
         if (theirs := seen["versions"][what]) != mine:
-            raise UserError(f"--ray: {name} has {what} {theirs}, this one {mine}; make them the same, or the bytes may "
-                            "differ")  # fmt: skip
+            raise UserError(
+                f"--ray: {name} has {what} {theirs}, this one {mine}; make them the same, or the bytes may differ"
+            )
 
 
 def code() -> str:
@@ -210,11 +226,18 @@ def open_nodes(
     if address == "local":
         where |= {"include_dashboard": False, "object_store_memory": _STORE}
     try:
-        ray.init(**where, runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
-                 log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)  # fmt: skip
+        ray.init(
+            **where,
+            runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
     except Exception as error:  # of many kinds: another version of Ray, a machine outside of the cluster
-        raise UserError(f"--ray {address}: cannot be joined ({_line(error)}); run this on a machine of the cluster, "
-                        "with the same version of Ray") from None  # fmt: skip
+        raise UserError(
+            f"--ray {address}: cannot be joined ({_line(error)}); run this on a machine of the cluster, "
+            "with the same version of Ray"
+        ) from None
     try:
         nodes = Nodes(ray, per_node)
         nodes.check(folder, readable)

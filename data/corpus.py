@@ -251,8 +251,9 @@ def _read_sources(folders: Sequence[Path], settings: Settings) -> list[Source]:
         if names.count(name) > 1:
             raise UserError(f"source {name!r} is given twice; name each folder once, or make one with another name")
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
-            raise UserError(f"source {shown(name)}: wanted at most 100 letters, digits, '-', '_' and '.'; make it with "
-                            "another name")  # fmt: skip
+            raise UserError(
+                f"source {shown(name)}: wanted at most 100 letters, digits, '-', '_' and '.'; make it with another name"
+            )
     for name, _ in settings.val_shares:
         if name not in names:
             raise UserError(f"--val-share {name}: no such source; there are {', '.join(names)}")
@@ -270,8 +271,9 @@ def _evaluation_sets(paths: Sequence[Path], show: bool) -> list[Set]:
         except MissingSet:
             continue
     if not sets:
-        raise UserError(f"--decontaminate: no evaluation set in {', '.join(map(str, paths))}; docs/evaluation.md "
-                        "lists the files")  # fmt: skip
+        raise UserError(
+            f"--decontaminate: no evaluation set in {', '.join(map(str, paths))}; docs/evaluation.md lists the files"
+        )
     if show:
         print(f"evaluation sets kept out of the corpus: {', '.join(found.name for found in sets)}")
     return sets
@@ -374,8 +376,11 @@ def _read(build: _Build) -> None:
             f"if(('0x' || {split_hash}[1:13])::BIGINT / (1::BIGINT << 52) < ?, 'val', 'train') AS split "
             f"FROM {scan(build.result('read', index))} AS parts JOIN {scan(span.path)} AS file "
             "ON parts.row = file.file_row_number ORDER BY number",
-            span.source, licences[span.source], index, shares.get(span.source, s.val_share),
-        )  # fmt: skip
+            span.source,
+            licences[span.source],
+            index,
+            shares.get(span.source, s.val_share),
+        )
 
 
 def _parts(build: _Build, span: int, where: str, *columns: str) -> Parts:
@@ -535,8 +540,9 @@ def _hold_out_one(build: _Build) -> None:
     for column, most in ((SPLIT_HASH[s.split_by], size // 10), (SPLIT_HASH["part"], size // 2)):
         found = build.query(
             f"SELECT {column} FROM documents WHERE {kept} AND list_contains(?, source) GROUP BY {column} "
-            f"HAVING sum(bytes) <= {most} ORDER BY {column} LIMIT 1", wanted,
-        )  # fmt: skip
+            f"HAVING sum(bytes) <= {most} ORDER BY {column} LIMIT 1",
+            wanted,
+        )
         if found:
             build.query(f"UPDATE documents SET split = 'val' WHERE {column} = ?", *found[0])
             return
@@ -654,8 +660,10 @@ def _describe(build: _Build, manifest: dict[str, Any]) -> None:
         for split in SPLITS:
             [(documents, size)] = build.query(
                 "SELECT count(*), coalesce(sum(bytes), 0)::BIGINT FROM documents WHERE source = ? AND split = ? "
-                "AND dropped IS NULL", entry["name"], split,
-            )  # fmt: skip
+                "AND dropped IS NULL",
+                entry["name"],
+                split,
+            )
             entry[split] = {"documents": documents, "bytes": size}
 
 
@@ -709,10 +717,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="of data.gutenberg, for instance")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the corpus")
-    parser.add_argument("--val-share", nargs="+", default=[], metavar="SHARE",
-                        help="share of the documents in val; SOURCE=SHARE for one source (default 0.01)")  # fmt: skip
-    parser.add_argument("--split-by", default=Settings.split_by, metavar="|".join(SPLIT_HASH),
-                        help="put whole texts in val, or parts if there are few texts (default text)")  # fmt: skip
+    parser.add_argument(
+        "--val-share",
+        nargs="+",
+        default=[],
+        metavar="SHARE",
+        help="share of the documents in val; SOURCE=SHARE for one source (default 0.01)",
+    )
+    parser.add_argument(
+        "--split-by",
+        default=Settings.split_by,
+        metavar="|".join(SPLIT_HASH),
+        help="put whole texts in val, or parts if there are few texts (default text)",
+    )
     for name, what in {
         "max_bytes": "cut longer texts into parts, in bytes",
         "shingle_words": "words in a shingle of MinHash",
@@ -725,25 +742,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default = getattr(Settings, name)
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
-    parser.add_argument("--decontaminate", nargs="+", type=Path, default=[], metavar="PATH",
-                        help="evaluation sets, as for evaluate.py --task-data, to keep out of the training "
-                        "text")  # fmt: skip
+    parser.add_argument(
+        "--decontaminate",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="PATH",
+        help="evaluation sets, as for evaluate.py --task-data, to keep out of the training text",
+    )
     parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="count tokens too")
     parser.add_argument("--workers", type=int, help="processes (default: one per core, if memory allows)")
     parser.add_argument("--memory-limit", default="1GB", metavar="BYTES", help="for all of them together (default 1GB)")
-    parser.add_argument("--ray", metavar="ADDRESS",
-                        help="run on the Ray cluster at HOST:PORT; local starts Ray on this machine")  # fmt: skip
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="run on the Ray cluster at HOST:PORT; local starts Ray on this machine"
+    )
     args = parser.parse_args(arguments)
     share, shares = _parse_shares(args.val_share)
     settings = Settings(
-        share, shares, args.split_by, args.max_bytes, args.shingle_words, args.bands, args.rows, args.similarity,
-        args.gram_words, args.max_overlap,
-    )  # fmt: skip
+        share,
+        shares,
+        args.split_by,
+        args.max_bytes,
+        args.shingle_words,
+        args.bands,
+        args.rows,
+        args.similarity,
+        args.gram_words,
+        args.max_overlap,
+    )
     memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
     seconds = build_corpus(
-        args.sources, args.out, settings, args.filters, args.tokenizer, args.workers, memory_limit, show=True,
-        decontaminate=args.decontaminate, ray=args.ray,
+        args.sources,
+        args.out,
+        settings,
+        args.filters,
+        args.tokenizer,
+        args.workers,
+        memory_limit,
+        show=True,
+        decontaminate=args.decontaminate,
+        ray=args.ray,
     )
     if not seconds:
         print(f"{args.out}: already built from these sources with these settings")

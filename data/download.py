@@ -153,8 +153,10 @@ class Downloader:
                 pool.shutdown(cancel_futures=True)
                 raise
         faults = [future.exception() for future in futures]
-        return [fault if isinstance(fault, FetchError) else future.result()
-                for future, fault in zip(futures, faults, strict=True)]  # fmt: skip
+        return [
+            fault if isinstance(fault, FetchError) else future.result()
+            for future, fault in zip(futures, faults, strict=True)
+        ]
 
     def _fetch(self, job: Job, no_bar: bool | None) -> Fetched:
         """no_bar: as tqdm's `disable`; None shows a bar on a terminal."""
@@ -207,8 +209,9 @@ class Downloader:
                 headers |= {"Range": f"bytes={have}-", "If-Range": str(version.validator)}
             with self._open(urllib.request.Request(url, headers=headers), host, part) as response:
                 version, have = _agree(response, url, version, have, job, part)
-                with tqdm(total=version.length, initial=have, desc=job.path.name, unit="B", unit_scale=True,
-                          disable=no_bar) as bar:  # fmt: skip
+                with tqdm(
+                    total=version.length, initial=have, desc=job.path.name, unit="B", unit_scale=True, disable=no_bar
+                ) as bar:
                     have = self._receive(response, part, have, version.length, bar)
         if version.length is not None and have != version.length:
             raise _Fault(f"the connection was dropped after {have:,} of {version.length:,} bytes")

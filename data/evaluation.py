@@ -208,15 +208,34 @@ def pages_of(text: str) -> list[str]:
 
 # Undo WikiText's tokenisation, in this order: (text, replacement). Only those of _AROUND are patterns.
 _PLAIN = [
-    ("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", "."), (" : ", ": "), (" ; ", "; "), (" . ", ". "),
-    (" ! ", "! "), (" ? ", "? "), (" , ", ", "),
-]  # fmt: skip
-_AROUND = [(r"\(", r"\)", "(", ")"), (r"\[", r"\]", "[", "]"), ("{", "}", "{", "}"), ('"', '"', '"', '"'),
-           ("'", "'", "'", "'")]  # fmt: skip
+    ("s '", "s'"),
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
+]
+_AROUND = [
+    (r"\(", r"\)", "(", ")"),
+    (r"\[", r"\]", "[", "]"),
+    ("{", "}", "{", "}"),
+    ('"', '"', '"', '"'),
+    ("'", "'", "'", "'"),
+]
 _AFTER = [
-    ("= = = =", "===="), ("= = =", "==="), ("= =", "=="), (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"), (" \n", "\n"),
-    ("\n ", "\n"), (" N ", " 1 "), (" 's", "'s"),
-]  # fmt: skip
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+]
 
 
 def detokenised(text: str) -> str:
@@ -289,41 +308,79 @@ def _as_pair(phenomenon: str, sentences: Sequence[str]) -> Choice:
 
 
 TASKS = {
-    "blimp": Task("BLiMP, 67 phenomena", (), _blimp, _each(_as_pair),
-                  {"9b3ea786ca6db92b6863e22de1625eea9e9f55fefb9489507f357d0f712f3b1d": ""}),
-    "arc_easy": Task("ARC-Easy, test", (("arc_easy-test.jsonl", "arc-easy-test.jsonl"),), _from_records(_science),
-                     _each(_as_question), {"1b319c18c866226c6ca484c04f85a5638a29243336400eb1b44ab6ecc70fba4e": ""}),
-    "arc_challenge": Task(
-        "ARC-Challenge, test", (("arc_challenge-test.jsonl", "arc-challenge-test.jsonl"),), _from_records(_science),
+    "blimp": Task(
+        "BLiMP, 67 phenomena",
+        (),
+        _blimp,
+        _each(_as_pair),
+        {"9b3ea786ca6db92b6863e22de1625eea9e9f55fefb9489507f357d0f712f3b1d": ""},
+    ),
+    "arc_easy": Task(
+        "ARC-Easy, test",
+        (("arc_easy-test.jsonl", "arc-easy-test.jsonl"),),
+        _from_records(_science),
         _each(_as_question),
-        {"a2a338a26c156563c32377cd212037a78140eeafa69adb7ca44cdefd91f59acf": "1,170 of 1,172 questions"}),
+        {"1b319c18c866226c6ca484c04f85a5638a29243336400eb1b44ab6ecc70fba4e": ""},
+    ),
+    "arc_challenge": Task(
+        "ARC-Challenge, test",
+        (("arc_challenge-test.jsonl", "arc-challenge-test.jsonl"),),
+        _from_records(_science),
+        _each(_as_question),
+        {"a2a338a26c156563c32377cd212037a78140eeafa69adb7ca44cdefd91f59acf": "1,170 of 1,172 questions"},
+    ),
     "piqa": Task(
         "PIQA, validation",
-        (("piqa-valid.jsonl", "piqa/valid.jsonl"), ("piqa-valid-labels.lst", "piqa/valid-labels.lst")), _piqa,
-        _each(_as_question), {"74df5afb97446a8e2c237364927f2198c73b6f13ef2c8c35e7cc634fd7e4dffe": ""}),
-    "boolq": Task("BoolQ, validation", (("boolq/val.jsonl", "boolq/dev.jsonl"),), _from_records(_boolq),
-                  _each(_as_yes_or_no), {}),
+        (("piqa-valid.jsonl", "piqa/valid.jsonl"), ("piqa-valid-labels.lst", "piqa/valid-labels.lst")),
+        _piqa,
+        _each(_as_question),
+        {"74df5afb97446a8e2c237364927f2198c73b6f13ef2c8c35e7cc634fd7e4dffe": ""},
+    ),
+    "boolq": Task(
+        "BoolQ, validation", (("boolq/val.jsonl", "boolq/dev.jsonl"),), _from_records(_boolq), _each(_as_yes_or_no), {}
+    ),
     "boolq_closed": Task(
-        "BoolQ, validation, without the passages", (("boolq-test.json",),), _from_records(_boolq),
-        _each(_as_yes_or_no), {"5afa0e8f3aa2b5de1102a4691ecbe841a7e1b1ba57ec04cedebca82dc5f8ab20": ""}),
+        "BoolQ, validation, without the passages",
+        (("boolq-test.json",),),
+        _from_records(_boolq),
+        _each(_as_yes_or_no),
+        {"5afa0e8f3aa2b5de1102a4691ecbe841a7e1b1ba57ec04cedebca82dc5f8ab20": ""},
+    ),
     "winogrande": Task(
-        "Winogrande, validation", (("winogrande_1.1/dev.jsonl", "winogrande/dev.jsonl", "winogrande-test.json"),),
-        _from_records(_winogrande), _each(_as_blank),
-        {"82d8d206a9485cfd4b13fa84598156933add1d444ddfad6a0b8427f569c8a65b": ""}),
+        "Winogrande, validation",
+        (("winogrande_1.1/dev.jsonl", "winogrande/dev.jsonl", "winogrande-test.json"),),
+        _from_records(_winogrande),
+        _each(_as_blank),
+        {"82d8d206a9485cfd4b13fa84598156933add1d444ddfad6a0b8427f569c8a65b": ""},
+    ),
     "openbookqa": Task(
-        "OpenBookQA, test", (("openbookqa/test.jsonl", "data/main/test.jsonl", "openbookqa-test.json"),),
-        _from_records(_openbookqa), _each(_as_statement),
-        {"51e09a522b1d3a9bce1b5bb0a4e32f8d1f6b2207807f0e654e5138a5ba225946": ""}),
-    "lambada": Task("LAMBADA, test, as OpenAI published it", (("lambada_test.jsonl", "lambada/test.jsonl"),),
-                    _from_records(lambda records: [[r["text"]] for r in records]), _each(_as_last_word), {}),
+        "OpenBookQA, test",
+        (("openbookqa/test.jsonl", "data/main/test.jsonl", "openbookqa-test.json"),),
+        _from_records(_openbookqa),
+        _each(_as_statement),
+        {"51e09a522b1d3a9bce1b5bb0a4e32f8d1f6b2207807f0e654e5138a5ba225946": ""},
+    ),
+    "lambada": Task(
+        "LAMBADA, test, as OpenAI published it",
+        (("lambada_test.jsonl", "lambada/test.jsonl"),),
+        _from_records(lambda records: [[r["text"]] for r in records]),
+        _each(_as_last_word),
+        {},
+    ),
     "gsm8k": Task(
         "GSM8K, test",
-        (("gsm8k-test.jsonl", "gsm8k/test.jsonl", "grade_school_math/data/test.jsonl"),
-         ("gsm8k-train.jsonl", "gsm8k/train.jsonl", "grade_school_math/data/train.jsonl")), _gsm8k, _problems,
-        {"83cd3a9ac262d4027bd902d3fc5fde140f4dca0db615dde9f1c13869dae359ab": ""}),
-    "wikitext": Task("WikiText-2, test", (("wiki.test.raw",),), _pages,
-                     _each(lambda page: passage(page, detokenised(page))), {}),
-}  # fmt: skip
+        (
+            ("gsm8k-test.jsonl", "gsm8k/test.jsonl", "grade_school_math/data/test.jsonl"),
+            ("gsm8k-train.jsonl", "gsm8k/train.jsonl", "grade_school_math/data/train.jsonl"),
+        ),
+        _gsm8k,
+        _problems,
+        {"83cd3a9ac262d4027bd902d3fc5fde140f4dca0db615dde9f1c13869dae359ab": ""},
+    ),
+    "wikitext": Task(
+        "WikiText-2, test", (("wiki.test.raw",),), _pages, _each(lambda page: passage(page, detokenised(page))), {}
+    ),
+}
 
 
 TEXT_TASKS = {"text": "bits per byte of --data", "last_words": "last words of --data, in the manner of LAMBADA"}
@@ -401,8 +458,11 @@ def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -
     task = TASKS[name]
     found = _sentence_files(files) if name == "blimp" else [_pick(files, ends) for ends in task.files]
     if not found or None in found:
-        missing = "BLiMP's zip, or its folder data" if name == "blimp" else (
-            " or ".join(next(ends for ends, file in zip(task.files, found, strict=True) if file is None)))  # fmt: skip
+        missing = (
+            "BLiMP's zip, or its folder data"
+            if name == "blimp"
+            else (" or ".join(next(ends for ends, file in zip(task.files, found, strict=True) if file is None)))
+        )
         raise MissingSet(f"--task-data: no file for {name}; wanted {missing}; docs/evaluation.md says where to get it")
     given = [file for file in found if file is not None]
     place = given[0].place
@@ -434,12 +494,13 @@ def read_sets(
         raise UserError(f"--tasks {made[0]} wants text: --data FILE")
     if len(made) < len(names) and not paths:
         missing = next(name for name in names if name not in TEXT_TASKS)
-        raise UserError(f"--tasks {missing} reads files: give their folder with --task-data; docs/evaluation.md says "
-                        "where they are published")  # fmt: skip
+        raise UserError(
+            f"--tasks {missing} reads files: give their folder with --task-data; docs/evaluation.md says "
+            "where they are published"
+        )
     texts = read_documents(data, encoding) if made else []
     files = find_sets([Path(path) for path in paths])
-    return [text_set(name, texts, seed) if name in TEXT_TASKS else read_set(name, files, any_version)
-            for name in names]  # fmt: skip
+    return [text_set(name, texts, seed) if name in TEXT_TASKS else read_set(name, files, any_version) for name in names]
 
 
 def refuse_if_learned(found: Set, learned: Collection[str]) -> None:
@@ -450,8 +511,10 @@ def refuse_if_learned(found: Set, learned: Collection[str]) -> None:
     places = {sha256_of(path): str(path) for path in {file.path for file in found.files}}
     places |= {hashlib.sha256(file.read()).hexdigest(): file.place for file in found.files}
     if place := next((places[digest] for digest in places if digest in learned), None):
-        raise UserError(f"--tasks {found.name}: the model was trained on {place}, so its score would say nothing; "
-                        "leave the task out, or train without that file")  # fmt: skip
+        raise UserError(
+            f"--tasks {found.name}: the model was trained on {place}, so its score would say nothing; "
+            "leave the task out, or train without that file"
+        )
 
 
 def first_of_each(items: Sequence[Item], limit: int | None) -> list[Item]:
@@ -472,8 +535,11 @@ def text_of(item: Item) -> str:
     """The text of an item that must not occur in training text; docs/evaluation.md, Decontamination."""
     if isinstance(item, Choice):
         beginnings = list(dict.fromkeys(context for context, _ in item.pairs))
-        return " ".join([*beginnings[:1], *(rest for _, rest in item.pairs)]) if len(beginnings) == 1 else " ".join(
-            context + rest for context, rest in item.pairs)  # fmt: skip
+        return (
+            " ".join([*beginnings[:1], *(rest for _, rest in item.pairs)])
+            if len(beginnings) == 1
+            else " ".join(context + rest for context, rest in item.pairs)
+        )
     if isinstance(item, LastWord):
         return item.context + item.word
     return item.text if isinstance(item, Passage) else f"{item.question} {item.answer}"
@@ -483,8 +549,9 @@ def text_of(item: Item) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m data.evaluation", description="List the evaluation sets in some files, with "
-                    "their versions.")  # fmt: skip
+    parser = Parser(
+        prog="python -m data.evaluation", description="List the evaluation sets in some files, with their versions."
+    )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders, zips or files")
     args = parser.parse_args(arguments)
     files = find_sets(args.paths)

@@ -22,10 +22,18 @@ if TYPE_CHECKING:
 DEFAULT_FILTERS = Path(__file__).with_name("filters.sql")
 # The columns that a filter sees of a document; `text` is the text of the part.
 COLUMNS = {
-    "number": "BIGINT", "source": "VARCHAR", "id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR",
-    "language_score": "DOUBLE", "bytes": "BIGINT", "words": "BIGINT", "letters": "BIGINT", "characters": "BIGINT",
+    "number": "BIGINT",
+    "source": "VARCHAR",
+    "id": "VARCHAR",
+    "title": "VARCHAR",
+    "url": "VARCHAR",
+    "language_score": "DOUBLE",
+    "bytes": "BIGINT",
+    "words": "BIGINT",
+    "letters": "BIGINT",
+    "characters": "BIGINT",
     "text": "VARCHAR",
-}  # fmt: skip
+}
 RESERVED = ("exact-duplicate", "near-duplicate", "contaminated", "evaluation-set")  # other reasons for dropping
 
 

@@ -37,8 +37,15 @@ from tinyforge.terminal import one_line
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 FOLDER = "sample/10BT"
 LICENCE = "ODC-BY 1.0, and Common Crawl's terms of use"
-COLUMNS = {"text": "VARCHAR", "id": "VARCHAR", "url": "VARCHAR", "language": "VARCHAR",
-           "language_score": "DOUBLE", "token_count": "BIGINT", "score": "DOUBLE"}  # fmt: skip
+COLUMNS = {
+    "text": "VARCHAR",
+    "id": "VARCHAR",
+    "url": "VARCHAR",
+    "language": "VARCHAR",
+    "language_score": "DOUBLE",
+    "token_count": "BIGINT",
+    "score": "DOUBLE",
+}
 DEFAULT_BYTES = 10**9
 REPEATED = "the same id as an earlier document"
 # HTTP statuses in DuckDB's errors for a file that is not available.
@@ -220,9 +227,15 @@ def _take_once(connection: Any, path: Path, file: Published, wanted: dict[str, A
         copy_to_parquet(connection, rows_in_order, beside)
     connection.execute(f"SET threads = {CONNECTIONS}")
     taken = _Slice(
-        file.url, file.bytes if file.bytes is not None else size, file.sha256, wanted, documents, int(text_bytes),
-        sha256_of(path), [(record, REPEATED) for (record,) in refused],
-    )  # fmt: skip
+        file.url,
+        file.bytes if file.bytes is not None else size,
+        file.sha256,
+        wanted,
+        documents,
+        int(text_bytes),
+        sha256_of(path),
+        [(record, REPEATED) for (record,) in refused],
+    )
     write_json(path.with_suffix(".json"), asdict(taken))
     return taken
 
@@ -287,14 +300,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", default=FOLDER, help=f"of the repository {REPOSITORY} (default {FOLDER})")
     parser.add_argument("--files", nargs="+", metavar="PATH", help="files of the repository, instead of a folder")
     parser.add_argument("--language", default=defaults.language, help=f"default {defaults.language}")
-    parser.add_argument("--min-language-score", type=float, default=defaults.min_language_score, metavar="X",
-                        help=f"0 to 1 (default {defaults.min_language_score})")  # fmt: skip
-    parser.add_argument("--min-score", type=float, default=defaults.min_score, metavar="X",
-                        help=f"educational score, 0 to 5 (default {defaults.min_score})")  # fmt: skip
-    parser.add_argument("--min-tokens", type=int, default=defaults.min_tokens, metavar="N",
-                        help=f"length in GPT-2's tokens (default {defaults.min_tokens})")  # fmt: skip
-    parser.add_argument("--max-tokens", type=int, default=defaults.max_tokens, metavar="N",
-                        help=f"default {defaults.max_tokens}")  # fmt: skip
+    parser.add_argument(
+        "--min-language-score",
+        type=float,
+        default=defaults.min_language_score,
+        metavar="X",
+        help=f"0 to 1 (default {defaults.min_language_score})",
+    )
+    parser.add_argument(
+        "--min-score",
+        type=float,
+        default=defaults.min_score,
+        metavar="X",
+        help=f"educational score, 0 to 5 (default {defaults.min_score})",
+    )
+    parser.add_argument(
+        "--min-tokens",
+        type=int,
+        default=defaults.min_tokens,
+        metavar="N",
+        help=f"length in GPT-2's tokens (default {defaults.min_tokens})",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help=f"default {defaults.max_tokens}"
+    )
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
     args = parser.parse_args(arguments)
     if args.rows is not None and args.rows < 1:

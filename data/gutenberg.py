@@ -478,8 +478,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--numbers", type=int, nargs="+", metavar="N", help="books to download (default: data/gutenberg.csv)"
     )
-    parser.add_argument("--base-url", action="append", metavar="URL", help="a mirror; may be repeated (default: "
-                        f"{', '.join(MIRRORS)})")  # fmt: skip
+    parser.add_argument(
+        "--base-url", action="append", metavar="URL", help=f"a mirror; may be repeated (default: {', '.join(MIRRORS)})"
+    )
     parser.add_argument(
         "--keep-copyrighted", action="store_true", help="keep books that are under copyright; read their terms"
     )
@@ -492,9 +493,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.numbers and min(args.numbers) < 1:
         raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its URL")
     source = make_source(
-        args.out, args.inputs, args.numbers, args.base_url or MIRRORS, args.keep_copyrighted,
+        args.out,
+        args.inputs,
+        args.numbers,
+        args.base_url or MIRRORS,
+        args.keep_copyrighted,
         say=lambda line: print(one_line(line), flush=True),
-    )  # fmt: skip
+    )
     return report(source, "book")
 
 

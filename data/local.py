@@ -89,11 +89,15 @@ def _read_path(path: Path, encoding: str) -> list[str]:
             raise UserError(f"{path}: is empty, wanted text; give another file")
         return documents
     if (path / "corpus.json").is_file():
-        raise UserError(f"{path} is a corpus; make token shards of it and give those: python -m data.shards --corpus "
-                        f"{path} --out shards")  # fmt: skip
+        raise UserError(
+            f"{path} is a corpus; make token shards of it and give those: python -m data.shards --corpus "
+            f"{path} --out shards"
+        )
     if (path / "source.json").is_file():
-        raise UserError(f"{path} is a source; make a corpus of it, python -m data.corpus {path} --out corpus, and of "
-                        "that token shards: python -m data.shards")  # fmt: skip
+        raise UserError(
+            f"{path} is a source; make a corpus of it, python -m data.corpus {path} --out corpus, and of "
+            "that token shards: python -m data.shards"
+        )
     try:
         documents = [document for file in files_in(path) for document in _read_file(file, encoding)]
     except UserError as fault:
@@ -310,9 +314,12 @@ def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
         return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; rename it, or use data.local --column")
     title, url, score = (value.get(name) for name in OPTIONAL)
     return Document(
-        id=record, text=_normalise(value[column]), title=title if isinstance(title, str) else "",
-        url=url if isinstance(url, str) else "", language_score=score if isinstance(score, float) else None,
-    )  # fmt: skip
+        id=record,
+        text=_normalise(value[column]),
+        title=title if isinstance(title, str) else "",
+        url=url if isinstance(url, str) else "",
+        language_score=score if isinstance(score, float) else None,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

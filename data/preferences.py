@@ -1,7 +1,7 @@
 """Preference pairs for recipes/dpo.py: a prompt, a preferred reply and a rejected one.
 
-    pairs = read_pairs(["pairs.json"])               objects with instruction, input, chosen and rejected
-    pairs = world_pairs("train", 6000, seed=0)       of the built-in world: the right answer and a near miss
+pairs = read_pairs(["pairs.json"])               objects with instruction, input, chosen and rejected
+pairs = world_pairs("train", 6000, seed=0)       of the built-in world: the right answer and a near miss
 """
 
 from __future__ import annotations
@@ -74,15 +74,19 @@ def encode_pairs(
         elif not (pair.chosen.strip() and pair.rejected.strip()):
             empty += 1
         else:
-            sides = [encode_example(tokenizer, Record(pair.instruction, pair.input, reply), 10**9)
-                     for reply in (pair.chosen, pair.rejected)]  # fmt: skip
+            sides = [
+                encode_example(tokenizer, Record(pair.instruction, pair.input, reply), 10**9)
+                for reply in (pair.chosen, pair.rejected)
+            ]
             (chosen, prompt), (rejected, _) = (side for side in sides if side is not None)
             if max(len(chosen), len(rejected)) > seq_len + 1:
                 long += 1
             else:
                 found.append((chosen, rejected[:-1] if pair.cut else rejected, prompt))
-    print(f"{what}: {count_of(len(found), 'pair')} of up to {seq_len} tokens; left out {equal:,} whose chosen reply "
-          f"equals the rejected one, {empty:,} with an empty reply and {long:,} that are longer")  # fmt: skip
+    print(
+        f"{what}: {count_of(len(found), 'pair')} of up to {seq_len} tokens; left out {equal:,} whose chosen reply "
+        f"equals the rejected one, {empty:,} with an empty reply and {long:,} that are longer"
+    )
     if not found and not may_be_none:
         raise UserError(
             f"{what}: no pair can be learned from: {equal} prefer a reply to itself, {empty} "
@@ -93,5 +97,7 @@ def encode_pairs(
 
 def world_pairs(split: str, count: int, seed: int) -> list[Pair]:
     """Pairs about the built-in world; the rejected answer is that of a hasty reader (`wrong_answer`)."""
-    return [Pair(e.instruction, e.input, e.output, wrong_answer(e, split, seed, number))
-            for number, e in enumerate(instructions(split, count, seed))]  # fmt: skip
+    return [
+        Pair(e.instruction, e.input, e.output, wrong_answer(e, split, seed, number))
+        for number, e in enumerate(instructions(split, count, seed))
+    ]

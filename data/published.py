@@ -9,10 +9,7 @@ words, which lm-evaluation-harness does not use, and WikiText-2's perplexity wit
 from __future__ import annotations
 
 PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
-    "GPT-2 124M": {
-        "lambada": {"acc": 0.4599, "perplexity": 35.13},
-        "wikitext": {"word_perplexity": 29.41},
-    },
+    "GPT-2 124M": {"lambada": {"acc": 0.4599, "perplexity": 35.13}, "wikitext": {"word_perplexity": 29.41}},
     "Pythia-160M": {
         "arc_easy": {"acc": 0.4352, "acc_norm": 0.3965},
         "arc_challenge": {"acc": 0.1877, "acc_norm": 0.2329},
@@ -20,5 +17,5 @@ PUBLISHED: dict[str, dict[str, dict[str, float]]] = {
         "winogrande": {"acc": 0.5312},
         "lambada": {"acc": 0.3284, "perplexity": 38.06},
     },
-}  # fmt: skip
+}
 """By model, task and metric, named as in `tinyforge.infer.tasks`."""

@@ -1,8 +1,8 @@
 """Questions with verifiable answers, and the rewards of replies to them, for recipes/grpo.py.
 
-    python -m data.rewards --out sums                                  # easy sums for recipes/sft.py --data
-    questions = open_questions("harder-sums", files=(), encoding="utf-8")
-    questions.rewards(questions.training[0], "13 14 15, so 15")        # {"correct": 1.0, "format": 1.0}
+python -m data.rewards --out sums                                  # easy sums for recipes/sft.py --data
+questions = open_questions("harder-sums", files=(), encoding="utf-8")
+questions.rewards(questions.training[0], "13 14 15, so 15")        # {"correct": 1.0, "format": 1.0}
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ class Questions:
         return fingerprint(np.frombuffer(text.encode(), np.uint8))
 
     def summary(self) -> dict[str, Any]:
-        return {"source": self.name, "licence": self.licence, "questions": len(self.training),
-                "held-out_questions": len(self.held_out)}  # fmt: skip
+        return {
+            "source": self.name,
+            "licence": self.licence,
+            "questions": len(self.training),
+            "held-out_questions": len(self.held_out),
+        }
 
 
 def open_questions(task: str, files: Sequence[str], encoding: str) -> Questions:
@@ -57,10 +61,12 @@ def open_questions(task: str, files: Sequence[str], encoding: str) -> Questions:
     if files:
         return _of_records(files, encoding)
     if task == "harder-sums":
-        return Questions("harder sums of the built-in world", "MIT", harder_sums("train"), harder_sums("val"),
-                         sum_rewards)  # fmt: skip
-    return Questions("one-step sums in words", "MIT", one_step_sums("train", ONE_STEP),
-                     one_step_sums("val", HELD_OUT), last_number)  # fmt: skip
+        return Questions(
+            "harder sums of the built-in world", "MIT", harder_sums("train"), harder_sums("val"), sum_rewards
+        )
+    return Questions(
+        "one-step sums in words", "MIT", one_step_sums("train", ONE_STEP), one_step_sums("val", HELD_OUT), last_number
+    )
 
 
 def number_in(text: str) -> float | None:
@@ -79,8 +85,10 @@ def last_number(question: Instruction, reply: str) -> dict[str, float]:
 
 def _of_records(files: Sequence[str], encoding: str) -> Questions:
     records = [read_records([file], encoding) for file in files]
-    kept = [[Instruction("record", r.instruction, r.input, r.output) for r in part if number_in(r.output) is not None]
-            for part in records]  # fmt: skip
+    kept = [
+        [Instruction("record", r.instruction, r.input, r.output) for r in part if number_in(r.output) is not None]
+        for part in records
+    ]
     count, usable = (sum(map(len, parts)) for parts in (records, kept))
     training, by_file = hold_out(kept)
     if not training:
@@ -150,21 +158,31 @@ def solved_sums(count: int, brief: float = BRIEF) -> list[Record]:
     often."""
     sums = one_step_sums("train", count, easy=True)
     at_once = (Stream(0, "one-step/brief").uniform((count,)) < brief).tolist()
-    return [Record(e.instruction, e.input, e.output.rpartition(" ")[2] if short else e.output)
-            for e, short in zip(sums, at_once, strict=False)]  # fmt: skip
+    return [
+        Record(e.instruction, e.input, e.output.rpartition(" ")[2] if short else e.output)
+        for e, short in zip(sums, at_once, strict=False)
+    ]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    p = Parser(prog="python -m data.rewards", description="Easy one-step sums with their solutions, for recipes/sft.py "
-               "--data; recipes/grpo.py --task one-step continues from there. No pair of numbers that it holds out "
-               "occurs.")  # fmt: skip
+    p = Parser(
+        prog="python -m data.rewards",
+        description="Easy one-step sums with their solutions, for recipes/sft.py "
+        "--data; recipes/grpo.py --task one-step continues from there. No pair of numbers that it holds out "
+        "occurs.",
+    )
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
     p.add_argument("--count", type=int, default=EASY, help="problems (default: %(default)s)")
-    p.add_argument("--brief", type=float, default=BRIEF, metavar="SHARE", help="share of problems whose answer is "
-                   "given without the steps (default: %(default).2f)")  # fmt: skip
+    p.add_argument(
+        "--brief",
+        type=float,
+        default=BRIEF,
+        metavar="SHARE",
+        help="share of problems whose answer is given without the steps (default: %(default).2f)",
+    )
     args = p.parse_args(arguments)
     if args.count < 1 or not 0 <= args.brief <= 1:
         raise UserError(f"got --count {args.count} and --brief {args.brief}, wanted 1 or more, and a share from 0 to 1")

@@ -136,10 +136,13 @@ def _corpus_source(folder: Path, entry: dict[str, Any], listed: dict[str, tuple[
     # The pattern includes the number, so that "web" does not match the files of "web-new".
     files = {s: sorted(f for f in listed if re.fullmatch(rf"{s}/{re.escape(name)}-\d+\.parquet", f)) for s in SPLITS}
     return CorpusSource(
-        name, str(entry["licence"]), {s: [folder / file for file in files[s]] for s in SPLITS},
-        {s: int(entry[s]["documents"]) for s in SPLITS}, {s: int(entry[s]["bytes"]) for s in SPLITS},
+        name,
+        str(entry["licence"]),
+        {s: [folder / file for file in files[s]] for s in SPLITS},
+        {s: int(entry[s]["documents"]) for s in SPLITS},
+        {s: int(entry[s]["bytes"]) for s in SPLITS},
         tuple(map(str, entry.get("inputs", ()))),
-    )  # fmt: skip
+    )
 
 
 # --- from texts to shards ---------------------------------------------------------------------------------------------
@@ -249,9 +252,14 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _train(
-    corpus: Corpus, vocab_size: int, sample_bytes: int, at_most: bool, single_digits: bool, workers: int | None,
+    corpus: Corpus,
+    vocab_size: int,
+    sample_bytes: int,
+    at_most: bool,
+    single_digits: bool,
+    workers: int | None,
     progress: bool,
-) -> Tokenizer:  # fmt: skip
+) -> Tokenizer:
     total = sum(source.bytes["train"] for source in corpus.sources)
     share = min(1.0, sample_bytes / max(1, total))
     below = None if share == 1.0 else f"{int(share * 16**8):08x}"
@@ -259,13 +267,19 @@ def _train(
     first = next(texts, None)
     if first is None:
         raise UserError(f"--sample-bytes: {sample_bytes:,} of {total:,} bytes contain no whole document; give more")
-    return Tokenizer.train(chain([first], texts), vocab_size, progress=progress, workers=workers, exact=not at_most,
-                           single_digits=single_digits)  # fmt: skip
+    return Tokenizer.train(
+        chain([first], texts),
+        vocab_size,
+        progress=progress,
+        workers=workers,
+        exact=not at_most,
+        single_digits=single_digits,
+    )
 
 
 def _encode(
     source: CorpusSource, split: str, out: Path, tokenizer: TextTokenizer, shard_tokens: int, encode: Encode, bar: Any
-) -> tuple[Part, int]:  # fmt: skip
+) -> tuple[Part, int]:
     """Encode one split of one source, resuming an earlier run; returns it and the bytes of text that were encoded."""
     end = np.array([tokenizer.specials[separator_of(tokenizer)]], np.dtype(f"u{bytes_per_id(tokenizer.vocab_size)}"))
     kept, complete = _kept_shards(out, source.name, split, tokenizer, shard_tokens)
@@ -296,9 +310,7 @@ def _encode_here(
     return tokenizer.encode_many(read_texts(files, skip), workers=workers)
 
 
-def _encode_on(
-    nodes: Nodes, out: Path, tokenizer: str, files: Sequence[Path], skip: int
-) -> Iterator[npt.NDArray[Any]]:
+def _encode_on(nodes: Nodes, out: Path, tokenizer: str, files: Sequence[Path], skip: int) -> Iterator[npt.NDArray[Any]]:
     """The ids of each document, in order. Each file is encoded by one task, which writes them to a file of its own."""
     tasks = [(file.absolute(), begun, out, tokenizer) for file, begun in unread(files, skip)]
     for made in nodes.map_in_order(encode_file, tasks):
@@ -366,19 +378,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.shards", description=__doc__)
     parser.add_argument("--corpus", required=True, metavar="DIR", help="a folder made by data.corpus")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
-    parser.add_argument("--vocab-size", type=int, metavar="N",
-                        help=f"ids of the tokenizer to train (default: {VOCAB_SIZE})")  # fmt: skip
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help=f"ids of the tokenizer to train (default: {VOCAB_SIZE})"
+    )
     parser.add_argument("--at-most", action="store_true", help="accept fewer ids if there is too little text")
-    parser.add_argument("--single-digits", action="store_true",
-                        help="train a tokenizer in which no id holds more than one digit; makes sums easier to learn")
+    parser.add_argument(
+        "--single-digits",
+        action="store_true",
+        help="train a tokenizer in which no id holds more than one digit; makes sums easier to learn",
+    )
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use instead of training one")
-    parser.add_argument("--sample-bytes", type=int, default=SAMPLE_BYTES, metavar="N",
-                        help="bytes of text to train the tokenizer on, at most (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N",
-                        help="ids per file (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--sample-bytes",
+        type=int,
+        default=SAMPLE_BYTES,
+        metavar="N",
+        help="bytes of text to train the tokenizer on, at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="ids per file (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
-    parser.add_argument("--ray", metavar="ADDRESS",
-                        help="encode on the Ray cluster at HOST:PORT; local starts Ray on this machine")  # fmt: skip
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="encode on the Ray cluster at HOST:PORT; local starts Ray on this machine"
+    )
     args = parser.parse_args(argv)
     for name in ("sample_bytes", "shard_tokens", "workers"):
         value = getattr(args, name)
@@ -388,16 +411,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         flag = "--vocab-size" if args.vocab_size else "--single-digits"
         raise UserError(f"{flag} is for training a tokenizer, and --tokenizer names one; give one or the other")
     made = make_shards(
-        Path(args.corpus), Path(args.out), args.vocab_size or VOCAB_SIZE,
+        Path(args.corpus),
+        Path(args.out),
+        args.vocab_size or VOCAB_SIZE,
         Path(args.tokenizer) if args.tokenizer else None,
-        args.shard_tokens, args.sample_bytes, args.workers, sys.stderr.isatty(), args.at_most,
-        args.single_digits, args.ray,
-    )  # fmt: skip
+        args.shard_tokens,
+        args.sample_bytes,
+        args.workers,
+        sys.stderr.isatty(),
+        args.at_most,
+        args.single_digits,
+        args.ray,
+    )
     print(table(made.shards))
     if made.bytes:
         rate = made.bytes / made.seconds / 1e6
-        print(f"encoded {made.bytes:,} bytes in {made.seconds:.1f} s, {rate:.1f} MB/s "
-              + (f"on {args.ray}" if args.ray else f"with {count_of(args.workers or cores(), 'worker')}"))  # fmt: skip
+        print(
+            f"encoded {made.bytes:,} bytes in {made.seconds:.1f} s, {rate:.1f} MB/s "
+            + (f"on {args.ray}" if args.ray else f"with {count_of(args.workers or cores(), 'worker')}")
+        )
     else:
         print(f"{args.out}: these shards were already complete; every file was checked")
     print(f"next: python recipes/pretrain.py --data {shlex.quote(args.out)}")

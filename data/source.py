@@ -200,10 +200,18 @@ class SourceWriter:
         except OSError as error:
             raise write_fault(self.folder, error) from None
         write_manifest(
-            self.folder, self.name, self.licence, self._files, self.refused, documents=self.documents, bytes=self.bytes,
-            parquet=[{"file": name, "bytes": size, "sha256": digest}
-                     for name, (_, size, digest) in zip(names, self._parts, strict=True)],
-        )  # fmt: skip
+            self.folder,
+            self.name,
+            self.licence,
+            self._files,
+            self.refused,
+            documents=self.documents,
+            bytes=self.bytes,
+            parquet=[
+                {"file": name, "bytes": size, "sha256": digest}
+                for name, (_, size, digest) in zip(names, self._parts, strict=True)
+            ],
+        )
 
 
 def write_manifest(
@@ -265,8 +273,10 @@ def read_source(folder: Path, verify: bool = False) -> Source:
         )
     if "instructions" in found:
         file = found["instructions"].get("file") if isinstance(found["instructions"], dict) else None
-        raise UserError(f"{folder}: contains instructions, wanted documents; train on them with recipes/sft.py --data "
-                        f"{folder / str(file)}")  # fmt: skip
+        raise UserError(
+            f"{folder}: contains instructions, wanted documents; train on them with recipes/sft.py --data "
+            f"{folder / str(file)}"
+        )
     try:
         _check_types(found, {"name": str, "licence": str, "documents": int, "bytes": int})
         for entry in found["refused"]:
@@ -281,11 +291,16 @@ def read_source(folder: Path, verify: bool = False) -> Source:
         if not all(isinstance(digest, str) for digest in inputs):
             raise TypeError("a SHA-256 in files is not a string")
         return Source(
-            folder=folder, name=found["name"], licence=found["licence"], documents=found["documents"],
-            bytes=found["bytes"], parquet=tuple(folder / entry["file"] for entry in found["parquet"]),
-            refused=tuple(Refusal(**entry) for entry in found["refused"]), sha256=hashlib.sha256(raw).hexdigest(),
+            folder=folder,
+            name=found["name"],
+            licence=found["licence"],
+            documents=found["documents"],
+            bytes=found["bytes"],
+            parquet=tuple(folder / entry["file"] for entry in found["parquet"]),
+            refused=tuple(Refusal(**entry) for entry in found["refused"]),
+            sha256=hashlib.sha256(raw).hexdigest(),
             inputs=tuple(inputs),
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: not the manifest of a source ({error!r}); make the source again") from None
 
@@ -317,7 +332,9 @@ def print_refused(refused: Sequence[Refusal]) -> None:
 def report(source: Source, one: str, many: str = "", passing: str = "") -> int:
     """Print what a source holds, as `count_of` words it; the exit status, 1 if a record was left out for any reason but
     `passing`."""
-    print(f"{count_of(source.documents, one, many)}, {source.bytes:,} bytes of text in {source.folder}; "
-          f"{len(source.refused)} refused")  # fmt: skip
+    print(
+        f"{count_of(source.documents, one, many)}, {source.bytes:,} bytes of text in {source.folder}; "
+        f"{len(source.refused)} refused"
+    )
     print_refused(source.refused)
     return int(any(refusal.reason != passing for refusal in source.refused))

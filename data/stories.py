@@ -54,7 +54,7 @@ NAMES = {
         "Toto Pinky Birdie Tweety Bubbles Poppy Pippin Squeaky Rover Patch Biscuit Nibbles Snowball Muffin Ginger Fido "
         "Bandit Cocoa Pebbles Waffles Scout Ziggy Pumpkin Socks Tiger Peanut".split()
     ),
-}  # fmt: skip
+}
 KIND_OF = {name: kind for kind, names in NAMES.items() for name in names}
 _WORD = re.compile(r"[a-z]+")
 _NAME = re.compile(rf"\b(?:{'|'.join(KIND_OF)})\b")
@@ -64,9 +64,30 @@ ANIMALS = tuple(
     "giraffe pony tiger chicken kangaroo dragon dinosaur seal worm whale camel hen hedgehog snail owl butterfly".split()
 )
 PEOPLE = (
-    "girl", "boy", "man", "woman", "lady", "child", "princess", "prince", "king", "queen", "farmer", "fairy",
-    "pirate", "baker", "knight", "giant", "robot", "doctor", "teacher", "clown", "baby", "fireman", "sailor",
-)  # fmt: skip
+    "girl",
+    "boy",
+    "man",
+    "woman",
+    "lady",
+    "child",
+    "princess",
+    "prince",
+    "king",
+    "queen",
+    "farmer",
+    "fairy",
+    "pirate",
+    "baker",
+    "knight",
+    "giant",
+    "robot",
+    "doctor",
+    "teacher",
+    "clown",
+    "baby",
+    "fireman",
+    "sailor",
+)
 HEROES = ANIMALS + PEOPLE
 HERS = {"girl", "woman", "lady", "princess", "queen", "fairy", "hen", "cow"}
 
@@ -177,16 +198,30 @@ class Fact:
 _HERO = re.compile(rf"\b[Aa]n? ((?:[a-z]+,? ){{0,3}}?)({'|'.join(HEROES)}) (?:named|called) ([A-Z][a-z]+)\b")
 # Past tense to base form.
 DID = {
-    "found": "find", "lost": "lose", "made": "make", "bought": "buy", "got": "get", "met": "meet", "ate": "eat",
-    "broke": "break", "dropped": "drop", "built": "build", "drew": "draw", "caught": "catch", "heard": "hear",
-    "brought": "bring", "picked up": "pick up", "saw": "see",
-}  # fmt: skip
+    "found": "find",
+    "lost": "lose",
+    "made": "make",
+    "bought": "buy",
+    "got": "get",
+    "met": "meet",
+    "ate": "eat",
+    "broke": "break",
+    "dropped": "drop",
+    "built": "build",
+    "drew": "draw",
+    "caught": "catch",
+    "heard": "hear",
+    "brought": "bring",
+    "picked up": "pick up",
+    "saw": "see",
+}
 _END = r"(?=[.,!]| (?:in|on|at|under|with|and|to|that|near|from|by|for|but|who|because|when|so|which|inside|behind)\b)"
 _WHO = r"(?:(?<=^)|(?<=[.!?] )|(?<=\n)|(?<=, and )|(?<=day, ))"
 _DID = re.compile(
     rf"{_WHO}([A-Z][a-z]+|[Tt]he (?:{'|'.join(HEROES)})) ({'|'.join(DID)}) "
-    rf"((?:a|an|the|her|his|some|two|three) (?:[a-z]+ ){{0,2}}[a-z]+){_END}", re.M
-)  # fmt: skip
+    rf"((?:a|an|the|her|his|some|two|three) (?:[a-z]+ ){{0,2}}[a-z]+){_END}",
+    re.M,
+)
 _WENT = re.compile(
     rf"{_WHO}([A-Z][a-z]+) (went|ran|walked|hurried|flew|drove) (to (?:the|a|his|her) (?:[a-z]+ )?[a-z]+){_END}", re.M
 )
@@ -258,7 +293,7 @@ def description(story: str, hero: Hero) -> str:
     for pattern in (_LIVED, _WANTED):
         for match in pattern.finditer(story):
             if match[1] in (hero.name, hero.they) and len(told) < 3:
-                told.append(f"{hero.they}{match[0][len(match[1]):]}.")
+                told.append(f"{hero.they}{match[0][len(match[1]) :]}.")
     return " ".join(told)
 
 
@@ -269,10 +304,14 @@ THINGS = (
     "ball hat key book kite doll ring shoe cup coin bell flute drum boat car toy scarf bag hammer lamp bone spoon "
     "ribbon basket ticket whistle necklace mitten bucket map feather button blanket umbrella balloon"
 ).split()
-PLACES = tuple("in the park|at the beach|in the garden|by the river|in the forest|at school|in the yard|at the zoo|"
-               "on the farm|at the market|in the snow|on the hill|near the pond|in the kitchen".split("|"))  # fmt: skip
-SPOTS = tuple("under the bed|behind a tree|in the grass|under a bench|in a box|behind the door|on the stairs|"
-              "in the sand|under the table|in a bush|next to a rock|in the mud".split("|"))  # fmt: skip
+PLACES = tuple(
+    "in the park|at the beach|in the garden|by the river|in the forest|at school|in the yard|at the zoo|"
+    "on the farm|at the market|in the snow|on the hill|near the pond|in the kitchen".split("|")
+)
+SPOTS = tuple(
+    "under the bed|behind a tree|in the grass|under a bench|in a box|behind the door|on the stairs|"
+    "in the sand|under the table|in a bush|next to a rock|in the mud".split("|")
+)
 TRAITS = "little kind brave shy happy clever small funny quiet big young".split()
 GIVERS = "mom dad grandma grandpa friend brother sister teacher uncle aunt".split()
 
@@ -287,51 +326,83 @@ def small_story(rng: random.Random) -> tuple[str, Hero, list[Fact]]:
     giver, friend = rng.choice(GIVERS), rng.choice([n for n in NAMES[rng.choice(("girl", "boy"))] if n != name])
     full = f"{colour} {thing}"
     a_full = with_article(full)
-    opening = rng.choice((
-        f"Once upon a time, there was {hero.full} named {name}.", f"Once there was {hero.full} named {name}.",
-        f"There once was {hero.full} called {name}.", f"One day, {hero.full} named {name} went out to play.",
-    ))  # fmt: skip
-    got = rng.choice((
-        f"{name} had {a_full}.", f"{his.capitalize()} {giver} gave {name} {a_full}.", f"{name} loved {his} {full}.",
-    ))  # fmt: skip
+    opening = rng.choice(
+        (
+            f"Once upon a time, there was {hero.full} named {name}.",
+            f"Once there was {hero.full} named {name}.",
+            f"There once was {hero.full} called {name}.",
+            f"One day, {hero.full} named {name} went out to play.",
+        )
+    )
+    got = rng.choice(
+        (f"{name} had {a_full}.", f"{his.capitalize()} {giver} gave {name} {a_full}.", f"{name} loved {his} {full}.")
+    )
     plots = {
         "lost": (
-            [got, f"One day, {name} lost {his} {full} {place}.", f"{he} was very sad and looked everywhere.",
-             f"Then {friend} came to help. They found the {thing} {spot}.", f"{name} was happy and thanked {friend}."],
-            [Fact(f"What did {name} lose?", f"{name} lost {his} {full}."),
-             Fact(f"Where did {name} lose the {thing}?", f"{name} lost the {thing} {place}."),
-             Fact(f"Who helped {name}?", f"{friend} helped {name}."),
-             Fact(f"Where was the {thing}?", f"The {thing} was {spot}.")],
+            [
+                got,
+                f"One day, {name} lost {his} {full} {place}.",
+                f"{he} was very sad and looked everywhere.",
+                f"Then {friend} came to help. They found the {thing} {spot}.",
+                f"{name} was happy and thanked {friend}.",
+            ],
+            [
+                Fact(f"What did {name} lose?", f"{name} lost {his} {full}."),
+                Fact(f"Where did {name} lose the {thing}?", f"{name} lost the {thing} {place}."),
+                Fact(f"Who helped {name}?", f"{friend} helped {name}."),
+                Fact(f"Where was the {thing}?", f"The {thing} was {spot}."),
+            ],
         ),
         "found": (
-            [f"{name} liked to play {place}.", f"One day, {name} found {a_full} {spot}.",
-             f'"What a nice {thing}!" said {name}.', f"{he} showed it to {friend}.",
-             f"They played with the {thing} all day."],
-            [Fact(f"What did {name} find?", f"{name} found {a_full}."),
-             Fact(f"Where did {name} find the {thing}?", f"{name} found the {thing} {spot}."),
-             Fact(f"Where did {name} like to play?", f"{name} liked to play {place}."),
-             Fact(f"What colour was the {thing}?", f"The {thing} was {colour}.")],
+            [
+                f"{name} liked to play {place}.",
+                f"One day, {name} found {a_full} {spot}.",
+                f'"What a nice {thing}!" said {name}.',
+                f"{he} showed it to {friend}.",
+                f"They played with the {thing} all day.",
+            ],
+            [
+                Fact(f"What did {name} find?", f"{name} found {a_full}."),
+                Fact(f"Where did {name} find the {thing}?", f"{name} found the {thing} {spot}."),
+                Fact(f"Where did {name} like to play?", f"{name} liked to play {place}."),
+                Fact(f"What colour was the {thing}?", f"The {thing} was {colour}."),
+            ],
         ),
         "broke": (
-            [got, f"{name} played with {friend} {place}.", f"{he} fell down and broke {his} {full}.",
-             f"{name} began to cry.", f'"Do not cry," said {friend}. "We can fix it." And they did.'],
-            [Fact(f"What did {name} break?", f"{name} broke {his} {full}."),
-             Fact(f"Who did {name} play with?", f"{name} played with {friend}."),
-             Fact(f"Where did {name} play?", f"{name} played {place}."),
-             Fact(f"Why did {name} cry?", f"{name} cried because the {thing} was broken.")],
+            [
+                got,
+                f"{name} played with {friend} {place}.",
+                f"{he} fell down and broke {his} {full}.",
+                f"{name} began to cry.",
+                f'"Do not cry," said {friend}. "We can fix it." And they did.',
+            ],
+            [
+                Fact(f"What did {name} break?", f"{name} broke {his} {full}."),
+                Fact(f"Who did {name} play with?", f"{name} played with {friend}."),
+                Fact(f"Where did {name} play?", f"{name} played {place}."),
+                Fact(f"Why did {name} cry?", f"{name} cried because the {thing} was broken."),
+            ],
         ),
         "bought": (
-            [f"{name} wanted {a_full}.", f"{he} went to the shop with {his} {giver} and bought the {full}.",
-             f"{name} took it to play {place}.", f"{friend} liked it too, so {name} shared it."],
-            [Fact(f"What did {name} want?", f"{name} wanted {a_full}."),
-             Fact(f"What did {name} buy?", f"{name} bought {a_full}."),
-             Fact(f"Who went to the shop with {name}?", f"{name} went to the shop with {his} {giver}."),
-             Fact(f"Who did {name} share it with?", f"{name} shared it with {friend}.")],
+            [
+                f"{name} wanted {a_full}.",
+                f"{he} went to the shop with {his} {giver} and bought the {full}.",
+                f"{name} took it to play {place}.",
+                f"{friend} liked it too, so {name} shared it.",
+            ],
+            [
+                Fact(f"What did {name} want?", f"{name} wanted {a_full}."),
+                Fact(f"What did {name} buy?", f"{name} bought {a_full}."),
+                Fact(f"Who went to the shop with {name}?", f"{name} went to the shop with {his} {giver}."),
+                Fact(f"Who did {name} share it with?", f"{name} shared it with {friend}."),
+            ],
         ),
-    }  # fmt: skip
+    }
     sentences, asked = plots[rng.choice(list(plots))]
-    about = [Fact("Who is the story about?", f"The story is about {hero.full} named {name}."),
-             Fact(f"What is the name of the {kind}?", f"The {kind} is named {name}.")]  # fmt: skip
+    about = [
+        Fact("Who is the story about?", f"The story is about {hero.full} named {name}."),
+        Fact(f"What is the name of the {kind}?", f"The {kind} is named {name}."),
+    ]
     return " ".join([opening, *sentences]), hero, asked * 2 + about
 
 
@@ -343,52 +414,126 @@ HOMES = ("small house", "big house", "cave", "castle", "hut", "village", "tall t
 FURNITURE = ("shelf", "chair", "bed", "window sill", "stove", "piano")
 TOWARDS = "market,forest,garden,farm,pond,library,park,lake,zoo,hill,playground".split(",")
 FILLERS = (
-    "{S} was very happy.", "{S} was sad.", "Then {s} went home.", "It was a good day.", "The sun was warm.",
-    "{S} smiled.", "{S} was tired and went to bed.", "{S} laughed.", "Everyone was glad.", "{S} cried.", "It was fun.",
-    "That night {s} slept well.", "{S} looked everywhere.", "It was cold outside.", "{S} told {h} {g}.",
-)  # fmt: skip
+    "{S} was very happy.",
+    "{S} was sad.",
+    "Then {s} went home.",
+    "It was a good day.",
+    "The sun was warm.",
+    "{S} smiled.",
+    "{S} was tired and went to bed.",
+    "{S} laughed.",
+    "Everyone was glad.",
+    "{S} cried.",
+    "It was fun.",
+    "That night {s} slept well.",
+    "{S} looked everywhere.",
+    "It was cold outside.",
+    "{S} told {h} {g}.",
+)
 # What may happen: a sentence, and questions with answers. n: the hero's name; S, s, h, C: She, she, her, Her; W: the
 # name or She; t: a thing, a: "a red kite" or the like, m: the same without its article; k: an animal, l, L: with one;
 # f: a friend; g: who gives; p: where; o: where things are found; d: to where; e: food; r: a fright; i: furniture.
 HAPPENINGS = (
-    ("{W} lost {h} {m} {p}.", "What did {n} lose?", "{n} lost {h} {m}.",
-     "Where did {n} lose the {t}?", "{n} lost the {t} {p}."),
-    ("{W} lost {h} {t}. {f} found it {o}.", "Who found the {t}?", "{f} found the {t}.",
-     "Where did {f} find the {t}?", "{f} found the {t} {o}.", "What did {n} lose?", "{n} lost {h} {t}."),
-    ("{W} left {h} {t} {p}, and {l} took it.", "Who took the {t}?", "{L} took the {t}.",
-     "What did the {k} take?", "The {k} took the {t}."),
-    ("{W} found {a} {o}.", "What did {n} find?", "{n} found {a}.",
-     "Where did {n} find the {t}?", "{n} found the {t} {o}."),
-    ("{W} found {a}. {S} put it on the {i}.", "Where did {n} put the {t}?", "{n} put the {t} on the {i}.",
-     "What did {n} find?", "{n} found {a}."),
+    (
+        "{W} lost {h} {m} {p}.",
+        "What did {n} lose?",
+        "{n} lost {h} {m}.",
+        "Where did {n} lose the {t}?",
+        "{n} lost the {t} {p}.",
+    ),
+    (
+        "{W} lost {h} {t}. {f} found it {o}.",
+        "Who found the {t}?",
+        "{f} found the {t}.",
+        "Where did {f} find the {t}?",
+        "{f} found the {t} {o}.",
+        "What did {n} lose?",
+        "{n} lost {h} {t}.",
+    ),
+    (
+        "{W} left {h} {t} {p}, and {l} took it.",
+        "Who took the {t}?",
+        "{L} took the {t}.",
+        "What did the {k} take?",
+        "The {k} took the {t}.",
+    ),
+    (
+        "{W} found {a} {o}.",
+        "What did {n} find?",
+        "{n} found {a}.",
+        "Where did {n} find the {t}?",
+        "{n} found the {t} {o}.",
+    ),
+    (
+        "{W} found {a}. {S} put it on the {i}.",
+        "Where did {n} put the {t}?",
+        "{n} put the {t} on the {i}.",
+        "What did {n} find?",
+        "{n} found {a}.",
+    ),
     ("{W} bought {a}.", "What did {n} buy?", "{n} bought {a}."),
-    ("{W} went to the shop with {h} {g} and got {a}.", "Who went to the shop with {n}?",
-     "{n} went to the shop with {h} {g}.", "What did {n} get?", "{n} got {a}."),
+    (
+        "{W} went to the shop with {h} {g} and got {a}.",
+        "Who went to the shop with {n}?",
+        "{n} went to the shop with {h} {g}.",
+        "What did {n} get?",
+        "{n} got {a}.",
+    ),
     ("{W} saw {l} {p}.", "What did {n} see?", "{n} saw {l}.", "Where did {n} see the {k}?", "{n} saw the {k} {p}."),
     ("{W} heard {l} in the night.", "What did {n} hear?", "{n} heard {l}."),
     ("{W} ate a big {e}.", "What did {n} eat?", "{n} ate a big {e}."),
     ("{W} was hungry and ate two {e}s.", "What did {n} eat?", "{n} ate two {e}s."),
-    ("{W} made {a} for {f}.", "What did {n} make?", "{n} made {a}.",
-     "Who did {n} make the {t} for?", "{n} made the {t} for {f}."),
+    (
+        "{W} made {a} for {f}.",
+        "What did {n} make?",
+        "{n} made {a}.",
+        "Who did {n} make the {t} for?",
+        "{n} made the {t} for {f}.",
+    ),
     ("{W} drew {l}.", "What did {n} draw?", "{n} drew {l}."),
     ("{W} wanted {a}.", "What did {n} want?", "{n} wanted {a}."),
     ("{W} broke {h} {g}'s {m}.", "What did {n} break?", "{n} broke {h} {g}'s {m}."),
     ("{W} fell, and {f} helped {n} to get up.", "Who fell?", "{n} fell.", "Who helped {n}?", "{f} helped {n}."),
-    ("{f} fell into the mud. {W} helped.", "Who fell into the mud?", "{f} fell into the mud.",
-     "Who helped {f}?", "{n} helped {f}."),
-    ("{C} {g} gave {n} {a}.", "Who gave {n} the {t}?", "{C} {g} gave {n} the {t}.",
-     "What did {n} get?", "{n} got {a}."),
-    ("{f} gave {n} a {e}.", "Who gave {n} a {e}?", "{f} gave {n} a {e}.",
-     "What did {f} give {n}?", "{f} gave {n} a {e}."),
-    ("{W} took {h} {t} to the {d}.", "Where did {n} take the {t}?", "{n} took the {t} to the {d}.",
-     "What did {n} take to the {d}?", "{n} took {h} {t} to the {d}."),
+    (
+        "{f} fell into the mud. {W} helped.",
+        "Who fell into the mud?",
+        "{f} fell into the mud.",
+        "Who helped {f}?",
+        "{n} helped {f}.",
+    ),
+    (
+        "{C} {g} gave {n} {a}.",
+        "Who gave {n} the {t}?",
+        "{C} {g} gave {n} the {t}.",
+        "What did {n} get?",
+        "{n} got {a}.",
+    ),
+    (
+        "{f} gave {n} a {e}.",
+        "Who gave {n} a {e}?",
+        "{f} gave {n} a {e}.",
+        "What did {f} give {n}?",
+        "{f} gave {n} a {e}.",
+    ),
+    (
+        "{W} took {h} {t} to the {d}.",
+        "Where did {n} take the {t}?",
+        "{n} took the {t} to the {d}.",
+        "What did {n} take to the {d}?",
+        "{n} took {h} {t} to the {d}.",
+    ),
     ("{W} was afraid of {r}.", "What was {n} afraid of?", "{n} was afraid of {r}."),
     ("{W} met {l} {p}.", "Who did {n} meet?", "{n} met {l}.", "Where did {n} meet the {k}?", "{n} met the {k} {p}."),
     ("{W} washed {h} {m}.", "What did {n} wash?", "{n} washed {h} {m}."),
     ("{W} hid {o}, but {f} was quick.", "Where did {n} hide?", "{n} hid {o}.", "Who was quick?", "{f} was quick."),
-    ("{W} ran to the {d} because {s} was late.", "Where did {n} run?", "{n} ran to the {d}.",
-     "Why did {n} run?", "{n} ran because {s} was late."),
-)  # fmt: skip
+    (
+        "{W} ran to the {d} because {s} was late.",
+        "Where did {n} run?",
+        "{n} ran to the {d}.",
+        "Why did {n} run?",
+        "{n} ran because {s} was late.",
+    ),
+)
 _SAME = {"a": "t", "m": "t", "l": "k", "L": "k"}
 
 
@@ -403,17 +548,41 @@ def typed_story(rng: random.Random) -> tuple[str, Hero | None, list[Fact]]:
     animal = rng.choice([a for a in ANIMALS if a != kind])
     full = rng.choice((thing, f"{rng.choice(COLOURS)} {thing}"))
     words = {
-        "n": name, "S": hero.they, "s": hero.they.lower(), "h": his, "C": his.capitalize(), "t": thing, "m": full,
-        "a": with_article(full), "f": friend, "g": giver, "k": animal, "l": with_article(animal),
-        "L": with_article(animal).capitalize(), "p": rng.choice(PLACES), "o": rng.choice(SPOTS),
-        "d": rng.choice(TOWARDS), "e": rng.choice(FOODS), "r": rng.choice(FRIGHTS), "i": rng.choice(FURNITURE),
-    }  # fmt: skip
-    known = [Fact("Who is the story about?", f"The story is about {hero.full} named {name}."),
-             Fact(f"What is the name of the {kind}?", f"The {kind} is named {name}.")]  # fmt: skip
+        "n": name,
+        "S": hero.they,
+        "s": hero.they.lower(),
+        "h": his,
+        "C": his.capitalize(),
+        "t": thing,
+        "m": full,
+        "a": with_article(full),
+        "f": friend,
+        "g": giver,
+        "k": animal,
+        "l": with_article(animal),
+        "L": with_article(animal).capitalize(),
+        "p": rng.choice(PLACES),
+        "o": rng.choice(SPOTS),
+        "d": rng.choice(TOWARDS),
+        "e": rng.choice(FOODS),
+        "r": rng.choice(FRIGHTS),
+        "i": rng.choice(FURNITURE),
+    }
+    known = [
+        Fact("Who is the story about?", f"The story is about {hero.full} named {name}."),
+        Fact(f"What is the name of the {kind}?", f"The {kind} is named {name}."),
+    ]
     way, place, home = rng.random(), rng.choice(TOWARDS), with_article(rng.choice(HOMES))
     if way < 0.45:
-        begin = rng.choice(("Once upon a time there was", "Once upon a time, there was", "Once there was",
-                            "There once was", "There was"))  # fmt: skip
+        begin = rng.choice(
+            (
+                "Once upon a time there was",
+                "Once upon a time, there was",
+                "Once there was",
+                "There once was",
+                "There was",
+            )
+        )
         opening = f"{begin} {hero.full} {rng.choice(('named', 'called'))} {name}."
     elif way < 0.6:
         opening = f"{hero.full[0].upper()}{hero.full[1:]} named {name} lived in {home}."
@@ -467,74 +636,161 @@ def unanswered(story: str, hero: Hero, rng: random.Random) -> Fact | None:
 # --- instructions -----------------------------------------------------------------------------------------------------
 
 TELL = (
-    "Tell me a story about {x}.", "Tell me a story about {x}", "Tell a story about {x}.",
-    "Tell me a short story about {x}.", "Write a story about {x}.", "Write a short story about {x}.",
-    "Can you tell me a story about {x}?", "Please tell me a story about {x}.", "I want a story about {x}.",
-    "Make up a story about {x}.", "I would like to hear a story about {x}.", "A story about {x}, please.",
-    "tell me a story about {x}", "Could you write a story about {x}?", "Tell my child a story about {x}.",
+    "Tell me a story about {x}.",
+    "Tell me a story about {x}",
+    "Tell a story about {x}.",
+    "Tell me a short story about {x}.",
+    "Write a story about {x}.",
+    "Write a short story about {x}.",
+    "Can you tell me a story about {x}?",
+    "Please tell me a story about {x}.",
+    "I want a story about {x}.",
+    "Make up a story about {x}.",
+    "I would like to hear a story about {x}.",
+    "A story about {x}, please.",
+    "tell me a story about {x}",
+    "Could you write a story about {x}?",
+    "Tell my child a story about {x}.",
     "Give me a story about {x}.",
-)  # fmt: skip
+)
 TELL_ANY = (
-    "Tell me a story.", "Tell me a bedtime story.", "Write a short story.", "Can you tell me a story?",
-    "Another story, please.", "Tell me another story.", "tell me a story", "Please tell me a story for children.",
-    "I am bored. Tell me a story.", "Tell me something nice.", "Make up a story.", "A story, please.",
-    "Tell me a new story.", "Write a story for a child.",
-)  # fmt: skip
+    "Tell me a story.",
+    "Tell me a bedtime story.",
+    "Write a short story.",
+    "Can you tell me a story?",
+    "Another story, please.",
+    "Tell me another story.",
+    "tell me a story",
+    "Please tell me a story for children.",
+    "I am bored. Tell me a story.",
+    "Tell me something nice.",
+    "Make up a story.",
+    "A story, please.",
+    "Tell me a new story.",
+    "Write a story for a child.",
+)
 _REQUEST = re.compile("|".join(re.escape(text).replace(r"\{x\}", r"[^.?!\n]{1,80}") for text in (*TELL, *TELL_ANY)))
-CONTINUE = ("Continue the story: {x}", "Continue this story: {x}", "Finish the story: {x}", "{x}", "{x}", "{x}",
-            "How does this story go on? {x}", "Go on with this story: {x}", "What happens next? {x}")  # fmt: skip
+CONTINUE = (
+    "Continue the story: {x}",
+    "Continue this story: {x}",
+    "Finish the story: {x}",
+    "{x}",
+    "{x}",
+    "{x}",
+    "How does this story go on? {x}",
+    "Go on with this story: {x}",
+    "What happens next? {x}",
+)
 DESCRIBE = ("Describe {x}.", "Tell me about {x}.", "What is {x} like?", "Who is {x}? Tell me more.")
 IN_STORY = ("in the story", "in this story")
 SELF = (
     "I am Storyteller, a small language model. I tell stories for children.",
     "My name is Storyteller. I am a small language model that tells children's stories.",
     "I am Storyteller, a small computer program that has read many children's stories and likes to tell new ones.",
-)  # fmt: skip
+)
 WHO = (
-    "Who are you?", "What are you?", "What is your name?", "who are you", "Tell me about yourself.",
-    "Are you a person?", "Are you a robot?", "Are you human?", "What's your name?", "Who made you?",
-    "Introduce yourself.", "Do you have a name?", "Who am I talking to?", "Are you ChatGPT?",
-)  # fmt: skip
-CAN = ("What can you do?", "How can you help me?", "What do you know?", "Help", "What should I ask you?", "help me",
-       "How does this work?", "What can I ask you?")  # fmt: skip
+    "Who are you?",
+    "What are you?",
+    "What is your name?",
+    "who are you",
+    "Tell me about yourself.",
+    "Are you a person?",
+    "Are you a robot?",
+    "Are you human?",
+    "What's your name?",
+    "Who made you?",
+    "Introduce yourself.",
+    "Do you have a name?",
+    "Who am I talking to?",
+    "Are you ChatGPT?",
+)
+CAN = (
+    "What can you do?",
+    "How can you help me?",
+    "What do you know?",
+    "Help",
+    "What should I ask you?",
+    "help me",
+    "How does this work?",
+    "What can I ask you?",
+)
 ABLE = (
     "I can tell you a story, go on with a story that you begin, and answer a question about a story. Ask me: "
     "Tell me a story about {a}.",
     "I tell stories. Say who the story is to be about, or give me the first sentence, and I will do the rest.",
-)  # fmt: skip
+)
 HELLO = (
-    "Hello", "Hello!", "Hi", "Hi!", "hi", "hello", "Hey", "Good morning", "Good evening", "Good morning!",
-    "Hi there!", "Hello there.", "How are you?", "Hello, how are you?", "hey there", "Good day",
+    "Hello",
+    "Hello!",
+    "Hi",
+    "Hi!",
+    "hi",
+    "hello",
+    "Hey",
+    "Good morning",
+    "Good evening",
+    "Good morning!",
+    "Hi there!",
+    "Hello there.",
+    "How are you?",
+    "Hello, how are you?",
+    "hey there",
+    "Good day",
     "Nice to meet you.",
-)  # fmt: skip
-GREET = ("Hello! Shall I tell you a story about {a}?", "Hello! I am Storyteller. What story would you like to hear?",
-         "Hi! It is nice to meet you. Would you like a story about {a}?",
-         "Hello! I am well, and I would like to tell you a story. Who is it to be about?")  # fmt: skip
+)
+GREET = (
+    "Hello! Shall I tell you a story about {a}?",
+    "Hello! I am Storyteller. What story would you like to hear?",
+    "Hi! It is nice to meet you. Would you like a story about {a}?",
+    "Hello! I am well, and I would like to tell you a story. Who is it to be about?",
+)
 THANKS = (
-    "Thank you!", "Thanks", "Thank you.", "thanks!", "That was nice.", "I liked that story.", "Great story!",
-    "Nice!", "Good story.", "Very good", "I love it.", "Well done!",
-)  # fmt: skip
+    "Thank you!",
+    "Thanks",
+    "Thank you.",
+    "thanks!",
+    "That was nice.",
+    "I liked that story.",
+    "Great story!",
+    "Nice!",
+    "Good story.",
+    "Very good",
+    "I love it.",
+    "Well done!",
+)
 WELCOME = (
     "You are welcome! Would you like to hear another story?",
     "I am glad that you liked it. Shall I tell you one about {a}?",
     "Thank you! Ask me for another story when you like.",
-)  # fmt: skip
+)
 BYE = ("Bye", "Goodbye", "Good night", "Bye!", "See you later.", "Good night!", "See you.", "I have to go.")
 FAREWELL = (
-    "Goodbye! Come back when you want a story.", "Good night, and sweet dreams!",
+    "Goodbye! Come back when you want a story.",
+    "Good night, and sweet dreams!",
     "Bye! It was nice to talk to you.",
-)  # fmt: skip
-NO_STORY = ("I have not told you a story yet. Ask me for one, and then ask me about it.",
-            "Which story? Ask me to tell you one first, for example about {a}.",
-            "There is no story yet. Tell me one, or ask me for a story about {a}.")  # fmt: skip
-UNKNOWN = ("I do not know that. I am a small model, and I only know stories. Ask me for a story about {a}.",
-           "That is too hard for me. I know stories for children: shall I tell you one about {a}?",
-           "I cannot help with that. I tell stories. Would you like one about {a}?")  # fmt: skip
+)
+NO_STORY = (
+    "I have not told you a story yet. Ask me for one, and then ask me about it.",
+    "Which story? Ask me to tell you one first, for example about {a}.",
+    "There is no story yet. Tell me one, or ask me for a story about {a}.",
+)
+UNKNOWN = (
+    "I do not know that. I am a small model, and I only know stories. Ask me for a story about {a}.",
+    "That is too hard for me. I know stories for children: shall I tell you one about {a}?",
+    "I cannot help with that. I tell stories. Would you like one about {a}?",
+)
 SUMS = (
-    "How much is {a} plus {b}?", "What is {a} + {b}?", "What is {a} times {b}?", "What is the capital of {c}?",
-    "Who is the president of {c}?", "Where is {c}?", "Translate this into French: {c} is nice.",
-    "Write a program that adds {a} and {b}.", "What is the weather in {c}?", "Who won the world cup in {c}?",
-)  # fmt: skip
+    "How much is {a} plus {b}?",
+    "What is {a} + {b}?",
+    "What is {a} times {b}?",
+    "What is the capital of {c}?",
+    "Who is the president of {c}?",
+    "Where is {c}?",
+    "Translate this into French: {c} is nice.",
+    "Write a program that adds {a} and {b}.",
+    "What is the weather in {c}?",
+    "Who won the world cup in {c}?",
+)
 COUNTRIES = "France Germany Spain Italy China Japan India Kenya Egypt Brazil Canada Mexico Norway Poland Peru".split()
 
 
@@ -560,8 +816,17 @@ def _topic(story: str, hero: Hero | None, rng: random.Random) -> str:
     plain = with_article(hero.kind)
     if not keeps_name(story, hero.name):  # another character takes over: do not ask for this name
         return plain
-    topic = rng.choice((f"{plain} named {hero.name}", f"{plain} named {hero.name}", f"{plain} called {hero.name}",
-                        plain, f"{hero.full} named {hero.name}", f"{hero.full}", hero.name))  # fmt: skip
+    topic = rng.choice(
+        (
+            f"{plain} named {hero.name}",
+            f"{plain} named {hero.name}",
+            f"{plain} called {hero.name}",
+            plain,
+            f"{hero.full} named {hero.name}",
+            f"{hero.full}",
+            hero.name,
+        )
+    )
     thing = next((t for t in rng.sample(THINGS, len(THINGS)) if len(re.findall(rf"\b{t}\b", story)) > 1), "")
     return f"{topic} and {with_article(thing)}" if thing and rng.random() < 0.3 else topic
 
@@ -650,8 +915,12 @@ def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterato
         if rng.random() < 0.8 and (found := _ask(*typed_story(rng), rng, typed=True)):
             yield found
         if hero and rng.random() < 0.15:
-            yield Record(rng.choice(DESCRIBE).format(x=hero.name), "", description(renamed, hero),
-                         ((_tell(renamed, rng).instruction, renamed),))  # fmt: skip
+            yield Record(
+                rng.choice(DESCRIBE).format(x=hero.name),
+                "",
+                description(renamed, hero),
+                ((_tell(renamed, rng).instruction, renamed),),
+            )
         if rng.random() < 0.3:
             said, reply = _short(rng)
             small, about, known = small_story(rng)
@@ -720,8 +989,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="made of TinyStories by data.corpus")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the result")
     parser.add_argument("--copies", type=int, default=2, metavar="N", help="retell: versions of each story (default 2)")
-    parser.add_argument("--others", type=Path, metavar="FILE", help="instruct: Alpaca records, such as Dolly's, "
-                        "whose questions without input it should decline")  # fmt: skip
+    parser.add_argument(
+        "--others",
+        type=Path,
+        metavar="FILE",
+        help="instruct: Alpaca records, such as Dolly's, whose questions without input it should decline",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
     args = parser.parse_args(arguments)
     if args.copies < 1:

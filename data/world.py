@@ -61,28 +61,74 @@ SPOTS = tuple(
     "under the bed|behind the door|on the table|under the chair|on the shelf|in the box|by the window|behind the tree|"
     "in the grass|near the gate|on the stairs|under the bench|in the basket|by the wall".split("|")
 )
-PLACES = tuple("in the garden|at the park|at the pond|in the kitchen|at school|in the barn|on the hill|by the river|"
-               "at the market|in the yard|in the forest|on the beach".split("|"))  # fmt: skip
+PLACES = tuple(
+    "in the garden|at the park|at the pond|in the kitchen|at school|in the barn|on the hill|by the river|"
+    "at the market|in the yard|in the forest|on the beach".split("|")
+)
 KIN = ("mother", "father", "sister", "brother", "aunt", "uncle")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 SOUNDS = {
-    "cow": "moo", "dog": "woof", "cat": "meow", "duck": "quack", "sheep": "baa", "pig": "oink", "horse": "neigh",
-    "hen": "cluck", "frog": "croak", "bee": "buzz", "lion": "roar", "mouse": "squeak", "owl": "hoot", "snake": "hiss",
-}  # fmt: skip
+    "cow": "moo",
+    "dog": "woof",
+    "cat": "meow",
+    "duck": "quack",
+    "sheep": "baa",
+    "pig": "oink",
+    "horse": "neigh",
+    "hen": "cluck",
+    "frog": "croak",
+    "bee": "buzz",
+    "lion": "roar",
+    "mouse": "squeak",
+    "owl": "hoot",
+    "snake": "hiss",
+}
 HOMES = {
-    "bird": "in a nest", "bee": "in a hive", "fish": "in the water", "bear": "in a cave", "horse": "in a stable",
-    "spider": "in a web", "frog": "by the pond", "owl": "in a tree", "pig": "in a sty", "lion": "in the wild",
-}  # fmt: skip
+    "bird": "in a nest",
+    "bee": "in a hive",
+    "fish": "in the water",
+    "bear": "in a cave",
+    "horse": "in a stable",
+    "spider": "in a web",
+    "frog": "by the pond",
+    "owl": "in a tree",
+    "pig": "in a sty",
+    "lion": "in the wild",
+}
 COLOUR_OF = {
-    "grass": "green", "snow": "white", "the sky": "blue", "the sun": "yellow", "coal": "black", "milk": "white",
-    "mud": "brown", "a lemon": "yellow", "a leaf": "green", "the night": "black", "a carrot": "orange",
-}  # fmt: skip
+    "grass": "green",
+    "snow": "white",
+    "the sky": "blue",
+    "the sun": "yellow",
+    "coal": "black",
+    "milk": "white",
+    "mud": "brown",
+    "a lemon": "yellow",
+    "a leaf": "green",
+    "the night": "black",
+    "a carrot": "orange",
+}
 OPPOSITES = (
-    ("big", "small"), ("hot", "cold"), ("up", "down"), ("day", "night"), ("wet", "dry"), ("full", "empty"),
-    ("fast", "slow"), ("happy", "sad"), ("old", "new"), ("long", "short"), ("high", "low"), ("left", "right"),
-    ("hard", "soft"), ("early", "late"), ("near", "far"), ("clean", "dirty"), ("loud", "quiet"), ("in", "out"),
-)  # fmt: skip
+    ("big", "small"),
+    ("hot", "cold"),
+    ("up", "down"),
+    ("day", "night"),
+    ("wet", "dry"),
+    ("full", "empty"),
+    ("fast", "slow"),
+    ("happy", "sad"),
+    ("old", "new"),
+    ("long", "short"),
+    ("high", "low"),
+    ("left", "right"),
+    ("hard", "soft"),
+    ("early", "late"),
+    ("near", "far"),
+    ("clean", "dirty"),
+    ("loud", "quiet"),
+    ("in", "out"),
+)
 
 LARGEST = 20  # every number of the world, results included, is in 0..LARGEST
 LARGEST_STEP = 6  # the most that is added or subtracted at once
@@ -399,17 +445,47 @@ WEATHER: Beats = (
 
 # What happens, what it does, how one feels, what to do, what they did, how it ends.
 WEATHERS = (
-    ("It began to rain.", "The rain fell on the grass.", "wet", "We must go in", "ran into the house",
-     "After the rain the sun came out."),
-    ("It began to snow.", "All the hills were white.", "cold", "We need a fire", "sat by a warm fire",
-     "Soon they were warm."),
-    ("The wind was strong.", "The wind pulled at the trees.", "cold", "Let us go behind the wall", "sat behind a wall",
-     "At last the wind stopped."),
-    ("The sun was very hot.", "The sun burned all day.", "hot", "Come under the tree", "sat under a big tree",
-     "It was cool there."),
-    ("A dark cloud came.", "There was a loud sound in the sky.", "afraid", "Hold my hand", "went home hand in hand",
-     "Soon the cloud was gone."),
-)  # fmt: skip
+    (
+        "It began to rain.",
+        "The rain fell on the grass.",
+        "wet",
+        "We must go in",
+        "ran into the house",
+        "After the rain the sun came out.",
+    ),
+    (
+        "It began to snow.",
+        "All the hills were white.",
+        "cold",
+        "We need a fire",
+        "sat by a warm fire",
+        "Soon they were warm.",
+    ),
+    (
+        "The wind was strong.",
+        "The wind pulled at the trees.",
+        "cold",
+        "Let us go behind the wall",
+        "sat behind a wall",
+        "At last the wind stopped.",
+    ),
+    (
+        "The sun was very hot.",
+        "The sun burned all day.",
+        "hot",
+        "Come under the tree",
+        "sat under a big tree",
+        "It was cool there.",
+    ),
+    (
+        "A dark cloud came.",
+        "There was a loud sound in the sky.",
+        "afraid",
+        "Hold my hand",
+        "went home hand in hand",
+        "Soon the cloud was gone.",
+    ),
+)
 
 FAMILIES = (LOST, SHARING, FIXING, HUNGER, HELPING, WEATHER)
 TRAPS = ("in the mud", "in a hole", "under a log", "behind a gate", "in a net", "between two rocks")
@@ -428,11 +504,26 @@ def story(t: Teller) -> str:
     day, day2 = t.some(DAYS, 2)
     animal = t.pick(STUCK_ANIMALS)
     return t.tell(
-        beats, a=a, b=b, x=x, kin=kin, k=f"{a}'s {kin}", day=day, day2=day2, place=t.pick(PLACES),
-        spots=t.some(SPOTS, 4), food=a_or_an(food), food2=a_or_an(food2), foodname=food, w=t.pick(WEATHERS),
-        animal=animal, sound=SOUNDS[animal], Sound=sentence(SOUNDS[animal]), trap=t.pick(TRAPS),
+        beats,
+        a=a,
+        b=b,
+        x=x,
+        kin=kin,
+        k=f"{a}'s {kin}",
+        day=day,
+        day2=day2,
+        place=t.pick(PLACES),
+        spots=t.some(SPOTS, 4),
+        food=a_or_an(food),
+        food2=a_or_an(food2),
+        foodname=food,
+        w=t.pick(WEATHERS),
+        animal=animal,
+        sound=SOUNDS[animal],
+        Sound=sentence(SOUNDS[animal]),
+        trap=t.pick(TRAPS),
         colour=t.pick(("brown", "black", "white")),
-    )  # fmt: skip
+    )
 
 
 # --- descriptions and dialogue ---------------------------------------------------------------------------------------
@@ -473,11 +564,23 @@ def description(t: Teller) -> str:
     x, y, z = t.items(3)
     animal = t.pick(("dog", "cat", "duck", "hen", "frog", "mouse"))
     return t.tell(
-        t.pick((ROOM, PERSON, PET)), a=a, b=b, x=x, y=y, z=z, size=t.pick(SIZES[:3]), spots=t.some(SPOTS, 3),
-        kin=t.pick(KIN), tall=t.pick(("tall", "small", "happy", "quiet", "kind")), place=t.pick(PLACES),
-        day=t.pick(DAYS), animal=animal, sound=SOUNDS[animal], Sound=sentence(SOUNDS[animal]),
+        t.pick((ROOM, PERSON, PET)),
+        a=a,
+        b=b,
+        x=x,
+        y=y,
+        z=z,
+        size=t.pick(SIZES[:3]),
+        spots=t.some(SPOTS, 3),
+        kin=t.pick(KIN),
+        tall=t.pick(("tall", "small", "happy", "quiet", "kind")),
+        place=t.pick(PLACES),
+        day=t.pick(DAYS),
+        animal=animal,
+        sound=SOUNDS[animal],
+        Sound=sentence(SOUNDS[animal]),
         colour=t.pick(("brown", "black", "white")),
-    )  # fmt: skip
+    )
 
 
 MISSING: Beats = (
@@ -517,11 +620,23 @@ def dialogue(t: Teller) -> str:
     animal = t.pick(tuple(SOUNDS))
     wrong = t.pick(tuple(other for other in SOUNDS if other != animal))
     return t.tell(
-        t.pick((MISSING, PLANS, GUESSING)), a=a, b=b, c=c, x=x, y=y, spots=t.some(SPOTS, 2), day=t.pick(DAYS),
-        place=t.pick(PLACES), food=a_or_an(t.pick(FOODS)), ananimal=a_or_an(animal), sound=SOUNDS[animal],
-        Sound=sentence(SOUNDS[animal]), awrong=a_or_an(wrong), Awrong=sentence(a_or_an(wrong)),
+        t.pick((MISSING, PLANS, GUESSING)),
+        a=a,
+        b=b,
+        c=c,
+        x=x,
+        y=y,
+        spots=t.some(SPOTS, 2),
+        day=t.pick(DAYS),
+        place=t.pick(PLACES),
+        food=a_or_an(t.pick(FOODS)),
+        ananimal=a_or_an(animal),
+        sound=SOUNDS[animal],
+        Sound=sentence(SOUNDS[animal]),
+        awrong=a_or_an(wrong),
+        Awrong=sentence(a_or_an(wrong)),
         wrongsound=SOUNDS[wrong],
-    )  # fmt: skip
+    )
 
 
 # --- instructions ----------------------------------------------------------------------------------------------------
@@ -737,8 +852,12 @@ def held_out_harder(a: int, b: int) -> bool:
 def harder_sums(split: str) -> list[Instruction]:
     """Every harder sum of a split, in every wording."""
     pairs = ((a, b) for a in range(1, LARGEST_STEP + 1) for b in range(LARGEST_STEP + 1, LARGEST - a + 1))
-    return [Instruction("harder_sum", wording.format(a=a, b=b), "", steps(b, a + b))
-            for a, b in pairs if held_out_harder(a, b) == (split == "val") for wording in SUMS]  # fmt: skip
+    return [
+        Instruction("harder_sum", wording.format(a=a, b=b), "", steps(b, a + b))
+        for a, b in pairs
+        if held_out_harder(a, b) == (split == "val")
+        for wording in SUMS
+    ]
 
 
 def sum_rewards(example: Instruction, reply: str) -> dict[str, float]:
@@ -758,9 +877,14 @@ def sum_rewards(example: Instruction, reply: str) -> dict[str, float]:
 
 
 NEWS = (
-    "{p} has {x.a}", "{p} is {place} with {q}", "The {x.full} belongs to {p}", "{p} saw {q} {place}",
-    "{p} took the {x} of {q}", "The {x} of {p} is {x.colour}", "{q} gave {x.a} to {p}",
-)  # fmt: skip
+    "{p} has {x.a}",
+    "{p} is {place} with {q}",
+    "The {x.full} belongs to {p}",
+    "{p} saw {q} {place}",
+    "{p} took the {x} of {q}",
+    "The {x} of {p} is {x.colour}",
+    "{q} gave {x.a} to {p}",
+)
 ECHOES = (
     '{a} said, "{words}." {b} said, "{words}."',
     '{a} asked {b} to say {words}. "{words}," said {b}.',

@@ -12,8 +12,9 @@ def check_heads(config: Any) -> None:
     dim, heads = config.dim, config.heads
     if dim % heads:
         multiple = dim // heads * heads or heads
-        raise UserError(f"config: dim {dim} is not divisible by heads {heads}; use dim {multiple} or another number of "
-                        "heads")  # fmt: skip
+        raise UserError(
+            f"config: dim {dim} is not divisible by heads {heads}; use dim {multiple} or another number of heads"
+        )
 
 
 def check_rates(config: Any, *names: str) -> None:

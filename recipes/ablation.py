@@ -112,12 +112,15 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
         ):
             status = process.wait()
     except OSError as error:
-        raise UserError(f"cannot write in {run}: {error.strerror}; choose another --out, or see to its permissions and "
-                        "space") from error  # fmt: skip
+        raise UserError(
+            f"cannot write in {run}: {error.strerror}; choose another --out, or see to its permissions and space"
+        ) from error
     if status:
         last = (run / "log.txt").read_text(encoding="utf-8").strip().rpartition("\n")[2]
-        raise UserError(f"arm {arm.name!r}, seed {seed}, ended with status {status}: {last.removeprefix('error: ')}; "
-                        f"see {run / 'log.txt'}")  # fmt: skip
+        raise UserError(
+            f"arm {arm.name!r}, seed {seed}, ended with status {status}: {last.removeprefix('error: ')}; "
+            f"see {run / 'log.txt'}"
+        )
     return read_scores(run, arm.settings.steps or 0)
 
 
@@ -181,8 +184,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return pretrain_until_alone(argv[1:])
     cut = argv.index("--") if "--" in argv else len(argv)
     p = Parser(description=__doc__)
-    p.add_argument("--arm", action="append", default=[], metavar="'NAME: FLAGS'",
-                   help="two or more; the first is what the others are compared to")  # fmt: skip
+    p.add_argument(
+        "--arm",
+        action="append",
+        default=[],
+        metavar="'NAME: FLAGS'",
+        help="two or more; the first is what the others are compared to",
+    )
     p.add_argument("--seeds", type=int, default=3, help="runs of each arm: seeds 0, 1, ... (default: %(default)s)")
     p.add_argument("--jobs", type=int, default=1, help="runs side by side (default: %(default)s)")
     p.add_argument("--out", default="ablation", metavar="DIR", help="where the runs lie (default: %(default)s)")
@@ -198,8 +206,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = tokens_of(arms[0])
     other = next((arm for arm in arms if tokens_of(arm) != tokens), None)
     if other:
-        raise UserError(f"--arm: {other.name!r} reads {tokens_of(other):,} tokens, {arms[0].name!r} {tokens:,}; change "
-                        "--steps so that they are equal")  # fmt: skip
+        raise UserError(
+            f"--arm: {other.name!r} reads {tokens_of(other):,} tokens, {arms[0].name!r} {tokens:,}; change "
+            "--steps so that they are equal"
+        )
     started, failed = time.perf_counter(), Event()
 
     def measured(arm: Arm, seed: int) -> dict[str, float]:

@@ -100,8 +100,10 @@ def image_data(settings: ClassifySettings, names: Sequence[str]) -> Data:
         train, test = hold_out(train, settings.seed)
     if test.inputs.shape[1:] != train.inputs.shape[1:]:
         sizes = test.inputs.shape[1:], train.inputs.shape[1:]
-        raise UserError(f"the images to test are {sizes[0]}, those to learn from {sizes[1]}; both must be of one size "
-                        "(channels, height, width)")  # fmt: skip
+        raise UserError(
+            f"the images to test are {sizes[0]}, those to learn from {sizes[1]}; both must be of one size "
+            "(channels, height, width)"
+        )
 
     def collate(part: Labelled, rows: np.ndarray, stream: Stream | None) -> Batch:
         images = part.inputs[rows]
@@ -170,8 +172,10 @@ def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | 
         if height != width:
             raise UserError(f"data: images of {height} x {width} pixels, wanted square ones; crop or pad them")
         if base is not None and given != (height, channels):
-            raise UserError(f"data: images of {height} pixels and {channels} channels, the base takes {given[0]} and "
-                            f"{given[1]}; resize them")  # fmt: skip
+            raise UserError(
+                f"data: images of {height} pixels and {channels} channels, the base takes {given[0]} and "
+                f"{given[1]}; resize them"
+            )
         changes |= {"image": height, "channels": channels}
     found = config.override({name: value for name, value in changes.items() if getattr(config, name) != value})
     for name, value in changes.items():
@@ -198,8 +202,10 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
             data = image_data(settings, names)
         else:
             data = text_data(settings, names, base.tokenizer if base else None, length, shape.vocab)
-    print(f"data: {len(data.train):,} examples to learn from and {len(data.test):,} to test, {len(data.train.names)} "
-          f"classes: {one_line(', '.join(data.train.names)[:60])}")  # fmt: skip
+    print(
+        f"data: {len(data.train):,} examples to learn from and {len(data.test):,} to test, {len(data.train.names)} "
+        f"classes: {one_line(', '.join(data.train.names)[:60])}"
+    )
     config = config_for(settings, spec, base.model.config if base else None, data)
     length = sequence_length(config, settings.seq_len)
     plan = check_fits(spec, config, backend, settings, ranks.size)
@@ -228,12 +234,25 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
         return f"  the first of them{f' ({shown})' if shown else ''} is {label!r}, taken for {data.test.names[guess]!r}"
 
     task = Task(
-        model, data.tokenizer, Classes(), micro_batches(shuffled, rows, settings.grad_accum), evaluate, sample,
-        {"kind": "classify", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": data.tokenizer.hash(),
-         "data_hash": fingerprint(data.train.labels), "classes": list(data.train.names), "machine": backend.describe()},
-        model.flop_per_token(length) * (length if images else 1), unit="images" if images else "tokens",
+        model,
+        data.tokenizer,
+        Classes(),
+        micro_batches(shuffled, rows, settings.grad_accum),
+        evaluate,
+        sample,
+        {
+            "kind": "classify",
+            "model": spec.name,
+            "config": config.to_dict(),
+            "tokenizer_hash": data.tokenizer.hash(),
+            "data_hash": fingerprint(data.train.labels),
+            "classes": list(data.train.names),
+            "machine": backend.describe(),
+        },
+        model.flop_per_token(length) * (length if images else 1),
+        unit="images" if images else "tokens",
         plan=plan,
-    )  # fmt: skip
+    )
     last = Run(task, settings, backend, resume).train()
     logits = predicted(Sharded(model, backend), data, len(data.test))
     found = scores_of(logits, data.test.labels)
@@ -285,8 +304,13 @@ def draw_mistakes(test: Labelled, logits: np.ndarray, target: Path) -> bool:
     margin = logits[wrong, guesses[wrong]] - logits[wrong, test.labels[wrong]]
     shown = wrong[np.argsort(-margin)][:PICTURED]
     across = 10
-    figure, axes = plt.subplots(-(-len(shown) // across), across, figsize=(across, 1.3 * -(-len(shown) // across)),
-                                squeeze=False, layout="constrained")  # fmt: skip
+    figure, axes = plt.subplots(
+        -(-len(shown) // across),
+        across,
+        figsize=(across, 1.3 * -(-len(shown) // across)),
+        squeeze=False,
+        layout="constrained",
+    )
     for place, axis in enumerate(axes.flat):
         axis.axis("off")
         if place < len(shown):

@@ -75,8 +75,10 @@ def read(settings: DpoSettings) -> tuple[Sequence[Pair], dict[str, Sequence[Pair
     if settings.data:
         training, by_file = read_split(settings.data, settings.encoding)
         of_each = " of each file" if len(by_file) > 1 else ""
-        print(f"data: {count_of(len(training), 'pair')} to learn from; held out: {sum(map(len, by_file)):,}, the last "
-              f"fifth{of_each}")  # fmt: skip
+        print(
+            f"data: {count_of(len(training), 'pair')} to learn from; held out: {sum(map(len, by_file)):,}, the last "
+            f"fifth{of_each}"
+        )
         return training, dict(zip(names_of(settings.data), by_file, strict=True))
     print(f"data: built in (no --data given), {BUILT_IN_PAIRS:,} pairs of {len(KINDS)} kinds")
     held_out = world_pairs("val", HELD_OUT_PAIRS, settings.seed)
@@ -89,8 +91,10 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
     with timed("encoding the pairs"):
         heads, tokenizer = base.config.prediction_heads, base.tokenizer
         data = Pairs(encode_pairs(training, tokenizer, seq_len, "training"), heads, settings.seed)
-        parts = {name: encode_pairs(pairs, tokenizer, seq_len, f"held out, {name}", len(by_file) > 1)
-                 for name, pairs in by_file.items()}  # fmt: skip
+        parts = {
+            name: encode_pairs(pairs, tokenizer, seq_len, f"held out, {name}", len(by_file) > 1)
+            for name, pairs in by_file.items()
+        }
         held = {name: Pairs(part, heads, settings.seed) for name, part in parts.items() if part}
     if not held:
         raise UserError(f"data: none of the held-out pairs fits {seq_len} tokens; give more pairs, or shorter ones")
@@ -110,21 +114,39 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
 
     print_schedule(settings, count_of(rows * accum, "pair"), len(data.pairs) / rows / accum, "pairs")
     sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))
-    summary = {"source": sources, "licence": licences, "pairs": len(data.pairs),
-               "held-out_pairs": sum(len(part.pairs) for part in held.values())}  # fmt: skip
+    summary = {
+        "source": sources,
+        "licence": licences,
+        "pairs": len(data.pairs),
+        "held-out_pairs": sum(len(part.pairs) for part in held.values()),
+    }
     task = Task(
-        model, tokenizer, objective, micro_batches(data, rows, accum), evaluate, sample,
-        {"kind": "dpo", "data_hash": data.fingerprint(), "corpus": [summary], **about(loaded, base, backend, settings),
-         **history(base, Path(settings.out), input_hashes(settings.data))},
-        model.flop_per_token(seq_len), curve="rewards/accuracies", plan=plan,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        objective,
+        micro_batches(data, rows, accum),
+        evaluate,
+        sample,
+        {
+            "kind": "dpo",
+            "data_hash": data.fingerprint(),
+            "corpus": [summary],
+            **about(loaded, base, backend, settings),
+            **history(base, Path(settings.out), input_hashes(settings.data)),
+        },
+        model.flop_per_token(seq_len),
+        curve="rewards/accuracies",
+        plan=plan,
+    )
     if not settings.data and not resume and not ranks.rank:
         print(f"before: {exact_match(loaded, 20 * len(KINDS), settings.seed)['all']:.1%} exact match")
     last = Run(task, settings, backend, resume).train()
     found = measure(Sharded(model, backend), objective, held, rows)
     of_each = ", ".join(f"{name} {found[key]:.1%}" for name in held if (key := f"rewards/accuracies_{name}") in found)
-    print(f"held-out pairs: accuracy {found['rewards/accuracies']:.1%}{f' ({of_each})' if of_each else ''}, margin "
-          f"{found['rewards/margins']:.3f}")  # fmt: skip
+    print(
+        f"held-out pairs: accuracy {found['rewards/accuracies']:.1%}{f' ({of_each})' if of_each else ''}, margin "
+        f"{found['rewards/margins']:.3f}"
+    )
     scores = {"preference accuracy": found["rewards/accuracies"]}
     if not settings.data:
         scores["exact match, all"] = exact_match(loaded, 20 * len(KINDS), settings.seed)["all"]
@@ -143,10 +165,15 @@ def add_reference(
     for name, pairs in parts.items():
         key = fingerprint(np.frombuffer(f"{weights} {pairs.fingerprint()} {settings.precision}".encode(), np.uint8))
         with timed(f"the reference's log-probabilities of the {name}"):
-            pairs.reference = reference.led(partial(
-                cached_reference, Path(settings.cache), key, len(pairs.pairs),
-                partial(pairs.reference_logps, reference.token_nll, settings.batch_size),
-            ))  # fmt: skip
+            pairs.reference = reference.led(
+                partial(
+                    cached_reference,
+                    Path(settings.cache),
+                    key,
+                    len(pairs.pairs),
+                    partial(pairs.reference_logps, reference.token_nll, settings.batch_size),
+                )
+            )
 
 
 if __name__ == "__main__":

@@ -107,8 +107,12 @@ def open_text(
         if with_training:
             texts = built_in_training(run.seed)
         if run.data:
-            print(one_line(f"the model learned from {', '.join(run.data)}; give --data to evaluate on it rather than "
-                           f"on the {WORLD}"))  # fmt: skip
+            print(
+                one_line(
+                    f"the model learned from {', '.join(run.data)}; give --data to evaluate on it rather than "
+                    f"on the {WORLD}"
+                )
+            )
     ids = corpus.pack(held_out, tokenizer)
     if len(ids) < 2:
         raise UserError(f"--data: {', '.join(data)}: held-out tokens: {len(ids)}, wanted at least 2; give more text")
@@ -120,8 +124,10 @@ def open_text(
         training = corpus.pack(texts, tokenizer)
         if own and data and fingerprint(training) != learned:
             own = False
-            print(f"{', '.join(data)}: changed since the model learned from it, so its training data may contain some "
-                  "of the held-out text")  # fmt: skip
+            print(
+                f"{', '.join(data)}: changed since the model learned from it, so its training data may contain some "
+                "of the held-out text"
+            )
     return Text((part,), own, training)
 
 
@@ -159,8 +165,11 @@ def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, s
     for part in text.parts:
         ids = np.asarray(part.windows.tokens[:])
         texts = tokenizer.decode(ids.tolist()).split(separator_of(tokenizer))
-        sources[part.source] = {"bytes": part.bytes, "bits_per_byte": bits[part.source].tolist(),
-                                "cloze": measure_cloze(decoder, tokenizer, texts, sentences, seed)}  # fmt: skip
+        sources[part.source] = {
+            "bytes": part.bytes,
+            "bits_per_byte": bits[part.source].tolist(),
+            "cloze": measure_cloze(decoder, tokenizer, texts, sentences, seed),
+        }
     return {"own": text.own, "bits_per_byte": overall, "sources": sources}
 
 
@@ -206,17 +215,26 @@ def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, A
     path, backend = trained_model(args.checkpoint), backend_of(args)
     opened = open_model(path)
     if opened.spec.learns != "text":
-        raise UserError(f"--tasks score causal language models; {opened.path} is a {opened.spec.name}, which learns "
-                        f"{opened.spec.learns}; recipes/classify.py measures it")  # fmt: skip
+        raise UserError(
+            f"--tasks score causal language models; {opened.path} is a {opened.spec.name}, which learns "
+            f"{opened.spec.learns}; recipes/classify.py measures it"
+        )
     for read in sets:
         refuse_if_learned(read, opened.inputs())
     found: dict[str, Any] = {
-        "checkpoint": str(opened.path), "model": opened.spec.name, "model_sha256": opened.fingerprint(),
-        "tokenizer_sha256": opened.tokenizer.hash(), "step": opened.meta.get("step"),
-        "backend": backend.name, "precision": backend.precision.name, "weights": args.weights or None,
+        "checkpoint": str(opened.path),
+        "model": opened.spec.name,
+        "model_sha256": opened.fingerprint(),
+        "tokenizer_sha256": opened.tokenizer.hash(),
+        "step": opened.meta.get("step"),
+        "backend": backend.name,
+        "precision": backend.precision.name,
+        "weights": args.weights or None,
         "machine": backend.describe(),
-        "command": f"python recipes/evaluate.py {shlex.join(args.given)}", "limit": args.limit, "tasks": {},
-    }  # fmt: skip
+        "command": f"python recipes/evaluate.py {shlex.join(args.given)}",
+        "limit": args.limit,
+        "tasks": {},
+    }
     same = ("model_sha256", "tokenizer_sha256", "precision", "weights", "limit")
     before = read_before(args.json, {key: found[key] for key in same}) if args.resume else {}
     tokens = tokens_that_fit(opened.spec, opened.config, backend, args.weights)
@@ -233,9 +251,12 @@ def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, A
         with tqdm(total=texts_of(items), desc=name, unit="text", disable=not sys.stderr.isatty(), leave=False) as bar:
             result = run_task(scorer, items, bar.update)
         found["tasks"][name] = {
-            "title": read.title, "set_sha256": read.sha256, "variant": read.variant, **result.to_dict(),
+            "title": read.title,
+            "set_sha256": read.sha256,
+            "variant": read.variant,
+            **result.to_dict(),
             "seconds": round(time.perf_counter() - started, 1),
-        }  # fmt: skip
+        }
         if args.json != "-":
             write_json(found, args.json)
     return found
@@ -280,18 +301,29 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         print(f"{time.perf_counter() - started:6.0f} s  {what}", file=sys.stderr)
 
     found: dict[str, Any] = {
-        "checkpoint": str(loaded.path), "kind": loaded.meta["kind"], "step": loaded.meta["step"],
-        "parameters": loaded.model.buffer.count, "backend": backend.name, "precision": backend.precision.name,
-        "weights": args.weights or None, "weight_bytes": loaded.model.buffer.nbytes,
-        "machine": backend.describe(), "data": args.data or WORLD, "instructions": args.instructions,
-    }  # fmt: skip
+        "checkpoint": str(loaded.path),
+        "kind": loaded.meta["kind"],
+        "step": loaded.meta["step"],
+        "parameters": loaded.model.buffer.count,
+        "backend": backend.name,
+        "precision": backend.precision.name,
+        "weights": args.weights or None,
+        "weight_bytes": loaded.model.buffer.nbytes,
+        "machine": backend.describe(),
+        "data": args.data or WORLD,
+        "instructions": args.instructions,
+    }
     # Instructions are read first, so that an error in them is reported at once.
     if tuned:
         run = SftSettings.from_dict(loaded.meta.get("settings", {}))  # the defaults for a model of another program
         prompts, left_out = held_out_prompts(loaded, args.instructions, args.encoding, args.prompts, run.seed)
         if run.data and not args.instructions:
-            print(one_line(f"the model was fine-tuned on {', '.join(run.data)}; give --instructions to use the records "
-                           f"held out there rather than those of the {WORLD}"))  # fmt: skip
+            print(
+                one_line(
+                    f"the model was fine-tuned on {', '.join(run.data)}; give --instructions to use the records "
+                    f"held out there rather than those of the {WORLD}"
+                )
+            )
     text = open_text(loaded, args.data, args.encoding, args.kneser_ney, args.seq_len)
     said("text: bits per byte and last words")
     found["text"] = measure_text(loaded, backend, text, args.sentences, args.seed)
@@ -330,8 +362,10 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
     """Write the run's scores.json, and its card, if the checkpoint is the run's newest."""
     path = Path(found["checkpoint"])
     if found["weights"]:
-        print(f"figures of {found['weights']} weights are not the run's: no scores.json{' and no card' * with_card} "
-              "written")  # fmt: skip
+        print(
+            f"figures of {found['weights']} weights are not the run's: no scores.json{' and no card' * with_card} "
+            "written"
+        )
         return
     if path not in checkpoint.steps(path.parent)[-1:]:
         print(f"{path} is not the newest checkpoint of a run: no scores.json{' and no card' * with_card} written")
@@ -344,16 +378,33 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
     add_checkpoint_flag(p)
-    p.add_argument("--data", nargs="+", default=[], metavar="PATH",
-                   help="token shards, or text as given to pretrain.py (default: the built-in world)")  # fmt: skip
-    p.add_argument("--instructions", nargs="+", default=[], metavar="FILE",
-                   help="records as given to sft.py; the last 20th of each file is used (default: the built-in "
-                   "ones)")  # fmt: skip
+    p.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="token shards, or text as given to pretrain.py (default: the built-in world)",
+    )
+    p.add_argument(
+        "--instructions",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="records as given to sft.py; the last 20th of each file is used (default: the built-in ones)",
+    )
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
-    p.add_argument("--kneser-ney", action="store_true",
-                   help="also a 5-gram model of the training text: some 2 s and 140 MB per million tokens")  # fmt: skip
-    p.add_argument("--seq-len", type=int, metavar="TOKENS", help="tokens in a window of held-out text; windows are "
-                   "independent (default: as in pretraining; with another, no scores are kept)")  # fmt: skip
+    p.add_argument(
+        "--kneser-ney",
+        action="store_true",
+        help="also a 5-gram model of the training text: some 2 s and 140 MB per million tokens",
+    )
+    p.add_argument(
+        "--seq-len",
+        type=int,
+        metavar="TOKENS",
+        help="tokens in a window of held-out text; windows are "
+        "independent (default: as in pretraining; with another, no scores are kept)",
+    )
     p.add_argument("--sentences", type=int, default=500, help="sentences per source (default: %(default)s)")
     p.add_argument("--prompts", type=int, default=200, help="instructions (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
@@ -376,8 +427,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         value, least = getattr(args, name), int(name != "seeds")
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} is {value}, wants {least} or more")
-    for flags, wrong, fix in ((OF_TASKS, args.tasks is None, "is for --tasks; name some tasks"),
-                              (NOT_OF_TASKS, args.tasks is not None, "says nothing of --tasks; run that without it")):
+    for flags, wrong, fix in (
+        (OF_TASKS, args.tasks is None, "is for --tasks; name some tasks"),
+        (NOT_OF_TASKS, args.tasks is not None, "says nothing of --tasks; run that without it"),
+    ):
         if given := next((flag for flag in flags if wrong and getattr(args, flag)), None):
             raise UserError(f"--{given.replace('_', '-')} {fix}, or leave it out")
     check_before(args.json)

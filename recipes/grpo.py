@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def draw_replies(
-    policy: Sharded, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int
-) -> list[list[int]]:  # fmt: skip
+def draw_replies(policy: Sharded, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int) -> list[list[int]]:
     """The ids that follow each prompt, with `end` if it was sampled. All ranks sample. Prompt i uses the seed
     sampling.seed + i, so its reply does not depend on the batch."""
     drawn = policy.backend.to_numpy(policy.on_all_ranks(_draw, prompts, sampling, end))
@@ -143,15 +141,19 @@ class Rollouts:
         rewards = np.array([[r["correct"] + s.format_weight * r["format"], r["correct"], r["format"]] for r in found])
         self._note(step, asked, texts, rewards)
         learned = np.arange(len(prompts)) if self.reference else worth_learning(rewards[:, 0], s.group)
-        ids, targets = reply_rows([(prompts[i] + replies[i], len(prompts[i])) for i in learned],
-                                  self.loaded.model.config.prediction_heads)  # fmt: skip
+        ids, targets = reply_rows(
+            [(prompts[i] + replies[i], len(prompts[i])) for i in learned], self.loaded.model.config.prediction_heads
+        )
         batch, none = Batch(ids, targets, together=s.group), np.zeros((len(ids), 0))
         return {
-            "ids": ids, "targets": targets, "rewards": rewards, "lengths": np.array([len(reply) for reply in replies]),
+            "ids": ids,
+            "targets": targets,
+            "rewards": rewards,
+            "lengths": np.array([len(reply) for reply in replies]),
             "advantages": advantages(rewards[learned, 0].reshape(-1, s.group), s.normalise != "dr_grpo"),
             "old": -self.policy.token_nll(batch) if s.iterations > 1 else none,
             "reference": -self.reference.token_nll(batch) if self.reference else none,
-        }  # fmt: skip
+        }
 
     def _numbers(self, rollout: int, count: int) -> list[int]:
         """The questions of a rollout: each epoch goes through all of them in another order."""
@@ -185,8 +187,10 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
             f"the longest question takes {longest} tokens and a reply up to {settings.max_tokens}, the model's context "
             f"is {base.config.context}; use a smaller --max-tokens, or shorter questions"
         )
-    print(f"questions: {questions.name}, {len(questions.training):,} to learn from, {len(questions.held_out):,} held "
-          f"out; {settings.group} replies to each of {settings.batch_size * settings.grad_accum} a step")  # fmt: skip
+    print(
+        f"questions: {questions.name}, {len(questions.training):,} to learn from, {len(questions.held_out):,} held "
+        f"out; {settings.group} replies to each of {settings.batch_size * settings.grad_accum} a step"
+    )
     model, tokenizer = loaded.model, loaded.tokenizer
     objective = GRPO(settings.beta, settings.clip_low, settings.clip_high, settings.normalise, settings.max_tokens)
     reference = Sharded(base.build(backend).model, backend) if settings.beta else None
@@ -215,11 +219,24 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
     if not resume:
         say("before", measured())
     task = Task(
-        model, tokenizer, objective, rollouts.batches, evaluate, lambda: rollouts.shown,
-        {"kind": "grpo", "data_hash": questions.fingerprint(), "corpus": [questions.summary()],
-         **about(loaded, base, backend, settings), **history(base, Path(settings.out), input_hashes(settings.data))},
-        curve="reward", figures=lambda: rollouts.figures, state=rollouts.held, plan=plan,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        objective,
+        rollouts.batches,
+        evaluate,
+        lambda: rollouts.shown,
+        {
+            "kind": "grpo",
+            "data_hash": questions.fingerprint(),
+            "corpus": [questions.summary()],
+            **about(loaded, base, backend, settings),
+            **history(base, Path(settings.out), input_hashes(settings.data)),
+        },
+        curve="reward",
+        figures=lambda: rollouts.figures,
+        state=rollouts.held,
+        plan=plan,
+    )
     last = Run(task, settings, backend, resume).train()
     after = measured()
     say("after", after)

@@ -49,13 +49,19 @@ def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_to
     """Up to `count` records, evenly spaced, whose own reply is well-formed and has at most `max_tokens` tokens, and
     whose prompt leaves room for as many."""
     context, tokenizer = loaded.model.config.context, loaded.tokenizer
-    fit = [r for r in evenly(records, 4 * count) if reply_shares([Reply(r.output, 0, True)])["all_three"]
-           and len(tokenizer.encode(r.output)) <= max_tokens
-           and len(prompt_ids(loaded, r.instruction, r.input)) + max_tokens <= context]  # fmt: skip
+    fit = [
+        r
+        for r in evenly(records, 4 * count)
+        if reply_shares([Reply(r.output, 0, True)])["all_three"]
+        and len(tokenizer.encode(r.output)) <= max_tokens
+        and len(prompt_ids(loaded, r.instruction, r.input)) + max_tokens <= context
+    ]
     if not fit:
-        raise UserError(f"--data: no record has a well-formed reply of up to {max_tokens} tokens, --max-tokens, and a "
-                        f"prompt that leaves them room in the context of {context}; give shorter ones, or a smaller "
-                        "--max-tokens")  # fmt: skip
+        raise UserError(
+            f"--data: no record has a well-formed reply of up to {max_tokens} tokens, --max-tokens, and a "
+            f"prompt that leaves them room in the context of {context}; give shorter ones, or a smaller "
+            "--max-tokens"
+        )
     return evenly(fit, count)
 
 
@@ -83,14 +89,19 @@ def pairs_of_stories(
     shares = gram_shares([reply.text for reply in replies], GRAM, known)
     for number, record in enumerate(records):
         own = slice(number * count, (number + 1) * count)
-        told = [(misses(record.instruction, reply.text) + (not reply.ended), share, reply)
-                for share, reply in zip(shares[own], replies[own], strict=True) if reply.text.strip()]  # fmt: skip
+        told = [
+            (misses(record.instruction, reply.text) + (not reply.ended), share, reply)
+            for share, reply in zip(shares[own], replies[own], strict=True)
+            if reply.text.strip()
+        ]
         if told:
             best, worst = min(told, key=_cost), max(told, key=_cost)
             if not best[0] and _cost(worst) - _cost(best) >= DIFFERENCE:
                 found.append(Pair(record.instruction, record.input, best[2].text, worst[2].text, not worst[2].ended))
-    print(f"{len(replies):,} stories: {np.mean([reply.ended for reply in replies]):.1%} end, "
-          f"{shares.mean():.1%} of their runs of {GRAM} words are in the records")  # fmt: skip
+    print(
+        f"{len(replies):,} stories: {np.mean([reply.ended for reply in replies]):.1%} end, "
+        f"{shares.mean():.1%} of their runs of {GRAM} words are in the records"
+    )
     return found
 
 

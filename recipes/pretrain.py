@@ -73,8 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     shards = find_shards(settings)
     if shards:
         if base and base.tokenizer.hash() != shards.tokenizer.hash():
-            raise UserError(f"--base: {base.path} has another tokenizer than {settings.data[0]}; make the shards with "
-                            f"python -m data.shards --tokenizer {base.path}/tokenizer.json")  # fmt: skip
+            raise UserError(
+                f"--base: {base.path} has another tokenizer than {settings.data[0]}; make the shards with "
+                f"python -m data.shards --tokenizer {base.path}/tokenizer.json"
+            )
         config = config_for(shards, config, settings)
     teachers = open_teachers(settings)
     if teachers:
@@ -113,9 +115,14 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
 
 
 def pretrain(
-    settings: PretrainSettings, config: ModelConfig, shards: Shards | None, base: Opened | None,
-    teachers: Sequence[Opened], resume: bool, ranks: Ranks,
-) -> tuple[str, bool]:  # fmt: skip
+    settings: PretrainSettings,
+    config: ModelConfig,
+    shards: Shards | None,
+    base: Opened | None,
+    teachers: Sequence[Opened],
+    resume: bool,
+    ranks: Ranks,
+) -> tuple[str, bool]:
     """Train, and measure the model; returns the beginning of a held-out document, and whether its tokenizer can write
     what fine-tuning lays around a question."""
     spec, seq_len = find_model(settings.model), sequence_length(config, settings.seq_len)
@@ -154,9 +161,16 @@ def pretrain(
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
 
     own = corpus.inputs if shards else input_hashes(settings.data)
-    about = {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-             "data_hash": corpus.hash, "corpus": corpus.summary, "machine": backend.describe(),
-             "inputs": list(dict.fromkeys([*own, *(base.inputs() if base else ())]))}  # fmt: skip
+    about = {
+        "kind": "pretrain",
+        "model": spec.name,
+        "config": config.to_dict(),
+        "tokenizer_hash": tokenizer.hash(),
+        "data_hash": corpus.hash,
+        "corpus": corpus.summary,
+        "machine": backend.describe(),
+        "inputs": list(dict.fromkeys([*own, *(base.inputs() if base else ())])),
+    }
     about = taught_by(teachers, about)
     if masked:
         hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)
@@ -178,10 +192,17 @@ def pretrain(
     # With a teacher the loss is not the text's likelihood: it has no bits per byte.
     objective = NextTokens(config.head_weights, None if teachers else tokenizer.byte_lengths)
     task = Task(
-        learner, tokenizer, objective, micro_batches(corpus.batches, settings.batch_size, settings.grad_accum),
-        evaluate, sample, about, learner.flop_per_token(seq_len), settings.batch_size if settings.carry else 0,
+        learner,
+        tokenizer,
+        objective,
+        micro_batches(corpus.batches, settings.batch_size, settings.grad_accum),
+        evaluate,
+        sample,
+        about,
+        learner.flop_per_token(seq_len),
+        settings.batch_size if settings.carry else 0,
         plan=plan,
-    )  # fmt: skip
+    )
     last = Run(task, settings, backend, resume).train()
     final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)
     for name, figure in by_source.items():
@@ -194,14 +215,22 @@ def pretrain(
 
 
 def hide_words(
-    settings: PretrainSettings, model: Trainable, corpus: Corpus, backend: Backend, seq_len: int, about: dict[str, Any],
-    plan: Plan, resume: bool,
-) -> None:  # fmt: skip
+    settings: PretrainSettings,
+    model: Trainable,
+    corpus: Corpus,
+    backend: Backend,
+    seq_len: int,
+    about: dict[str, Any],
+    plan: Plan,
+    resume: bool,
+) -> None:
     """Pretrain with masked words (BERT)."""
     rows = settings.batch_size
     words = MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
-    print(f"to beat: loss {words.frequency_loss():.2f}, that of guessing by word frequency; if a run stays "
-          "there, start with a smaller --seq-len, or lower --lr")  # fmt: skip
+    print(
+        f"to beat: loss {words.frequency_loss():.2f}, that of guessing by word frequency; if a run stays "
+        "there, start with a smaller --seq-len, or lower --lr"
+    )
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         return evaluate_masked(sharded, words.held_out(corpus, rows, EVAL_TOKENS))
@@ -211,9 +240,16 @@ def hide_words(
         return "  " + guesses(model, shown, corpus.tokenizer, backend)[:400] if shown else ""
 
     task = Task(
-        model, corpus.tokenizer, MaskedTokens(), micro_batches(words, rows, settings.grad_accum), evaluate, sample,
-        about, model.flop_per_token(seq_len), plan=plan,
-    )  # fmt: skip
+        model,
+        corpus.tokenizer,
+        MaskedTokens(),
+        micro_batches(words, rows, settings.grad_accum),
+        evaluate,
+        sample,
+        about,
+        model.flop_per_token(seq_len),
+        plan=plan,
+    )
     last = Run(task, settings, backend, resume).train()
     from tqdm import tqdm
 

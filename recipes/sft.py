@@ -55,8 +55,10 @@ def encode(
     end = tokenizer.specials[end_of_reply(tokenizer)]
     cut = sum(ids[-1] != end for ids, _ in kept)
     empty = sum(not r.output.strip() for r in records)
-    print(f"{what}: {count_of(len(kept), 'example')} of up to {seq_len} tokens; refused {empty} with an empty reply "
-          f"and {len(records) - len(kept) - empty} whose reply is cut away entirely; {cut} end early")  # fmt: skip
+    print(
+        f"{what}: {count_of(len(kept), 'example')} of up to {seq_len} tokens; refused {empty} with an empty reply "
+        f"and {len(records) - len(kept) - empty} whose reply is cut away entirely; {cut} end early"
+    )
     if max_reply is None:
         return kept
     brief = [(ids, prompt) for ids, prompt in kept if len(ids) - prompt <= max_reply]
@@ -112,30 +114,43 @@ def fine_tune(settings: SftSettings, base: Opened, teachers: Sequence[Opened], r
         training, by_file = read_split(settings.data, settings.encoding)
         held_out = [record for records in by_file for record in records]
         of_each = " of each file" if len(settings.data) > 1 else ""
-        print(f"data: {count_of(len(training), 'record')} to train on; held out: {len(held_out):,}, the last "
-              f"20th{of_each}")  # fmt: skip
+        print(
+            f"data: {count_of(len(training), 'record')} to train on; held out: {len(held_out):,}, the last "
+            f"20th{of_each}"
+        )
     else:
         print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
-        training, held_out = ([Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
-                              for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS)))  # fmt: skip
+        training, held_out = (
+            [Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
+            for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS))
+        )
         by_file = [held_out]
     with timed("encoding the records"):
         encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
         data = Examples(encoded, seq_len, config.prediction_heads, settings.seed, restart)
         names = names_of(settings.data) if len(by_file) > 1 else [""]
-        held = {name: encode(records, tokenizer, seq_len, f"held out{' of ' * bool(name)}{name}")
-                for name, records in zip(names, by_file, strict=True)}  # fmt: skip
+        held = {
+            name: encode(records, tokenizer, seq_len, f"held out{' of ' * bool(name)}{name}")
+            for name, records in zip(names, by_file, strict=True)
+        }
     if not any(held.values()):
         raise UserError(f"data: no held-out record fits {seq_len} tokens; give more records")
 
     sources, licences = origins_of(settings.data, ("the built-in instructions", "MIT"))
     summary = [
-        {"source": sources, "licence": licences, "records": len(encoded),
-         "held-out_records": sum(map(len, held.values()))},
+        {
+            "source": sources,
+            "licence": licences,
+            "records": len(encoded),
+            "held-out_records": sum(map(len, held.values())),
+        }
     ]
     accum, rows = settings.grad_accum, settings.batch_size
-    sizes = {name: sum(int(tokenizer.byte_lengths[ids[prompt:]].sum()) for ids, prompt in examples)
-             for name, examples in held.items() if examples}  # fmt: skip
+    sizes = {
+        name: sum(int(tokenizer.byte_lengths[ids[prompt:]].sum()) for ids, prompt in examples)
+        for name, examples in held.items()
+        if examples
+    }
 
     def evaluate(sharded: Sharded) -> dict[str, float]:
         of_file = {}
@@ -162,12 +177,27 @@ def fine_tune(settings: SftSettings, base: Opened, teachers: Sequence[Opened], r
         began = base.meta["base"]  # it has opened itself
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     learner = beside(model, teachers, backend, settings)
-    meta = {"kind": "sft", "data_hash": fingerprint(stream), "corpus": summary, "base": began,
-            "inputs": input_hashes(settings.data), **about(loaded, base, backend, settings)}  # fmt: skip
+    meta = {
+        "kind": "sft",
+        "data_hash": fingerprint(stream),
+        "corpus": summary,
+        "base": began,
+        "inputs": input_hashes(settings.data),
+        **about(loaded, base, backend, settings),
+    }
     # With a teacher the loss is not the replies' likelihood: it has no bits per byte.
     objective = NextTokens(config.head_weights, None if teachers else tokenizer.byte_lengths)
-    task = Task(learner, tokenizer, objective, micro_batches(data, rows, accum), evaluate, sample,
-                taught_by(teachers, meta), learner.flop_per_token(seq_len), plan=plan)  # fmt: skip
+    task = Task(
+        learner,
+        tokenizer,
+        objective,
+        micro_batches(data, rows, accum),
+        evaluate,
+        sample,
+        taught_by(teachers, meta),
+        learner.flop_per_token(seq_len),
+        plan=plan,
+    )
     last = Run(task, settings, backend, resume).train()
     if not settings.data:
         scores = exact_match(loaded, 20 * len(KINDS), settings.seed)

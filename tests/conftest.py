@@ -29,11 +29,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests of what Windows does not have: forks and kills, limits on a process, terminals and pipes by name, bash.
 if sys.platform == "win32":
     collect_ignore = [
-        "backends/test_workers.py", "data/test_corpus.py", "data/test_download.py", "data/test_shards.py",
-        "data/test_source.py", "infer/test_chat.py", "parallel/test_group.py", "recipes/test_bad_input.py",
-        "recipes/test_resume.py", "recipes/test_speedrun.py", "recipes/test_start_and_stop.py",
-        "recipes/test_two_at_once.py", "test_files.py", "text/test_parallel.py",
-    ]  # fmt: skip
+        "backends/test_workers.py",
+        "data/test_corpus.py",
+        "data/test_download.py",
+        "data/test_shards.py",
+        "data/test_source.py",
+        "infer/test_chat.py",
+        "parallel/test_group.py",
+        "recipes/test_bad_input.py",
+        "recipes/test_resume.py",
+        "recipes/test_speedrun.py",
+        "recipes/test_start_and_stop.py",
+        "recipes/test_two_at_once.py",
+        "test_files.py",
+        "text/test_parallel.py",
+    ]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

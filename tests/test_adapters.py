@@ -33,10 +33,14 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (Llama, LLAMA),
     "qwen3": (Llama, LLAMA.override({"qk_norm": True, "tied": False, "layers": 1})),
     "gpt2": (GPT2, GPT2Config(dim=12, heads=3, layers=1, context=9, vocab=11, dropout=0.3)),
-    "nanoeuler": (NanoEuler, NanoEulerConfig(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, mtp_heads=2,
-                                             hidden=10, mtp_weights=(1, 1))),
+    "nanoeuler": (
+        NanoEuler,
+        NanoEulerConfig(
+            dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, mtp_heads=2, hidden=10, mtp_weights=(1, 1)
+        ),
+    ),
     "char_mlp": (CHAR_MLP.build, CHAR_MLP.config(context=9, vocab=11)),
-}  # fmt: skip
+}
 
 
 def adapted(name: str, settings: Adapters = SETTINGS) -> Any:

@@ -47,8 +47,12 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert found.weights["a.weight"].dtype == np.float32 and found.weights["b.weight"].dtype == np.float64
     assert found.weights["b.weight"].tolist() == [7, 0.1]
     assert found.optimizer()["m.a.weight"].tolist() == [[-7] * 3] * 2
-    assert found.meta == {"format": checkpoint.FORMAT, "kind": "pretrain", "step": 7,
-                          "config": {"dim": 3, "mtp_weights": [1.0, 0.5]}}  # fmt: skip
+    assert found.meta == {
+        "format": checkpoint.FORMAT,
+        "kind": "pretrain",
+        "step": 7,
+        "config": {"dim": 3, "mtp_weights": [1.0, 0.5]},
+    }
     assert Tokenizer.load(found.tokenizer_path).hash() == TOKENIZER.hash()
 
 
@@ -201,8 +205,10 @@ def test_several_files_are_read_as_one(tmp_path: Path) -> None:
     assert "model-00001-of-00003.safetensors" in names(path) and "model.safetensors" not in names(path)
     found = checkpoint.load(tmp_path)
     assert {name: tensor.tolist() for name, tensor in found.weights.items()} == {
-        "0.weight": [[7]] * 2, "1.weight": [[8] * 2] * 2, "2.weight": [[9] * 3] * 2
-    }  # fmt: skip
+        "0.weight": [[7]] * 2,
+        "1.weight": [[8] * 2] * 2,
+        "2.weight": [[9] * 3] * 2,
+    }
     assert found.weights.shape("2.weight") == (2, 3) and found.weights.shape("absent") is None
     assert sorted(found.optimizer()) == ["m.0.weight", "m.1.weight", "m.2.weight"]
     save(tmp_path, 9, keep=1)  # which removes the other
@@ -245,8 +251,10 @@ def test_a_shard_that_is_missing_or_foreign_is_refused(tmp_path: Path, what: str
 def test_two_files_with_the_same_tensor_are_refused(tmp_path: Path) -> None:
     def write(folder: Path) -> dict[str, str]:
         tensors = checkpoint.lazy({"a": np.zeros(1, np.float32)})
-        return {**checkpoint.write_shard(folder, "model", *tensors, 0, 2),
-                **checkpoint.write_shard(folder, "model", *tensors, 1, 2)}  # fmt: skip
+        return {
+            **checkpoint.write_shard(folder, "model", *tensors, 0, 2),
+            **checkpoint.write_shard(folder, "model", *tensors, 1, 2),
+        }
 
     checkpoint.save_with(tmp_path, 1, write, TOKENIZER, {"kind": "pretrain", "config": {}}, 0)
     with pytest.raises(UserError, match="00002-of-00002.safetensors and .*00001-of-00002.safetensors both have a; "):

@@ -27,9 +27,12 @@ def fake_cupy(driver: int = 13020, compute: tuple[int, int] = (9, 0), broken: st
 
     card = {"major": compute[0], "minor": compute[1], "name": b"Card", "totalGlobalMem": 80 << 30}
     runtime = SimpleNamespace(
-        CUDARuntimeError=CUDARuntimeError, driverGetVersion=answer("driver", driver), getDeviceCount=answer("count", 1),
-        runtimeGetVersion=answer("runtime", 13010), getDeviceProperties=answer("card", card),
-    )  # fmt: skip
+        CUDARuntimeError=CUDARuntimeError,
+        driverGetVersion=answer("driver", driver),
+        getDeviceCount=answer("count", 1),
+        runtimeGetVersion=answer("runtime", 13010),
+        getDeviceProperties=answer("card", card),
+    )
     nvrtc = SimpleNamespace(getVersion=answer("nvrtc", (13, 1)))
     return SimpleNamespace(__version__="14.2.0", cuda=SimpleNamespace(runtime=runtime, nvrtc=nvrtc))
 

@@ -301,65 +301,164 @@ FAULTS = [
     Fault(ops.TopKRouter, "no softmax in the weights' gradient", router_bwd, lambda _: router_without_softmax),
     Fault(ops.TopKRouter, "weights not renormalised", router_fwd, weights_not_renormalised),
     Fault(ops.TopKRouter, "the losses' gradient left out", router_bwd, with_args(lambda dw, du, *a: (dw, 0 * du, *a))),
-    Fault(ops.TopKRouter, "the choices' gradients exchanged", router_bwd,
-          with_args(lambda dw, du, *a: (dw[..., ::-1], du, *a))),
-    Fault(ops.TopKRouter, "z-loss: no log-sum-exp", router_bwd,
-          with_args(lambda dw, du, *a: (dw, np.append(du[:-1], du[-1] / 2), *a))),
-    Fault(ops.RouterLosses, "balance times k forgotten", router_losses_bwd,
-          with_args(lambda d, slope: (np.append(d[0] / 2, d[1:]), slope))),
+    Fault(
+        ops.TopKRouter,
+        "the choices' gradients exchanged",
+        router_bwd,
+        with_args(lambda dw, du, *a: (dw[..., ::-1], du, *a)),
+    ),
+    Fault(
+        ops.TopKRouter,
+        "z-loss: no log-sum-exp",
+        router_bwd,
+        with_args(lambda dw, du, *a: (dw, np.append(du[:-1], du[-1] / 2), *a)),
+    ),
+    Fault(
+        ops.RouterLosses,
+        "balance times k forgotten",
+        router_losses_bwd,
+        with_args(lambda d, slope: (np.append(d[0] / 2, d[1:]), slope)),
+    ),
     Fault(ops.RouterLosses, "z lost", router_losses_bwd, with_args(lambda d, slope: (d * [1, 0], slope))),
-    Fault(ops.RouterLosses, "one layer's usage for all", router_losses_fwd,
-          with_args(lambda u, s, k: ((u[0],) * len(u), s, k))),
-    Fault(ops.RouterLosses, "f of the next expert", router_losses_bwd,
-          with_args(lambda d, slope: (d, np.append(np.roll(slope[:-1], 1), slope[-1])))),
+    Fault(
+        ops.RouterLosses,
+        "one layer's usage for all",
+        router_losses_fwd,
+        with_args(lambda u, s, k: ((u[0],) * len(u), s, k)),
+    ),
+    Fault(
+        ops.RouterLosses,
+        "f of the next expert",
+        router_losses_bwd,
+        with_args(lambda d, slope: (d, np.append(np.roll(slope[:-1], 1), slope[-1]))),
+    ),
     Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),
-    Fault(ops.MixtureOfExperts, "the weights' gradient missing", weighted_swiglu_bwd,
-          lambda right: lambda *a: (*right(*a)[:2], 0 * right(*a)[2])),
-    Fault(ops.MixtureOfExperts, "the weight missing in dgu", weighted_swiglu_bwd,
-          lambda right: lambda dh, gu, w, slots: (right(dh, gu, w * 0 + 1, slots)[0], *right(dh, gu, w, slots)[1:])),
-    Fault(ops.MixtureOfExperts, "the weight missing in dD", weighted_swiglu_bwd,
-          lambda right: lambda dh, gu, w, slots: (
-              right(dh, gu, w, slots)[0], right(dh, gu, w * 0 + 1, slots)[1], right(dh, gu, w, slots)[2])),
-    Fault(ops.MixtureOfExperts, "weights of other slots", weighted_swiglu_bwd,
-          with_args(lambda dh, gu, w, slots: (dh, gu, w, slots[::-1]))),
-    Fault(ops.MixtureOfExperts, "dx by the next expert's matrix", grouped_bwd_input,
-          with_args(lambda dy, w, t, starts: (dy, np.roll(w, 1, axis=0), t, starts))),
-    Fault(ops.MixtureOfExperts, "dW assigned to the next expert", grouped_bwd_weight,
-          with_args(lambda dw, dy, x, dt, xt, s: (dw[::-1], dy, x, dt, xt, s))),
-    Fault(ops.MixtureOfExperts, "dW without its last row", grouped_bwd_weight,
-          with_args(lambda dw, dy, x, dt, xt, s: (dw, dy, x, dt, xt, np.minimum(s, max(s[-1] - 1, 0))))),
-    Fault(ops.MixtureOfExperts, "one choice's gradient in dx", sum_of_rows,
-          lambda right: lambda rows, places, more: right(rows, places if more is None else places[:, :1], more)),
-    Fault(ops.MixtureOfExperts, "the gate's part of dx missing", sum_of_rows,
-          with_args(lambda rows, places, more: (rows, places, None))),
+    Fault(
+        ops.MixtureOfExperts,
+        "the weights' gradient missing",
+        weighted_swiglu_bwd,
+        lambda right: lambda *a: (*right(*a)[:2], 0 * right(*a)[2]),
+    ),
+    Fault(
+        ops.MixtureOfExperts,
+        "the weight missing in dgu",
+        weighted_swiglu_bwd,
+        lambda right: lambda dh, gu, w, slots: (right(dh, gu, w * 0 + 1, slots)[0], *right(dh, gu, w, slots)[1:]),
+    ),
+    Fault(
+        ops.MixtureOfExperts,
+        "the weight missing in dD",
+        weighted_swiglu_bwd,
+        lambda right: (
+            lambda dh, gu, w, slots: (
+                right(dh, gu, w, slots)[0],
+                right(dh, gu, w * 0 + 1, slots)[1],
+                right(dh, gu, w, slots)[2],
+            )
+        ),
+    ),
+    Fault(
+        ops.MixtureOfExperts,
+        "weights of other slots",
+        weighted_swiglu_bwd,
+        with_args(lambda dh, gu, w, slots: (dh, gu, w, slots[::-1])),
+    ),
+    Fault(
+        ops.MixtureOfExperts,
+        "dx by the next expert's matrix",
+        grouped_bwd_input,
+        with_args(lambda dy, w, t, starts: (dy, np.roll(w, 1, axis=0), t, starts)),
+    ),
+    Fault(
+        ops.MixtureOfExperts,
+        "dW assigned to the next expert",
+        grouped_bwd_weight,
+        with_args(lambda dw, dy, x, dt, xt, s: (dw[::-1], dy, x, dt, xt, s)),
+    ),
+    Fault(
+        ops.MixtureOfExperts,
+        "dW without its last row",
+        grouped_bwd_weight,
+        with_args(lambda dw, dy, x, dt, xt, s: (dw, dy, x, dt, xt, np.minimum(s, max(s[-1] - 1, 0)))),
+    ),
+    Fault(
+        ops.MixtureOfExperts,
+        "one choice's gradient in dx",
+        sum_of_rows,
+        lambda right: lambda rows, places, more: right(rows, places if more is None else places[:, :1], more),
+    ),
+    Fault(
+        ops.MixtureOfExperts,
+        "the gate's part of dx missing",
+        sum_of_rows,
+        with_args(lambda rows, places, more: (rows, places, None)),
+    ),
     Fault(ops.Embedding, "repeated ids lost", embedding_bwd, lambda _: lost_repeats),
-    Fault(ops.Embedding, "wrong row", embedding_bwd,
-          with_args(lambda dw, dy, ids: (dw, dy, (ids + 1) % len(dw)))),
-    Fault(ops.LearnedPositions, "last position lost", positions_bwd,
-          with_args(lambda dw, dy, p: (dw, dy[:, :-1], p if p is None else p[:, :-1]))),
-    Fault(ops.LearnedPositions, "wrong row", positions_bwd,
-          with_args(lambda dw, dy, p: (dw, dy[:, ::-1], p))),
-    Fault(ops.Patches, "rows and columns of a patch swapped", patches_bwd,
-          lambda right: lambda dy, shape, size, scale: right(
-              dy.reshape(*dy.shape[:2], -1, size, size).swapaxes(-1, -2).reshape(dy.shape), shape, size, scale)),
+    Fault(ops.Embedding, "wrong row", embedding_bwd, with_args(lambda dw, dy, ids: (dw, dy, (ids + 1) % len(dw)))),
+    Fault(
+        ops.LearnedPositions,
+        "last position lost",
+        positions_bwd,
+        with_args(lambda dw, dy, p: (dw, dy[:, :-1], p if p is None else p[:, :-1])),
+    ),
+    Fault(ops.LearnedPositions, "wrong row", positions_bwd, with_args(lambda dw, dy, p: (dw, dy[:, ::-1], p))),
+    Fault(
+        ops.Patches,
+        "rows and columns of a patch swapped",
+        patches_bwd,
+        lambda right: (
+            lambda dy, shape, size, scale: right(
+                dy.reshape(*dy.shape[:2], -1, size, size).swapaxes(-1, -2).reshape(dy.shape), shape, size, scale
+            )
+        ),
+    ),
     Fault(ops.Patches, "patches in the wrong order", patches_bwd, with_args(lambda dy, *a: (dy[:, ::-1], *a))),
-    Fault(ops.Patches, "last patch lost", patches_bwd,
-          with_args(lambda dy, *a: (np.concatenate([dy[:, :-1], 0 * dy[:, -1:]], axis=1), *a))),
-    Fault(ops.Patches, "pixels scaled in forward alone", patches_fwd,
-          with_args(lambda x, size, scale, *a: (x, size, scale / 255, *a))),
-    Fault(ops.ClassToken, "the first sequence's gradient alone", class_token_bwd,
-          lambda right: lambda dtoken, dy: (right(0 * dtoken, dy), dtoken.__iadd__(dy[0, 0]))[0]),
-    Fault(ops.ClassToken, "one place off", class_token_bwd,
-          lambda right: lambda dtoken, dy: (right(dtoken, dy), dy[:, :-1].copy())[1]),
-    Fault(ops.ClassToken, "token's gradient from the last place", class_token_bwd,
-          lambda right: lambda dtoken, dy: (right(0 * dtoken, dy), dtoken.__iadd__(dy[:, -1].sum(axis=0)))[0]),
-    Fault(ops.ClassToken, "token behind the sequence", class_token_fwd,
-          lambda right: lambda *a: np.roll(right(*a), -1, axis=1)),
+    Fault(
+        ops.Patches,
+        "last patch lost",
+        patches_bwd,
+        with_args(lambda dy, *a: (np.concatenate([dy[:, :-1], 0 * dy[:, -1:]], axis=1), *a)),
+    ),
+    Fault(
+        ops.Patches,
+        "pixels scaled in forward alone",
+        patches_fwd,
+        with_args(lambda x, size, scale, *a: (x, size, scale / 255, *a)),
+    ),
+    Fault(
+        ops.ClassToken,
+        "the first sequence's gradient alone",
+        class_token_bwd,
+        lambda right: lambda dtoken, dy: (right(0 * dtoken, dy), dtoken.__iadd__(dy[0, 0]))[0],
+    ),
+    Fault(
+        ops.ClassToken,
+        "one place off",
+        class_token_bwd,
+        lambda right: lambda dtoken, dy: (right(dtoken, dy), dy[:, :-1].copy())[1],
+    ),
+    Fault(
+        ops.ClassToken,
+        "token's gradient from the last place",
+        class_token_bwd,
+        lambda right: lambda dtoken, dy: (right(0 * dtoken, dy), dtoken.__iadd__(dy[:, -1].sum(axis=0)))[0],
+    ),
+    Fault(
+        ops.ClassToken,
+        "token behind the sequence",
+        class_token_fwd,
+        lambda right: lambda *a: np.roll(right(*a), -1, axis=1),
+    ),
     Fault(ops.Take, "wrong place", take_bwd, with_args(lambda dy, where, n: (dy, (where + 1) % n, n))),
-    Fault(ops.Take, "what is not taken has a gradient", take_bwd,
-          with_args(lambda dy, where, n: (dy, np.maximum(where, 0), n))),
-    Fault(ops.Take, "the first of each row alone", take_bwd,
-          with_args(lambda dy, where, n: (dy[:, :1], where[:, :1], n))),
+    Fault(
+        ops.Take,
+        "what is not taken has a gradient",
+        take_bwd,
+        with_args(lambda dy, where, n: (dy, np.maximum(where, 0), n)),
+    ),
+    Fault(
+        ops.Take, "the first of each row alone", take_bwd, with_args(lambda dy, where, n: (dy[:, :1], where[:, :1], n))
+    ),
     Fault(ops.Take, "another sequence's", take_fwd, with_args(lambda x, where: (np.roll(x, 1, axis=0), where))),
     Fault(ops.Fork, "the second reader's gradient lost", fork_bwd, lambda _: lambda first, second: first.copy()),
     Fault(ops.Fork, "the first reader's gradient twice", fork_bwd, lambda _: lambda first, second: 2 * first),
@@ -369,11 +468,19 @@ FAULTS = [
     Fault(ops.Tanh, "slope of another row", tanh_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1)))),
     Fault(ops.Linear, "sign of dx", linear_bwd, scaled(-1)),
     Fault(ops.Linear, "dx 1 %", linear_bwd, scaled(1.01)),
-    Fault(ops.Linear, "dW of the last row lost", linear_bwd,
-          with_args(lambda dw, db, dy, x, *a: (dw, db, dy, no_tail(x), *a))),
+    Fault(
+        ops.Linear,
+        "dW of the last row lost",
+        linear_bwd,
+        with_args(lambda dw, db, dy, x, *a: (dw, db, dy, no_tail(x), *a)),
+    ),
     Fault(ops.Linear, "dW 1 %", linear_bwd, with_args(lambda dw, db, dy, x, *a: (dw, db, dy, x * 1.01, *a))),
-    Fault(ops.Linear, "db of the first row alone", linear_bwd,
-          then(lambda dw, db, dy, *_: None if db is None else db.__setitem__(..., dy.reshape(-1, len(db))[:1].sum(0)))),
+    Fault(
+        ops.Linear,
+        "db of the first row alone",
+        linear_bwd,
+        then(lambda dw, db, dy, *_: None if db is None else db.__setitem__(..., dy.reshape(-1, len(db))[:1].sum(0))),
+    ),
     Fault(ops.Linear, "db lost", linear_bwd, with_args(lambda dw, db, *a: (dw, None, *a))),
     Fault(ops.RMSNorm, "no mean term", rmsnorm_bwd, lambda _: rmsnorm_without_mean),
     Fault(ops.RMSNorm, "dw sign", rmsnorm_bwd, then(lambda dw, *_: times(dw, -1))),
@@ -381,58 +488,116 @@ FAULTS = [
     Fault(ops.RMSNorm, "not over the gain", rmsnorm_bwd, with_args(lambda dw, dy, w, y, *a: (dw, dy, w, y * w, *a))),
     Fault(ops.AddRMSNorm, "no residual term", rmsnorm_bwd, with_args(lambda *a: (*a[:-1], None))),
     Fault(ops.AddRMSNorm, "residual sign", rmsnorm_bwd, with_args(lambda *a: (*a[:-1], -a[-1]))),
-    Fault(ops.AddRMSNorm, "norm of the residual alone", add_rmsnorm_fwd,
-          lambda right: lambda r, d, w, eps: (right(r, d, w, eps)[0], *right(r, 0 * d, w, eps)[1:])),
-    Fault(ops.LayerNorm, "r of another row", layernorm_bwd,
-          with_args(lambda *a: (*a[:-2], np.roll(a[-2], 1), a[-1]))),
-    Fault(ops.LayerNorm, "mean of another row", layernorm_bwd,
-          with_args(lambda *a: (*a[:-3], np.roll(a[-3], 1), *a[-2:]))),
-    Fault(ops.LayerNorm, "no term along xhat", layernorm_bwd,
-          with_args(lambda dw, db, dy, w, x, mean, *a: (dw, db, dy, w, x * 0 + mean[..., None], mean, *a))),
+    Fault(
+        ops.AddRMSNorm,
+        "norm of the residual alone",
+        add_rmsnorm_fwd,
+        lambda right: lambda r, d, w, eps: (right(r, d, w, eps)[0], *right(r, 0 * d, w, eps)[1:]),
+    ),
+    Fault(ops.LayerNorm, "r of another row", layernorm_bwd, with_args(lambda *a: (*a[:-2], np.roll(a[-2], 1), a[-1]))),
+    Fault(
+        ops.LayerNorm, "mean of another row", layernorm_bwd, with_args(lambda *a: (*a[:-3], np.roll(a[-3], 1), *a[-2:]))
+    ),
+    Fault(
+        ops.LayerNorm,
+        "no term along xhat",
+        layernorm_bwd,
+        with_args(lambda dw, db, dy, w, x, mean, *a: (dw, db, dy, w, x * 0 + mean[..., None], mean, *a)),
+    ),
     Fault(ops.AddLayerNorm, "no residual term", layernorm_bwd, with_args(lambda *a: (*a[:-1], None))),
     Fault(ops.AddLayerNorm, "residual sign", layernorm_bwd, with_args(lambda *a: (*a[:-1], -a[-1]))),
-    Fault(ops.AddLayerNorm, "norm of the residual alone", add_layernorm_fwd,
-          lambda right: lambda r, d, *a: (right(r, d, *a)[0], *right(r, 0 * d, *a)[1:])),
+    Fault(
+        ops.AddLayerNorm,
+        "norm of the residual alone",
+        add_layernorm_fwd,
+        lambda right: lambda r, d, *a: (right(r, d, *a)[0], *right(r, 0 * d, *a)[1:]),
+    ),
     Fault(ops.LayerNorm, "db 1 %", layernorm_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
-    Fault(ops.RoPE, "turned the same way twice", rope,
-          with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a))),
-    Fault(ops.Attention, "no row sum of dO O", attention_bwd,
-          with_args(lambda *a: (*a[:9], 0 * a[9], *a[10:]))),
+    Fault(
+        ops.RoPE,
+        "turned the same way twice",
+        rope,
+        with_args(lambda out, x, cos, sin, *a: (out, x, cos, np.abs(sin), *a)),
+    ),
+    Fault(ops.Attention, "no row sum of dO O", attention_bwd, with_args(lambda *a: (*a[:9], 0 * a[9], *a[10:]))),
     Fault(ops.Attention, "sign of dq", attention_bwd, then(lambda dq, *_: times(dq, -1))),
     Fault(ops.Attention, "dv 1 %", attention_bwd, then(lambda dq, dk, dv, *_: times(dv, 1.01))),
     Fault(ops.Attention, "last key lost", attention_bwd, then(lambda dq, dk, *_: zero(dk[:, -1:]))),
-    Fault(ops.Attention, "keys past the first tile lost", attention_bwd,
-          then(lambda dq, dk, *_: zero(dk[:, TILE:]))),
-    Fault(ops.Attention, "log-sum-exp of another row", attention_bwd,
-          with_args(lambda *a: (*a[:10], np.roll(a[10], 1, -1), *a[11:]))),
-    Fault(ops.Attention, "backward forgets the window", attention_bwd,
-          with_args(lambda *a: (*a[:12], None, *a[13:]))),
-    Fault(ops.Attention, "window one key too wide in backward", attention_bwd,
-          with_args(lambda *a: (*a[:12], a[12] and a[12] + 1, *a[13:]))),
+    Fault(ops.Attention, "keys past the first tile lost", attention_bwd, then(lambda dq, dk, *_: zero(dk[:, TILE:]))),
+    Fault(
+        ops.Attention,
+        "log-sum-exp of another row",
+        attention_bwd,
+        with_args(lambda *a: (*a[:10], np.roll(a[10], 1, -1), *a[11:])),
+    ),
+    Fault(ops.Attention, "backward forgets the window", attention_bwd, with_args(lambda *a: (*a[:12], None, *a[13:]))),
+    Fault(
+        ops.Attention,
+        "window one key too wide in backward",
+        attention_bwd,
+        with_args(lambda *a: (*a[:12], a[12] and a[12] + 1, *a[13:])),
+    ),
     Fault(ops.Attention, "always causal in backward", attention_bwd, with_args(lambda *a: (*a[:11], True, *a[12:]))),
-    Fault(ops.Attention, "mask drawn anew in backward", attention_bwd,
-          with_args(lambda *a: (*a[:13], a[13] and (a[13][0] ^ 1, a[13][1]), a[14]))),
+    Fault(
+        ops.Attention,
+        "mask drawn anew in backward",
+        attention_bwd,
+        with_args(lambda *a: (*a[:13], a[13] and (a[13][0] ^ 1, a[13][1]), a[14])),
+    ),
     Fault(ops.Attention, "mask forgotten in backward", attention_bwd, with_args(lambda *a: (*a[:13], None, a[14]))),
     Fault(ops.Attention, "mask not scaled in backward", attention_bwd, unscaled_mask),
     Fault(ops.Attention, "padding seen in backward", attention_bwd, with_args(lambda *a: (*a[:7], None, *a[8:]))),
-    Fault(ops.Attention, "one padded key seen in backward", attention_bwd,
-          with_args(lambda *a: (*a[:7], a[7] if a[7] is None else a[7] + 1, *a[8:]))),
-    Fault(ops.Attention, "another sequence's padding", attention_bwd,
-          with_args(lambda *a: (*a[:7], a[7] if a[7] is None else np.roll(a[7], 1), *a[8:]))),
-    Fault(ops.Attention, "a document sees its neighbour", attention_fwd,
-          with_args(lambda q, k, v, lengths, starts, *a: (q, k, v, lengths, None, *a))),
-    Fault(ops.Attention, "gradients leak into the neighbour", attention_bwd,
-          with_args(lambda *a: (*a[:8], None, *a[9:]))),
-    Fault(ops.Attention, "a document's first token sees the one before it", attention_fwd,
-          with_args(lambda q, k, v, lengths, starts, *a: (q, k, v, lengths, one_place_early(starts), *a))),
-    Fault(ops.Attention, "a document begins one token late in backward", attention_bwd,
-          with_args(lambda *a: (*a[:8], one_place_late(a[8]), *a[9:]))),
-    Fault(ops.Attention, "every row has the documents of the first", attention_bwd,
-          with_args(lambda *a: (*a[:8], None if a[8] is None else np.broadcast_to(a[8][:1], a[8].shape), *a[9:]))),
-    Fault(ops.LearnedPositions, "positions do not restart in backward", positions_bwd,
-          with_args(lambda dw, dy, positions: (dw, dy, None))),
-    Fault(ops.LearnedPositions, "a position that tokens share gets the gradient of one", positions_bwd,
-          lambda right: lambda dw, dy, p: right(dw, dy, p) if p is None else lost_repeats(dw, dy, p)),
+    Fault(
+        ops.Attention,
+        "one padded key seen in backward",
+        attention_bwd,
+        with_args(lambda *a: (*a[:7], a[7] if a[7] is None else a[7] + 1, *a[8:])),
+    ),
+    Fault(
+        ops.Attention,
+        "another sequence's padding",
+        attention_bwd,
+        with_args(lambda *a: (*a[:7], a[7] if a[7] is None else np.roll(a[7], 1), *a[8:])),
+    ),
+    Fault(
+        ops.Attention,
+        "a document sees its neighbour",
+        attention_fwd,
+        with_args(lambda q, k, v, lengths, starts, *a: (q, k, v, lengths, None, *a)),
+    ),
+    Fault(
+        ops.Attention, "gradients leak into the neighbour", attention_bwd, with_args(lambda *a: (*a[:8], None, *a[9:]))
+    ),
+    Fault(
+        ops.Attention,
+        "a document's first token sees the one before it",
+        attention_fwd,
+        with_args(lambda q, k, v, lengths, starts, *a: (q, k, v, lengths, one_place_early(starts), *a)),
+    ),
+    Fault(
+        ops.Attention,
+        "a document begins one token late in backward",
+        attention_bwd,
+        with_args(lambda *a: (*a[:8], one_place_late(a[8]), *a[9:])),
+    ),
+    Fault(
+        ops.Attention,
+        "every row has the documents of the first",
+        attention_bwd,
+        with_args(lambda *a: (*a[:8], None if a[8] is None else np.broadcast_to(a[8][:1], a[8].shape), *a[9:])),
+    ),
+    Fault(
+        ops.LearnedPositions,
+        "positions do not restart in backward",
+        positions_bwd,
+        with_args(lambda dw, dy, positions: (dw, dy, None)),
+    ),
+    Fault(
+        ops.LearnedPositions,
+        "a position that tokens share gets the gradient of one",
+        positions_bwd,
+        lambda right: lambda dw, dy, p: right(dw, dy, p) if p is None else lost_repeats(dw, dy, p),
+    ),
     Fault(ops.SwiGLU, "no slope of the sigmoid", swiglu_bwd, lambda _: swiglu_without_slope),
     Fault(ops.SwiGLU, "1 %", swiglu_bwd, scaled(1.01)),
     Fault(ops.LinearSwiGLU, "dx 1 %", linear_bwd, scaled(1.01)),
@@ -443,86 +608,186 @@ FAULTS = [
     Fault(ops.GELULinear, "sign", gelu_linear_bwd, scaled(-1)),
     Fault(ops.GELULinear, "dW 1 %", gelu_linear_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.GELULinear, "db 1 %", gelu_linear_bwd, then(lambda dw, db, *_: db is not None and times(db, 1.01))),
-    Fault(ops.GELULinear, "no input bias in backward", gelu_linear_bwd,
-          with_args(lambda *a: (*a[:6], None if a[6] is None else 0 * a[6], *a[7:]))),
-    Fault(ops.GELULinear, "slope of the other formula", gelu_linear_bwd,
-          with_args(lambda *a: (*a[:7], "tanh", *a[8:]))),
-    Fault(ops.GELULinear, "input bias after the GELU", gelu_linear_fwd,
-          with_args(lambda u, w, b, b_in, *a: (
-              u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None, *a))),
-    Fault(ops.GELULinear, "db_in 1 %", gelu_linear_bwd,
-          then(lambda dw, db, db_in, *_: db_in is not None and times(db_in, 1.01))),
+    Fault(
+        ops.GELULinear,
+        "no input bias in backward",
+        gelu_linear_bwd,
+        with_args(lambda *a: (*a[:6], None if a[6] is None else 0 * a[6], *a[7:])),
+    ),
+    Fault(
+        ops.GELULinear, "slope of the other formula", gelu_linear_bwd, with_args(lambda *a: (*a[:7], "tanh", *a[8:]))
+    ),
+    Fault(
+        ops.GELULinear,
+        "input bias after the GELU",
+        gelu_linear_fwd,
+        with_args(
+            lambda u, w, b, b_in, *a: (u, w, b if b_in is None else (0 if b is None else b) + w @ b_in, None, *a)
+        ),
+    ),
+    Fault(
+        ops.GELULinear,
+        "db_in 1 %",
+        gelu_linear_bwd,
+        then(lambda dw, db, db_in, *_: db_in is not None and times(db_in, 1.01)),
+    ),
     Fault(ops.LoRA, "scale forgotten in backward", lora_bwd, with_args(lambda *a: (*a[:8], 1.0, *a[9:]))),
-    Fault(ops.LoRA, "dB without the scale", lora_bwd,
-          lambda right: lambda da, db, *a: (lambda own: (right(da, own, *a), db.__iadd__(own / a[6]))[0])(0 * db)),
-    Fault(ops.LoRA, "dx of the frozen map alone", lora_bwd,
-          lambda right: lambda da, db, dy, x, u, w, *a: (right(da, db, dy, x, u, w, *a), (dy @ w).reshape(x.shape))[1]),
+    Fault(
+        ops.LoRA,
+        "dB without the scale",
+        lora_bwd,
+        lambda right: lambda da, db, *a: (lambda own: (right(da, own, *a), db.__iadd__(own / a[6]))[0])(0 * db),
+    ),
+    Fault(
+        ops.LoRA,
+        "dx of the frozen map alone",
+        lora_bwd,
+        lambda right: lambda da, db, dy, x, u, w, *a: (right(da, db, dy, x, u, w, *a), (dy @ w).reshape(x.shape))[1],
+    ),
     Fault(ops.LoRA, "dx without the frozen map", lora_bwd, with_args(lambda *a: (*a[:5], 0 * a[5], *a[6:]))),
-    Fault(ops.LoRA, "dA of the last row lost", lora_bwd,
-          with_args(lambda da, db, dy, x, *a: (da, db, dy, no_tail(x), *a))),
+    Fault(
+        ops.LoRA, "dA of the last row lost", lora_bwd, with_args(lambda da, db, dy, x, *a: (da, db, dy, no_tail(x), *a))
+    ),
     Fault(ops.LoRA, "mask forgotten in backward", lora_bwd, with_args(lambda *a: (*a[:-2], None, a[-1]))),
     Fault(ops.LoRA, "another mask in dA", lora_bwd, another_mask_in(0)),
     Fault(ops.LoRA, "another mask in dx", lora_bwd, another_mask_in(1)),
-    Fault(ops.LoRA, "what A sees is dropped in the frozen map too", lora_fwd,
-          lambda right: lambda x, *a: right(x if a[-2] is None else dropout(x, *a[-2:]), *a)),
+    Fault(
+        ops.LoRA,
+        "what A sees is dropped in the frozen map too",
+        lora_fwd,
+        lambda right: lambda x, *a: right(x if a[-2] is None else dropout(x, *a[-2:]), *a),
+    ),
     Fault(ops.Softmax, "no sum term", softmax_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.Softmax, "wrong row", softmax_bwd, with_args(lambda dy, y: (dy, np.roll(y, 1, axis=0)))),
     Fault(ops.Dropout, "mask drawn anew in backward", dropout, drawn_anew),
-    Fault(ops.CausalConv, "not causal: backward sees one position ahead", causal_conv_bwd,
-          with_args(lambda dx, dw, db, dy, x, *a: (dx, dw, db, dy, np.roll(x, -1, axis=1), *a))),
-    Fault(ops.CausalConv, "not causal: forward sees one position ahead", causal_conv_fwd,
-          with_args(lambda tail, x, *a: (tail, np.roll(x, -1, axis=1), *a))),
-    Fault(ops.CausalConv, "taps in the wrong order", causal_conv_bwd,
-          with_args(lambda dx, dw, db, dy, x, w, b: (dx, dw, db, dy, x, w[..., ::-1], b))),
-    Fault(ops.CausalConv, "last position's dx lost", causal_conv_bwd,
-          lambda right: lambda *a: (dx := right(*a), zero(dx[:, -1:]))[0]),
+    Fault(
+        ops.CausalConv,
+        "not causal: backward sees one position ahead",
+        causal_conv_bwd,
+        with_args(lambda dx, dw, db, dy, x, *a: (dx, dw, db, dy, np.roll(x, -1, axis=1), *a)),
+    ),
+    Fault(
+        ops.CausalConv,
+        "not causal: forward sees one position ahead",
+        causal_conv_fwd,
+        with_args(lambda tail, x, *a: (tail, np.roll(x, -1, axis=1), *a)),
+    ),
+    Fault(
+        ops.CausalConv,
+        "taps in the wrong order",
+        causal_conv_bwd,
+        with_args(lambda dx, dw, db, dy, x, w, b: (dx, dw, db, dy, x, w[..., ::-1], b)),
+    ),
+    Fault(
+        ops.CausalConv,
+        "last position's dx lost",
+        causal_conv_bwd,
+        lambda right: lambda *a: (dx := right(*a), zero(dx[:, -1:]))[0],
+    ),
     Fault(ops.CausalConv, "db 1 %", causal_conv_bwd, then(lambda dx, dw, db, *_: times(db, 1.01))),
     Fault(ops.SelectiveScan, "the decay's own gradient dropped", selective_scan_bwd, without_the_decays_gradient),
-    Fault(ops.SelectiveScan, "A without its exponential", selective_scan_bwd,
-          then(lambda dz, da, *a: np.divide(da, np.exp(a[8]), out=da))),
+    Fault(
+        ops.SelectiveScan,
+        "A without its exponential",
+        selective_scan_bwd,
+        then(lambda dz, da, *a: np.divide(da, np.exp(a[8]), out=da)),
+    ),
     Fault(ops.SelectiveScan, "state carried into the next row", selective_scan_fwd, kept_of_the_row_before),
-    Fault(ops.SelectiveScan, "backward starts each tile from zeros", selective_scan_bwd,
-          with_args(lambda *a: (*a[:-1], 0 * a[-1]))),
-    Fault(ops.SelectiveScan, "no slope of softplus", selective_scan_bwd, lambda right: lambda *a: [
-        (found[0], found[1] * (1 + np.exp(-a[6] - a[12])), *found[2:]) for found in [right(*a)]][0]),
-    Fault(ops.SelectiveScan, "no skip in du", selective_scan_bwd,
-          with_args(lambda *a: (*a[:11], 0 * a[11], *a[12:]))),
-    Fault(ops.SelectiveScan, "dB and dC swapped", selective_scan_bwd,
-          lambda right: lambda *a: [(f[0], f[1], f[3], f[2], f[4]) for f in [right(*a)]][0]),
+    Fault(
+        ops.SelectiveScan,
+        "backward starts each tile from zeros",
+        selective_scan_bwd,
+        with_args(lambda *a: (*a[:-1], 0 * a[-1])),
+    ),
+    Fault(
+        ops.SelectiveScan,
+        "no slope of softplus",
+        selective_scan_bwd,
+        lambda right: (
+            lambda *a: [(found[0], found[1] * (1 + np.exp(-a[6] - a[12])), *found[2:]) for found in [right(*a)]][0]
+        ),
+    ),
+    Fault(ops.SelectiveScan, "no skip in du", selective_scan_bwd, with_args(lambda *a: (*a[:11], 0 * a[11], *a[12:]))),
+    Fault(
+        ops.SelectiveScan,
+        "dB and dC swapped",
+        selective_scan_bwd,
+        lambda right: lambda *a: [(f[0], f[1], f[3], f[2], f[4]) for f in [right(*a)]][0],
+    ),
     Fault(ops.SelectiveScan, "dC of the position before", selective_scan_bwd, replaced(3, lambda x: np.roll(x, 1, 1))),
     Fault(ops.SelectiveScan, "dz 1 %", selective_scan_bwd, replaced(4, lambda x: 1.01 * x)),
     Fault(ops.LSTM, "state carried across a document in backward", lstm_bwd, with_args(lambda *a: (*a[:-1], None))),
     Fault(ops.LSTM, "state carried across a document in forward", lstm_fwd, with_args(lambda *a: (*a[:-1], None))),
-    Fault(ops.LSTM, "initial h of another row", lstm_bwd,
-          with_args(lambda *a: (*a[:6], np.roll(a[6], 1, axis=0), *a[7:]))),
-    Fault(ops.LSTM, "initial c of another row", lstm_bwd,
-          with_args(lambda *a: (*a[:7], np.roll(a[7], 1, axis=0), *a[8:]))),
+    Fault(
+        ops.LSTM, "initial h of another row", lstm_bwd, with_args(lambda *a: (*a[:6], np.roll(a[6], 1, axis=0), *a[7:]))
+    ),
+    Fault(
+        ops.LSTM, "initial c of another row", lstm_bwd, with_args(lambda *a: (*a[:7], np.roll(a[7], 1, axis=0), *a[8:]))
+    ),
     Fault(ops.LSTM, "last cell's gradient lost", lstm_bwd, with_args(lambda *a: (*a[:2], None, *a[3:]))),
     Fault(ops.LSTM, "no gradient through h[t-1]", lstm_bwd, with_args(lambda *a: (*a[:8], 0 * a[8], a[9]))),
-    Fault(ops.LSTM, "gates i and f swapped", lstm_bwd, with_args(
-        lambda *a: (*a[:3], np.concatenate(np.split(a[3], 4, -1)[1::-1] + np.split(a[3], 4, -1)[2:], -1), *a[4:]))),
-    Fault(ops.LSTM, "cells of the next position", lstm_bwd,
-          with_args(lambda *a: (*a[:5], np.roll(a[5], -1, axis=1), *a[6:]))),
+    Fault(
+        ops.LSTM,
+        "gates i and f swapped",
+        lstm_bwd,
+        with_args(
+            lambda *a: (*a[:3], np.concatenate(np.split(a[3], 4, -1)[1::-1] + np.split(a[3], 4, -1)[2:], -1), *a[4:])
+        ),
+    ),
+    Fault(
+        ops.LSTM,
+        "cells of the next position",
+        lstm_bwd,
+        with_args(lambda *a: (*a[:5], np.roll(a[5], -1, axis=1), *a[6:])),
+    ),
     Fault(ops.LSTM, "dU 1 %", lstm_bwd, then(lambda dw, *_: times(dw, 1.01))),
     Fault(ops.CrossEntropy, "sign", cross_entropy_bwd, scaled(-1)),
     Fault(ops.CrossEntropy, "1 %", cross_entropy_bwd, scaled(1.01)),
     Fault(ops.CrossEntropy, "masked tail not masked", cross_entropy_fwd, unmasked),
     Fault(ops.CrossEntropy, "wrong row", cross_entropy_fwd, shifted_residual),
-    Fault(ops.CrossEntropy, "the first token's upstream for all", cross_entropy_bwd,
-          with_args(lambda dnll, *a: (first_for_all(dnll), *a))),
-    Fault(ops.LinearCrossEntropy, "upstream lost", linear_cross_entropy_bwd,
-          with_args(lambda dw, dnll, *a: (dw, np.ones_like(dnll), *a))),
-    Fault(ops.LinearCrossEntropy, "head weights in the wrong order", linear_cross_entropy_bwd,
-          with_args(lambda dw, dnll, *a: (dw, dnll[..., ::-1], *a))),
-    Fault(ops.LinearCrossEntropy, "the same for all tokens: wrong order", linear_cross_entropy_bwd,
-          with_args(lambda dw, dnll, *a: (dw, dnll[::-1] if dnll.ndim == 1 else dnll, *a))),
-    Fault(ops.LinearCrossEntropy, "the first token's upstream for all", linear_cross_entropy_bwd,
-          with_args(lambda dw, dnll, *a: (dw, first_for_all(dnll), *a))),
-    Fault(ops.LinearCrossEntropy, "dW of the last row lost", linear_cross_entropy_bwd,
-          with_args(lambda dw, dnll, h, *a: (dw, dnll, no_tail(h), *a))),
-    Fault(ops.LinearCrossEntropy, "nll of another token", linear_cross_entropy_fwd,
-          lambda right: lambda *a: (np.roll(right(*a)[0], 1, axis=0), right(*a)[1])),
-]  # fmt: skip
+    Fault(
+        ops.CrossEntropy,
+        "the first token's upstream for all",
+        cross_entropy_bwd,
+        with_args(lambda dnll, *a: (first_for_all(dnll), *a)),
+    ),
+    Fault(
+        ops.LinearCrossEntropy,
+        "upstream lost",
+        linear_cross_entropy_bwd,
+        with_args(lambda dw, dnll, *a: (dw, np.ones_like(dnll), *a)),
+    ),
+    Fault(
+        ops.LinearCrossEntropy,
+        "head weights in the wrong order",
+        linear_cross_entropy_bwd,
+        with_args(lambda dw, dnll, *a: (dw, dnll[..., ::-1], *a)),
+    ),
+    Fault(
+        ops.LinearCrossEntropy,
+        "the same for all tokens: wrong order",
+        linear_cross_entropy_bwd,
+        with_args(lambda dw, dnll, *a: (dw, dnll[::-1] if dnll.ndim == 1 else dnll, *a)),
+    ),
+    Fault(
+        ops.LinearCrossEntropy,
+        "the first token's upstream for all",
+        linear_cross_entropy_bwd,
+        with_args(lambda dw, dnll, *a: (dw, first_for_all(dnll), *a)),
+    ),
+    Fault(
+        ops.LinearCrossEntropy,
+        "dW of the last row lost",
+        linear_cross_entropy_bwd,
+        with_args(lambda dw, dnll, h, *a: (dw, dnll, no_tail(h), *a)),
+    ),
+    Fault(
+        ops.LinearCrossEntropy,
+        "nll of another token",
+        linear_cross_entropy_fwd,
+        lambda right: lambda *a: (np.roll(right(*a)[0], 1, axis=0), right(*a)[1]),
+    ),
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f"{f.op.__name__}: {f.what}")
@@ -566,93 +831,241 @@ def not_turned_back(rope: Any) -> None:
 
 
 WIRING: list[tuple[type[Op], str, Callable[[Any], None]]] = [
-    (NanoEuler, "residual gradient lost at one joint", lambda m: broken_backward(
-        m.blocks[0].norm2, lambda right, dy, stash: right((None, dy[1]), stash))),
-    (NanoEuler, "residual gradient counted twice", lambda m: broken_backward(
-        m.blocks[0].norm2, lambda right, dy, stash: right((2 * dy[0], dy[1]), stash))),
-    (NanoEuler, "first norm's gradient lost", lambda m: broken_backward(
-        m.first_norm, lambda right, dy, stash, residual: (right(dy, stash), residual)[1])),
-    (NanoEuler, "residual gradient lost at the first norm", lambda m: broken_backward(
-        m.first_norm, lambda right, dy, stash, residual: right(dy, stash))),
+    (
+        NanoEuler,
+        "residual gradient lost at one joint",
+        lambda m: broken_backward(m.blocks[0].norm2, lambda right, dy, stash: right((None, dy[1]), stash)),
+    ),
+    (
+        NanoEuler,
+        "residual gradient counted twice",
+        lambda m: broken_backward(m.blocks[0].norm2, lambda right, dy, stash: right((2 * dy[0], dy[1]), stash)),
+    ),
+    (
+        NanoEuler,
+        "first norm's gradient lost",
+        lambda m: broken_backward(m.first_norm, lambda right, dy, stash, residual: (right(dy, stash), residual)[1]),
+    ),
+    (
+        NanoEuler,
+        "residual gradient lost at the first norm",
+        lambda m: broken_backward(m.first_norm, lambda right, dy, stash, residual: right(dy, stash)),
+    ),
     (NanoEuler, "q and k not turned back", lambda m: not_turned_back(m.blocks[0].rope)),
-    (NanoEuler, "gate and up gradients swapped", lambda m: broken_backward(
-        m.blocks[-1].down, lambda right, dy, stash: swapped_halves(right(dy, stash)))),
-    (NanoEuler, "upstream of the later heads lost", lambda m: broken_backward(
-        m, lambda right, dy, stash: right(np.where(np.arange(dy.shape[-1]) > 0, 0, dy), stash))),
-    (NanoEuler, "upstream of the last token lost", lambda m: broken_backward(
-        m, lambda right, dy, stash: right(dy if dy.ndim == 1 else np.where(np.arange(dy.shape[1])[:, None] > 4, 0, dy),
-                                          stash))),
-    (Llama, "a tied head's gradient lost", lambda m: broken_backward(
-        m.heads, lambda right, dy, stash: (right(dy, stash), zero(m.heads.weight.grad))[0])),
-    (Llama, "q and k norms left out", lambda m: [broken_backward(
-        norm, lambda right, dy, stash, out: (right(dy, stash), dy)[1]) for norm, _ in m.blocks[0].head_norms]),
-    (Llama, "residual gradient lost between two blocks", lambda m: broken_backward(
-        m.blocks[0].next_norm, lambda right, dy, stash: right((None, dy[1]), stash))),
-    (Llama, "gradient of the biases lost", lambda m: broken_backward(
-        m.blocks[0].qkv, lambda right, dy, stash: (right(dy, stash), m.blocks[0].qkv.bias and zero(
-            m.blocks[0].qkv.bias.grad))[0])),
-    (Llama, "heads' gradients in the wrong order", lambda m: broken_backward(
-        m.blocks[-1].attention, lambda right, dy, stash, rope: right(dy[:, :, ::-1], stash, rope=rope))),
-    (GPT2, "the embedding's share of a tied gradient lost", lambda m: broken_backward(
-        m.embedding, lambda right, dy, stash: right(0 * dy, stash))),
-    (GPT2, "stream and branch mixed up", lambda m: broken_backward(
-        m.joints[0], lambda right, dy, stash: right(dy[::-1], stash))),
-    (GPT2, "residual gradient counted twice", lambda m: broken_backward(
-        m.joints[0], lambda right, dy, stash: right((2 * dy[0], dy[1]), stash))),
-    (GPT2, "positions' gradient one place off", lambda m: broken_backward(
-        m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
-    (GPT2, "GELU left out", lambda m: broken_backward(
-        m.blocks[0].down, lambda right, dy, stash: (right(dy, stash), dy @ m.blocks[0].down.weight.value)[1])),
-    (MoE, "the balance's gradient left out", lambda m: broken_backward(
-        m.losses, lambda right, dy, stash: (0 * right(dy, stash)[0],)) if m.losses else None),
-    (MoE, "layers' usage in one place alone", lambda m: broken_backward(
-        m.blocks[0].experts, lambda right, dy, stash: right((dy[0], 0 * dy[1], dy[2]), stash))),
-    (MoE, "stream and experts mixed up", lambda m: broken_backward(
-        m.blocks[0].norm2, lambda right, dy, stash: right(dy[::-1], stash))),
-    (MoE, "experts' gradient 1 %", lambda m: broken_backward(
-        m.blocks[-1].experts, lambda right, dy, stash: 1.01 * right(dy, stash))),
-    (Mamba, "gradient through the step sizes lost", lambda m: broken_backward(
-        m.blocks[0].step, lambda right, dy, stash: 0 * right(dy, stash))),
-    (Mamba, "gate and input swapped", lambda m: broken_backward(
-        m.blocks[0].input, lambda right, dy, stash: right(swapped_halves(dy), stash))),
-    (Mamba, "residual gradient lost at one joint", lambda m: broken_backward(
-        m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash))),
-    (Mamba, "gradients of B and C swapped", lambda m: broken_backward(
-        m.blocks[0].scan, lambda right, dy, stash, out: [(f[0], f[1], f[3], f[2], f[4]) for f in [
-            right(dy, stash, out=out)]][0])),
-    (LSTMModel, "the head's gradient in the wrong order", lambda m: broken_backward(
-        m.head, lambda right, dy, stash: [(dh[..., ::-1], rest) for dh, rest in [right(dy, stash)]][0])),
-    (LSTMModel, "gradient of the layer below lost", lambda m: broken_backward(
-        m.layers[-1], lambda right, dy, stash: [(0 * dx, *rest) for dx, *rest in [right(dy, stash)]][0])),
-    (LSTMModel, "mask not drawn again in backward", lambda m: broken_backward(
-        m.dropouts[0], lambda right, dy, stash: (right(dy, stash), dy)[1])),
-    (BERT, "segments' gradient lost", lambda m: broken_backward(
-        m.segments, lambda right, dy, stash: right(0 * dy, stash))),
-    (BERT, "positions' gradient one place off", lambda m: broken_backward(
-        m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
-    (BERT, "padding seen in backward", lambda m: setattr(
-        m.blocks[0].attention.k, "attention_bwd", lambda *a: attention_bwd(*a[:7], None, *a[8:]))),
-    (BERT, "stream's gradient lost at a fork", lambda m: broken_backward(
-        m.blocks[0].fork2, lambda right, dy, stash: right((0 * dy[0], dy[1]), stash))),
-    (BERT, "the embedding's share of a tied gradient lost", lambda m: broken_backward(
-        m.embedding, lambda right, dy, stash: right(0 * dy, stash))),
-    (BERT, "hidden words' gradients in the wrong order", lambda m: broken_backward(
-        m.take, lambda right, dy, stash: right(dy[:, ::-1], stash))),
-    (ViT, "class token's gradient lost", lambda m: broken_backward(
-        m.class_token, lambda right, dy, stash: (right(dy, stash), zero(m.class_token.token.grad))[0])),
-    (ViT, "positions' gradient one place off", lambda m: broken_backward(
-        m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash))),
-    (ViT, "read off the last token", lambda m: broken_backward(
-        m.take, lambda right, dy, stash: (right(dy, stash)[0][:, ::-1], None))),
-    (ViT, "the other GELU in backward", lambda m: setattr(m.blocks[0].down, "backward", partial(
-        other_formula, m.blocks[0].down))),
-    (ViT, "stream's gradient lost at a joint", lambda m: broken_backward(
-        m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash))),
-    (CharMLP, "characters' gradients in the wrong order", lambda m: broken_backward(
-        m.embedding, lambda right, dy, stash: right(dy[:, :, ::-1], stash))),
-    (CharMLP, "gradient of the last layer 1 %", lambda m: broken_backward(
-        m.gelu, lambda right, dy, stash: right(1.01 * dy, stash))),
-]  # fmt: skip
+    (
+        NanoEuler,
+        "gate and up gradients swapped",
+        lambda m: broken_backward(m.blocks[-1].down, lambda right, dy, stash: swapped_halves(right(dy, stash))),
+    ),
+    (
+        NanoEuler,
+        "upstream of the later heads lost",
+        lambda m: broken_backward(
+            m, lambda right, dy, stash: right(np.where(np.arange(dy.shape[-1]) > 0, 0, dy), stash)
+        ),
+    ),
+    (
+        NanoEuler,
+        "upstream of the last token lost",
+        lambda m: broken_backward(
+            m,
+            lambda right, dy, stash: right(
+                dy if dy.ndim == 1 else np.where(np.arange(dy.shape[1])[:, None] > 4, 0, dy), stash
+            ),
+        ),
+    ),
+    (
+        Llama,
+        "a tied head's gradient lost",
+        lambda m: broken_backward(m.heads, lambda right, dy, stash: (right(dy, stash), zero(m.heads.weight.grad))[0]),
+    ),
+    (
+        Llama,
+        "q and k norms left out",
+        lambda m: [
+            broken_backward(norm, lambda right, dy, stash, out: (right(dy, stash), dy)[1])
+            for norm, _ in m.blocks[0].head_norms
+        ],
+    ),
+    (
+        Llama,
+        "residual gradient lost between two blocks",
+        lambda m: broken_backward(m.blocks[0].next_norm, lambda right, dy, stash: right((None, dy[1]), stash)),
+    ),
+    (
+        Llama,
+        "gradient of the biases lost",
+        lambda m: broken_backward(
+            m.blocks[0].qkv,
+            lambda right, dy, stash: (right(dy, stash), m.blocks[0].qkv.bias and zero(m.blocks[0].qkv.bias.grad))[0],
+        ),
+    ),
+    (
+        Llama,
+        "heads' gradients in the wrong order",
+        lambda m: broken_backward(
+            m.blocks[-1].attention, lambda right, dy, stash, rope: right(dy[:, :, ::-1], stash, rope=rope)
+        ),
+    ),
+    (
+        GPT2,
+        "the embedding's share of a tied gradient lost",
+        lambda m: broken_backward(m.embedding, lambda right, dy, stash: right(0 * dy, stash)),
+    ),
+    (
+        GPT2,
+        "stream and branch mixed up",
+        lambda m: broken_backward(m.joints[0], lambda right, dy, stash: right(dy[::-1], stash)),
+    ),
+    (
+        GPT2,
+        "residual gradient counted twice",
+        lambda m: broken_backward(m.joints[0], lambda right, dy, stash: right((2 * dy[0], dy[1]), stash)),
+    ),
+    (
+        GPT2,
+        "positions' gradient one place off",
+        lambda m: broken_backward(m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash)),
+    ),
+    (
+        GPT2,
+        "GELU left out",
+        lambda m: broken_backward(
+            m.blocks[0].down, lambda right, dy, stash: (right(dy, stash), dy @ m.blocks[0].down.weight.value)[1]
+        ),
+    ),
+    (
+        MoE,
+        "the balance's gradient left out",
+        lambda m: broken_backward(m.losses, lambda right, dy, stash: (0 * right(dy, stash)[0],)) if m.losses else None,
+    ),
+    (
+        MoE,
+        "layers' usage in one place alone",
+        lambda m: broken_backward(
+            m.blocks[0].experts, lambda right, dy, stash: right((dy[0], 0 * dy[1], dy[2]), stash)
+        ),
+    ),
+    (
+        MoE,
+        "stream and experts mixed up",
+        lambda m: broken_backward(m.blocks[0].norm2, lambda right, dy, stash: right(dy[::-1], stash)),
+    ),
+    (
+        MoE,
+        "experts' gradient 1 %",
+        lambda m: broken_backward(m.blocks[-1].experts, lambda right, dy, stash: 1.01 * right(dy, stash)),
+    ),
+    (
+        Mamba,
+        "gradient through the step sizes lost",
+        lambda m: broken_backward(m.blocks[0].step, lambda right, dy, stash: 0 * right(dy, stash)),
+    ),
+    (
+        Mamba,
+        "gate and input swapped",
+        lambda m: broken_backward(m.blocks[0].input, lambda right, dy, stash: right(swapped_halves(dy), stash)),
+    ),
+    (
+        Mamba,
+        "residual gradient lost at one joint",
+        lambda m: broken_backward(m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash)),
+    ),
+    (
+        Mamba,
+        "gradients of B and C swapped",
+        lambda m: broken_backward(
+            m.blocks[0].scan,
+            lambda right, dy, stash, out: [(f[0], f[1], f[3], f[2], f[4]) for f in [right(dy, stash, out=out)]][0],
+        ),
+    ),
+    (
+        LSTMModel,
+        "the head's gradient in the wrong order",
+        lambda m: broken_backward(
+            m.head, lambda right, dy, stash: [(dh[..., ::-1], rest) for dh, rest in [right(dy, stash)]][0]
+        ),
+    ),
+    (
+        LSTMModel,
+        "gradient of the layer below lost",
+        lambda m: broken_backward(
+            m.layers[-1], lambda right, dy, stash: [(0 * dx, *rest) for dx, *rest in [right(dy, stash)]][0]
+        ),
+    ),
+    (
+        LSTMModel,
+        "mask not drawn again in backward",
+        lambda m: broken_backward(m.dropouts[0], lambda right, dy, stash: (right(dy, stash), dy)[1]),
+    ),
+    (
+        BERT,
+        "segments' gradient lost",
+        lambda m: broken_backward(m.segments, lambda right, dy, stash: right(0 * dy, stash)),
+    ),
+    (
+        BERT,
+        "positions' gradient one place off",
+        lambda m: broken_backward(m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash)),
+    ),
+    (
+        BERT,
+        "padding seen in backward",
+        lambda m: setattr(m.blocks[0].attention.k, "attention_bwd", lambda *a: attention_bwd(*a[:7], None, *a[8:])),
+    ),
+    (
+        BERT,
+        "stream's gradient lost at a fork",
+        lambda m: broken_backward(m.blocks[0].fork2, lambda right, dy, stash: right((0 * dy[0], dy[1]), stash)),
+    ),
+    (
+        BERT,
+        "the embedding's share of a tied gradient lost",
+        lambda m: broken_backward(m.embedding, lambda right, dy, stash: right(0 * dy, stash)),
+    ),
+    (
+        BERT,
+        "hidden words' gradients in the wrong order",
+        lambda m: broken_backward(m.take, lambda right, dy, stash: right(dy[:, ::-1], stash)),
+    ),
+    (
+        ViT,
+        "class token's gradient lost",
+        lambda m: broken_backward(
+            m.class_token, lambda right, dy, stash: (right(dy, stash), zero(m.class_token.token.grad))[0]
+        ),
+    ),
+    (
+        ViT,
+        "positions' gradient one place off",
+        lambda m: broken_backward(m.positions, lambda right, dy, stash: right(np.roll(dy, 1, axis=1), stash)),
+    ),
+    (
+        ViT,
+        "read off the last token",
+        lambda m: broken_backward(m.take, lambda right, dy, stash: (right(dy, stash)[0][:, ::-1], None)),
+    ),
+    (
+        ViT,
+        "the other GELU in backward",
+        lambda m: setattr(m.blocks[0].down, "backward", partial(other_formula, m.blocks[0].down)),
+    ),
+    (
+        ViT,
+        "stream's gradient lost at a joint",
+        lambda m: broken_backward(m.joints[0], lambda right, dy, stash: right((None, dy[1]), stash)),
+    ),
+    (
+        CharMLP,
+        "characters' gradients in the wrong order",
+        lambda m: broken_backward(m.embedding, lambda right, dy, stash: right(dy[:, :, ::-1], stash)),
+    ),
+    (
+        CharMLP,
+        "gradient of the last layer 1 %",
+        lambda m: broken_backward(m.gelu, lambda right, dy, stash: right(1.01 * dy, stash)),
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -744,8 +1157,10 @@ class Residual(Op):
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
-        self.mlp = (ops.LinearSwiGLU(Param("gate_up", (8, 3), std=1.0), backend, "gate_up"),
-                    ops.SwiGLULinear(Param("down", (3, 4), std=1.0), backend, "down"))  # fmt: skip
+        self.mlp = (
+            ops.LinearSwiGLU(Param("gate_up", (8, 3), std=1.0), backend, "gate_up"),
+            ops.SwiGLULinear(Param("down", (3, 4), std=1.0), backend, "down"),
+        )
         self.norm = ops.AddRMSNorm(Param("gain", (3,), fill=1.0, decay=False), backend, 0.1)
         self.out = ops.Linear(Param("out", (3, 3), std=1.0), backend, "out")
 

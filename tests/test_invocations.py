@@ -25,14 +25,29 @@ SECONDS, TRIES = 2.0, 3
 SCRIPTS = ("pretrain", "sft", "dpo", "grpo", "classify", "evaluate", "ablation")
 MODULES = {
     "serve": "tinyforge.serve.__main__",
-    "chat": "tinyforge.chat", "nanoeuler": "models.nanoeuler.chat", "inspect": "tinyforge.inspect",
-    "gradcheck": "tinyforge.gradcheck", "doctor": "tinyforge.doctor",
-    "convert": "tinyforge.hub.convert", "average": "tinyforge.hub.average", "calibrate": "tinyforge.hub.calibrate",
-    "text": "tinyforge.text.command", "local": "data.local", "gutenberg": "data.gutenberg", "world": "data.world",
-    "fineweb": "data.fineweb_edu", "tinystories": "data.tinystories", "alpaca": "data.alpaca", "corpus": "data.corpus",
-    "shards": "data.shards", "sets": "data.evaluation", "stories": "data.stories", "board": "tinyforge.board.__main__",
-    "scaling": "tinyforge.scaling", "tinyforge": "tinyforge.__main__",
-}  # fmt: skip
+    "chat": "tinyforge.chat",
+    "nanoeuler": "models.nanoeuler.chat",
+    "inspect": "tinyforge.inspect",
+    "gradcheck": "tinyforge.gradcheck",
+    "doctor": "tinyforge.doctor",
+    "convert": "tinyforge.hub.convert",
+    "average": "tinyforge.hub.average",
+    "calibrate": "tinyforge.hub.calibrate",
+    "text": "tinyforge.text.command",
+    "local": "data.local",
+    "gutenberg": "data.gutenberg",
+    "world": "data.world",
+    "fineweb": "data.fineweb_edu",
+    "tinystories": "data.tinystories",
+    "alpaca": "data.alpaca",
+    "corpus": "data.corpus",
+    "shards": "data.shards",
+    "sets": "data.evaluation",
+    "stories": "data.stories",
+    "board": "tinyforge.board.__main__",
+    "scaling": "tinyforge.scaling",
+    "tinyforge": "tinyforge.__main__",
+}
 SHAPE = "dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280"
 
 INVOCATIONS = """
@@ -391,11 +406,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     record = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
     doubling = [[97, 97], *([256 + n, 256 + n] for n in range(60))]
     files: dict[str, bytes] = {
-        "text.txt": text.encode(), "empty.txt": b"", "deep.json": b"[" * 100_000,
-        "bomb.json": b'{"dim": ' + b"9" * 100_000 + b"}", "good.json": json.dumps([record] * 20).encode(),
-        "huge.ids": b"9" * 100_000, "bad.jsonl": b"[" * 100_000, "bad.csv": b"text,label\nfine,\n",
+        "text.txt": text.encode(),
+        "empty.txt": b"",
+        "deep.json": b"[" * 100_000,
+        "bomb.json": b'{"dim": ' + b"9" * 100_000 + b"}",
+        "good.json": json.dumps([record] * 20).encode(),
+        "huge.ids": b"9" * 100_000,
+        "bad.jsonl": b"[" * 100_000,
+        "bad.csv": b"text,label\nfine,\n",
         "labels.csv": b"text,label\ngood,1\nbad,0\n" * 10,
-    }  # fmt: skip
+    }
     for name, data in files.items():
         (path / name).write_bytes(data)
     (path / "nothing").mkdir()
@@ -438,9 +458,12 @@ def test_there_are_a_hundred_and_every_command_has_some() -> None:
 
 @pytest.mark.parametrize("line", LINES, ids=ascii)
 def test_in_this_process(
-    line: str, folder: Path, whole: dict[Path, bytes | None], monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    folder: Path,
+    whole: dict[Path, bytes | None],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(folder)
     program, *flags = shlex.split(line)
     main = main_of(program)
@@ -484,9 +507,13 @@ def test_as_a_user_types_it(line: str, folder: Path, whole: dict[Path, bytes | N
     def run() -> tuple[object, str, float]:
         before = os.times()
         done = subprocess.run(
-            [sys.executable, *command, *flags], cwd=folder, capture_output=True, text=True, timeout=60,
+            [sys.executable, *command, *flags],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
         after = os.times()
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
         return done.returncode, done.stderr, seconds

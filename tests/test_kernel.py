@@ -62,10 +62,18 @@ def test_the_names_of_kernels_are_unique() -> None:
 def test_every_op_lists_kernels_and_every_kernel_has_an_op() -> None:
     listed = {k.name for kind in (*ops.ALL, *ops.IN_FP8) for k in kind.kernels}
     assert {k.name for k in all_kernels()} - listed == {
-        "adamw_", "add_", "clip_factor", "linear_bwd_bias", "muon_", "muon_momentum", "newton_schulz",
-        "square_sums", "sum_tokens",
-        "rmsnorm_scaled_fwd", "rmsnorm_scaled_bwd",  # of FP8RMSNorm and FP8AddRMSNorm
-    }  # fmt: skip
+        "adamw_",
+        "add_",
+        "clip_factor",
+        "linear_bwd_bias",
+        "muon_",
+        "muon_momentum",
+        "newton_schulz",
+        "square_sums",
+        "sum_tokens",
+        "rmsnorm_scaled_fwd",
+        "rmsnorm_scaled_bwd",  # of FP8RMSNorm and FP8AddRMSNorm
+    }
 
 
 @pytest.mark.parametrize("found", all_kernels(), ids=lambda k: k.name)

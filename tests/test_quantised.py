@@ -20,8 +20,9 @@ from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, 
 from tinyforge.registry import models
 from tinyforge.text.chat_templates import TEMPLATES
 
-CONFIG = Config(dim=32, heads=4, kv_heads=2, layers=2, context=24, vocab=40, mtp_heads=2, hidden=50,
-                mtp_weights=(1, 0.5))  # fmt: skip
+CONFIG = Config(
+    dim=32, heads=4, kv_heads=2, layers=2, context=24, vocab=40, mtp_heads=2, hidden=50, mtp_weights=(1, 0.5)
+)
 
 
 def random_model(precision: str = "fp64") -> NanoEuler:

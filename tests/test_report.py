@@ -22,9 +22,14 @@ def test_only_what_is_slow_is_said(capsys: pytest.CaptureFixture[str], monkeypat
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [((0, "step"), "0 steps"), ((1, "step"), "1 step"), ((2000, "step"), "2,000 steps"),
-     ((1, "story", "stories"), "1 story"), ((2, "story", "stories"), "2 stories")],
-)  # fmt: skip
+    [
+        ((0, "step"), "0 steps"),
+        ((1, "step"), "1 step"),
+        ((2000, "step"), "2,000 steps"),
+        ((1, "story", "stories"), "1 story"),
+        ((2, "story", "stories"), "2 stories"),
+    ],
+)
 def test_counts_in_words(given: tuple[Any, ...], said: str) -> None:
     assert report.count_of(*given) == said
 

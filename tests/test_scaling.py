@@ -47,9 +47,20 @@ def test_a_file_of_several_gpus_is_compared(tmp_path: Path) -> None:
         if "ranks" not in path.name:
             shutil.copy(path, tmp_path)
     alone = 26.3
-    found = {"ranks": 2, "precision": "bf16", "rows_a_gpu": 32, "seq_len": 512, "model": "nanoeuler", "config": "base",
-             "results": {"1 GPU": {"median_ms": alone}, "ranks": {"median_ms": 27.7},
-                         "ranks, ZeRO": {"median_ms": 27.0}, "torch DDP, compiled": {"median_ms": 35.8}}}  # fmt: skip
+    found = {
+        "ranks": 2,
+        "precision": "bf16",
+        "rows_a_gpu": 32,
+        "seq_len": 512,
+        "model": "nanoeuler",
+        "config": "base",
+        "results": {
+            "1 GPU": {"median_ms": alone},
+            "ranks": {"median_ms": 27.7},
+            "ranks, ZeRO": {"median_ms": 27.0},
+            "torch DDP, compiled": {"median_ms": 35.8},
+        },
+    }
     (tmp_path / "gpu-ranks.json").write_text(json.dumps(found))
     plain, zero = [row for row in compared(H200, tmp_path) if row.gpus == 2]
     assert (plain.measured, zero.measured) == (pytest.approx(0.0277), pytest.approx(0.027))
@@ -126,15 +137,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--compare"]) == 0
     assert "gpu-train-32x512.json" in capsys.readouterr().out
     for wrong, said in (
-        (["--gpus", "0"], "--gpus is 0, wanted 1 to"), (["--config", "3b"], "nanoeuler has small, base"),
+        (["--gpus", "0"], "--gpus is 0, wanted 1 to"),
+        (["--config", "3b"], "nanoeuler has small, base"),
         (["--model", "vit"], "use one of nanoeuler, gpt2, llama$"),
         (["--model", "moe"], "moe: the cost model does not count MixtureOfExperts, .*; use one of nanoeuler, gpt2"),
         (["--model", "lstm", "--config", "wide"], "lstm: the cost model does not count LSTM; use one of"),
         (["--network", "0"], "wanted GB/s above 0"),
-        (["--seq-len", "9999", "--config", "2b"], "context is 1024"), (["--batch-tokens", "-1"], "is -1, wanted a row"),
+        (["--seq-len", "9999", "--config", "2b"], "context is 1024"),
+        (["--batch-tokens", "-1"], "is -1, wanted a row"),
         (["--batch-tokens", "1000", "--config", "2b"], "is 1000, wanted a row of 1024 tokens or more"),
         (["--model", "mamba", "--recompute", "blocks"], "no blocks that can be recomputed"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=said):
             main(wrong)
 

@@ -15,8 +15,12 @@ from tinyforge.errors import UserError
 
 def test_every_type_that_is_read(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    stored = {"f64": rng.normal(size=(3, 5)), "f32": rng.normal(size=7).astype(np.float32),
-              "f16": rng.normal(size=(2, 1, 3)).astype(np.float16), "none": np.zeros((0, 4), np.float32)}  # fmt: skip
+    stored = {
+        "f64": rng.normal(size=(3, 5)),
+        "f32": rng.normal(size=7).astype(np.float32),
+        "f16": rng.normal(size=(2, 1, 3)).astype(np.float16),
+        "none": np.zeros((0, 4), np.float32),
+    }
     save_file(stored, tmp_path / "x.safetensors")
     found = tensors.read_header(tmp_path / "x.safetensors")
     assert found.keys() == stored.keys()
@@ -51,9 +55,12 @@ def test_what_is_written_the_package_reads(tmp_path: Path) -> None:
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
     """A tensor of a gigabyte that lies in a hole of the file is listed, and the small one beside it read."""
-    header = json.dumps({"big": {"dtype": "F32", "shape": [1 << 28], "data_offsets": [0, 1 << 30]},
-                         "small": {"dtype": "F32", "shape": [1],
-                                   "data_offsets": [1 << 30, (1 << 30) + 4]}})  # fmt: skip
+    header = json.dumps(
+        {
+            "big": {"dtype": "F32", "shape": [1 << 28], "data_offsets": [0, 1 << 30]},
+            "small": {"dtype": "F32", "shape": [1], "data_offsets": [1 << 30, (1 << 30) + 4]},
+        }
+    )
     with open(tmp_path / "x.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header.encode())
         file.truncate(8 + len(header) + (1 << 30) + 4)
@@ -114,8 +121,12 @@ def test_a_type_that_is_no_float_is_refused_when_it_is_read(tmp_path: Path) -> N
 def test_codes_and_their_scales_are_one_tensor(tmp_path: Path) -> None:
     """Beside them a tensor that is only named like a scale."""
     codes, scales = np.arange(-6, 6, dtype=np.int8).reshape(2, 2, 3), np.array([1, 0.1, 3, 0], np.float32)
-    stored = {"a": codes, "a_scale": scales.reshape(2, 2, 1), "b": np.ones(3, np.float32),
-              "b_scale": np.ones(1, np.float32)}  # fmt: skip
+    stored = {
+        "a": codes,
+        "a_scale": scales.reshape(2, 2, 1),
+        "b": np.ones(3, np.float32),
+        "b_scale": np.ones(1, np.float32),
+    }
     save_file(stored, tmp_path / "x.safetensors")
     found = tensors.Tensors([tmp_path / "x.safetensors"])
     assert set(found) == {"a", "b", "b_scale"} and len(found) == 3 and "a_scale" not in found

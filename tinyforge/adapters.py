@@ -103,8 +103,17 @@ def _adapter(op: Any, settings: Adapters, backend: Backend) -> LoRA:
         activation = SwiGLU(backend, f"{op.name}.swiglu")
     elif isinstance(op, GELULinear):
         activation = GELU(backend, name=f"{op.name}.gelu", bias=op.input_bias)
-    return LoRA(op.weight, a, b, backend, op.name, bias=getattr(op, "bias", None), alpha=settings.alpha,
-                rate=settings.dropout, activation=activation)  # fmt: skip
+    return LoRA(
+        op.weight,
+        a,
+        b,
+        backend,
+        op.name,
+        bias=getattr(op, "bias", None),
+        alpha=settings.alpha,
+        rate=settings.dropout,
+        activation=activation,
+    )
 
 
 def _exchange(model: Any, old: Op, new: Op) -> None:
@@ -114,6 +123,8 @@ def _exchange(model: Any, old: Op, new: Op) -> None:
     for part in path:
         holder = dict(enumerate(holder or ())).get(int(part)) if part.isdigit() else getattr(holder, part, None)
     if getattr(holder, last, None) is not old:
-        raise UserError(f"{type(model).__name__}: {old.name} is not the path of that op in the model; leave it out of "
-                        "the targets, or name it by its path")  # fmt: skip
+        raise UserError(
+            f"{type(model).__name__}: {old.name} is not the path of that op in the model; leave it out of "
+            "the targets, or name it by its path"
+        )
     setattr(holder, last, new)

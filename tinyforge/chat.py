@@ -37,11 +37,15 @@ from tinyforge.text.chat_templates import TEMPLATES
 BLOCK = '"""'
 DEFAULTS = Sampling(max_tokens=400)  # the storyteller's stories take up to 350
 SETTINGS = {
-    "temperature": "0 is greedy", "top_k": "most likely tokens kept, 0 for all",
-    "top_p": "probability mass kept", "min_p": "least probability kept, relative to the highest",
-    "repetition_penalty": "above 1, repeated words become less likely", "max_tokens": "longest reply",
-    "seed": "of the random choices", "drafts": "tokens drafted ahead: changes the speed, not the distribution",
-}  # fmt: skip
+    "temperature": "0 is greedy",
+    "top_k": "most likely tokens kept, 0 for all",
+    "top_p": "probability mass kept",
+    "min_p": "least probability kept, relative to the highest",
+    "repetition_penalty": "above 1, repeated words become less likely",
+    "max_tokens": "longest reply",
+    "seed": "of the random choices",
+    "drafts": "tokens drafted ahead: changes the speed, not the distribution",
+}
 
 
 def conversation_with(loaded: Loaded) -> Conversation:
@@ -179,8 +183,9 @@ class Repl:
         try:
             self.sampling = dataclasses.replace(self.sampling, **{name: kind(value)})
         except ValueError:
-            raise UserError(f"/set {name}: got {value!r}, wanted a number, e.g. /set {name} "
-                            f"{getattr(self.sampling, name)}") from None  # fmt: skip
+            raise UserError(
+                f"/set {name}: got {value!r}, wanted a number, e.g. /set {name} {getattr(self.sampling, name)}"
+            ) from None
         if name == "seed":
             self.asked = 0
 
@@ -198,15 +203,20 @@ class Repl:
 
     def own(self) -> str:
         """The settings that are still the model's own; "" if none are."""
-        own = [f"{name} {value}" for name, value in self.loaded.generation.fields.items()
-               if getattr(self.sampling, name) == value]  # fmt: skip
+        own = [
+            f"{name} {value}"
+            for name, value in self.loaded.generation.fields.items()
+            if getattr(self.sampling, name) == value
+        ]
         return f"{', '.join(own)}: from its {FILE}" if own else ""
 
     def do_stats(self, arguments: list[str]) -> None:
         """tokens per second, time to the first token, drafts accepted"""
         s = self.conversation.stats
-        self.note(f"  {count_of(s.tokens, 'token')} at {s.tokens_per_second:,.0f} per second; the last reply began "
-                  f"after {1e3 * s.first_seconds:.1f} ms")  # fmt: skip
+        self.note(
+            f"  {count_of(s.tokens, 'token')} at {s.tokens_per_second:,.0f} per second; the last reply began "
+            f"after {1e3 * s.first_seconds:.1f} ms"
+        )
         self.note(f"  prompts: {count_of(s.prefilled, 'token')} read, {s.reused} found in the cache")
         if s.drafted:
             shares = ", ".join(f"head {k}: {share:.0%}" for k, share in enumerate(s.acceptance, start=1))
@@ -250,8 +260,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, meaning in SETTINGS.items():
         default = getattr(DEFAULTS, name)
         own = "the model's, else " if name in FIELDS.values() else ""
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default),
-                            help=f"{meaning} (default: {own}{default})")  # fmt: skip
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=type(default), help=f"{meaning} (default: {own}{default})"
+        )
     args = parser.parse_args(argv)
     given = {name: value for name in SETTINGS if (value := getattr(args, name)) is not None}
     dataclasses.replace(DEFAULTS, **given)  # reports a wrong value before the model is loaded

@@ -47,10 +47,21 @@ _HASHED = ("tokenizer.json", "meta.json")  # required, as are the weights
 _USE_ANOTHER = "use another checkpoint of the run"
 # The types of values in meta.json, and in its "base", that are used elsewhere without a check.
 _TYPES: dict[str, type] = {
-    "base": dict, "config": dict, "settings": dict, "step": int, "tokens": int, "corpus": list,
-    "elapsed": float, "joules": float, "tokens_per_second": float, "machine": str, "template": str,
-    "stages": list, "reference": dict, "inputs": list,
-}  # fmt: skip
+    "base": dict,
+    "config": dict,
+    "settings": dict,
+    "step": int,
+    "tokens": int,
+    "corpus": list,
+    "elapsed": float,
+    "joules": float,
+    "tokens_per_second": float,
+    "machine": str,
+    "template": str,
+    "stages": list,
+    "reference": dict,
+    "inputs": list,
+}
 
 
 @dataclass(frozen=True)
@@ -74,15 +85,23 @@ Write = Callable[[Path], Mapping[str, str]]
 
 
 def save(
-    out: Path, step: int, weights: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray], tokenizer: Any,
-    meta: Mapping[str, Any], keep: int,
-) -> Path:  # fmt: skip
+    out: Path,
+    step: int,
+    weights: Mapping[str, np.ndarray],
+    optimizer: Mapping[str, np.ndarray],
+    tokenizer: Any,
+    meta: Mapping[str, Any],
+    keep: int,
+) -> Path:
     """`save_with` for arrays in memory."""
 
     def write(folder: Path) -> dict[str, str]:
         files = {MODEL: weights, OPTIMIZER: optimizer}
-        return {name: digest for what, arrays in files.items()
-                for name, digest in write_shard(folder, what, *lazy(arrays)).items()}  # fmt: skip
+        return {
+            name: digest
+            for what, arrays in files.items()
+            for name, digest in write_shard(folder, what, *lazy(arrays)).items()
+        }
 
     return save_with(out, step, write, tokenizer, meta, keep)
 
@@ -116,9 +135,13 @@ def lazy(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, Lazy], dict[str, s
 
 
 def write_shard(
-    folder: Path, what: str, tensors: Mapping[str, Lazy], dtype: str | Mapping[str, str], number: int = 0,
+    folder: Path,
+    what: str,
+    tensors: Mapping[str, Lazy],
+    dtype: str | Mapping[str, str],
+    number: int = 0,
     count: int = 1,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Write the `number`-th of `count` files with MODEL's or OPTIMIZER's tensors, one tensor in memory at a time;
     returns its hash by its name. dtype: as `tensors.chunks`. Raises OSError."""
     name = f"{what}.safetensors" if count == 1 else f"{what}-{number + 1:05d}-of-{count:05d}.safetensors"
@@ -134,8 +157,10 @@ def prune(out: Path, keep: int) -> None:
             replace(old, doomed)
             shutil.rmtree(doomed)
         except OSError as error:  # the new checkpoint is saved, so the run goes on
-            print(f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"warning: cannot remove the old checkpoint {old}: {error.strerror}; the next save tries again",
+                file=sys.stderr,
+            )
 
 
 def sweep(out: Path) -> None:
@@ -145,9 +170,13 @@ def sweep(out: Path) -> None:
 
 
 def export(
-    out: Path, weights: Mapping[str, np.ndarray], tokenizer: Any, meta: Mapping[str, Any], texts: Mapping[str, str],
+    out: Path,
+    weights: Mapping[str, np.ndarray],
+    tokenizer: Any,
+    meta: Mapping[str, Any],
+    texts: Mapping[str, str],
     dtype: str,
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint for others: no optimizer, weights in `dtype`, and `texts`, files by name, such as the card.
 
     dtype: one of `tensors.DTYPES`, or "int8": every tensor with two or more axes as codes, with a scale for each row.
@@ -218,8 +247,9 @@ def latest(path: Path) -> Path:
         return path
     found = steps(path)
     if not found and path.is_file():
-        raise UserError(f"{path} is a file, but not a model; wanted a run, a Hugging Face directory, or a .gguf or "
-                        ".bin file")  # fmt: skip
+        raise UserError(
+            f"{path} is a file, but not a model; wanted a run, a Hugging Face directory, or a .gguf or .bin file"
+        )
     if not found and path.is_dir() and any(path.iterdir()):
         raise UserError(f"no checkpoint in {path}: it has no {_PREFIX}* folder and no config.json; check the path")
     if not found:

@@ -18,34 +18,68 @@ from types import ModuleType
 
 # setup.py reads this table before there is anything to import: nothing of tinyforge is imported above the functions.
 MODULES: dict[tuple[str, ...], str] = {
-    ("train",): "recipes.pretrain", ("sft",): "recipes.sft", ("dpo",): "recipes.dpo", ("grpo",): "recipes.grpo",
-    ("classify",): "recipes.classify", ("evaluate",): "recipes.evaluate", ("ablation",): "recipes.ablation",
-    ("chat",): "tinyforge.chat", ("inspect",): "tinyforge.inspect", ("serve",): "tinyforge.serve",
-    ("board",): "tinyforge.board", ("convert",): "tinyforge.hub.convert", ("average",): "tinyforge.hub.average",
-    ("calibrate",): "tinyforge.hub.calibrate", ("models",): "tinyforge.zoo.command",
-    ("text",): "tinyforge.text.command", ("gradcheck",): "tinyforge.gradcheck", ("doctor",): "tinyforge.doctor",
+    ("train",): "recipes.pretrain",
+    ("sft",): "recipes.sft",
+    ("dpo",): "recipes.dpo",
+    ("grpo",): "recipes.grpo",
+    ("classify",): "recipes.classify",
+    ("evaluate",): "recipes.evaluate",
+    ("ablation",): "recipes.ablation",
+    ("chat",): "tinyforge.chat",
+    ("inspect",): "tinyforge.inspect",
+    ("serve",): "tinyforge.serve",
+    ("board",): "tinyforge.board",
+    ("convert",): "tinyforge.hub.convert",
+    ("average",): "tinyforge.hub.average",
+    ("calibrate",): "tinyforge.hub.calibrate",
+    ("models",): "tinyforge.zoo.command",
+    ("text",): "tinyforge.text.command",
+    ("gradcheck",): "tinyforge.gradcheck",
+    ("doctor",): "tinyforge.doctor",
     ("scaling",): "tinyforge.scaling",
-    ("data", "local"): "data.local", ("data", "gutenberg"): "data.gutenberg",
-    ("data", "fineweb_edu"): "data.fineweb_edu", ("data", "tinystories"): "data.tinystories",
-    ("data", "stories"): "data.stories", ("data", "alpaca"): "data.alpaca", ("data", "evaluation"): "data.evaluation",
-    ("data", "world"): "data.world", ("data", "corpus"): "data.corpus", ("data", "shards"): "data.shards",
-}  # fmt: skip
+    ("data", "local"): "data.local",
+    ("data", "gutenberg"): "data.gutenberg",
+    ("data", "fineweb_edu"): "data.fineweb_edu",
+    ("data", "tinystories"): "data.tinystories",
+    ("data", "stories"): "data.stories",
+    ("data", "alpaca"): "data.alpaca",
+    ("data", "evaluation"): "data.evaluation",
+    ("data", "world"): "data.world",
+    ("data", "corpus"): "data.corpus",
+    ("data", "shards"): "data.shards",
+}
 SUMMARIES = {
-    "train": "pretrain a model on text", "sft": "fine-tune on questions and answers", "dpo": "learn from preferences",
-    "grpo": "learn from rewards", "classify": "learn classes of texts or images", "evaluate": "measure a model",
-    "ablation": "compare settings over seeds", "chat": "talk to a model", "inspect": "what each head guesses",
-    "serve": "answer over HTTP, as OpenAI's API does", "board": "curves of runs in a browser",
+    "train": "pretrain a model on text",
+    "sft": "fine-tune on questions and answers",
+    "dpo": "learn from preferences",
+    "grpo": "learn from rewards",
+    "classify": "learn classes of texts or images",
+    "evaluate": "measure a model",
+    "ablation": "compare settings over seeds",
+    "chat": "talk to a model",
+    "inspect": "what each head guesses",
+    "serve": "answer over HTTP, as OpenAI's API does",
+    "board": "curves of runs in a browser",
     "convert": "models of Hugging Face, llama.cpp and llama2.c, in and out",
-    "average": "the mean of several models' weights", "calibrate": "fit a model's temperature to held-out text",
+    "average": "the mean of several models' weights",
+    "calibrate": "fit a model's temperature to held-out text",
     "models": "list the models, show one",
-    "text": "train and use a tokenizer", "gradcheck": "check every gradient", "doctor": "what this machine has",
+    "text": "train and use a tokenizer",
+    "gradcheck": "check every gradient",
+    "doctor": "what this machine has",
     "scaling": "what a step takes on many GPUs",
-    "data local": "a source of your own files", "data gutenberg": "books", "data fineweb_edu": "web pages",
-    "data tinystories": "stories", "data stories": "stories retold",
-    "data alpaca": "instructions", "data evaluation": "evaluation sets",
-    "data world": "the built-in corpus", "data corpus": "sources filtered, without duplicates",
-    "data shards": "a corpus as tokens", "completion": "print a script for bash, zsh or fish",
-}  # fmt: skip
+    "data local": "a source of your own files",
+    "data gutenberg": "books",
+    "data fineweb_edu": "web pages",
+    "data tinystories": "stories",
+    "data stories": "stories retold",
+    "data alpaca": "instructions",
+    "data evaluation": "evaluation sets",
+    "data world": "the built-in corpus",
+    "data corpus": "sources filtered, without duplicates",
+    "data shards": "a corpus as tokens",
+    "completion": "print a script for bash, zsh or fish",
+}
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -95,8 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif given[0].startswith("-"):
         raise UserError(f"unrecognized arguments: {' '.join(given)}; see tinyforge --help")
     elif words not in MODULES:
-        raise UserError(f"tinyforge {given[0]}: no such command; there are "
-                        f"{', '.join(dict.fromkeys(w[0] for w in present()))}, completion")  # fmt: skip
+        raise UserError(
+            f"tinyforge {given[0]}: no such command; there are "
+            f"{', '.join(dict.fromkeys(w[0] for w in present()))}, completion"
+        )
     module = module_of(words)
     if module is None:
         raise UserError(f"tinyforge {' '.join(words)}: this version has no such command; see tinyforge --help")

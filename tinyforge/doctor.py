@@ -62,11 +62,18 @@ def cpu() -> list[Finding]:
     ]
     for package in PACKAGES:
         version = version_of(package)
-        findings.append(Finding(package, version or "not installed", bool(version),
-                                "" if version else f"pip install {package}"))  # fmt: skip
+        findings.append(
+            Finding(package, version or "not installed", bool(version), "" if version else f"pip install {package}")
+        )
     duckdb = version_of("duckdb")
-    findings.append(Finding("DuckDB", duckdb or "not installed; only the commands in data/ need it",
-                            True if duckdb else None, "" if duckdb else "pip install duckdb"))  # fmt: skip
+    findings.append(
+        Finding(
+            "DuckDB",
+            duckdb or "not installed; only the commands in data/ need it",
+            True if duckdb else None,
+            "" if duckdb else "pip install duckdb",
+        )
+    )
     return findings
 
 
@@ -77,19 +84,34 @@ def kernels() -> list[Finding]:
         return []
     if KERNELS not in os.environ:
         return [Finding("BLAS kernels", f"{found}, chosen by OpenBLAS")]
-    return [Finding("BLAS kernels", f"{found}, set by {KERNELS}", None,
-                    f"unset {KERNELS}: those that OpenBLAS chooses by the CPU can be twice as fast")]  # fmt: skip
+    return [
+        Finding(
+            "BLAS kernels",
+            f"{found}, set by {KERNELS}",
+            None,
+            f"unset {KERNELS}: those that OpenBLAS chooses by the CPU can be twice as fast",
+        )
+    ]
 
 
 def gpu() -> list[Finding]:
     """CuPy, the driver and the GPUs, as far as each can be asked."""
-    builds = sorted(name for d in importlib.metadata.distributions()
-                    if (name := (d.metadata["Name"] or "").lower()).startswith("cupy"))  # fmt: skip
+    builds = sorted(
+        name
+        for d in importlib.metadata.distributions()
+        if (name := (d.metadata["Name"] or "").lower()).startswith("cupy")
+    )
     if not builds:
         return [Finding("CuPy", "not installed; only a GPU needs it", None, INSTALL)]
     if len(set(builds)) > 1:
-        return [Finding("CuPy", f"several builds: {', '.join(builds)}", False,
-                        f"pip uninstall {' '.join(builds)}, then {INSTALL}")]  # fmt: skip
+        return [
+            Finding(
+                "CuPy",
+                f"several builds: {', '.join(builds)}",
+                False,
+                f"pip uninstall {' '.join(builds)}, then {INSTALL}",
+            )
+        ]
     try:
         cupy: Any = importlib.import_module("cupy")
     except ImportError as error:
@@ -97,24 +119,39 @@ def gpu() -> list[Finding]:
         return [Finding("CuPy", f"cannot be imported: {reason}", False, f"{INSTALL} again")]
     findings = [Finding("CuPy", f"{cupy.__version__} ({builds[0]})")]
     ml_dtypes = version_of("ml_dtypes")
-    findings.append(Finding("ml_dtypes", ml_dtypes or "not installed; bf16 needs it", bool(ml_dtypes),
-                            "" if ml_dtypes else "pip install ml_dtypes"))  # fmt: skip
+    findings.append(
+        Finding(
+            "ml_dtypes",
+            ml_dtypes or "not installed; bf16 needs it",
+            bool(ml_dtypes),
+            "" if ml_dtypes else "pip install ml_dtypes",
+        )
+    )
     try:
         major, minor = cupy.cuda.nvrtc.getVersion()
         findings.append(Finding("NVRTC", f"{major}.{minor}"))
     except Exception as error:  # the type depends on how CuPy loads the library
-        findings.append(Finding("NVRTC", f"cannot be loaded: {type(error).__name__}", False,
-                                'pip install "cupy-cuda13x[ctk]"'))  # fmt: skip
+        findings.append(
+            Finding("NVRTC", f"cannot be loaded: {type(error).__name__}", False, 'pip install "cupy-cuda13x[ctk]"')
+        )
     runtime = cupy.cuda.runtime
     try:
         driver, count = runtime.driverGetVersion(), runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        return [*findings, Finding("GPU", f"none that CUDA can use ({error})", None,
-                                   "install NVIDIA's driver, or train on the CPU")]  # fmt: skip
+        return [
+            *findings,
+            Finding("GPU", f"none that CUDA can use ({error})", None, "install NVIDIA's driver, or train on the CPU"),
+        ]
     built = runtime.runtimeGetVersion()
     old = driver < built // 1000 * 1000  # a driver runs every minor version of its own major one
-    findings.append(Finding("driver", f"for CUDA {_dotted(driver)}; CuPy is built for {_dotted(built)}", not old,
-                            "update NVIDIA's driver, or install CuPy for its CUDA" if old else ""))  # fmt: skip
+    findings.append(
+        Finding(
+            "driver",
+            f"for CUDA {_dotted(driver)}; CuPy is built for {_dotted(built)}",
+            not old,
+            "update NVIDIA's driver, or install CuPy for its CUDA" if old else "",
+        )
+    )
     for i in range(count):
         p = runtime.getDeviceProperties(i)
         compute = p["major"] * 10 + p["minor"]

@@ -68,8 +68,11 @@ def run_command(main: Callable[[], int | None]) -> None:
         sys.exit(error.status)
     except MemoryError as error:  # NumPy's, and CuPy's for a GPU
         cause = one_line(str(error)) or "no memory is left"
-        print(f"error: out of memory: {cause}; the last checkpoint is intact. Use a smaller --batch-size (with "
-              "--grad-accum for as large a step), or a smaller --seq-len", file=sys.stderr)  # fmt: skip
+        print(
+            f"error: out of memory: {cause}; the last checkpoint is intact. Use a smaller --batch-size (with "
+            "--grad-accum for as large a step), or a smaller --seq-len",
+            file=sys.stderr,
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)

@@ -22,9 +22,14 @@ MOST_DIGITS = 20  # of a whole number in JSON: 64 bits need no more
 MOST_DEPTH = 100  # of JSON's objects and lists; deeper nesting leads to a RecursionError somewhere
 GET_AGAIN = "get or make the file again"
 JSON_NAMES: dict[type, str] = {
-    dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean",
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
     type(None): "null",
-}  # fmt: skip
+}
 
 
 def sync(path: Path) -> None:
@@ -207,9 +212,13 @@ def read_json(
 
 
 def parse_json(
-    data: bytes, path: str | Path, what: str, wanted_type: type = dict, fix: str = GET_AGAIN,
+    data: bytes,
+    path: str | Path,
+    what: str,
+    wanted_type: type = dict,
+    fix: str = GET_AGAIN,
     can_be_written: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """As `read_json`, for the bytes of a file that has been read; `path` is for the error. can_be_written: refuse lone
     surrogates, which JSON can spell as escapes but UTF-8 cannot encode."""
     try:
@@ -254,9 +263,12 @@ def next_json_value(text: str, start: int) -> tuple[Any, int]:
     level = [value]
     for _ in range(MOST_DEPTH):
         level = [
-            inner for outer in level if type(outer) in (dict, list)
-            for inner in (outer.values() if type(outer) is dict else outer) if type(inner) in (dict, list)
-        ]  # fmt: skip
+            inner
+            for outer in level
+            if type(outer) in (dict, list)
+            for inner in (outer.values() if type(outer) is dict else outer)
+            if type(inner) in (dict, list)
+        ]
         if not level:
             return value, end
     raise ValueError("it is nested too deeply")

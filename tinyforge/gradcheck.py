@@ -149,8 +149,10 @@ def check_op(kind: type[Op], backend: Backend, seed: int = 0) -> list[Row]:
             cases, previous = worst.get(name, (0, 0.0))
             worst[name] = (cases + 1, max(previous, error))
     if not worst:
-        raise UserError(f"{kind.__name__}: its cases have no parameter and no floating-point input, so no gradient was "
-                        "checked; yield some from `cases`")  # fmt: skip
+        raise UserError(
+            f"{kind.__name__}: its cases have no parameter and no floating-point input, so no gradient was "
+            "checked; yield some from `cases`"
+        )
     return [Row(kind.__name__, name, *entry) for name, entry in worst.items()]
 
 
@@ -177,11 +179,13 @@ def known_ops(modules: Sequence[str] = ()) -> list[type[Op]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m tinyforge.gradcheck", description="Check every hand-written gradient in float64."
+    parser = Parser(prog="python -m tinyforge.gradcheck", description="Check every hand-written gradient in float64.")
+    parser.add_argument(
+        "modules",
+        nargs="*",
+        metavar="MODULE",
+        help="whose ops are checked (default: tinyforge.ops and every registered model)",
     )
-    parser.add_argument("modules", nargs="*", metavar="MODULE",
-                        help="whose ops are checked (default: tinyforge.ops and every registered model)")  # fmt: skip
     parser.add_argument("--op", metavar="NAME", help="only this op or model (default: all)")
     parser.add_argument("--backend", default="numpy", help="backend whose kernels are checked (default: numpy)")
     parser.add_argument("--device", type=int, help="number of the GPU (default: 0)")

@@ -16,8 +16,13 @@ REFUSED = "the Host header names another server; --allow-host NAME allows a name
 
 
 def add_allow_host_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME",
-                        help="a further host name of this server; * for any")  # fmt: skip
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further host name of this server; * for any",
+    )
 
 
 def is_allowed(header: str, names: Iterable[str]) -> bool:

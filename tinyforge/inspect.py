@@ -53,9 +53,14 @@ def plot_attention(tokenizer: TextTokenizer, ids: Sequence[int], attention: Sequ
     labels = [visible(tokenizer.token_bytes(i)).replace("$", r"\$") for i in ids] if length <= LABELLED else []
     size = max(2.0, 0.16 * length if labels else 2.5)
     figure, panels = plt.subplots(
-        layers, heads, figsize=(size * heads + 1, size * layers + 1), squeeze=False, sharex=True, sharey=True,
+        layers,
+        heads,
+        figsize=(size * heads + 1, size * layers + 1),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
         layout="constrained",
-    )  # fmt: skip
+    )
     for layer, row in enumerate(panels):
         for head, panel in enumerate(row[: len(attention[layer])]):
             image = panel.imshow(attention[layer][head], vmin=0, vmax=1, cmap="magma")

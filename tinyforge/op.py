@@ -48,9 +48,15 @@ class Param:
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], *, std: float = 0.0, fill: float = 0.0, decay: bool = True,
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        std: float = 0.0,
+        fill: float = 0.0,
+        decay: bool = True,
         matrices: Sequence[int] | int = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         if isinstance(matrices, int):
             matrices = (math.prod(shape[:-1]) // max(1, matrices),) * matrices
         if matrices and sum(matrices) != np.prod(shape[:-1]):
@@ -195,8 +201,7 @@ class Op:
         raise NotImplementedError(f"{type(self).__name__} has no backward")
 
     def params(self) -> list[Param]:
-        """Each Param once, also when tied. By default the op's attributes that are Params, in the order they were set.
-        """
+        """Each Param once, also when tied. By default the op's attributes that are Params, in the order they were set."""
         return list(dict.fromkeys(p for p in vars(self).values() if isinstance(p, Param)))
 
     @classmethod
@@ -221,9 +226,13 @@ class Again(Op):
     """
 
     def run(
-        self, block: Callable[..., Any], x: Array, h: Array, normed: Callable[[Array], Array],
+        self,
+        block: Callable[..., Any],
+        x: Array,
+        h: Array,
+        normed: Callable[[Array], Array],
         stash: Stash | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if stash is None:
             return block(x, h, None)
         before = len(stash)

@@ -70,9 +70,7 @@ class ParamBuffer:
         self.place_grads(self.grads)
         for p in self.frozen:
             p.grad = None
-            p.value = (
-                Quantised.zeros(p.weights, p.shape, backend) if p.weights else self.view(self.frozen_values, p)
-            )
+            p.value = Quantised.zeros(p.weights, p.shape, backend) if p.weights else self.view(self.frozen_values, p)
 
     def place_grads(self, flat: Array) -> None:
         """Move the gradients of all learned parameters to `flat`. With None they have no memory, and reading one is an
@@ -138,8 +136,7 @@ class ParamBuffer:
         return self._slices[param.name]
 
     def initialise(self, stream: Stream) -> None:
-        """Draw every learned parameter from its own named stream: adding a parameter changes no other's initial value.
-        """
+        """Draw every learned parameter from its own named stream: adding a parameter changes no other's initial value."""
         host = shared_zeros(self.masters.shape, self._backend.master_dtype)
         tasks = []
         for p in self.params:
@@ -190,14 +187,12 @@ def with_buffer(op: AnyOp, backend: Backend, rng: np.random.Generator, std: floa
 
 
 def named(buffer: ParamBuffer, flat: Any, backend: Backend) -> dict[str, np.ndarray]:
-    """The parts of a flat array by parameter name, as NumPy copies, for a checkpoint. Frozen parameters are left out.
-    """
+    """The parts of a flat array by parameter name, as NumPy copies, for a checkpoint. Frozen parameters are left out."""
     return {p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
 
 
 def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> None:
-    """Copy from `base` every tensor of the same name and shape, and print which ones it lacks: those stay as they are.
-    """
+    """Copy from `base` every tensor of the same name and shape, and print which ones it lacks: those stay as they are."""
     have, theirs = named(buffer, buffer.masters, backend), named(base, base.masters, backend)
     taken = {name for name, value in have.items() if name in theirs and theirs[name].shape == value.shape}
     load_named(buffer, buffer.masters, have | {name: theirs[name] for name in taken}, backend, Path("base"))

@@ -68,8 +68,10 @@ class ModelSpec:
         """Raise UserError if the model cannot be built with this recomputation."""
         if how == "blocks" and not self.blocks:
             able = ", ".join(spec.name for spec in models().values() if spec.blocks)
-            raise UserError(f"--recompute blocks: {self.title} has no blocks that can be recomputed; leave it out, "
-                            f"or use one of {able}")  # fmt: skip
+            raise UserError(
+                f"--recompute blocks: {self.title} has no blocks that can be recomputed; leave it out, "
+                f"or use one of {able}"
+            )
 
     def check_precision(self, name: str) -> None:
         """Raise UserError if the model cannot be trained in this precision."""

@@ -31,8 +31,13 @@ def count_of(n: int, one: str, many: str = "") -> str:
 
 
 def add_json_flag(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--json", nargs="?", const="-", metavar="FILE",
-                   help="all figures as JSON to FILE; without FILE to stdout, and the table to stderr")  # fmt: skip
+    p.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="all figures as JSON to FILE; without FILE to stdout, and the table to stderr",
+    )
 
 
 def check_before(target: str | None, peer: str | None = None) -> None:

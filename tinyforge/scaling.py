@@ -47,9 +47,21 @@ TOLL = 0.1  # how much an all-reduce within a host slows the work that it overla
 MICRO = 8  # micro-batches per stage of a pipeline
 # The ops of the steps that the model was compared with: large products, attention, and passes over memory.
 COUNTED: tuple[type[Op], ...] = (
-    ops.AddLayerNorm, ops.AddRMSNorm, ops.Attention, ops.Dropout, ops.Embedding, ops.GELULinear, ops.LayerNorm,
-    ops.LearnedPositions, ops.Linear, ops.LinearCrossEntropy, ops.LinearSwiGLU, ops.RMSNorm, ops.RoPE, ops.SwiGLULinear,
-)  # fmt: skip
+    ops.AddLayerNorm,
+    ops.AddRMSNorm,
+    ops.Attention,
+    ops.Dropout,
+    ops.Embedding,
+    ops.GELULinear,
+    ops.LayerNorm,
+    ops.LearnedPositions,
+    ops.Linear,
+    ops.LinearCrossEntropy,
+    ops.LinearSwiGLU,
+    ops.RMSNorm,
+    ops.RoPE,
+    ops.SwiGLULinear,
+)
 
 
 @dataclass(frozen=True)
@@ -125,8 +137,16 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        return (self.products + self.attention + self.passes + self.optimizer + self.again + self.exposed + self.tensor
-                + self.bubble)  # fmt: skip
+        return (
+            self.products
+            + self.attention
+            + self.passes
+            + self.optimizer
+            + self.again
+            + self.exposed
+            + self.tensor
+            + self.bubble
+        )
 
 
 def not_counted(spec: ModelSpec, config: ModelConfig) -> list[str]:
@@ -271,9 +291,11 @@ def read_machine(results: Path = RESULTS) -> Machine:
     """The GPU that was measured in the files of `results`. Raises UserError if one is missing."""
     step = _read(results / CALIBRATION)
     rates = _read(results / "gpu-ops.json")
-    attention = tuple(sorted(
-        (row["shape"]["tokens"], _attention_rate(row)) for row in _read(results / "gpu-attention.json")["results"]
-    ))  # fmt: skip
+    attention = tuple(
+        sorted(
+            (row["shape"]["tokens"], _attention_rate(row)) for row in _read(results / "gpu-attention.json")["results"]
+        )
+    )
     sums = _read(results / "gpu-all-reduce.json")
     (small, first), (large, second) = ((row["bytes"], row["ms"] / 1e3) for row in sums["rows"])
     link = (large - small) / (second - first)  # two GPUs: 2 (n - 1) / n is 1
@@ -282,8 +304,19 @@ def read_machine(results: Path = RESULTS) -> Machine:
     windows, few = (way["bytes"] / way["ms"] * 1e3 for way in ways)
     in_windows, without = (way["under_backward_ms"] / way["ms"] for way in ways)
     memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
-    machine = Machine(step["matmul_peak_gflop_per_second"] * 1e9, rates["copy_gb_per_second"] * 1e9, memory, attention,
-                      1.0, link, hop, windows, few, (in_windows, without), name=_gpu_of(step))  # fmt: skip
+    machine = Machine(
+        step["matmul_peak_gflop_per_second"] * 1e9,
+        rates["copy_gb_per_second"] * 1e9,
+        memory,
+        attention,
+        1.0,
+        link,
+        hop,
+        windows,
+        few,
+        (in_windows, without),
+        name=_gpu_of(step),
+    )
     # The rest of the one measured step counts as products; it includes the gaps between kernels.
     found = one_gpu(job_of(step), machine)
     left = step["results"]["tinyforge"]["median_ms"] / 1e3 - (found.seconds - found.products)
@@ -344,8 +377,12 @@ def compared(machine: Machine, results: Path = RESULTS) -> Iterator[Row]:
 
 def _several(file: str, found: dict[str, Any], machine: Machine) -> Iterator[Row]:
     gpus, results = found["ranks"], {name: of["median_ms"] / 1e3 for name, of in found["results"].items()}
-    for name, zero, kind in (("ranks", False, ""), ("ranks, ZeRO", True, ""), ("ranks", False, ", graph"),
-                             ("ranks, ZeRO", True, ", graph")):  # fmt: skip
+    for name, zero, kind in (
+        ("ranks", False, ""),
+        ("ranks, ZeRO", True, ""),
+        ("ranks", False, ", graph"),
+        ("ranks, ZeRO", True, ", graph"),
+    ):
         if name + kind in results:
             job = job_of(found, zero)
             added = cost(job, gpus, machine).seconds - cost(replace(job, zero=False), 1, machine).seconds
@@ -364,8 +401,10 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(read_json(path, "the measurements"))
     except UserError:
         if not path.is_file():
-            raise UserError("the cost model reads docs/results, which only the repository has; run it there: python -m "
-                            "tinyforge.scaling") from None  # fmt: skip
+            raise UserError(
+                "the cost model reads docs/results, which only the repository has; run it there: python -m "
+                "tinyforge.scaling"
+            ) from None
         raise
 
 
@@ -377,8 +416,10 @@ def table(job: Job, most: int, machine: Machine, batch: int = 0) -> str:
 
     batch: tokens of a step on all GPUs together; 0: `job.rows` per GPU, so that a step grows with their number.
     """
-    lines = [f"{'GPUs':>5} {'split':>9} {'step ms':>9} {'tokens/s':>12} {'of 1 GPU':>8} {'not hidden':>10} "
-             f"{'tensor':>7} {'bubble':>7} {'memory':>11}"]  # fmt: skip
+    lines = [
+        f"{'GPUs':>5} {'split':>9} {'step ms':>9} {'tokens/s':>12} {'of 1 GPU':>8} {'not hidden':>10} "
+        f"{'tensor':>7} {'bubble':>7} {'memory':>11}"
+    ]
     counts = [2**i for i in range(most.bit_length())]
     rate = 0.0
     for gpus in counts if counts[-1] == most else [*counts, most]:
@@ -428,8 +469,10 @@ def comparison(machine: Machine) -> str:
     lines = [f"{'GPUs':>4} {'what':<36} {'measured ms':>11} {'forecast':>9} {'error':>7}  file"]
     for row in compared(machine):
         of = " (its source)" if row.file == CALIBRATION else ""
-        lines.append(f"{row.gpus:>4} {row.what:<36} {1e3 * row.measured:>11.2f} {1e3 * row.forecast:>9.2f} "
-                     f"{100 * row.error:>+6.1f}%  {row.file}{of}")  # fmt: skip
+        lines.append(
+            f"{row.gpus:>4} {row.what:<36} {1e3 * row.measured:>11.2f} {1e3 * row.forecast:>9.2f} "
+            f"{100 * row.error:>+6.1f}%  {row.file}{of}"
+        )
     return "\n".join(lines)
 
 
@@ -440,13 +483,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--config", default="", metavar="PRESET", help="of the model (default: its largest)")
     p.add_argument("--rows", type=int, default=8, metavar="N", help="sequences per GPU (default: 8)")
     p.add_argument("--seq-len", type=int, metavar="T", help="tokens per sequence (default: the config's context)")
-    p.add_argument("--batch-tokens", type=int, default=0, metavar="N",
-                   help="tokens of a step on all GPUs together, in place of --rows")  # fmt: skip
+    p.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a step on all GPUs together, in place of --rows",
+    )
     p.add_argument("--recompute", default="", choices=("blocks",), help="as in recipes/pretrain.py")
     p.add_argument("--no-zero", action="store_true", help="every GPU keeps the whole optimizer state")
     p.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs per host (default: 8)")
-    p.add_argument("--network", type=float, default=50.0, metavar="GB/S",
-                   help="bandwidth per GPU between hosts; not measured here (default: 50, InfiniBand NDR)")  # fmt: skip
+    p.add_argument(
+        "--network",
+        type=float,
+        default=50.0,
+        metavar="GB/S",
+        help="bandwidth per GPU between hosts; not measured here (default: 50, InfiniBand NDR)",
+    )
     p.add_argument("--compare", action="store_true", help="print the forecasts beside the measurements, and exit")
     args = p.parse_args(argv)
     for name in ("gpus", "rows", "seq_len", "per_host"):
@@ -474,16 +527,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = Job(spec.name, config, args.rows, seq_len, args.recompute, not args.no_zero)
     spec.check_recompute(job.recompute)
     if missing := not_counted(spec, config):
-        raise UserError(f"--model {spec.name}: the cost model does not count {', '.join(missing)}; use one of "
-                        f"{_able()}")  # fmt: skip
+        raise UserError(
+            f"--model {spec.name}: the cost model does not count {', '.join(missing)}; use one of {_able()}"
+        )
     parameters = _work(spec.name, config, seq_len)[0]
     size = f"{args.batch_tokens:,} tokens a step" if args.batch_tokens else f"{args.rows} x {seq_len} tokens a GPU"
     again = f", recomputing {job.recompute}" if job.recompute else ""
     print(f"{spec.name} {name}, {parameters:,} parameters, bf16, {size}{again}{', ZeRO' if job.zero else ''}")
-    print(f"measured: {machine.peak / 1e12:.0f} TFLOP/s in a large product, {machine.reached:.2f} of it in a step; "
-          f"copies {machine.copy / 1e9:,.0f} GB/s; all-reduce on a host {machine.link / 1e9:.0f} GB/s")  # fmt: skip
-    print(f"assumed: {count_of(machine.per_host, 'GPU')} a host with that rate for each, {machine.network / 1e9:g} "
-          "GB/s a GPU between hosts; t splits layers, p the stack of them")  # fmt: skip
+    print(
+        f"measured: {machine.peak / 1e12:.0f} TFLOP/s in a large product, {machine.reached:.2f} of it in a step; "
+        f"copies {machine.copy / 1e9:,.0f} GB/s; all-reduce on a host {machine.link / 1e9:.0f} GB/s"
+    )
+    print(
+        f"assumed: {count_of(machine.per_host, 'GPU')} a host with that rate for each, {machine.network / 1e9:g} "
+        "GB/s a GPU between hosts; t splits layers, p the stack of them"
+    )
     print(table(job, args.gpus, machine, args.batch_tokens))
     return 0
 

@@ -28,9 +28,12 @@ _NAMES = {"f32": "F32", "bf16": "BF16", "f64": "F64", "i8": "I8"}
 DTYPES = ("f32", "bf16")
 """For exported models; checkpoints may have f64 and I8 with scales too, and F16 can be read."""
 CALLED = {
-    "f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16",
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
     "int8": "int8, with a float32 scale for each row of a matrix",
-}  # fmt: skip
+}
 """The types in the sentence of a model card."""
 SCALE = "_scale"
 
@@ -75,8 +78,10 @@ class Tensor:
             if np.isfinite(scales := scale.read()).all():
                 return scales
             got = "not finite"
-        raise UserError(f"{self.file}: {self.name} is of type I8, and its scales, {self.name}{SCALE}, are {got}; "
-                        f"wanted finite F32 of shape {wanted}; get the file again")  # fmt: skip
+        raise UserError(
+            f"{self.file}: {self.name} is of type I8, and its scales, {self.name}{SCALE}, are {got}; "
+            f"wanted finite F32 of shape {wanted}; get the file again"
+        )
 
 
 class Tensors(Mapping[str, np.ndarray]):

@@ -25,8 +25,6 @@ def printable(text: str) -> str:
     Removes control characters except newline and tab, lone surrogates, and marks that change the writing direction.
     Characters that standard output cannot encode become question marks.
     """
-    kept = "".join(
-        c for c in text if c in "\n\t" or not (c in _DIRECTIONS or unicodedata.category(c) in _STEERING)
-    )
+    kept = "".join(c for c in text if c in "\n\t" or not (c in _DIRECTIONS or unicodedata.category(c) in _STEERING))
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return kept.encode(encoding, "replace").decode(encoding)

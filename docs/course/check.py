@@ -157,7 +157,7 @@ def kernel(file: Path, rng: np.random.Generator) -> None:
     """Compile the kernel for every precision, and run it in float64 where there is a GPU."""
     from tinyforge.backends.compile import KernelError, compile_to_cubin, load, variants
 
-    assert "extern \"C\"" in file.read_text(encoding="utf-8"), f"{file.name} has no kernel"
+    assert 'extern "C"' in file.read_text(encoding="utf-8"), f"{file.name} has no kernel"
     try:
         from cupy_backends.cuda.libs import nvrtc
 
@@ -185,10 +185,17 @@ def kernel(file: Path, rng: np.random.Generator) -> None:
 
 
 CHECKS: dict[str, Callable[[Any, np.random.Generator], None]] = {
-    "e01_softmax": softmax, "e02_linear": linear, "e03_cross_entropy": cross_entropy, "e04_rmsnorm": rmsnorm,
-    "e05_rope": rope, "e06_online_softmax": online_softmax, "e07_block": block, "e08_adamw": adamw,
-    "e09_nucleus": nucleus, "e10_own_op": own_op,
-}  # fmt: skip
+    "e01_softmax": softmax,
+    "e02_linear": linear,
+    "e03_cross_entropy": cross_entropy,
+    "e04_rmsnorm": rmsnorm,
+    "e05_rope": rope,
+    "e06_online_softmax": online_softmax,
+    "e07_block": block,
+    "e08_adamw": adamw,
+    "e09_nucleus": nucleus,
+    "e10_own_op": own_op,
+}
 
 
 def examine(name: str, folder: Path = EXERCISES) -> None:

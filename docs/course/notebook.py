@@ -42,8 +42,13 @@ def code(text: str, printed: str = "") -> dict[str, Any]:
 
 
 def cells() -> list[dict[str, Any]]:
-    made = [markdown("# The first three lessons\n\nSoftmax, a linear map, the loss. Run the cells in order; write "
-                     "your answers into the cells of the exercises."), code(SETUP)]  # fmt: skip
+    made = [
+        markdown(
+            "# The first three lessons\n\nSoftmax, a linear map, the loss. Run the cells in order; write "
+            "your answers into the cells of the exercises."
+        ),
+        code(SETUP),
+    ]
     for lesson in LESSONS:
         text, _, _ = (HERE / f"{lesson}.md").read_text(encoding="utf-8").partition("\n## Exercise")
         at = 0
@@ -59,13 +64,15 @@ def cells() -> list[dict[str, Any]]:
         made.append(markdown("### Exercise\n\nReplace the last line of the function, then run the check."))
         made.append(code(answer[1] + answer[2]))
         name = answer[2].partition("(")[0]
-        made.append(code(
-            f"try:\n    CHECKS[{file.stem!r}](type(\"Answer\", (), {{{name!r}: staticmethod({name})}}), "
-            "np.random.default_rng(0))\n"
-            'except (NotImplementedError, AssertionError) as error:\n    print("not yet:", error)\n'
-            'else:\n    print("right")',
-            "not yet: your turn\n",
-        ))  # fmt: skip
+        made.append(
+            code(
+                f'try:\n    CHECKS[{file.stem!r}](type("Answer", (), {{{name!r}: staticmethod({name})}}), '
+                "np.random.default_rng(0))\n"
+                'except (NotImplementedError, AssertionError) as error:\n    print("not yet:", error)\n'
+                'else:\n    print("right")',
+                "not yet: your turn\n",
+            )
+        )
     return [cell | {"id": f"cell-{i}"} for i, cell in enumerate(made)]
 
 

@@ -72,9 +72,11 @@ def draw() -> str:
     for step, weights in ((1, OUT + GATE_UP), (3, DOWN), (4, QKV)):
         parts.append(box(x(starts[step]) + 1, row(2), weights * 2 / RATE * 1e6 * scale, COPY))
     legend = (
-        (WORK, "a product and its wait"), (WAIT, "waits"),
-        (ATTENTION, f"attention computes, {COMPUTED:g} us"), (COPY, "copies, from their request, at 4.28 TB/s"),
-    )  # fmt: skip
+        (WORK, "a product and its wait"),
+        (WAIT, "waits"),
+        (ATTENTION, f"attention computes, {COMPUTED:g} us"),
+        (COPY, "copies, from their request, at 4.28 TB/s"),
+    )
     for (fill, words), at in zip(legend, (0, 158, 220, 392), strict=True):
         parts += [box(LEFT + at, bottom + 30, 10, fill, 10), text(LEFT + at + 14, bottom + 39, words, 11)]
     return (

@@ -36,8 +36,10 @@ def box(x: float, y: float, width: float, height: float, fill: str) -> str:
 
 def line(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
     middle = (x0 + x1) / 2
-    return (f'<path d="M{x0} {y0} C{middle} {y0} {middle} {y1} {x1} {y1}" stroke="{colour}" stroke-width="1.3" '
-            'fill="none" opacity="0.75"/>')  # fmt: skip
+    return (
+        f'<path d="M{x0} {y0} C{middle} {y0} {middle} {y1} {x1} {y1}" stroke="{colour}" stroke-width="1.3" '
+        'fill="none" opacity="0.75"/>'
+    )
 
 
 def draw() -> str:
@@ -53,9 +55,11 @@ def draw() -> str:
         return TOP + shift + token * step
 
     parts = [
-        text(LEFT, 24, "tokens and their experts"), text(ROWS, 24, "rows, sorted by expert"),
-        text(PRODUCT, 24, "one product a group"), text(RIGHT, 24, "a token's rows added"),
-    ]  # fmt: skip
+        text(LEFT, 24, "tokens and their experts"),
+        text(ROWS, 24, "rows, sorted by expert"),
+        text(PRODUCT, 24, "one product a group"),
+        text(RIGHT, 24, "a token's rows added"),
+    ]
     for slot in range(rows):
         token, choice = divmod(slot, 2)
         colour, row = COLOURS[CHOSEN[token, choice]], int(places[token, choice])
@@ -78,9 +82,12 @@ def draw() -> str:
             parts.append(box(PRODUCT, row_y(start), 130, tall, COLOURS[e]))
             middle = row_y(start) + tall / 2 + 4
             parts.append(text(PRODUCT + 65, middle, f"expert {e}", fill="white", anchor="middle"))
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {RIGHT + 80} {height}" '
-            f'font-family="sans-serif">\n<rect width="100%" height="100%" fill="white"/>\n'
-            + "\n".join(parts) + "\n</svg>\n")  # fmt: skip
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {RIGHT + 80} {height}" '
+        f'font-family="sans-serif">\n<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draws encoders.svg: how an image becomes a sequence, and which keys a query sees in each kind of model.
 
-    python docs/pictures/encoders.py
+python docs/pictures/encoders.py
 """
 
 from __future__ import annotations

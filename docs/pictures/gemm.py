@@ -70,18 +70,22 @@ def timeline(top: int, title: str, bars: list[Bar], right: float) -> list[str]:
     for bar in bars:
         x, wide, y = LEFT + bar.start * SCALE, (bar.stop - bar.start) * SCALE, top + bar.row * (ROW + GAP)
         opacity = 0.4 if bar.writing else 1
-        parts.append(f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{ROW}" fill="{TILES[bar.tile % 4]}" '
-                     f'fill-opacity="{opacity}" stroke="white"/>')  # fmt: skip
+        parts.append(
+            f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{ROW}" fill="{TILES[bar.tile % 4]}" '
+            f'fill-opacity="{opacity}" stroke="white"/>'
+        )
         words = "w" if bar.writing else f"tile {bar.tile}"
         parts.append(text(x + wide / 2, y + 16, words, 11, "#333" if bar.writing else "white", "middle"))
     return parts
 
 
 def draw() -> str:
-    both = [  # fmt: skip
+    both = [
         ("cooperative: 128 x 256, both warpgroups on one tile (w: writing it)", simulate(128, 256, 4, 4, False)),
-        ("ping-pong: 128 x 128, to each its own; one writes while the other multiplies",
-         simulate(128, 128, 6, 8, True)),
+        (
+            "ping-pong: 128 x 128, to each its own; one writes while the other multiplies",
+            simulate(128, 128, 6, 8, True),
+        ),
     ]
     right = LEFT + max(b.stop for _, bars in both for b in bars) * SCALE + 4
     step = 3 * (ROW + GAP) + 44
@@ -89,9 +93,12 @@ def draw() -> str:
     height = TOP + 2 * step
     words = "time, by a model of the kernel; below, twice as many tiles of half the size"
     parts.append(text(LEFT, height - 20, words))
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 10:.0f} {height}" '
-            f'font-family="sans-serif">\n<rect width="100%" height="100%" fill="white"/>\n'
-            + "\n".join(parts) + "\n</svg>\n")  # fmt: skip
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right + 10:.0f} {height}" '
+        f'font-family="sans-serif">\n<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Draw docs/results/cpu-grpo.png from runs of recipes/grpo.py with different seeds, and keep their figures.
 
-    python docs/pictures/grpo.py runs/grpo-0 runs/grpo-1 runs/grpo-2      read the runs, keep their figures, draw
-    python docs/pictures/grpo.py                                          draw it again from cpu-grpo.json
+python docs/pictures/grpo.py runs/grpo-0 runs/grpo-1 runs/grpo-2      read the runs, keep their figures, draw
+python docs/pictures/grpo.py                                          draw it again from cpu-grpo.json
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def read(run: Path) -> dict[str, Any]:
     steps = [row for row in rows if "reward" in row]
     held_out = [row for row in rows if "val_correct" in row]
     return {
-        "settings": meta["settings"], "machine": meta["machine"],
+        "settings": meta["settings"],
+        "machine": meta["machine"],
         **{name: [round(row[name], 5) for row in steps] for name in KEPT},
         "held_out": {row["step"]: {"correct": row["val_correct"], "format": row["val_format"]} for row in held_out},
-    }  # fmt: skip
+    }
 
 
 def draw(found: dict[str, Any], target: Path) -> None:

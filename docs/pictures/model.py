@@ -1,7 +1,7 @@
 """Draw block.svg, attention-tiles.svg and online-softmax.svg: NanoEuler's block, and how attention is cut into tiles.
 
-    python docs/pictures/model.py            write them
-    python docs/pictures/model.py --check    only say whether they are what this file draws
+python docs/pictures/model.py            write them
+python docs/pictures/model.py --check    only say whether they are what this file draws
 """
 
 from __future__ import annotations
@@ -41,8 +41,15 @@ def block() -> str:
     parts.append(text(450, 34, "NanoEuler's block: two steps of x + f(x)"))
     parts.append(text(210, 136, "Hq query heads share Hkv keys and values", "small"))
     parts.append(text(650, 136, "SwiGLU", "small"))
-    parts.append(text(450, 226, "backward: dy goes along the stream as it is, and through each half from right to "
-                                "left; where the arrows meet, the gradients add", "small"))  # fmt: skip
+    parts.append(
+        text(
+            450,
+            226,
+            "backward: dy goes along the stream as it is, and through each half from right to "
+            "left; where the arrows meet, the gradients add",
+            "small",
+        )
+    )
     return page(900, 246, "A block of NanoEuler", parts)
 
 
@@ -55,13 +62,17 @@ def tiles() -> str:
             kind = "again" if column == row else "kept" if column < row else "cut"
             fill = ' fill="none"' if kind == "cut" else ""
             x, y = left + column * size, top + row * size
-            parts.append(f'<rect x="{x}" y="{y}" width="{size - 3}" '
-                         f'height="{size - 3}" class="{kind}"{fill}/>')  # fmt: skip
-    parts += [text(left + 4 * size, top - 10, "keys and values, in tiles", "small"),
-              text(left - 8, top + 4 * size, "queries", "small", "end"),
-              arrow(left, top + 5.5 * size - 2, left + 5.6 * size, top + 5.5 * size - 2, "back")]  # fmt: skip
-    notes = ((("kept", ""), "computed whole"), (("again", ""), "on the diagonal: the mask is applied"),
-             (("cut", ' fill="none"'), "above it: never computed"))  # fmt: skip
+            parts.append(f'<rect x="{x}" y="{y}" width="{size - 3}" height="{size - 3}" class="{kind}"{fill}/>')
+    parts += [
+        text(left + 4 * size, top - 10, "keys and values, in tiles", "small"),
+        text(left - 8, top + 4 * size, "queries", "small", "end"),
+        arrow(left, top + 5.5 * size - 2, left + 5.6 * size, top + 5.5 * size - 2, "back"),
+    ]
+    notes = (
+        (("kept", ""), "computed whole"),
+        (("again", ""), "on the diagonal: the mask is applied"),
+        (("cut", ' fill="none"'), "above it: never computed"),
+    )
     for i, ((kind, fill), note) in enumerate(notes):
         y = top + 20 + i * 34
         parts.append(f'<rect x="360" y="{y}" width="18" height="18" class="{kind}"{fill}/>')
@@ -78,8 +89,13 @@ def online_softmax() -> str:
     factors = ("", "l, o times exp(1 - 3)", "l, o as they are")
     for i in range(3):
         x = 60 + i * 230
-        parts += [box(x, 56, 150, 34, f"scores {scores[i]}"), arrow(x + 75, 90, x + 75, 128),
-                  box(x, 130, 150, 60), text(x + 75, 154, largest[i]), text(x + 75, 176, "l, o so far")]  # fmt: skip
+        parts += [
+            box(x, 56, 150, 34, f"scores {scores[i]}"),
+            arrow(x + 75, 90, x + 75, 128),
+            box(x, 130, 150, 60),
+            text(x + 75, 154, largest[i]),
+            text(x + 75, 176, "l, o so far"),
+        ]
         if i:
             parts += [arrow(x - 78, 160, x - 2, 160), text(x - 40, 208, factors[i], "small")]
     parts += [arrow(670, 160, 716, 160), text(735, 164, "o / l")]

@@ -1,7 +1,7 @@
 """Draw scan.svg and lstm.svg: what the scan keeps of time, and where the LSTM's gradient ends.
 
-    python docs/pictures/recurrences.py            write both
-    python docs/pictures/recurrences.py --check    only say whether both are what this file draws
+python docs/pictures/recurrences.py            write both
+python docs/pictures/recurrences.py --check    only say whether both are what this file draws
 """
 
 from __future__ import annotations
@@ -41,13 +41,18 @@ def arrow(x1: float, y1: float, x2: float, y2: float, kind: str = "forward") -> 
 def scan() -> str:
     """Three tiles of four positions; forward above, the second tile's backward below."""
     left, step, tiles, each = 150, 46, 3, 4
-    parts = [text(20, 65, "forward", anchor="start"), text(20, 165, "backward,", anchor="start"),
-             text(20, 182, "tile 1", anchor="start")]  # fmt: skip
+    parts = [
+        text(20, 65, "forward", anchor="start"),
+        text(20, 165, "backward,", anchor="start"),
+        text(20, 182, "tile 1", anchor="start"),
+    ]
     for tile in range(tiles):
         x = left + tile * each * step
-        parts += [f'<rect x="{x}" y="32" width="{each * step - 10}" height="58" rx="5" class="box"/>',
-                  text(x + (each * step - 10) / 2, 24, f"tile {tile}", "small"),
-                  f'<circle cx="{x - 5}" cy="61" r="7" class="kept"/>']  # fmt: skip
+        parts += [
+            f'<rect x="{x}" y="32" width="{each * step - 10}" height="58" rx="5" class="box"/>',
+            text(x + (each * step - 10) / 2, 24, f"tile {tile}", "small"),
+            f'<circle cx="{x - 5}" cy="61" r="7" class="kept"/>',
+        ]
         for t in range(each):
             at = x + t * step + 16
             parts.append(arrow(at - (12 if t == 0 else step - 9), 61, at - 2, 61))
@@ -62,12 +67,19 @@ def scan() -> str:
         parts.append(arrow(at + (step - 9 if t + 1 < each else 34), 186, at + 11, 186, "back"))
         parts.append(f'<rect x="{at - 1}" y="181" width="10" height="10" class="again" style="stroke:#2b6cb0"/>')
     parts.append(arrow(x + 14, 186, x - 22, 186, "back"))
-    parts += [text(x + each * step + 10, 146, "the states, computed again", "small", "start"),
-              text(x + each * step + 28, 190, "g, from the tile behind", "small", "start"),
-              text(x - 28, 190, "to the tile before", "small", "end"),
-              f'<circle cx="{left - 5}" cy="238" r="7" class="kept"/>',
-              text(left + 10, 242, "kept in memory: the state before each tile, here of 4 positions, in the code of 32",
-                   "small", "start")]  # fmt: skip
+    parts += [
+        text(x + each * step + 10, 146, "the states, computed again", "small", "start"),
+        text(x + each * step + 28, 190, "g, from the tile behind", "small", "start"),
+        text(x - 28, 190, "to the tile before", "small", "end"),
+        f'<circle cx="{left - 5}" cy="238" r="7" class="kept"/>',
+        text(
+            left + 10,
+            242,
+            "kept in memory: the state before each tile, here of 4 positions, in the code of 32",
+            "small",
+            "start",
+        ),
+    ]
     return page(730, 260, "The scan: states kept before each tile, and computed again in backward", parts)
 
 
@@ -80,9 +92,14 @@ def lstm() -> str:
         parts.append(text(x0 + each * step / 2 - 12, 24, f"batch {window}", "small"))
         for t in range(each):
             x, name = x0 + t * step, window * each + t
-            parts += [f'<rect x="{x}" y="62" width="52" height="44" rx="5" class="box"/>', text(x + 26, 88, "LSTM"),
-                      arrow(x + 26, 134, x + 26, 109), text(x + 26, 149, f"x{name}"), arrow(x + 26, 60, x + 26, 42),
-                      text(x + 26, 38, f"h{name}")]  # fmt: skip
+            parts += [
+                f'<rect x="{x}" y="62" width="52" height="44" rx="5" class="box"/>',
+                text(x + 26, 88, "LSTM"),
+                arrow(x + 26, 134, x + 26, 109),
+                text(x + 26, 149, f"x{name}"),
+                arrow(x + 26, 60, x + 26, 42),
+                text(x + 26, 38, f"h{name}"),
+            ]
             last, first = t + 1 == each, t == 0
             if not last:
                 parts += [arrow(x + 54, 78, x + step - 2, 78), arrow(x + step - 2, 94, x + 54, 94, "back")]
@@ -91,8 +108,11 @@ def lstm() -> str:
             if first and window == 0:
                 parts.append(arrow(x - 36, 78, x - 2, 78))
     cut = left + each * step + gap / 2 - 16
-    parts += [f'<path d="M{cut:g} 30V168" class="cut"/>', text(cut, 184, "h and c go on, the gradient ends", "small"),
-              text(34, 68, "0", "small")]  # fmt: skip
+    parts += [
+        f'<path d="M{cut:g} 30V168" class="cut"/>',
+        text(cut, 184, "h and c go on, the gradient ends", "small"),
+        text(34, 68, "0", "small"),
+    ]
     width = left + 2 * each * step + gap + 10
     parts += [arrow(left, 200, left + 40, 200), text(left + 48, 204, "state", "small", "start")]
     parts += [arrow(left + 150, 200, left + 110, 200, "back"), text(left + 158, 204, "gradient", "small", "start")]

@@ -23,11 +23,21 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
-LANGUAGES = {".py": "python", ".cu": "cuda", ".cuh": "cuda", ".sh": "bash", ".sql": "sql", ".toml": "toml",
-             ".json": "json"}  # fmt: skip
+LANGUAGES = {
+    ".py": "python",
+    ".cu": "cuda",
+    ".cuh": "cuda",
+    ".sh": "bash",
+    ".sql": "sql",
+    ".toml": "toml",
+    ".json": "json",
+}
 SOURCE, API, GALLERY = "source", "api", "gallery.md"
-LEARNED = {"text": "to predict the next token", "masked text": "to guess hidden words, and classes of texts",
-           "images": "classes of images"}  # fmt: skip
+LEARNED = {
+    "text": "to predict the next token",
+    "masked text": "to guess hidden words, and classes of texts",
+    "images": "classes of images",
+}
 # Commands that latex2mathml does not know, in terms that it does.
 SPELLED = {r"\arg\max": r"\operatorname{argmax}", r"\langle": "⟨", r"\rangle": "⟩"}
 
@@ -166,8 +176,14 @@ def navigation(files: Files) -> list[Any]:
         folder = path.split("/")[0] if "/" in path else "More"
         more.setdefault(folder, []).append(path)
     more.pop(SOURCE, None)  # a page links to it
-    named = {API: "API reference", "ops": "All ops", "kernels": "The kernels", "results": "Measurements",
-             "models": "Models", "course": "Course"}  # fmt: skip
+    named = {
+        API: "API reference",
+        "ops": "All ops",
+        "kernels": "The kernels",
+        "results": "Measurements",
+        "models": "Models",
+        "course": "Course",
+    }
     others = [{named.get(name, name): paths} for name, paths in more.items()]
     book = [{name: paths} for name, paths in chapters.items()]
     return [{"Start": "README.md"}, {"Gallery": GALLERY}, *book, *others]

@@ -5,8 +5,15 @@ from models.bert.model import BERT
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
-    "bert", "BERT", BERT, Config, PRESETS, "Post-norm blocks that look both ways, masked words, a classifier",
-    hf=f"{__name__}.hf", architectures=("BertForMaskedLM", "BertForSequenceClassification"), learns="masked text",
+    "bert",
+    "BERT",
+    BERT,
+    Config,
+    PRESETS,
+    "Post-norm blocks that look both ways, masked words, a classifier",
+    hf=f"{__name__}.hf",
+    architectures=("BertForMaskedLM", "BertForSequenceClassification"),
+    learns="masked text",
     # At the learning rate of the pre-norm models it learns no more than word frequencies: docs/models/bert.md.
     pretraining={"lr": 5e-4, "warmup": 0.1},
     source='Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding" (2018)',
@@ -19,5 +26,5 @@ SPEC = ModelSpec(
         "a bag of words": "gpu-bert-imdb.json#test/bag_of_words",
         "a bag of words with tf-idf": "gpu-bert-imdb.json#test/bag_of_words_tf_idf",
     },
-)  # fmt: skip
+)
 __all__ = ["BERT", "PRESETS", "SPEC", "Config"]

@@ -40,18 +40,21 @@ class Block:
         c, at, small = config, f"blocks.{layer}", residual_std(config.layers)
         self.fork1, self.fork2 = Fork(backend, f"{at}.fork1"), Fork(backend, f"{at}.fork2")
         self.qkv = linear(f"{at}.qkv", 3 * c.dim, c.dim, backend, matrices=3)
-        self.attention = Attention(c.heads, c.heads, backend, f"{at}.attention", causal=False,
-                                   dropout=c.attention_dropout)  # fmt: skip
+        self.attention = Attention(
+            c.heads, c.heads, backend, f"{at}.attention", causal=False, dropout=c.attention_dropout
+        )
         self.out = linear(f"{at}.out", c.dim, c.dim, backend, std=small)
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.norm1 = norm(f"{at}.norm1", c, backend)
         self.up = linear(f"{at}.up", c.hidden, c.dim, backend, bias=False)
         self.down = GELULinear(
-            Param(f"{at}.down.weight", (c.dim, c.hidden), std=small, matrices=1), backend, f"{at}.down",
+            Param(f"{at}.down.weight", (c.dim, c.hidden), std=small, matrices=1),
+            backend,
+            f"{at}.down",
             approximate="erf",
             bias=Param(f"{at}.down.bias", (c.dim,), decay=False),
             input_bias=Param(f"{at}.up.bias", (c.hidden,), decay=False),
-        )  # fmt: skip
+        )
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
         self.norm2 = norm(f"{at}.norm2", c, backend)
         self.split = 3 * c.heads, c.head_dim  # of qkv's output

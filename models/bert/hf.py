@@ -42,13 +42,22 @@ def read_config(given: Mapping[str, Any]) -> Config:
 def write_config(config: Config) -> dict[str, Any]:
     c = config
     written: dict[str, Any] = {
-        "architectures": ["BertForSequenceClassification" if c.classes else "BertForMaskedLM"], "model_type": "bert",
-        "hidden_act": "gelu", "hidden_size": c.dim, "num_attention_heads": c.heads, "num_hidden_layers": c.layers,
-        "intermediate_size": c.hidden, "max_position_embeddings": c.context, "vocab_size": c.vocab,
-        "type_vocab_size": c.segments, "hidden_dropout_prob": c.dropout,
-        "attention_probs_dropout_prob": c.attention_dropout, "layer_norm_eps": c.norm_eps,
-        "tie_word_embeddings": True, "pad_token_id": 0,
-    }  # fmt: skip
+        "architectures": ["BertForSequenceClassification" if c.classes else "BertForMaskedLM"],
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "hidden_size": c.dim,
+        "num_attention_heads": c.heads,
+        "num_hidden_layers": c.layers,
+        "intermediate_size": c.hidden,
+        "max_position_embeddings": c.context,
+        "vocab_size": c.vocab,
+        "type_vocab_size": c.segments,
+        "hidden_dropout_prob": c.dropout,
+        "attention_probs_dropout_prob": c.attention_dropout,
+        "layer_norm_eps": c.norm_eps,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    }
     if c.classes:
         written["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.classes)}
         written["label2id"] = {f"LABEL_{i}": i for i in range(c.classes)}

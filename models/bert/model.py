@@ -64,18 +64,20 @@ class BERT(Model):
         self.head: list[Op]
         if c.classes:
             self.head = [
-                linear("pooler", c.dim, c.dim, backend), Tanh(backend, "pooler.tanh"),
+                linear("pooler", c.dim, c.dim, backend),
+                Tanh(backend, "pooler.tanh"),
                 Dropout(c.dropout, backend, "pooler.dropout"),
                 linear("head", c.classes, c.dim, backend, matrices=0),
-            ]  # fmt: skip
+            ]
         else:
             gain = Param("transform.norm.weight", (c.dim,), fill=1.0, decay=False)
             bias = Param("transform.norm.bias", (c.dim,), decay=False)
             self.head = [
-                linear("transform", c.dim, c.dim, backend), GELU(backend, "erf", "transform.gelu"),
+                linear("transform", c.dim, c.dim, backend),
+                GELU(backend, "erf", "transform.gelu"),
                 LayerNorm(gain, bias, backend, c.norm_eps, "transform.norm"),
                 Linear(table, backend, "head", bias=Param("head.bias", (c.vocab,), decay=False)),
-            ]  # fmt: skip
+            ]
         self.loss = CrossEntropy(backend, "loss")
         self.buffer = ParamBuffer(self.params(), backend, values)
 
@@ -108,9 +110,14 @@ class BERT(Model):
         return self.backend.zeros((len(ids), 1), np.dtype(np.int32))
 
     def forward(
-        self, ids: Array, targets: Array, segments: Array, lengths: Array, places: Array = None,
+        self,
+        ids: Array,
+        targets: Array,
+        segments: Array,
+        lengths: Array,
+        places: Array = None,
         stash: Stash | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         x = self.hidden(ids, segments, lengths, stash)
         z = self.predict(x, self._first(ids) if self.config.classes else places, stash)
         return self.loss.forward(z[:, :, None], targets, stash)  # of (B, M, 1, words or classes)
@@ -145,10 +152,12 @@ class BERT(Model):
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         tiny = Config(dim=6, heads=2, layers=2, context=9, vocab=11, hidden=5, dropout=0.0)
         for config, batch, length in (
-            (tiny, 3, 7), (tiny.override({"dropout": 0.3, "attention_dropout": 0.2}), 2, 5),
-            (tiny.override({"layers": 1}), 1, 1), (tiny.override({"classes": 3}), 3, 6),
+            (tiny, 3, 7),
+            (tiny.override({"dropout": 0.3, "attention_dropout": 0.2}), 2, 5),
+            (tiny.override({"layers": 1}), 1, 1),
+            (tiny.override({"classes": 3}), 3, 6),
             (tiny.override({"classes": 2, "dropout": 0.3, "layers": 1}), 2, 9),
-        ):  # fmt: skip
+        ):
             model = with_buffer(cls(config, backend), backend, rng, std=0.3)
             ids, segments = rng.integers(0, config.vocab, (batch, length)), rng.integers(0, 2, (batch, length))
             lengths = rng.integers(1, length + 1, batch)

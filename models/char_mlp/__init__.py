@@ -5,8 +5,13 @@ from models.char_mlp.model import CharMLP
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
-    "char_mlp", "CharMLP", CharMLP, Config, PRESETS, "An MLP on the last few characters",
+    "char_mlp",
+    "CharMLP",
+    CharMLP,
+    Config,
+    PRESETS,
+    "An MLP on the last few characters",
     source='Bengio et al., "A Neural Probabilistic Language Model" (2003)',
     backward="A token is in several windows: its embedding's gradient is the sum over them.",
-)  # fmt: skip
+)
 __all__ = ["PRESETS", "SPEC", "CharMLP", "Config"]

@@ -5,16 +5,23 @@ from models.gpt2.model import GPT2
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
-    "gpt2", "GPT-2", GPT2, Config, PRESETS, "LayerNorm, learned positions, GELU, tied head",
-    hf=f"{__name__}.hf", documents=True, blocks=True, architectures=("GPT2LMHeadModel",),
+    "gpt2",
+    "GPT-2",
+    GPT2,
+    Config,
+    PRESETS,
+    "LayerNorm, learned positions, GELU, tied head",
+    hf=f"{__name__}.hf",
+    documents=True,
+    blocks=True,
+    architectures=("GPT2LMHeadModel",),
     source='Radford et al., "Language Models are Unsupervised Multitask Learners" (2019)',
     backward="The embedding is also the output head: both ops add to one gradient. Dropout's masks are not stored but "
     "drawn again. Each norm where a residual is added sums the gradients of the stream and of the branch.",
     trained={
-        "nanoGPT's model of Shakespeare's characters: best held-out loss, nats, seed 0":
-        "gpu-shakespeare-char.json#results/tinyforge/best_val_nats",
+        "nanoGPT's model of Shakespeare's characters: best held-out loss, nats, seed 0": "gpu-shakespeare-char.json#results/tinyforge/best_val_nats",
         "the same with PyTorch": "gpu-shakespeare-char.json#results/torch compiled/best_val_nats",
         "as nanoGPT published it": "gpu-shakespeare-char.json#published_val_nats",
     },
-)  # fmt: skip
+)
 __all__ = ["GPT2", "PRESETS", "SPEC", "Config"]

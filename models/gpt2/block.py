@@ -22,9 +22,14 @@ class Block:
     """The ops of one layer, without the norms: they are fused with the residual additions and belong to the model."""
 
     def __init__(
-        self, config: Config, layer: int, backend: Backend, hidden: int | None = None, causal: bool = True,
+        self,
+        config: Config,
+        layer: int,
+        backend: Backend,
+        hidden: int | None = None,
+        causal: bool = True,
         gelu: str = "tanh",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """hidden: width of the MLP, 4 C unless given. gelu: its formula, "tanh" or "erf"."""
         dim, at = config.dim, f"blocks.{layer}"
         hidden = hidden or 4 * dim
@@ -51,15 +56,23 @@ class Block:
         self.out_dropout = dropout("out_dropout")
         self.up = linear("up", hidden, dim, std)
         down = Param(f"{at}.down.weight", (dim, hidden), std=residual_std, matrices=1)
-        self.down = GELULinear(down, backend, f"{at}.down", bias=bias("down", dim), input_bias=bias("up", hidden),
-                               approximate=gelu)  # fmt: skip
+        self.down = GELULinear(
+            down, backend, f"{at}.down", bias=bias("down", dim), input_bias=bias("up", hidden), approximate=gelu
+        )
         self.down_dropout = dropout("down_dropout")
         self.split = 3 * config.heads, config.head_dim  # of qkv's output
 
     def forward(
-        self, x: Array, h: Array, stash: Stash | None, *, joints: Sequence[AddLayerNorm],
-        normed: Callable[[Array], Array] | None = None, cache: LayerCache | None = None, starts: Array | None = None,
-    ) -> tuple[Array, Array]:  # fmt: skip
+        self,
+        x: Array,
+        h: Array,
+        stash: Stash | None,
+        *,
+        joints: Sequence[AddLayerNorm],
+        normed: Callable[[Array], Array] | None = None,
+        cache: LayerCache | None = None,
+        starts: Array | None = None,
+    ) -> tuple[Array, Array]:
         """The stream and its norm after the block, (B, T, C) each. normed: computes h from x, to recompute norms
         instead of storing them; None to store them. starts: first position of each token's document, (B, T)."""
         joint, next_joint = joints

@@ -40,11 +40,20 @@ def read_config(given: Mapping[str, Any]) -> Config:
 def write_config(config: Config) -> dict[str, Any]:
     c = config
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new",
-        "n_embd": c.dim, "n_head": c.heads, "n_layer": c.layers, "n_positions": c.context, "vocab_size": c.vocab,
-        "embd_pdrop": c.dropout, "resid_pdrop": c.dropout, "attn_pdrop": c.dropout, "layer_norm_epsilon": c.norm_eps,
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "n_embd": c.dim,
+        "n_head": c.heads,
+        "n_layer": c.layers,
+        "n_positions": c.context,
+        "vocab_size": c.vocab,
+        "embd_pdrop": c.dropout,
+        "resid_pdrop": c.dropout,
+        "attn_pdrop": c.dropout,
+        "layer_norm_epsilon": c.norm_eps,
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
 
 
 def entries(config: Config) -> Iterator[Entry]:

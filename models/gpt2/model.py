@@ -64,9 +64,13 @@ class GPT2(Model):
         self.buffer = ParamBuffer(self.params(), backend, values)
 
     def hidden(
-        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        self,
+        ids: Array,
+        stash: Stash | None = None,
+        *,
+        cache: KVCache | None = None,
         documents: Documents | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """(B, T) ids to the final-normed stream, (B, T, C). With a cache, ids continue the positions in it. documents:
         a token attends to its own document only."""
         starts = documents.starts if documents else None
@@ -79,8 +83,13 @@ class GPT2(Model):
         normed: Callable[[Array], Array] = self.first_norm.forward  # recomputes h from x
         for i, block in enumerate(self.blocks):
             joints = self.joints[2 * i : 2 * i + 2]
-            layer = partial(block.forward, joints=joints, normed=normed if self.recompute == "norms" else None,
-                            cache=cache.layer(i) if cache else None, starts=starts)  # fmt: skip
+            layer = partial(
+                block.forward,
+                joints=joints,
+                normed=normed if self.recompute == "norms" else None,
+                cache=cache.layer(i) if cache else None,
+                starts=starts,
+            )
             if self.recompute == "blocks":
                 x, h = self.again[i].run(layer, x, h, normed, stash)
             else:

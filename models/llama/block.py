@@ -84,21 +84,29 @@ class AttentionHalf:
         scaling = None
         if c.rope_scaling != "none":
             scaling = RopeScaling(c.rope_scaling, c.rope_factor, c.rope_low_freq, c.rope_high_freq, c.original_context)
-        self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope",
-                         scaling=scaling)  # fmt: skip
+        self.rope = RoPE(
+            c.head_dim, c.context, c.heads + c.kv_heads, backend, c.rope_theta, f"{at}.rope", scaling=scaling
+        )
         self.attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window or None)
         out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers), matrices=1)
         self.out = Linear(out, backend, f"{at}.out")
         self.out_dropout = Dropout(c.dropout, backend, f"{at}.out_dropout")
         self.down_dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
         self.norm2 = add_norm(f"{at}.norm2", scaled_backward=False)
-        self.next_norm = add_norm("final_norm" if last else f"blocks.{layer + 1}.norm1", scaled=not last,
-                                  scaled_backward=not c.dropout)  # fmt: skip
+        self.next_norm = add_norm(
+            "final_norm" if last else f"blocks.{layer + 1}.norm1", scaled=not last, scaled_backward=not c.dropout
+        )
 
     def attend(
-        self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
+        self,
+        x: Array,
+        h: Array,
+        stash: Stash | None,
+        *,
+        cache: LayerCache | None = None,
+        offset: int = 0,
         starts: Array | None = None,
-    ) -> tuple[Array, Array]:  # fmt: skip
+    ) -> tuple[Array, Array]:
         """x with attention added, and its norm2. Arguments as in `Block.forward`."""
         qkv = self.turned(h, stash, offset)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts)  # (B, T, Hq, D)
@@ -152,9 +160,15 @@ class Block(AttentionHalf):
         self.down = swiglu_linear(down, backend, f"{at}.down")
 
     def forward(
-        self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
+        self,
+        x: Array,
+        h: Array,
+        stash: Stash | None,
+        *,
+        cache: LayerCache | None = None,
+        offset: int = 0,
         starts: Array | None = None,
-    ) -> tuple[Array, Array]:  # fmt: skip
+    ) -> tuple[Array, Array]:
         """x and h after the block. offset: positions in the cache. starts: first position of each token's document,
         (B, T); RoPE needs no restart, since its scores depend on distances only."""
         x, h = self.attend(x, h, stash, cache=cache, offset=offset, starts=starts)

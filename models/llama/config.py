@@ -86,13 +86,21 @@ PRESETS = {
     "stories42M": Config(dim=512, heads=8, kv_heads=8, layers=8, context=1024, vocab=32000, hidden=1376),
     "stories110M": Config(dim=768, heads=12, kv_heads=12, layers=12, context=1024, vocab=32000, hidden=2048),
     "SmolLM2-135M": Config(
-        dim=576, heads=9, kv_heads=3, layers=30, context=8192, vocab=49152, hidden=1536, rope_theta=100000.0,
+        dim=576, heads=9, kv_heads=3, layers=30, context=8192, vocab=49152, hidden=1536, rope_theta=100000.0
     ),
     "TinyLlama-1.1B": Config(
-        dim=2048, heads=32, kv_heads=4, layers=22, context=2048, vocab=32000, hidden=5632, tied=False,
+        dim=2048, heads=32, kv_heads=4, layers=22, context=2048, vocab=32000, hidden=5632, tied=False
     ),
     "Qwen2.5-0.5B": Config(
-        dim=896, heads=14, kv_heads=2, layers=24, context=32768, vocab=151936, hidden=4864, qkv_bias=True,
-        rope_theta=1000000.0, norm_eps=1e-6,
+        dim=896,
+        heads=14,
+        kv_heads=2,
+        layers=24,
+        context=32768,
+        vocab=151936,
+        hidden=4864,
+        qkv_bias=True,
+        rope_theta=1000000.0,
+        norm_eps=1e-6,
     ),
-}  # fmt: skip
+}

@@ -91,16 +91,25 @@ def write_config(config: Config) -> dict[str, Any]:
         rope = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
     if rope and config.rope_scaling == "llama3":
         rope |= {
-            "low_freq_factor": config.rope_low_freq, "high_freq_factor": config.rope_high_freq,
+            "low_freq_factor": config.rope_low_freq,
+            "high_freq_factor": config.rope_high_freq,
             "original_max_position_embeddings": config.original_context,
-        }  # fmt: skip
+        }
     given = {
-        "hidden_act": "silu", "hidden_size": config.dim, "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "vocab_size": config.vocab,
-        "max_position_embeddings": config.context, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
-        "rope_scaling": rope, "tie_word_embeddings": config.tied,
-    }  # fmt: skip
+        "hidden_act": "silu",
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab,
+        "max_position_embeddings": config.context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope,
+        "tie_word_embeddings": config.tied,
+    }
     if config.qkv_bias or config.qk_norm:
         kind = "qwen2" if config.qkv_bias else "qwen3"
         given |= {"use_sliding_window": config.window > 0, "max_window_layers": 0}

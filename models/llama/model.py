@@ -37,9 +37,14 @@ class LlamaLike(Model):
     block: Any = Block
 
     def __init__(
-        self, config: ModelConfig, shape: Config, heads: Param | None, backend: Backend, values: Array,
+        self,
+        config: ModelConfig,
+        shape: Config,
+        heads: Param | None,
+        backend: Backend,
+        values: Array,
         recompute: Recompute,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(backend)
         self.config, self.shape, self.recompute = config, shape, recompute
         table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
@@ -54,9 +59,13 @@ class LlamaLike(Model):
         self.fp8_weights = FP8Weights(self.ops(), backend)
 
     def hidden(
-        self, ids: Array, stash: Stash | None = None, *, cache: KVCache | None = None,
+        self,
+        ids: Array,
+        stash: Stash | None = None,
+        *,
+        cache: KVCache | None = None,
         documents: Documents | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids continue the positions in it. documents:
         a token attends to its own document only; restarting positions makes no difference to RoPE."""
         return self.trunk(ids, stash, cache, documents)[0]
@@ -72,9 +81,11 @@ class LlamaLike(Model):
         normed: Callable[[Array], Array] = self.first_norm.forward  # recomputes h from x
         for i, block in enumerate(self.blocks):
             layer = partial(
-                block.forward, cache=cache.layer(i) if cache else None, offset=cache.length if cache else 0,
+                block.forward,
+                cache=cache.layer(i) if cache else None,
+                offset=cache.length if cache else 0,
                 starts=documents.starts if documents else None,
-            )  # fmt: skip
+            )
             if self.recompute == "blocks":
                 x, h, *beside = self.again[i].run(layer, x, h, normed, stash)
             else:
@@ -133,10 +144,21 @@ class LlamaLike(Model):
         for block in self.blocks:
             norms += [block.norm2, block.next_norm]
         return FusedWeights(
-            c.dim, c.hidden, c.heads, c.kv_heads, c.head_dim, c.context, c.vocab, c.norm_eps,
-            [block.fused() for block in self.blocks], [norm.weight.value for norm in norms],
-            self.embedding.weight.value, self.heads.weight.stored.reshape(*self.heads.shape), rope.cos, rope.sin,
-        )  # fmt: skip
+            c.dim,
+            c.hidden,
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            c.context,
+            c.vocab,
+            c.norm_eps,
+            [block.fused() for block in self.blocks],
+            [norm.weight.value for norm in norms],
+            self.embedding.weight.value,
+            self.heads.weight.stored.reshape(*self.heads.shape),
+            rope.cos,
+            rope.sin,
+        )
 
     def flop_per_token(self, seq_len: int) -> float:
         """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product, and
@@ -177,14 +199,48 @@ class Llama(LlamaLike):
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         shapes = (
             (Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10), 2, 9),
-            (Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7, tied=False,
-                    qkv_bias=True, rope_scaling="linear", rope_factor=2.0), 3, 5),
-            (Config(dim=10, heads=2, kv_heads=1, head_dim=8, layers=2, context=9, vocab=5, hidden=7, qk_norm=True,
-                    window=3, rope_scaling="llama3", rope_factor=4.0, original_context=12, rope_theta=50.0), 2, 7),
+            (
+                Config(
+                    dim=12,
+                    heads=3,
+                    kv_heads=1,
+                    head_dim=6,
+                    layers=1,
+                    context=9,
+                    vocab=5,
+                    hidden=7,
+                    tied=False,
+                    qkv_bias=True,
+                    rope_scaling="linear",
+                    rope_factor=2.0,
+                ),
+                3,
+                5,
+            ),
+            (
+                Config(
+                    dim=10,
+                    heads=2,
+                    kv_heads=1,
+                    head_dim=8,
+                    layers=2,
+                    context=9,
+                    vocab=5,
+                    hidden=7,
+                    qk_norm=True,
+                    window=3,
+                    rope_scaling="llama3",
+                    rope_factor=4.0,
+                    original_context=12,
+                    rope_theta=50.0,
+                ),
+                2,
+                7,
+            ),
             (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, norm_eps=0.1), 3, 1),
             (Config(dim=4, heads=2, kv_heads=1, layers=1, context=132, vocab=7, hidden=3, window=100), 1, 131),
             (Config(dim=12, heads=2, kv_heads=1, layers=2, context=9, vocab=5, hidden=7, dropout=0.3), 2, 7),
-        )  # fmt: skip
+        )
         yield from cls.cases_of(shapes, backend, rng, std=0.2)
         config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10, window=4)
         packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)

@@ -44,8 +44,9 @@ class LSTMModel(Model):
         self.embedding = Embedding(Param("embedding.weight", (config.vocab, width), std=1.0), backend, "embedding")
         self.layers, self.dropouts = [], []
         for i in range(config.layers):
-            inputs, recurrent = (Param(f"layers.{i}.{name}", (4 * width, width), std=std, matrices=4)
-                                 for name in ("inputs", "recurrent"))  # fmt: skip
+            inputs, recurrent = (
+                Param(f"layers.{i}.{name}", (4 * width, width), std=std, matrices=4) for name in ("inputs", "recurrent")
+            )
             bias = Param(f"layers.{i}.bias", (4 * width,), decay=False)
             self.layers.append(LSTM(inputs, recurrent, bias, backend, f"layers.{i}"))
             self.dropouts.append(Dropout(config.dropout, backend, f"layers.{i}.dropout"))

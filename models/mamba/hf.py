@@ -35,11 +35,23 @@ def read_config(given: Mapping[str, Any]) -> Config:
 def write_config(config: Config) -> dict[str, Any]:
     c = config
     return {
-        "architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_act": "silu", "hidden_size": c.dim,
-        "num_hidden_layers": c.layers, "expand": c.expand, "intermediate_size": c.channels, "state_size": c.state,
-        "conv_kernel": c.taps, "time_step_rank": c.step_rank, "vocab_size": c.vocab, "layer_norm_epsilon": c.norm_eps,
-        "use_bias": False, "use_conv_bias": True, "tie_word_embeddings": True, "max_position_embeddings": c.context,
-    }  # fmt: skip
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_act": "silu",
+        "hidden_size": c.dim,
+        "num_hidden_layers": c.layers,
+        "expand": c.expand,
+        "intermediate_size": c.channels,
+        "state_size": c.state,
+        "conv_kernel": c.taps,
+        "time_step_rank": c.step_rank,
+        "vocab_size": c.vocab,
+        "layer_norm_epsilon": c.norm_eps,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": c.context,
+    }
 
 
 def entries(config: Config) -> Iterator[Entry]:
@@ -50,12 +62,15 @@ def entries(config: Config) -> Iterator[Entry]:
         ours, theirs = f"blocks.{i}", f"backbone.layers.{i}"
         yield Entry(f"{theirs}.norm.weight", (c.dim,), f"{ours}.norm.weight")
         for name, shape, place in (
-            ("A_log", (channels, c.state), "scan.a_log"), ("D", (channels,), "scan.skip"),
-            ("conv1d.weight", (channels, 1, c.taps), "conv.weight"), ("conv1d.bias", (channels,), "conv.bias"),
+            ("A_log", (channels, c.state), "scan.a_log"),
+            ("D", (channels,), "scan.skip"),
+            ("conv1d.weight", (channels, 1, c.taps), "conv.weight"),
+            ("conv1d.bias", (channels,), "conv.bias"),
             ("in_proj.weight", (2 * channels, c.dim), "input.weight"),
             ("x_proj.weight", (rank + 2 * c.state, channels), "select.weight"),
-            ("dt_proj.weight", (channels, rank), "step.weight"), ("dt_proj.bias", (channels,), "scan.bias"),
+            ("dt_proj.weight", (channels, rank), "step.weight"),
+            ("dt_proj.bias", (channels,), "scan.bias"),
             ("out_proj.weight", (c.dim, channels), "out.weight"),
-        ):  # fmt: skip
+        ):
             yield Entry(f"{theirs}.mixer.{name}", shape, f"{ours}.{place}")
     yield Entry("backbone.norm_f.weight", (c.dim,), "final_norm.weight")

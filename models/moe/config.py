@@ -53,7 +53,17 @@ PRESETS = {
     "small": Config(),
     "base": Config(dim=768, heads=12, kv_heads=4, layers=16, context=512, vocab=4096, hidden=1024),
     "Mixtral-8x7B": Config(
-        dim=4096, heads=32, kv_heads=8, layers=32, context=32768, vocab=32000, hidden=14336, rope_theta=1000000.0,
-        mtp_heads=1, mtp_weights=(1.0,), balance=0.02, router_z=0.0,
+        dim=4096,
+        heads=32,
+        kv_heads=8,
+        layers=32,
+        context=32768,
+        vocab=32000,
+        hidden=14336,
+        rope_theta=1000000.0,
+        mtp_heads=1,
+        mtp_weights=(1.0,),
+        balance=0.02,
+        router_z=0.0,
     ),
-}  # fmt: skip
+}

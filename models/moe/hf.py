@@ -22,15 +22,18 @@ PREFIX, IGNORED = llama.PREFIX, llama.IGNORED
 def read_config(given: Mapping[str, Any]) -> Config:
     require(given, "router_jitter_noise", 0.0, 0)
     shared = asdict(llama.read_config(given))
-    return Config(**shared | {
-        "window": setting(given, "sliding_window", int, 0),
-        "experts": setting(given, "num_local_experts", int, 8),
-        "active": setting(given, "num_experts_per_tok", int, 2),
-        "balance": setting(given, "router_aux_loss_coef", float, 0.001),
-        "router_z": 0.0,
-        "mtp_heads": 1,
-        "mtp_weights": (1.0,),
-    })  # fmt: skip
+    return Config(
+        **shared
+        | {
+            "window": setting(given, "sliding_window", int, 0),
+            "experts": setting(given, "num_local_experts", int, 8),
+            "active": setting(given, "num_experts_per_tok", int, 2),
+            "balance": setting(given, "router_aux_loss_coef", float, 0.001),
+            "router_z": 0.0,
+            "mtp_heads": 1,
+            "mtp_weights": (1.0,),
+        }
+    )
 
 
 def write_config(config: Config) -> dict[str, Any]:
@@ -38,10 +41,13 @@ def write_config(config: Config) -> dict[str, Any]:
         raise UserError("MixtralForCausalLM has neither qkv_bias nor qk_norm; keep the model in our own format")
     return {
         **llama.write_config(config),
-        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": config.window or None,
-        "num_local_experts": config.experts, "num_experts_per_tok": config.active,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "sliding_window": config.window or None,
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.active,
         "router_aux_loss_coef": config.balance,
-    }  # fmt: skip
+    }
 
 
 def entries(config: Config) -> Iterator[Entry]:
@@ -55,8 +61,9 @@ def entries(config: Config) -> Iterator[Entry]:
             yield Entry(f"{theirs}.gate.weight", (c.experts, c.dim), f"{layer}.gate.weight")
             for e in range(c.experts):
                 for name, rows in (("w1", slice(0, c.hidden)), ("w3", slice(c.hidden, 2 * c.hidden))):
-                    yield Entry(f"{theirs}.experts.{e}.{name}.weight", (c.hidden, c.dim), f"{layer}.gate_up.weight",
-                                (e, rows))  # fmt: skip
+                    yield Entry(
+                        f"{theirs}.experts.{e}.{name}.weight", (c.hidden, c.dim), f"{layer}.gate_up.weight", (e, rows)
+                    )
                 yield Entry(f"{theirs}.experts.{e}.w2.weight", (c.dim, c.hidden), f"{layer}.down.weight", e)
 
 

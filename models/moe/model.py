@@ -30,15 +30,22 @@ class Block(AttentionHalf):
         self.experts = MixtureOfExperts(
             Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD, matrices=1),
             Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD, matrices=2 * c.experts),
-            Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers),
-                  matrices=c.experts),
-            c.active, backend, f"{at}.experts",
-        )  # fmt: skip
+            Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers), matrices=c.experts),
+            c.active,
+            backend,
+            f"{at}.experts",
+        )
 
     def forward(
-        self, x: Array, h: Array, stash: Stash | None, *, cache: LayerCache | None = None, offset: int = 0,
+        self,
+        x: Array,
+        h: Array,
+        stash: Stash | None,
+        *,
+        cache: LayerCache | None = None,
+        offset: int = 0,
         starts: Array | None = None,
-    ) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+    ) -> tuple[Array, Array, Array, Array]:
         """x and h after the block, (B, T, C) each, and its router's usage and starts, (E + 1,) each. Arguments as of
         Llama's block."""
         x, h = self.attend(x, h, stash, cache=cache, offset=offset, starts=starts)
@@ -111,11 +118,60 @@ class MoE(LlamaLike):
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         shapes = (
-            (Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=6, experts=5, mtp_heads=3,
-                    mtp_weights=(1, 1, 1)), 2, 9),
-            (Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7, experts=3,
-                    active=1, mtp_heads=1, mtp_weights=(1,), tied=True, window=3), 3, 5),
-            (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, experts=2, mtp_heads=1,
-                    mtp_weights=(1,), norm_eps=0.1, balance=0.0, router_z=0.0), 3, 1),
-        )  # fmt: skip
+            (
+                Config(
+                    dim=16,
+                    heads=4,
+                    kv_heads=2,
+                    layers=2,
+                    context=9,
+                    vocab=11,
+                    hidden=6,
+                    experts=5,
+                    mtp_heads=3,
+                    mtp_weights=(1, 1, 1),
+                ),
+                2,
+                9,
+            ),
+            (
+                Config(
+                    dim=12,
+                    heads=3,
+                    kv_heads=1,
+                    head_dim=6,
+                    layers=1,
+                    context=9,
+                    vocab=5,
+                    hidden=7,
+                    experts=3,
+                    active=1,
+                    mtp_heads=1,
+                    mtp_weights=(1,),
+                    tied=True,
+                    window=3,
+                ),
+                3,
+                5,
+            ),
+            (
+                Config(
+                    dim=4,
+                    heads=1,
+                    kv_heads=1,
+                    layers=1,
+                    context=1,
+                    vocab=3,
+                    hidden=3,
+                    experts=2,
+                    mtp_heads=1,
+                    mtp_weights=(1,),
+                    norm_eps=0.1,
+                    balance=0.0,
+                    router_z=0.0,
+                ),
+                3,
+                1,
+            ),
+        )
         yield from cls.cases_of(shapes, backend, rng, std=0.2)

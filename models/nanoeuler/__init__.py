@@ -7,23 +7,28 @@ from models.nanoeuler.model import NanoEuler
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(
-    "nanoeuler", "NanoEuler", NanoEuler, Config, PRESETS, "Llama-like blocks with multi-token prediction heads",
-    hf=f"{__name__}.hf", documents=True, blocks=True, fp8=True, bundled=Path(__file__).parent / "small",
+    "nanoeuler",
+    "NanoEuler",
+    NanoEuler,
+    Config,
+    PRESETS,
+    "Llama-like blocks with multi-token prediction heads",
+    hf=f"{__name__}.hf",
+    documents=True,
+    blocks=True,
+    fp8=True,
+    bundled=Path(__file__).parent / "small",
     storyteller=Path(__file__).parent / "storyteller",
     source='this project; several heads as in Gloeckle et al., "Better & Faster Large Language Models via Multi-token '
     'Prediction" (2024)',
     backward="Several heads read one stream: its gradient is the sum over the heads, each weighed by its share of the "
     "loss. Later heads have no target at the end of a row, and no gradient there.",
     trained={
-        "base on 546 MB of text: bits per byte of held-out Wikipedia":
-        "gpu-evaluate-base-2.json#text/sources/wikipedia/bits_per_byte/0",
+        "base on 546 MB of text: bits per byte of held-out Wikipedia": "gpu-evaluate-base-2.json#text/sources/wikipedia/bits_per_byte/0",
         "the same: BLiMP": "gpu-evaluate-base-2.json#tasks/tasks/blimp/figures/acc",
-        "large on the same text: bits per byte of held-out Wikipedia":
-        "gpu-evaluate-large.json#text/sources/wikipedia/bits_per_byte/0",
-        "base on books and web pages, fine-tuned: bits per byte of held-out web pages":
-        "gpu-evaluate-base-sft.json#text/sources/web/bits_per_byte/0",
-        "the same: share of held-out web sentences whose last word it finds among ten":
-        "gpu-evaluate-base-sft.json#text/sources/web/cloze/right",
+        "large on the same text: bits per byte of held-out Wikipedia": "gpu-evaluate-large.json#text/sources/wikipedia/bits_per_byte/0",
+        "base on books and web pages, fine-tuned: bits per byte of held-out web pages": "gpu-evaluate-base-sft.json#text/sources/web/bits_per_byte/0",
+        "the same: share of held-out web sentences whose last word it finds among ten": "gpu-evaluate-base-sft.json#text/sources/web/cloze/right",
     },
-)  # fmt: skip
+)
 __all__ = ["PRESETS", "SPEC", "Config", "NanoEuler"]

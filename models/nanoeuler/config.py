@@ -86,10 +86,18 @@ class Config(MultiToken):
     def trunk(self) -> LlamaConfig:
         """The model without its heads: a Llama."""
         return LlamaConfig(
-            dim=self.dim, heads=self.heads, kv_heads=self.kv_heads, layers=self.layers, context=self.context,
-            vocab=self.vocab, hidden=self.hidden, tied=False, norm_eps=self.norm_eps, rope_theta=self.rope_theta,
+            dim=self.dim,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            layers=self.layers,
+            context=self.context,
+            vocab=self.vocab,
+            hidden=self.hidden,
+            tied=False,
+            norm_eps=self.norm_eps,
+            rope_theta=self.rope_theta,
             dropout=self.dropout,
-        )  # fmt: skip
+        )
 
 
 PRESETS = {

@@ -34,13 +34,23 @@ def read_config(given: Mapping[str, Any]) -> Config:
 def write_config(config: Config) -> dict[str, Any]:
     c = config
     return {
-        "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_act": "gelu", "qkv_bias": True,
-        "image_size": c.image, "patch_size": c.patch, "num_channels": c.channels, "hidden_size": c.dim,
-        "num_attention_heads": c.heads, "num_hidden_layers": c.layers, "intermediate_size": c.hidden,
-        "hidden_dropout_prob": c.dropout, "attention_probs_dropout_prob": c.dropout, "layer_norm_eps": c.norm_eps,
+        "architectures": ["ViTForImageClassification"],
+        "model_type": "vit",
+        "hidden_act": "gelu",
+        "qkv_bias": True,
+        "image_size": c.image,
+        "patch_size": c.patch,
+        "num_channels": c.channels,
+        "hidden_size": c.dim,
+        "num_attention_heads": c.heads,
+        "num_hidden_layers": c.layers,
+        "intermediate_size": c.hidden,
+        "hidden_dropout_prob": c.dropout,
+        "attention_probs_dropout_prob": c.dropout,
+        "layer_norm_eps": c.norm_eps,
         "id2label": {str(i): f"LABEL_{i}" for i in range(c.classes)},
         "label2id": {f"LABEL_{i}": i for i in range(c.classes)},
-    }  # fmt: skip
+    }
 
 
 def entries(config: Config) -> Iterator[Entry]:

@@ -144,6 +144,7 @@ class ViT(Model):
             targets = rng.integers(0, config.classes, (batch, 1, 1))
             yield model, (backend.asarray(images), backend.asarray(targets))
         pixels = rng.integers(0, 256, (2, 3, 6, 6))
-        yield with_buffer(cls(tiny, backend), backend, rng, std=0.3), (
-            backend.asarray(pixels), backend.asarray(np.array([[[1]], [[-1]]]))
+        yield (
+            with_buffer(cls(tiny, backend), backend, rng, std=0.3),
+            (backend.asarray(pixels), backend.asarray(np.array([[[1]], [[-1]]]))),
         )

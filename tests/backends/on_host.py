@@ -27,9 +27,16 @@ def with_body(text: str, head: str, body: str) -> str:
 
 
 def run_on_host(
-    file: str, macros: dict[str, int | str], bodies: dict[str, str], main: str, folder: Path, *, before: str = "",
-    fault: tuple[str, str] | None = None, changes: tuple[tuple[str, str], ...] = (),
-) -> str:  # fmt: skip
+    file: str,
+    macros: dict[str, int | str],
+    bodies: dict[str, str],
+    main: str,
+    folder: Path,
+    *,
+    before: str = "",
+    fault: tuple[str, str] | None = None,
+    changes: tuple[tuple[str, str], ...] = (),
+) -> str:
     """What `main`, appended to the kernel's text, prints. bodies: of the functions that are PTX, by how their heads
     begin. before: stand-ins that these bodies call. changes: words of the text and what stands there instead, because
     the host needs it; fault: the same, to see that it shows."""
@@ -43,8 +50,11 @@ def run_on_host(
     for head, body in bodies.items():
         text = with_body(text, head, body)
     text = ASM.sub(";", text)
-    text = re.sub(r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];",
-                  r"static \1 *const \2 = reinterpret_cast<\1 *>(host_shared);", text)  # fmt: skip
+    text = re.sub(
+        r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];",
+        r"static \1 *const \2 = reinterpret_cast<\1 *>(host_shared);",
+        text,
+    )
     text = re.sub(r"^#(line.*|define (INFINITY|NAN) .*)$", "", text, flags=re.MULTILINE)
     header = Path(__file__).with_name("on_host.hpp").read_text(encoding="utf-8")
     source, program = folder / "host.cpp", folder / "host"
@@ -80,10 +90,7 @@ HOPPER_BODIES = {
         f"{INLINE}void multiply_wide(float (&d)[{n}][4]": f"host_multiply(d, {n}, a, b, add, A_ACROSS, B_ACROSS);"
         for n in (8, 16, 24, 32)
     },
-    **{
-        f"{INLINE}void multiply_held(float (&d)[{n}][4]": f"host_multiply_held(d, {n}, a, b);"
-        for n in (8, 16)
-    },
+    **{f"{INLINE}void multiply_held(float (&d)[{n}][4]": f"host_multiply_held(d, {n}, a, b);" for n in (8, 16)},
     **{
         f"{INLINE}void multiply_fp8(float (&d)[{n}][4]": f"host_multiply_fp8(d, {n}, a, b, add, IS_E5M2);"
         for n in (16, 24, 32)

@@ -105,9 +105,16 @@ PARTS = ("FORWARD", "BACKWARD_Q", "BACKWARD_KV")
 
 
 def attend(
-    sizes: tuple[int, int, int, int, int], folder: Path, *, blocks: int = 3, keys: int | None = None,
-    starts: Any = None, window: int | None = None, parts: tuple[str, ...] = PARTS, fault: tuple[str, str] | None = None,
-) -> dict[str, float]:  # fmt: skip
+    sizes: tuple[int, int, int, int, int],
+    folder: Path,
+    *,
+    blocks: int = 3,
+    keys: int | None = None,
+    starts: Any = None,
+    window: int | None = None,
+    parts: tuple[str, ...] = PARTS,
+    fault: tuple[str, str] | None = None,
+) -> dict[str, float]:
     """Relative errors of the results. sizes: batch, queries, heads, kv heads, head size."""
     batch, queries, heads, kv_heads, dim = sizes
     keys = queries if keys is None else keys
@@ -152,10 +159,15 @@ def attend(
         dqkv = np.fromfile(folder / "dqkv", BF16).reshape(qkv.shape)
         assert (dqkv[..., -GAP:].view(np.uint16) == 0xFFFF).all(), "written beside the gradients"
         inner = dqkv[..., :-GAP].reshape(packed.shape)
-        got |= {"dq": inner[:, :, :heads], "dk": inner[:, :, heads : heads + kv_heads],
-                "dv": inner[:, :, heads + kv_heads :]}  # fmt: skip
-    return {name: float(np.linalg.norm(x.astype(np.float64) - wanted[name]) / np.linalg.norm(wanted[name]))
-            for name, x in got.items()}  # fmt: skip
+        got |= {
+            "dq": inner[:, :, :heads],
+            "dk": inner[:, :, heads : heads + kv_heads],
+            "dv": inner[:, :, heads + kv_heads :],
+        }
+    return {
+        name: float(np.linalg.norm(x.astype(np.float64) - wanted[name]) / np.linalg.norm(wanted[name]))
+        for name, x in got.items()
+    }
 
 
 def check(errors: dict[str, float]) -> None:
@@ -208,7 +220,7 @@ def test_a_cache_longer_than_the_queries(queries: int, keys: int, tmp_path: Path
         (("head * D + half * 64, row", "D + half * 64, row"), "BACKWARD_KV"),  # always the same head
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
-)  # fmt: skip
+)
 def test_faults_of_attention_show(fault: tuple[str, str], part: str, tmp_path: Path) -> None:
     # With 64 keys before the queries, the first worker of a block has a tile less than the second.
     heads, keys = ((2, 2, 128), 594) if "skip" in fault[0] else ((3, 1, 128), 530)
@@ -224,9 +236,13 @@ def test_faults_of_attention_show(fault: tuple[str, str], part: str, tmp_path: P
 def test_every_unit_is_dealt_out_once_and_evenly() -> None:
     """The longest first: no block is much behind the others, but for the last unit that it got."""
     for part, group, columns, queries, blocks, at_once in (
-        ("FORWARD", 3, 4, 16384, 132, 4), ("BACKWARD_KV", 1, 64, 4096, 132, 12), ("BACKWARD_Q", 1, 3, 200, 132, 1),
-        ("BACKWARD_KV", 3, 4, 16384, 132, 1), ("BACKWARD_KV", 4, 32, 2048, 132, 6), ("FORWARD", 1, 1, 1, 132, 7),
-    ):  # fmt: skip
+        ("FORWARD", 3, 4, 16384, 132, 4),
+        ("BACKWARD_KV", 1, 64, 4096, 132, 12),
+        ("BACKWARD_Q", 1, 3, 200, 132, 1),
+        ("BACKWARD_KV", 3, 4, 16384, 132, 1),
+        ("BACKWARD_KV", 4, 32, 2048, 132, 6),
+        ("FORWARD", 1, 1, 1, 132, 7),
+    ):
         costs = launcher.unit_costs(part, queries, queries, group, 2, 64)
         table = launcher.dealt(costs, columns, at_once, min(blocks, columns * len(costs)))
         assert sorted(table[table >= 0]) == list(range(columns * len(costs))) and (table[0] >= 0).all()

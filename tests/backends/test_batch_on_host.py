@@ -26,8 +26,10 @@ pytestmark = pytest.mark.slow
 
 CONFIG = Config(dim=32, heads=2, kv_heads=1, layers=1, context=20, vocab=27, mtp_heads=1, hidden=12, mtp_weights=(1,))
 BATCH = 18  # two teams, and rows of the second that nobody has
-MEMORY = ("extern __shared__ __align__(128) unsigned char shared_memory[];",
-          "unsigned char *const shared_memory = host_shared + host_rank() * HOST_ROOM;")  # fmt: skip
+MEMORY = (
+    "extern __shared__ __align__(128) unsigned char shared_memory[];",
+    "unsigned char *const shared_memory = host_shared + host_rank() * HOST_ROOM;",
+)
 BODIES = {
     f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
     f"{INLINE}void copy_commit()": "host_commit();",
@@ -82,16 +84,34 @@ def without_a_device(model: NanoEuler, batch: int, patch: pytest.MonkeyPatch) ->
     patch.setattr(module, "cupy", SimpleNamespace(empty=np.zeros, asarray=np.asarray))
     w = model.fused_weights()
     assert w is not None
-    plan = BatchPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers),
-                     vocab=w.vocab, outputs=1, itemsize=4, batch=batch, blocks=4, warps=4, shared=1 << 17)  # fmt: skip
+    plan = BatchPlan(
+        dim=w.dim,
+        hidden=w.hidden,
+        heads=w.heads,
+        kv_heads=w.kv_heads,
+        layers=len(w.layers),
+        vocab=w.vocab,
+        outputs=1,
+        itemsize=4,
+        batch=batch,
+        blocks=4,
+        warps=4,
+        shared=1 << 17,
+    )
     launches: list[tuple[Any, ...]] = []
     launcher: Any = module.BatchLauncher.__new__(module.BatchLauncher)
     launcher.plan, launcher.exchange, memory = plan, None, SimpleNamespace(memset_async=lambda value, count: None)
     launcher.counters = SimpleNamespace(data=memory, nbytes=0)
     launcher.weights = SimpleNamespace(
-        matrices=plan.arrange(w.layers, w.lm_heads, np), embedding=w.embedding, gains=np.stack(w.gains), cos=w.cos,
-        sin=w.sin, lengths=plan.lengths, wide=np.dtype(np.float32), norm_eps=np.float32(w.norm_eps),
-    )  # fmt: skip
+        matrices=plan.arrange(w.layers, w.lm_heads, np),
+        embedding=w.embedding,
+        gains=np.stack(w.gains),
+        cos=w.cos,
+        sin=w.sin,
+        lengths=plan.lengths,
+        wide=np.dtype(np.float32),
+        norm_eps=np.float32(w.norm_eps),
+    )
     launcher.kernel = lambda grid, block, args, shared_mem: launches.append(args)
     decoder: Any = module.BatchDecoder.__new__(module.BatchDecoder)
     Decoder.__init__(decoder, model, batch)
@@ -108,8 +128,16 @@ def by_the_kernel(plan: BatchPlan, parts: list[Any], batch: int, folder: Path, *
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     macros = {"SCALAR": "bf16" if plan.itemsize == 2 else "float", "SPIN": 1, **plan.macros}
-    found = run_on_host("infer/cuda/batch.cu", macros, BODIES, MAIN.replace("PATH", str(path)), folder,
-                        before=hopper() + BEFORE, changes=(MEMORY,), **fault).split()  # fmt: skip
+    found = run_on_host(
+        "infer/cuda/batch.cu",
+        macros,
+        BODIES,
+        MAIN.replace("PATH", str(path)),
+        folder,
+        before=hopper() + BEFORE,
+        changes=(MEMORY,),
+        **fault,
+    ).split()
     count = batch * plan.vocab_rows
     return np.array(found[:-count], int), np.array(found[-count:], float).reshape(batch, -1)[:, : plan.vocab]
 
@@ -210,25 +238,50 @@ def cut(x: np.ndarray) -> np.ndarray:
 def logits_in_bf16(folder: Path, passes: list[int], warps: int, **fault: Any) -> tuple[np.ndarray, np.ndarray]:
     """Of 18 rows that are given all their tokens, after launches of `passes`: the kernel's, and the model's in float32
     with weights that bf16 holds."""
-    config = Config(dim=96, heads=3, kv_heads=1, layers=2, context=64, vocab=27, mtp_heads=1, hidden=44,
-                    mtp_weights=(1,))  # fmt: skip
+    config = Config(
+        dim=96, heads=3, kv_heads=1, layers=2, context=64, vocab=27, mtp_heads=1, hidden=44, mtp_weights=(1,)
+    )
     model = NanoEuler(config, get_backend("numpy", "fp32", workers=1))
     model.initialise(3)
     model.buffer.values[: model.buffer.decay_end] *= 8
     model.buffer.values.view(np.uint32)[:] &= 0xFFFF0000
     w = model.fused_weights()
     assert w is not None
-    plan = BatchPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers),
-                     vocab=w.vocab, outputs=1, itemsize=2, batch=BATCH, blocks=4, warps=warps,
-                     shared=1 << 17)  # fmt: skip
+    plan = BatchPlan(
+        dim=w.dim,
+        hidden=w.hidden,
+        heads=w.heads,
+        kv_heads=w.kv_heads,
+        layers=len(w.layers),
+        vocab=w.vocab,
+        outputs=1,
+        itemsize=2,
+        batch=BATCH,
+        blocks=4,
+        warps=warps,
+        shared=1 << 17,
+    )
     capacity, tokens = config.context, np.random.default_rng(2).integers(0, w.vocab, (sum(passes), BATCH))
     matrices = plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers], cut(w.lm_heads), np)
     sizes = [matrices.size, plan.layers, BATCH, capacity, len(passes), plan.teams, matrices.shape[2]]
-    parts: list[Any] = [np.array(sizes, np.int32), matrices, cut(w.embedding), np.stack(w.gains), w.cos[:capacity],
-                        w.sin[:capacity], plan.lengths[0], np.float32(w.norm_eps)]  # fmt: skip
+    parts: list[Any] = [
+        np.array(sizes, np.int32),
+        matrices,
+        cut(w.embedding),
+        np.stack(w.gains),
+        w.cos[:capacity],
+        w.sin[:capacity],
+        plan.lengths[0],
+        np.float32(w.norm_eps),
+    ]
     for start, end in pairwise(np.cumsum([0, *passes]).tolist()):
-        parts += [np.int32(end - start), np.full(BATCH, start, np.int32), tokens[start:end].astype(np.int32),
-                  np.zeros(BATCH, SAMPLER), np.zeros(BATCH, np.uint32)]  # fmt: skip
+        parts += [
+            np.int32(end - start),
+            np.full(BATCH, start, np.int32),
+            tokens[start:end].astype(np.int32),
+            np.zeros(BATCH, SAMPLER),
+            np.zeros(BATCH, np.uint32),
+        ]
     _, got = by_the_kernel(plan, parts, BATCH, folder, **fault)
     return got, model.heads.logits(model.hidden(tokens.T.astype(np.int32)), 0)[:, -1]
 
@@ -250,7 +303,7 @@ def test_bf16_on_tensor_cores_has_the_logits_of_the_model(tmp_path: Path) -> Non
         ("            block.wait();\n            block.product<HIDDEN, ", "            block.product<HIDDEN, "),
     ],
     ids=["queue", "newest", "meeting"],
-)  # fmt: skip
+)
 def test_faults_in_bf16_show(fault: tuple[str, str], tmp_path: Path) -> None:
     try:
         got, wanted = logits_in_bf16(tmp_path, [5], warps=4, fault=fault)

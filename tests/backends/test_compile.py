@@ -142,8 +142,9 @@ def test_a_file_of_ones_own_includes_headers_beside_it_and_of_the_package(tmp_pa
     source = tmp_path / "mine.cu"
     source.write_text(
         '// compile: SCALAR=float|bf16\n#include "ops/common.cuh"\n#include "mine.cuh"\n'
-        'extern "C" __global__ void triple(SCALAR *x) { narrow(FACTOR * widen(x[0]), x[0]); }\n', encoding="utf-8"
-    )  # fmt: skip
+        'extern "C" __global__ void triple(SCALAR *x) { narrow(FACTOR * widen(x[0]), x[0]); }\n',
+        encoding="utf-8",
+    )
     assert [found["SCALAR"] for found in kernels.variants(source)] == ["float", "bf16"]
     for macros in kernels.variants(source):
         assert "Used" in kernels.compile_to_cubin(source, macros, "sm_80")

@@ -160,9 +160,16 @@ PRODUCTS = ("FORWARD", "INPUT", "WEIGHT")
 
 
 def product(
-    which: str, tile: tuple[int, int, int, int, int], shape: tuple[int, int, int], folder: Path, *, splits: int = 1,
-    blocks: int = 2, band: int = 2, fault: tuple[str, str] | None = None,
-) -> float:  # fmt: skip
+    which: str,
+    tile: tuple[int, int, int, int, int],
+    shape: tuple[int, int, int],
+    folder: Path,
+    *,
+    splits: int = 1,
+    blocks: int = 2,
+    band: int = 2,
+    fault: tuple[str, str] | None = None,
+) -> float:
     """The worst difference from sums in float64: of results in bf16, in parts of a rounding of the largest."""
     macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": which}
     macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
@@ -170,25 +177,31 @@ def product(
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
     main = main.replace("SPLITS", str(splits)).replace("BLOCKS_OF_GRID", str(blocks)).replace("BAND", str(band))
-    return float(
-        run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault)
-    )
+    return float(run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault))
 
 
 @pytest.mark.parametrize("which", PRODUCTS)
 @pytest.mark.parametrize(
     ("tile", "shape", "splits", "blocks"),
     [
-        ((128, 256, 4, 0, 1), (136, 264, 136), 1, 2), ((128, 256, 4, 0, 2), (392, 24, 328), 1, 2),
-        ((256, 192, 4, 0, 1), (264, 72, 200), 1, 1), ((256, 192, 4, 0, 2), (520, 200, 72), 1, 2),
-        ((128, 192, 5, 0, 2), (264, 208, 136), 1, 4), ((128, 128, 6, 1, 1), (264, 136, 200), 1, 2),
-        ((128, 192, 5, 1, 2), (520, 200, 392), 1, 2), ((64, 256, 5, 1, 2), (136, 264, 456), 1, 2),
+        ((128, 256, 4, 0, 1), (136, 264, 136), 1, 2),
+        ((128, 256, 4, 0, 2), (392, 24, 328), 1, 2),
+        ((256, 192, 4, 0, 1), (264, 72, 200), 1, 1),
+        ((256, 192, 4, 0, 2), (520, 200, 72), 1, 2),
+        ((128, 192, 5, 0, 2), (264, 208, 136), 1, 4),
+        ((128, 128, 6, 1, 1), (264, 136, 200), 1, 2),
+        ((128, 192, 5, 1, 2), (520, 200, 392), 1, 2),
+        ((64, 256, 5, 1, 2), (136, 264, 456), 1, 2),
     ],
-)  # fmt: skip
+)
 def test_the_product_for_hopper_is_the_product(
-    which: str, tile: tuple[int, int, int, int, int], shape: tuple[int, int, int], splits: int, blocks: int,
+    which: str,
+    tile: tuple[int, int, int, int, int],
+    shape: tuple[int, int, int],
+    splits: int,
+    blocks: int,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Tiles that stand out of the result on both sides, a last step that is not whole, more units than blocks; the same
     bits by more blocks."""
     found = product(which, tile, shape, tmp_path, splits=splits, blocks=blocks)
@@ -215,7 +228,7 @@ def test_parts_of_the_sum(tile: tuple[int, int, int, int, int], tmp_path: Path) 
         (("phase ^= slot / STAGES & 1;", ""), (128, 128, 3, 1, 1)),  # the other's rounds are not counted
     ],
     ids=lambda x: x[0] if isinstance(x[0], str) else "",
-)  # fmt: skip
+)
 def test_faults_of_the_product_show(
     fault: tuple[str, str], tile: tuple[int, int, int, int, int], tmp_path: Path
 ) -> None:
@@ -286,10 +299,7 @@ int main() {
     printf("%d\n", wrong);
 }
 """
-GATED_TILES = {
-    "SWIGLU": ((128, 192, 5, 1), (128, 256, 4, 0)),
-    "SWIGLU_BACKWARD": ((128, 128, 5, 1), (64, 256, 4, 1)),
-}
+GATED_TILES = {"SWIGLU": ((128, 192, 5, 1), (128, 256, 4, 0)), "SWIGLU_BACKWARD": ((128, 128, 5, 1), (64, 256, 4, 1))}
 
 
 # The same of RoPE: angles that change a bit wherever a wrong one is taken.
@@ -340,18 +350,21 @@ int main() {
 
 
 def roped(
-    tile: tuple[int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 320, 136),
-    positions: int = 24, turned: int = 192, fault: tuple[str, str] | None = None,
-) -> int:  # fmt: skip
+    tile: tuple[int, int, int, int],
+    folder: Path,
+    *,
+    shape: tuple[int, int, int] = (264, 320, 136),
+    positions: int = 24,
+    turned: int = 192,
+    fault: tuple[str, str] | None = None,
+) -> int:
     """How many numbers are not what the product and RoPE's own formula give."""
     macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": "FORWARD", "EPILOGUE": "ROPE", "CLUSTER": 1}
     macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG"), tile, strict=True))
     main = ROPES.replace("POSITIONS", str(positions)).replace("TURNED", str(turned)).replace("BAND", "2")
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
-    return int(
-        run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault)
-    )
+    return int(run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault))
 
 
 @pytest.mark.parametrize("tile", [(128, 192, 5, 1), (64, 256, 5, 1)])
@@ -381,9 +394,14 @@ def test_faults_of_rope_show(fault: tuple[str, str], tmp_path: Path) -> None:
 
 
 def gated(
-    epilogue: str, tile: tuple[int, int, int, int], folder: Path, *, shape: tuple[int, int, int] = (264, 136, 200),
-    again: bool = True, fault: tuple[str, str] | None = None,
-) -> int:  # fmt: skip
+    epilogue: str,
+    tile: tuple[int, int, int, int],
+    folder: Path,
+    *,
+    shape: tuple[int, int, int] = (264, 136, 200),
+    again: bool = True,
+    fault: tuple[str, str] | None = None,
+) -> int:
     """How many numbers are not what the product and SwiGLU's own formulas give."""
     macros: dict[str, int | str] = {"SCALAR": "bf16", "EPILOGUE": epilogue, "CLUSTER": 1}
     macros["PRODUCT"] = "FORWARD" if epilogue == "SWIGLU" else "INPUT"
@@ -391,9 +409,7 @@ def gated(
     main = GATED.replace("AGAIN", str(int(again))).replace("BAND", "2")
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
-    return int(
-        run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault)
-    )
+    return int(run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault))
 
 
 @pytest.mark.parametrize(("epilogue", "tile"), [(e, tile) for e, tiles in GATED_TILES.items() for tile in tiles])
@@ -429,7 +445,7 @@ def test_h_is_not_written_where_there_is_no_room_for_it(tmp_path: Path) -> None:
         ("SWIGLU_BACKWARD", ("copy_gates(&gu, group, group ^ 1,", "copy_gates(&gu, group, 1,")),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else x,
-)  # fmt: skip
+)
 def test_faults_of_the_epilogues_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
     tile = (128, 128, 4, 1) if epilogue == "SWIGLU" else (64, 256, 4, 1)
     shape = (136, 264, 72) if epilogue == "SWIGLU" else (456, 264, 72)  # eight tiles of each block, in turns
@@ -503,9 +519,16 @@ int main() {
 
 
 def fp8_product_errors(
-    factors: str, epilogue: str, tile: tuple[int, int, int, int, int], folder: Path, *, which: str = "FORWARD",
-    splits: int = 1, shape: tuple[int, int, int] = (264, 136, 400), fault: tuple[str, str] | None = None,
-) -> int:  # fmt: skip
+    factors: str,
+    epilogue: str,
+    tile: tuple[int, int, int, int, int],
+    folder: Path,
+    *,
+    which: str = "FORWARD",
+    splits: int = 1,
+    shape: tuple[int, int, int] = (264, 136, 400),
+    fault: tuple[str, str] | None = None,
+) -> int:
     """How many numbers are not what the bytes' product, its scales and SwiGLU's formulas give."""
     macros: dict[str, int | str] = {"SCALAR": "bf16", "PRODUCT": which, "FACTORS": factors, "EPILOGUE": epilogue}
     macros |= dict(zip(("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER"), tile, strict=True))
@@ -513,19 +536,20 @@ def fp8_product_errors(
     main = main.replace(" MORE", ", hidden.data()" if epilogue == "SWIGLU" else "")
     for name, value in zip(("M", "N", "K"), shape, strict=True):
         main = main.replace(f" {name},", f" {value},", 1)
-    return int(
-        run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault)
-    )
+    return int(run_on_host("ops/gemm_hopper.cu", macros, BODIES, MAP + main, folder, before=hopper(), fault=fault))
 
 
 @pytest.mark.parametrize(
     ("factors", "epilogue", "tile", "which", "splits"),
     [
-        ("E4M3", "NONE", (128, 256, 4, 0, 1), "FORWARD", 1), ("E5M2", "NONE", (128, 192, 5, 1, 1), "FORWARD", 1),
-        ("E4M3", "SWIGLU", (128, 192, 5, 1, 1), "FORWARD", 1), ("E4M3", "SWIGLU", (128, 256, 4, 0, 1), "FORWARD", 1),
-        ("E5M2", "NONE", (128, 192, 5, 1, 1), "WEIGHT", 1), ("E5M2", "NONE", (128, 256, 4, 0, 1), "WEIGHT", 3),
+        ("E4M3", "NONE", (128, 256, 4, 0, 1), "FORWARD", 1),
+        ("E5M2", "NONE", (128, 192, 5, 1, 1), "FORWARD", 1),
+        ("E4M3", "SWIGLU", (128, 192, 5, 1, 1), "FORWARD", 1),
+        ("E4M3", "SWIGLU", (128, 256, 4, 0, 1), "FORWARD", 1),
+        ("E5M2", "NONE", (128, 192, 5, 1, 1), "WEIGHT", 1),
+        ("E5M2", "NONE", (128, 256, 4, 0, 1), "WEIGHT", 3),
     ],
-)  # fmt: skip
+)
 def test_fp8_products(
     factors: str, epilogue: str, tile: tuple[int, int, int, int, int], which: str, splits: int, tmp_path: Path
 ) -> None:
@@ -542,7 +566,7 @@ def test_fp8_products(
         ("SWIGLU", ("scales[by_row ? at : 0]", "scales[0]")),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else x,
-)  # fmt: skip
+)
 def test_faults_in_fp8_products_show(epilogue: str, fault: tuple[str, str], tmp_path: Path) -> None:
     assert fp8_product_errors("E4M3", epilogue, (128, 128, 4, 1, 1), tmp_path, shape=(136, 264, 144), fault=fault)
 
@@ -606,12 +630,14 @@ def test_rows_are_transposed(rows: int, columns: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        ("4 * quad + c >= columns", "4 * quad + c > columns"), ("top + row >= pitch", "false"),
-        ("tiles[half]", "tiles[0]"), ("8 * c & 255) << 16", "8 * c & 255) << 8"),
+        ("4 * quad + c >= columns", "4 * quad + c > columns"),
+        ("top + row >= pitch", "false"),
+        ("tiles[half]", "tiles[0]"),
+        ("8 * c & 255) << 16", "8 * c & 255) << 8"),
         ("tile[row + 4 * i + j][quad]", "tile[row + i + 4 * j][quad]"),
     ],
     ids=lambda x: x[0],
-)  # fmt: skip
+)
 def test_faults_of_transposing_show(fault: tuple[str, str], tmp_path: Path) -> None:
     try:
         wrong = transposed_errors(tmp_path, 47, 72, fault)

@@ -49,15 +49,52 @@ pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
-    "ops.add_layernorm", "ops.add_rmsnorm", "ops.attention", "ops.causal_conv", "ops.class_token", "ops.cross_entropy",
-    "ops.dropout", "ops.embedding", "ops.fork", "ops.fp8", "ops.fp8_linear", "ops.fp8_rmsnorm", "ops.gelu",
-    "ops.gelu_linear", "ops.layernorm", "ops.linear", "ops.lora", "ops.lstm", "ops.mixture", "ops.patches",
-    "ops.positions", "ops.rmsnorm", "ops.rope", "ops.router", "ops.router_losses", "ops.rows", "ops.selective_scan",
-    "ops.softmax", "ops.swiglu", "ops.swiglu_linear", "ops.take", "ops.tanh", "optim.adamw", "optim.muon",
-    "parallel.sums", "infer.cuda.prompts",
-)  # fmt: skip
-NUMBERS = {"int": np.int32, "u32": np.uint32, "i64": np.int64, "double": np.float64, "float": np.float32,
-           "byte": np.uint8, "Weight": np.int64}  # fmt: skip
+    "ops.add_layernorm",
+    "ops.add_rmsnorm",
+    "ops.attention",
+    "ops.causal_conv",
+    "ops.class_token",
+    "ops.cross_entropy",
+    "ops.dropout",
+    "ops.embedding",
+    "ops.fork",
+    "ops.fp8",
+    "ops.fp8_linear",
+    "ops.fp8_rmsnorm",
+    "ops.gelu",
+    "ops.gelu_linear",
+    "ops.layernorm",
+    "ops.linear",
+    "ops.lora",
+    "ops.lstm",
+    "ops.mixture",
+    "ops.patches",
+    "ops.positions",
+    "ops.rmsnorm",
+    "ops.rope",
+    "ops.router",
+    "ops.router_losses",
+    "ops.rows",
+    "ops.selective_scan",
+    "ops.softmax",
+    "ops.swiglu",
+    "ops.swiglu_linear",
+    "ops.take",
+    "ops.tanh",
+    "optim.adamw",
+    "optim.muon",
+    "parallel.sums",
+    "infer.cuda.prompts",
+)
+NUMBERS = {
+    "int": np.int32,
+    "u32": np.uint32,
+    "i64": np.int64,
+    "double": np.float64,
+    "float": np.float32,
+    "byte": np.uint8,
+    "Weight": np.int64,
+}
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
 
 
@@ -163,9 +200,17 @@ class Launches:
 
 
 def fake_gemm(
-    a: Any, b: Any, out: Any = None, *, transpose_a: bool = False, transpose_b: bool = False, accumulate: bool = False,
-    tf32: bool = False, scale: float = 1.0, keep: float = 1.0,
-) -> Any:  # fmt: skip
+    a: Any,
+    b: Any,
+    out: Any = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    accumulate: bool = False,
+    tf32: bool = False,
+    scale: float = 1.0,
+    keep: float = 1.0,
+) -> Any:
     m, k = a.shape[::-1] if transpose_a else a.shape
     rows, n = b.shape[::-1] if transpose_b else b.shape
     assert k == rows and a.dtype == b.dtype and (out is not None or not accumulate)
@@ -182,24 +227,48 @@ def no_gemm_plus(*arguments: Any, **options: Any) -> bool:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     found = Launches()
-    attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 << 10,
-                  "MaxSharedMemoryPerMultiprocessor": 228 << 10, "ReservedSharedMemoryPerBlock": 1 << 10}  # fmt: skip
+    attributes = {
+        "MultiProcessorCount": 132,
+        "MaxSharedMemoryPerBlockOptin": 227 << 10,
+        "MaxSharedMemoryPerMultiprocessor": 228 << 10,
+        "ReservedSharedMemoryPerBlock": 1 << 10,
+    }
     device = SimpleNamespace(attributes=attributes, compute_capability="90", id=0)
     cupy = SimpleNamespace(
-        ndarray=OnDevice, asarray=lambda x: np.asarray(x).view(OnDevice), cuda=SimpleNamespace(Device=lambda: device),
-        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice), empty=OnDevice, zeros=OnDevice,
+        ndarray=OnDevice,
+        asarray=lambda x: np.asarray(x).view(OnDevice),
+        cuda=SimpleNamespace(Device=lambda: device),
+        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice),
+        empty=OnDevice,
+        zeros=OnDevice,
         concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
         arange=lambda count, dtype: np.arange(count, dtype=dtype).view(OnDevice),
-    )  # fmt: skip
+    )
     from tinyforge.backends import cupy_backend, gemm
     from tinyforge.ops import attention_cuda
 
-    caches = (cupy_backend.has_wgmma, cupy_backend.processors, cupy_backend.shared_limit, attention_cuda.plain,
-              attention_cuda.tensor_core, attention_cuda.tma_kernel, attention_cuda.schedule, gemm._plan)  # fmt: skip
+    caches = (
+        cupy_backend.has_wgmma,
+        cupy_backend.processors,
+        cupy_backend.shared_limit,
+        attention_cuda.plain,
+        attention_cuda.tensor_core,
+        attention_cuda.tma_kernel,
+        attention_cuda.schedule,
+        gemm._plan,
+    )
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
-        stand_ins = {"load": found.load, "gemm": fake_gemm, "gemm_plus": no_gemm_plus, "gemm_batched": no_gemm_plus,
-                     "cupy": cupy, "cp": cupy, "_table": dict, "_gpu": str}  # fmt: skip
+        stand_ins = {
+            "load": found.load,
+            "gemm": fake_gemm,
+            "gemm_plus": no_gemm_plus,
+            "gemm_batched": no_gemm_plus,
+            "cupy": cupy,
+            "cp": cupy,
+            "_table": dict,
+            "_gpu": str,
+        }
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
@@ -212,9 +281,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 def test_no_launcher_is_left_out() -> None:
     folder = files("tinyforge")
-    there = {f"{d.replace('/', '.')}.{f.name[: -len('_cuda.py')]}"
-             for d in ("infer/cuda", "ops", "optim", "parallel") for f in (folder / d).iterdir()
-             if f.name.endswith("_cuda.py")}  # fmt: skip
+    there = {
+        f"{d.replace('/', '.')}.{f.name[: -len('_cuda.py')]}"
+        for d in ("infer/cuda", "ops", "optim", "parallel")
+        for f in (folder / d).iterdir()
+        if f.name.endswith("_cuda.py")
+    }
     assert there == {*LAUNCHERS, "parallel.windows"}  # which calls NCCL and no kernel of ours
 
 
@@ -249,9 +321,15 @@ def test_launchers_pass_what_their_kernels_declare(
 @pytest.mark.parametrize("dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "fp8"])  # attention computes in bf16 then
 def test_every_attention_kernel_gets_what_it_declares(
-    precision: str, dim: int, dropped: Any, documents: bool, seen: Any, hopper: bool, launches: Launches,
+    precision: str,
+    dim: int,
+    dropped: Any,
+    documents: bool,
+    seen: Any,
+    hopper: bool,
+    launches: Launches,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     from tinyforge.ops import attention_cuda
 
     causal, window = seen
@@ -490,8 +568,10 @@ def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
     monkeypatch.setattr(gemm, "on_choice", None)
 
     def both_ways(hidden: int, frozen: bool) -> tuple[list[str], list[str]]:
-        rows = {f"SWIGLU 40 {2 * hidden} 64": [128, 192, 5, 1, 1, 8, 1],
-                f"SWIGLU_BACKWARD 40 {hidden} 64": [128, 128, 5, 1, 1, 8, 1]}  # fmt: skip
+        rows = {
+            f"SWIGLU 40 {2 * hidden} 64": [128, 192, 5, 1, 1, 8, 1],
+            f"SWIGLU_BACKWARD 40 {hidden} 64": [128, 128, 5, 1, 1, 8, 1],
+        }
         monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(rows if in_table else {}))
         launches.seen.clear()
         gu, h = k.linear_swiglu_fwd(backend.zeros((2, 20, 64)), backend.zeros((2 * hidden, 64)))
@@ -510,8 +590,9 @@ def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
     if in_table:
         x, out = backend.zeros((40, 64)), backend.zeros((40, 48))
         with pytest.raises(ValueError, match="gemm: bfloat16 .40, 16. beside .40, 48. of SWIGLU, wants .40, 24."):
-            gemm.hopper(gemm.compiled("SWIGLU")[0], x, backend.zeros((48, 64)), out, "SWIGLU",
-                        hidden=backend.zeros((40, 16)))  # fmt: skip
+            gemm.hopper(
+                gemm.compiled("SWIGLU")[0], x, backend.zeros((48, 64)), out, "SWIGLU", hidden=backend.zeros((40, 16))
+            )
 
 
 @pytest.mark.parametrize("in_table", [True, False])
@@ -602,8 +683,9 @@ def test_attention_turns_its_gradients_back(
     cos, sin = (backend.zeros((tokens, dim // 2), backend.master_dtype) for _ in range(2))
     for rotated in (heads + 2, heads):
         launches.seen.clear()
-        k.attention_rope_bwd(backend.empty(qkv.shape), out, qkv, None, starts, out, lse, cos, sin, rotated, True, None,
-                             None, 0.0)  # fmt: skip
+        k.attention_rope_bwd(
+            backend.empty(qkv.shape), out, qkv, None, starts, out, lse, cos, sin, rotated, True, None, None, 0.0
+        )
         assert ("rope" in launches.seen) == (dim != 64 or rotated == heads)
         assert len(launches.seen) == 2 + documents + ("rope" in launches.seen)
 
@@ -622,9 +704,14 @@ def test_the_measured_table_and_the_rules_name_variants_that_are_compiled() -> N
 
 @pytest.mark.parametrize(
     ("precision", "vocab", "shared"),
-    [("bf16", 50_257, 100_608), ("fp32", 50_257, 201_088), ("fp32", 60_001, 0), ("bf16", 32_000, 64_000),
-     ("bf16", 4096, 0)],
-)  # fmt: skip
+    [
+        ("bf16", 50_257, 100_608),
+        ("fp32", 50_257, 201_088),
+        ("fp32", 60_001, 0),
+        ("bf16", 32_000, 64_000),
+        ("bf16", 4096, 0),
+    ],
+)
 def test_a_row_of_logits_is_held_where_it_fits(
     precision: str, vocab: int, shared: int, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,9 +739,7 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
     backend = FakeCupy(precision)
     flat = [backend.zeros((64,), backend.master_dtype) for _ in range(4)]
     values = flat[0] if backend.dtype == backend.master_dtype else backend.zeros((64,))
-    squares, clip, update, summed, add = (
-        k.bind(backend) for k in (square_sums, clip_factor, adamw_, sum_tokens, add_)
-    )
+    squares, clip, update, summed, add = (k.bind(backend) for k in (square_sums, clip_factor, adamw_, sum_tokens, add_))
     sums = backend.zeros((3, 7), np.dtype(np.float64))
     squares(sums, flat[3], backend.zeros((3, 2), np.dtype(np.int64)))
     assert launches.blocks == [21]
@@ -671,8 +756,9 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
 @pytest.mark.parametrize(("precision", "shape"), [("fp64", (3, 5)), ("fp32", (8, 4)), ("bf16", (64, 96))])
 def test_the_launches_of_muon(precision: str, shape: tuple[int, int], launches: Launches) -> None:
     backend, (rows, columns) = FakeCupy(precision), shape
-    buffer = ParamBuffer([Param("map", (2 * rows, columns), matrices=(rows, rows)), Param("gain", (7,), decay=False)],
-                         backend)  # fmt: skip
+    buffer = ParamBuffer(
+        [Param("map", (2 * rows, columns), matrices=(rows, rows)), Param("gain", (7,), decay=False)], backend
+    )
     optimizer = Muon(buffer, backend)
     optimizer.apply(optimizer.next_rates(1e-3), np.ones(()).view(OnDevice))
     assert launches.seen == ["muon_momentum", "muon_scale", "muon_update", "adamw"]
@@ -798,9 +884,13 @@ CAPTURED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def recorded(
-    name: str, precision: str, monkeypatch: pytest.MonkeyPatch, launches: Launches, fault: str = "",
+    name: str,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+    launches: Launches,
+    fault: str = "",
     config: AdamWConfig | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """The launches of two steps of `Captured` with other data."""
     from tinyforge.backends import cupy_backend
 
@@ -833,10 +923,14 @@ def recorded(
 
     device = cupy_backend.cupy.cuda  # the fixture's
     cupy = SimpleNamespace(
-        ndarray=InStep, cuda=device, ascontiguousarray=lambda x: np.ascontiguousarray(x).view(InStep), empty=InStep,
-        concatenate=joined, arange=lambda count, dtype: np.arange(count, dtype=dtype).view(InStep),
+        ndarray=InStep,
+        cuda=device,
+        ascontiguousarray=lambda x: np.ascontiguousarray(x).view(InStep),
+        empty=InStep,
+        concatenate=joined,
+        arange=lambda count, dtype: np.arange(count, dtype=dtype).view(InStep),
         asarray=lambda x: pytest.fail(f"the step uploads {x!r}"),
-    )  # fmt: skip
+    )
     for module in (cupy_backend, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
         for attribute, stand_in in {"load": load, "gemm": gemm, "cupy": cupy, "cp": cupy}.items():
             if hasattr(module, attribute):
@@ -863,8 +957,9 @@ def recorded(
 
 
 def rates_from_the_host(backend: Recording, optimizer: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "apply", lambda _, factor: AdamW.apply(
-        optimizer, optimizer.next_rates(1e-3), factor))  # fmt: skip
+    monkeypatch.setattr(
+        optimizer, "apply", lambda _, factor: AdamW.apply(optimizer, optimizer.next_rates(1e-3), factor)
+    )
 
 
 def weights_from_the_host(backend: Recording, optimizer: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -910,9 +1005,7 @@ def test_a_captured_step_of_muon_launches_the_same(launches: Launches, monkeypat
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_launch_that_would_be_frozen_shows(
-    fault: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_would_be_frozen_shows(fault: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "uploads":
         with pytest.raises(AssertionError, match="the step uploads"):
             recorded("gpt2", "fp32", monkeypatch, launches, fault)
@@ -928,9 +1021,11 @@ class FakeCuda:
         self.log: list[str] = []
         self.pinned, self.fault = "pinned pool", fault
         self.cuda = SimpleNamespace(
-            Stream=lambda non_blocking: self, MemoryPool=lambda: SimpleNamespace(malloc="graph's pool"),
-            using_allocator=self.inside, set_pinned_memory_allocator=partial(setattr, self, "pinned"),
-        )  # fmt: skip
+            Stream=lambda non_blocking: self,
+            MemoryPool=lambda: SimpleNamespace(malloc="graph's pool"),
+            using_allocator=self.inside,
+            set_pinned_memory_allocator=partial(setattr, self, "pinned"),
+        )
 
     @contextmanager
     def inside(self, what: Any = "products") -> Iterator[None]:

@@ -91,10 +91,12 @@ FLOAT = 1e-6
 @pytest.mark.parametrize(
     ("scalar", "per", "vec", "cases", "tolerance"),
     [
-        ("double", 4, 4, "{1, 33, 40, 16}, {2, 80, 32, 16}", 1e-12), ("double", 4, 1, "{2, 49, 33, 13}", 1e-12),
-        ("float", 4, 4, "{1, 49, 36, 16}", FLOAT), ("double", 1, 4, "{2, 17, 8, 4}", 1e-12),
+        ("double", 4, 4, "{1, 33, 40, 16}, {2, 80, 32, 16}", 1e-12),
+        ("double", 4, 1, "{2, 49, 33, 13}", 1e-12),
+        ("float", 4, 4, "{1, 49, 36, 16}", FLOAT),
+        ("double", 1, 4, "{2, 17, 8, 4}", 1e-12),
     ],
-)  # fmt: skip
+)
 def test_the_scan_is_its_naive_sibling(
     scalar: str, per: int, vec: int, cases: str, tolerance: float, tmp_path: Path
 ) -> None:
@@ -209,9 +211,7 @@ int main() {
 """
 
 
-@pytest.mark.parametrize(
-    ("counts", "outs", "ins"), [("0, 1, 130, 65, 192", 136, 72), ("300, 3", 264, 8)]
-)
+@pytest.mark.parametrize(("counts", "outs", "ins"), [("0, 1, 130, 65, 192", 136, 72), ("300, 3", 264, 8)])
 def test_the_grouped_products_for_hopper_are_the_plain_ones(counts: str, outs: int, ins: int, tmp_path: Path) -> None:
     """Groups of no row, of one, of whole buffers and of one row more; more tiles than blocks; gathered and not. The
     instructions do here what their manual says; whether the GPU agrees is seen in tests/gpu."""
@@ -265,8 +265,20 @@ int main() {
 
 def rows_drawn(samplings: list[Sampling], logits: np.ndarray, passes: int, folder: Path, **faults: Any) -> np.ndarray:
     """What batch.cu's `draw` gives each row, (passes, rows): rules and streams laid out as its launch has them."""
-    plan = BatchPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=logits.shape[1], outputs=1,
-                     batch=len(logits), itemsize=4, blocks=4, shared=160 << 10, warps=4)  # fmt: skip
+    plan = BatchPlan(
+        dim=64,
+        hidden=26,
+        heads=4,
+        kv_heads=2,
+        layers=2,
+        vocab=logits.shape[1],
+        outputs=1,
+        batch=len(logits),
+        itemsize=4,
+        blocks=4,
+        shared=160 << 10,
+        warps=4,
+    )
     streams = [Stream(s.seed, "sample", 3 * row) for row, s in enumerate(samplings)]
 
     def words(x: np.ndarray) -> str:
@@ -280,9 +292,12 @@ def rows_drawn(samplings: list[Sampling], logits: np.ndarray, passes: int, folde
 
 
 RULES = [
-    Sampling(temperature=0), Sampling(temperature=0.7, top_k=5, top_p=1, seed=4), Sampling(1.5, 0, 0.8, seed=5),
-    Sampling(temperature=3, top_k=0, top_p=1, min_p=0.2, seed=6), Sampling(temperature=1, top_k=1 << 40, seed=7),
-]  # fmt: skip
+    Sampling(temperature=0),
+    Sampling(temperature=0.7, top_k=5, top_p=1, seed=4),
+    Sampling(1.5, 0, 0.8, seed=5),
+    Sampling(temperature=3, top_k=0, top_p=1, min_p=0.2, seed=6),
+    Sampling(temperature=1, top_k=1 << 40, seed=7),
+]
 
 
 def wanted_of(samplings: list[Sampling], logits: np.ndarray, passes: int) -> np.ndarray:
@@ -311,8 +326,14 @@ def test_rows_of_a_batch_are_drawn_by_rules_of_their_own(tmp_path: Path) -> None
 def test_a_neighbours_rule_would_show(tmp_path: Path) -> None:
     """Negative control: every row drawn by the first one's rule."""
     logits = (np.random.default_rng(1).normal(size=(len(RULES), 83)) * 2).astype(np.float32)
-    found = rows_drawn(RULES, logits, 30, tmp_path, fault=("take, how, number", "take, rule(how), number"),
-                       before="template <class S> S rule(S how) { static S one = how; return one; }")  # fmt: skip
+    found = rows_drawn(
+        RULES,
+        logits,
+        30,
+        tmp_path,
+        fault=("take, how, number", "take, rule(how), number"),
+        before="template <class S> S rule(S how) { static S one = how; return one; }",
+    )
     assert (found != wanted_of(RULES, logits, 30)).any()
 
 
@@ -345,8 +366,7 @@ int main() {
 @pytest.mark.parametrize("fault", [None, ("i < stop", "i <= stop"), ("first + i64(blockIdx.x)", "i64(blockIdx.x)")])
 def test_squares_of_pieces(fault: tuple[str, str] | None, tmp_path: Path) -> None:
     """Empty pieces, one of a vector, others of more than the blocks' first stride."""
-    worst = float(run_on_host("optim/adamw.cu", {"SCALAR": "float"}, {}, SQUARES, tmp_path, before=STATIC,
-                              fault=fault))  # fmt: skip
+    worst = float(run_on_host("optim/adamw.cu", {"SCALAR": "float"}, {}, SQUARES, tmp_path, before=STATIC, fault=fault))
     assert (worst < 1e-9) == (fault is None), worst
 
 
@@ -384,9 +404,14 @@ int main() {
 @pytest.mark.parametrize("vec", [1, 2])
 @pytest.mark.parametrize(
     "fault",
-    [None, ("dot *= factor", ""), ("share * dot", "dot"), ("if (v * VEC + j >= vocab) break;", ""),
-     ("lane < blockDim.x / 32", "lane < 1")],
-)  # fmt: skip
+    [
+        None,
+        ("dot *= factor", ""),
+        ("share * dot", "dot"),
+        ("if (v * VEC + j >= vocab) break;", ""),
+        ("lane < blockDim.x / 32", "lane < 1"),
+    ],
+)
 def test_residuals_of_soft_targets(fault: tuple[str, str] | None, vec: int, tmp_path: Path) -> None:
     """Rows of one number, of fewer and more numbers than a block has threads, padded ones, one without a target."""
     macros = {"SCALAR": "double", "VEC": vec, "PER": 0}

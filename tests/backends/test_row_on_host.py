@@ -22,8 +22,9 @@ from tinyforge.rng import Stream
 pytestmark = pytest.mark.slow
 
 # Two layers take more units of weights than the queue has places; hidden units and ids fill no whole tile.
-CONFIG = Config(dim=32, heads=2, kv_heads=1, layers=2, context=12, vocab=27, mtp_heads=2, hidden=44,
-                mtp_weights=(1, 0.5))  # fmt: skip
+CONFIG = Config(
+    dim=32, heads=2, kv_heads=1, layers=2, context=12, vocab=27, mtp_heads=2, hidden=44, mtp_weights=(1, 0.5)
+)
 DRAWN = Sampling(temperature=0.7, top_k=8, top_p=0.9, min_p=0.02, seed=3)
 BODIES = {
     f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
@@ -33,12 +34,17 @@ BODIES = {
     f"{INLINE}void copy_wait()": "host_wait(pending);",
     f"{INLINE}void publish(float": "*to = there(x) ? x : NAN;",
     f"{INLINE}void publish(double": "*to = x;",
-    **{f"{INLINE}void peek(const {x} *from, Pack<{x}, {n}>": f"if (wanted) to = load<{n}>(from);"
-       for x, sizes in (("float", (1, 2, 4)), ("double", (1, 2))) for n in sizes},
+    **{
+        f"{INLINE}void peek(const {x} *from, Pack<{x}, {n}>": f"if (wanted) to = load<{n}>(from);"
+        for x, sizes in (("float", (1, 2, 4)), ("double", (1, 2)))
+        for n in sizes
+    },
     f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",
     f"{INLINE}void multiply_add(": "host_multiply_add(sum, a0, a1, a2, a3, b0, b1);",
-    **{head: HOPPER_BODIES[head] for head in (f"{INLINE}void barrier_make(", f"{INLINE}void barrier_arrive(",
-                                              f"{INLINE}void barrier_expect(")},
+    **{
+        head: HOPPER_BODIES[head]
+        for head in (f"{INLINE}void barrier_make(", f"{INLINE}void barrier_arrive(", f"{INLINE}void barrier_expect(")
+    },
     f"{INLINE}bool barrier_passed(": "host_yield(); return host_barrier(barrier).phase != parity;",
     f"{INLINE}void copy_line(": "host_line(to % HOST_ROOM, from, bytes, barrier);",
     f"{INLINE}void sync(": "static Meeting meetings[HOST_BLOCKS]; meetings[host_rank()].wait(THREADS);",
@@ -73,8 +79,10 @@ static void host_multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u
 }
 inline long long clock() { static long long now; return now += 7; }
 """
-MEMORY = ("extern __shared__ __align__(128) unsigned char memory[];",
-          "unsigned char *const memory = host_shared + host_rank() * HOST_ROOM;")  # fmt: skip
+MEMORY = (
+    "extern __shared__ __align__(128) unsigned char memory[];",
+    "unsigned char *const memory = host_shared + host_rank() * HOST_ROOM;",
+)
 # In a launch: passes, past, 1 for greedy text, 2 for DRAWN, the key of its numbers; then tokens, logits or a report.
 # Where a stream is given, the cache and what lies before the last layer are too: the first launch runs that layer only.
 MAIN = r"""
@@ -133,10 +141,19 @@ int main() {
 
 
 def by_the_kernel(
-    model: NanoEuler, rows: int, outputs: int, tokens: list[int], launches: list[tuple[int, ...]], folder: Path, *,
-    speculates: bool = False, bf16: bool = False, fault: tuple[str, str] | None = None, prompt: int = 0,
+    model: NanoEuler,
+    rows: int,
+    outputs: int,
+    tokens: list[int],
+    launches: list[tuple[int, ...]],
+    folder: Path,
+    *,
+    speculates: bool = False,
+    bf16: bool = False,
+    fault: tuple[str, str] | None = None,
+    prompt: int = 0,
     **tuning: int,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """What the launches, (passes, past, drawn, key), print. prompt: of the tokens, those that the model itself computes
     up to the last layer; the first pass goes on from there at the last of them."""
     w = model.fused_weights()
@@ -146,9 +163,20 @@ def by_the_kernel(
     itemsize = 2 if bf16 else 4
     quantised = isinstance(w.lm_heads, Quantised)
     code = FORMATS[w.lm_heads.kind].scalar if quantised else ""
-    plan = RowPlan(dim=w.dim, hidden=w.hidden, heads=w.heads, kv_heads=w.kv_heads, layers=len(w.layers), vocab=w.vocab,
-                   outputs=len(w.lm_heads), itemsize=itemsize, code=code, rows=rows, shared=1 << 17,
-                   **{"blocks": 2, "warps": 4, "depth": 8, "spin": 1, **tuning})  # fmt: skip
+    plan = RowPlan(
+        dim=w.dim,
+        hidden=w.hidden,
+        heads=w.heads,
+        kv_heads=w.kv_heads,
+        layers=len(w.layers),
+        vocab=w.vocab,
+        outputs=len(w.lm_heads),
+        itemsize=itemsize,
+        code=code,
+        rows=rows,
+        shared=1 << 17,
+        **{"blocks": 2, "warps": 4, "depth": 8, "spin": 1, **tuning},
+    )
     capacity, scales = model.config.context, np.zeros(0, np.float32)
     if quantised:
         matrices = plan.arrange([FusedLayer(*(m.codes for m in layer)) for layer in w.layers], w.lm_heads.codes, np)
@@ -156,8 +184,17 @@ def by_the_kernel(
         scales = plan.arrange_scales(of_layers, w.lm_heads.scales[..., None], np)
     else:
         matrices = plan.arrange([FusedLayer(*map(cut, layer)) for layer in w.layers], cut(np.stack(w.lm_heads)), np)
-    sizes = [matrices.size, len(w.layers), capacity, len(launches), matrices.shape[1], outputs, plan.exchange(outputs),
-             speculates, len(scales)]  # fmt: skip
+    sizes = [
+        matrices.size,
+        len(w.layers),
+        capacity,
+        len(launches),
+        matrices.shape[1],
+        outputs,
+        plan.exchange(outputs),
+        speculates,
+        len(scales),
+    ]
     units, tiles = plan.before(len(w.layers) - 1)
     behind: list[np.ndarray] = []
     if prompt:
@@ -168,15 +205,33 @@ def by_the_kernel(
     sizes += [tiles, behind[0].size if prompt else 0]
     padded = np.zeros(capacity + 1, np.int32)
     padded[: len(tokens)] = tokens
-    parts: list[Any] = [np.array(sizes, np.int32), matrices, cut(w.embedding), np.stack(w.gains), w.cos[:capacity],
-                        w.sin[:capacity], plan.lengths[outputs - 1].astype(np.int32), np.float32(w.norm_eps), padded,
-                        scales, *behind, np.array([max(prompt - 1, 0)], np.int32),
-                        *(np.array((*launch, 0, 0)[:5], np.uint32) for launch in launches)]  # fmt: skip
+    parts: list[Any] = [
+        np.array(sizes, np.int32),
+        matrices,
+        cut(w.embedding),
+        np.stack(w.gains),
+        w.cos[:capacity],
+        w.sin[:capacity],
+        plan.lengths[outputs - 1].astype(np.int32),
+        np.float32(w.norm_eps),
+        padded,
+        scales,
+        *behind,
+        np.array([max(prompt - 1, 0)], np.int32),
+        *(np.array((*launch, 0, 0)[:5], np.uint32) for launch in launches),
+    ]
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
-    return run_on_host("infer/cuda/row.cu", {"SCALAR": "bf16" if bf16 else "float", **plan.macros}, BODIES,
-                       MAIN.replace("PATH", str(path)), folder, before=hopper() + BEFORE, changes=(MEMORY,),
-                       fault=fault).split()  # fmt: skip
+    return run_on_host(
+        "infer/cuda/row.cu",
+        {"SCALAR": "bf16" if bf16 else "float", **plan.macros},
+        BODIES,
+        MAIN.replace("PATH", str(path)),
+        folder,
+        before=hopper() + BEFORE,
+        changes=(MEMORY,),
+        fault=fault,
+    ).split()
 
 
 def model_of(config: Config) -> NanoEuler:
@@ -226,8 +281,11 @@ def test_logits_are_those_of_the_model(model: NanoEuler, rows: int, tuning: dict
 
 def bf16_model() -> NanoEuler:
     """Three heads of 32 to a key; bf16 holds its weights."""
-    model = model_of(Config(dim=96, heads=3, kv_heads=1, layers=2, context=64, vocab=27, mtp_heads=2, hidden=44,
-                            mtp_weights=(1, 0.5)))  # fmt: skip
+    model = model_of(
+        Config(
+            dim=96, heads=3, kv_heads=1, layers=2, context=64, vocab=27, mtp_heads=2, hidden=44, mtp_weights=(1, 0.5)
+        )
+    )
     model.buffer.values.view(np.uint32)[:] &= 0xFFFF0000
     return model
 
@@ -323,8 +381,7 @@ def test_greedy_text_and_speculation_up_to_a_full_cache(
     found = by_the_kernel(model, 1, 1, [5], [(3, 0, 1), (9, 3, 1)], tmp_path, producers=producers)
     assert [int(x) for x in found] == wanted
     # More passes than the cache has room for: the launch ends early.
-    found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True,
-                          producers=producers)
+    found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True, producers=producers)
     ids = [int(x) for x in found]
     assert len(ids) >= 11 and ids == wanted[: len(ids)]
 

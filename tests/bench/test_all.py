@@ -82,8 +82,9 @@ def test_what_does_not_fit_into_the_budget_is_not_begun(tmp_path: Path, monkeypa
 def test_the_last_run_says_how_long_a_part_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    last = {"parts": {CPU[0].name: {"status": "done", "seconds": 77.0},
-                      CPU[1].name: {"status": "stopped", "seconds": 1}}}  # fmt: skip
+    last = {
+        "parts": {CPU[0].name: {"status": "done", "seconds": 77.0}, CPU[1].name: {"status": "stopped", "seconds": 1}}
+    }
     (tmp_path / "all.json").write_text(json.dumps(last), encoding="utf-8")
     assert main(["--on", "cpu", "--list", "--before", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -94,9 +95,11 @@ def test_inputs_and_configs_reach_the_command(tmp_path: Path, monkeypatch: pytes
     script = parts(tmp_path, script=WRITES)[0].command
     text = tmp_path / "input.txt"
     text.write_text("x", encoding="utf-8")
-    given = (Part("cpu-a", script + " --data {text}", 5, "text"),
-             Part("cpu-b", script + " --data {shards}", 5, "shards"),
-             Part("cpu-c", script + " --config {config}", 5, config={"dim": 8}))  # fmt: skip
+    given = (
+        Part("cpu-a", script + " --data {text}", 5, "text"),
+        Part("cpu-b", script + " --data {shards}", 5, "shards"),
+        Part("cpu-c", script + " --config {config}", 5, config={"dim": 8}),
+    )
     status, found = run(tmp_path, monkeypatch, given, "--text", str(text))
     assert status == 0 and found["cpu-a"]["result"]["argv"][:2] == ["--data", str(text)]
     assert found["cpu-b"] == {"status": "left out", "why": "--shards names no file"}
@@ -126,22 +129,56 @@ def test_the_parts_are_those_of_the_results() -> None:
     assert len(set(names)) == len(names)
     committed = {path.stem for path in Path("docs/results").glob("*.json")}
     trained = {
-        "all", "models", "cpu-corpus", "cpu-grpo", "cpu-muon", "cpu-shakespeare-recurrent", "gpu-ablation-small",
-        "gpu-all-reduce", "cpu-own-pairs",
-        "gpu-base-run-2", "gpu-bert-imdb", "gpu-evaluate-base-2", "gpu-evaluate-base-2-dpo", "gpu-evaluate-base-2-sft",
-        "gpu-evaluate-base-sft", "gpu-evaluate-large", "gpu-evaluate-large-dpo", "gpu-evaluate-large-sft",
-        "gpu-large-run", "gpu-loss-curve", "gpu-muon", "gpu-ranks-base",
-        "gpu-ranks-graphs", "gpu-ranks-losses", "gpu-ranks-h100", "gpu-ranks-xl", "gpu-ranks-xl-h100",
-        "gpu-ranks-4-h100", "gpu-ranks-xl-4-h100",
-        "gpu-scan-groups-fp32", "gpu-scan-warp-bf16",
-        "gpu-scan-warp-fp32", "gpu-sft-trials", "gpu-shakespeare-seeds",
+        "all",
+        "models",
+        "cpu-corpus",
+        "cpu-grpo",
+        "cpu-muon",
+        "cpu-shakespeare-recurrent",
+        "gpu-ablation-small",
+        "gpu-all-reduce",
+        "cpu-own-pairs",
+        "gpu-base-run-2",
+        "gpu-bert-imdb",
+        "gpu-evaluate-base-2",
+        "gpu-evaluate-base-2-dpo",
+        "gpu-evaluate-base-2-sft",
+        "gpu-evaluate-base-sft",
+        "gpu-evaluate-large",
+        "gpu-evaluate-large-dpo",
+        "gpu-evaluate-large-sft",
+        "gpu-large-run",
+        "gpu-loss-curve",
+        "gpu-muon",
+        "gpu-ranks-base",
+        "gpu-ranks-graphs",
+        "gpu-ranks-losses",
+        "gpu-ranks-h100",
+        "gpu-ranks-xl",
+        "gpu-ranks-xl-h100",
+        "gpu-ranks-4-h100",
+        "gpu-ranks-xl-4-h100",
+        "gpu-scan-groups-fp32",
+        "gpu-scan-warp-bf16",
+        "gpu-scan-warp-fp32",
+        "gpu-sft-trials",
+        "gpu-shakespeare-seeds",
         # other settings of the parts' commands
-        "gpu-attention-shapes", "gpu-captured", "gpu-gemm-rule-h100", "gpu-gemm-rule-h200",
-        "gpu-decode-batch-flags", "gpu-decode-row",
-        "gpu-decode-weights", "gpu-fp8", "gpu-gemm-sustained", "gpu-prompt-by-kernel", "gpu-prompt-epilogues",
+        "gpu-attention-shapes",
+        "gpu-captured",
+        "gpu-gemm-rule-h100",
+        "gpu-gemm-rule-h200",
+        "gpu-decode-batch-flags",
+        "gpu-decode-row",
+        "gpu-decode-weights",
+        "gpu-fp8",
+        "gpu-gemm-sustained",
+        "gpu-prompt-by-kernel",
+        "gpu-prompt-epilogues",
         "gpu-step-by-kernel",
-        "gpu-train-moe-beside-dense", "cpu-prefill-base-avx2",
-    }  # fmt: skip
+        "gpu-train-moe-beside-dense",
+        "cpu-prefill-base-avx2",
+    }
     assert committed - set(names) <= trained
 
 
@@ -150,8 +187,12 @@ def test_the_parts_are_those_of_the_results() -> None:
 def test_no_benchmark_of_a_gpu_machine_imports_duckdb(script: str) -> None:
     """The GPU machine need not have it."""
     block = f"import sys; sys.modules['duckdb'] = None; sys.argv = [{script!r}, '--help']; import runpy; "
-    done = subprocess.run([sys.executable, "-c", block + f"runpy.run_path({script!r}, run_name='__main__')"],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", block + f"runpy.run_path({script!r}, run_name='__main__')"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -162,6 +203,11 @@ def test_a_wrong_flag_is_one_line(flags: list[str]) -> None:
 
 
 def test_the_script_of_that_name_runs_it() -> None:
-    done = subprocess.run(["bench/all.sh", "--on", "cpu", "--list"], capture_output=True, text=True, check=True,
-                          env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"})  # fmt: skip
+    done = subprocess.run(
+        ["bench/all.sh", "--on", "cpu", "--list"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"},
+    )
     assert done.stdout.splitlines()[-1].startswith(f"{len(CPU)} parts, about ") and shlex.split(done.stdout)

@@ -22,8 +22,9 @@ from tinyforge.frozen_model import quantised_copy
 from tinyforge.params import named
 from tinyforge.text import Tokenizer
 
-TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24,
-              mtp_weights=(1.0, 0.5))  # fmt: skip
+TINY = Config(
+    dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24, mtp_weights=(1.0, 0.5)
+)
 FLAGS = ["--tokens", "4", "--rounds", "2"]
 
 

@@ -70,8 +70,10 @@ def test_products_that_end_with_an_op_stand_for_others() -> None:
     found = list(products("base", 16384))
     by_name = {p.name: p for p in found}
     assert {p.instead: p.key for p in found if p.instead} == {
-        "qkv forward": "ROPE 16384 1280 768", "gate|up forward": "SWIGLU 16384 4096 768",
-        "down dX": "SWIGLU_BACKWARD 16384 2048 768"}  # fmt: skip
+        "qkv forward": "ROPE 16384 1280 768",
+        "gate|up forward": "SWIGLU 16384 4096 768",
+        "down dX": "SWIGLU_BACKWARD 16384 2048 768",
+    }
     assert all(by_name[p.instead].flop == p.flop and by_name[p.instead].count == p.count for p in found if p.instead)
     measured = {"rows": [row(p, 100 if p.instead else 70, 80 if p.instead else 90) for p in found]}
     (text,) = summary(measured)  # 12 products by cuBLAS, 3 and their passes by ours
@@ -145,7 +147,9 @@ def test_a_variant_that_hangs_or_crashes_is_left_out(monkeypatch: pytest.MonkeyP
     found = gemm.measure(args, list(wanted), said.append)
     assert [r["name"] for r in found["rows"]] == [p.name for p in wanted] and found["gpu"] == "A GPU"
     assert [text.split(",")[0] for text in found["left_out"]] == [
-        "WEIGHT 128 x 256 cooperative", "WEIGHT 128 x 192 cooperative"]  # fmt: skip
+        "WEIGHT 128 x 256 cooperative",
+        "WEIGHT 128 x 192 cooperative",
+    ]
     assert sum("left out, it hung or crashed" in text for text in said) == 2
 
 

@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.peers import (
-    COMPILED,
-    EAGER,
-    GRAPH,
-    OURS,
-    check_parity,
-    environment,
-    heading,
-    left_out_table,
-    soft,
-)
+from bench.peers import COMPILED, EAGER, GRAPH, OURS, check_parity, environment, heading, left_out_table, soft
 from tinyforge.backends import get_backend
 from tinyforge.backends.numpy_backend import KERNELS
 
@@ -36,8 +26,11 @@ def test_what_cannot_be_made_or_started_is_left_out_with_its_reason() -> None:
     makers = {OURS: lambda: "ours", COMPILED: failing, GRAPH: lambda: "starts badly", "other": "does not apply: no GPU"}
     contenders, results, left_out = soft(makers, first)
     assert contenders == {OURS: "ours"} and results == {OURS: "OURS"}
-    assert left_out == {COMPILED: "RuntimeError: no Triton", GRAPH: "ValueError: out of graphs",
-                        "other": "does not apply: no GPU"}  # fmt: skip
+    assert left_out == {
+        COMPILED: "RuntimeError: no Triton",
+        GRAPH: "ValueError: out of graphs",
+        "other": "does not apply: no GPU",
+    }
     assert left_out_table(left_out)[0].endswith("left out: RuntimeError: no Triton")
 
 

@@ -12,8 +12,9 @@ from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 
-TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24,
-              mtp_weights=(1.0, 0.5))  # fmt: skip
+TINY = Config(
+    dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24, mtp_weights=(1.0, 0.5)
+)
 
 
 def tiny() -> NanoEuler:

@@ -20,9 +20,11 @@ FP64 = get_backend("numpy", "fp64", workers=1)
 
 def options(**changes: Any) -> bench.Options:
     """A tiny model without dropout, on a text that repeats."""
-    config = find_model(bench.MODEL).presets[bench.PRESET].override(
-        {"dim": 8, "heads": 2, "layers": 2, "context": 6, "vocab": 5, "dropout": 0.0}
-    )  # fmt: skip
+    config = (
+        find_model(bench.MODEL)
+        .presets[bench.PRESET]
+        .override({"dim": 8, "heads": 2, "layers": 2, "context": 6, "vocab": 5, "dropout": 0.0})
+    )
     ids = np.tile(np.array([0, 1, 2, 3, 4, 3, 2, 1], np.int32), 50)
     found = bench.Options(config, ids[:360], ids[360:], 12, 4, 5, 0, "fp64", 1)
     return replace(found, **changes)

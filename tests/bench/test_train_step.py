@@ -20,8 +20,9 @@ from tinyforge.registry import find_model
 from tinyforge.text import Tokenizer
 from tinyforge.text.shards import SEPARATOR
 
-TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=19, mtp_heads=2, hidden=24,
-              mtp_weights=(1.0, 0.5))  # fmt: skip
+TINY = Config(
+    dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=19, mtp_heads=2, hidden=24, mtp_weights=(1.0, 0.5)
+)
 FLAGS = ["--batch-size", "2", "--seq-len", "16", "--steps", "2", "--workers", "1"]
 
 

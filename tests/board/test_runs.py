@@ -67,8 +67,17 @@ def test_a_file_that_is_written_anew_is_read_anew(how: str, run: Run) -> None:
 
 
 def test_damaged_lines_are_counted_and_the_others_read(run: Run) -> None:
-    bad = ['{"step": 2, "lo\n', "[]\n", '{"step": "3"}\n', '{"step": 4, "loss": "x"}\n', "\n", "{" * 5000 + "\n",
-           '{"step": 9}, {"step": 10}\n', '{"step": 1e3, "loss": 1}\n', "\udcff\n"]  # fmt: skip
+    bad = [
+        '{"step": 2, "lo\n',
+        "[]\n",
+        '{"step": "3"}\n',
+        '{"step": 4, "loss": "x"}\n',
+        "\n",
+        "{" * 5000 + "\n",
+        '{"step": 9}, {"step": 10}\n',
+        '{"step": 1e3, "loss": 1}\n',
+        "\udcff\n",
+    ]
     text = line(1) + "".join(bad) + line(5) + '{"step": 6, "loss": NaN}\n' + '{"step": 7, "loss": Infinity}\n'
     (run.folder / "metrics.jsonl").write_bytes(text.encode("utf-8", "surrogateescape"))
     run.refresh()
@@ -150,8 +159,11 @@ def test_whether_a_run_is_live(tmp_path: Path) -> None:
     run.refresh()
     now = time.time()
     assert run.summary(now)["live"] and not run.summary(now + 3600)["live"]
-    for settings, live in (({"steps": 7}, False), ({"steps": None, "minutes": 60.0}, True),
-                           ({"steps": None, "minutes": run.last["seconds"] / 60}, False)):  # fmt: skip
+    for settings, live in (
+        ({"steps": 7}, False),
+        ({"steps": None, "minutes": 60.0}, True),
+        ({"steps": None, "minutes": run.last["seconds"] / 60}, False),
+    ):
         (tmp_path / "run.json").write_text(json.dumps({"settings": settings}), encoding="utf-8")
         run.refresh()
         assert run.summary(now)["live"] == live, settings

@@ -44,9 +44,16 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     contexts, faults, expected = [], [], []
 
     def open_(
-        url: str, width: int = 1280, height: int = 860, dark: bool = False, offline: bool = False,
-        ready: str = "html[data-ready]", script: str = "", expect: tuple[str, ...] = (), context: Any = None,
-    ) -> Any:  # fmt: skip
+        url: str,
+        width: int = 1280,
+        height: int = 860,
+        dark: bool = False,
+        offline: bool = False,
+        ready: str = "html[data-ready]",
+        script: str = "",
+        expect: tuple[str, ...] = (),
+        context: Any = None,
+    ) -> Any:
         expected.extend(expect)
         if context is None:
             context = browser.new_context(

@@ -11,14 +11,27 @@ from typing import Any
 
 PAGE = Path(__file__).parents[2] / "tinyforge/serve/page"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
-          "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; "
-          "frame-ancestors 'none'")  # fmt: skip
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
+    "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
 ABOUT = {
-    "model": "nanoeuler", "parameters": 1053824, "context": 128, "vocab": 512, "template": "alpaca", "chat": True,
-    "system_prompt": True, "prediction_heads": 4, "most_drafts": 3, "layers": 2, "heads": 3, "attention": True,
-    "attention_tokens": 64, "limits": {"max_tokens": 128, "n": 8, "top_logprobs": 20},
-}  # fmt: skip
+    "model": "nanoeuler",
+    "parameters": 1053824,
+    "context": 128,
+    "vocab": 512,
+    "template": "alpaca",
+    "chat": True,
+    "system_prompt": True,
+    "prediction_heads": 4,
+    "most_drafts": 3,
+    "layers": 2,
+    "heads": 3,
+    "attention": True,
+    "attention_tokens": 64,
+    "limits": {"max_tokens": 128, "n": 8, "top_logprobs": 20},
+}
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -44,8 +57,16 @@ class FakeServer(ThreadingHTTPServer):
 def token(place: int, text: str) -> dict[str, Any]:
     others = [{"id": 900 + i, "text": f" other{i}", "bytes": [], "probability": 0.2 / (i + 2)} for i in range(3)]
     refused = {"head": 2, "id": 99, "text": " tree"} if place == 1 else None
-    return {"id": 100 + place, "text": text, "bytes": list(text.encode()), "logprob": -0.5, "probability": 0.6,
-            "runners_up": others, "head": place % 3, "refused": refused}  # fmt: skip
+    return {
+        "id": 100 + place,
+        "text": text,
+        "bytes": list(text.encode()),
+        "logprob": -0.5,
+        "probability": 0.6,
+        "runners_up": others,
+        "head": place % 3,
+        "refused": refused,
+    }
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,9 +94,19 @@ class _Handler(BaseHTTPRequestHandler):
         ids = [1] * (len(words) - 2) + [100, 101]
         n = len(ids)
         weights = [[round(1 / (t + 1), 4) if s <= t else 0 for s in range(n)] for t in range(n)]
-        self._json(200, {"object": "attention", "layer": body["layer"], "head": body["head"], "layers": 2, "heads": 3,
-                         "causal": True, "tokens": [{"id": i, "text": w} for i, w in zip(ids, words, strict=True)],
-                         "weights": weights})  # fmt: skip
+        self._json(
+            200,
+            {
+                "object": "attention",
+                "layer": body["layer"],
+                "head": body["head"],
+                "layers": 2,
+                "heads": 3,
+                "causal": True,
+                "tokens": [{"id": i, "text": w} for i, w in zip(ids, words, strict=True)],
+                "weights": weights,
+            },
+        )
 
     def _reply(self, body: dict[str, Any], chunks: list[Any]) -> None:
         if isinstance(chunks[0], int):
@@ -112,9 +143,16 @@ class _Handler(BaseHTTPRequestHandler):
             count += 1
         last: dict[str, Any] = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
         if inside:
-            last["tinyforge"] = {"prompt_tokens": 31, "cached_tokens": 8, "tokens": count, "passes": 5,
-                                 "drafted": [5, 4, 3], "accepted": [4, 3, 2], "seconds_to_first": 0.004,
-                                 "tokens_per_second": 2100.0}  # fmt: skip
+            last["tinyforge"] = {
+                "prompt_tokens": 31,
+                "cached_tokens": 8,
+                "tokens": count,
+                "passes": 5,
+                "drafted": [5, 4, 3],
+                "accepted": [4, 3, 2],
+                "seconds_to_first": 0.004,
+                "tokens_per_second": 2100.0,
+            }
         self._event(last)
         self._event({"choices": [], "usage": {"prompt_tokens": 31, "completion_tokens": count, "total_tokens": 40}})
         self.wfile.write(b"data: [DONE]\n\n")

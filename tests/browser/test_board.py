@@ -25,13 +25,26 @@ def rows(first: int, last: int, every: int = 250) -> str:
     rng, lines = np.random.default_rng(first), []
     for step in range(first, last + 1):
         bits = 1.1 + 1.5 * np.exp(-step / 1500) + 0.05 * rng.normal()
-        row = {"step": step, "tokens": step * 4096, "loss": 2 * bits, "bits_per_byte": bits, "lr": 4e-3,
-               "seconds": step * 0.16, "grad_norm": abs(0.4 + 0.1 * rng.normal()),
-               "tokens_per_second": 100_000}  # fmt: skip
+        row = {
+            "step": step,
+            "tokens": step * 4096,
+            "loss": 2 * bits,
+            "bits_per_byte": bits,
+            "lr": 4e-3,
+            "seconds": step * 0.16,
+            "grad_norm": abs(0.4 + 0.1 * rng.normal()),
+            "tokens_per_second": 100_000,
+        }
         lines.append(json.dumps(row))
         if step % every == 0:
-            row = {"step": step, "tokens": step * 4096, "seconds": step * 0.16, "val_bits_per_byte": bits + 0.02,
-                   "peak_memory_mib": 300.0, **{f"grad_norm.blocks.{i}": 0.1 * (i + 1) for i in range(4)}}  # fmt: skip
+            row = {
+                "step": step,
+                "tokens": step * 4096,
+                "seconds": step * 0.16,
+                "val_bits_per_byte": bits + 0.02,
+                "peak_memory_mib": 300.0,
+                **{f"grad_norm.blocks.{i}": 0.1 * (i + 1) for i in range(4)},
+            }
             lines.append(json.dumps(row))
     return "".join(line + "\n" for line in lines)
 
@@ -39,9 +52,15 @@ def rows(first: int, last: int, every: int = 250) -> str:
 def add_run(folder: Path, name: str, text: str, **about: Any) -> Path:
     (folder / name).mkdir(parents=True)
     (folder / name / "metrics.jsonl").write_text(text, encoding="utf-8")
-    known = {"kind": "pretrain", "model": "nanoeuler", "parameters": 1053824, "flop_per_token": 6e6, "config": {},
-             "settings": {"steps": 11010, "lr": 4e-3, **about},
-             "plan": {"weights": 4 << 20, "moments": 2 << 20, "saved": 8 << 20, "peak": 16 << 20}}  # fmt: skip
+    known = {
+        "kind": "pretrain",
+        "model": "nanoeuler",
+        "parameters": 1053824,
+        "flop_per_token": 6e6,
+        "config": {},
+        "settings": {"steps": 11010, "lr": 4e-3, **about},
+        "plan": {"weights": 4 << 20, "moments": 2 << 20, "saved": 8 << 20, "peak": 16 << 20},
+    }
     (folder / name / "run.json").write_text(json.dumps(known), encoding="utf-8")
     return folder / name
 
@@ -55,8 +74,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "".join(json.dumps({"step": s, "tokens": s, "text": f"{HOSTILE} {s}"}) + "\n" for s in (250, 500)),
         encoding="utf-8",
     )
-    card = (f"---\nlicense: mit\n---\n\n# A run\n\nSee `here`, {HOSTILE}.\n\n    a command\n\n"
-            "| lr | steps |\n|---|---|\n| 1 | 9 |\n")  # fmt: skip
+    card = (
+        f"---\nlicense: mit\n---\n\n# A run\n\nSee `here`, {HOSTILE}.\n\n    a command\n\n"
+        "| lr | steps |\n|---|---|\n| 1 | 9 |\n"
+    )
     (short / "README.md").write_text(card, encoding="utf-8")
     (folder / "logs").mkdir()
     (folder / "logs" / "sft.log").write_text(f"=== sft {HOSTILE}\n", encoding="utf-8")

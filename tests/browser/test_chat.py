@@ -108,8 +108,13 @@ def test_html_and_scripts_are_shown_as_text(inside: bool, fake: FakeServer, open
         page.click("#inside-switch")
     ask(page, HOSTILE)
     shown = page.locator(".message.assistant .text").inner_text()
-    for part in ("<script>window.broken=1", 'onerror="window.broken=1"', "<b>bold</b>", "javascript:window.broken=1",
-                 "&amp;"):  # fmt: skip
+    for part in (
+        "<script>window.broken=1",
+        'onerror="window.broken=1"',
+        "<b>bold</b>",
+        "javascript:window.broken=1",
+        "&amp;",
+    ):
         assert part in shown, part
     page.reload()
     page.wait_for_selector("html[data-ready]")
@@ -185,16 +190,32 @@ def test_what_no_longer_fits_the_context_is_left_out(fake: FakeServer, open_page
 def test_settings_are_sent_and_kept(fake: FakeServer, open_page: Open) -> None:
     page = open_page(fake.url)
     page.click("#settings-switch")
-    for name, value in (("system", "Be brief."), ("top_k", "40"), ("max_tokens", "12"), ("seed", "7"), ("drafts", "2"),
-                        ("repetition_penalty", "1.1"), ("stop", "END\nHALT")):  # fmt: skip
+    for name, value in (
+        ("system", "Be brief."),
+        ("top_k", "40"),
+        ("max_tokens", "12"),
+        ("seed", "7"),
+        ("drafts", "2"),
+        ("repetition_penalty", "1.1"),
+        ("stop", "END\nHALT"),
+    ):
         page.fill(f"[name={name}]", value)
     slide(page, "temperature", 0.3)
     for _ in range(2):
         ask(page, "Hi")
         sent = fake.asked[-1]
         assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
-        wanted = {"temperature": 0.3, "top_k": 40, "max_tokens": 12, "seed": 7, "repetition_penalty": 1.1, "top_p": 1,
-                  "min_p": 0, "stop": ["END", "HALT"], "stream": True}  # fmt: skip
+        wanted = {
+            "temperature": 0.3,
+            "top_k": 40,
+            "max_tokens": 12,
+            "seed": 7,
+            "repetition_penalty": 1.1,
+            "top_p": 1,
+            "min_p": 0,
+            "stop": ["END", "HALT"],
+            "stream": True,
+        }
         assert {key: sent[key] for key in wanted} == wanted
         assert sent["tinyforge"] == {"look_inside": False, "top": 5, "drafts": 2}
         page.reload()
@@ -343,8 +364,15 @@ def test_a_full_storage_drops_the_oldest_and_says_so(fake: FakeServer, open_page
 
 
 def test_a_base_model_and_one_without_attention(fake: FakeServer, open_page: Open) -> None:
-    fake.about |= {"chat": False, "template": "plain", "system_prompt": False, "attention": False, "layers": 0,
-                   "heads": 0, "most_drafts": 0}  # fmt: skip
+    fake.about |= {
+        "chat": False,
+        "template": "plain",
+        "system_prompt": False,
+        "attention": False,
+        "layers": 0,
+        "heads": 0,
+        "most_drafts": 0,
+    }
     page = open_page(fake.url)
     assert "continues it" in page.locator("#welcome").inner_text()
     page.click("#settings-switch")

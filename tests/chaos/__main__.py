@@ -268,8 +268,14 @@ def chaos(seconds: float, workers: int, only: str, first: int, keep: Path, once:
     cells = []
     for name in (*(command.name for command in listed), ""):
         of_it = [row for row in rows if name in ("", row["command"])]
-        cells.append((name or f"all in {time.monotonic() - began:.0f} s", len(of_it),
-                      sum(row["kills"] for row in of_it), sum(bool(row["failed"]) for row in of_it)))  # fmt: skip
+        cells.append(
+            (
+                name or f"all in {time.monotonic() - began:.0f} s",
+                len(of_it),
+                sum(row["kills"] for row in of_it),
+                sum(bool(row["failed"]) for row in of_it),
+            )
+        )
     print(table(("command", "lives", "kills", "different"), cells))
     return cells[-1][-1]
 

@@ -82,34 +82,84 @@ def commands(url: str) -> list[Command]:
     slice = Command("slice", fineweb_edu.main, f"--base-url {url} --rows 500 --out out")
     has_httpfs = importlib.util.find_spec("duckdb_extension_httpfs")
     return [
-        Command("pretrain, text", pretrain.main, f"--data inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps "
-                f"{STEPS} {PLAN} --workers 2 --out out --card", "--resume --out out --card"),
-        Command("pretrain, shards", pretrain.main, f"--data inputs/shards --set {SHAPE} --steps {STEPS} {PLAN} "
-                "--workers 1 --keep 0 --out out", "--resume --out out"),
-        Command("sft", sft.main, f"--data inputs/inputs/alpaca.json --base inputs/run --steps {STEPS} {PLAN} "
-                "--workers 1 --out out", "--resume --out out"),
-        Command("sft, adapters", sft.main, "--data inputs/inputs/alpaca.json --base inputs/run --lora 2 --steps "
-                f"{STEPS} {PLAN} --workers 1 --out out", "--resume --out out"),
-        Command("pretrain, experts", pretrain.main, f"--model moe --data inputs/inputs/text.txt {TOKENIZER} {SHAPE} "
-                f"experts=4 --steps {STEPS} {PLAN} --workers 1 --out out", "--resume --out out"),
-        Command("pretrain, words", pretrain.main, "--model bert --data inputs/inputs/text.txt --tokenizer "
-                f"inputs/tokenizers/words.json --set dim=16 heads=2 layers=1 hidden=24 context=96 vocab=200 --steps "
-                f"{STEPS} {PLAN} --workers 1 --out out", "--resume --out out"),
-        Command("classify, texts", classify.main, "--model bert --data inputs/labelled/texts.jsonl --tokenizer "
-                f"inputs/tokenizers/words.json --set dim=16 heads=2 layers=1 hidden=24 context=64 --steps {STEPS} "
-                f"{PLAN} --workers 1 --out out", "--resume --out out"),
-        Command("classify, images", classify.main, "--model vit --data inputs/labelled/mnist --set dim=16 heads=2 "
-                f"layers=1 hidden=24 image=8 patch=4 --steps {STEPS} {PLAN} --workers 1 --out out",
-                "--resume --out out"),
-        Command("ablation", ablation.main, "--arm a:~--lr~1e-3 --arm b:~--lr~2e-3 --seeds 1 --out out -- --data "
-                f"inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps 6 {PLAN} --workers 1"),
-        Command("evaluate", evaluate.main, "--checkpoint out --data inputs/inputs/text.txt --instructions "
-                "inputs/inputs/alpaca.jsonl --sentences 4 --prompts 1 --seeds 0 --max-tokens 4 --backend numpy --json "
-                "out/figures.json", before="run"),
-        Command("tokenizer, train", _into_folder(command.main), "train inputs/inputs/text.txt --vocab-size 290 --out "
-                "out/tokenizer.json --workers 2"),
-        Command("tokenizer, encode", _into_folder(command.main), "encode inputs/inputs/book.txt --tokenizer "
-                "inputs/tokenizers/ours.json --out out/ids.npy --workers 2"),
+        Command(
+            "pretrain, text",
+            pretrain.main,
+            f"--data inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps {STEPS} {PLAN} --workers 2 --out out --card",
+            "--resume --out out --card",
+        ),
+        Command(
+            "pretrain, shards",
+            pretrain.main,
+            f"--data inputs/shards --set {SHAPE} --steps {STEPS} {PLAN} --workers 1 --keep 0 --out out",
+            "--resume --out out",
+        ),
+        Command(
+            "sft",
+            sft.main,
+            f"--data inputs/inputs/alpaca.json --base inputs/run --steps {STEPS} {PLAN} --workers 1 --out out",
+            "--resume --out out",
+        ),
+        Command(
+            "sft, adapters",
+            sft.main,
+            f"--data inputs/inputs/alpaca.json --base inputs/run --lora 2 --steps {STEPS} {PLAN} --workers 1 --out out",
+            "--resume --out out",
+        ),
+        Command(
+            "pretrain, experts",
+            pretrain.main,
+            f"--model moe --data inputs/inputs/text.txt {TOKENIZER} {SHAPE} "
+            f"experts=4 --steps {STEPS} {PLAN} --workers 1 --out out",
+            "--resume --out out",
+        ),
+        Command(
+            "pretrain, words",
+            pretrain.main,
+            "--model bert --data inputs/inputs/text.txt --tokenizer "
+            f"inputs/tokenizers/words.json --set dim=16 heads=2 layers=1 hidden=24 context=96 vocab=200 --steps "
+            f"{STEPS} {PLAN} --workers 1 --out out",
+            "--resume --out out",
+        ),
+        Command(
+            "classify, texts",
+            classify.main,
+            "--model bert --data inputs/labelled/texts.jsonl --tokenizer "
+            f"inputs/tokenizers/words.json --set dim=16 heads=2 layers=1 hidden=24 context=64 --steps {STEPS} "
+            f"{PLAN} --workers 1 --out out",
+            "--resume --out out",
+        ),
+        Command(
+            "classify, images",
+            classify.main,
+            "--model vit --data inputs/labelled/mnist --set dim=16 heads=2 "
+            f"layers=1 hidden=24 image=8 patch=4 --steps {STEPS} {PLAN} --workers 1 --out out",
+            "--resume --out out",
+        ),
+        Command(
+            "ablation",
+            ablation.main,
+            "--arm a:~--lr~1e-3 --arm b:~--lr~2e-3 --seeds 1 --out out -- --data "
+            f"inputs/inputs/text.txt {TOKENIZER} {SHAPE} --steps 6 {PLAN} --workers 1",
+        ),
+        Command(
+            "evaluate",
+            evaluate.main,
+            "--checkpoint out --data inputs/inputs/text.txt --instructions "
+            "inputs/inputs/alpaca.jsonl --sentences 4 --prompts 1 --seeds 0 --max-tokens 4 --backend numpy --json "
+            "out/figures.json",
+            before="run",
+        ),
+        Command(
+            "tokenizer, train",
+            _into_folder(command.main),
+            "train inputs/inputs/text.txt --vocab-size 290 --out out/tokenizer.json --workers 2",
+        ),
+        Command(
+            "tokenizer, encode",
+            _into_folder(command.main),
+            "encode inputs/inputs/book.txt --tokenizer inputs/tokenizers/ours.json --out out/ids.npy --workers 2",
+        ),
         Command("local", local.main, "inputs/many --out out"),
         Command("alpaca", alpaca.main, "inputs/inputs/alpaca.json --out out"),
         Command("tinystories", tinystories.main, "inputs/inputs/stories.txt --out out"),
@@ -119,8 +169,9 @@ def commands(url: str) -> list[Command]:
         Command("corpus", corpus.main, f"{CORPUS} --workers 1"),
         Command("corpus, two workers", corpus.main, f"{CORPUS} --workers 2"),
         Command("corpus, report", corpus.main, "report out", before="corpus"),
-        Command("shards", shards.main, "--corpus inputs/corpus --out out --vocab-size 280 --shard-tokens 300 "
-                "--workers 2"),
+        Command(
+            "shards", shards.main, "--corpus inputs/corpus --out out --vocab-size 280 --shard-tokens 300 --workers 2"
+        ),
         Command("convert to Hugging Face", convert.main, "inputs/sft out", once=True),
         Command("convert to an adapter", convert.main, "inputs/lora out --adapter", once=True),
         Command("merge an adapter", convert.main, "inputs/peft out --base inputs/merged --format tinyforge", once=True),
@@ -128,7 +179,7 @@ def commands(url: str) -> list[Command]:
         Command("convert to llama2.c", _into_folder(_convert_to_file), "inputs/llama2c/model.bin out/model.bin"),
         *([gguf] if importlib.util.find_spec("gguf") else []),  # an extra
         Command("conversation", _save_conversation, "out/talk.json"),
-    ]  # fmt: skip
+    ]
 
 
 def _convert_to_file(arguments: list[str]) -> Any:
@@ -151,8 +202,10 @@ def make_inputs(folder: Path) -> None:
 
 def stories() -> dict[str, bytes]:
     """What the server has: two files of stories, as the real host's."""
-    return {f"{name}.txt": "".join(f"{text}\n<|endoftext|>\n" for text in documents("train", 300, seed)).encode()
-            for seed, name in enumerate("ab")}  # fmt: skip
+    return {
+        f"{name}.txt": "".join(f"{text}\n<|endoftext|>\n" for text in documents("train", 300, seed)).encode()
+        for seed, name in enumerate("ab")
+    }
 
 
 def rows_of_the_web() -> dict[str, bytes]:

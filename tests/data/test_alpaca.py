@@ -320,21 +320,26 @@ def test_one_record_alone_is_both(tmp_path: Path) -> None:
 
 def test_the_last_20th_of_each_file_is_held_out(tmp_path: Path) -> None:
     """Of two files joined, the last 20th would be of the second alone."""
+
     def named(name: str, count: int) -> Path:
         return write(tmp_path / name, json.dumps([{**ADD, "instruction": f"{name} {i}"} for i in range(count)]))
 
     paths = [named("large", 40), named("small", 20), named("one", 1)]
     training, by_file = read_split(paths)
     assert [[r.instruction for r in held_out] for held_out in by_file] == [
-        ["large 38", "large 39"], ["small 19"], ["one 0"],
-    ]  # fmt: skip
+        ["large 38", "large 39"],
+        ["small 19"],
+        ["one 0"],
+    ]
     records = [*training, *(r for held_out in by_file for r in held_out)]
     assert sorted(r.instruction for r in records) == sorted(r.instruction for r in read_records(paths))
 
 
 def test_documents_have_what_is_trained_on_and_nothing_that_is_held_out(tmp_path: Path) -> None:
-    records = [{"instruction": f"Name {i}.", "input": "Please!" * (i % 2), "output": f"It is {i}." * (i != 3)}
-               for i in range(40)]  # fmt: skip
+    records = [
+        {"instruction": f"Name {i}.", "input": "Please!" * (i % 2), "output": f"It is {i}." * (i != 3)}
+        for i in range(40)
+    ]
     paths = [write(tmp_path / name, json.dumps(part)) for name, part in (("a.json", records[:20]), ("b.json", records))]
     assert alpaca.main(["--out", str(tmp_path / "out"), "--as-text", *map(str, paths)]) == 0
     source = read_source(tmp_path / "out")
@@ -342,8 +347,9 @@ def test_documents_have_what_is_trained_on_and_nothing_that_is_held_out(tmp_path
     told = "\n\n".join(texts)
     assert source.documents == len(texts) == 7 and source.licence == "not stated"
     assert [file["url"] for file in json.loads((tmp_path / "out" / "source.json").read_text())["files"]] == [
-        "a.json", "b.json",
-    ]  # fmt: skip
+        "a.json",
+        "b.json",
+    ]
     assert "Question: Name 0.\nAnswer: It is 0." in told and "Question: Name 1. Please!\nAnswer: It is 1." in told
     asked = re.findall(r"Name (\d+)\.", told)
     assert asked != sorted(asked, key=int) and any(len(re.findall(r"Name 1?\d\.", text)) < 8 for text in texts[:2])

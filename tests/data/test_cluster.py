@@ -115,10 +115,16 @@ def write_source(folder: Path, documents: int, words: int = 300) -> Path:
     before = ""
     with SourceWriter(folder, folder.name, licence="public domain") as writer:
         for number in range(documents):
-            text = before + " and so on." if number % 9 == 8 else " ".join(
-                rng.choice(("the", "of", "and", "to")) if i % 3 == 0 else rng.choice(vocabulary) +
-                (".\n\n" if i % 40 == 39 else "") for i in range(words)
-            )  # fmt: skip
+            text = (
+                before + " and so on."
+                if number % 9 == 8
+                else " ".join(
+                    rng.choice(("the", "of", "and", "to"))
+                    if i % 3 == 0
+                    else rng.choice(vocabulary) + (".\n\n" if i % 40 == 39 else "")
+                    for i in range(words)
+                )
+            )
             writer.add(Document(str(number), text))
             before = text
     return folder
@@ -180,9 +186,10 @@ def test_a_cluster_makes_the_same_bytes_also_when_a_machine_is_killed(
         done.set()
         killer.join()
     assert files_of(Path("plain")) == files_of(Path("rayed"))
-    assert make_shards(
-        ["--corpus", "rayed", "--out", "rayed-shards", "--vocab-size", "300", "--ray", two_nodes.address]
-    ) == 0  # fmt: skip
+    assert (
+        make_shards(["--corpus", "rayed", "--out", "rayed-shards", "--vocab-size", "300", "--ray", two_nodes.address])
+        == 0
+    )
     assert files_of(Path("plain-shards")) == files_of(Path("rayed-shards"))
 
 
@@ -191,12 +198,24 @@ def test_a_machine_that_does_not_share_the_folder(
     two_nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real one: its own view of the file system has another folder mounted there."""
-    apart = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs none {tmp_path} && exec \"$@\"", "sh"]
+    apart = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {tmp_path} && exec "$@"', "sh"]
     if not shutil.which("unshare") or subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount: a machine with a file system of its own is made with unshare")
     write_source(tmp_path / "web", 3)
-    command = [*apart, sys.executable, "-m", "ray.scripts.scripts", "start", "--address", two_nodes.address,
-               "--num-cpus", "1", "--object-store-memory", str(STORE), "--block"]  # fmt: skip
+    command = [
+        *apart,
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--address",
+        two_nodes.address,
+        "--num-cpus",
+        "1",
+        "--object-store-memory",
+        str(STORE),
+        "--block",
+    ]
     log = tmp_path / "log"
     with open(log, "w") as file:
         node = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)

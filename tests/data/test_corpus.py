@@ -459,11 +459,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixed:
     return sources, folder / "out"
 
 
-
 @pytest.mark.slow
-def test_workers_and_memory_change_no_byte(
-    mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_and_memory_change_no_byte(mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources, out = mixed
     build_corpus(sources, tmp_path / "b", SETTINGS, workers=2, memory_limit=1 << 29)
     assert public_bytes(out) == public_bytes(tmp_path / "b")
@@ -532,8 +529,20 @@ def test_a_run_that_ends_anywhere_goes_on_and_gives_the_same_bytes(
 def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
     sources, out = mixture(tmp_path, 1500), tmp_path / "out"
     build_corpus(sources, tmp_path / "whole", SETTINGS, workers=1)
-    command = [sys.executable, "-m", "data.corpus", *map(str, sources), "--out", str(out), "--val-share", "0.1",
-               "--max-bytes", "8192", "--workers", "2"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "data.corpus",
+        *map(str, sources),
+        "--out",
+        str(out),
+        "--val-share",
+        "0.1",
+        "--max-bytes",
+        "8192",
+        "--workers",
+        "2",
+    ]
     for wait in (1.0, 1.7, 2.4):
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(wait)
@@ -587,7 +596,7 @@ COLUMNS = "'a' AS id, '' AS title, '' AS url, NULL::DOUBLE AS language_score"
         ),
         (lambda f: edit_manifest(f, name="a/b"), ["source 'a/b'", "letters"]),
     ],
-)  # fmt: skip
+)
 def test_a_faulty_source_is_refused_by_name(tmp_path: Path, damage: Any, words: list[str]) -> None:
     folder = write_source(tmp_path / "s", [GOOD])
     damage(folder)
@@ -642,8 +651,18 @@ def test_a_setting_out_of_bounds_names_its_flag(bad: dict[str, Any]) -> None:
 
 
 def test_bytes_with_and_without_units() -> None:
-    sizes = {"7": 7, "1GB": 10**9, "1.5 MiB": 3 << 19, "2kb": 2000, "250000": 250_000, "50mb": 50 * 10**6,
-             "1.5 GB": 1_500_000_000, "7B": 7, "2k": 2000, " 1T ": 10**12}  # fmt: skip
+    sizes = {
+        "7": 7,
+        "1GB": 10**9,
+        "1.5 MiB": 3 << 19,
+        "2kb": 2000,
+        "250000": 250_000,
+        "50mb": 50 * 10**6,
+        "1.5 GB": 1_500_000_000,
+        "7B": 7,
+        "2k": 2000,
+        " 1T ": 10**12,
+    }
     assert {text: parse_bytes(text, "--bytes") for text in sizes} == sizes
     for text in ("1 parsec", "", "0", "-1", "9" * 400, "\u0663MB"):
         assert fault(parse_bytes, text, "--memory-limit").startswith(f"--memory-limit is {text!r}, wanted bytes")
@@ -695,8 +714,19 @@ def test_the_command_builds_reports_and_counts_tokens(tmp_path: Path, capsys: py
     tokenizer = Tokenizer.train(texts, 300)
     tokenizer.save(tmp_path / "tokenizer.json")
     source, out = write_source(tmp_path / "s", [*texts, texts[0], "short"]), tmp_path / "out"
-    arguments = [str(source), "--out", str(out), "--tokenizer", str(tmp_path / "tokenizer.json"), "--workers", "1",
-                 "--val-share", "s=0.5", "--memory-limit", "500MB"]  # fmt: skip
+    arguments = [
+        str(source),
+        "--out",
+        str(out),
+        "--tokenizer",
+        str(tmp_path / "tokenizer.json"),
+        "--workers",
+        "1",
+        "--val-share",
+        "s=0.5",
+        "--memory-limit",
+        "500MB",
+    ]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "read " in printed and "MB/s" in printed

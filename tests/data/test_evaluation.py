@@ -23,7 +23,7 @@ from data.evaluation import (
     refuse_if_learned,
     text_of,
     text_set,
-)  # fmt: skip
+)
 from data.source import Document, SourceWriter, read_source
 from tinyforge.errors import UserError
 from tinyforge.files import sha256_of
@@ -34,33 +34,48 @@ STEM = {"stem": "What is ice?", "choices": [{"text": "Water", "label": "A"}, {"t
 FILES: dict[str, list[Any] | str] = {
     "sets/blimp/data/causative.jsonl": [
         {"sentence_good": "Ann has sunk it.", "sentence_bad": "Ann has died it.", "UID": "causative"},
-        {"sentence_good": "He broke it.", "sentence_bad": "He vanished it.", "UID": "causative"}],
+        {"sentence_good": "He broke it.", "sentence_bad": "He vanished it.", "UID": "causative"},
+    ],
     "sets/blimp/data/passive_1.jsonl": [
-        {"sentence_good": "It was seen.", "sentence_bad": "It was slept.", "UID": "passive_1"}],
+        {"sentence_good": "It was seen.", "sentence_bad": "It was slept.", "UID": "passive_1"}
+    ],
     "sets/ARC-Easy-Test.jsonl": [{"id": "1", "question": STEM, "answerKey": "A"}],
     "sets/arc_challenge-test.jsonl": [{"id": "1", "question": STEM, "answerKey": "B"}],
     "sets/piqa/valid.jsonl": [{"goal": "Open a door", "sol1": "push it", "sol2": "eat it"}],
     "sets/piqa/valid-labels.lst": "0\n",
     "sets/boolq/val.jsonl": [{"passage": "Ice is cold.", "question": "is ice cold", "label": True, "idx": 0}],
     "sets/winogrande/dev.jsonl": [
-        {"sentence": "Ann paid Bob since _ owed money.", "option1": "Ann", "option2": "Bob", "answer": "1"}],
+        {"sentence": "Ann paid Bob since _ owed money.", "option1": "Ann", "option2": "Bob", "answer": "1"}
+    ],
     "sets/openbookqa/test.jsonl": [{"question": STEM, "answerKey": "A"}],
     "sets/lambada_test.jsonl": [{"text": "He saw a dog and called the dog"}],
     "sets/gsm8k/train.jsonl": [{"question": f"{i} and 1?", "answer": f"#### {i + 1}"} for i in range(9)],
     "sets/gsm8k/test.jsonl": [{"question": "2 and 2?", "answer": "It is 4.\n#### 4"}],
     "sets/wiki.test.raw": " \n = Ice = \n \n Ice is cold , and wet . \n = Snow = \n Snow is white . \n",
-}  # fmt: skip
+}
 WORDED = {
     "openbookqa-test.json": [
-        {"instruction": "Please choose the correct answer to the question: What is ice?\n\nAnswer1: Water "
-         "Answer2: Stone\n\nAnswer format: answer1/answer2", "answer": "answer1"}],
+        {
+            "instruction": "Please choose the correct answer to the question: What is ice?\n\nAnswer1: Water "
+            "Answer2: Stone\n\nAnswer format: answer1/answer2",
+            "answer": "answer1",
+        }
+    ],
     "winogrande-test.json": [
-        {"instruction": "Please choose the correct answer to fill in the blank to complete the given sentence: Ann "
-         "paid Bob since _ owed money.\n\nOption1: Ann Option2: Bob Answer format: option1/option2",
-         "answer": "option1"}],
-    "boolq-test.json": [{"instruction": "Please answer the following question with true or false, question: is ice "
-                         "cold?\n\nAnswer format: true/false", "answer": "true"}],
-}  # fmt: skip
+        {
+            "instruction": "Please choose the correct answer to fill in the blank to complete the given sentence: Ann "
+            "paid Bob since _ owed money.\n\nOption1: Ann Option2: Bob Answer format: option1/option2",
+            "answer": "option1",
+        }
+    ],
+    "boolq-test.json": [
+        {
+            "instruction": "Please answer the following question with true or false, question: is ice "
+            "cold?\n\nAnswer format: true/false",
+            "answer": "true",
+        }
+    ],
+}
 
 
 @pytest.fixture
@@ -96,8 +111,9 @@ def test_every_task_in_its_published_form(folder: Path) -> None:
     assert pages[0].bytes == len(" = Ice = \n \n Ice is cold , and wet . \n") and pages[1].words == 9
     blimp = items("blimp", folder)
     assert [item.group for item in blimp] == ["causative", "causative", "passive_1"]
-    assert blimp[2] == Choice((("", " It was seen."), ("", " It was slept.")), ("It was seen.", "It was slept."), 0,
-                              "passive_1")  # fmt: skip
+    assert blimp[2] == Choice(
+        (("", " It was seen."), ("", " It was slept.")), ("It was seen.", "It was slept."), 0, "passive_1"
+    )
     assert first_of_each(blimp, 1) == [blimp[0], blimp[2]]
     (problem,) = items("gsm8k", folder)
     assert isinstance(problem, Problem) and len(set(problem.shown)) == 5 and problem.answer.endswith("#### 4")
@@ -157,12 +173,16 @@ def test_another_version_is_refused(folder: Path) -> None:
         ("arc_easy", "ARC-Easy-Test.jsonl", "{\n", "line 1: not JSON"),
         ("arc_easy", "ARC-Easy-Test.jsonl", "[" * 100_000, "line 1: not JSON"),
         ("piqa", "piqa/valid-labels.lst", "0\n1\n", "1 questions and 2 labels"),
-        ("winogrande", "winogrande/dev.jsonl",
-         '{"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}', "a sentence without a blank"),
+        (
+            "winogrande",
+            "winogrande/dev.jsonl",
+            '{"sentence": "no blank", "option1": "a", "option2": "b", "answer": "1"}',
+            "a sentence without a blank",
+        ),
         ("lambada", "lambada_test.jsonl", '{"text": "word"}', "a text of one word"),
         ("lambada", "lambada_test.jsonl", '{"text": "half a \\ud83d"}', "not as lambada is published .*surrogates"),
     ],
-)  # fmt: skip
+)
 def test_a_file_of_another_form(folder: Path, name: str, file: str, content: str, message: str) -> None:
     (folder / file).write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=message) as found:
@@ -228,8 +248,16 @@ def test_a_corpus_without_the_evaluation_sets(folder: Path, tmp_path: Path) -> N
 def test_the_published_sets() -> None:
     """Each is the version that is known; every item has something to be looked for in training text."""
     files = find_sets([SHARED])
-    sizes = {"arc_easy": 2376, "arc_challenge": 1170, "piqa": 1838, "boolq_closed": 3270, "winogrande": 1267,
-             "openbookqa": 500, "gsm8k": 1319, "blimp": 67_000}  # fmt: skip
+    sizes = {
+        "arc_easy": 2376,
+        "arc_challenge": 1170,
+        "piqa": 1838,
+        "boolq_closed": 3270,
+        "winogrande": 1267,
+        "openbookqa": 500,
+        "gsm8k": 1319,
+        "blimp": 67_000,
+    }
     for name, size in sizes.items():
         found = read_set(name, files)
         assert len(found.items) == size and found.sha256 in evaluation.TASKS[name].known

@@ -56,9 +56,10 @@ def write_parquet(path: Path, seed: int, select: str) -> bytes:
 def wanted(seed: int, min_score: float = 3.0) -> list[str]:
     """The ids that pass, by the same rules in plain Python."""
     return [
-        f"<urn:{seed}-{i}>" for i in range(ROWS)
+        f"<urn:{seed}-{i}>"
+        for i in range(ROWS)
         if i % 5 and i % 7 and i % 1000 >= 64 and 2.0 + i // GROUP / 2 >= min_score
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -92,10 +93,13 @@ def test_provenance_has_the_published_sizes_and_hashes(tmp_path: Path, host: Any
     take(host, tmp_path / "out", rows=30)
     manifest = json.loads((tmp_path / "out" / "source.json").read_text())
     assert manifest["files"] == [
-        {"url": f"{host.url}/datasets/{REPOSITORY}/resolve/main/{name}", "bytes": len(content),
-         "sha256": hashlib.sha256(content).hexdigest()}
+        {
+            "url": f"{host.url}/datasets/{REPOSITORY}/resolve/main/{name}",
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
         for name, content in files.items()
-    ]  # fmt: skip
+    ]
     assert str(tmp_path) not in json.dumps(manifest)
 
 
@@ -184,10 +188,25 @@ def test_a_slice_whose_record_is_no_record_is_taken_again(tmp_path: Path) -> Non
     """It is JSON and names the right slice, but a count in it is text, or what was refused is."""
     path, file = tmp_path / "slice-00000.parquet", Published(FILES[0], "https://host/0", 9, "5" * 64)
     path.write_bytes(b"rows")
-    good = {"url": file.url, "bytes": 9, "sha256": file.sha256, "wanted": {"budget": 3}, "documents": 1,
-            "text_bytes": 3, "slice_sha256": hashlib.sha256(b"rows").hexdigest(), "refused": [["<urn:1>", "repeated"]]}
-    for change in ({}, {"bytes": "9"}, {"documents": "1"}, {"text_bytes": -3}, {"text_bytes": 3.0}, {"refused": 4},
-                   {"refused": [["<urn:1>", 4]]}):  # fmt: skip
+    good = {
+        "url": file.url,
+        "bytes": 9,
+        "sha256": file.sha256,
+        "wanted": {"budget": 3},
+        "documents": 1,
+        "text_bytes": 3,
+        "slice_sha256": hashlib.sha256(b"rows").hexdigest(),
+        "refused": [["<urn:1>", "repeated"]],
+    }
+    for change in (
+        {},
+        {"bytes": "9"},
+        {"documents": "1"},
+        {"text_bytes": -3},
+        {"text_bytes": 3.0},
+        {"refused": 4},
+        {"refused": [["<urn:1>", 4]]},
+    ):
         path.with_suffix(".json").write_text(json.dumps(good | change), encoding="utf-8")
         assert (fineweb_edu._recorded(path, file, {"budget": 3}) is None) == bool(change), change
 

@@ -217,11 +217,19 @@ def test_text_lines_parquet_folders_and_zips_become_one_source(tmp_path: Path) -
     out = folder / "out"
     arguments = [str(folder), str(table), str(archive), "--out", str(out), "--name", "notes", "--licence", "mine"]
     expected = {
-        "mine/deep/a.txt": "a book\n", "mine/items.json:0": "item 0", "mine/items.json:1": "item 1",
-        "mine/web.jsonl:1": "one", "mine/web.jsonl:3": "two\n", "t.parquet:0": "row 0", "t.parquet:2": "row 2",
-        "z.zip/x/a.txt": "zipped", "z.zip/x/b.jsonl:1": "one", "z.zip/x/b.jsonl:3": "two\n",
-        "z.zip/t.parquet:0": "row 0", "z.zip/t.parquet:2": "row 2",
-    }  # fmt: skip
+        "mine/deep/a.txt": "a book\n",
+        "mine/items.json:0": "item 0",
+        "mine/items.json:1": "item 1",
+        "mine/web.jsonl:1": "one",
+        "mine/web.jsonl:3": "two\n",
+        "t.parquet:0": "row 0",
+        "t.parquet:2": "row 2",
+        "z.zip/x/a.txt": "zipped",
+        "z.zip/x/b.jsonl:1": "one",
+        "z.zip/x/b.jsonl:3": "two\n",
+        "z.zip/t.parquet:0": "row 0",
+        "z.zip/t.parquet:2": "row 2",
+    }
     assert main(arguments) == 0
     before = (out / "source.json").read_bytes()
     assert documents(out) == expected
@@ -231,9 +239,14 @@ def test_text_lines_parquet_folders_and_zips_become_one_source(tmp_path: Path) -
     assert (source.name, source.licence, source.documents) == ("notes", "mine", 12)
     manifest = json.loads(before)
     assert [entry["url"] for entry in manifest["files"]] == [
-        "mine/deep/a.txt", "mine/items.json", "mine/web.jsonl", "t.parquet", "z.zip/x/a.txt", "z.zip/x/b.jsonl",
+        "mine/deep/a.txt",
+        "mine/items.json",
+        "mine/web.jsonl",
+        "t.parquet",
+        "z.zip/x/a.txt",
+        "z.zip/x/b.jsonl",
         "z.zip/t.parquet",
-    ]  # fmt: skip
+    ]
     assert str(tmp_path) not in before.decode()
 
 
@@ -271,14 +284,20 @@ def test_a_bad_record_is_named_and_the_rest_goes_on(tmp_path: Path, capsys: pyte
     assert list(documents(tmp_path / "out").values()) == ["fine", "fine too"]
     reasons = refused(tmp_path / "out")
     for record, reason in {
-        "mine/a.jsonl:2": "malformed JSON", "mine/a.jsonl:3": "got list, wanted an object with 'text'",
-        "mine/a.jsonl:4": "got the keys ['body'], wanted 'text'", "mine/a.jsonl:5": "got 'text' of type int",
-        "mine/a.jsonl:6": "is empty", "mine/a.jsonl:7": "got byte 0xff, wanted UTF-8",
-        "mine/a.jsonl:8": "half of a surrogate pair", "mine/b.json": "got dict as JSON, wanted a list",
-        "mine/c.json": "malformed JSON", "mine/d.txt": "got byte 0xe9 at offset 3", "mine/e.txt": "is empty",
+        "mine/a.jsonl:2": "malformed JSON",
+        "mine/a.jsonl:3": "got list, wanted an object with 'text'",
+        "mine/a.jsonl:4": "got the keys ['body'], wanted 'text'",
+        "mine/a.jsonl:5": "got 'text' of type int",
+        "mine/a.jsonl:6": "is empty",
+        "mine/a.jsonl:7": "got byte 0xff, wanted UTF-8",
+        "mine/a.jsonl:8": "half of a surrogate pair",
+        "mine/b.json": "got dict as JSON, wanted a list",
+        "mine/c.json": "malformed JSON",
+        "mine/d.txt": "got byte 0xe9 at offset 3",
+        "mine/e.txt": "is empty",
         "mine/f.parquet": "not a readable parquet file",
         "mine/g.parquet": "got columns score INTEGER, wanted a column 'text'",
-    }.items():  # fmt: skip
+    }.items():
         assert reason in reasons.pop(record), record
     assert reasons == {}
     printed = capsys.readouterr().out

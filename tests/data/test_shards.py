@@ -198,8 +198,12 @@ def test_going_on_after_any_shard(tmp_path: Path, corpus: Path, uninterrupted: d
     """As a kill leaves it after `cut` shards, with a half-written next one; the long document spans several."""
     out = tmp_path / "s"
     out.mkdir()
-    order = [name for source in ("web", "web-new") for split in ("train", "val")
-             for name in sorted(n for n in uninterrupted if n.startswith(f"{source}-{split}-"))]  # fmt: skip
+    order = [
+        name
+        for source in ("web", "web-new")
+        for split in ("train", "val")
+        for name in sorted(n for n in uninterrupted if n.startswith(f"{source}-{split}-"))
+    ]
     settings = {"settings": json.loads(uninterrupted["manifest.json"])["settings"]}
     (out / ".unfinished.json").write_text(json.dumps(settings), encoding="utf-8")
     cut = cut * len(order) // 24
@@ -251,15 +255,19 @@ def edit(corpus: Path, change: Callable[[Any], None]) -> None:
         (lambda c: edit(c, lambda m: m.pop("files")), "not as data.corpus writes it (KeyError: 'files')"),
         (lambda c: edit(c, lambda m: m["sources"][0].update(name="../x")), "source name '../x' wants letters"),
         (lambda c: edit(c, lambda m: m["sources"].append(m["sources"][0])), "two sources with one name"),
-        (lambda c: edit(c, lambda m: m["sources"][0]["train"].update(documents=3)),
-         "a: got 2 documents of train, corpus.json says 3"),
+        (
+            lambda c: edit(c, lambda m: m["sources"][0]["train"].update(documents=3)),
+            "a: got 2 documents of train, corpus.json says 3",
+        ),
         (lambda c: edit(c, lambda m: m["sources"].clear()), "no documents to train on"),
         (lambda c: (c / "train" / "a-00000.parquet").unlink(), "a-00000.parquet: is missing, but corpus.json lists it"),
         (lambda c: (c / "train" / "a-00000.parquet").write_bytes(b"x"), "a-00000.parquet: 1 bytes, but corpus.json"),
-        (lambda c: (c / "val" / "a-00000.parquet").write_bytes(
-            (c / "val" / "a-00000.parquet").read_bytes()[::-1]), "val/a-00000.parquet: its SHA-256 is not the one"),
+        (
+            lambda c: (c / "val" / "a-00000.parquet").write_bytes((c / "val" / "a-00000.parquet").read_bytes()[::-1]),
+            "val/a-00000.parquet: its SHA-256 is not the one",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_corpus_that_is_not_whole(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     corpus = make_corpus(tmp_path / "c", {"a": {"train": [["one and one", "two"]], "val": [["three"]]}})
     Tokenizer([], [SEPARATOR]).save(tmp_path / "t.json")
@@ -315,8 +323,13 @@ def test_the_table(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[s
     shards = open_shards([tmp_path / "s"])
     part = shards.sources["web"].train
     assert lines[1].split() == [
-        "web", "train", "500", f"{part.tokens:,}", f"{part.bytes:,}", f"{part.bytes / part.tokens:.3f}"
-    ]  # fmt: skip
+        "web",
+        "train",
+        "500",
+        f"{part.tokens:,}",
+        f"{part.bytes:,}",
+        f"{part.bytes / part.tokens:.3f}",
+    ]
     assert len(lines) == 9 and lines[5].split() == ["empty", "train", "0", "0", "0", "-"]
     assert lines[7].startswith("encoded ") and "MB/s with" in lines[7]
     assert command.main(flags) == 0

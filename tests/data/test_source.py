@@ -53,8 +53,12 @@ def test_documents_come_back_as_they_went_in(tmp_path: Path) -> None:
     assert (found.documents, found.bytes) == (3, sum(len(d.text.encode()) for d in DOCUMENTS))
     kinds = duckdb.execute("DESCRIBE SELECT * FROM read_parquet($1)", [str(found.parquet[0])]).fetchall()
     assert [kind[:2] for kind in kinds] == [
-        ("id", "VARCHAR"), ("title", "VARCHAR"), ("url", "VARCHAR"), ("language_score", "DOUBLE"), ("text", "VARCHAR"),
-    ]  # fmt: skip
+        ("id", "VARCHAR"),
+        ("title", "VARCHAR"),
+        ("url", "VARCHAR"),
+        ("language_score", "DOUBLE"),
+        ("text", "VARCHAR"),
+    ]
 
 
 def test_the_manifest_has_what_the_contract_says(tmp_path: Path) -> None:
@@ -62,10 +66,15 @@ def test_the_manifest_has_what_the_contract_says(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "source.json").read_text())
     (parquet,) = manifest.pop("parquet")
     assert manifest == {
-        "format": "tinyforge-source", "version": 1, "name": "test", "licence": "none",
-        "files": [{"url": "file.txt", "bytes": 5, "sha256": "abc"}], "documents": 3, "bytes": 56,
+        "format": "tinyforge-source",
+        "version": 1,
+        "name": "test",
+        "licence": "none",
+        "files": [{"url": "file.txt", "bytes": 5, "sha256": "abc"}],
+        "documents": 3,
+        "bytes": 56,
         "refused": [{"record": "file.txt:9", "reason": "is empty"}],
-    }  # fmt: skip
+    }
     assert parquet["file"] == "documents-00000.parquet"
     assert parquet["bytes"] == (tmp_path / parquet["file"]).stat().st_size
 
@@ -117,9 +126,10 @@ def test_an_error_leaves_the_older_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "left"), [(1, "old"), (2, "none"), (3, "none"), (4, "none"), (5, "new")],
+    ("call", "left"),
+    [(1, "old"), (2, "none"), (3, "none"), (4, "none"), (5, "new")],
     ids=["documents", "no manifest", "names", "manifest", "its name"],
-)  # fmt: skip
+)
 def test_a_full_disk_leaves_the_old_source_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, left: str
 ) -> None:

@@ -126,8 +126,11 @@ def test_typed_stories_are_short_and_every_question_has_one_answer() -> None:
 def test_a_question_stands_on_the_storys_line_as_well_as_below() -> None:
     told = [rename(STORY, {"Lily": girl}) for girl in NAMES["girl"][:60]]
     last = [r.instruction[:-1] for r in records(told, [], 0) if not r.history and r.instruction.endswith("?")]
-    joined = Counter(re.findall(r"[.!\"](\s+)(?:What|Who|Where|Why) [^.!]*$", text)[0] for text in last
-                     if re.search(r"[.!\"]\s+(?:What|Who|Where|Why) [^.!]*$", text))  # fmt: skip
+    joined = Counter(
+        re.findall(r"[.!\"](\s+)(?:What|Who|Where|Why) [^.!]*$", text)[0]
+        for text in last
+        if re.search(r"[.!\"]\s+(?:What|Who|Where|Why) [^.!]*$", text)
+    )
     assert joined[" "] > joined.total() / 3 and joined["\n\n"] > joined.total() / 8
 
 
@@ -141,9 +144,13 @@ def test_a_story_that_another_takes_over_is_not_asked_for_by_the_heros_name() ->
 
 @pytest.mark.parametrize(
     ("request_", "wanted"),
-    [("Tell me a story about a dog named Zelda.", ("Zelda", {"dog"})), ("tell me a story about Tim", ("Tim", set())),
-     ("Tell my child a story about a kind bear and a red kite.", ("", {"bear"})), ("Tell me a story.", ("", set()))],
-)  # fmt: skip
+    [
+        ("Tell me a story about a dog named Zelda.", ("Zelda", {"dog"})),
+        ("tell me a story about Tim", ("Tim", set())),
+        ("Tell my child a story about a kind bear and a red kite.", ("", {"bear"})),
+        ("Tell me a story.", ("", set())),
+    ],
+)
 def test_what_a_request_asks_for(request_: str, wanted: tuple[str, set[str]]) -> None:
     assert asks_for_a_story(Record(request_, "", "Once ..."))
     assert asked_for(request_) == wanted

@@ -124,8 +124,10 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path, host:
 def test_a_row_that_lost_its_separators_is_cut_where_stories_begin(tmp_path: Path) -> None:
     story = "Once upon a time, there was a cat.\n\nOne day, {}.\n\n" + "It slept in the sun all day long. " * 8
     whole = [story.format(f"it saw bird {number}").strip() for number in range(90)]
-    duckdb.execute("COPY (SELECT unnest($1) AS text) TO '%s' (FORMAT parquet)" % (tmp_path / "a.parquet"),
-                   [["\n\n".join(["and so it ended.", *whole]), whole[0]]])  # fmt: skip
+    duckdb.execute(
+        "COPY (SELECT unnest($1) AS text) TO '%s' (FORMAT parquet)" % (tmp_path / "a.parquet"),
+        [["\n\n".join(["and so it ended.", *whole]), whole[0]]],
+    )
     found = texts(make_source(tmp_path / "out", [tmp_path / "a.parquet"]))
     # The first piece has lost its beginning, the last may have lost its end.
     pieces = [text.replace("\n", "\n\n").strip() for key, text in found.items() if key.startswith("a.parquet:0.")]

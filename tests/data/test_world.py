@@ -132,8 +132,11 @@ def test_same_text_in_another_process() -> None:
     # Another process has another hash seed: a generator that leaned on hash() or set order would differ.
     printed = subprocess.run(
         [sys.executable, "-m", "data.world", "--n", "40"],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
-    ).stdout  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    ).stdout
     assert printed == "\n\n".join(documents("train", 40)) + "\n"
 
 
@@ -144,9 +147,8 @@ def test_unknown_split_is_refused() -> None:
 
 def test_command_refuses_bad_count_in_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "data.world", "--n", "0"],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        [sys.executable, "-m", "data.world", "--n", "0"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: --n is 0; wanted 1 or more. Try --n 5"]
 
@@ -212,11 +214,18 @@ def test_validation_text_holds_only_what_is_held_out(
 def test_reader_of_pairs_sees_every_form() -> None:
     # A reader that found nothing would pass the two tests above.
     seen = {
-        "7 + 5 = 12.": (7, 5), "12 - 5 = 7.": (5, 7), "Seven plus five is twelve.": (7, 5), "Add 7 and 5.": (7, 5),
-        "Take 5 from 12.": (5, 7), "Which is larger, 7 or 12?": (7, 12), "12 is more than 7.": (12, 7),
-        "Say the smaller: 7, 12.": (7, 12), "Mia has 7 kites. Ben gives her 5 more.": (7, 5),
-        "Mia has 12 kites. She gives 5 to Ben.": (5, 7), "Mia has 12 kites. Ben takes 5 away.": (5, 7),
-    }  # fmt: skip
+        "7 + 5 = 12.": (7, 5),
+        "12 - 5 = 7.": (5, 7),
+        "Seven plus five is twelve.": (7, 5),
+        "Add 7 and 5.": (7, 5),
+        "Take 5 from 12.": (5, 7),
+        "Which is larger, 7 or 12?": (7, 12),
+        "12 is more than 7.": (12, 7),
+        "Say the smaller: 7, 12.": (7, 12),
+        "Mia has 7 kites. Ben gives her 5 more.": (7, 5),
+        "Mia has 12 kites. She gives 5 to Ben.": (5, 7),
+        "Mia has 12 kites. Ben takes 5 away.": (5, 7),
+    }
     for text, pair in seen.items():
         assert pairs_in(text) == {pair}, text
 
@@ -245,9 +254,11 @@ def test_answers_agree_with_a_solver(
     train_instructions: list[Instruction], val_instructions: list[Instruction]
 ) -> None:
     solved = Counter(
-        example.kind for example in train_instructions + val_instructions if (answer := solve(example)) is not None
+        example.kind
+        for example in train_instructions + val_instructions
+        if (answer := solve(example)) is not None
         and (answer == example.output or pytest.fail(f"{example}: the solver says {answer}"))
-    )  # fmt: skip
+    )
     always = {"add", "subtract", "word_problem", "compare", "count", "repeat"}
     assert all(solved[kind] == 1_200 for kind in always)
     assert solved["fact"] > 250

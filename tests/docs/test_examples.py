@@ -65,8 +65,13 @@ def test_an_own_recipe_is_wrong_in_one_line(tmp_path: Path, write_examples: Call
     write_examples(ROOT / "docs/train-your-own.md", tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for flags, said in (((), "no text; give one with --data"), (("--data", "absent"), "the text absent: No such")):
-        done = subprocess.run([sys.executable, "train_bigram.py", "--backend", "numpy", *flags], cwd=tmp_path,
-                              env=environment, capture_output=True, text=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "train_bigram.py", "--backend", "numpy", *flags],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
 
 

@@ -24,8 +24,28 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FRAGMENTS = [p for p in PAGES if p not in test_examples.PAGES and "```python\n" in p.read_text(encoding="utf-8")]
 # The programs that a shell command of the pages may begin with. python's and tinyforge's flags are checked.
-PROGRAMS = {"python", "tinyforge", "make", "pip", "recipes/speedrun.sh", "source", "torchrun", "mpirun", "ollama",
-            "docker", "curl", "open", "cd", "git", "echo", "llama-cli", "./run", "export", "for", "kill"}  # fmt: skip
+PROGRAMS = {
+    "python",
+    "tinyforge",
+    "make",
+    "pip",
+    "recipes/speedrun.sh",
+    "source",
+    "torchrun",
+    "mpirun",
+    "ollama",
+    "docker",
+    "curl",
+    "open",
+    "cd",
+    "git",
+    "echo",
+    "llama-cli",
+    "./run",
+    "export",
+    "for",
+    "kill",
+}
 # Blocks without a language that are pictures in letters, not commands: page and first words.
 PICTURES = {("data.md", "sources"), ("kernels/README.md", "ops/rmsnorm.py")}
 # Python that is compiled and not run: page and first call. These read other programs' files; tests/text does.
@@ -71,8 +91,14 @@ def test_the_python_of_a_page_runs(page: Path, folder: Path, monkeypatch: pytest
     monkeypatch.chdir(folder)
     rng = random.Random(0)  # words enough for the vocabulary of a page
     texts = ["".join(rng.choices("abcdefghij ", k=4000)) for _ in range(10)]
-    names: dict[str, Any] = {"__name__": "example", "Path": Path, "json": json, "texts": texts, "reply": "Sara",
-                             "text": "{{ messages }}"}  # fmt: skip
+    names: dict[str, Any] = {
+        "__name__": "example",
+        "Path": Path,
+        "json": json,
+        "texts": texts,
+        "reply": "Sara",
+        "text": "{{ messages }}",
+    }
     for package in ("tokenizers", "tiktoken.load"):
         names[package.partition(".")[0]] = pytest.importorskip(package)
     names["tiktoken"] = pytest.importorskip("tiktoken")
@@ -112,6 +138,7 @@ def commands(text: str) -> list[str]:
 
 def test_a_command_that_is_none_is_found() -> None:
     assert commands("OMP_NUM_THREADS=1 python a.py \\\n  --x 1  # why\n\n# a comment\npyhton b.py\n") == [
-        "python a.py    --x 1", "pyhton b.py",
-    ]  # fmt: skip
+        "python a.py    --x 1",
+        "pyhton b.py",
+    ]
     assert commands("$ python a.py\n3 rows\n") == ["python a.py"]

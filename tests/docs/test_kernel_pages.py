@@ -58,8 +58,11 @@ STATEMENTS = (
     ("gemm.md", f"the warpgroup that copies ({FEWER} are left) and gives them to the others ({MORE})"),
     ("gemm.md", f"fewer_registers<{FEWER}>(); // setmaxnreg"),
     ("attention.md", f"gives the workers {TMA_MORE} registers a thread and the copying warps {TMA_FEWER}"),
-    ("decode.md", f"Each lane has a queue in shared memory, {ROW.slots} places of 16 bytes at `base`: "
-                  f"{ROW.slots * ROW.warps * 32 * 16 >> 10} KB a multiprocessor"),
+    (
+        "decode.md",
+        f"Each lane has a queue in shared memory, {ROW.slots} places of 16 bytes at `base`: "
+        f"{ROW.slots * ROW.warps * 32 * 16 >> 10} KB a multiprocessor",
+    ),
     ("decode.md", f"with what comes {ROW.slots} places later"),
     ("decode.md", f"a lane requests {ROW.refill} pieces after each poll"),
     ("decode.md", f"deals tiles of {TILE} rows to blocks"),
@@ -75,8 +78,10 @@ STATEMENTS = (
     ("elementwise-and-norms.md", f"adds its {WORDS[WARPS]} warps in order"),
     ("elementwise-and-norms.md", f"`add_columns` adds the {132 * BLOCKS} rows"),
     ("elementwise-and-norms.md", f"{BASE['vocab'] // SHELF} blocks share the vocabulary, {SHELF} rows of W each"),
-    ("elementwise-and-norms.md", f"A row of more than {PIECE} tokens is cut where the order's index is a multiple of "
-                                 f"{PIECE}"),
+    (
+        "elementwise-and-norms.md",
+        f"A row of more than {PIECE} tokens is cut where the order's index is a multiple of {PIECE}",
+    ),
     ("elementwise-and-norms.md", f"{WORDS[RUN]} rows of dy"),
     ("elementwise-and-norms.md", f"| {RUN}, {PIECE}, as it is |"),
     ("cross-entropy.md", f"A block of {THREADS} threads takes the row of one token and one head"),
@@ -87,7 +92,7 @@ STATEMENTS = (
     ("scan.md", f"Shared memory of backward: {backward_bytes(16, 4) / 1024:.0f} KB in float32"),
     ("scan.md", f"takes {backward_bytes(16, 8) / 1024:.0f} KB"),
     ("cross-entropy.md", f"a block of {constant(LOSS, 'HELD_THREADS')} threads"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(("name", "statement"), STATEMENTS, ids=lambda text: text[:60])
@@ -115,9 +120,14 @@ def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
     step = f"| step | tiles, or pairs of a row and a kv head | of a block of {BATCH.team} |"
     counts = [count for count, _ in list(BATCH.products())[:5]]
     qkv, projection, gate_up, down, head = counts
-    rows = (("norm, q, k, v, RoPE, cache", qkv), ("attention", TEAM_ROWS * BATCH.kv_heads),
-            ("projection, residual", projection), ("norm, gate and up, SwiGLU", gate_up), ("down, residual", down),
-            ("norm, head 0", list(BATCH.products())[-1][0]))  # fmt: skip
+    rows = (
+        ("norm, q, k, v, RoPE, cache", qkv),
+        ("attention", TEAM_ROWS * BATCH.kv_heads),
+        ("projection, residual", projection),
+        ("norm, gate and up, SwiGLU", gate_up),
+        ("down, residual", down),
+        ("norm, head 0", list(BATCH.products())[-1][0]),
+    )
     assert head == qkv  # the next layer's
     text = page("decode-batch.md")
     assert step in text
@@ -128,11 +138,17 @@ def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
 
 def attention_table() -> list[str]:
     """The causal tensor-core kernels without documents, dropout or RoPE, as the heads of the files list them."""
-    lines = ["| kernel | head size | rows owned, by workers a block | tile | piece | blocks a multiprocessor |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| kernel | head size | rows owned, by workers a block | tile | piece | blocks a multiprocessor |",
+        "|---|---|---|---|---|---|",
+    ]
     parts = {"FORWARD": "fwd", "BACKWARD_Q": "bwd_q", "BACKWARD_KV": "bwd_kv"}
-    for file, name, warps in (("attention", "mma", 1), ("attention_hopper", "wgmma", 4), ("attention_tma", "tma", 4),
-                              ("attention_tf32", "tf32", 1)):  # fmt: skip
+    for file, name, warps in (
+        ("attention", "mma", 1),
+        ("attention_hopper", "wgmma", 4),
+        ("attention_tma", "tma", 4),
+        ("attention_tf32", "tf32", 1),
+    ):
         options = {"BAND", "DOCS", "DROP", "TURN"}
         listed = [v for v in variants(f"ops/{file}.cu") if "PART" in v and not options & set(v)]
         for part, short in parts.items():

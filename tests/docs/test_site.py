@@ -44,8 +44,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip(package, reason=f"{package} is not installed; the extra docs has it")
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600,
-                          env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    )
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     return out
 

@@ -165,9 +165,15 @@ def fuzz(readers: Sequence[Reader], seconds: float, workers: int, first: int, ke
             def trial(reader: Reader, seed: int) -> dict[str, Any]:
                 data = fuzzer.wrong(reader, seed)
                 outcome, fault = fuzzer.read(reader, data, mended=seed % 8 > 0)
-                return {"reader": reader.name, "files": 1, "refused": int(outcome.status == 2),
-                        "failures": int(bool(fault)), "slowest": outcome.seconds, "peak": outcome.peak,
-                        "said": fuzzer.save(reader, seed, data, outcome, fault) if fault else ""}  # fmt: skip
+                return {
+                    "reader": reader.name,
+                    "files": 1,
+                    "refused": int(outcome.status == 2),
+                    "failures": int(bool(fault)),
+                    "slowest": outcome.seconds,
+                    "peak": outcome.peak,
+                    "said": fuzzer.save(reader, seed, data, outcome, fault) if fault else "",
+                }
 
             return trial
 
@@ -180,8 +186,10 @@ def fuzz(readers: Sequence[Reader], seconds: float, workers: int, first: int, ke
     total = Figures()
     for each in figures.values():
         total.add(vars(each))
-    cells = [(name, each.files, each.refused, each.failures, f"{each.slowest:.2f}", each.peak // MIB)
-             for name, each in (*figures.items(), (f"all in {time.monotonic() - began:.0f} s", total))]  # fmt: skip
+    cells = [
+        (name, each.files, each.refused, each.failures, f"{each.slowest:.2f}", each.peak // MIB)
+        for name, each in (*figures.items(), (f"all in {time.monotonic() - began:.0f} s", total))
+    ]
     print(table(("reader", "files", "refused", "failed", "slowest, s", "peak, MiB"), cells))
     return total.failures
 
@@ -214,8 +222,9 @@ def good(readers: Sequence[Reader]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = parser("fuzz", __doc__ or "", "readers", "files that failed go")
-    p.add_argument("--reader", choices=[reader.name for reader in READERS], metavar="NAME",
-                   help="read one file with this one")  # fmt: skip
+    p.add_argument(
+        "--reader", choices=[reader.name for reader in READERS], metavar="NAME", help="read one file with this one"
+    )
     p.add_argument("--seed", type=int, help="of the one file")
     p.add_argument("--file", type=Path, help="the one file")
     p.add_argument("--good", action="store_true", help="read the good files, which must be read")

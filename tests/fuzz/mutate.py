@@ -21,18 +21,74 @@ from typing import Any
 MOST = 1 << 20  # bytes; reading more takes its time, and is no fault
 INTEGERS = (0, 1, 127, 128, 255, 256, 2**15, *(2**n - less for n in (16, 31, 32, 63) for less in (0, 1)), 2**64 - 1)
 TEXTS = (
-    "", " ", "\n", "\0", "a" * 70_000, "../../etc/passwd", "/dev/zero", "/", ".", "\x1b[2J\x1b]0;title\x07",
-    "\r\nerror: no", "\u202etxt.exe", "\ud800", "\U0010ffff", "e\u0301" * 500, "<|endoftext|>", "%s%n",
-    "'; DROP TABLE documents; --", "nan", "true", "*?[", "x" * 255 + ".json", "F32", "BF16", "BOOL", "text",
-)  # fmt: skip
+    "",
+    " ",
+    "\n",
+    "\0",
+    "a" * 70_000,
+    "../../etc/passwd",
+    "/dev/zero",
+    "/",
+    ".",
+    "\x1b[2J\x1b]0;title\x07",
+    "\r\nerror: no",
+    "\u202etxt.exe",
+    "\ud800",
+    "\U0010ffff",
+    "e\u0301" * 500,
+    "<|endoftext|>",
+    "%s%n",
+    "'; DROP TABLE documents; --",
+    "nan",
+    "true",
+    "*?[",
+    "x" * 255 + ".json",
+    "F32",
+    "BF16",
+    "BOOL",
+    "text",
+)
 # Values in JSON's own spelling: some of them no Python object could hold, or json.dumps would not write.
 VALUES = (
-    "null", "true", "false", "0", "-0", "-1", "1", "0.5", "1e308", "1e309", "-1e309", "1e-400", "NaN", "Infinity",
-    "-Infinity", "9" * 18, "9" * 400, "9" * 5000, "-" + "1" * 5000, "1" * 40 + ".5", "1e" + "9" * 400, "[]",
-    "{}", "[[]]", "[" * 500 + "]" * 500, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000,
-    '{"":{"":""}}', "[" + "0," * 20_000 + "0]", '"\\ud800"', '"\\u0000"', '"\\udcff"', "4294967296",
-    "9223372036854775808", "1000000000", "1000000", "100000", "65536",
-)  # fmt: skip
+    "null",
+    "true",
+    "false",
+    "0",
+    "-0",
+    "-1",
+    "1",
+    "0.5",
+    "1e308",
+    "1e309",
+    "-1e309",
+    "1e-400",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    "9" * 18,
+    "9" * 400,
+    "9" * 5000,
+    "-" + "1" * 5000,
+    "1" * 40 + ".5",
+    "1e" + "9" * 400,
+    "[]",
+    "{}",
+    "[[]]",
+    "[" * 500 + "]" * 500,
+    "[" * 100_000 + "]" * 100_000,
+    '{"a":' * 100_000 + "1" + "}" * 100_000,
+    '{"":{"":""}}',
+    "[" + "0," * 20_000 + "0]",
+    '"\\ud800"',
+    '"\\u0000"',
+    '"\\udcff"',
+    "4294967296",
+    "9223372036854775808",
+    "1000000000",
+    "1000000",
+    "100000",
+    "65536",
+)
 
 
 def mutate(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> bytes:
@@ -102,10 +158,20 @@ def _double(data: bytearray, rng: random.Random, others: Sequence[bytes]) -> byt
 
 def _insert(data: bytearray, rng: random.Random, others: Sequence[bytes]) -> bytes:
     at = rng.randrange(len(data) + 1)
-    data[at:at] = rng.choice((
-        rng.randbytes(rng.choice((1, 4, 100))), rng.choice(TEXTS).encode("utf-8", "surrogatepass"), b"\xff\xfe",
-        b"\0" * 64, b"\xef\xbb\xbf", b"\x80", b"\n" * 50, b"[" * 2000, b"9" * 5000, rng.choice(VALUES).encode(),
-    ))  # fmt: skip
+    data[at:at] = rng.choice(
+        (
+            rng.randbytes(rng.choice((1, 4, 100))),
+            rng.choice(TEXTS).encode("utf-8", "surrogatepass"),
+            b"\xff\xfe",
+            b"\0" * 64,
+            b"\xef\xbb\xbf",
+            b"\x80",
+            b"\n" * 50,
+            b"[" * 2000,
+            b"9" * 5000,
+            rng.choice(VALUES).encode(),
+        )
+    )
     return bytes(data)
 
 

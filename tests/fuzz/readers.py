@@ -25,8 +25,10 @@ from tinyforge.text.tiktoken import from_tiktoken
 
 Main = Callable[[list[str]], Any]
 QUICK = Patience(timeout=1.0, attempts=1, backoff=0.01, gap=0.0)
-STEP = "--steps 2 --batch-size 2 --workers 1 --backend numpy --out out --tokenizer tokenizers/ours.json --set " \
-       "vocab=300 dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=1"  # fmt: skip
+STEP = (
+    "--steps 2 --batch-size 2 --workers 1 --backend numpy --out out --tokenizer tokenizers/ours.json --set "
+    "vocab=300 dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=1"
+)
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,13 @@ def _mend(function: Callable[..., None], *where: str) -> Callable[[Path], None]:
 
 
 def _tokenizer(name: str, file: str) -> Reader:
-    return Reader(name, f"tokenizers/{file}", command.main, "encode inputs/text.txt --workers 1 --tokenizer {}",
-                  ("inputs/text.txt",))  # fmt: skip
+    return Reader(
+        name,
+        f"tokenizers/{file}",
+        command.main,
+        "encode inputs/text.txt --workers 1 --tokenizer {}",
+        ("inputs/text.txt",),
+    )
 
 
 def _checkpoint(name: str, target: str, main: Main, words: str, *needs: str) -> Reader:
@@ -107,11 +114,18 @@ def _corpus(name: str, target: str, main: Main, words: str, needs: tuple[str, ..
 def _classes(name: str, target: str, images: str = "") -> Reader:
     """What recipes/classify.py learns from; images: the folder or the file that it is given."""
     shape = "dim=16 heads=2 layers=1 hidden=24"
-    words = f"--model vit --set {shape} image=8 patch=4" if images else f"--model bert --set {shape} context=64 " \
-        "--tokenizer tokenizers/words.json"  # fmt: skip
-    return Reader(name, f"labelled/{target}", classify.main, f"{words} --data labelled/{images or target} --steps 1 "
-                  "--batch-size 2 --workers 1 --backend numpy --out out",
-                  (f"labelled/{images}",) if images else ("tokenizers/words.json",))  # fmt: skip
+    words = (
+        f"--model vit --set {shape} image=8 patch=4"
+        if images
+        else f"--model bert --set {shape} context=64 --tokenizer tokenizers/words.json"
+    )
+    return Reader(
+        name,
+        f"labelled/{target}",
+        classify.main,
+        f"{words} --data labelled/{images or target} --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
+        (f"labelled/{images}",) if images else ("tokenizers/words.json",),
+    )
 
 
 _CHAT = "--checkpoint {run} --prompt Hello --max-tokens 3"
@@ -134,14 +148,35 @@ READERS = [
     _tokenizer("tokenizer.model", "tokenizer.model"),
     _tokenizer("tokenizer.bin", "tokenizer.bin"),
     Reader("tiktoken", "tokenizers/ranks.tiktoken", _tiktoken, "{}"),
-    Reader("ids, .npy", "inputs/ids.npy", command.main, "decode {} --tokenizer tokenizers/ours.json",
-           ("tokenizers/ours.json",), raw=True),
-    Reader("ids, decimal", "inputs/ids.txt", command.main, "decode {} --tokenizer tokenizers/ours.json",
-           ("tokenizers/ours.json",), raw=True),
-    Reader("text to learn a tokenizer", "inputs/text.txt", command.main,
-           "train {} --vocab-size 280 --out out.json --workers 1"),
-    Reader("text to encode", "inputs/text.txt", command.main,
-           "encode {} --workers 1 --tokenizer tokenizers/tokenizer.bin", ("tokenizers/tokenizer.bin",)),
+    Reader(
+        "ids, .npy",
+        "inputs/ids.npy",
+        command.main,
+        "decode {} --tokenizer tokenizers/ours.json",
+        ("tokenizers/ours.json",),
+        raw=True,
+    ),
+    Reader(
+        "ids, decimal",
+        "inputs/ids.txt",
+        command.main,
+        "decode {} --tokenizer tokenizers/ours.json",
+        ("tokenizers/ours.json",),
+        raw=True,
+    ),
+    Reader(
+        "text to learn a tokenizer",
+        "inputs/text.txt",
+        command.main,
+        "train {} --vocab-size 280 --out out.json --workers 1",
+    ),
+    Reader(
+        "text to encode",
+        "inputs/text.txt",
+        command.main,
+        "encode {} --workers 1 --tokenizer tokenizers/tokenizer.bin",
+        ("tokenizers/tokenizer.bin",),
+    ),
     # runs
     _checkpoint("checkpoint, meta.json", "run/step-00000002/meta.json", chat.main, _CHAT.format(run="run")),
     _checkpoint("checkpoint, weights", "sft/step-00000002/model.safetensors", chat.main, _CHAT.format(run="sft")),
@@ -149,9 +184,13 @@ READERS = [
     Reader("checkpoint, hashes.json", "run/step-00000002/hashes.json", chat.main, _CHAT.format(run="run"), ("run",)),
     _checkpoint("checkpoint, what was saved", "run/step-00000002/meta.json", pretrain.main, f"{_RESUME} --plan", *_RUN),
     _checkpoint("checkpoint, optimizer", "run/step-00000002/optimizer.safetensors", pretrain.main, _RESUME, *_RUN),
-    _checkpoint("checkpoint to fine-tune", "run/step-00000002/meta.json", sft.main,
-                "--base run --data inputs/alpaca.json --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
-                "inputs/alpaca.json"),
+    _checkpoint(
+        "checkpoint to fine-tune",
+        "run/step-00000002/meta.json",
+        sft.main,
+        "--base run --data inputs/alpaca.json --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
+        "inputs/alpaca.json",
+    ),
     _checkpoint("checkpoint to convert", "sft/step-00000002/meta.json", convert.main, "sft out"),
     Reader("metrics.jsonl", "run/metrics.jsonl", pretrain.main, _RESUME, ("run", *_RUN), draws=True),
     Reader("scores.json", "run/scores.json", pretrain.main, f"{_RESUME} --card", ("run", *_RUN)),
@@ -164,13 +203,24 @@ READERS = [
     Reader("config, GPT-2", "inputs/gpt2.json", pretrain.main, "--model gpt2 --config {} --batch-size 1 --plan"),
     Reader("config, Llama", "inputs/llama.json", pretrain.main, "--model llama --config {} --batch-size 1 --plan"),
     Reader("text to train on", "inputs/text.txt", pretrain.main, f"--data {{}} {STEP}", ("tokenizers/ours.json",)),
-    Reader("parquet to train on", "inputs/table.parquet", pretrain.main, f"--data {{}} {STEP}",
-           ("tokenizers/ours.json",)),
-    Reader("records to train on", "inputs/alpaca.json", sft.main,
-           "--base run --data {} --steps 1 --batch-size 2 --workers 1 --backend numpy --out out", ("run",)),
-    Reader("records to ask", "inputs/alpaca.jsonl", evaluate.main,
-           "--checkpoint sft --data inputs/text.txt --instructions {} --sentences 2 --prompts 1 --seeds 0 "
-           "--max-tokens 2 --backend numpy", ("sft", "inputs/text.txt")),
+    Reader(
+        "parquet to train on", "inputs/table.parquet", pretrain.main, f"--data {{}} {STEP}", ("tokenizers/ours.json",)
+    ),
+    Reader(
+        "records to train on",
+        "inputs/alpaca.json",
+        sft.main,
+        "--base run --data {} --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
+        ("run",),
+    ),
+    Reader(
+        "records to ask",
+        "inputs/alpaca.jsonl",
+        evaluate.main,
+        "--checkpoint sft --data inputs/text.txt --instructions {} --sentences 2 --prompts 1 --seeds 0 "
+        "--max-tokens 2 --backend numpy",
+        ("sft", "inputs/text.txt"),
+    ),
     _classes("labelled, lines", "texts.jsonl"),
     _classes("labelled, packed lines", "texts.jsonl.gz"),
     _classes("labelled, CSV", "texts.csv"),
@@ -194,42 +244,108 @@ READERS = [
     Reader("books, zip", "inputs/books.zip", gutenberg.main, "{} --out out", statuses=(0, 1, 2)),
     Reader("download, record", "inputs/raw/a.txt.json", _record, "inputs/raw/a.txt", ("inputs/raw",)),
     Reader("download, listing", "inputs/raw/files.json", _listing, "inputs/raw", ("inputs/raw",)),
-    Reader("slice, record", "fineweb/raw/slice-00000.json", _slice, "fineweb", ("fineweb",),
-           _mend(mend_slice, "fineweb/raw")),
-    Reader("slice, parquet", "fineweb/raw/slice-00000.parquet", _slice, "fineweb", ("fineweb",),
-           _mend(mend_slice, "fineweb/raw")),
+    Reader(
+        "slice, record",
+        "fineweb/raw/slice-00000.json",
+        _slice,
+        "fineweb",
+        ("fineweb",),
+        _mend(mend_slice, "fineweb/raw"),
+    ),
+    Reader(
+        "slice, parquet",
+        "fineweb/raw/slice-00000.parquet",
+        _slice,
+        "fineweb",
+        ("fineweb",),
+        _mend(mend_slice, "fineweb/raw"),
+    ),
     # corpora and shards
     _corpus("source.json", "source/source.json", corpus.main, "source --out out --workers 1", ("source",)),
-    _corpus("source, parquet", "source/documents-00000.parquet", corpus.main, "source --out out --workers 1",
-            ("source",), "source/source.json", "parquet"),
-    Reader("source of instructions", "instructions/source.json", sft.main,
-           "--base run --data instructions/alpaca.json --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
-           ("run", "instructions")),
+    _corpus(
+        "source, parquet",
+        "source/documents-00000.parquet",
+        corpus.main,
+        "source --out out --workers 1",
+        ("source",),
+        "source/source.json",
+        "parquet",
+    ),
+    Reader(
+        "source of instructions",
+        "instructions/source.json",
+        sft.main,
+        "--base run --data instructions/alpaca.json --steps 1 --batch-size 2 --workers 1 --backend numpy --out out",
+        ("run", "instructions"),
+    ),
     Reader("filters", "inputs/filters.sql", corpus.main, "source --out out --workers 1 --filters {}", ("source",)),
     Reader("corpus, catalogue", "corpus/corpus.duckdb", corpus.main, "report corpus", ("corpus",), draws=True),
-    Reader("corpus, there already", "corpus/corpus.json", corpus.main,
-           "source --out corpus --workers 1 --val-share 0.3", ("corpus", "source")),
-    _corpus("corpus.json", "corpus/corpus.json", shards.main, "--corpus corpus --out out --workers 1 --vocab-size 280",
-            ("corpus",)),
-    _corpus("corpus, parquet", "corpus/train/mine-00000.parquet", shards.main,
-            "--corpus corpus --out out --workers 1 --vocab-size 280", ("corpus",), "corpus/corpus.json", "files"),
-    Reader("shards, manifest", "shards/manifest.json", pretrain.main, f"--data shards {STEP}",
-           ("shards", "tokenizers/ours.json")),
-    Reader("shards, ids", "shards/mine-train-00000.bin", pretrain.main, f"--data shards {STEP}",
-           ("shards", "tokenizers/ours.json"), _mend(mend_shards, "shards/manifest.json")),
-    Reader("shards, there already", "shards/manifest.json", shards.main,
-           "--corpus corpus --out shards --tokenizer tokenizers/ours.json --workers 1",
-           ("corpus", "shards", "tokenizers/ours.json")),
+    Reader(
+        "corpus, there already",
+        "corpus/corpus.json",
+        corpus.main,
+        "source --out corpus --workers 1 --val-share 0.3",
+        ("corpus", "source"),
+    ),
+    _corpus(
+        "corpus.json",
+        "corpus/corpus.json",
+        shards.main,
+        "--corpus corpus --out out --workers 1 --vocab-size 280",
+        ("corpus",),
+    ),
+    _corpus(
+        "corpus, parquet",
+        "corpus/train/mine-00000.parquet",
+        shards.main,
+        "--corpus corpus --out out --workers 1 --vocab-size 280",
+        ("corpus",),
+        "corpus/corpus.json",
+        "files",
+    ),
+    Reader(
+        "shards, manifest",
+        "shards/manifest.json",
+        pretrain.main,
+        f"--data shards {STEP}",
+        ("shards", "tokenizers/ours.json"),
+    ),
+    Reader(
+        "shards, ids",
+        "shards/mine-train-00000.bin",
+        pretrain.main,
+        f"--data shards {STEP}",
+        ("shards", "tokenizers/ours.json"),
+        _mend(mend_shards, "shards/manifest.json"),
+    ),
+    Reader(
+        "shards, there already",
+        "shards/manifest.json",
+        shards.main,
+        "--corpus corpus --out shards --tokenizer tokenizers/ours.json --workers 1",
+        ("corpus", "shards", "tokenizers/ours.json"),
+    ),
     # models of others
     Reader("Llama, config.json", "llama/config.json", convert.main, _CONVERT.format("llama"), ("llama",)),
-    Reader("Llama, generation_config.json", "llama/generation_config.json", chat.main, _CHAT.format(run="llama"),
-           ("llama",)),
+    Reader(
+        "Llama, generation_config.json",
+        "llama/generation_config.json",
+        chat.main,
+        _CHAT.format(run="llama"),
+        ("llama",),
+    ),
     Reader("Llama, safetensors", "llama/model.safetensors", convert.main, _CONVERT.format("llama"), ("llama",)),
     Reader("Llama, tokenizer", "llama/tokenizer.json", convert.main, _CONVERT.format("llama"), ("llama",)),
-    Reader("Llama, tokenizer's config", "llama/tokenizer_config.json", convert.main, _CONVERT.format("llama"),
-           ("llama",)),
-    Reader("Llama, index of shards", "sharded/model.safetensors.index.json", convert.main,
-           _CONVERT.format("sharded"), ("sharded",)),
+    Reader(
+        "Llama, tokenizer's config", "llama/tokenizer_config.json", convert.main, _CONVERT.format("llama"), ("llama",)
+    ),
+    Reader(
+        "Llama, index of shards",
+        "sharded/model.safetensors.index.json",
+        convert.main,
+        _CONVERT.format("sharded"),
+        ("sharded",),
+    ),
     Reader("chat template", "sharded/chat_template.jinja", convert.main, _CONVERT.format("sharded"), ("sharded",)),
     Reader("GPT-2, config.json", "gpt2/config.json", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),
     Reader("GPT-2, vocab.json", "gpt2/vocab.json", convert.main, "gpt2 out --format tinyforge", ("gpt2",)),
@@ -237,13 +353,16 @@ READERS = [
     Reader("mixture of experts, config.json", "moe/config.json", convert.main, _CONVERT.format("moe"), ("moe",)),
     Reader("mixture of experts, safetensors", "moe/model.safetensors", convert.main, _CONVERT.format("moe"), ("moe",)),
     Reader("adapter, config", "peft/adapter_config.json", convert.main, _CONVERT.format("peft"), ("peft", "merged")),
-    Reader("adapter, weights", "peft/adapter_model.safetensors", convert.main, _CONVERT.format("peft"),
-           ("peft", "merged")),
-    _checkpoint("adapters of ours, meta.json", "lora/step-00000001/meta.json", convert.main, _CONVERT.format("lora"),
-                "sft"),
-    _checkpoint("adapters of ours, weights", "lora/step-00000001/model.safetensors", chat.main,
-                _CHAT.format(run="lora"), "sft"),
+    Reader(
+        "adapter, weights", "peft/adapter_model.safetensors", convert.main, _CONVERT.format("peft"), ("peft", "merged")
+    ),
+    _checkpoint(
+        "adapters of ours, meta.json", "lora/step-00000001/meta.json", convert.main, _CONVERT.format("lora"), "sft"
+    ),
+    _checkpoint(
+        "adapters of ours, weights", "lora/step-00000001/model.safetensors", chat.main, _CHAT.format(run="lora"), "sft"
+    ),
     Reader("llama2.c, model.bin", "llama2c/model.bin", convert.main, "{} out --format tinyforge", ("llama2c",)),
-]  # fmt: skip
+]
 if importlib.util.find_spec("gguf"):  # an extra
     READERS.append(Reader("GGUF, model.gguf", "gguf/model.gguf", convert.main, "{} out --format tinyforge", ("gguf",)))

@@ -1,6 +1,6 @@
 """Good files of every format that the project reads, small, and the same on every machine.
 
-    make_seeds(Path("seeds"))
+make_seeds(Path("seeds"))
 """
 
 from __future__ import annotations
@@ -49,8 +49,19 @@ SPECIALS = ("<|endoftext|>", "</s>")
 TINY = "dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=96 mtp_heads=1".split()
 # What a run writes about its time and its machine: the same everywhere here.
 FIXED = {"elapsed": 1.0, "tokens_per_second": 1000, "machine": "a machine"}
-METRICS = [{"step": step, "tokens": 64 * step, "loss": 5.5 - step / 10, "bits_per_byte": 3.25, "lr": 0.004,
-            "grad_norm": 1.5, "tokens_per_second": 1000, "seconds": 0.25 * step} for step in (1, 2)]  # fmt: skip
+METRICS = [
+    {
+        "step": step,
+        "tokens": 64 * step,
+        "loss": 5.5 - step / 10,
+        "bits_per_byte": 3.25,
+        "lr": 0.004,
+        "grad_norm": 1.5,
+        "tokens_per_second": 1000,
+        "seconds": 0.25 * step,
+    }
+    for step in (1, 2)
+]
 METRICS.insert(1, {"step": 1, "tokens": 64, "seconds": 0.25, "val_bits_per_byte": 3.5})
 RECORDS = [{"instruction": f"Add {a}.", "input": "and 2" * (a % 2), "output": f"It is {a + 2}."} for a in range(12)]
 
@@ -180,8 +191,10 @@ def _inputs(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     (folder / "raw" / "a.txt").write_bytes(raw)
     record = {"url": "http://127.0.0.1:9/a.txt", "bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     _write_json(folder / "raw" / "a.txt.json", record)
-    listing = [{"type": "file", "path": "data/a.parquet", "size": 10, "lfs": {"oid": "0" * 64}},
-               {"type": "directory", "path": "data/b", "size": 0}]  # fmt: skip
+    listing = [
+        {"type": "file", "path": "data/a.parquet", "size": 10, "lfs": {"oid": "0" * 64}},
+        {"type": "directory", "path": "data/b", "size": 0},
+    ]
     _write_json(folder / "raw" / "files.json", listing)
 
 
@@ -197,8 +210,18 @@ def _zip(path: Path, members: dict[str, str]) -> None:
 def small_model(name: str, vocab: int, **fields: Any) -> Any:
     spec = find_model(name)
     usual = next(iter(spec.presets.values())).to_dict()
-    small = {"dim": 16, "heads": 2, "kv_heads": 1, "layers": 1, "hidden": 24, "context": 96, "head_dim": 8,
-             "mtp_heads": 1, "mtp_weights": [1.0], "vocab": vocab}  # fmt: skip
+    small = {
+        "dim": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "layers": 1,
+        "hidden": 24,
+        "context": 96,
+        "head_dim": 8,
+        "mtp_heads": 1,
+        "mtp_weights": [1.0],
+        "vocab": vocab,
+    }
     config = spec.config.from_dict({**usual, **{k: v for k, v in small.items() if k in usual}, **fields})
     model = spec.build(config, get_backend("numpy", "fp32", workers=1))
     model.initialise(0)
@@ -211,24 +234,45 @@ def _runs(folder: Path, tokenizer: Tokenizer) -> None:
     weights = named(model.buffer, model.buffer.masters, model.backend)
     moments = {f"{m}.{name}": np.zeros_like(value) for m in "mv" for name, value in weights.items()}
     settings = PretrainSettings(
-        backend="numpy", data=("inputs/text.txt",), tokenizer="tokenizers/ours.json", steps=2, batch_size=2, workers=1,
-        set=(*TINY, "vocab=300"), eval_every=1, out="run", save_every=1,
-    )  # fmt: skip
+        backend="numpy",
+        data=("inputs/text.txt",),
+        tokenizer="tokenizers/ours.json",
+        steps=2,
+        batch_size=2,
+        workers=1,
+        set=(*TINY, "vocab=300"),
+        eval_every=1,
+        out="run",
+        save_every=1,
+    )
     for kind, folder_name in (("pretrain", "run"), ("sft", "sft")):
         meta = {
-            "kind": kind, "model": "nanoeuler", "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-            "data_hash": "", "corpus": [], "settings": asdict(settings), "tokens": 128, **FIXED,
-        }  # fmt: skip
+            "kind": kind,
+            "model": "nanoeuler",
+            "config": model.config.to_dict(),
+            "tokenizer_hash": tokenizer.hash(),
+            "data_hash": "",
+            "corpus": [],
+            "settings": asdict(settings),
+            "tokens": 128,
+            **FIXED,
+        }
         checkpoint.save(folder / folder_name, 2, weights, moments, tokenizer, meta, keep=0)
     # The hash of the data is what the recipe finds.
     _pretrain_once(folder)
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS), encoding="utf-8")
     sample = json.dumps({"step": 2, "tokens": 128, "text": "  Once|upon a time"})
     (folder / "run" / "samples.jsonl").write_text(f"{sample}\n", encoding="utf-8")
-    _write_json(folder / "run" / "run.json", {
-        "kind": "pretrain", "config": model.config.to_dict(), "settings": asdict(settings), "flop_per_token": 6e6,
-        "plan": {"weights": 4, "moments": 2, "saved": 1, "peak": 9},
-    })  # fmt: skip
+    _write_json(
+        folder / "run" / "run.json",
+        {
+            "kind": "pretrain",
+            "config": model.config.to_dict(),
+            "settings": asdict(settings),
+            "flop_per_token": 6e6,
+            "plan": {"weights": 4, "moments": 2, "saved": 1, "peak": 9},
+        },
+    )
     _write_json(folder / "run" / "scores.json", {"step": 2, "held-out text, bits per byte": 3.5})
     (folder / "sft" / "README.md").write_text("A card.\n", encoding="utf-8")
 
@@ -237,8 +281,10 @@ def _pretrain_once(folder: Path) -> None:
     before = os.getcwd()
     os.chdir(folder)
     try:
-        flags = "--data inputs/text.txt --tokenizer tokenizers/ours.json --steps 1 --batch-size 2 --workers 1 " \
-                "--backend numpy --out first --set vocab=300"  # fmt: skip
+        flags = (
+            "--data inputs/text.txt --tokenizer tokenizers/ours.json --steps 1 --batch-size 2 --workers 1 "
+            "--backend numpy --out first --set vocab=300"
+        )
         pretrain.main(flags.split() + TINY)
     finally:
         os.chdir(before)
@@ -250,8 +296,15 @@ def _pretrain_once(folder: Path) -> None:
 
 def _foreign(folder: Path, tokenizer: Tokenizer) -> None:
     pieces = sentencepiece()
-    own = {"do_sample": True, "temperature": 0.6, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1,
-           "max_new_tokens": 4}  # fmt: skip
+    own = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "max_new_tokens": 4,
+    }
     save_pretrained(small_model("llama", pieces.vocab_size), pieces, folder / "llama", generation=own)
     save_pretrained(small_model("gpt2", tokenizer.vocab_size), tokenizer, folder / "gpt2")
     save_pretrained(small_model("moe", tokenizer.vocab_size, experts=4), tokenizer, folder / "moe")
@@ -280,10 +333,15 @@ def _adapters(folder: Path, tokenizer: Tokenizer) -> None:
     buffer = model.buffer
     buffer.initialise(Stream(0, "adapters"))
     meta = {
-        "kind": "sft", "model": "nanoeuler", "config": base.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-        "settings": {}, "tokens": 128, **FIXED,
+        "kind": "sft",
+        "model": "nanoeuler",
+        "config": base.config.to_dict(),
+        "tokenizer_hash": tokenizer.hash(),
+        "settings": {},
+        "tokens": 128,
+        **FIXED,
         "lora": lora.describe(settings, base, buffer.count, folder / "lora"),
-    }  # fmt: skip
+    }
     weights = named(buffer, buffer.masters, model.backend)
     checkpoint.save(folder / "lora", 1, weights, {"m": np.zeros(1, np.float32)}, tokenizer, meta, keep=0)
     assert convert.main([str(folder / "sft"), str(folder / "merged")]) == 0
@@ -340,9 +398,19 @@ def _fineweb(folder: Path, texts: list[str]) -> None:
     write_documents(path, [Document(str(i), text, "", "https://host/a", 0.9) for i, text in enumerate(texts[:20])])
     wanted = asdict(fineweb_edu.Filter()) | {"unit": "rows", "budget": 20}
     size = sum(len(text.encode()) for text in texts[:20])
-    _write_json(path.with_suffix(".json"), {
-        "url": url, "bytes": 10_000, "sha256": None, "wanted": wanted, "documents": 20, "text_bytes": size,
-        "slice_sha256": _sha256(path), "refused": []})  # fmt: skip
+    _write_json(
+        path.with_suffix(".json"),
+        {
+            "url": url,
+            "bytes": 10_000,
+            "sha256": None,
+            "wanted": wanted,
+            "documents": 20,
+            "text_bytes": size,
+            "slice_sha256": _sha256(path),
+            "refused": [],
+        },
+    )
 
 
 def mend_slice(raw: Path) -> None:
@@ -409,8 +477,13 @@ def mend_checkpoint(run: Path) -> None:
     for hashes in run.glob("**/hashes.json"):
         folder = hashes.parent
         if isinstance(content := _as_object(hashes), dict):
-            _rewrite_json(hashes, {name: _sha256(folder / name) if (folder / name).is_file() else value
-                                   for name, value in content.items()})  # fmt: skip
+            _rewrite_json(
+                hashes,
+                {
+                    name: _sha256(folder / name) if (folder / name).is_file() else value
+                    for name, value in content.items()
+                },
+            )
 
 
 def mend_list(path: Path, key: str) -> None:

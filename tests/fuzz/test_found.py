@@ -181,8 +181,15 @@ def test_meta_data_that_lack_something(tmp_path: Path, lost: str, call: Callable
     tokenizer = sentencepiece()
     model = small_model("llama", tokenizer.vocab_size)
     weights = named(model.buffer, model.buffer.masters, model.backend)
-    meta = {"kind": "sft", "model": "llama", "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-            "elapsed": 1.0, "settings": PretrainSettings().to_dict(), "base": {}}  # fmt: skip
+    meta = {
+        "kind": "sft",
+        "model": "llama",
+        "config": model.config.to_dict(),
+        "tokenizer_hash": tokenizer.hash(),
+        "elapsed": 1.0,
+        "settings": PretrainSettings().to_dict(),
+        "base": {},
+    }
     path = checkpoint.save(tmp_path / "run", 1, weights, {"m": np.zeros(1)}, tokenizer, meta, keep=0) / "meta.json"
     content = json.loads(path.read_text(encoding="utf-8"))
     del content[lost]
@@ -224,8 +231,10 @@ def test_a_kill_between_the_last_save_and_the_removal_of_older_ones(tmp_path: Pa
     """The run has taken all its steps: resumed, it saves nothing more."""
     (tmp_path / "text.txt").write_text("It was the best of times. " * 200, encoding="utf-8")
     out = tmp_path / "run"
-    flags = "--steps 2 --save-every 1 --batch-size 2 --workers 1 --backend numpy --set dim=16 heads=2 kv_heads=1 " \
-            "layers=1 hidden=24 context=16 mtp_heads=1 vocab=260".split()  # fmt: skip
+    flags = (
+        "--steps 2 --save-every 1 --batch-size 2 --workers 1 --backend numpy --set dim=16 heads=2 kv_heads=1 "
+        "layers=1 hidden=24 context=16 mtp_heads=1 vocab=260".split()
+    )
     pretrain.main(["--data", str(tmp_path / "text.txt"), "--out", str(out), "--keep", "1", *flags])
     shutil.copytree(out / "step-00000002", out / "step-00000001")
     pretrain.main(["--resume", "--out", str(out)])

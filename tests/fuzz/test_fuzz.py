@@ -84,7 +84,9 @@ def test_half_a_character_in_a_record_is_no_obstacle_to_mending_its_hash(tmp_pat
     record.write_text('{"url": "\\udcff"}', encoding="utf-8")
     mend_slice(tmp_path)
     assert json.loads(record.read_text(encoding="utf-8")) == {
-        "url": "\udcff", "slice_sha256": hashlib.sha256(b"rows").hexdigest()}  # fmt: skip
+        "url": "\udcff",
+        "slice_sha256": hashlib.sha256(b"rows").hexdigest(),
+    }
 
 
 def test_each_kind_of_fault_is_noticed() -> None:
@@ -92,9 +94,15 @@ def test_each_kind_of_fault_is_noticed() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("good") == found.pop("refused") == ""
-    words = {"traceback": "JSONDecodeError", "abort": "SIGABRT", "status": "status 7", "hang": "killed",
-             "memory": "more than 1024 MiB", "two lines": "2 lines of error",
-             "escape": "control character"}  # fmt: skip
+    words = {
+        "traceback": "JSONDecodeError",
+        "abort": "SIGABRT",
+        "status": "status 7",
+        "hang": "killed",
+        "memory": "more than 1024 MiB",
+        "two lines": "2 lines of error",
+        "escape": "control character",
+    }
     assert found.keys() == words.keys()
     for name, word in words.items():
         assert word in found[name]

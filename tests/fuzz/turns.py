@@ -1,7 +1,7 @@
 """Trials of many things in turn, side by side, until the clock says so: what fuzz and chaos have in common.
 
-    rows = in_turns(lambda number: trial, things, workers=2, seconds=60.0, seeds=count(1))      # trial(thing, seed)
-    print(table(("thing", "trials"), [("a", "3"), ("b", "4")]))
+rows = in_turns(lambda number: trial, things, workers=2, seconds=60.0, seeds=count(1))      # trial(thing, seed)
+print(table(("thing", "trials"), [("a", "3"), ("b", "4")]))
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def parser(prog: str, doc: str, what: str, how: str) -> argparse.ArgumentParser:
     """The flags of both. what: is tried; how: what is kept."""
-    p = argparse.ArgumentParser(prog=f"python -m tests.{prog}", description=doc,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    p = argparse.ArgumentParser(
+        prog=f"python -m tests.{prog}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--seconds", type=float, default=60.0, help="for how long (default: %(default)s)")
     p.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="side by side (default: the cores)")
     p.add_argument("--keep", type=Path, default=ROOT / "runs" / prog, help=f"where {how} (default: runs/{prog})")
@@ -86,6 +87,4 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """In columns as wide as what is in them; the first is of names, the others are of figures."""
     lines = [head, *([str(cell) for cell in row] for row in rows)]
     wide = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(wide[0]), *map(str.rjust, line[1:], wide[1:])]) for line in lines
-    )
+    return "\n".join("  ".join([line[0].ljust(wide[0]), *map(str.rjust, line[1:], wide[1:])]) for line in lines)

@@ -43,8 +43,10 @@ def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65
     compared = 0
     for count in counts:
         for dtype, scale in (("float32", 100), ("float64", 100), ("int32", 100), ("float32", 1e-41)):
-            brought = [(np.random.default_rng((rank, count)).normal(size=count) * scale).astype(dtype)
-                       for rank in range(group.size)]  # fmt: skip
+            brought = [
+                (np.random.default_rng((rank, count)).normal(size=count) * scale).astype(dtype)
+                for rank in range(group.size)
+            ]
             window = group.reachable(count, np.dtype(dtype))
             trees_in_windows = group.reachable(count, np.dtype(dtype), tree=True) is not None
             total, size = np.empty(count, dtype), np.abs(brought).sum(axis=0)
@@ -52,9 +54,15 @@ def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65
             # Without `tree` NCCL adds in an order of its own.
             off = 0 * size if dtype == "int32" or group.size == 2 else group.size * np.finfo(dtype).eps * size
             trees = [("all_reduce_", 1, True), ("reduce_scatter_", 32, True)] if group.size in (2, 4, 8) else []
-            for method, unit, tree in [("all_reduce_", 1, False), ("reduce_scatter_", 1, False), *trees,
-                                       ("all_gather_", 1, False), ("broadcast_", 1, False),
-                                       ("reduce_scatter_", 32, False), ("all_gather_", 32, False)]:  # fmt: skip
+            for method, unit, tree in [
+                ("all_reduce_", 1, False),
+                ("reduce_scatter_", 1, False),
+                *trees,
+                ("all_gather_", 1, False),
+                ("broadcast_", 1, False),
+                ("reduce_scatter_", 32, False),
+                ("all_gather_", 32, False),
+            ]:
                 if count % unit:
                     continue
                 options: dict[str, Any] = ({"unit": unit} if unit > 1 else {}) | ({"tree": True} if tree else {})
@@ -83,8 +91,17 @@ def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65
 class Trial:
     """A run's steps without its loop, the same on every rank."""
 
-    def __init__(self, args: Any, group: Any, local: int, tokens: np.ndarray, zero: int = 0, shards: int = 0,
-                 accumulate: int = 1, capture: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        args: Any,
+        group: Any,
+        local: int,
+        tokens: np.ndarray,
+        zero: int = 0,
+        shards: int = 0,
+        accumulate: int = 1,
+        capture: bool = False,
+    ) -> None:
         self.config, self.lr = PRESETS[args.config], args.lr
         self.backend = get_backend("cupy", args.precision, device=local)
         self.backend.group = None if isinstance(group, Alone) else group
@@ -132,8 +149,11 @@ class Trial:
 
     def sha(self) -> str:
         """Of the state of all ranks, on rank 0; all call it."""
-        own = {f"{what} {name}": hashlib.sha256(tensor.tobytes()).hexdigest()
-               for what, tensors in self.state().items() for name, tensor in tensors.items()}  # fmt: skip
+        own = {
+            f"{what} {name}": hashlib.sha256(tensor.tobytes()).hexdigest()
+            for what, tensors in self.state().items()
+            for name, tensor in tensors.items()
+        }
         found: dict[str, str] = {}
         for of_rank in self.rank.group.gather_objects(own) or ():
             found |= of_rank
@@ -207,15 +227,25 @@ def main() -> int:
             note(loss=[many[0], many[-1]])
             one = make(alone, accumulate=group.size).run(args.steps)
             apart = np.abs(np.subtract(one, many))
-            note(steps=args.steps, one_gpu_with_micro_batches_apart=float(apart.max()), at_step=int(apart.argmax()),
-                 apart_of_every_tenth_step=apart[::10].tolist())  # fmt: skip
+            note(
+                steps=args.steps,
+                one_gpu_with_micro_batches_apart=float(apart.max()),
+                at_step=int(apart.argmax()),
+                apart_of_every_tenth_step=apart[::10].tolist(),
+            )
             if (most := apart[:UNTIL].max()) > APART and args.precision == "fp64":
                 raise SystemExit(f"the losses are {most:.1e} apart within {UNTIL} steps, wanted {APART:g}")
 
         if "same" in args.only:
             n, shas, wanted = args.exact_steps, dict[str, str](), list[float]()
-            for name, zero in (("all GPUs", 0), ("again", 0), ("ZeRO-1", 1), ("ZeRO-2", 2), ("captured", 0),
-                               ("ZeRO-1, captured", 1)):  # fmt: skip
+            for name, zero in (
+                ("all GPUs", 0),
+                ("again", 0),
+                ("ZeRO-1", 1),
+                ("ZeRO-2", 2),
+                ("captured", 0),
+                ("ZeRO-1, captured", 1),
+            ):
                 trial = make(group, zero=zero, capture="captured" in name)
                 losses = trial.run(n)
                 wanted = wanted or losses
@@ -248,10 +278,17 @@ def main() -> int:
             captured.run(n)
             shas["all, captured"] = captured.sha()
             del captured
-            note(exact_steps=n, shards_per_step=shards, losses_apart=float(np.abs(np.subtract(losses, many)).max()),
-                 bits=shas)  # fmt: skip
-            for name, of, state, zero in (("one, then all", group, half, 0), ("all, then one", alone, half_of_all, 0),
-                                          ("one, then all with ZeRO-2", group, half, 2)):  # fmt: skip
+            note(
+                exact_steps=n,
+                shards_per_step=shards,
+                losses_apart=float(np.abs(np.subtract(losses, many)).max()),
+                bits=shas,
+            )
+            for name, of, state, zero in (
+                ("one, then all", group, half, 0),
+                ("all, then one", alone, half_of_all, 0),
+                ("one, then all with ZeRO-2", group, half, 2),
+            ):
                 moved = make(of, shards=shards, zero=zero).take(state, n // 2)
                 moved.run(n - n // 2)
                 shas[name] = moved.sha()

@@ -30,19 +30,26 @@ CHECK = "tests/gpu/ranks_check.py --gpus {gpus} --config base"
 # part's file.
 PARTS = (
     # A step of one GPU, of all, with ZeRO, plain and as CUDA graphs, and of compiled DDP; memory beside forecast.
-    ("step", 170, "bench/train_step.py --gpus {gpus} --peer torch --capture --config base --precision bf16 "
-                  "--batch-size 32 --seq-len 512 --steps 100 --json {json}"),
+    (
+        "step",
+        170,
+        "bench/train_step.py --gpus {gpus} --peer torch --capture --config base --precision bf16 "
+        "--batch-size 32 --seq-len 512 --steps 100 --json {json}",
+    ),
     # The same bits in two runs of the same world, with ZeRO, on one GPU, on all, and moved in between.
     ("bits", 140, CHECK + " --rows 64 --only collectives same bits --exact-steps {exact} --json {json}"),
     # One GPU with micro-batches beside all, where training amplifies rounding least.
     ("losses", 140, CHECK + " --rows 8 --precision fp64 --only losses --steps 300 --json {json}"),
     ("kills", 150, "tests/parallel/kills.py --by gpus --ranks {gpus} --lives 1 --kills 3 --json {json}"),
     # About 0.8 B parameters.
-    ("xl", 110, "bench/train_step.py --gpus {gpus} --config xl --precision bf16 --batch-size 16 --steps 20 "
-                "--json {json}"),
+    (
+        "xl",
+        110,
+        "bench/train_step.py --gpus {gpus} --config xl --precision bf16 --batch-size 16 --steps 20 --json {json}",
+    ),
     # What less precision makes of the same differences.
     ("losses-fp32", 90, CHECK + " --rows 8 --precision fp32 --only losses --steps 300 --json {json}"),
-)  # fmt: skip
+)
 
 
 def run(command: list[str], log: Path, seconds: float) -> str:

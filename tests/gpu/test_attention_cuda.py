@@ -114,15 +114,23 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def run(
-    qkv: Any, dy: Any, heads: int, kv_heads: int, dtype: Any, seen: Seen = CAUSAL, dropped: Dropped = KEPT,
+    qkv: Any,
+    dy: Any,
+    heads: int,
+    kv_heads: int,
+    dtype: Any,
+    seen: Seen = CAUSAL,
+    dropped: Dropped = KEPT,
     starts: Any = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Forward and backward on the GPU; the gradients land in one poisoned dqkv."""
     parts = split(upload(qkv, dtype), heads, kv_heads)
     dqkv = poisoned(qkv.shape, dtype)
     options: dict[str, Any] = {
-        "seen": seen, "dropped": dropped, "starts": None if starts is None else cp.asarray(starts)
-    }  # fmt: skip
+        "seen": seen,
+        "dropped": dropped,
+        "starts": None if starts is None else cp.asarray(starts),
+    }
     out, lse = forward(dtype, *parts, **options)
     backward(dtype, *split(dqkv, heads, kv_heads), upload(dy, dtype), *parts, out, lse, **options)
     return {"out": out, "lse": lse, "dqkv": dqkv}
@@ -143,9 +151,16 @@ def error(got: Any, wanted: Any) -> float:
 
 
 def unfused(
-    qkv: Any, dy: Any, heads: int, kv_heads: int, factor: Callable[[Any], Any], result: Callable[[Any], Any],
-    seen: Seen = CAUSAL, dropped: Dropped = KEPT, starts: Any = None,
-) -> dict[str, Any]:  # fmt: skip
+    qkv: Any,
+    dy: Any,
+    heads: int,
+    kv_heads: int,
+    factor: Callable[[Any], Any],
+    result: Callable[[Any], Any],
+    seen: Seen = CAUSAL,
+    dropped: Dropped = KEPT,
+    starts: Any = None,
+) -> dict[str, Any]:
     """Attention one product at a time, factors and results rounded: the precision that a user of it expects."""
     q, k, v = (factor(x.transpose(0, 2, 1, 3)) for x in split(qkv, heads, kv_heads))
     group, scale, t = heads // kv_heads, qkv.shape[-1] ** -0.5, qkv.shape[1]
@@ -262,9 +277,7 @@ def test_windows_and_both_ways_in_bf16(d: int, heads: int, kv_heads: int, seen: 
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
 @pytest.mark.parametrize("d", (6, 32, 64, 80, 128))
 @pytest.mark.parametrize("dtype,tolerance", ((np.float64, 1e-12), (np.float32, 2e-6), (TF32, 2e-6)))
-def test_dropout_matches_numpy(
-    dtype: Any, tolerance: float, d: int, heads: int, kv_heads: int, seen: Seen
-) -> None:
+def test_dropout_matches_numpy(dtype: Any, tolerance: float, d: int, heads: int, kv_heads: int, seen: Seen) -> None:
     rng = np.random.default_rng()
     for t in LENGTHS:
         qkv, dy = random_inputs(rng, 2, t, heads, kv_heads, d, dtype)
@@ -647,8 +660,9 @@ def test_padding_is_seen_by_none(dtype: Any, tolerance: float, d: int, dropped: 
     device, ends = split(upload(qkv, dtype), 4, 2), cp.asarray(lengths)
     dqkv = poisoned(qkv.shape, dtype)
     got, got_lse = k.attention_fwd(*device, ends, None, *BOTH_WAYS, *dropped, backend=backend)
-    k.attention_bwd(*split(dqkv, 4, 2), upload(dy, dtype), *device, ends, None, got, got_lse, *BOTH_WAYS, *dropped,
-                    backend=backend)  # fmt: skip
+    k.attention_bwd(
+        *split(dqkv, 4, 2), upload(dy, dtype), *device, ends, None, got, got_lse, *BOTH_WAYS, *dropped, backend=backend
+    )
     assert error(got, out) < tolerance and error(got_lse, lse) < tolerance and error(dqkv, wanted) < 2 * tolerance
     for row, end in enumerate(lengths):
         assert not download(dqkv)[row, end:, 4:].any()  # the gradient of what is padding
@@ -662,8 +676,11 @@ def test_gradients_turned_back_in_the_kernels_are_those_of_rope_behind_them(
     """Bit for bit, at heads of 64; and at heads of 32, where rope is a pass."""
     from tinyforge.ops.rope_cuda import rope
 
-    k = bind((reference.attention_fwd, reference.attention_bwd, reference.attention_rope_bwd),
-             get_backend("cupy", "bf16"), "test")  # fmt: skip
+    k = bind(
+        (reference.attention_fwd, reference.attention_bwd, reference.attention_rope_bwd),
+        get_backend("cupy", "bf16"),
+        "test",
+    )
     for d in (64, 32):
         rng = np.random.default_rng(t)
         qkv, dy = (upload(x, BF16) for x in random_inputs(rng, b, t, heads, kv_heads, d, BF16))

@@ -34,19 +34,56 @@ pytestmark = pytest.mark.gpu
 
 VOCAB = 301
 MODELS: dict[str, tuple[str, Any]] = {
-    "nanoeuler": ("nanoeuler", Config(dim=128, heads=4, kv_heads=2, layers=3, context=96, vocab=VOCAB, mtp_heads=2,
-                                      hidden=152, mtp_weights=(1, 0.5))),
+    "nanoeuler": (
+        "nanoeuler",
+        Config(
+            dim=128,
+            heads=4,
+            kv_heads=2,
+            layers=3,
+            context=96,
+            vocab=VOCAB,
+            mtp_heads=2,
+            hidden=152,
+            mtp_weights=(1, 0.5),
+        ),
+    ),
     "gpt2": ("gpt2", {"dim": 128, "heads": 4, "layers": 2, "context": 96, "vocab": VOCAB, "dropout": 0.0}),
     "gpt2, dropout": ("gpt2", {"dim": 128, "heads": 2, "layers": 2, "context": 96, "vocab": VOCAB, "dropout": 0.2}),
-    "llama": ("llama", {"dim": 128, "heads": 4, "kv_heads": 2, "hidden": 152, "layers": 2, "context": 96,
-                        "vocab": VOCAB, "qk_norm": True}),
+    "llama": (
+        "llama",
+        {
+            "dim": 128,
+            "heads": 4,
+            "kv_heads": 2,
+            "hidden": 152,
+            "layers": 2,
+            "context": 96,
+            "vocab": VOCAB,
+            "qk_norm": True,
+        },
+    ),
     "lstm": ("lstm", {"dim": 128, "layers": 2, "context": 96, "vocab": VOCAB, "dropout": 0.2, "reset": 5}),
     "mamba": ("mamba", {"dim": 128, "layers": 2, "state": 8, "context": 96, "vocab": VOCAB}),
     "char_mlp": ("char_mlp", {"context": 96, "vocab": VOCAB}),
     # More layers than CuPy concatenates without an upload.
-    "moe": ("moe", MoEConfig(dim=64, heads=2, kv_heads=1, layers=9, context=96, vocab=VOCAB, mtp_heads=2, hidden=48,
-                             experts=4, active=2, mtp_weights=(1, 0.5))),
-}  # fmt: skip
+    "moe": (
+        "moe",
+        MoEConfig(
+            dim=64,
+            heads=2,
+            kv_heads=1,
+            layers=9,
+            context=96,
+            vocab=VOCAB,
+            mtp_heads=2,
+            hidden=48,
+            experts=4,
+            active=2,
+            mtp_weights=(1, 0.5),
+        ),
+    ),
+}
 
 
 def batch(number: int, heads: int, rows: int = 4, **more: Any) -> Batch:
@@ -165,23 +202,40 @@ def test_the_plan_is_within_five_percent_of_the_peak(name: str) -> None:
 
 
 TOKENIZER = Tokenizer([], ["<|endoftext|>"])
-TINY = Config(dim=64, heads=2, kv_heads=1, layers=2, context=32, vocab=257, mtp_heads=2, hidden=40,
-              mtp_weights=(1, 0.5))  # fmt: skip
+TINY = Config(
+    dim=64, heads=2, kv_heads=1, layers=2, context=32, vocab=257, mtp_heads=2, hidden=40, mtp_weights=(1, 0.5)
+)
 TOKENS = np.array(TOKENIZER.encode("the cat sat on the mat and the dog sat on the cat. " * 20), np.int32)
 
 
 class Trial:
     def __init__(self, out: Path, capture: str = "on") -> None:
-        self.settings = Settings(steps=25, save_every=7, eval_every=6, batch_size=4, keep=0, lr=1e-2, out=str(out),
-                                 backend="cupy", precision="bf16", capture=capture)  # fmt: skip
+        self.settings = Settings(
+            steps=25,
+            save_every=7,
+            eval_every=6,
+            batch_size=4,
+            keep=0,
+            lr=1e-2,
+            out=str(out),
+            backend="cupy",
+            precision="bf16",
+            capture=capture,
+        )
         self.backend = get_backend("cupy", "bf16")
         self.model = NanoEuler(TINY, self.backend)
         self.model.initialise(0)
         self.data = PackedTokens(TOKENS, 32, 2, seed=0)
         meta = {"kind": "pretrain", "config": TINY.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
-        self.task = Task(self.model, TOKENIZER, NextTokens(TINY.head_weights, TOKENIZER.byte_lengths),
-                         lambda step: [self.data.batch(2 * step, 4), self.data.batch(2 * step + 1, 4)], self.evaluate,
-                         lambda: "a sample", meta)  # fmt: skip
+        self.task = Task(
+            self.model,
+            TOKENIZER,
+            NextTokens(TINY.head_weights, TOKENIZER.byte_lengths),
+            lambda step: [self.data.batch(2 * step, 4), self.data.batch(2 * step + 1, 4)],
+            self.evaluate,
+            lambda: "a sample",
+            meta,
+        )
 
     def evaluate(self, sharded: Sharded) -> dict[str, float]:
         return {"val_bits_per_byte": evaluate_nll(sharded, self.data.in_order(4, 200), TOKENIZER.byte_lengths)}
@@ -206,8 +260,14 @@ def test_a_run_resumes_bit_for_bit_with_and_without_graphs(tmp_path: Path) -> No
         resumed.append(trial)
     masters = [t.backend.to_numpy(t.model.buffer.masters).tobytes() for t in (whole, plain, *resumed)]
     assert len(set(masters)) == 1
-    rows = [[(row["step"], row["loss"], row["grad_norm"]) for row in metrics.read(tmp_path / name / "metrics.jsonl")
-             if "loss" in row] for name in ("whole", "plain", "cut")]  # fmt: skip
+    rows = [
+        [
+            (row["step"], row["loss"], row["grad_norm"])
+            for row in metrics.read(tmp_path / name / "metrics.jsonl")
+            if "loss" in row
+        ]
+        for name in ("whole", "plain", "cut")
+    ]
     assert rows[0] == rows[1] == rows[2] and len(rows[0]) == 25
 
 

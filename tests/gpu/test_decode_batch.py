@@ -161,8 +161,12 @@ def test_a_row_draws_what_it_would_alone() -> None:
 def test_rows_of_one_launch_draw_by_rules_of_their_own() -> None:
     """Greedy, cut and hot rows side by side: each has the ids that it has beside others of its kind."""
     model, batch = trained_like(CONFIG, "fp32"), 20
-    rules = [Sampling(temperature=0), Sampling(0.7, top_k=5, top_p=1), Sampling(1.5, top_k=0, top_p=0.8),
-             Sampling(temperature=3, top_k=0, top_p=1, min_p=0.1)]  # fmt: skip
+    rules = [
+        Sampling(temperature=0),
+        Sampling(0.7, top_k=5, top_p=1),
+        Sampling(1.5, top_k=0, top_p=0.8),
+        Sampling(temperature=3, top_k=0, top_p=1, min_p=0.1),
+    ]
     samplings = [rules[row % len(rules)] for row in range(batch)]
     last = np.random.default_rng(0).integers(0, CONFIG.vocab, (batch, 1)).tolist()
 

@@ -25,11 +25,13 @@ from tinyforge.rng import Stream
 pytestmark = pytest.mark.gpu
 
 # Odd sizes: a hidden width and a vocabulary that fill no whole tile, three query heads to a key.
-CONFIG = Config(dim=96, heads=6, kv_heads=2, layers=3, context=160, vocab=301, mtp_heads=3, hidden=154,
-                mtp_weights=(1, 0.5, 0.25))  # fmt: skip
+CONFIG = Config(
+    dim=96, heads=6, kv_heads=2, layers=3, context=160, vocab=301, mtp_heads=3, hidden=154, mtp_weights=(1, 0.5, 0.25)
+)
 # The same with the smallest head that bf16 takes.
-WIDER = Config(dim=192, heads=6, kv_heads=2, layers=3, context=160, vocab=301, mtp_heads=3, hidden=154,
-               mtp_weights=(1, 0.5, 0.25))  # fmt: skip
+WIDER = Config(
+    dim=192, heads=6, kv_heads=2, layers=3, context=160, vocab=301, mtp_heads=3, hidden=154, mtp_weights=(1, 0.5, 0.25)
+)
 BASE = Config(dim=768, heads=12, kv_heads=4, layers=2, context=320, vocab=4096, hidden=2048)
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
@@ -264,7 +266,11 @@ def test_counts_are_those_of_the_host(trained: NanoEuler) -> None:
         assert text(session, prompt, sampling, stop) == text(host, prompt, sampling, stop)
         ours, theirs = session.stats, host.stats
         assert (ours.passes, ours.tokens, ours.drafted, ours.accepted) == (
-            theirs.passes, theirs.tokens, theirs.drafted, theirs.accepted)  # fmt: skip
+            theirs.passes,
+            theirs.tokens,
+            theirs.drafted,
+            theirs.accepted,
+        )
 
 
 def test_a_reply_that_was_left_in_the_middle_leaves_nothing(trained: NanoEuler) -> None:

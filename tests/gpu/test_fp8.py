@@ -33,8 +33,14 @@ gemm = pytest.importorskip("tinyforge.backends.gemm", reason="needs CuPy")
 
 CPU = get_backend("numpy", "fp8", workers=1)
 SHAPES = (
-    (8, 16, 16), (1, 272, 64), (200, 32, 80), (130, 1104, 208), (777, 528, 336), (2100, 1040, 144), (768, 768, 4112),
-)  # fmt: skip
+    (8, 16, 16),
+    (1, 272, 64),
+    (200, 32, 80),
+    (130, 1104, 208),
+    (777, 528, 336),
+    (2100, 1040, 144),
+    (768, 768, 4112),
+)
 BF16 = "bfloat16"
 
 
@@ -117,10 +123,15 @@ def test_weights_are_quantised_as_on_the_cpu(gpu: Any) -> None:
     weights = [on_gpu(rng.normal(size=shape) * size) for size, shape in enumerate(shapes)]  # the first are all 0
     ways = ((True, True), (False, True), (True, False), (True, True), (False, True))
     outs = [
-        FP8Weight(*(cp.empty(shape, np.uint8) if way else None
-                    for shape, way in zip((x.shape, x.shape[::-1]), wanted, strict=True)), cp.empty(1, np.float32))
+        FP8Weight(
+            *(
+                cp.empty(shape, np.uint8) if way else None
+                for shape, way in zip((x.shape, x.shape[::-1]), wanted, strict=True)
+            ),
+            cp.empty(1, np.float32),
+        )
         for x, wanted in zip(weights, ways, strict=True)
-    ]  # fmt: skip
+    ]
     bind((quantise_weights,), gpu, "test").quantise_weights(outs, weights)
     for out, weight in zip(outs, weights, strict=True):
         kind = fp8_dtype(E4M3)
@@ -153,9 +164,11 @@ def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> N
             found = []
             for _ in range(2):
                 y, hidden = gemm.gemm_fp8(
-                    product, *given, cp.ones((m, n), np.float32) if adds else dtype_of(BF16),
+                    product,
+                    *given,
+                    cp.ones((m, n), np.float32) if adds else dtype_of(BF16),
                     variant=replace(variant, band=band, splits=splits if adds else 1),
-                )  # fmt: skip
+                )
                 found.append([None if x is None else cp.asnumpy(x) for x in (y, hidden)])
             for x, again in zip(*found, strict=True):
                 assert x is None or np.array_equal(x.view(np.uint8), again.view(np.uint8)), "not the same bits twice"

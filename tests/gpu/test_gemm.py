@@ -130,9 +130,12 @@ def test_a_table_sends_products_to_the_kernel(hopper: None, monkeypatch: pytest.
     monkeypatch.setattr(gemm, "on_choice", lambda *what: said.append(what))
     for table in (
         {},
-        {f"FORWARD {rows} {outs} {ins}": [128, 256, 4, 0, 2], f"INPUT {rows} {ins} {outs}": [128, 128, 6, 1, 1],
-         f"WEIGHT {outs} {ins} {rows}": [128, 192, 5, 1, 2, 8, 3]},
-    ):  # fmt: skip
+        {
+            f"FORWARD {rows} {outs} {ins}": [128, 256, 4, 0, 2],
+            f"INPUT {rows} {ins} {outs}": [128, 128, 6, 1, 1],
+            f"WEIGHT {outs} {ins} {rows}": [128, 192, 5, 1, 2, 8, 3],
+        },
+    ):
         monkeypatch.setattr(gemm, "_table", lambda table=table: gemm.parsed(table))
         dweight = backend.zeros(weight.shape, backend.master_dtype)
         y = k.linear_fwd(x, weight, None)
@@ -192,8 +195,13 @@ def test_swiglu_at_the_end_of_a_product_is_the_op_behind_it(epilogue: str, varia
 
 
 # (rows, positions, heads, turned, steps): as above; a tile of positions that begin again, heads that are not turned.
-TURNED = ((8, 8, 1, 1, 8), (200, 25, 3, 2, 72), (777, 777, 5, 4, 200), (2100, 700, 20, 16, 136),
-          (4096, 512, 20, 16, 768))  # fmt: skip
+TURNED = (
+    (8, 8, 1, 1, 8),
+    (200, 25, 3, 2, 72),
+    (777, 777, 5, 4, 200),
+    (2100, 700, 20, 16, 136),
+    (4096, 512, 20, 16, 768),
+)
 
 
 @pytest.mark.parametrize("variant", [replace(v, band=b) for v in gemm.compiled("ROPE") for b in (1, 8)], ids=str)
@@ -234,8 +242,10 @@ def test_a_block_goes_to_the_fused_kernels(
         behind = backend.asarray(rng.normal(size=(dim, hidden)) / 16)
         found, said = [], []
         monkeypatch.setattr(gemm, "on_choice", lambda *what, said=said: said.append(what[0]))
-        rows = {f"SWIGLU {tokens} {2 * hidden} {dim}": [128, 192, 5, 1, 1, 8, 1],
-                f"SWIGLU_BACKWARD {tokens} {hidden} {dim}": [128, 128, 5, 1, 1, 8, 1]}  # fmt: skip
+        rows = {
+            f"SWIGLU {tokens} {2 * hidden} {dim}": [128, 192, 5, 1, 1, 8, 1],
+            f"SWIGLU_BACKWARD {tokens} {hidden} {dim}": [128, 128, 5, 1, 1, 8, 1],
+        }
         for fused in (False, True):
             table = rows if fused and not by_rule else {}
             monkeypatch.setattr(gemm, "_table", lambda table=table: gemm.parsed(table))

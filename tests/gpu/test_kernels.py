@@ -111,18 +111,48 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), 1e-5),
     "rmsnorm_bwd": lambda r, n, c: (acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), None),
     "rmsnorm_bwd residual": lambda r, n, c: (
-        acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), act(r, n, c)),
+        acc(r, c),
+        act(r, n, c),
+        act(r, c),
+        act(r, n, c),
+        some_rstd(r, n),
+        act(r, n, c),
+    ),
     "add_rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5),
     "layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), act(r, c), 1e-5),
     "add_layernorm_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), act(r, c), 1e-5),
     "add_layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), None, 1e-5),
     "layernorm_bwd": lambda r, n, c: (
-        acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+        acc(r, c),
+        acc(r, c),
+        act(r, n, c),
+        act(r, c),
+        act(r, n, c),
+        angles(r, n),
+        some_rstd(r, n),
+        None,
+    ),
     "layernorm_fwd plain": lambda r, n, c: (act(r, n, c), act(r, c), None, 1e-5),
     "layernorm_bwd plain": lambda r, n, c: (
-        acc(r, c), None, act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+        acc(r, c),
+        None,
+        act(r, n, c),
+        act(r, c),
+        act(r, n, c),
+        angles(r, n),
+        some_rstd(r, n),
+        None,
+    ),
     "layernorm_bwd residual": lambda r, n, c: (
-        acc(r, c), acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), act(r, n, c)),
+        acc(r, c),
+        acc(r, c),
+        act(r, n, c),
+        act(r, c),
+        act(r, n, c),
+        angles(r, n),
+        some_rstd(r, n),
+        act(r, n, c),
+    ),
     "softmax_fwd": lambda r, n, c: (act(r, n, c),),
     "softmax_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c),),
@@ -144,17 +174,40 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
     "causal_conv_fwd": lambda r, n, c: (None, act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
     "causal_conv_fwd tail": lambda r, n, c: (
-        Activation(normal(r, 2, 2, c)), act(r, 2, n, c), act(r, c, 1, 3), act(r, c)),
+        Activation(normal(r, 2, 2, c)),
+        act(r, 2, n, c),
+        act(r, c, 1, 3),
+        act(r, c),
+    ),
     "causal_conv_bwd": lambda r, n, c: (
-        None, acc(r, c, 1, 4), acc(r, c), act(r, 2, n, c), act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
+        None,
+        acc(r, c, 1, 4),
+        acc(r, c),
+        act(r, 2, n, c),
+        act(r, 2, n, c),
+        act(r, c, 1, 4),
+        act(r, c),
+    ),
     "selective_scan_fwd": lambda r, n, c: (None, *scan_inputs(r, 2, n, c, 16), True),
     "selective_scan_fwd state": lambda r, n, c: (acc(r, 2, c, 5), *scan_inputs(r, 2, n, c, 5), True),
     "selective_scan_bwd": lambda r, n, c: (
-        None, acc(r, c, 3), acc(r, c), acc(r, c), act(r, 2, n, c), *scan_inputs(r, 2, n, c, 3),
-        Master(normal(r, 2, -(-n // 32), c, 3))),
+        None,
+        acc(r, c, 3),
+        acc(r, c),
+        acc(r, c),
+        act(r, 2, n, c),
+        *scan_inputs(r, 2, n, c, 3),
+        Master(normal(r, 2, -(-n // 32), c, 3)),
+    ),
     "selective_scan_bwd wide": lambda r, n, c: (
-        None, acc(r, c, 16), acc(r, c), acc(r, c), act(r, 1, n, c), *scan_inputs(r, 1, n, c, 16),
-        Master(normal(r, 1, -(-n // 32), c, 16))),
+        None,
+        acc(r, c, 16),
+        acc(r, c),
+        acc(r, c),
+        act(r, 1, n, c),
+        *scan_inputs(r, 1, n, c, 16),
+        Master(normal(r, 1, -(-n // 32), c, 16)),
+    ),
     "linear_fwd": lambda r, n, c: (act(r, n, c), act(r, 24, c), None),
     "linear_fwd bias": lambda r, n, c: (act(r, n, 24), act(r, c, 24), act(r, c)),
     "linear_add_fwd": lambda r, n, c: (act(r, n, 24), act(r, c, 24), None, act(r, n, c)),
@@ -166,21 +219,64 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "linear_bwd frozen": lambda r, n, c: (None, None, act(r, n, 24), None, act(r, 24, c)),
     "rmsnorm_bwd frozen": lambda r, n, c: (None, act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), None),
     "layernorm_bwd frozen": lambda r, n, c: (
-        None, None, act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+        None,
+        None,
+        act(r, n, c),
+        act(r, c),
+        act(r, n, c),
+        angles(r, n),
+        some_rstd(r, n),
+        None,
+    ),
     "layernorm_bwd frozen gain": lambda r, n, c: (
-        None, acc(r, c), act(r, n, c), act(r, c), act(r, n, c), angles(r, n), some_rstd(r, n), None),
+        None,
+        acc(r, c),
+        act(r, n, c),
+        act(r, c),
+        act(r, n, c),
+        angles(r, n),
+        some_rstd(r, n),
+        None,
+    ),
     "gelu_bwd frozen bias": lambda r, n, c: (None, None, act(r, n, c), act(r, n, c), act(r, c), "tanh"),
     "swiglu_linear_bwd frozen": lambda r, n, c: (None, act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
     "lora_fwd": lambda r, n, c: (
-        act(r, n, c), act(r, 24, c), act(r, 24), act(r, 8, c), act(r, 24, 8), 1.7, Stream(1).key, 0.3),
-    "lora_fwd whole": lambda r, n, c: (
-        act(r, n, c), act(r, 24, c), None, act(r, 3, c), act(r, 24, 3), 0.5, None, 0.0),
+        act(r, n, c),
+        act(r, 24, c),
+        act(r, 24),
+        act(r, 8, c),
+        act(r, 24, 8),
+        1.7,
+        Stream(1).key,
+        0.3,
+    ),
+    "lora_fwd whole": lambda r, n, c: (act(r, n, c), act(r, 24, c), None, act(r, 3, c), act(r, 24, 3), 0.5, None, 0.0),
     "lora_bwd": lambda r, n, c: (
-        acc(r, 8, c), acc(r, 24, 8), act(r, n, 24), act(r, n, c), act(r, n, 8), act(r, 24, c), act(r, 8, c),
-        act(r, 24, 8), 1.7, Stream(1).key, 0.3),
+        acc(r, 8, c),
+        acc(r, 24, 8),
+        act(r, n, 24),
+        act(r, n, c),
+        act(r, n, 8),
+        act(r, 24, c),
+        act(r, 8, c),
+        act(r, 24, 8),
+        1.7,
+        Stream(1).key,
+        0.3,
+    ),
     "lora_bwd whole": lambda r, n, c: (
-        acc(r, 3, c), acc(r, 24, 3), act(r, n, 24), act(r, n, c), act(r, n, 3), act(r, 24, c), act(r, 3, c),
-        act(r, 24, 3), 0.5, None, 0.0),
+        acc(r, 3, c),
+        acc(r, 24, 3),
+        act(r, n, 24),
+        act(r, n, c),
+        act(r, n, 3),
+        act(r, 24, c),
+        act(r, 3, c),
+        act(r, 24, 3),
+        0.5,
+        None,
+        0.0,
+    ),
     "lora_merge": lambda r, n, c: (act(r, n, c), act(r, 8, c), act(r, n, 8), 1.7),
     "swiglu_linear_fwd": lambda r, n, c: (act(r, n, 2 * c), None, act(r, 24, c), None),
     "swiglu_linear_fwd hidden": lambda r, n, c: (act(r, n, 2 * c), act(r, n, c), act(r, 24, c), None),
@@ -190,11 +286,35 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "gelu_linear_fwd bias": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c), None, "tanh"),
     "gelu_linear_fwd erf": lambda r, n, c: (act(r, n, c), act(r, 24, c), act(r, 24), act(r, c), act(r, n, 24), "erf"),
     "gelu_linear_bwd": lambda r, n, c: (
-        acc(r, 24, c), acc(r, 24), None, act(r, n, 24), act(r, n, c), act(r, 24, c), None, "tanh"),
+        acc(r, 24, c),
+        acc(r, 24),
+        None,
+        act(r, n, 24),
+        act(r, n, c),
+        act(r, 24, c),
+        None,
+        "tanh",
+    ),
     "gelu_linear_bwd bias": lambda r, n, c: (
-        acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c), "tanh"),
+        acc(r, 24, c),
+        acc(r, 24),
+        acc(r, c),
+        act(r, n, 24),
+        act(r, n, c),
+        act(r, 24, c),
+        act(r, c),
+        "tanh",
+    ),
     "gelu_linear_bwd erf": lambda r, n, c: (
-        acc(r, 24, c), acc(r, 24), acc(r, c), act(r, n, 24), act(r, n, c), act(r, 24, c), act(r, c), "erf"),
+        acc(r, 24, c),
+        acc(r, 24),
+        acc(r, c),
+        act(r, n, 24),
+        act(r, n, c),
+        act(r, 24, c),
+        act(r, c),
+        "erf",
+    ),
     "fork_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "tanh_fwd": lambda r, n, c: (act(r, n, c),),
     "tanh_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
@@ -203,37 +323,71 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "take_fwd": lambda r, n, c: (act(r, 3, n, c), places(r, 3, n)),
     "take_bwd": lambda r, n, c: (act(r, 3, -(-n // 2), c), places(r, 3, n), n),
     "patches_bwd": lambda r, n, c: (
-        act(r, 2, 6 * n, 3 * min(c, 9) ** 2), (2, 3, 2 * min(c, 9), 3 * n * min(c, 9)), min(c, 9), 0.5),
+        act(r, 2, 6 * n, 3 * min(c, 9) ** 2),
+        (2, 3, 2 * min(c, 9), 3 * n * min(c, 9)),
+        min(c, 9),
+        0.5,
+    ),
     "router_fwd": lambda r, n, c: (act(r, n, min(c, 70)), min(c, 3)),
     "router_bwd": lambda r, n, c: (
-        angles(r, n, min(c, 3)), angles(r, min(c, 70) + 1), act(r, n, min(c, 70)), some_rstd(r, (n, min(c, 3))),
-        distinct(r, n, min(c, 70), min(c, 3))),
+        angles(r, n, min(c, 3)),
+        angles(r, min(c, 70) + 1),
+        act(r, n, min(c, 70)),
+        some_rstd(r, (n, min(c, 3))),
+        distinct(r, n, min(c, 70), min(c, 3)),
+    ),
     "sort_by_expert": lambda r, n, c: (distinct(r, n, min(c, 300) + 1, 2 if c > 1 else 1), min(c, 300) + 2),
     "grouped_fwd": lambda r, n, c: (act(r, n, c), act(r, 5, 24, c), tokens(r, 2 * n, n), groups(r, 2 * n)),
     "grouped_fwd in order": lambda r, n, c: (act(r, n, 24), act(r, 5, c, 24), None, groups(r, n)),
     "grouped_bwd_input": lambda r, n, c: (act(r, n, c), act(r, 5, c, 24), tokens(r, 2 * n, n), groups(r, 2 * n)),
     "grouped_bwd_input in order": lambda r, n, c: (act(r, n, 24), act(r, 5, 24, c), None, groups(r, n)),
     "grouped_bwd_weight": lambda r, n, c: (
-        acc(r, 5, c, 24), act(r, n, c), act(r, 2 * n, 24), tokens(r, 2 * n, n), None, groups(r, 2 * n)),
+        acc(r, 5, c, 24),
+        act(r, n, c),
+        act(r, 2 * n, 24),
+        tokens(r, 2 * n, n),
+        None,
+        groups(r, 2 * n),
+    ),
     "grouped_bwd_weight by x": lambda r, n, c: (
-        acc(r, 5, 136, c), act(r, 2 * n, 136), act(r, n, c), None, tokens(r, 2 * n, n), groups(r, 2 * n)),
+        acc(r, 5, 136, c),
+        act(r, 2 * n, 136),
+        act(r, n, c),
+        None,
+        tokens(r, 2 * n, n),
+        groups(r, 2 * n),
+    ),
     "weighted_swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c), some_rstd(r, (n, 1)), order(r, n)),
     "weighted_swiglu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, 2 * c), some_rstd(r, (n, 1)), order(r, n)),
     "sum_of_rows": lambda r, n, c: (act(r, 3 * n, c), order(r, 3 * n).reshape(n, 3), act(r, n, c)),
     "sum_of_rows alone": lambda r, n, c: (act(r, 2 * n, c), order(r, 2 * n).reshape(n, 2), None),
     "swiglu_linear_bwd": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, 2 * c), act(r, 24, c)),
     "swiglu_linear_bwd blank": lambda r, n, c: (acc(r, 24, c), act(r, n, 24), act(r, n, 2 * c), act(r, 24, c), False),
-}  # fmt: skip
+}
 
 # A lane's vectors: none (odd widths), one, three (four, six, eight), and rows too wide for registers.
 SHAPES = [(1, 1), (7, 33), (3, 8), (5, 128), (65, 768), (19, 1024), (4, 4096), (3000, 64)]
 # Rows of which a warp takes several, one more or one less than others, and more than are under way at a time.
 MANY_ROWS = [(9001, 200), (9001, 768), (9001, 1024)]
-OVER_MANY_ROWS = ("rmsnorm_bwd", "rmsnorm_bwd residual", "layernorm_bwd", "layernorm_bwd plain",
-                  "layernorm_bwd residual", "gelu_bwd bias")  # fmt: skip
+OVER_MANY_ROWS = (
+    "rmsnorm_bwd",
+    "rmsnorm_bwd residual",
+    "layernorm_bwd",
+    "layernorm_bwd plain",
+    "layernorm_bwd residual",
+    "gelu_bwd bias",
+)
 # The last argument of two axes or more is a weight.
-WITH_WEIGHTS = ("positions_fwd", "embedding_fwd", "causal_conv_fwd", "causal_conv_bwd", "selective_scan_fwd",
-                "selective_scan_bwd", "grouped_fwd", "grouped_bwd_input")  # fmt: skip
+WITH_WEIGHTS = (
+    "positions_fwd",
+    "embedding_fwd",
+    "causal_conv_fwd",
+    "causal_conv_bwd",
+    "selective_scan_fwd",
+    "selective_scan_bwd",
+    "grouped_fwd",
+    "grouped_bwd_input",
+)
 ARRAYS = (Activation, Master)
 
 
@@ -317,9 +471,15 @@ def gelu_then_linear(
 
 
 def gelu_linear_backwards(
-    dweight: np.ndarray, dbias: np.ndarray, dinput_bias: Any, dy: np.ndarray, u: np.ndarray, weight: np.ndarray,
-    input_bias: Any, how: str,
-) -> np.ndarray:  # fmt: skip
+    dweight: np.ndarray,
+    dbias: np.ndarray,
+    dinput_bias: Any,
+    dy: np.ndarray,
+    u: np.ndarray,
+    weight: np.ndarray,
+    input_bias: Any,
+    how: str,
+) -> np.ndarray:
     """The gradient that the GELU gets is stored, and so rounded, and what it gives again."""
     bf16, hidden = dtype_of("bfloat16"), np.empty_like(u)
     dhidden = (dy @ weight).astype(bf16).astype(np.float32)
@@ -352,13 +512,16 @@ def lora_backwards(da: np.ndarray, db: np.ndarray, dy: np.ndarray, x: np.ndarray
 
 
 PLAIN = {
-    "lora_fwd": lora_forwards, "lora_fwd whole": lora_forwards, "lora_bwd": lora_backwards,
+    "lora_fwd": lora_forwards,
+    "lora_fwd whole": lora_forwards,
+    "lora_bwd": lora_backwards,
     "lora_bwd whole": lora_backwards,
     **{f"gelu_linear_fwd{which}": gelu_then_linear for which in ("", " bias", " erf")},
     **{f"gelu_linear_bwd{which}": gelu_linear_backwards for which in ("", " bias", " erf")},
-    "add_rmsnorm_fwd": add_then_rmsnorm, "add_layernorm_fwd": add_then_layernorm,
+    "add_rmsnorm_fwd": add_then_rmsnorm,
+    "add_layernorm_fwd": add_then_layernorm,
     "add_layernorm_fwd plain": add_then_layernorm,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -432,16 +595,18 @@ def loss_case(kind: Any, backend: Backend, vocab: int, heads: int) -> tuple[Any,
 
 @pytest.mark.parametrize(
     ("kind", "frozen", "taught"),
-    [(ops.CrossEntropy, False, False), (ops.LinearCrossEntropy, False, False), (ops.LinearCrossEntropy, True, False),
-     (ops.LinearCrossEntropy, False, True)],
-)  # fmt: skip
+    [
+        (ops.CrossEntropy, False, False),
+        (ops.LinearCrossEntropy, False, False),
+        (ops.LinearCrossEntropy, True, False),
+        (ops.LinearCrossEntropy, False, True),
+    ],
+)
 @pytest.mark.parametrize("heads", [1, 3])  # one head with an odd vocabulary has padded rows
 @pytest.mark.parametrize("vocab", [1, 5, 65, 96, 512, 4096, 8192, 8195, 40_000, 50_257, 120_001])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_losses(
-    kind: Any, frozen: bool, taught: bool, vocab: int, heads: int, precision: str, shared: bool
-) -> None:  # fmt: skip
+def test_losses(kind: Any, frozen: bool, taught: bool, vocab: int, heads: int, precision: str, shared: bool) -> None:
     """The residual is laid out otherwise on the two backends; what goes in and comes out is the same. taught: with a
     teacher's probabilities among the targets."""
     dnll = np.array([0.5, -2.0, 1e-4])[:heads]
@@ -458,8 +623,10 @@ def test_losses(
         stash, wanted = Stash(), backend.asarray(targets)
         if taught:
             rng = np.random.default_rng(1)
-            teacher = (rounded(Activation(size * normal(rng, *shape))).value
-                       for size, shape in ((1.0, (37, 24)), (0.2, (heads + 1, vocab, 24))))  # fmt: skip
+            teacher = (
+                rounded(Activation(size * normal(rng, *shape))).value
+                for size, shape in ((1.0, (37, 24)), (0.2, (heads + 1, vocab, 24)))
+            )
             wanted = SoftTargets(wanted, *map(backend.asarray, teacher), share=0.7)
         nll = op.forward(backend.asarray(x), wanted, stash)
         again = op.forward(backend.asarray(x), wanted)

@@ -31,8 +31,9 @@ from tinyforge.train.settings import Settings
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = Config(dim=128, heads=4, kv_heads=2, layers=3, context=96, vocab=301, mtp_heads=3, hidden=152,
-                mtp_weights=(1, 0.5, 0.25))  # fmt: skip
+CONFIG = Config(
+    dim=128, heads=4, kv_heads=2, layers=3, context=96, vocab=301, mtp_heads=3, hidden=152, mtp_weights=(1, 0.5, 0.25)
+)
 
 
 @pytest.mark.parametrize("kind", known_ops(), ids=lambda kind: kind.__name__)
@@ -43,11 +44,17 @@ def test_every_gradient_against_finite_differences(kind: type[Op]) -> None:
 
 KERNELS = {k.name: k for kind in ops.ALL for k in kind.kernels}
 FAULTS = {
-    "rmsnorm_bwd": ops.RMSNorm, "layernorm_bwd": ops.LayerNorm, "rope": ops.RoPE,
-    "swiglu_bwd": ops.SwiGLU, "gelu_bwd": ops.GELU, "softmax_bwd": ops.Softmax, "linear_bwd": ops.Linear,
+    "rmsnorm_bwd": ops.RMSNorm,
+    "layernorm_bwd": ops.LayerNorm,
+    "rope": ops.RoPE,
+    "swiglu_bwd": ops.SwiGLU,
+    "gelu_bwd": ops.GELU,
+    "softmax_bwd": ops.Softmax,
+    "linear_bwd": ops.Linear,
     "swiglu_linear_bwd": ops.SwiGLULinear,
-    "cross_entropy_bwd": ops.CrossEntropy, "linear_cross_entropy_bwd": ops.LinearCrossEntropy,
-}  # fmt: skip
+    "cross_entropy_bwd": ops.CrossEntropy,
+    "linear_cross_entropy_bwd": ops.LinearCrossEntropy,
+}
 
 
 @pytest.mark.parametrize("kernel", FAULTS)
@@ -97,8 +104,9 @@ def test_the_same_seed_gives_the_same_bits(precision: str) -> None:
 
 
 TOKENIZER = Tokenizer([], ["<|endoftext|>"])
-TINY = Config(dim=64, heads=2, kv_heads=1, layers=2, context=32, vocab=257, mtp_heads=2, hidden=40,
-              mtp_weights=(1, 0.5))  # fmt: skip
+TINY = Config(
+    dim=64, heads=2, kv_heads=1, layers=2, context=32, vocab=257, mtp_heads=2, hidden=40, mtp_weights=(1, 0.5)
+)
 TOKENS = np.array(TOKENIZER.encode("the cat sat on the mat and the dog sat on the cat. " * 20), np.int32)
 
 
@@ -111,8 +119,15 @@ class Trial:
         self.model.initialise(0)
         self.data = PackedTokens(TOKENS, 32, 2, seed=0)
         meta = {"kind": "pretrain", "config": TINY.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
-        self.task = Task(self.model, TOKENIZER, NextTokens(TINY.head_weights, TOKENIZER.byte_lengths), self.batches,
-                         self.evaluate, lambda: "a sample", meta)  # fmt: skip
+        self.task = Task(
+            self.model,
+            TOKENIZER,
+            NextTokens(TINY.head_weights, TOKENIZER.byte_lengths),
+            self.batches,
+            self.evaluate,
+            lambda: "a sample",
+            meta,
+        )
 
     def batches(self, step: int) -> list[Batch]:
         return [self.data.batch(2 * step, 4), self.data.batch(2 * step + 1, 4)]
@@ -146,13 +161,18 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_read_on_the_cpu(tmp_path: Path,
     weights = checkpoint.load(last).weights
     assert {w.dtype for w in weights.values()} == {np.dtype(np.float32)}
     on_cpu = load(last, get_backend("numpy", "fp32", workers=1))
-    evaluated = evaluate_nll(Sharded(on_cpu.model, on_cpu.model.backend), whole.data.in_order(4, 200),
-                             TOKENIZER.byte_lengths)  # fmt: skip
-    assert evaluated == pytest.approx(whole.evaluate(Sharded(whole.model, whole.backend))["val_bits_per_byte"],
-                                      rel=1e-5 if precision == "fp32" else 2e-2)  # fmt: skip
+    evaluated = evaluate_nll(
+        Sharded(on_cpu.model, on_cpu.model.backend), whole.data.in_order(4, 200), TOKENIZER.byte_lengths
+    )
+    assert evaluated == pytest.approx(
+        whole.evaluate(Sharded(whole.model, whole.backend))["val_bits_per_byte"],
+        rel=1e-5 if precision == "fp32" else 2e-2,
+    )
     on_gpu = load(last, get_backend("cupy", "fp32"))
-    text = [list(generate(m.model, TOKENIZER.encode("the cat"), Sampling(temperature=0, max_tokens=12)))
-            for m in (on_cpu, on_gpu)]  # fmt: skip
+    text = [
+        list(generate(m.model, TOKENIZER.encode("the cat"), Sampling(temperature=0, max_tokens=12)))
+        for m in (on_cpu, on_gpu)
+    ]
     assert text[0] == text[1] and len(text[0]) == 12
 
 

@@ -52,8 +52,9 @@ def test_newton_schulz(shape: tuple[int, int], precision: str, batched: bool, mo
     backend = get_backend("cupy", precision)
     x = np.random.default_rng(0).normal(size=(3, *shape)) * 1e-3
     squares = backend.asarray(np.stack([(x**2).sum(axis=(1, 2)) / 2] * 2, axis=1), np.dtype(np.float64))
-    found = [backend.to_numpy(newton_schulz.bind(backend)(backend.asarray(x), squares)).astype(np.float64)
-             for _ in range(2)]  # fmt: skip
+    found = [
+        backend.to_numpy(newton_schulz.bind(backend)(backend.asarray(x), squares)).astype(np.float64) for _ in range(2)
+    ]
     assert np.array_equal(*found)
     for one, got in zip(x, found[0], strict=True):
         wanted = naive_orthogonal(one)
@@ -69,9 +70,12 @@ def test_newton_schulz(shape: tuple[int, int], precision: str, batched: bool, mo
 def test_steps_are_those_of_numpy(precision: str, poisoned_memory: None) -> None:
     """In bf16 the products differ, and what does not go through them is the same."""
     params = [
-        Param("embedding", (11, 8)), Param("qkv", (40, 24), matrices=(24, 8, 8)), Param("odd", (9, 7), matrices=(4, 5)),
-        Param("head", (11, 8)), Param("norm", (7,), decay=False),
-    ]  # fmt: skip
+        Param("embedding", (11, 8)),
+        Param("qkv", (40, 24), matrices=(24, 8, 8)),
+        Param("odd", (9, 7), matrices=(4, 5)),
+        Param("head", (11, 8)),
+        Param("norm", (7,), decay=False),
+    ]
     found = []
     for backend in (get_backend("numpy", "fp64", 1), get_backend("cupy", precision)):
         buffer = ParamBuffer([Param(p.name, p.shape, decay=p.decay, matrices=p.matrices) for p in params], backend)
@@ -87,8 +91,13 @@ def test_steps_are_those_of_numpy(precision: str, poisoned_memory: None) -> None
             optimizer.step(0.05, factor)
         host = backend.to_numpy
         assert np.array_equal(host(buffer.values), host(buffer.masters.astype(backend.dtype)))
-        found.append({f"{what} {p.name}": host(optimizer._view(what, p)) for what in ("masters", "m", "v")
-                      for p in optimizer.having(what)})  # fmt: skip
+        found.append(
+            {
+                f"{what} {p.name}": host(optimizer._view(what, p))
+                for what in ("masters", "m", "v")
+                for p in optimizer.having(what)
+            }
+        )
     wanted, got = found
     for name in wanted:
         through_products = precision == "bf16" and name in ("masters qkv", "masters odd")

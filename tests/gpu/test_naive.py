@@ -69,10 +69,12 @@ def test_grouped_products(outs: int, ins: int, experts: int, file: str, monkeypa
         mixture_cuda.grouped_bwd_weight(dweight[0], dy, by_row, which, None, starts)
         mixture_cuda.grouped_bwd_weight(dweight[1], up, x, None, which, starts)
         return [
-            mixture_cuda.grouped_fwd(x, weight, which, starts), mixture_cuda.grouped_fwd(by_row, weight, None, starts),
+            mixture_cuda.grouped_fwd(x, weight, which, starts),
+            mixture_cuda.grouped_fwd(by_row, weight, None, starts),
             mixture_cuda.grouped_bwd_input(dy, weight, which, starts),
-            mixture_cuda.grouped_bwd_input(up, weight, None, starts), dweight,
-        ]  # fmt: skip
+            mixture_cuda.grouped_bwd_input(up, weight, None, starts),
+            dweight,
+        ]
 
     if file != "best":
         monkeypatch.setattr(mixture_cuda, "_file", lambda *_: file)
@@ -97,8 +99,21 @@ def test_rmsnorm_backward(rows: int, width: int, precision: str) -> None:
     rstd = 1 / cp.sqrt((x * x).mean(axis=-1) + 1e-5)
     dweight, dx = normal(rng, precision, width), cp.empty_like(x)
     fast = dweight.copy()
-    launch("rmsnorm", "rmsnorm_bwd_naive", precision, max(rows, width), dx, dweight, dy, weight, x, rstd, rows, width,
-           PER=0)  # fmt: skip
+    launch(
+        "rmsnorm",
+        "rmsnorm_bwd_naive",
+        precision,
+        max(rows, width),
+        dx,
+        dweight,
+        dy,
+        weight,
+        x,
+        rstd,
+        rows,
+        width,
+        PER=0,
+    )
     assert_close(rmsnorm_bwd(fast, dy, weight, x, rstd, None), dx, precision)
     assert_close(fast, dweight, precision)
 
@@ -114,8 +129,22 @@ def test_layernorm_backward(rows: int, width: int, precision: str) -> None:
     rstd = 1 / cp.sqrt(((x - mean[:, None]) ** 2).mean(axis=-1) + 1e-5)
     sums = [normal(rng, precision, width) for _ in range(2)]
     fast = [s.copy() for s in sums]
-    launch("layernorm", "layernorm_bwd_naive", precision, max(rows, width), dx, *sums, dy, weight, x, mean, rstd,
-           rows, width, PER=0)  # fmt: skip
+    launch(
+        "layernorm",
+        "layernorm_bwd_naive",
+        precision,
+        max(rows, width),
+        dx,
+        *sums,
+        dy,
+        weight,
+        x,
+        mean,
+        rstd,
+        rows,
+        width,
+        PER=0,
+    )
     assert_close(layernorm_bwd(fast[0], fast[1], dy, weight, x, mean, rstd, None), dx, precision)
     for got, wanted in zip(fast, sums, strict=True):
         assert_close(got, wanted, precision)
@@ -172,8 +201,21 @@ def test_soft_residual(rows: int, width: int, padding: int, precision: str) -> N
     logits, teacher = (5 * normal(rng, precision, rows, pitch) for _ in range(2))
     targets = cp.asarray(rng.integers(-1, width, rows).astype(np.int32))
     fast, nll, fast_nll = logits.copy(), cp.empty(rows, logits.dtype), cp.empty(rows, logits.dtype)
-    launch("cross_entropy", "soft_residual_naive", precision, rows, nll, logits, teacher, targets,
-           DTYPES[precision](0.7), rows, width, pitch, PER=0)  # fmt: skip
+    launch(
+        "cross_entropy",
+        "soft_residual_naive",
+        precision,
+        rows,
+        nll,
+        logits,
+        teacher,
+        targets,
+        DTYPES[precision](0.7),
+        rows,
+        width,
+        pitch,
+        PER=0,
+    )
     soft_residual_(fast_nll, fast, teacher, targets, 0.7, width)
     assert_close(fast_nll, nll, precision)
     assert_close(fast, logits, precision)
@@ -207,8 +249,22 @@ def test_causal_conv_backward(batch: int, length: int, channels: int, states: in
     dy, x, weight, bias = (normal(rng, precision, *s) for s in (shape, shape, (channels, 1, 4), (channels,)))
     sums = [normal(rng, precision, *s) for s in ((channels, 1, 4), (channels,))]
     fast, dx = [s.copy() for s in sums], cp.empty_like(x)
-    launch("causal_conv", "causal_conv_bwd_naive", precision, channels, dx, *sums, dy, x, weight, bias, batch, length,
-           channels, TAPS=4)  # fmt: skip
+    launch(
+        "causal_conv",
+        "causal_conv_bwd_naive",
+        precision,
+        channels,
+        dx,
+        *sums,
+        dy,
+        x,
+        weight,
+        bias,
+        batch,
+        length,
+        channels,
+        TAPS=4,
+    )
     assert_close(causal_conv_bwd(None, *fast, dy, x, weight, bias), dx, precision)
     for got, wanted in zip(fast, sums, strict=True):
         assert_close(got, wanted, precision)
@@ -229,10 +285,42 @@ def test_selective_scan(batch: int, length: int, channels: int, states: int, pre
     db, dc, da_parts = cp.empty_like(b), cp.empty_like(c), cp.empty((batch, channels, states), u.dtype)
     vector_parts = cp.empty((batch, 2, channels), u.dtype)
     launch("selective_scan", "selective_scan_fwd_naive", precision, batch * channels, y, h, *inputs, *sizes, PER=per)
-    launch("selective_scan", "selective_scan_bwd_naive", precision, batch * channels, du, ddelta, dz, g, up, da_parts,
-           vector_parts, dy, *inputs, h, *sizes, PER=per)  # fmt: skip
-    launch("selective_scan", "selective_scan_sum_naive", precision, batch * length * states, db, dc, g, up, u, delta,
-           bias, h, batch * length, channels, states, PER=per)  # fmt: skip
+    launch(
+        "selective_scan",
+        "selective_scan_bwd_naive",
+        precision,
+        batch * channels,
+        du,
+        ddelta,
+        dz,
+        g,
+        up,
+        da_parts,
+        vector_parts,
+        dy,
+        *inputs,
+        h,
+        *sizes,
+        PER=per,
+    )
+    launch(
+        "selective_scan",
+        "selective_scan_sum_naive",
+        precision,
+        batch * length * states,
+        db,
+        dc,
+        g,
+        up,
+        u,
+        delta,
+        bias,
+        h,
+        batch * length,
+        channels,
+        states,
+        PER=per,
+    )
 
     fast, kept = selective_scan_fwd(None, *inputs, True)
     assert_close(fast, y, precision)

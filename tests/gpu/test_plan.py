@@ -34,20 +34,29 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "precision", "rows", "recompute", "adapters", "restart", "taught"),
     [
-        ("nanoeuler", "bf16", 8, "", None, None, 0), ("nanoeuler", "fp32", 4, "", None, None, 0),
-        ("nanoeuler", "fp8", 8, "", None, None, 0), ("nanoeuler", "fp8", 8, "blocks", None, None, 0),
-        ("nanoeuler", "bf16", 8, "", None, True, 0), ("nanoeuler", "bf16", 8, "", None, True, 1),
+        ("nanoeuler", "bf16", 8, "", None, None, 0),
+        ("nanoeuler", "fp32", 4, "", None, None, 0),
+        ("nanoeuler", "fp8", 8, "", None, None, 0),
+        ("nanoeuler", "fp8", 8, "blocks", None, None, 0),
+        ("nanoeuler", "bf16", 8, "", None, True, 0),
+        ("nanoeuler", "bf16", 8, "", None, True, 1),
         ("nanoeuler", "bf16", 8, "", None, True, 2),
         ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05), None, 0),
         ("nanoeuler", "fp32", 4, "", Adapters(8, 16.0, 0.0, ("qkv", "down")), None, 0),
         ("moe", "bf16", 8, "", None, None, 0),
-        ("nanoeuler", "bf16", 8, "blocks", None, None, 0), ("moe", "bf16", 8, "blocks", None, None, 0),
+        ("nanoeuler", "bf16", 8, "blocks", None, None, 0),
+        ("moe", "bf16", 8, "blocks", None, None, 0),
     ],
-)  # fmt: skip
+)
 def test_the_plan_is_within_five_percent_of_the_measured_peak(
-    name: str, precision: str, rows: int, recompute: Recompute, adapters: Adapters | None, restart: bool | None,
+    name: str,
+    precision: str,
+    rows: int,
+    recompute: Recompute,
+    adapters: Adapters | None,
+    restart: bool | None,
     taught: int,
-) -> None:  # fmt: skip
+) -> None:
     import cupy
 
     from tinyforge.backends.cupy_backend import PeakMemory
@@ -78,8 +87,9 @@ def test_the_plan_is_within_five_percent_of_the_measured_peak(
             model.backward((dnll, dterms) if isinstance(result, tuple) else dnll, stash)
             _, factor = optimizer.clip(1.0)
             optimizer.step(1e-3, factor)
-    planned = plan_step(find_model(name), config, precision, rows, 512, recompute, adapters, restart,
-                        teachers=teachers).peak  # fmt: skip
+    planned = plan_step(
+        find_model(name), config, precision, rows, 512, recompute, adapters, restart, teachers=teachers
+    ).peak
     assert planned == pytest.approx(peak.bytes - before, rel=0.05)
 
 

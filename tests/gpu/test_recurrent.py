@@ -42,8 +42,10 @@ def check(backend: Backend, found: Any, wanted: Any, tolerance: float) -> None:
 def test_lstm_is_numpys(shape: tuple[int, int, int], fresh: bool, precision: str) -> None:
     (batch, length, width), backend = shape, get_backend("cupy", precision)
     rng = np.random.default_rng(0)
-    gates, h, c, dy, dc = (exact(rng.normal(size=s)) for s in (
-        (batch, length, 4 * width), (batch, width), (batch, width), shape, (batch, width)))  # fmt: skip
+    gates, h, c, dy, dc = (
+        exact(rng.normal(size=s))
+        for s in ((batch, length, 4 * width), (batch, width), (batch, width), shape, (batch, width))
+    )
     weight = exact(rng.normal(size=(4 * width, width)) * width**-0.5)
     marks = (rng.random((batch, length)) < 0.3).astype(np.int32) if fresh else None
     k, numpy = bind(LSTM.kernels, backend, "test"), bind(LSTM.kernels, get_backend("numpy", "fp64", 1), "test")
@@ -74,12 +76,14 @@ def test_lstm_is_its_naive_sibling(fresh: bool) -> None:
     acting, y, cells, scratch = gates.copy(), cp.empty_like(dy), cp.empty_like(dy), cp.empty((batch, 2, width))
     null = np.uintp(0) if marks is None else marks
     load("ops/lstm.cu", "lstm_fwd_naive", SCALAR="double")(
-        (1,), (32,), (y, cells, scratch, acting, h, c, weight, null, *sizes))  # fmt: skip
+        (1,), (32,), (y, cells, scratch, acting, h, c, weight, null, *sizes)
+    )
     found = k.lstm_fwd(gates, h, c, weight, marks)
     check(backend, (*found, gates), map(cp.asnumpy, (y, cells, acting)), 1e-12)
     dgates, dh, dcs = cp.empty_like(gates), cp.empty_like(h), dc.copy()
     load("ops/lstm.cu", "lstm_bwd_naive", SCALAR="double")(
-        (1,), (32,), (dgates, dh, dcs, dy, gates, cells, c, weight, null, *sizes))  # fmt: skip
+        (1,), (32,), (dgates, dh, dcs, dy, gates, cells, c, weight, null, *sizes)
+    )
     found = k.lstm_bwd(cp.zeros_like(weight), dy, dc, gates, y, cells, h, c, weight, marks)
     check(backend, found, map(cp.asnumpy, (dgates, dh, dcs)), 1e-12)
 
@@ -89,10 +93,12 @@ def test_lstm_is_its_naive_sibling(fresh: bool) -> None:
 def test_packed_rows_are_read_and_written_where_they_lie(channels: int, precision: str) -> None:
     backend, rng = get_backend("cupy", precision), np.random.default_rng(0)
     place, length, states = backend.asarray, 41, 5
-    packed, selected, delta, dy = (place(rng.normal(size=(2, length, n))) for n in (
-        2 * channels, 3 + 2 * states, channels, channels))  # fmt: skip
-    weight, bias, skip, a_log = (place(rng.normal(size=s)) for s in (
-        (channels, 1, 4), (channels,), (channels,), (channels, states)))  # fmt: skip
+    packed, selected, delta, dy = (
+        place(rng.normal(size=(2, length, n))) for n in (2 * channels, 3 + 2 * states, channels, channels)
+    )
+    weight, bias, skip, a_log = (
+        place(rng.normal(size=s)) for s in ((channels, 1, 4), (channels,), (channels,), (channels, states))
+    )
     x, z = packed[..., :channels], packed[..., channels:]
     b, c = selected[..., 3 : 3 + states], selected[..., 3 + states :]
     whole = [cp.ascontiguousarray(part) for part in (x, z, b, c)]

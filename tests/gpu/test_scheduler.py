@@ -34,8 +34,9 @@ def test_any_interleaving_gives_each_row_the_text_it_has_alone(precision: str) -
 def test_rows_are_drawn_together_whatever_their_sampling() -> None:
     model = trained_like(CONFIG, "fp32")
     scheduler = Scheduler(model, 40)
-    requests = [scheduler.submit([i, i + 1], Sampling(temperature=i / 20, top_k=i, seed=i, max_tokens=50))
-                for i in range(40)]  # fmt: skip
+    requests = [
+        scheduler.submit([i, i + 1], Sampling(temperature=i / 20, top_k=i, seed=i, max_tokens=50)) for i in range(40)
+    ]
     steps = 0
     while scheduler.busy:
         scheduler.step()
@@ -44,8 +45,13 @@ def test_rows_are_drawn_together_whatever_their_sampling() -> None:
 
 
 LENGTHS = [1, 2, 31, 63, 64, 65, 255, 256, 257, 258, 300]
-RULES = [Sampling(temperature=0), Sampling(temperature=1, top_k=0, top_p=1), Sampling(0.8), Sampling(2, min_p=0.1),
-         Sampling(temperature=0, repetition_penalty=1.2)]  # fmt: skip
+RULES = [
+    Sampling(temperature=0),
+    Sampling(temperature=1, top_k=0, top_p=1),
+    Sampling(0.8),
+    Sampling(2, min_p=0.1),
+    Sampling(temperature=0, repetition_penalty=1.2),
+]
 
 
 @pytest.mark.parametrize(("config", "precision"), [(CONFIG, "fp32"), (BASE, "bf16")], ids=["fp32", "bf16"])

@@ -41,8 +41,9 @@ pytestmark = pytest.mark.gpu
 LLAMA = LlamaConfig(dim=96, heads=6, kv_heads=2, layers=3, context=96, vocab=301, hidden=154)
 # Without the router's losses, which the models' tests have. In bf16 a rounded logit may choose another expert, and a
 # token's result with it: there only a mixture of which every expert is chosen is compared.
-MOE = MoEConfig(dim=96, heads=6, kv_heads=2, layers=3, context=96, vocab=301, hidden=72, experts=5, balance=0.0,
-                router_z=0.0)  # fmt: skip
+MOE = MoEConfig(
+    dim=96, heads=6, kv_heads=2, layers=3, context=96, vocab=301, hidden=72, experts=5, balance=0.0, router_z=0.0
+)
 MODELS: dict[str, tuple[Any, Any]] = {
     "gpt2": (GPT2, GPT2Config(dim=96, heads=3, layers=3, context=96, vocab=301, dropout=0.2)),
     "gpt2-char": (GPT2, GPT2Config(dim=96, heads=3, layers=3, context=96, vocab=65, dropout=0.2, bias=False)),
@@ -176,8 +177,10 @@ def test_stories260k_tells_the_published_story(reference: bool) -> None:
 
 ENCODERS: dict[str, tuple[Any, Any]] = {
     "bert": (BERT, BERTConfig(dim=96, heads=3, layers=3, context=96, vocab=301, hidden=154, dropout=0.0)),
-    "bert-dropout": (BERT, BERTConfig(dim=96, heads=3, layers=2, context=96, vocab=301, hidden=154, dropout=0.2,
-                                      attention_dropout=0.2)),
+    "bert-dropout": (
+        BERT,
+        BERTConfig(dim=96, heads=3, layers=2, context=96, vocab=301, hidden=154, dropout=0.2, attention_dropout=0.2),
+    ),
     "bert-classes": (BERT, BERTConfig(dim=96, heads=3, layers=2, context=96, vocab=301, hidden=154, classes=5)),
     "vit": (ViT, ViTConfig(image=28, patch=4, channels=3, dim=96, heads=3, layers=3, hidden=154)),
 }

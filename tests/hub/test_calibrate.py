@@ -280,8 +280,15 @@ def test_the_same_again_is_the_same_bytes() -> None:
 
 def test_what_is_kept_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     save = open_model(Path("tuned"))
-    save_pretrained(save.build(FP32).model, save.tokenizer, "own", format="tinyforge", meta=save.meta,
-                    generation={"temperature": 0.5}, card="# Mine\n\nWeights are float32.\n")  # fmt: skip
+    save_pretrained(
+        save.build(FP32).model,
+        save.tokenizer,
+        "own",
+        format="tinyforge",
+        meta=save.meta,
+        generation={"temperature": 0.5},
+        card="# Mine\n\nWeights are float32.\n",
+    )
     noted = calibrated("own out --data shards --dtype bf16")
     found = open_model(Path("out"))
     assert found.meta == {**open_model(Path("own")).meta, "calibration": noted}
@@ -293,8 +300,10 @@ def test_what_is_kept_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
     assert f"of books, web: all logits are multiplied by {scale:.4f}, a temperature" in card
     assert f"| the other half | {rest[0]:.4f} | {rest[1]:.4f} |" in card
     said = capsys.readouterr().out
-    assert f"logits x {scale:.3f} (temperature {1 / scale:.3f}): {fitted[0]:.4f} -> {fitted[1]:.4f} bits per byte of " \
-           f"held-out text; not used for the fit: {rest[0]:.4f} -> {rest[1]:.4f}\n" in said  # fmt: skip
+    assert (
+        f"logits x {scale:.3f} (temperature {1 / scale:.3f}): {fitted[0]:.4f} -> {fitted[1]:.4f} bits per byte of "
+        f"held-out text; not used for the fit: {rest[0]:.4f} -> {rest[1]:.4f}\n" in said
+    )
     calibrated("base plain --data shards")
     assert "## Calibration" in Path("plain/README.md").read_text()
 
@@ -309,8 +318,9 @@ def test_every_form_of_a_model_is_read_int8_is_written_and_other_formats_take_th
     for name, stored in before.items():
         if stored.dtype == np.int8:
             assert np.array_equal(after[name], stored), name
-    np.testing.assert_allclose(tensors("out8")["final_norm.weight"],
-                               noted["scale"] * tensors("base8")["final_norm.weight"], rtol=1e-6)  # fmt: skip
+    np.testing.assert_allclose(
+        tensors("out8")["final_norm.weight"], noted["scale"] * tensors("base8")["final_norm.weight"], rtol=1e-6
+    )
     assert "Weights are int8" in Path("out8/README.md").read_text()
     for target in ("out8-hf", "out8.gguf"):
         assert convert.main(["out8", target]) == 0

@@ -51,8 +51,13 @@ def nanoeuler() -> NanoEuler:
 def run(tokenizer: Tokenizer, tmp_path: Path) -> Path:
     """A run of ours with one checkpoint, and a card."""
     model = nanoeuler()
-    meta = {"kind": "pretrain", "model": "nanoeuler", "config": model.config.to_dict(), "elapsed": 1.0,
-            "tokenizer_hash": tokenizer.hash()}  # fmt: skip
+    meta = {
+        "kind": "pretrain",
+        "model": "nanoeuler",
+        "config": model.config.to_dict(),
+        "elapsed": 1.0,
+        "tokenizer_hash": tokenizer.hash(),
+    }
     checkpoint.save(tmp_path / "run", 7, named(model.buffer, model.buffer.masters, FP32), {}, tokenizer, meta, keep=1)
     (tmp_path / "run" / "README.md").write_text("# Ours\n\nWeights\nare float32.\n")
     return tmp_path / "run"
@@ -273,8 +278,10 @@ def test_a_tokenizer_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> No
 
 def test_the_command_says_what_it_wants() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tinyforge.hub", "upload"], capture_output=True, text=True,
+        [sys.executable, "-m", "tinyforge.hub", "upload"],
+        capture_output=True,
+        text=True,
         cwd=Path(convert.__file__).parents[2],
-    )  # fmt: skip
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: usage: python -m tinyforge.hub convert") and done.stderr.count("\n") == 1

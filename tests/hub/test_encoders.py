@@ -26,10 +26,24 @@ torch = pytest.importorskip("torch", reason="the peer is transformers, on torch"
 transformers = pytest.importorskip("transformers", reason="the peer is transformers")
 
 FP64 = get_backend("numpy", "fp64", workers=1)
-VIT = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 20, "image_size": 15,
-       "patch_size": 5, "num_channels": 3, "num_labels": 7}  # fmt: skip
-BERT = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 37,
-        "max_position_embeddings": 19}  # fmt: skip
+VIT = {
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "image_size": 15,
+    "patch_size": 5,
+    "num_channels": 3,
+    "num_labels": 7,
+}
+BERT = {
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 20,
+    "vocab_size": 37,
+    "max_position_embeddings": 19,
+}
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForMaskedLM", BERT),
     "bert-classes": ("BertForSequenceClassification", {**BERT, "num_labels": 5, "type_vocab_size": 3}),
@@ -55,8 +69,11 @@ def inputs_for(name: str) -> tuple[tuple[np.ndarray, ...], np.ndarray, dict[str,
         # No word is 0, the padding: their table gives that one no gradient.
         ids, segments, lengths = rng.integers(1, 37, (3, 17)), rng.integers(0, 2, (3, 17)), np.array([17, 9, 1])
         seen = torch.from_numpy(np.arange(17) < lengths[:, None]).long()
-        theirs = {"input_ids": torch.from_numpy(ids), "token_type_ids": torch.from_numpy(segments),
-                  "attention_mask": seen}  # fmt: skip
+        theirs = {
+            "input_ids": torch.from_numpy(ids),
+            "token_type_ids": torch.from_numpy(segments),
+            "attention_mask": seen,
+        }
         if name == "bert-classes":
             return (ids, segments, lengths), np.array([[[4]], [[-1]], [[0]]]), theirs
         # A place for each token of a text, in an order of its own; none behind its end.
@@ -104,9 +121,7 @@ def worst(got: np.ndarray, wanted: np.ndarray, floor: float = 0.0) -> float:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_logits_and_gradients_are_those_of_transformers(
-    name: str, tmp_path: Path, parity: Callable[..., None]
-) -> None:
+def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path, parity: Callable[..., None]) -> None:
     peer = make_peer(name)
     peer.float().save_pretrained(tmp_path / "peer")
     peer.double()

@@ -26,8 +26,11 @@ FP32 = get_backend("numpy", "fp32", workers=1)
 TOKENIZER = Tokenizer.train(["the cat saw the hat"] * 9, 262, ["<|endoftext|>", "</s>"])
 OWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [5, 6], "transformers_version": "4.31"}
 SHAPE = {"dim": 8, "heads": 2, "layers": 1, "context": 16, "vocab": TOKENIZER.vocab_size}
-MODELS = {"gpt2": (GPT2, GPT2Config(**SHAPE)), "llama": (Llama, LlamaConfig(**SHAPE, kv_heads=1, hidden=8)),
-          "qwen2": (Llama, LlamaConfig(**SHAPE, kv_heads=1, hidden=8, qkv_bias=True))}  # fmt: skip
+MODELS = {
+    "gpt2": (GPT2, GPT2Config(**SHAPE)),
+    "llama": (Llama, LlamaConfig(**SHAPE, kv_heads=1, hidden=8)),
+    "qwen2": (Llama, LlamaConfig(**SHAPE, kv_heads=1, hidden=8, qkv_bias=True)),
+}
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -87,10 +90,11 @@ def test_greedy_and_what_says_nothing(tmp_path: Path) -> None:
         ({"max_new_tokens": {}}, "max_new_tokens is {}, wants a whole number, at least 1"),
         ({"do_sample": 0}, "do_sample is 0, wants true or false"),
         ({"do_sample": "yes", "temperature": 1}, "do_sample is 'yes', wants true or false"),
-        ('{"temperature": 1', "it is not JSON (line 1: "), ("[1]", "got a list, wanted an object"),
+        ('{"temperature": 1', "it is not JSON (line 1: "),
+        ("[1]", "got a list, wanted an object"),
         ('{"top_k": 1' + "0" * 99 + "}", "got a whole number of 100 digits"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_is_one_line_that_names_the_file(tmp_path: Path, said: Any, message: str) -> None:
     """Also where the model is opened for something else."""
     model = write(save(tmp_path / "model"), said)
@@ -138,14 +142,19 @@ def test_a_format_without_a_place_for_it_says_so(tmp_path: Path, capsys: pytest.
     ("own", "stored", "wanted"),
     [
         (OWN, {"temp": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}),
-        ({"do_sample": False, "temperature": 0.6, "top_k": 3}, {"temp": 0.0, "top_k": 3},
-         {"do_sample": False, "top_k": 3}),
-        ({"do_sample": True, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0.05, "repetition_penalty": 1.1},
-         {"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.05, "penalty_repeat": 1.1},
-         {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.05, "repetition_penalty": 1.1}),
+        (
+            {"do_sample": False, "temperature": 0.6, "top_k": 3},
+            {"temp": 0.0, "top_k": 3},
+            {"do_sample": False, "top_k": 3},
+        ),
+        (
+            {"do_sample": True, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0.05, "repetition_penalty": 1.1},
+            {"temp": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.05, "penalty_repeat": 1.1},
+            {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.05, "repetition_penalty": 1.1},
+        ),
         ({"max_new_tokens": 7, "top_k": None}, {}, None),
     ],
-)  # fmt: skip
+)
 def test_a_gguf_file_holds_the_sampling(
     own: dict[str, Any], stored: dict[str, Any], wanted: dict[str, Any] | None, tmp_path: Path
 ) -> None:

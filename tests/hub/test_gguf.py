@@ -45,13 +45,23 @@ MODELS: dict[str, tuple[type, Any]] = {
     "llama-head-dim": (Llama, LlamaConfig(**TINY, head_dim=10)),
     "llama-linear": (Llama, LlamaConfig(**TINY, rope_scaling="linear", rope_factor=4.0)),
     # Wavelengths of 6, 14, 30, ... positions: kept below 16, blended up to 64, stretched above.
-    "llama-llama3": (Llama, LlamaConfig(**TINY, head_dim=16, rope_scaling="llama3", rope_factor=8.0, rope_theta=500.0,
-                                        rope_high_freq=4.0, original_context=64)),
+    "llama-llama3": (
+        Llama,
+        LlamaConfig(
+            **TINY,
+            head_dim=16,
+            rope_scaling="llama3",
+            rope_factor=8.0,
+            rope_theta=500.0,
+            rope_high_freq=4.0,
+            original_context=64,
+        ),
+    ),
     "qwen2": (Llama, LlamaConfig(**TINY, qkv_bias=True, tied=False)),
     "qwen2-tied": (Llama, LlamaConfig(**TINY, qkv_bias=True)),
     "qwen3": (Llama, LlamaConfig(**TINY, qk_norm=True, head_dim=8)),
     "gpt2": (GPT2, GPT2Config(dim=24, heads=3, layers=2, context=40, vocab=300)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +163,7 @@ def rounding(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0"])
-def test_what_a_type_keeps(
-    kind: str, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_type_keeps(kind: str, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of 32 are packed, rows of 20 (ffn_down) are not; norms, biases and positions stay as they are."""
     config = LlamaConfig(dim=32, heads=4, kv_heads=2, layers=1, context=40, vocab=300, hidden=20, tied=False)
     gpt2 = GPT2Config(dim=32, heads=4, layers=1, context=40, vocab=300)
@@ -256,9 +264,16 @@ def tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) ->
 
 LLAMA = key("general.architecture", 8, string("llama"))
 HUGE = 1 << 60
-SIZES = [key(f"llama.{name}", 4, struct.pack("<I", value)) for name, value in (
-    ("context_length", 8), ("embedding_length", 4), ("block_count", 1), ("feed_forward_length", 4),
-    ("attention.head_count", 2))]  # fmt: skip
+SIZES = [
+    key(f"llama.{name}", 4, struct.pack("<I", value))
+    for name, value in (
+        ("context_length", 8),
+        ("embedding_length", 4),
+        ("block_count", 1),
+        ("feed_forward_length", 4),
+        ("attention.head_count", 2),
+    )
+]
 EPS = key("llama.attention.layer_norm_rms_epsilon", 6, struct.pack("<f", 1e-5))
 EMBEDDING = tensor("token_embd.weight", (4, 3))
 FAULTY = {
@@ -281,8 +296,10 @@ FAULTY = {
     "alignment 0": (file([key("general.alignment", 4, struct.pack("<I", 0))]), "general.alignment is 0"),
     "no architecture": (file([]), "its architecture is None; supported: llama, qwen2, qwen3, gpt2"),
     "another architecture": (file([key("general.architecture", 8, string("bert"))]), "its architecture is 'bert'"),
-    "architectures": (file([key("general.architecture", 9, struct.pack("<IQ", 8, 1) + string("llama"))]),
-                      r"its architecture is \['llama'\]"),
+    "architectures": (
+        file([key("general.architecture", 9, struct.pack("<IQ", 8, 1) + string("llama"))]),
+        r"its architecture is \['llama'\]",
+    ),
     "parts": (file([LLAMA, key("split.count", 9, struct.pack("<IQHH", 2, 2, 0, 0))]), r"is one of \[0 0\] parts"),
     "a part": (file([LLAMA, key("split.count", 2, struct.pack("<H", 3))]), "is one of 3 parts; join them first"),
     "a tensor twice": (file([LLAMA], [EMBEDDING, EMBEDDING]), "the tensor token_embd.weight twice"),
@@ -297,16 +314,28 @@ FAULTY = {
     "between two alignments": (file([LLAMA], [tensor("x", (4,), offset=8)], bytes(64)), "tensor x lies at bytes 1"),
     "no sizes": (file([LLAMA], [EMBEDDING], bytes(48)), "llama.attention.head_count is None, wanted a number"),
     "a size that is a text": (file([LLAMA, key("llama.attention.head_count", 8, string("4"))]), "is '4', wanted a num"),
-    "a size that is no number": (file([LLAMA, *SIZES, key("llama.rope.freq_base", 6, struct.pack("<f", np.nan)), EPS],
-                                      [EMBEDDING], bytes(48)), "llama.rope.freq_base is nan, wanted a number"),
+    "a size that is no number": (
+        file([LLAMA, *SIZES, key("llama.rope.freq_base", 6, struct.pack("<f", np.nan)), EPS], [EMBEDDING], bytes(48)),
+        "llama.rope.freq_base is nan, wanted a number",
+    ),
     "missing tensors": (file([LLAMA, *SIZES, EPS], [EMBEDDING], bytes(48)), "attn_q|q_proj.weight is missing"),
-    "yarn": (file([LLAMA, *SIZES, EPS, key("llama.rope.scaling.type", 8, string("yarn"))], [EMBEDDING], bytes(48)),
-             "llama.rope.scaling.type is 'yarn'; supported: 'none', 'linear'"),
-    "other values than keys": (file([LLAMA, *SIZES, key("llama.attention.value_length", 4, b"\6\0\0\0"), EPS],
-                                    [EMBEDDING], bytes(48)), "attention.value_length is 6, wanted 2"),
-    "other factors": (file([LLAMA, *SIZES, EPS], [EMBEDDING, tensor("rope_freqs.weight", (1,), offset=64)],
-                           bytes(64) + struct.pack("<f", 3.0)), "the factors in rope_freqs.weight are not Llama 3's"),
-}  # fmt: skip
+    "yarn": (
+        file([LLAMA, *SIZES, EPS, key("llama.rope.scaling.type", 8, string("yarn"))], [EMBEDDING], bytes(48)),
+        "llama.rope.scaling.type is 'yarn'; supported: 'none', 'linear'",
+    ),
+    "other values than keys": (
+        file([LLAMA, *SIZES, key("llama.attention.value_length", 4, b"\6\0\0\0"), EPS], [EMBEDDING], bytes(48)),
+        "attention.value_length is 6, wanted 2",
+    ),
+    "other factors": (
+        file(
+            [LLAMA, *SIZES, EPS],
+            [EMBEDDING, tensor("rope_freqs.weight", (1,), offset=64)],
+            bytes(64) + struct.pack("<f", 3.0),
+        ),
+        "the factors in rope_freqs.weight are not Llama 3's",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTY)
@@ -348,8 +377,10 @@ def test_a_fault_exits_with_status_2_and_writes_nothing(tmp_path: Path) -> None:
     for target in ("out.gguf", "out"):
         done = subprocess.run(
             [sys.executable, "-m", "tinyforge.hub", "convert", str(tmp_path / "m.gguf"), str(tmp_path / target)],
-            cwd=ROOT, capture_output=True, text=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 2 and done.stdout == ""
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
@@ -378,9 +409,16 @@ class LlamaCpp:
     def __init__(self, path: Path, context: int) -> None:
         self.package = pytest.importorskip("llama_cpp", reason="the peer is llama.cpp: pip install llama-cpp-python")
         self.model = self.package.Llama(
-            str(path), n_ctx=context, n_batch=context, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0,
+            str(path),
+            n_ctx=context,
+            n_batch=context,
+            n_threads=1,
+            logits_all=True,
+            verbose=False,
+            type_k=0,
+            type_v=0,
             flash_attn=False,
-        )  # fmt: skip
+        )
 
     def logits(self, ids: list[int]) -> np.ndarray:
         self.model.reset()

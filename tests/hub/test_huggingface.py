@@ -160,10 +160,17 @@ def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None
         ({"tie_word_embeddings": True}, "tensor lm_head.weight has no place"),
         ({"architectures": ["Qwen2ForCausalLM"]}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": [[]]}, "layer_types is not a list of texts"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 4,
-          "max_window_layers": 1}, "layers with and without a sliding window"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "max_window_layers": 1,
+            },
+            "layers with and without a sliding window",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_config_that_is_not_supported_is_one_line(values: dict[str, Any], message: str, tmp_path: Path) -> None:
     write(tmp_path / "m")
     edit_config(tmp_path / "m", **values)
@@ -217,8 +224,16 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read .*model-00009-of-00003.safetensors: No such file"):
         open_directory(tmp_path / "m")
     index = tmp_path / "m" / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00003.safetensors", "more":
-                                                "model-00001-of-00003.safetensors"}}))  # fmt: skip
+    index.write_text(
+        json.dumps(
+            {
+                "weight_map": {
+                    "model.norm.weight": "model-00001-of-00003.safetensors",
+                    "more": "model-00001-of-00003.safetensors",
+                }
+            }
+        )
+    )
     with pytest.raises(UserError, match="model-00001-of-00003.safetensors lacks"):
         open_directory(tmp_path / "m")
     index.write_text("[]")

@@ -56,9 +56,12 @@ def make_run(folder: Path, name: str, settings: Adapters = SETTINGS) -> tuple[Pa
     for p in buffer.params:
         buffer.set_master(p, (0.2 * rng.normal(size=p.shape)).astype(np.float32))
     meta = {
-        "kind": "sft", "model": base.spec.name, "config": base.config.to_dict(), "tokenizer_hash": TOKENIZER.hash(),
+        "kind": "sft",
+        "model": base.spec.name,
+        "config": base.config.to_dict(),
+        "tokenizer_hash": TOKENIZER.hash(),
         "lora": lora.describe(settings, base, buffer.count, folder / "run"),
-    }  # fmt: skip
+    }
     weights = {name: value.astype(np.float32) for name, value in named(buffer, buffer.masters, FP64).items()}
     checkpoint.save(folder / "run", 1, weights, {"m": np.zeros(1)}, TOKENIZER, meta, 0)
     return folder / "run", found.model
@@ -81,7 +84,8 @@ def test_merged_it_computes_what_it_computed_beside_the_base(name: str, tmp_path
     run, beside = make_run(tmp_path, name)
     merged = load(run, FP64).model
     assert type(merged) is MODELS[name][0] and merged.buffer.count == beside.buffer.count - sum(
-        p.size for p in beside.buffer.params)  # fmt: skip
+        p.size for p in beside.buffer.params
+    )
     assert worst(logits(merged), logits(beside)) < 1e-12
     assert worst(logits(merged), logits(load(tmp_path / "base", FP64).model)) > 0.1
 
@@ -143,8 +147,14 @@ def test_what_peft_has_made_is_read(name: str, tmp_path: Path, monkeypatch: pyte
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     targets = ["c_attn", "c_proj"] if name == "gpt2" else ["q_proj", "v_proj", "up_proj", "down_proj"]
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM",
-                             fan_in_fan_out=name == "gpt2")  # fmt: skip
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        target_modules=targets,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        fan_in_fan_out=name == "gpt2",
+    )
     adapted = peft.get_peft_model(base, config).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     found = load(tmp_path / "adapter", FP64, base=tmp_path / "hf")
@@ -235,15 +245,22 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
         ("adapter", in_weights(lambda held: held.pop(f"{Q}A.weight")), "a lora_B without its lora_A"),
         ("adapter", in_weights(lambda held: held.pop(f"{Q}B.weight")), "q_proj.lora_B.weight is missing"),
         ("adapter", in_weights(lambda held: held.update({f"{Q}B.weight": np.zeros((9, 3))})), "has shape (9, 3), the"),
-        ("adapter", in_weights(lambda held: held.update({"base_model.model.lm_head.lora_A.weight": np.zeros((3, 24))})),
-         "tensor base_model.model.lm_head.lora_A.weight has no place in the base"),
+        (
+            "adapter",
+            in_weights(lambda held: held.update({"base_model.model.lm_head.lora_A.weight": np.zeros((3, 24))})),
+            "tensor base_model.model.lm_head.lora_A.weight has no place in the base",
+        ),
         ("adapter", in_weights(lambda held: held.update(other=np.zeros(1))), "tensor other has no place in the base"),
     ],
-)  # fmt: skip
+)
 def test_one_line_and_nothing_written(
-    source: str, change: Callable[[Path], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    change: Callable[[Path], None],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     make_run(tmp_path, "llama")
     monkeypatch.chdir(tmp_path)
     assert convert.main(["run", "adapter", "--adapter"]) == 0

@@ -32,8 +32,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in weights.items():
         if value.shape[:1] == (300,) and "embed" not in name:
             value[299] = 100 * np.sign(value[5])
-    meta = {"kind": "pretrain", "model": spec.name, "config": config.to_dict(), "tokenizer_hash": TOKENIZER.hash(),
-            "settings": {}, "elapsed": 1.0}  # fmt: skip
+    meta = {
+        "kind": "pretrain",
+        "model": spec.name,
+        "config": config.to_dict(),
+        "tokenizer_hash": TOKENIZER.hash(),
+        "settings": {},
+        "elapsed": 1.0,
+    }
     checkpoint.save(Path("runs/a"), 1, weights, {}, TOKENIZER, meta, 1)
     return Path("runs/a")
 

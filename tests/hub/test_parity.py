@@ -26,17 +26,35 @@ torch = pytest.importorskip("torch", reason="the peer is transformers, on torch"
 transformers = pytest.importorskip("transformers", reason="the peer is transformers")
 
 FP64 = get_backend("numpy", "fp64", workers=1)
-TINY = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 37,
-        "intermediate_size": 20, "max_position_embeddings": 40}  # fmt: skip
+TINY = {
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 37,
+    "intermediate_size": 20,
+    "max_position_embeddings": 40,
+}
 GPT2 = {"n_embd": 24, "n_head": 3, "n_layer": 2, "vocab_size": 37, "n_positions": 40}
 MAMBA = {"hidden_size": 20, "num_hidden_layers": 2, "vocab_size": 37, "state_size": 5}
 # Wavelengths of 6, 22, 75, 262 and 907 positions: kept below 16, blended up to 64, stretched above.
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64, "rope_theta": 500.0}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500.0,
+}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 ALL_SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
-EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.3,
-           "output_router_logits": True}  # fmt: skip
+EXPERTS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "router_aux_loss_coef": 0.3,
+    "output_router_logits": True,
+}
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "llama": ("LlamaForCausalLM", {**TINY, "rms_norm_eps": 1e-5}),
@@ -52,9 +70,11 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba-rank": ("MambaForCausalLM", {**MAMBA, "expand": 3, "conv_kernel": 3, "time_step_rank": 5}),
     "mistral-no-window": ("MistralForCausalLM", {**TINY, "sliding_window": None}),
     "mixtral": ("MixtralForCausalLM", {**TINY, **EXPERTS}),
-    "mixtral-window": ("MixtralForCausalLM", {
-        **TINY, **EXPERTS, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 6}),
-}  # fmt: skip
+    "mixtral-window": (
+        "MixtralForCausalLM",
+        {**TINY, **EXPERTS, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 6},
+    ),
+}
 LENGTH = 33
 
 
@@ -114,9 +134,7 @@ def worst(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", PEERS)
-def test_logits_and_gradients_are_those_of_transformers(
-    name: str, tmp_path: Path, parity: Callable[..., None]
-) -> None:
+def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path, parity: Callable[..., None]) -> None:
     peer = make_peer(name)
     peer.save_pretrained(tmp_path)
     model = load_weights(open_directory(tmp_path), FP64)

@@ -20,8 +20,17 @@ from tinyforge.params import named
 from tinyforge.text import Tokenizer
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
-CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=1, context=30, vocab=TOKENIZER.vocab_size, mtp_heads=1, hidden=10,
-                mtp_weights=(1,))  # fmt: skip
+CONFIG = Config(
+    dim=16,
+    heads=4,
+    kv_heads=2,
+    layers=1,
+    context=30,
+    vocab=TOKENIZER.vocab_size,
+    mtp_heads=1,
+    hidden=10,
+    mtp_weights=(1,),
+)
 CPU = get_backend("numpy", "fp32", workers=1)
 
 

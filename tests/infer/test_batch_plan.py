@@ -12,14 +12,46 @@ from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan
 from tinyforge.infer.cuda.plan import TILE
 
-SMALL = BatchPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, batch=20, itemsize=4,
-                  blocks=11, shared=160 << 10)  # fmt: skip
-BASE = BatchPlan(dim=768, hidden=2048, heads=12, kv_heads=4, layers=16, vocab=4096, outputs=4, batch=64, itemsize=2,
-                 blocks=264, shared=113 << 10, resident=2)  # fmt: skip
+SMALL = BatchPlan(
+    dim=64,
+    hidden=26,
+    heads=4,
+    kv_heads=2,
+    layers=2,
+    vocab=19,
+    outputs=3,
+    batch=20,
+    itemsize=4,
+    blocks=11,
+    shared=160 << 10,
+)
+BASE = BatchPlan(
+    dim=768,
+    hidden=2048,
+    heads=12,
+    kv_heads=4,
+    layers=16,
+    vocab=4096,
+    outputs=4,
+    batch=64,
+    itemsize=2,
+    blocks=264,
+    shared=113 << 10,
+    resident=2,
+)
 ALONE = replace(BASE, blocks=132, shared=227 << 10, resident=1)
-PLANS = [SMALL, BASE, *(replace(BASE, batch=batch) for batch in (2, 16, 17, 70, 300)), replace(BASE, shared=99 << 10),
-         ALONE, replace(ALONE, itemsize=4), replace(ALONE, itemsize=8), replace(ALONE, blocks=4),
-         replace(ALONE, depth=16), replace(ALONE, dim=1024, heads=16, layers=20, vocab=8192, hidden=2816)]  # fmt: skip
+PLANS = [
+    SMALL,
+    BASE,
+    *(replace(BASE, batch=batch) for batch in (2, 16, 17, 70, 300)),
+    replace(BASE, shared=99 << 10),
+    ALONE,
+    replace(ALONE, itemsize=4),
+    replace(ALONE, itemsize=8),
+    replace(ALONE, blocks=4),
+    replace(ALONE, depth=16),
+    replace(ALONE, dim=1024, heads=16, layers=20, vocab=8192, hidden=2816),
+]
 
 
 def unpacked(plan: BatchPlan, unit: np.ndarray) -> np.ndarray:

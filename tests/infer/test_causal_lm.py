@@ -72,9 +72,12 @@ def test_a_model_that_is_no_causal_lm_is_refused_in_one_line() -> None:
 
     model: Any = Scorer(CharConfig(vocab=7, window=3, dim=4, hidden=8), CPU)
     for attempt in (
-        lambda: next(generate(model, [1], GREEDY)), lambda: make_decoder(model), lambda: logits(model, [[1]]),
-        lambda: trace(model, [1]), lambda: ReferenceDecoder(model),
-    ):  # fmt: skip
+        lambda: next(generate(model, [1], GREEDY)),
+        lambda: make_decoder(model),
+        lambda: logits(model, [[1]]),
+        lambda: trace(model, [1]),
+        lambda: ReferenceDecoder(model),
+    ):
         with pytest.raises(UserError, match="^Scorer cannot generate text: it lacks make_cache; ") as e:
             attempt()
         assert "\n" not in str(e.value)
@@ -100,9 +103,12 @@ def test_logits_of_a_batch() -> None:
 
 @pytest.mark.parametrize(
     ("ids", "message"),
-    [([[0] * 41], "41 tokens, the model's context is 40"), ([[3, 23]], "ids 3 to 23, wanted 0 to 22"),
-     ([[-1, 0]], "ids -1 to 0, wanted")],
-)  # fmt: skip
+    [
+        ([[0] * 41], "41 tokens, the model's context is 40"),
+        ([[3, 23]], "ids 3 to 23, wanted 0 to 22"),
+        ([[-1, 0]], "ids -1 to 0, wanted"),
+    ],
+)
 def test_ids_that_the_model_does_not_take_are_refused(ids: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         logits(Recurrent(), ids)

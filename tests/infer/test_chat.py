@@ -41,8 +41,17 @@ WORLD = "é你🌍"  # no byte of it comes twice
 
 def save_parrot(out: Path, says: bytes, kind: str = "sft", context: int = 300, **more: str) -> Path:
     """A run whose model answers `says`, in which each byte has one successor; one that ends as it began never ends."""
-    config = Config(dim=264, heads=4, kv_heads=2, layers=1, context=context, vocab=TOKENIZER.vocab_size, mtp_heads=2,
-                    hidden=8, mtp_weights=(1, 0.5))  # fmt: skip
+    config = Config(
+        dim=264,
+        heads=4,
+        kv_heads=2,
+        layers=1,
+        context=context,
+        vocab=TOKENIZER.vocab_size,
+        mtp_heads=2,
+        hidden=8,
+        mtp_weights=(1, 0.5),
+    )
     model = NanoEuler(config, get_backend("numpy", "fp32", workers=1))
     model.initialise(0)
     follows = np.full(config.vocab, END)
@@ -179,14 +188,17 @@ def test_save_and_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("no json", "cannot read the saved conversation .*: it is not JSON"), ("[]", "got a list, wanted an object"),
-        ("{}", "no format tinyforge-chat"), ("[" * 9999, "nested too deeply"), ('{"x": 1' + "0" * 9999 + "}", "digits"),
+        ("no json", "cannot read the saved conversation .*: it is not JSON"),
+        ("[]", "got a list, wanted an object"),
+        ("{}", "no format tinyforge-chat"),
+        ("[" * 9999, "nested too deeply"),
+        ('{"x": 1' + "0" * 9999 + "}", "digits"),
         ('{"format": []}', "no format tinyforge-chat"),
         ('{"format": "tinyforge-chat", "version": 9}', "has version 9, this program reads 1"),
         ('{"format": "tinyforge-chat", "version": 1}', "got no list of turns"),
         ('{"format": "tinyforge-chat", "version": 1, "turns": [{"user": "x", "reply": 3}]}', "turn 1 wants the texts"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
     tmp_path: Path, content: str, message: str
 ) -> None:
@@ -236,8 +248,18 @@ def test_both_commands_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["tinyforge.chat", "models.nanoeuler.chat"])
 def test_chat_loads_nothing_of_training_and_downloading(module: str) -> None:
     """Neither when it starts nor when it answers."""
-    heavy = ("tinyforge.train", "tinyforge.optim", "data", "recipes", "urllib.request", "http.client", "matplotlib",
-             "tqdm", "duckdb", "cupy")  # fmt: skip
+    heavy = (
+        "tinyforge.train",
+        "tinyforge.optim",
+        "data",
+        "recipes",
+        "urllib.request",
+        "http.client",
+        "matplotlib",
+        "tqdm",
+        "duckdb",
+        "cupy",
+    )
     program = (
         f"import sys\nfrom {module} import main\nmain(['--prompt', 'Hi', '--max-tokens', '1'])\n"
         f"print([m for m in sys.modules if any(f'{{m}}.'.startswith(f'{{name}}.') for name in {heavy})])"
@@ -283,11 +305,12 @@ def test_weights_of_one_byte_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        ("", Sampling(1.0, 0, 0.8, max_tokens=7)), ("--temperature 0.5", Sampling(0.5, 0, 0.8, max_tokens=7)),
+        ("", Sampling(1.0, 0, 0.8, max_tokens=7)),
+        ("--temperature 0.5", Sampling(0.5, 0, 0.8, max_tokens=7)),
         ("--top-k 40 --max-tokens 9", Sampling(1.0, 40, 0.8, max_tokens=9)),
         ("--temperature 0.7 --top-k 0 --top-p 0.95", Sampling(0.7, 0, 0.95, max_tokens=7)),
     ],
-)  # fmt: skip
+)
 def test_a_flag_changes_one_of_the_models_own_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, wanted: Sampling
 ) -> None:
@@ -313,8 +336,10 @@ def test_a_wrong_generation_config_is_one_line(tmp_path: Path) -> None:
     (path / "generation_config.json").write_text('{"top_p": 7}')
     done = run_chat("--prompt", "Hi", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
-    assert done.stderr == (b"error: runs/sft/step-00000001/generation_config.json: top_p is 7, wants a number above 0 "
-                           b"and at most 1; correct it, or remove the file\n")  # fmt: skip
+    assert done.stderr == (
+        b"error: runs/sft/step-00000001/generation_config.json: top_p is 7, wants a number above 0 "
+        b"and at most 1; correct it, or remove the file\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -351,10 +376,15 @@ class Terminal:
         fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
         command = [sys.executable, "-m", "models.nanoeuler.chat", "--checkpoint", str(path), *flags]
         self.process = subprocess.Popen(
-            command, stdin=child, stdout=child, stderr=child, cwd=path, start_new_session=True,
+            command,
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            cwd=path,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "LC_ALL": "C.UTF-8", **environment},
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+        )
         os.close(child)
         self.seen = b""
 
@@ -441,18 +471,33 @@ def test_ctrl_c_stops_the_reply_and_keeps_the_session(tmp_path: Path, terminal: 
 def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
     t = terminal(save_parrot(tmp_path, b"xyz", context=120), "--temperature", "0", NO_COLOR="1")
     for typed, shown in (
-        ("one", "xyz"), ("/stats", "3 tokens at"), ("/save talk.json", "saved 1 turn to talk.json"),
-        ("/undo", "taken back: one"), ("/undo", "error: there is no turn to undo"), ("/load talk.json", "> one"),
-        ("/retry", "the reply will be the same"), ("/set top_k 5", "> "), ("/show", "top_k               5 "),
+        ("one", "xyz"),
+        ("/stats", "3 tokens at"),
+        ("/save talk.json", "saved 1 turn to talk.json"),
+        ("/undo", "taken back: one"),
+        ("/undo", "error: there is no turn to undo"),
+        ("/load talk.json", "> one"),
+        ("/retry", "the reply will be the same"),
+        ("/set top_k 5", "> "),
+        ("/show", "top_k               5 "),
         ("/set top_k many", "error: /set top_k: got 'many', wanted a number"),
-        ("/set top_p 7", "error: --top-p is 7.0, wants"), ("/set colour 1", "error: /set colour: no such setting"),
-        ("/dance", "error: /dance is not a command; /help lists them"), ("/save", "error: /save wants one file name"),
+        ("/set top_p 7", "error: --top-p is 7.0, wants"),
+        ("/set colour 1", "error: /set colour: no such setting"),
+        ("/dance", "error: /dance is not a command; /help lists them"),
+        ("/save", "error: /save wants one file name"),
         ('/save "x', "close the quotation mark"),
-            ("/load talk.jsn", "error: cannot read the saved conversation talk.jsn"),
-        ("/help", "/retry   answer the last question again"), ("two", "xyz"), ("three", "xyz"),
-        ("four", "oldest turn"), ("/clear", "forgotten"), ("/show", "turns               0: 0 of 120 tokens"),
-        ('"""five', ". "), ("", ". "), ('six"""', "xyz"), ("/save talk.json", "saved 1 turn"),
-    ):  # fmt: skip
+        ("/load talk.jsn", "error: cannot read the saved conversation talk.jsn"),
+        ("/help", "/retry   answer the last question again"),
+        ("two", "xyz"),
+        ("three", "xyz"),
+        ("four", "oldest turn"),
+        ("/clear", "forgotten"),
+        ("/show", "turns               0: 0 of 120 tokens"),
+        ('"""five', ". "),
+        ("", ". "),
+        ('six"""', "xyz"),
+        ("/save talk.json", "saved 1 turn"),
+    ):
         t.type(typed + "\r")
         t.wait_for(shown)
     t.type("/bye\r")

@@ -24,8 +24,9 @@ from tinyforge.infer.decoder_numpy import (
 )
 from tinyforge.infer.sampling import Sampling
 
-CONFIG = Config(dim=24, heads=4, kv_heads=2, layers=2, context=150, vocab=19, mtp_heads=3, hidden=10,
-                mtp_weights=(1, 0.5, 0.25))  # fmt: skip
+CONFIG = Config(
+    dim=24, heads=4, kv_heads=2, layers=2, context=150, vocab=19, mtp_heads=3, hidden=10, mtp_weights=(1, 0.5, 0.25)
+)
 ALONE = replace(CONFIG, heads=3, kv_heads=3)  # every query head has its own keys
 SHARED = replace(CONFIG, heads=6, kv_heads=1, layers=3)
 CHUNKS = [[150], [1] * 150, [127, 1, 1, 1, 20], [128, 1, 21], [100, 50], [3, 130, 17], [15, 1, 1, 63, 65, 5]]
@@ -186,9 +187,18 @@ def test_several_positions_at_once_give_the_bits_of_one_after_the_other(n: int, 
             assert np.array_equal(logits[:, i], single.step(tokens[:, at + i : at + i + 1], 4)[:, 0]), at + i
 
 
-@pytest.mark.parametrize(("rows", "columns", "block"), [
-    (344, 128, 344), (4096, 768, 64), (80, 3000, 80), (96, 4000, 48), (128, 5000, 32), (97, 5000, 97), (5, 400_000, 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "columns", "block"),
+    [
+        (344, 128, 344),
+        (4096, 768, 64),
+        (80, 3000, 80),
+        (96, 4000, 48),
+        (128, 5000, 32),
+        (97, 5000, 97),
+        (5, 400_000, 5),
+    ],
+)
 def test_packed_weights_multiply_as_the_plain_ones(rows: int, columns: int, block: int, group: int) -> None:
     rng = np.random.default_rng(0)
     weight, x = rng.normal(size=(2, rows, columns)), rng.normal(size=(4, columns))

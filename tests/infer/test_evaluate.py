@@ -44,8 +44,9 @@ from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, evaluate_heads, evaluate_nll
 from tinyforge.train.objectives import LN2
 
-TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=64, vocab=258, mtp_heads=3, hidden=10,
-              mtp_weights=(1, 1, 1))  # fmt: skip
+TINY = Config(
+    dim=16, heads=4, kv_heads=2, layers=2, context=64, vocab=258, mtp_heads=3, hidden=10, mtp_weights=(1, 1, 1)
+)
 BYTES = Tokenizer([], ["<|endoftext|>", "</s>"])
 
 
@@ -140,10 +141,15 @@ def test_what_is_no_sentence_is_not_taken() -> None:
     found = cloze_items([" ".join(good)], 99, 0)
     assert {item.candidates[0] for item in found} == set(ends)
     bad = [
-        "All of them went out to Kabin.", "He went to the lake.", "all of them went out to the lake.",
-        'All of them went out to the lake."', "All of them went out to the\nlake.", "All of them went out to the lake",
-        "All of them went out\n\nto the great old lake and its seven boats.", "A" + " b" * 41 + " lake.",
-    ]  # fmt: skip
+        "All of them went out to Kabin.",
+        "He went to the lake.",
+        "all of them went out to the lake.",
+        'All of them went out to the lake."',
+        "All of them went out to the\nlake.",
+        "All of them went out to the lake",
+        "All of them went out\n\nto the great old lake and its seven boats.",
+        "A" + " b" * 41 + " lake.",
+    ]
     again = cloze_items(["\n\n".join([*good, *bad])], 99, 0)
     assert [item.candidates[0] for item in again if item.candidates[0] not in ends] == []
     assert cloze_items([" ".join(good[:9])], 99, 0) == []  # nine last words are no ten candidates
@@ -221,9 +227,13 @@ def test_shares_of_replies() -> None:
     texts = (("Red.", 2, True), (" \n", 1, True), ("a b c d " * 3, 9, True), ("No.\n" * 3, 8, False))
     replies = [Reply(*text) for text in texts]
     assert reply_shares(replies) == {
-        "ended": 0.75, "not_empty": 0.75, "no_line_repeated": 0.75, "all_three": 0.5, "four_words_repeated": 0.25,
+        "ended": 0.75,
+        "not_empty": 0.75,
+        "no_line_repeated": 0.75,
+        "all_three": 0.5,
+        "four_words_repeated": 0.25,
         "tokens": 5.0,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0, max_tokens=12), Sampling(max_tokens=12, seed=5)])
@@ -244,9 +254,15 @@ def test_replies_side_by_side_are_those_one_by_one(tiny: NanoEuler, sampling: Sa
 
 @pytest.mark.parametrize(
     ("backend", "draws", "prompts", "rows"),
-    [("cupy", True, 200, 50), ("cupy", True, 64, 64), ("cupy", True, 65, 33), ("cupy", True, 1, 1),
-     ("cupy", False, 200, 1), ("numpy", True, 200, 1)],
-)  # fmt: skip
+    [
+        ("cupy", True, 200, 50),
+        ("cupy", True, 64, 64),
+        ("cupy", True, 65, 33),
+        ("cupy", True, 1, 1),
+        ("cupy", False, 200, 1),
+        ("numpy", True, 200, 1),
+    ],
+)
 def test_rows_side_by_side_only_where_the_decoder_draws_for_them(
     monkeypatch: pytest.MonkeyPatch, backend: str, draws: bool, prompts: int, rows: int
 ) -> None:

@@ -24,8 +24,17 @@ from tinyforge.rng import Stream
 from tinyforge.text import Tokenizer
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
-CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=2, context=150, vocab=TOKENIZER.vocab_size, mtp_heads=2, hidden=10,
-                mtp_weights=(1, 0.5))  # fmt: skip
+CONFIG = Config(
+    dim=16,
+    heads=4,
+    kv_heads=2,
+    layers=2,
+    context=150,
+    vocab=TOKENIZER.vocab_size,
+    mtp_heads=2,
+    hidden=10,
+    mtp_weights=(1, 0.5),
+)
 GREEDY = Sampling(temperature=0.0, max_tokens=12)
 
 
@@ -266,8 +275,10 @@ def test_a_decoder_may_draw_on_its_device(sampling: Sampling) -> None:
         assert continued(device, sampling) == continued(plain, sampling)
     assert device.decoder.lengths == plain.decoder.lengths == [35]
     prompts = [prompt(5), prompt(9)]
-    rows = [[(i, t.id) for i, t in generate_batch(model, prompts, sampling, frozenset(), kind(model, 2))]
-            for kind in (Device, NumpyDecoder)]  # fmt: skip
+    rows = [
+        [(i, t.id) for i, t in generate_batch(model, prompts, sampling, frozenset(), kind(model, 2))]
+        for kind in (Device, NumpyDecoder)
+    ]
     assert rows[0] == rows[1] and len(rows[0]) == 16
 
 

@@ -13,13 +13,42 @@ from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.plan import MOST_PLACES, TILE
 from tinyforge.infer.cuda.row_plan import QUEUE_BARRIERS, RowPlan
 
-SMALL = RowPlan(dim=64, hidden=26, heads=4, kv_heads=2, layers=2, vocab=19, outputs=3, rows=2, itemsize=4, blocks=5,
-                shared=160 << 10)  # fmt: skip
-BASE = RowPlan(dim=768, hidden=2048, heads=12, kv_heads=4, layers=16, vocab=4096, outputs=4, rows=1, itemsize=2,
-               blocks=132, shared=227 << 10)  # fmt: skip
-PLANS = [SMALL, BASE, *(replace(BASE, rows=rows) for rows in (2, 3, 4)), replace(BASE, itemsize=4, rows=4),
-         replace(BASE, shared=99 << 10), replace(BASE, blocks=1), replace(BASE, depth=16),
-         replace(BASE, dim=1024, heads=16, layers=20, vocab=8192, hidden=2816, rows=4)]  # fmt: skip
+SMALL = RowPlan(
+    dim=64,
+    hidden=26,
+    heads=4,
+    kv_heads=2,
+    layers=2,
+    vocab=19,
+    outputs=3,
+    rows=2,
+    itemsize=4,
+    blocks=5,
+    shared=160 << 10,
+)
+BASE = RowPlan(
+    dim=768,
+    hidden=2048,
+    heads=12,
+    kv_heads=4,
+    layers=16,
+    vocab=4096,
+    outputs=4,
+    rows=1,
+    itemsize=2,
+    blocks=132,
+    shared=227 << 10,
+)
+PLANS = [
+    SMALL,
+    BASE,
+    *(replace(BASE, rows=rows) for rows in (2, 3, 4)),
+    replace(BASE, itemsize=4, rows=4),
+    replace(BASE, shared=99 << 10),
+    replace(BASE, blocks=1),
+    replace(BASE, depth=16),
+    replace(BASE, dim=1024, heads=16, layers=20, vocab=8192, hidden=2816, rows=4),
+]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

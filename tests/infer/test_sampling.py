@@ -84,8 +84,9 @@ def test_a_draw_never_gives_a_token_that_was_cut_off() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     with np.errstate(all="raise", under="ignore"):
-        assert probabilities(np.array([[1e4, -1e4, 9999.0]]), ALL)[0] == pytest.approx([1 / (1 + math.exp(-1)), 0,
-                                                                                      1 / (1 + math.e)])  # fmt: skip
+        assert probabilities(np.array([[1e4, -1e4, 9999.0]]), ALL)[0] == pytest.approx(
+            [1 / (1 + math.exp(-1)), 0, 1 / (1 + math.e)]
+        )
         assert log_probability(np.array([1e4, 9999.0]), 1) == pytest.approx(-1 - math.log1p(math.exp(-1)))
 
 
@@ -111,12 +112,23 @@ def test_a_top_k_that_no_kernel_can_count_keeps_all() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", -1.0), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -1), ("top_p", 0.0),
-        ("top_p", 1.1), ("top_p", math.nan), ("min_p", -0.1), ("min_p", 1.5), ("min_p", math.nan),
-        ("repetition_penalty", 0.0), ("repetition_penalty", -1.0), ("repetition_penalty", math.inf),
-        ("max_tokens", 0), ("drafts", -1),
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", math.inf),
+        ("max_tokens", 0),
+        ("drafts", -1),
     ],
-)  # fmt: skip
+)
 def test_impossible_values_are_refused(field: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"^--{field.replace('_', '-')} is {value}, wants [^\n]*$"):
         Sampling(**{field: value})

@@ -22,8 +22,9 @@ from tinyforge.infer.session import Session, Token
 from tinyforge.registry import models
 from tinyforge.rng import Stream
 
-CONFIG = Config(dim=32, heads=4, kv_heads=2, layers=2, context=150, vocab=61, mtp_heads=3, hidden=44,
-                mtp_weights=(1, 0.5, 0.5))  # fmt: skip
+CONFIG = Config(
+    dim=32, heads=4, kv_heads=2, layers=2, context=150, vocab=61, mtp_heads=3, hidden=44, mtp_weights=(1, 0.5, 0.5)
+)
 
 
 def tiny(precision: str = "fp32", config: Config = CONFIG) -> NanoEuler:
@@ -67,13 +68,25 @@ def wishes(rng: random.Random, vocab: int, context: int, drafts: int, count: int
         length = rng.randrange(1, context)
         prompt = [*common[: rng.randrange(length)], *(rng.randrange(vocab) for _ in range(length))][:length]
         sampling = Sampling(
-            temperature=rng.choice([0, 0, 0.8, 1.3]), top_k=rng.choice([0, 5]), top_p=rng.choice([1, 0.9]),
-            repetition_penalty=rng.choice([1, 1, 1.2]), frequency_penalty=rng.choice([0, 0, 0.5]), seed=i,
-            logit_bias=rng.choice([(), ((3, 1.5),)]), max_tokens=rng.randrange(1, 30),
-            drafts=rng.choice([0, 0, drafts]), logprobs=rng.choice([True, False]),
-        )  # fmt: skip
-        found.append({"prompt": prompt, "sampling": sampling, "stop": frozenset([rng.randrange(vocab)]),
-                      "alternatives": 3 * sampling.logprobs})  # fmt: skip
+            temperature=rng.choice([0, 0, 0.8, 1.3]),
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1, 0.9]),
+            repetition_penalty=rng.choice([1, 1, 1.2]),
+            frequency_penalty=rng.choice([0, 0, 0.5]),
+            seed=i,
+            logit_bias=rng.choice([(), ((3, 1.5),)]),
+            max_tokens=rng.randrange(1, 30),
+            drafts=rng.choice([0, 0, drafts]),
+            logprobs=rng.choice([True, False]),
+        )
+        found.append(
+            {
+                "prompt": prompt,
+                "sampling": sampling,
+                "stop": frozenset([rng.randrange(vocab)]),
+                "alternatives": 3 * sampling.logprobs,
+            }
+        )
     return found
 
 
@@ -193,8 +206,13 @@ def test_what_a_prompt_has_beyond_its_pieces_passes_beside_other_rows() -> None:
     decoder = Drawing(model, 4)
     scheduler = Scheduler(model, 4, decoder=decoder)
     lengths = [1, 2, 16, 17, 18, 31, 32, 33, 34, 64, 65, 66, 100, 149]
-    asked = [([rng.randrange(CONFIG.vocab) for _ in range(n)],
-              Sampling(temperature=n % 2, top_k=0, top_p=1, seed=n, max_tokens=20)) for n in lengths]  # fmt: skip
+    asked = [
+        (
+            [rng.randrange(CONFIG.vocab) for _ in range(n)],
+            Sampling(temperature=n % 2, top_k=0, top_p=1, seed=n, max_tokens=20),
+        )
+        for n in lengths
+    ]
     requests = [scheduler.submit(*wish) for wish in asked]
     gone = scheduler.submit([7] * 31, Sampling(max_tokens=9))
     while gone.row is None or not decoder.lengths[gone.row]:
@@ -226,8 +244,18 @@ def test_a_block_is_queued_before_the_one_before_it_is_read() -> None:
     scheduler = Scheduler(model, 2, decoder=Watched(model, 2))
     first = scheduler.submit(list(range(20)), Sampling(temperature=0, max_tokens=50))
     got = [len(new) for _ in range(5) for _, new in scheduler.step()]
-    assert log == [("queue", 16), ("queue", 16), ("read", 16), ("queue", 16), ("read", 16), ("queue", 16),
-                   ("read", 16), ("queue", 5), ("read", 16), ("read", 5)]  # fmt: skip
+    assert log == [
+        ("queue", 16),
+        ("queue", 16),
+        ("read", 16),
+        ("queue", 16),
+        ("read", 16),
+        ("queue", 16),
+        ("read", 16),
+        ("queue", 5),
+        ("read", 16),
+        ("read", 5),
+    ]
     assert got == [13, 16, 16, 5] and first.reason == "length"
     # A stop shows when a block is read: one more was queued for the row, and nobody waits for it.
     log.clear()

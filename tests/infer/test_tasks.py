@@ -113,8 +113,13 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_parts_of_a_set_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = ((("", " a"), ("", " b")), ("a", "b"))
-    items = [Choice(*pair, 0, "one"), Choice(*pair, 0, "one"), Choice(*pair, 1, "one"), Choice(*pair, 1, "two"),
-             Choice(*pair, 1, "two")]  # fmt: skip
+    items = [
+        Choice(*pair, 0, "one"),
+        Choice(*pair, 0, "one"),
+        Choice(*pair, 1, "one"),
+        Choice(*pair, 1, "two"),
+        Choice(*pair, 1, "two"),
+    ]
     result = run_task(scored(monkeypatch, [-1.0, -2.0] * 5), items)
     assert result.groups == {"one": pytest.approx(2 / 3), "two": 0.0}
     assert result.figures == {"acc": pytest.approx(1 / 3)}

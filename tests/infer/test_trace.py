@@ -18,8 +18,17 @@ from tinyforge.params import named
 from tinyforge.text import Tokenizer
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
-CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=2, context=30, vocab=TOKENIZER.vocab_size, mtp_heads=2, hidden=10,
-                mtp_weights=(1, 0.5))  # fmt: skip
+CONFIG = Config(
+    dim=16,
+    heads=4,
+    kv_heads=2,
+    layers=2,
+    context=30,
+    vocab=TOKENIZER.vocab_size,
+    mtp_heads=2,
+    hidden=10,
+    mtp_weights=(1, 0.5),
+)
 IDS = [5, 200, 256, 7, 7, 90]
 
 

@@ -88,14 +88,18 @@ class Wide(Op):
             return Linear(Param(name, (rows, columns)), backend)
 
         self.embedding = Embedding(Param("embedding", (c.vocab, c.dim)), backend)
-        self.norms = [RMSNorm(Param(f"norm{i}", (c.dim,), fill=1.0, decay=False), backend, 1e-3)
-                      for i in range(2 * c.layers + 1)]  # fmt: skip
+        self.norms = [
+            RMSNorm(Param(f"norm{i}", (c.dim,), fill=1.0, decay=False), backend, 1e-3) for i in range(2 * c.layers + 1)
+        ]
         self.layers = [
-            (linear(f"{i}.qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, c.dim),
-             linear(f"{i}.out", c.dim, c.heads * c.head_dim), linear(f"{i}.gate_up", 2 * c.hidden, c.dim),
-             linear(f"{i}.down", c.dim, c.hidden))
+            (
+                linear(f"{i}.qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, c.dim),
+                linear(f"{i}.out", c.dim, c.heads * c.head_dim),
+                linear(f"{i}.gate_up", 2 * c.hidden, c.dim),
+                linear(f"{i}.down", c.dim, c.hidden),
+            )
             for i in range(c.layers)
-        ]  # fmt: skip
+        ]
         self.attentions = [Attention(c.heads, c.kv_heads, backend) for _ in range(c.layers)]
         self.rope = RoPE(c.head_dim, c.context, c.heads + c.kv_heads, backend, 50.0)
         self.swiglu = SwiGLU(backend)
@@ -132,8 +136,18 @@ class Wide(Op):
             return None
         layers = [FusedLayer(*(op.weight.value for op in layer)) for layer in self.layers]
         return FusedWeights(
-            dim=c.dim, hidden=c.hidden, heads=c.heads, kv_heads=c.kv_heads, head_dim=c.head_dim, context=c.context,
-            vocab=c.vocab, norm_eps=1e-3, layers=layers,
-            gains=[norm.params()[0].value for norm in self.norms], embedding=self.embedding.weight.value,
-            lm_heads=self.head.weight.value[None], cos=self.rope.cos, sin=self.rope.sin,
-        )  # fmt: skip
+            dim=c.dim,
+            hidden=c.hidden,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            context=c.context,
+            vocab=c.vocab,
+            norm_eps=1e-3,
+            layers=layers,
+            gains=[norm.params()[0].value for norm in self.norms],
+            embedding=self.embedding.weight.value,
+            lm_heads=self.head.weight.value[None],
+            cos=self.rope.cos,
+            sin=self.rope.sin,
+        )

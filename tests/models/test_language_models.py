@@ -19,12 +19,28 @@ FP64 = get_backend("numpy", "fp64", workers=1)
 GPT2 = gpt2.Config(dim=12, heads=3, layers=2, context=140, vocab=11, dropout=0.25)
 LLAMA = llama.Config(dim=12, heads=4, kv_heads=2, head_dim=6, layers=2, context=140, vocab=11, hidden=10, tied=False)
 # Without the router's losses forward gives the likelihoods alone, as the tests below want them.
-MOE = moe.Config(dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, hidden=6, experts=5, mtp_heads=3,
-                 mtp_weights=(1, 1, 1), balance=0.0, router_z=0.0)  # fmt: skip
+MOE = moe.Config(
+    dim=16,
+    heads=4,
+    kv_heads=2,
+    layers=2,
+    context=140,
+    vocab=11,
+    hidden=6,
+    experts=5,
+    mtp_heads=3,
+    mtp_weights=(1, 1, 1),
+    balance=0.0,
+    router_z=0.0,
+)
 LLAMA3: dict[str, Any] = {"rope_scaling": "llama3", "rope_factor": 4.0, "original_context": 12, "rope_theta": 50.0}
 KINDS: dict[str, tuple[Any, Any]] = {
-    "nanoeuler": (nanoeuler.NanoEuler, nanoeuler.Config(
-        dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=3, hidden=10, mtp_weights=(1, 1, 1))),
+    "nanoeuler": (
+        nanoeuler.NanoEuler,
+        nanoeuler.Config(
+            dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=3, hidden=10, mtp_weights=(1, 1, 1)
+        ),
+    ),
     "gpt2": (gpt2.GPT2, GPT2),
     "gpt2-char": (gpt2.GPT2, GPT2.override({"bias": False})),
     "llama": (llama.Llama, LLAMA),
@@ -37,7 +53,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "mamba": (mamba.Mamba, mamba.Config(dim=12, layers=2, state=3, context=140, vocab=11)),
     "lstm": (lstm.LSTMModel, lstm.Config(dim=12, layers=2, context=140, vocab=11, dropout=0.25)),
     "lstm-reset": (lstm.LSTMModel, lstm.Config(dim=12, layers=2, context=140, vocab=11, reset=3)),
-}  # fmt: skip
+}
 EVERY = pytest.mark.parametrize("kind", KINDS)
 RECURRENT = ("mamba", "lstm", "lstm-reset")  # their state forgets nothing, and they start in ways of their own
 

@@ -28,8 +28,20 @@ from tinyforge.train.objectives import Batch, NextTokens, WithTerms, with_terms
 from tinyforge.train.plan import plan_step
 
 FP64 = get_backend("numpy", "fp64", workers=1)
-TINY = Config(dim=8, heads=2, kv_heads=1, layers=2, context=7, vocab=11, hidden=3, experts=4, mtp_heads=2,
-              mtp_weights=(1, 0.5), balance=0.5, router_z=0.25)  # fmt: skip
+TINY = Config(
+    dim=8,
+    heads=2,
+    kv_heads=1,
+    layers=2,
+    context=7,
+    vocab=11,
+    hidden=3,
+    experts=4,
+    mtp_heads=2,
+    mtp_weights=(1, 0.5),
+    balance=0.5,
+    router_z=0.25,
+)
 
 
 def model(config: Config = TINY, workers: int = 1) -> MoE:
@@ -168,8 +180,18 @@ def test_the_reference_decoder_decodes_it() -> None:
 
 def test_the_plan_does_not_depend_on_the_choices() -> None:
     """A row for each choice, whatever it is: per token and layer in elements, what the blocks keep."""
-    config = Config(dim=64, heads=4, kv_heads=2, layers=2, context=256, vocab=128, hidden=48, experts=8, mtp_heads=2,
-                    mtp_weights=(1, 0.5))  # fmt: skip
+    config = Config(
+        dim=64,
+        heads=4,
+        kv_heads=2,
+        layers=2,
+        context=256,
+        vocab=128,
+        hidden=48,
+        experts=8,
+        mtp_heads=2,
+        mtp_weights=(1, 0.5),
+    )
     plan = plan_step(find_model("moe"), config, "bf16", 8, 256)
     tokens = 8 * 256
     # qkv, attention's result, two norms' results, the logits; gate and up of two rows. Numbers of four bytes: the

@@ -15,8 +15,9 @@ from tinyforge.errors import UserError
 from tinyforge.op import Stash
 
 FP64 = get_backend("numpy", "fp64", workers=1)
-TINY = Config(dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=3, hidden=10,
-              mtp_weights=(1, 0.5, 0.5))  # fmt: skip
+TINY = Config(
+    dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=3, hidden=10, mtp_weights=(1, 0.5, 0.5)
+)
 
 
 def tiny(seed: int = 0) -> NanoEuler:

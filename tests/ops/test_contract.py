@@ -288,8 +288,9 @@ def test_a_missing_kernel_is_said_when_the_op_is_built() -> None:
     class Unwritten(Op):
         kernels = (Kernel(unwritten_fwd),)
 
-    with pytest.raises(UserError, match="Unwritten: kernel unwritten_fwd has no implementation on backend phantom, only"
-                       " on numpy; "):  # fmt: skip
+    with pytest.raises(
+        UserError, match="Unwritten: kernel unwritten_fwd has no implementation on backend phantom, only on numpy; "
+    ):
         Unwritten(PhantomBackend("fp32"))
 
 

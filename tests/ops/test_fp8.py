@@ -37,12 +37,8 @@ FP8 = get_backend("numpy", "fp8", workers=1)
 FP32 = get_backend("numpy", "fp32", workers=1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mantissa", "lowest", "largest"), [(E4M3, 3, -6, 448.0), (E5M2, 2, -14, 57344.0)]
-)
-def test_numbers_round_to_the_nearest_of_the_format(
-    kind: str, mantissa: int, lowest: int, largest: float
-) -> None:
+@pytest.mark.parametrize(("kind", "mantissa", "lowest", "largest"), [(E4M3, 3, -6, 448.0), (E5M2, 2, -14, 57344.0)])
+def test_numbers_round_to_the_nearest_of_the_format(kind: str, mantissa: int, lowest: int, largest: float) -> None:
     """Compared with the formula: steps of 2^(e - mantissa), e at least `lowest`; ties to even; saturating."""
     rng = np.random.default_rng(0)
     x = (rng.normal(size=20000) * np.exp(rng.normal(size=20000) * 5)).astype(np.float32)
@@ -64,7 +60,8 @@ def test_a_row_has_the_scale_of_its_largest_number() -> None:
 
 
 PAIRS: Any = [
-    (FP8Linear, Linear, (48, 32), 32), (FP8LinearSwiGLU, LinearSwiGLU, (64, 32), 32),
+    (FP8Linear, Linear, (48, 32), 32),
+    (FP8LinearSwiGLU, LinearSwiGLU, (64, 32), 32),
     (FP8SwiGLULinear, SwiGLULinear, (32, 48), 96),
 ]
 
@@ -85,8 +82,14 @@ def test_an_op_is_its_reference_but_for_the_rounding(kind: Any, reference: Any, 
         assert np.linalg.norm(got - wanted) < 0.07 * np.linalg.norm(wanted)
     exact = [np.array_equal(got, wanted) for got, wanted in zip(*found, strict=True)]
     # Of y, dx and dW, those in FP8 differ:
-    assert exact == {FP8Linear: [False, True, True], FP8LinearSwiGLU: [False, False, False],
-                     FP8SwiGLULinear: [True, False, True]}[kind]  # fmt: skip
+    assert (
+        exact
+        == {
+            FP8Linear: [False, True, True],
+            FP8LinearSwiGLU: [False, False, False],
+            FP8SwiGLULinear: [True, False, True],
+        }[kind]
+    )
 
 
 def test_an_input_that_is_quantised_already_gives_the_same_bits() -> None:

@@ -77,8 +77,10 @@ def test_lora_is_two_linear_maps_behind_a_dropout_beside_a_third(rate: float, rn
     linear, drop = ops.Linear(param("w", weight), FP64, bias=param("bias", bias)), ops.Dropout(rate, FP64, "lora")
     down, up = ops.Linear(param("a", a), FP64), ops.Linear(param("b", b), FP64)
     stash, plain = Stash(noise), Stash(noise)
-    close(op.forward(x, stash), linear.forward(x, plain)
-          + 2.0 * up.forward(down.forward(drop.forward(x, plain), plain), plain))  # fmt: skip
+    close(
+        op.forward(x, stash),
+        linear.forward(x, plain) + 2.0 * up.forward(down.forward(drop.forward(x, plain), plain), plain),
+    )
     adapter = drop.backward(down.backward(up.backward(2.0 * dy, plain), plain), plain)
     close(op.backward(dy, stash), adapter + linear.backward(dy, plain))
     close(op.a.grad, down.weight.grad)
@@ -156,8 +158,10 @@ def test_a_fault_of_both_passes_shows_in_the_values(kind: str, rng: np.random.Ge
     def spoilt(right: Any, place: int) -> Any:
         return lambda *a: right(*a[:place], None if a[place] is None else wrong(a[place]), *a[place + 1 :])
 
-    with override(attention_fwd, "numpy", spoilt(attention_fwd.body, 4)), \
-         override(attention_bwd, "numpy", spoilt(attention_bwd.body, 8)):  # fmt: skip
+    with (
+        override(attention_fwd, "numpy", spoilt(attention_fwd.body, 4)),
+        override(attention_bwd, "numpy", spoilt(attention_bwd.body, 8)),
+    ):
         assert max(row.error for row in check_op(ops.Attention, FP64)) <= TOLERANCE
         with pytest.raises(AssertionError):
             test_packed_documents_attend_as_if_alone(None, 5, rng)
@@ -430,10 +434,18 @@ def test_rope_scalings_change_the_frequencies(scaling: ops.RopeScaling) -> None:
 def test_rope_llama3_is_that_of_transformers() -> None:
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     config = pytest.importorskip("transformers").LlamaConfig(
-        hidden_size=128, num_attention_heads=2, max_position_embeddings=1024,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                         "high_freq_factor": 4.0, "original_max_position_embeddings": 128},
-    )  # fmt: skip
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    )
     wanted, attention_factor = utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     op = ops.RoPE(64, 2, 1, FP64, theta=500000.0, scaling=ops.RopeScaling("llama3", 8.0, original_context=128))
     np.testing.assert_allclose(np.arctan2(op.sin[1], op.cos[1]), wanted.numpy(), rtol=1e-5)
@@ -737,8 +749,9 @@ def test_h_is_handed_on_and_changes_no_bit(adapted: str, rng: np.random.Generato
     before.k.linear_swiglu_fwd = lambda *a: handed.append(right(*a)) or handed[0]
     found = []
     for first, second in (
-        (plain, None), (plain if adapted == "before" else before, _Adapter(behind) if adapted == "behind" else behind),
-    ):  # fmt: skip
+        (plain, None),
+        (plain if adapted == "before" else before, _Adapter(behind) if adapted == "behind" else behind),
+    ):
         stash, grads = Stash(), [op.weight.grad for op in (before, behind)]
         for grad in grads:
             grad[...] = 0

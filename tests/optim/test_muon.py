@@ -30,9 +30,13 @@ def some_buffer(precision: str, workers: int) -> tuple[ParamBuffer, Muon]:
     behind them."""
     backend = get_backend("numpy", precision, workers)
     params = [
-        Param("embedding", (11, 6)), Param("qkv", (10, 6), matrices=(6, 2, 2)), Param("between", (3, 5)),
-        Param("gate_up", (2, 4, 6), matrices=(2,) * 4), Param("head", (11, 6)), Param("norm", (7,), decay=False),
-    ]  # fmt: skip
+        Param("embedding", (11, 6)),
+        Param("qkv", (10, 6), matrices=(6, 2, 2)),
+        Param("between", (3, 5)),
+        Param("gate_up", (2, 4, 6), matrices=(2,) * 4),
+        Param("head", (11, 6)),
+        Param("norm", (7,), decay=False),
+    ]
     buffer = ParamBuffer(params, backend)
     rng = np.random.default_rng(0)
     for p in params:
@@ -98,9 +102,13 @@ def without_nesterov(m: Any, grads: Any, starts: Any, rows: int, columns: int, g
 FAULTS: dict[str, tuple[Kernel[..., Any], Any]] = {
     "no Nesterov": (muon_momentum, without_nesterov),
     "not normalised": (newton_schulz, lambda x, squares: newton_schulz(x, squares * 0.9)),
-    "scale of the rows": (muon_, lambda values, masters, x, starts, rates, grad_scale, scale: muon_(
-        values, masters, x, starts, rates, grad_scale, 0.2 * x.shape[1] ** 0.5)),
-}  # fmt: skip
+    "scale of the rows": (
+        muon_,
+        lambda values, masters, x, starts, rates, grad_scale, scale: muon_(
+            values, masters, x, starts, rates, grad_scale, 0.2 * x.shape[1] ** 0.5
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -191,9 +199,11 @@ def test_every_model_says_what_its_matrices_are(name: str) -> None:
 def test_queries_keys_values_gate_and_up_are_matrices_of_their_own() -> None:
     model = NanoEuler(Config(dim=16, heads=4, kv_heads=2, layers=1, hidden=24), get_backend("numpy", "fp32", workers=1))
     assert {p.name: p.matrices for p in model.buffer.params if p.matrices} == {
-        "blocks.0.qkv.weight": (16, 8, 8), "blocks.0.out.weight": (16,), "blocks.0.gate_up.weight": (24, 24),
+        "blocks.0.qkv.weight": (16, 8, 8),
+        "blocks.0.out.weight": (16,),
+        "blocks.0.gate_up.weight": (24, 24),
         "blocks.0.down.weight": (16,),
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=r"Param x: matrices of \(3, 4\) rows, and the shape is \(8, 2\)"):
         Param("x", (8, 2), matrices=(3, 4))
     with pytest.raises(ValueError, match=r"matrices of \(2, 2, 2\) rows"):

@@ -51,8 +51,14 @@ def test_help_is_printed_without_what_is_slow(capsys: pytest.CaptureFixture[str]
     assert commands.main([]) == commands.main(["--help"]) == commands.main(["data"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in NAMES)
-    _, loaded = fresh_import("tinyforge.commands, tinyforge.registry; tinyforge.commands.usage()", "duckdb", "models",
-                             "matplotlib", "tinyforge.train", "tinyforge.infer")  # fmt: skip
+    _, loaded = fresh_import(
+        "tinyforge.commands, tinyforge.registry; tinyforge.commands.usage()",
+        "duckdb",
+        "models",
+        "matplotlib",
+        "tinyforge.train",
+        "tinyforge.infer",
+    )
     assert loaded == "[]"
 
 

@@ -28,8 +28,17 @@ def kept(pattern: str = r"^!(.+)$") -> list[str]:
 
 def test_the_context_has_what_a_wheel_is_built_from() -> None:
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
-    assert set(kept()) >= {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "tinyforge", "models",
-                           "data", "recipes"}  # fmt: skip
+    assert set(kept()) >= {
+        "pyproject.toml",
+        "setup.py",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "tinyforge",
+        "models",
+        "data",
+        "recipes",
+    }
     assert all((ROOT / name).exists() for name in kept())
     grafted = set(re.findall(r"^graft (\S+)", manifest, re.M))
     assert grafted >= {"models", "data", "recipes"} and all((ROOT / name).is_dir() for name in grafted)

@@ -159,8 +159,9 @@ def test_an_environment_far_from_the_repository(wheel: Path, tmp_path: Path) -> 
     assert "<html" in page.read_text(encoding="utf-8")
     if importlib.util.find_spec("starlette") and importlib.util.find_spec("uvicorn"):
         command = [*python, "serve", "--checkpoint", "small", "--port", "0"]
-        with subprocess.Popen(command, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True) as server:  # fmt: skip
+        with subprocess.Popen(
+            command, cwd=here, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as server:
             try:
                 lines = []
                 for line in server.stdout or ():

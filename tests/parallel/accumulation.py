@@ -31,11 +31,13 @@ from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, clip, update
 from tinyforge.train.objectives import NextTokens
 
-CONFIG = Config(dim=64, heads=4, kv_heads=2, layers=2, context=32, vocab=256, mtp_heads=2, hidden=128,
-                mtp_weights=(1, 0.5))  # fmt: skip
+CONFIG = Config(
+    dim=64, heads=4, kv_heads=2, layers=2, context=32, vocab=256, mtp_heads=2, hidden=128, mtp_weights=(1, 0.5)
+)
 ROWS, LR = 16, 6e-4
-LARGER = Config(dim=192, heads=6, kv_heads=2, layers=6, context=64, vocab=4096, mtp_heads=2, hidden=384,
-                mtp_weights=(1, 0.5))  # fmt: skip
+LARGER = Config(
+    dim=192, heads=6, kv_heads=2, layers=6, context=64, vocab=4096, mtp_heads=2, hidden=384, mtp_weights=(1, 0.5)
+)
 TOKENIZER = Path(__file__).resolve().parents[2] / "models/nanoeuler/storyteller/tokenizer.json"  # of 4,096 ids
 
 
@@ -69,8 +71,17 @@ def text_as(kind: str, documents_of: int) -> np.ndarray:
     return np.asarray(found, np.int32)
 
 
-def losses(precision: str, workers: int, micro_batches: int, steps: int, lr: float = LR, nudge: bool = False,
-           seed: int = 0, config: Config = CONFIG, tokens: np.ndarray | None = None) -> np.ndarray:  # fmt: skip
+def losses(
+    precision: str,
+    workers: int,
+    micro_batches: int,
+    steps: int,
+    lr: float = LR,
+    nudge: bool = False,
+    seed: int = 0,
+    config: Config = CONFIG,
+    tokens: np.ndarray | None = None,
+) -> np.ndarray:
     """The losses of a run. nudge: every tenth weight is moved by its last bit before it begins."""
     low = precision == "bf16"
     backend = get_backend("numpy", "fp32" if low else precision, workers=workers)
@@ -85,8 +96,9 @@ def losses(precision: str, workers: int, micro_batches: int, steps: int, lr: flo
         of_a_worker = model.replica
         vars(model)["replica"] = lambda: stored_low(of_a_worker())
         stored_low(model)
-    data = PackedTokens(text_as("bytes", 2000) if tokens is None else tokens, config.context, config.prediction_heads,
-                        seed=0)  # fmt: skip
+    data = PackedTokens(
+        text_as("bytes", 2000) if tokens is None else tokens, config.context, config.prediction_heads, seed=0
+    )
     rows = ROWS // micro_batches
     objective = NextTokens(config.head_weights)
     sharded = Sharded(model, backend, objective)
@@ -112,8 +124,9 @@ def main() -> int:
     args = p.parse_args()
     for kind in args.larger or ():
         text = text_as(kind, 12_000)
-        one, moved = (losses("fp32", 1, 2, args.steps, args.lr, nudge, config=LARGER, tokens=text)
-                      for nudge in (False, True))  # fmt: skip
+        one, moved = (
+            losses("fp32", 1, 2, args.steps, args.lr, nudge, config=LARGER, tokens=text) for nudge in (False, True)
+        )
         apart = np.abs(one - moved).max()
         print(f"  {kind}: last bits moved {apart:.1e}; loss {one[0]:.3f} to {one[-1]:.3f}", flush=True)
     if args.larger:
@@ -123,8 +136,11 @@ def main() -> int:
         one = losses(precision, 1, 2, args.steps, args.lr)
         two = losses(precision, 2, 1, args.steps, args.lr)
         moved = losses(precision, 1, 2, args.steps, args.lr, nudge=True)
-        print(f"  {precision}: 2 micro-batches and 2 ranks {np.abs(one - two).max():.1e}, last bits moved "
-              f"{np.abs(one - moved).max():.1e}; loss {one[0]:.3f} to {one[-1]:.3f}", flush=True)  # fmt: skip
+        print(
+            f"  {precision}: 2 micro-batches and 2 ranks {np.abs(one - two).max():.1e}, last bits moved "
+            f"{np.abs(one - moved).max():.1e}; loss {one[0]:.3f} to {one[-1]:.3f}",
+            flush=True,
+        )
     return 0
 
 

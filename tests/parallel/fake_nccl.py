@@ -39,9 +39,7 @@ class FakeEngine:
     """See `nccl.Engine`. token: the folder's name, known to all ranks. seconds: before a wait is given up. windows:
     there are some."""
 
-    def __init__(
-        self, size: int, rank: int, token: bytes, seconds: float = 600.0, windows: bool = False
-    ) -> None:  # fmt: skip
+    def __init__(self, size: int, rank: int, token: bytes, seconds: float = 600.0, windows: bool = False) -> None:
         self.has_windows = windows
         self.folder, self.size, self.rank, self.seconds = Path(token.decode()), size, rank, seconds
         self._count = 0
@@ -151,7 +149,7 @@ class LateEngine(FakeEngine):
         self._finished = 0
         self._grouped: list[Callable[[], None]] | None = None
         names = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "send", "receive")
-        for name in names:  # fmt: skip
+        for name in names:
             setattr(self, name, functools.partial(self._later_on, getattr(super(), name)))
 
     def _later_on(self, call: Callable[..., None], *arguments: Any) -> None:

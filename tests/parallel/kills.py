@@ -88,10 +88,23 @@ class Life:
         if args.by == "mpirun":
             backend = ["--backend", "numpy"]
         self.begin = [
-            *backend, "--data", str(folder / "text.txt"), "--tokenizer", str(folder / "tokenizer.json"), "--set",
-            *SHAPE.split(), "--steps", str(args.steps), "--batch-size", "8", "--save-every", str(args.save_every),
-            "--eval-every", str(2 * args.save_every), *args.more.split(),
-        ]  # fmt: skip
+            *backend,
+            "--data",
+            str(folder / "text.txt"),
+            "--tokenizer",
+            str(folder / "tokenizer.json"),
+            "--set",
+            *SHAPE.split(),
+            "--steps",
+            str(args.steps),
+            "--batch-size",
+            "8",
+            "--save-every",
+            str(args.save_every),
+            "--eval-every",
+            str(2 * args.save_every),
+            *args.more.split(),
+        ]
 
     def start(self) -> subprocess.Popen[bytes]:
         """A process that trains, so that its ranks have found each other, or has ended."""
@@ -99,8 +112,9 @@ class Life:
         more = ["--resume"] if saved(self.out) else self.begin
         with open(self.log, "wb") as log:
             environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen([*self.command, *more], stdout=log, stderr=log, env=environ,
-                                       start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(
+                [*self.command, *more], stdout=log, stderr=log, env=environ, start_new_session=True
+            )
         while process.poll() is None and self._written() == before:
             time.sleep(0.02)
         return process
@@ -194,8 +208,9 @@ def main() -> int:
             note("shas", f"life {number}: {sha(life.out)[:16]}")
             shutil.rmtree(life.out)
         if killed <= args.lives * args.kills / 2:
-            raise SystemExit(f"{killed} kills of {args.lives * args.kills}: the runs were over too soon; give more "
-                             "--steps")  # fmt: skip
+            raise SystemExit(
+                f"{killed} kills of {args.lives * args.kills}: the runs were over too soon; give more --steps"
+            )
         note("same_bytes", f"{killed} kills, {args.lives} lives, all of the same bytes")
     return 0
 

@@ -21,8 +21,9 @@ from tinyforge.params import ParamBuffer
 from tinyforge.registry import models
 from tinyforge.train.plan import Split, plan_step
 
-TINY = Config(dim=64, heads=4, kv_heads=2, layers=2, context=16, vocab=128, mtp_heads=2, hidden=96,
-              mtp_weights=(1, 0.5))  # fmt: skip
+TINY = Config(
+    dim=64, heads=4, kv_heads=2, layers=2, context=16, vocab=128, mtp_heads=2, hidden=96, mtp_weights=(1, 0.5)
+)
 
 
 @pytest.mark.parametrize("sizes", [[], [7], [0], [32, 64], [5000, 100, 100, 64], [64, 100, 9000, 3, 0]])
@@ -120,9 +121,10 @@ def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(size: int, shards: i
         buffer, buckets = model.buffer, Buckets(model.buffer, model.ops(), elements=200 * UNIT)
         config = AdamWConfig(weight_decay=0.3)
         optimizer = (
-            ShardedAdamW(buffer, backend, config, group, buckets, shards, stage) if group
+            ShardedAdamW(buffer, backend, config, group, buckets, shards, stage)
+            if group
             else AdamW(buffer, backend, config, pieces_of(buckets, shards) if shards else None)
-        )  # fmt: skip
+        )
         for step in range(4):
             flat = np.random.default_rng(step).normal(size=buffer.size).astype(np.float32)
             if group and stage == 2:  # two micro-batches, of which rank 0 has brought all there is
@@ -148,8 +150,12 @@ def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(size: int, shards: i
         found = group.gather_objects(state) if group else [state]
         if group and group.rank:
             return {}
-        whole = {f"{what} {name}": tensor for of_rank in found for what, tensors in of_rank.items()
-                 for name, tensor in tensors.items()}  # fmt: skip
+        whole = {
+            f"{what} {name}": tensor
+            for of_rank in found
+            for what, tensors in of_rank.items()
+            for name, tensor in tensors.items()
+        }
         assert len(whole) == 3 * len(buffer.params) == sum(len(tensors) for r in found for tensors in r.values())
         return {**whole, "values": buffer.values.copy()}
 
@@ -210,8 +216,12 @@ def test_the_page_has_the_forecasts_of_what_is_shared_out() -> None:
     assert len(rows) == 3
     for name, *numbers in rows:
         a_gpu, seq_len, ranks = map(int, numbers[:3])
-        plans = [plan_step(models()["nanoeuler"], PRESETS[name], "bf16", a_gpu * ranks, seq_len,
-                           split=Split(ranks, zero=zero)) for zero in (0, 1, 2)]  # fmt: skip
+        plans = [
+            plan_step(
+                models()["nanoeuler"], PRESETS[name], "bf16", a_gpu * ranks, seq_len, split=Split(ranks, zero=zero)
+            )
+            for zero in (0, 1, 2)
+        ]
         assert [f"{plan.peak / 2**30:.2f}" for plan in plans] == numbers[3:], name
 
 

@@ -37,8 +37,9 @@ from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
-TINY = Config(dim=32, heads=4, kv_heads=2, layers=2, context=16, vocab=128, mtp_heads=2, hidden=64,
-              mtp_weights=(1, 0.5))  # fmt: skip
+TINY = Config(
+    dim=32, heads=4, kv_heads=2, layers=2, context=16, vocab=128, mtp_heads=2, hidden=64, mtp_weights=(1, 0.5)
+)
 
 
 def resume() -> str:
@@ -57,8 +58,9 @@ def on_ranks(
     def live(rank: int) -> None:
         lines = [ours for ours, _ in pipes] if rank == 0 else [pipes[rank - 1][1]]
         engine = kind(size, rank, str(folder).encode(), patience)
-        group = NCCLGroup(rank, size, engine, Star(rank, lines, names, resume, patience),
-                          Watch(rank, [], names, resume, patience))  # fmt: skip
+        group = NCCLGroup(
+            rank, size, engine, Star(rank, lines, names, resume, patience), Watch(rank, [], names, resume, patience)
+        )
         try:
             found[rank] = work(group)
         except BaseException as error:
@@ -87,10 +89,14 @@ def test_collectives(size: int, tmp_path: Path) -> None:
         made = []
         for count in counts:
             for method, options in (
-                ("all_reduce_", {}), ("all_reduce_", {"tree": True}), ("reduce_scatter_", {}),
-                ("reduce_scatter_", {"unit": 32}), ("all_gather_", {}), ("all_gather_", {"unit": 32}),
+                ("all_reduce_", {}),
+                ("all_reduce_", {"tree": True}),
+                ("reduce_scatter_", {}),
+                ("reduce_scatter_", {"unit": 32}),
+                ("all_gather_", {}),
+                ("all_gather_", {"unit": 32}),
                 ("broadcast_", {}),
-            ):  # fmt: skip
+            ):
                 array = own(group.rank, count - count % options.get("unit", 1))  # type: ignore[call-overload]
                 if size & (size - 1) == 0 or "tree" not in options:
                     getattr(group, method)(array, **options)
@@ -203,8 +209,11 @@ def trained(
         update(rank, 1e-2)
     loss = rank.model.forward(*batches(0)[0].inputs(backend)).sum()  # reads weights that are still on their way
     names = [p.name for p in optimizer.owned()]
-    return {"loss": loss} | {f"{what} {name}": tensor for what in ("masters", "m", "v")
-                             for name, tensor in zip(names, optimizer.tensors(what), strict=True)}  # fmt: skip
+    return {"loss": loss} | {
+        f"{what} {name}": tensor
+        for what in ("masters", "m", "v")
+        for name, tensor in zip(names, optimizer.tensors(what), strict=True)
+    }
 
 
 def all_of(found: list[Any]) -> dict[str, np.ndarray]:
@@ -398,9 +407,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "
     return found
 
 
-def test_windows_where_all_ranks_have_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_windows_where_all_ranks_have_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)  # an engine of another test leaves it
     monkeypatch.setattr(nccl, "no_windows", lambda hosts: "")
     assert [engine.has_windows for engine in engines(monkeypatch)] == [True, True]
@@ -445,8 +452,9 @@ def test_no_windows_between_hosts_in_an_old_library_or_unwanted(
 # --- the watch --------------------------------------------------------------------------------------------------------
 
 
-def watched(capsys: pytest.CaptureFixture[str], act: Callable[[Watch, Any], None], patience: float = 5.0,
-            **options: Any) -> tuple[list[int], str]:  # fmt: skip
+def watched(
+    capsys: pytest.CaptureFixture[str], act: Callable[[Watch, Any], None], patience: float = 5.0, **options: Any
+) -> tuple[list[int], str]:
     """The statuses with which rank 0's watch has ended its process, and what it said."""
     ours, theirs = Pipe()
     left: list[int] = []
@@ -465,9 +473,7 @@ def test_a_line_that_closes_ends_all(capsys: pytest.CaptureFixture[str]) -> None
     assert said == "\nerror: rank 1 on there died (the kernel kills one when memory runs out); resume\n"
 
 
-def test_a_rank_that_falls_silent_ends_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_falls_silent_ends_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SILENCE", 0.5)
     left, said = watched(capsys, lambda watch, line: None)
     assert left == [Lost.status] and "rank 1 on there has shown no sign of life for 0 s: it is stopped" in said

@@ -48,9 +48,10 @@ def of(address: int, count: int) -> Any:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[windows.Windows, Library]]:
     cuda = SimpleNamespace(
-        UnownedMemory=lambda address, size, owner: address, MemoryPointer=lambda memory, offset: memory + offset,
+        UnownedMemory=lambda address, size, owner: address,
+        MemoryPointer=lambda memory, offset: memory + offset,
         get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None),
-    )  # fmt: skip
+    )
     cupy = SimpleNamespace(cuda=cuda, ndarray=lambda shape, dtype, at: of(at, shape[0]))
     monkeypatch.setattr(windows, "cupy", cupy)
     monkeypatch.setattr(cupy_backend, "other_pools", pools := list[Any]())
@@ -70,16 +71,16 @@ def test_windows(made: Callable[..., tuple[windows.Windows, Library]]) -> None:
     first, second = mine.zeros(1000, np.float32), mine.zeros(3 << 20, np.uint8)
     at, size = first.data.ptr, 2 << 20
     assert library.calls == [
-        ("ncclMemAlloc", size), ("ncclCommWindowRegister", 77, at, size, 1),
-        ("ncclMemAlloc", 2 * size), ("ncclCommWindowRegister", 77, second.data.ptr, 2 * size, 1),
-    ]  # fmt: skip
+        ("ncclMemAlloc", size),
+        ("ncclCommWindowRegister", 77, at, size, 1),
+        ("ncclMemAlloc", 2 * size),
+        ("ncclCommWindowRegister", 77, second.data.ptr, 2 * size, 1),
+    ]
     assert mine.used_bytes() == mine.total_bytes() == 3 * size and cupy_backend.other_pools == [mine]
 
 
 @pytest.mark.parametrize("name", ["ncclMemAlloc", "ncclCommWindowRegister"])
-def test_what_is_refused_is_said_in_one_line(
-    name: str, made: Callable[..., tuple[windows.Windows, Library]]
-) -> None:
+def test_what_is_refused_is_said_in_one_line(name: str, made: Callable[..., tuple[windows.Windows, Library]]) -> None:
     mine, _ = made(name)
     with pytest.raises(UserError, match=f"^{name} failed: Cuda failure 'out of memory'; set NCCL_WIN_ENABLE=0"):
         mine.zeros(8, np.float32)

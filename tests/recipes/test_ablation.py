@@ -128,14 +128,23 @@ def test_an_out_that_cannot_be_written(here: None, capsys: pytest.CaptureFixture
         ([SLOW, "wrong: --set dims=3"], "--steps 4", "--arm wrong: config: unknown key 'dims'"),
         ([SLOW, "wrong: --lr nan"], "--steps 4", "--arm wrong: --lr is nan, wants a number above 0"),
         ([SLOW, "wrong: --set heads=3"], "--steps 4", "--arm wrong: config: dim 16 is not divisible by heads 3"),
-        ([SLOW, "wrong: --stesp 3"], "--steps 4",
-         "--arm wrong: unrecognized arguments: --stesp 3; see recipes/pretrain.py --help"),
-        ([SLOW, "wrong: --data don't.txt"], "--steps 4",
-         "--arm: \"wrong: --data don't.txt\": No closing quotation; close what is open"),
-        (["wrong: --encoding klingon", SLOW], "--steps 4",
-         "arm 'wrong', seed 0, ended with status 2: --encoding klingon: no such text encoding"),
+        (
+            [SLOW, "wrong: --stesp 3"],
+            "--steps 4",
+            "--arm wrong: unrecognized arguments: --stesp 3; see recipes/pretrain.py --help",
+        ),
+        (
+            [SLOW, "wrong: --data don't.txt"],
+            "--steps 4",
+            '--arm: "wrong: --data don\'t.txt": No closing quotation; close what is open',
+        ),
+        (
+            ["wrong: --encoding klingon", SLOW],
+            "--steps 4",
+            "arm 'wrong', seed 0, ended with status 2: --encoding klingon: no such text encoding",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_line(here: None, capsys: pytest.CaptureFixture[str], arms: list[str], rest: str, message: str) -> None:
     flags = [part for arm in arms for part in ("--arm", arm)]
     with pytest.raises(SystemExit) as left:

@@ -46,20 +46,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fine-tuned model, pairs and sums, good and bad, and a run of each recipe."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text("\n".join(documents("train", 40)), encoding="utf-8")
-    sums = [{"instruction": f"Add {a}.", "input": f"{b}", "output": f"{(a + b) % 3}"}
-            for a in range(6) for b in range(9)]  # fmt: skip
+    sums = [
+        {"instruction": f"Add {a}.", "input": f"{b}", "output": f"{(a + b) % 3}"} for a in range(6) for b in range(9)
+    ]
     pairs = [{"instruction": f"Say {a}.", "input": "", "chosen": "yes " * a, "rejected": "no"} for a in range(1, 6)] * 6
     files = {
-        "sums.json": sums, "pairs.json": [PAIR | {"chosen": "4"}, *pairs, PAIR | {"rejected": " "}],
-        "equal.json": [PAIR | {"rejected": "3"}] * 5, "empty.json": [PAIR | {"chosen": ""}] * 5,
-        "long.json": [PAIR | {"rejected": "4 " * 99}] * 5, "one.json": [PAIR],
+        "sums.json": sums,
+        "pairs.json": [PAIR | {"chosen": "4"}, *pairs, PAIR | {"rejected": " "}],
+        "equal.json": [PAIR | {"rejected": "3"}] * 5,
+        "empty.json": [PAIR | {"chosen": ""}] * 5,
+        "long.json": [PAIR | {"rejected": "4 " * 99}] * 5,
+        "one.json": [PAIR],
         "number.json": [PAIR, PAIR | {"input": 3}],
         "field.json": [{"instruction": "Add.", "input": "", "output": "3"}],
         "words.json": [{"instruction": "Say.", "input": "", "output": "yes"}] * 3,
         # Whatever the model says, its last number is not this one: every reward is 0.
         "never.json": [{"instruction": f"Say {i}.", "input": "", "output": "123456789"} for i in range(9)],
         "wide.json": [{"instruction": "Add " * 60, "input": "", "output": "3"}] * 9,
-    }  # fmt: skip
+    }
     for name, value in files.items():
         (folder / name).write_text(json.dumps(value), encoding="utf-8")
     before = os.getcwd()
@@ -162,8 +166,18 @@ def test_adapters(folder: Path) -> None:
 
 def test_what_grpo_logs(folder: Path) -> None:
     rows = [row for row in metrics.read(Path("grpo/metrics.jsonl")) if "loss" in row]
-    for name in ("reward", "reward_std", "frac_reward_zero_std", "rewards/correct", "rewards/format", "kl", "entropy",
-                 "clip_ratio/low_mean", "clip_ratio/high_mean", "completions/mean_length"):  # fmt: skip
+    for name in (
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "rewards/correct",
+        "rewards/format",
+        "kl",
+        "entropy",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "completions/mean_length",
+    ):
         assert name in rows[0], name
     assert rows[0]["kl"] == 0 and any(row["kl"] > 0 for row in rows)
     assert rows[0]["rewards/correct"] == rows[1]["rewards/correct"]  # the same replies, learned from twice
@@ -310,11 +324,18 @@ def test_pairs_of_stories(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [("--stories 1", "--stories is 1, wants 2 or more"), ("--stories 4", "--data: no record asks for a story"),
-     ("--records 0", "--records is 0, wants 1 or more"), ("--max-tokens 0", "--max-tokens is 0, wants 1 or more"),
-     ("--max-tokens 96", "no record has a well-formed reply of up to 96 tokens, --max-tokens, and a prompt that leaves "
-      "them room in the context of 96; give shorter ones, or a smaller --max-tokens")],
-)  # fmt: skip
+    [
+        ("--stories 1", "--stories is 1, wants 2 or more"),
+        ("--stories 4", "--data: no record asks for a story"),
+        ("--records 0", "--records is 0, wants 1 or more"),
+        ("--max-tokens 0", "--max-tokens is 0, wants 1 or more"),
+        (
+            "--max-tokens 96",
+            "no record has a well-formed reply of up to 96 tokens, --max-tokens, and a prompt that leaves "
+            "them room in the context of 96; give shorter ones, or a smaller --max-tokens",
+        ),
+    ],
+)
 def test_wrong_flags_of_own_pairs(folder: Path, flags: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         own_pairs.main(f"--base tuned --data sums.json --out own.json --backend numpy {flags}".split())
@@ -322,10 +343,12 @@ def test_wrong_flags_of_own_pairs(folder: Path, flags: str, message: str) -> Non
 
 @pytest.mark.parametrize(
     ("out", "message"),
-    [("absent/own.json", "absent/own.json: cannot be written (No such file or directory); check --out"),
-     ("tuned", "tuned: cannot be written (a folder or a device is there); check --out"),
-     ("sums.json/own.json", "sums.json/own.json: cannot be written (")],
-)  # fmt: skip
+    [
+        ("absent/own.json", "absent/own.json: cannot be written (No such file or directory); check --out"),
+        ("tuned", "tuned: cannot be written (a folder or a device is there); check --out"),
+        ("sums.json/own.json", "sums.json/own.json: cannot be written ("),
+    ],
+)
 def test_own_pairs_sees_at_once_that_it_cannot_write(folder: Path, out: str, message: str) -> None:
     before = sorted(Path().rglob("*"))
     with pytest.raises(UserError, match="^" + re.escape(message)):  # before it looks at --data and samples
@@ -343,8 +366,10 @@ def test_each_file_of_records_has_its_own_figure(folder: Path) -> None:
     """Beside that of all, in which a file counts by its bytes: a file of easy records hides nothing."""
     for name in ("hard", "easy"):
         Path(name).mkdir()
-        records = [{"instruction": f"Say {i}.", "input": "", "output": f"{'no ' * (i % 3 * (name == 'easy'))}{i}"}
-                   for i in range(40)]  # fmt: skip
+        records = [
+            {"instruction": f"Say {i}.", "input": "", "output": f"{'no ' * (i % 3 * (name == 'easy'))}{i}"}
+            for i in range(40)
+        ]
         Path(name, "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
     files = ["hard/alpaca.json", "easy/alpaca.json", "sums.json"]
     assert names_of([*files, "sums.json"]) == ["hard", "easy", "sums.json", "sums.json"]
@@ -363,19 +388,31 @@ def test_the_last_fifth_of_each_file_is_held_out(tmp_path: Path) -> None:
         path.write_text(json.dumps([PAIR | {"input": f"{path.stem} {i}"} for i in range(count)]), encoding="utf-8")
     training, by_file = read_split(paths)
     assert [[pair.input for pair in pairs] for pairs in by_file] == [
-        ["large 16", "large 17", "large 18", "large 19"], ["small 4"],
-    ]  # fmt: skip
+        ["large 16", "large 17", "large 18", "large 19"],
+        ["small 4"],
+    ]
     assert {*training, *by_file[0], *by_file[1]} == {*read_pairs(paths)} and len(training) == 20
 
 
 def test_each_file_of_pairs_has_its_own_accuracy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside that of all, in which each pair counts once. A file whose held-out pairs are all unusable has none."""
     for name, count in (("many", 20), ("few", 10), ("none", 5)):
-        pairs = [PAIR | {"input": f"{name} {i}", "rejected": PAIR["chosen"] if name == "none" and i == 4 else "no"}
-                 for i in range(count)]  # fmt: skip
+        pairs = [
+            PAIR | {"input": f"{name} {i}", "rejected": PAIR["chosen"] if name == "none" and i == 4 else "no"}
+            for i in range(count)
+        ]
         Path(f"{name}.json").write_text(json.dumps(pairs), encoding="utf-8")
-    dpo.main(["--base", "run", "--data", "many.json", "few.json", "none.json",
-              *"--steps 2 --eval-every 1 --workers 1 --out pairs-of-files".split()])  # fmt: skip
+    dpo.main(
+        [
+            "--base",
+            "run",
+            "--data",
+            "many.json",
+            "few.json",
+            "none.json",
+            *"--steps 2 --eval-every 1 --workers 1 --out pairs-of-files".split(),
+        ]
+    )
     last = [row for row in metrics.read(Path("pairs-of-files/metrics.jsonl")) if "val_rewards/accuracies" in row][-1]
     of_each = {name: last[f"val_rewards/accuracies_{name}"] for name in ("many", "few")}
     assert last["val_rewards/accuracies"] == pytest.approx((4 * of_each["many"] + 2 * of_each["few"]) / 6)
@@ -441,9 +478,17 @@ def test_no_held_out_sum_is_learned_from() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "correct", "form"),
-    [("13 14 15, so 15", 1, 1), (" 2 3 4 5 6 7 8 9 10 11 12 13 14 15, so 15 ", 1, 1), ("13 14, so 14", 0, 1),
-     ("13 14 15, so 16", 0, 0), ("15", 0, 0), ("13 14 15, so 15...", 0, 0), ("15 14 13, so 13", 0, 1), ("", 0, 0)],
-)  # fmt: skip
+    [
+        ("13 14 15, so 15", 1, 1),
+        (" 2 3 4 5 6 7 8 9 10 11 12 13 14 15, so 15 ", 1, 1),
+        ("13 14, so 14", 0, 1),
+        ("13 14 15, so 16", 0, 0),
+        ("15", 0, 0),
+        ("13 14 15, so 15...", 0, 0),
+        ("15 14 13, so 13", 0, 1),
+        ("", 0, 0),
+    ],
+)
 def test_what_a_reply_to_a_sum_is_worth(reply: str, correct: float, form: float) -> None:
     example = next(e for split in ("train", "val") for e in harder_sums(split) if e.instruction == "Add 2 and 13.")
     assert sum_rewards(example, reply) == {"correct": correct, "format": form}

@@ -95,8 +95,10 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --data latin.txt", "got byte 0xe9 at offset 3, wanted utf-8 text; pass --encoding latin-1"),
         ("pretrain --data latin.txt --encoding klingon", "--encoding klingon: no such text encoding; try utf-8"),
         ("pretrain --data short.txt --set vocab=512", "too little text for vocab_size 512: got"),
-        ("pretrain --data short.txt --tokenizer bytes.json --set vocab=258",
-         "corpus: 10 tokens, one training sequence takes 129; give more text or a smaller --seq-len"),
+        (
+            "pretrain --data short.txt --tokenizer bytes.json --set vocab=258",
+            "corpus: 10 tokens, one training sequence takes 129; give more text or a smaller --seq-len",
+        ),
         ("sft --base run --data absent.json", "absent.json: no such file or folder"),
         ("sft --base run --data empty.txt", "empty.txt: is empty, wanted Alpaca records"),
         ("sft --base run --data latin.txt", "pass --encoding latin-1"),
@@ -129,8 +131,10 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --teacher run --teacher-share 0", "--teacher-share is 0.0, wants a share above 0 and up to 1"),
         ("pretrain --teacher-share 0.9", "--teacher-share is given without --teacher; add it, or leave this out"),
         ("pretrain --model lstm --carry --data text.txt --teacher run", "--carry: a teacher keeps no state from batch"),
-        ("pretrain --data text.txt --teacher run --tokenizer mine.json",
-         "--tokenizer: the model gets its teacher's; leave out --tokenizer or --teacher"),
+        (
+            "pretrain --data text.txt --teacher run --tokenizer mine.json",
+            "--tokenizer: the model gets its teacher's; leave out --tokenizer or --teacher",
+        ),
         ("pretrain --data text.txt --teacher absent", "no checkpoint in absent"),
         ("pretrain --data text.txt --teacher run", "step-00000004 reads 96 tokens, a row has 128; use --seq-len 96"),
         ("pretrain --data text.txt --teacher run --base storyteller", "has another tokenizer than"),
@@ -154,7 +158,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         (f"pretrain {SHAPE} --data text.txt --steps 1 --out run", "run already holds a run; continue it with --resume"),
         (f"pretrain {SHAPE} --data text.txt --steps 1 --out text.txt", "cannot write in text.txt: File exists; choose"),
     ],
-)  # fmt: skip
+)
 def test_one_line_and_nothing_changed(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
 ) -> None:

@@ -225,8 +225,9 @@ def test_the_plan_is_of_the_length_that_is_asked_for(capsys: pytest.CaptureFixtu
 def test_the_exit_status_is_2(here: Path) -> None:
     found = subprocess.run(
         [sys.executable, str(ROOT / "recipes/classify.py"), *"--model vit --data nowhere --out run".split()],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert found.returncode == 2 and found.stderr.startswith("error: nowhere") and found.stderr.count("\n") == 1
 
 

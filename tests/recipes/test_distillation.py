@@ -16,8 +16,10 @@ from tinyforge.errors import UserError
 from tinyforge.train.settings import PretrainSettings
 
 TEACHER = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280"
-STUDENT = ("--data text.txt --set dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=32 --batch-size 2 --workers 1 "
-           "--backend numpy --steps 4 --save-every 2 --teacher-share 0.7")  # fmt: skip
+STUDENT = (
+    "--data text.txt --set dim=16 heads=2 kv_heads=1 layers=1 hidden=24 context=32 --batch-size 2 --workers 1 "
+    "--backend numpy --steps 4 --save-every 2 --teacher-share 0.7"
+)
 TUNED = "--base teacher-1 --data good.json --batch-size 2 --workers 1 --backend numpy --steps 4 --save-every 2"
 RECORDS = [{"instruction": f"Add {a}.", "input": f"{b}", "output": f"{a + b}"} for a in range(5) for b in range(8)]
 
@@ -31,8 +33,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for seed in (0, 1):
-            run(f"--data read.txt {TEACHER} --batch-size 2 --workers 1 --backend numpy --steps 2 --seed {seed} "
-                f"--out teacher-{seed}")  # fmt: skip
+            run(
+                f"--data read.txt {TEACHER} --batch-size 2 --workers 1 --backend numpy --steps 2 --seed {seed} "
+                f"--out teacher-{seed}"
+            )
         run(f"{STUDENT} --teacher teacher-0 --out whole")
     return folder
 

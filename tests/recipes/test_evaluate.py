@@ -47,9 +47,10 @@ def made(tmp_path_factory: pytest.TempPathFactory, make_shards: Callable[..., No
     make_shards(folder / "other", Tokenizer([], [SEPARATOR, "</s>"]), {"books": (9, 2)})
     records = [{"instruction": e.instruction, "input": e.input, "output": e.output} for e in instructions("train", 80)]
     files: dict[str, Any] = {
-        "records.json": records, "none.json": [],
+        "records.json": records,
+        "none.json": [],
         "long.json": [record | {"input": "and so on " * 99} for record in records],
-    }  # fmt: skip
+    }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     (folder / "text.txt").write_text("\n".join(documents("train", 60, 7)), encoding="utf-8")
@@ -111,8 +112,10 @@ def test_a_base_model_on_shards(folder: Path, capsys: pytest.CaptureFixture[str]
 
 def test_windows_of_another_length(folder: Path) -> None:
     """Those of the run give its figures; shorter ones predict more tokens from little, and leave no scores."""
-    own, same, short = (measured("--checkpoint", "base", "--data", "shards", *flags)["text"]
-                        for flags in ([], ["--seq-len", "160"], ["--seq-len", "3"]))  # fmt: skip
+    own, same, short = (
+        measured("--checkpoint", "base", "--data", "shards", *flags)["text"]
+        for flags in ([], ["--seq-len", "160"], ["--seq-len", "3"])
+    )
     assert same == own and short["bits_per_byte"] != pytest.approx(own["bits_per_byte"], rel=1e-4)
     assert {name: part["bytes"] for name, part in short["sources"].items()} == {
         name: part["bytes"] for name, part in own["sources"].items()
@@ -238,8 +241,12 @@ def test_weights_of_one_byte_stand_beside_the_models_own(folder: Path, capsys: p
         assert source["bits_per_byte_plain"] == pytest.approx(before["sources"][name]["bits_per_byte"], rel=1e-12)
     assert found["weight_bytes"] < 0.5 * found["weight_bytes_plain"] == 0.5 * plain["weight_bytes"]
     row = next(line for line in shown.out.splitlines() if line.endswith("%") and "over all" in line)
-    assert row.split()[2:] == [f"{text['bits_per_byte']:.4f}", f"{before['bits_per_byte']:.4f}",
-                               f"{text['bits_per_byte'] - before['bits_per_byte']:+.4f}", f"{loss:+.2%}"]  # fmt: skip
+    assert row.split()[2:] == [
+        f"{text['bits_per_byte']:.4f}",
+        f"{before['bits_per_byte']:.4f}",
+        f"{text['bits_per_byte'] - before['bits_per_byte']:+.4f}",
+        f"{loss:+.2%}",
+    ]
     first, second = (line.split()[:3] for line in shown.out.splitlines() if "over all" in line)
     assert first[2] == f"{text['bits_per_byte']:.3f}" and second == row.split()[:3]  # each in the table of its columns
     assert "weights in int8" in shown.out and plain["weights"] is None
@@ -340,9 +347,12 @@ def test_a_card_says_what_the_file_holds(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "step", "flags"),
-    [(sft, "tuned", "--steps 3 --lr 4e-3 --weight-decay 0.1"), (sft, "tuned", "--minutes 2"),
-     (pretrain, "base", "--steps 6 --lr 2e-3 --data 'a file' b")],
-)  # fmt: skip
+    [
+        (sft, "tuned", "--steps 3 --lr 4e-3 --weight-decay 0.1"),
+        (sft, "tuned", "--minutes 2"),
+        (pretrain, "base", "--steps 6 --lr 2e-3 --data 'a file' b"),
+    ],
+)
 def test_the_command_on_the_card_means_what_was_run(folder: Path, recipe: Any, step: str, flags: str) -> None:
     """Read by the recipe that it names it gives the same settings, whatever that recipe's own defaults are."""
     kind = SftSettings if recipe is sft else PretrainSettings

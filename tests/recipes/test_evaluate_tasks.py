@@ -83,10 +83,25 @@ def test_finished_tasks_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_large_figures_do_not_run_into_each_other() -> None:
-    task = {"figures": {"perplexity": 1.657e9}, "errors": {"perplexity": 5.58e8}, "chance": 0.0, "items": 2,
-            "variant": "", "note": "", "cut": 0}  # fmt: skip
-    found = {"checkpoint": "run", "model": "nanoeuler", "parameters": 1, "backend": "numpy", "precision": "fp32",
-             "weights": None, "limit": None, "tasks": {"last_words": task}}  # fmt: skip
+    task = {
+        "figures": {"perplexity": 1.657e9},
+        "errors": {"perplexity": 5.58e8},
+        "chance": 0.0,
+        "items": 2,
+        "variant": "",
+        "note": "",
+        "cut": 0,
+    }
+    found = {
+        "checkpoint": "run",
+        "model": "nanoeuler",
+        "parameters": 1,
+        "backend": "numpy",
+        "precision": "fp32",
+        "weights": None,
+        "limit": None,
+        "tasks": {"last_words": task},
+    }
     assert "perplexity        1.657e+09  5.58e+08 " in table_of_tasks(found, {"GPT-2": {}})
 
 

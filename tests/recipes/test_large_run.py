@@ -49,9 +49,13 @@ def texts(tmp_path: Path) -> Path:
     (folder / "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
     pairs = [{"instruction": f"Add {a}.", "input": "1", "chosen": str(a + 1), "rejected": "no"} for a in range(20)]
     (folder / "pairs.json").write_text(json.dumps(pairs), encoding="utf-8")
-    question = {"question": {"stem": "Which of these four animals is it that barks at night in front of the house?",
-                             "choices": [{"text": "a dog", "label": "A"}, {"text": "a cat", "label": "B"}]},
-                "answerKey": "A"}  # fmt: skip
+    question = {
+        "question": {
+            "stem": "Which of these four animals is it that barks at night in front of the house?",
+            "choices": [{"text": "a dog", "label": "A"}, {"text": "a cat", "label": "B"}],
+        },
+        "answerKey": "A",
+    }
     (folder / "eval").mkdir()
     (folder / "eval" / "ARC-Easy-Test.jsonl").write_text(json.dumps(question), encoding="utf-8")
     return folder
@@ -59,9 +63,13 @@ def texts(tmp_path: Path) -> Path:
 
 def start(script: str, *words: str | Path, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [str(RECIPES / script), *map(str, words)], env=os.environ | {"PYTHON": sys.executable} | more, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        [str(RECIPES / script), *map(str, words)],
+        env=os.environ | {"PYTHON": sys.executable} | more,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def call(script: str, *words: str | Path, status: int = 0, **more: str) -> str:
@@ -102,8 +110,14 @@ def stopped(run: Path, script: str, *words: str | Path, **more: str) -> None:
 
 @pytest.mark.slow
 def test_the_large_run(texts: Path, tmp_path: Path) -> None:
-    named = {"eval": "eval", "instructions": "alpaca.json", "preferences": "pairs.json", "gutenberg": "books.zip",
-             "simple": "simple.parquet", "tinystories": "tinystories.parquet"}  # fmt: skip
+    named = {
+        "eval": "eval",
+        "instructions": "alpaca.json",
+        "preferences": "pairs.json",
+        "gutenberg": "books.zip",
+        "simple": "simple.parquet",
+        "tinystories": "tinystories.parquet",
+    }
     words = [f"{name}={texts / file}" for name, file in named.items()]
     call("large-run.sh", "data", tmp_path / "out", *words, VOCABULARY="300")
     call("large-run.sh", "tenth", tmp_path / "out", *words)
@@ -114,9 +128,15 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
 
     there = in_parts("large-run.sh", tmp_path / "out")
     assert "pretrain is not complete; first: " in call("large-run.sh", "sft", there, *PLAIN, status=2)
-    learn = {"PRETRAIN": f"--config small {TINY} --steps 60 --save-every 5", "SFT": "--batch-size 2 --steps 9",
-             "DPO": "--batch-size 2 --steps 4", "GRPO": "--batch-size 2 --group 2 --max-tokens 4 --steps 3",
-             "OWN": "--records 20 --max-tokens 8", "TASKS": "arc_easy", "EVALUATE": "--any-version"}  # fmt: skip
+    learn = {
+        "PRETRAIN": f"--config small {TINY} --steps 60 --save-every 5",
+        "SFT": "--batch-size 2 --steps 9",
+        "DPO": "--batch-size 2 --steps 4",
+        "GRPO": "--batch-size 2 --group 2 --max-tokens 4 --steps 3",
+        "OWN": "--records 20 --max-tokens 8",
+        "TASKS": "arc_easy",
+        "EVALUATE": "--any-version",
+    }
     stopped(there / "pretrain", "large-run.sh", "pretrain", there, *PLAIN, **learn)
     assert "--resume" in call("large-run.sh", "pretrain", there, *PLAIN, **learn)
     assert "complete, skipped" in call("large-run.sh", "pretrain", there, *PLAIN, **learn)
@@ -137,9 +157,13 @@ def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     call("storyteller.sh", "data", tmp_path / "out", *files)
     there = in_parts("storyteller.sh", tmp_path / "out")
     tiny = TINY.replace("context=160", "context=340")  # for a whole story
-    learn = {"TEACHER": f"{tiny} --steps 2", "PRETRAIN": f"{tiny} --steps 60 --save-every 5",
-             "SFT": "--batch-size 2 --steps 4", "OWN": "--records 2 --max-tokens 270 --backend numpy",
-             "DPO": "--batch-size 2 --steps 2"}  # fmt: skip
+    learn = {
+        "TEACHER": f"{tiny} --steps 2",
+        "PRETRAIN": f"{tiny} --steps 60 --save-every 5",
+        "SFT": "--batch-size 2 --steps 4",
+        "OWN": "--records 2 --max-tokens 270 --backend numpy",
+        "DPO": "--batch-size 2 --steps 2",
+    }
     stopped(there / "base", "storyteller.sh", "train", there, *PLAIN, **learn)
     shown = call("storyteller.sh", "train", there, *PLAIN, **learn)
     assert "--resume" in shown and (there / "storyteller" / "model.safetensors").exists()

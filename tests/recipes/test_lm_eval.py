@@ -55,8 +55,10 @@ PAGES = """ = Robert Boulter =
 @pytest.fixture(scope="module")
 def wiki() -> str:
     """PAGES, and articles of Simple English as pages; some are longer than a model's context."""
-    rows = duckdb.execute("SELECT title, text FROM read_parquet(?) ORDER BY id::BIGINT LIMIT ?",
-                          [str(SHARED / "text" / "simple-wikipedia.parquet"), QUESTIONS // 10]).fetchall()  # fmt: skip
+    rows = duckdb.execute(
+        "SELECT title, text FROM read_parquet(?) ORDER BY id::BIGINT LIMIT ?",
+        [str(SHARED / "text" / "simple-wikipedia.parquet"), QUESTIONS // 10],
+    ).fetchall()
     return PAGES + "".join(f" = {title} = \n\n {text} \n" for title, text in rows)
 
 
@@ -77,15 +79,26 @@ def tasks(tmp_path_factory: pytest.TempPathFactory, wiki: str) -> Path:
     def task(name: str, yaml: Path, rows: list[Any], **more: Any) -> None:
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        config = {"include": str(yaml), "task": f"local_{name}", "dataset_path": "json", "dataset_name": None,
-                  "dataset_kwargs": {"data_files": {"test": str(data)}}, "tag": None, **PLAIN, **more}  # fmt: skip
+        config = {
+            "include": str(yaml),
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_name": None,
+            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "tag": None,
+            **PLAIN,
+            **more,
+        }
         (folder / f"{name}.yaml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
 
     science = [
-        {"question": r["question"]["stem"], "answerKey": r["answerKey"],
-         "choices": {key: [c[key] for c in r["question"]["choices"]] for key in ("text", "label")}}
+        {
+            "question": r["question"]["stem"],
+            "answerKey": r["answerKey"],
+            "choices": {key: [c[key] for c in r["question"]["choices"]] for key in ("text", "label")},
+        }
         for r in records("arc_easy-test.jsonl")
-    ]  # fmt: skip
+    ]
     task("arc_easy", own / "arc/arc_easy.yaml", science[:QUESTIONS])
     labels = members["piqa-valid-labels.lst"].decode().split()
     goals = [r | {"label": int(label)} for r, label in zip(records("piqa-valid.jsonl"), labels, strict=True)]
@@ -107,8 +120,13 @@ def lm_eval_scores(model: Path, tasks: Path, names: list[str]) -> dict[str, Any]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exported = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    peer = HFLM(pretrained=exported, tokenizer=AutoTokenizer.from_pretrained(model), batch_size=64, device="cpu",
-                softmax_dtype="float64")  # fmt: skip
+    peer = HFLM(
+        pretrained=exported,
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        batch_size=64,
+        device="cpu",
+        softmax_dtype="float64",
+    )
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     found = lm_eval.simple_evaluate(peer, tasks=names, task_manager=manager, bootstrap_iters=2, log_samples=False)
     assert found is not None
@@ -173,8 +191,14 @@ def test_problems_are_shown_and_judged_as_lm_eval_does(tmp_path: Path) -> None:
         (tmp_path / f"{split}.jsonl").write_bytes(files[f"eval/multiple-choice/gsm8k-{split}.jsonl"].read())
     own = Path(lm_eval.tasks.__file__).parent
     data = {"data_files": {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}}
-    config = {"include": str(own / "gsm8k/gsm8k.yaml"), "task": "local_gsm8k", "dataset_path": "json",
-              "dataset_name": None, "dataset_kwargs": data, "tag": None}  # fmt: skip
+    config = {
+        "include": str(own / "gsm8k/gsm8k.yaml"),
+        "task": "local_gsm8k",
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": data,
+        "tag": None,
+    }
     (tmp_path / "gsm8k.yaml").write_text(json.dumps(config), encoding="utf-8")
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     task = next(iter(lm_eval.tasks.get_task_dict(["local_gsm8k"], manager).values()))
@@ -185,8 +209,16 @@ def test_problems_are_shown_and_judged_as_lm_eval_does(tmp_path: Path) -> None:
         told = [f"Question: {question}\nAnswer: {answer}" for question, answer in problem.shown]
         assert "\n\n".join([*told, f"Question: {problem.question}\nAnswer:"]) == request.args[0]
 
-    answers = ["She has 3.\n#### 1,200", "#### -7.", "It is $18.50.", "nothing", "4 and 5", "#### 5 #### 6", "18.",
-               "$5"]  # fmt: skip
+    answers = [
+        "She has 3.\n#### 1,200",
+        "#### -7.",
+        "It is $18.50.",
+        "nothing",
+        "4 and 5",
+        "#### 5 #### 6",
+        "18.",
+        "$5",
+    ]
     task_filters = {f.name: f for f in task._filters}
     for text in answers:
         for name, ours in (("strict-match", strict_answer), ("flexible-extract", flexible_answer)):

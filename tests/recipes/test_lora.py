@@ -75,8 +75,11 @@ def test_what_was_learned_is_merged_when_it_is_loaded(folder: Path) -> None:
     merged, base = load(Path("whole"), CPU), load(Path("run"), CPU)
     assert merged.template == "alpaca" and merged.meta["kind"] == "sft"
     assert merged.model.buffer.count == base.model.buffer.count and merged.model.fused_weights() is not None
-    changed = {p.name for p, q in zip(merged.model.buffer.params, base.model.buffer.params, strict=True)
-               if not np.array_equal(p.value, q.value)}  # fmt: skip
+    changed = {
+        p.name
+        for p, q in zip(merged.model.buffer.params, base.model.buffer.params, strict=True)
+        if not np.array_equal(p.value, q.value)
+    }
     assert changed == {f"blocks.0.{name}.weight" for name in ("qkv", "out", "gate_up", "down")}
     assert convert.main(["whole", "merged", "--format", "tinyforge"]) == 0
     assert np.array_equal(load(Path("merged"), CPU).model.buffer.values, merged.model.buffer.values)
@@ -123,7 +126,8 @@ def test_another_base_in_the_place_of_its_own(folder: Path, capsys: pytest.Captu
     assert "its base run/step-00000002 is missing" in fault("--resume --out whole", capsys)
     shutil.copytree("other", "run")
     assert "whole/step-00000008 is an adapter for another base: run/step-00000002" in fault(
-        "--resume --out whole", capsys)  # fmt: skip
+        "--resume --out whole", capsys
+    )
 
 
 @pytest.mark.slow

@@ -66,8 +66,15 @@ def run(inputs: Path, tmp_path: Path) -> Run:
             recipe += ["--backend", "numpy", "--workers", str(ranks)]
         words = f"--out {tmp_path / out} {flags}".split()
         if "--resume" not in words:
-            words += ["--data", str(inputs / "text.txt"), "--tokenizer", str(inputs / "tokenizer.json"), "--set",
-                      *SHAPE.split(), *"--steps 12 --batch-size 8 --save-every 4 --eval-every 6".split()]  # fmt: skip
+            words += [
+                "--data",
+                str(inputs / "text.txt"),
+                "--tokenizer",
+                str(inputs / "tokenizer.json"),
+                "--set",
+                *SHAPE.split(),
+                *"--steps 12 --batch-size 8 --save-every 4 --eval-every 6".split(),
+            ]
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
         return subprocess.run([*recipe, *words], env=environ, capture_output=True, text=True, timeout=120)
 
@@ -185,9 +192,9 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_any_world(run: Run, tmp_path: Path
     ended_well(run("mpi", 2, "--zero 1 --keep 0", out="two"))
     wanted, same = losses(tmp_path / "two"), bytes_of(tmp_path / "two")
     shutil.rmtree(tmp_path / "two/step-00000012")
-    for number, (how, ranks, flags) in enumerate((
-        ("mpi", 2, ""), ("workers", 1, "--zero 0"), ("workers", 2, ""), ("mpi", 4, ""), ("mpi", 4, "--zero 2"),
-    )):  # fmt: skip
+    for number, (how, ranks, flags) in enumerate(
+        (("mpi", 2, ""), ("workers", 1, "--zero 0"), ("workers", 2, ""), ("mpi", 4, ""), ("mpi", 4, "--zero 2"))
+    ):
         out = f"moved-{number}"
         shutil.copytree(tmp_path / "two", tmp_path / out)
         moved = run(how, ranks, f"--resume {flags}", out=out)
@@ -207,9 +214,24 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_any_world(run: Run, tmp_path: Path
     for words in (
         ["-m", "tinyforge.chat", "--checkpoint", step, "--prompt", "Robert", "--max-tokens", "4"],
         ["-m", "tinyforge.hub.convert", step, str(tmp_path / "hf")],
-        [str(ROOT / "recipes/sft.py"), "--backend", "numpy", "--workers", "1", "--base", step, "--steps", "1",
-         "--batch-size", "1", "--out", str(tmp_path / "sft"), "--data", str(tmp_path / "records.json")],
-    ):  # fmt: skip
+        [
+            str(ROOT / "recipes/sft.py"),
+            "--backend",
+            "numpy",
+            "--workers",
+            "1",
+            "--base",
+            step,
+            "--steps",
+            "1",
+            "--batch-size",
+            "1",
+            "--out",
+            str(tmp_path / "sft"),
+            "--data",
+            str(tmp_path / "records.json"),
+        ],
+    ):
         done = subprocess.run([sys.executable, *words], env=run_here, cwd=ROOT, capture_output=True, text=True)
         ended_well(done)
 
@@ -251,13 +273,19 @@ def test_dpo_on_ranks_learns_what_workers_learn(tmp_path: Path) -> None:
     (tmp_path / "pairs.json").write_text(json.dumps(pairs))
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     recipe = [sys.executable, str(ROOT / "recipes/dpo.py"), "--backend", "numpy", "--cache", str(tmp_path / "cache")]
-    fresh = ["--data", str(tmp_path / "pairs.json"), "--base", str(find_model("nanoeuler").bundled),
-             *"--batch-size 4 --steps 4 --save-every 2 --eval-every 2 --keep 0".split()]  # fmt: skip
+    fresh = [
+        "--data",
+        str(tmp_path / "pairs.json"),
+        "--base",
+        str(find_model("nanoeuler").bundled),
+        *"--batch-size 4 --steps 4 --save-every 2 --eval-every 2 --keep 0".split(),
+    ]
     mpirun = [str(MPIRUN), *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "--oversubscribe", "-n", "2"]
 
     def tuned(out: str, *words: str) -> str:
-        done = subprocess.run([*words, "--out", str(tmp_path / out)], env=environ, cwd=ROOT, capture_output=True,
-                              text=True, timeout=240)  # fmt: skip
+        done = subprocess.run(
+            [*words, "--out", str(tmp_path / out)], env=environ, cwd=ROOT, capture_output=True, text=True, timeout=240
+        )
         ended_well(done)
         return done.stdout
 
@@ -290,7 +318,7 @@ def test_dpo_on_ranks_learns_what_workers_learn(tmp_path: Path) -> None:
         ("gpus", "1:6:raise", "--capture", "rank 1 on {host}: ZeroDivisionError: of this rank"),
         pytest.param("mpi", "1:6:kill", "", "rank 1", marks=needs_mpi),
     ],
-)  # fmt: skip
+)
 def test_a_rank_that_fails_ends_all_with_its_name(
     run: Run, tmp_path: Path, how: str, fault: str, flags: str, said: str
 ) -> None:
@@ -310,9 +338,11 @@ def test_a_rank_that_fails_ends_all_with_its_name(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("1:2:kill", "rank 1 on {host} died (the kernel kills one when memory runs out)"),
-     ("0:2:kill", "rank 0 on {host} was killed by SIGKILL")],
-)  # fmt: skip
+    [
+        ("1:2:kill", "rank 1 on {host} died (the kernel kills one when memory runs out)"),
+        ("0:2:kill", "rank 0 on {host} was killed by SIGKILL"),
+    ],
+)
 def test_a_rank_that_is_lost_before_the_first_checkpoint(run: Run, tmp_path: Path, fault: str, said: str) -> None:
     done = run("gpus", 2, FAULT=fault)
     said = said.format(host=socket.gethostname())
@@ -339,7 +369,7 @@ def test_what_cannot_be_is_one_line(run: Run, tmp_path: Path) -> None:
         ("", {"FAKE_GPUS": "1"}, "--gpus is 2, this machine has 1; use at most that"),
         ("--encoding klingon", {}, "klingon"),
         ("--out {taken}", {}, "already holds a run; continue it with --resume"),
-    ):  # fmt: skip
+    ):
         done = run("gpus", 2, flags.format(taken=tmp_path / "taken"), **variables)
         assert done.returncode == 2 and message in done.stderr, done.stderr
         assert done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
@@ -376,9 +406,21 @@ def test_a_recipe_that_runs_as_one_refuses_ranks(recipe: str, tmp_path: Path) ->
 def test_ranks_that_are_not_alike_are_refused(inputs: Path, tmp_path: Path) -> None:
     """Rank 0 says so in one line, no rank is left, and nothing is written."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    recipe = [sys.executable, str(ROOT / "tests/parallel/fake_nccl.py"), "pretrain", "--data", "text.txt",
-              "--tokenizer", "tokenizer.json", "--set", *SHAPE.split(), "--steps", "2",
-              "--batch-size", "4"]  # fmt: skip
+    recipe = [
+        sys.executable,
+        str(ROOT / "tests/parallel/fake_nccl.py"),
+        "pretrain",
+        "--data",
+        "text.txt",
+        "--tokenizer",
+        "tokenizer.json",
+        "--set",
+        *SHAPE.split(),
+        "--steps",
+        "2",
+        "--batch-size",
+        "4",
+    ]
     here, there = (tmp_path / name for name in ("here", "there"))
     for place in (here, there):
         shutil.copytree(inputs, place)
@@ -387,8 +429,25 @@ def test_ranks_that_are_not_alike_are_refused(inputs: Path, tmp_path: Path) -> N
         """Of rank 0 in `here` with the flags `more`, and so many others in `place` with `change` too."""
         flags = more.split()
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FAKE_GPUS": "0"} | variables
-        words = [str(MPIRUN), *root, "--oversubscribe", "-n", "1", "--wdir", str(here), *recipe, *flags, ":",
-                 "-n", str(ranks), "--wdir", str(place), *recipe, *flags, *change.split()]  # fmt: skip
+        words = [
+            str(MPIRUN),
+            *root,
+            "--oversubscribe",
+            "-n",
+            "1",
+            "--wdir",
+            str(here),
+            *recipe,
+            *flags,
+            ":",
+            "-n",
+            str(ranks),
+            "--wdir",
+            str(place),
+            *recipe,
+            *flags,
+            *change.split(),
+        ]
         done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=120)
         assert done.returncode != 0 and "Traceback" not in done.stderr
         assert not list(tmp_path.glob("*/runs/pretrain/*")) and not running_in(tmp_path)
@@ -428,8 +487,13 @@ def test_a_port_in_use_and_a_rank_0_that_is_not_there(run: Run) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                     "TINYFORGE_KEY": "k"}  # fmt: skip
+        variables = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TINYFORGE_KEY": "k",
+        }
         done = run("workers", 1, **variables)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
     assert f"rank 0 cannot listen at 127.0.0.1:{port}: Address already in use; set MASTER_PORT" in done.stderr

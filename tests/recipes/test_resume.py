@@ -22,8 +22,20 @@ from tinyforge.train import metrics
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SAVE_EVERY = 120, 3
 SHAPE = ["dim=32", "heads=4", "kv_heads=2", "layers=1", "hidden=48", "vocab=300"]
-PLAN = ["--steps", STEPS, "--save-every", SAVE_EVERY, "--eval-every", 40, "--batch-size", 2, "--workers", 2,
-        "--backend", "numpy"]  # fmt: skip
+PLAN = [
+    "--steps",
+    STEPS,
+    "--save-every",
+    SAVE_EVERY,
+    "--eval-every",
+    40,
+    "--batch-size",
+    2,
+    "--workers",
+    2,
+    "--backend",
+    "numpy",
+]
 
 
 def start(recipe: str, folder: Path, *flags: object) -> subprocess.Popen[bytes]:
@@ -43,8 +55,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "text.txt").write_text("\n".join(documents("train", 60)), encoding="utf-8")
     records = [{"instruction": f"Add {a}.", "input": str(b), "output": str(a + b)} for a in range(6) for b in range(9)]
     (path / "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
-    base = ["--set", *SHAPE, "context=96", "--data", "text.txt", "--steps", 2, "--batch-size", 2, "--backend", "numpy",
-            "--out", "base"]  # fmt: skip
+    base = [
+        "--set",
+        *SHAPE,
+        "context=96",
+        "--data",
+        "text.txt",
+        "--steps",
+        2,
+        "--batch-size",
+        2,
+        "--backend",
+        "numpy",
+        "--out",
+        "base",
+    ]
     finish(start("pretrain.py", path, *base), path)
     return path
 

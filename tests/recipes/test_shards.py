@@ -90,8 +90,10 @@ def test_a_resumed_run_ends_with_the_same_bytes(folder: Path, step: int) -> None
     assert pretrain.main(["--resume", "--out", "run"]) == 0
     assert digests(Path("run/step-00000008")) == whole
     clocks = ("seconds", "tokens_per_second", "peak_memory_mib")
-    got, wanted = ([{k: v for k, v in row.items() if k not in clocks} for row in r]
-                   for r in (metrics.read(Path("run/metrics.jsonl")), rows))  # fmt: skip
+    got, wanted = (
+        [{k: v for k, v in row.items() if k not in clocks} for row in r]
+        for r in (metrics.read(Path("run/metrics.jsonl")), rows)
+    )
     assert got == wanted
 
 
@@ -147,7 +149,7 @@ def test_other_ways_that_work(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ("--data shards --base none", "no checkpoint in none; train one first"),
         ("--resume --out run --mix books=1", "--resume: --mix is books=1, the run in run has books=0.7 "),
     ],
-)  # fmt: skip
+)
 def test_one_line(folder: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     assert message in fault(flags, capsys)
 

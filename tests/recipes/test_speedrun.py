@@ -29,8 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "speedrun.sh"
 STAGES = "books web instructions corpus shards pretrain sft evaluate-base evaluate-sft chat report".split()
 
-QUESTIONS = json.dumps({"question": {"stem": "What barks?", "choices": [{"text": "a dog", "label": "A"},
-                        {"text": "a cat", "label": "B"}]}, "answerKey": "A"})  # fmt: skip
+QUESTIONS = json.dumps(
+    {
+        "question": {
+            "stem": "What barks?",
+            "choices": [{"text": "a dog", "label": "A"}, {"text": "a cat", "label": "B"}],
+        },
+        "answerKey": "A",
+    }
+)
 
 # What `python ...` does in a stage: it notes the call, does what FAULTS/stage says (once), and writes the result.
 STAND_IN = r"""#!/usr/bin/env bash
@@ -83,9 +90,14 @@ class Run:
     def start(self, *flags: str) -> subprocess.Popen[str]:
         command = ["bash", str(SCRIPT), "--config", "small", "--backend", "numpy", "--out", self.out.name, *flags]
         return subprocess.Popen(
-            command, cwd=self.folder, env=self.env, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            command,
+            cwd=self.folder,
+            env=self.env,
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def finish(self, *flags: str, status: int = 0) -> tuple[str, str]:
         process = self.start(*flags)
@@ -449,8 +461,21 @@ def real(run: Run) -> Run:
     return run
 
 
-DATA = ["--books", "books", "--web", "web.jsonl", "--web-licence", "ours", "--instructions", "alpaca.json",
-        "--vocab-size", "300", "--corpus-flags", "--max-bytes 2048 --val-share 0.2", "--data-only"]  # fmt: skip
+DATA = [
+    "--books",
+    "books",
+    "--web",
+    "web.jsonl",
+    "--web-licence",
+    "ours",
+    "--instructions",
+    "alpaca.json",
+    "--vocab-size",
+    "300",
+    "--corpus-flags",
+    "--max-bytes 2048 --val-share 0.2",
+    "--data-only",
+]
 
 
 @pytest.mark.slow
@@ -472,15 +497,34 @@ def test_from_text_to_a_chat_killed_in_every_stage(real: Run) -> None:
     assert "The data are ready: a run/shards and a run/sources/instructions/alpaca.json" in out
     made = open_shards([real.out / "shards"], False)
     assert {name: source.licence[:13] for name, source in made.sources.items()} == {
-        "gutenberg": "public domain", "web": "ours",
-    }  # fmt: skip
+        "gutenberg": "public domain",
+        "web": "ours",
+    }
     shape = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96"
-    flags = ["--shards", "a run/shards", "--instructions", "a run/sources/instructions/alpaca.json",
-             "--pretrain-flags", f"{shape} --batch-size 4 --steps 150 --save-every 5",
-             "--sft-flags", "--batch-size 4 --steps 150 --save-every 5", "--preferences", "pairs.json", "--dpo-flags",
-             "--batch-size 4 --steps 40 --save-every 5", "--problems", "alpaca.json", "--grpo-flags",
-             "--batch-size 2 --group 2 --max-tokens 4 --steps 9 --save-every 2", "--task-data", "ARC-Easy-Test.jsonl",
-             "--tasks", "arc_easy", "--tasks-flags", "--any-version"]  # fmt: skip
+    flags = [
+        "--shards",
+        "a run/shards",
+        "--instructions",
+        "a run/sources/instructions/alpaca.json",
+        "--pretrain-flags",
+        f"{shape} --batch-size 4 --steps 150 --save-every 5",
+        "--sft-flags",
+        "--batch-size 4 --steps 150 --save-every 5",
+        "--preferences",
+        "pairs.json",
+        "--dpo-flags",
+        "--batch-size 4 --steps 40 --save-every 5",
+        "--problems",
+        "alpaca.json",
+        "--grpo-flags",
+        "--batch-size 2 --group 2 --max-tokens 4 --steps 9 --save-every 2",
+        "--task-data",
+        "ARC-Easy-Test.jsonl",
+        "--tasks",
+        "arc_easy",
+        "--tasks-flags",
+        "--any-version",
+    ]
     real.out = real.folder / "trained"
     real.env["PYTHONPATH"] = str(without_duckdb(real.folder))
     aligned = ["dpo", "evaluate-dpo", "grpo", "evaluate-grpo", "tasks-base", "tasks-tuned", "chat", "report"]
@@ -491,6 +535,13 @@ def test_from_text_to_a_chat_killed_in_every_stage(real: Run) -> None:
         assert json.loads((real.out / f"{name}.json").read_text(encoding="utf-8"))
     assert "\n=== chat\n" in out and out.rstrip().endswith("--checkpoint trained/grpo --backend numpy")
     report = (real.out / "report.html").read_text(encoding="utf-8")
-    for shown in ("pretrain: card", "grpo: card", "evaluate-dpo.log", "bits per byte of held-out text",
-                  "tasks-tuned.log", "val_rewards/accuracies", "### Instruction"):
+    for shown in (
+        "pretrain: card",
+        "grpo: card",
+        "evaluate-dpo.log",
+        "bits per byte of held-out text",
+        "tasks-tuned.log",
+        "val_rewards/accuracies",
+        "### Instruction",
+    ):
         assert shown in report

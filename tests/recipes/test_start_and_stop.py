@@ -39,9 +39,13 @@ def test_a_signal_in_the_first_step(tmp_path: Path, number: signal.Signals, stat
     (tmp_path / "text.txt").write_text("\n".join(documents("train", 40)), encoding="utf-8")
     flags = [*SHAPE, "--data", "text.txt", "--out", "run"]
     process = subprocess.Popen(
-        [sys.executable, "-c", HANG.format(flags=flags)], cwd=tmp_path, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        [sys.executable, "-c", HANG.format(flags=flags)],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     end = time.monotonic() + 60
     while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < end:
         time.sleep(0.02)
@@ -58,7 +62,11 @@ def test_a_signal_in_the_first_step(tmp_path: Path, number: signal.Signals, stat
 def test_ctrl_c_while_modules_are_imported(tmp_path: Path, command: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(INTERRUPT, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-    )  # fmt: skip
+    )
     assert done.returncode == -signal.SIGINT and done.stderr == "\nstopped\n"

@@ -21,16 +21,20 @@ from recipes import pretrain
 from tinyforge.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-PRETRAIN = ("--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280 --batch-size 2 --workers 1 "
-            "--data text.txt --out run --steps").split()  # fmt: skip
+PRETRAIN = (
+    "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280 --batch-size 2 --workers 1 "
+    "--data text.txt --out run --steps"
+).split()
 SHARDS = "--corpus corpus --out shards --vocab-size 280 --workers 1".split()
 
 
 def start(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", code],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
 
 
 def refused_while_the_first_writes(

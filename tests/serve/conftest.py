@@ -61,8 +61,9 @@ def small() -> Loaded:
 
 
 @contextmanager
-def running(loaded: Loaded, rows: int = 4, queue: int = 8, limits: dict[str, Any] | None = None, **app: Any
-            ) -> Iterator[Running]:  # fmt: skip
+def running(
+    loaded: Loaded, rows: int = 4, queue: int = 8, limits: dict[str, Any] | None = None, **app: Any
+) -> Iterator[Running]:
     from tinyforge.serve.__main__ import listening
     from tinyforge.serve.app import App
     from tinyforge.serve.engine import Engine

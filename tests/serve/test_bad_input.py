@@ -40,29 +40,72 @@ def alive(server: Running) -> None:
     assert status == 200 and body["choices"][0]["message"]["content"] == "13 14 15, so 15"
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    (b"", "not JSON"), (b"{", "not JSON"), (b'{"a": 1} x', "not JSON"), (b"[]", "a list, wants a JSON object"),
-    (b'"x"', "a string, wants"), (b"null", "null, wants"), (b"\xff\xfe{}", "not UTF-8"),
-    (b'{"messages": "\xc3"}', "not UTF-8"),
-    (b"[" * 100000, "nested too deeply"), (b'{"seed": ' + b"9" * 5000 + b"}", "whole number of 5000 digits"),
-    (b'{"messages": NaN}', "messages"), (b'{"messages": {}}', "messages"), (b'{"messages": [1]}', "messages.0"),
-    (b'{"messages": [{"role": "user", "content": 5}]}', "messages.0.content"),
-    (b'{"messages": [{"role": "user"}]}', "content is null"), (b"{}", "messages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b'{"a": 1} x', "not JSON"),
+        (b"[]", "a list, wants a JSON object"),
+        (b'"x"', "a string, wants"),
+        (b"null", "null, wants"),
+        (b"\xff\xfe{}", "not UTF-8"),
+        (b'{"messages": "\xc3"}', "not UTF-8"),
+        (b"[" * 100000, "nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "whole number of 5000 digits"),
+        (b'{"messages": NaN}', "messages"),
+        (b'{"messages": {}}', "messages"),
+        (b'{"messages": [1]}', "messages.0"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "messages.0.content"),
+        (b'{"messages": [{"role": "user"}]}', "content is null"),
+        (b"{}", "messages"),
+    ],
+)
 def test_wrong_bodies(server: Running, body: bytes, words: str) -> None:
     error = check_error(server.post("/v1/chat/completions", body), 400, words)
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("temperature", "0.5"), ("temperature", True), ("temperature", 2.1), ("temperature", -0.1), ("top_p", 1.1),
-    ("top_p", []), ("max_tokens", 1.5), ("max_tokens", -2), ("max_tokens", "many"), ("n", 0), ("n", 10**15),
-    ("seed", 1.5), ("seed", 2**63), ("stop", 5), ("stop", [""]), ("stop", [[]]), ("stream", "yes"), ("logit_bias", [1]),
-    ("logit_bias", {"x": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"-1": 1}), ("logprobs", 3), ("model", 5),
-    ("top_logprobs", 21), ("timeout", 0), ("timeout", -1), ("tinyforge", {"drafts": -1}), ("tinyforge", {"top": 99}),
-    ("tinyforge", 5), ("stream_options", {"include_usage": 3}), ("min_p", 2), ("top_k", -5), ("presence_penalty", 3),
-    ("repetition_penalty", 0), ("ignore_eos", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("temperature", 2.1),
+        ("temperature", -0.1),
+        ("top_p", 1.1),
+        ("top_p", []),
+        ("max_tokens", 1.5),
+        ("max_tokens", -2),
+        ("max_tokens", "many"),
+        ("n", 0),
+        ("n", 10**15),
+        ("seed", 1.5),
+        ("seed", 2**63),
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop", [[]]),
+        ("stream", "yes"),
+        ("logit_bias", [1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"-1": 1}),
+        ("logprobs", 3),
+        ("model", 5),
+        ("top_logprobs", 21),
+        ("timeout", 0),
+        ("timeout", -1),
+        ("tinyforge", {"drafts": -1}),
+        ("tinyforge", {"top": 99}),
+        ("tinyforge", 5),
+        ("stream_options", {"include_usage": 3}),
+        ("min_p", 2),
+        ("top_k", -5),
+        ("presence_penalty", 3),
+        ("repetition_penalty", 0),
+        ("ignore_eos", 1),
+    ],
+)
 def test_wrong_types_and_numbers_out_of_range_name_the_field(server: Running, field: str, value: Any) -> None:
     error = check_error(server.post("/v1/chat/completions", {**CHAT, field: value}), 400)
     assert error["param"] is not None and error["param"].split(".")[0] == field
@@ -86,9 +129,9 @@ def test_numbers_that_are_not_finite(server: Running) -> None:
         assert check_error(server.post("/v1/chat/completions", body), 400)["param"] == "temperature"
 
 
-@pytest.mark.parametrize("text", [
-    "\x00\x01\x1b[2J\x7f", "\ud800", "\udc80 \udfff", "\u202eabc", "\ufeff", "\U0010ffff", "</s>" * 9,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text", ["\x00\x01\x1b[2J\x7f", "\ud800", "\udc80 \udfff", "\u202eabc", "\ufeff", "\U0010ffff", "</s>" * 9]
+)
 def test_text_of_all_kinds_is_text(server: Running, small: Loaded, text: str) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 4}).encode()
     status, answer, _ = server.post("/v1/chat/completions", body)
@@ -117,12 +160,20 @@ def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
     import httpx
 
     for method, path, status in (
-        ("GET", "/v1/nothing", 404), ("POST", "/v1/embeddings", 404), ("GET", "/v1/chat/completions", 405),
-        ("DELETE", "/v1/models", 405), ("GET", "/../../etc/passwd", 404), ("GET", "/..%2f..%2fetc/passwd", 404),
-        ("GET", "/%00", 404), ("GET", "/v1/models/../../x", 404), ("GET", "//etc/passwd", 404),
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/../../etc/passwd", 404),
+        ("GET", "/..%2f..%2fetc/passwd", 404),
+        ("GET", "/%00", 404),
+        ("GET", "/v1/models/../../x", 404),
+        ("GET", "//etc/passwd", 404),
         ("GET", "/engine.py", 404),
-        ("GET", "/%ff%fe", 404), ("PUT", "/v1/completions", 405), ("GET", "/v1/models/" + "x" * 5000, 404),
-    ):  # fmt: skip
+        ("GET", "/%ff%fe", 404),
+        ("PUT", "/v1/completions", 405),
+        ("GET", "/v1/models/" + "x" * 5000, 404),
+    ):
         answer = httpx.request(method, server.url + path, timeout=10)
         check_error((answer.status_code, answer.json(), dict(answer.headers)), status)
 
@@ -170,9 +221,13 @@ def test_heads_that_trickle_or_are_no_http(start: Callable[..., Any], monkeypatc
             assert client.recv(100) == b""
             client.close()
         assert time.monotonic() - begun < 10  # all at once: one after another they take 20 s
-        for garbage in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET\r\n\r\n", b"\x00" * 1000,
-                        b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
-                        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n"):  # fmt: skip
+        for garbage in (
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+            b"GET\r\n\r\n",
+            b"\x00" * 1000,
+            b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        ):
             with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
                 client.sendall(garbage)
                 answer = b""
@@ -200,10 +255,13 @@ def test_a_client_that_leaves_frees_its_row(start: Callable[..., Any]) -> None:
             clients = []
             for _ in range(4):
                 client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
-                body = json.dumps({"prompt": "The dog", "max_tokens": 100, "stream": stream,
-                                   "logit_bias": {"510": -100, "511": -100}}).encode()  # fmt: skip
-                client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
-                               % (len(body), body))  # fmt: skip
+                body = json.dumps(
+                    {"prompt": "The dog", "max_tokens": 100, "stream": stream, "logit_bias": {"510": -100, "511": -100}}
+                ).encode()
+                client.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+                    % (len(body), body)
+                )
                 clients.append(client)
             until = time.monotonic() + 10
             while server.engine.outstanding < 4 and time.monotonic() < until:
@@ -257,8 +315,12 @@ def test_a_bug_in_a_route_is_told_without_its_traceback(start: Callable[..., Any
 
 
 def test_pages_of_others_may_not_call(server: Running, start: Callable[..., Any]) -> None:
-    for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Host": "evil.example"},
-                    {"Host": f"evil.example:{server.port}"}):  # fmt: skip
+    for headers in (
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example"},
+        {"Host": f"evil.example:{server.port}"},
+    ):
         check_error(server.post("/v1/chat/completions", CHAT, headers=headers), 403)
     own = {"Origin": server.url}
     status, _, got = server.post("/v1/chat/completions", CHAT, headers=own)
@@ -304,11 +366,17 @@ def test_attention_is_that_of_the_trace(server: Running, small: Loaded) -> None:
         assert abs(wanted[layer][head] - found["weights"]).max() < 1e-4
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     assert server.post("/v1/attention", {"messages": messages})[0] == 200
-    for body, words in (({"text": "x", "layer": 4}, "layer 4, the model has 0 to 3"),
-                        ({"text": "x", "head": 4}, "head 4"),
-                        ({}, "give one of"), ({"text": "x", "ids": [1]}, "give one of"), ({"ids": []}, "0 tokens"),
-                        ({"ids": [1] * 129}, "129 tokens, attention is shown for 1 to 128"), ({"ids": [512]}, "512"),
-                        ({"text": "ten " * 5000}, "at least"), ({"text": ""}, "0 tokens")):  # fmt: skip
+    for body, words in (
+        ({"text": "x", "layer": 4}, "layer 4, the model has 0 to 3"),
+        ({"text": "x", "head": 4}, "head 4"),
+        ({}, "give one of"),
+        ({"text": "x", "ids": [1]}, "give one of"),
+        ({"ids": []}, "0 tokens"),
+        ({"ids": [1] * 129}, "129 tokens, attention is shown for 1 to 128"),
+        ({"ids": [512]}, "512"),
+        ({"text": "ten " * 5000}, "at least"),
+        ({"text": ""}, "0 tokens"),
+    ):
         check_error(server.post("/v1/attention", body), 400, words)
 
 
@@ -367,8 +435,15 @@ def test_a_stream_whose_opening_nobody_takes_is_cancelled(
                 await asyncio.sleep(60)
 
         async def ask() -> None:
-            body = json.dumps({"prompt": "The dog", "stream": True, "echo": True, "max_tokens": 100,
-                               "logit_bias": {"510": -100, "511": -100}}).encode()  # fmt: skip
+            body = json.dumps(
+                {
+                    "prompt": "The dog",
+                    "stream": True,
+                    "echo": True,
+                    "max_tokens": 100,
+                    "logit_bias": {"510": -100, "511": -100},
+                }
+            ).encode()
             parts = [{"type": "http.request", "body": body, "more_body": False}]
 
             async def receive() -> Any:
@@ -376,8 +451,14 @@ def test_a_stream_whose_opening_nobody_takes_is_cancelled(
                     return parts.pop()
                 await asyncio.sleep(60)
 
-            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
-                     "query_string": b"", "headers": [(b"host", b"localhost")]}  # fmt: skip
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/v1/completions",
+                "raw_path": b"/v1/completions",
+                "query_string": b"",
+                "headers": [(b"host", b"localhost")],
+            }
             await server.app.asgi(scope, receive, stuck)
 
         asyncio.run_coroutine_threadsafe(ask(), server.engine._loop).result(20)

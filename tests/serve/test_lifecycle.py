@@ -129,12 +129,18 @@ def test_what_is_not_finished_when_the_drain_ends_is_told_so() -> None:
         assert process.wait(timeout=60) == 0
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--port", "70000"], "--port is 70000, wants 0 to 65535"), (["--rows", "0"], "--rows is 0"),
-    (["--host", "999.1.1.1"], "cannot listen on 999.1.1.1"), (["--checkpoint", "absent"], "absent"),
-    (["--deadline", "nan"], "--deadline is nan"), (["--adapter", "absent"], "absent"),
-    (["--weights", "int4"], "--weights: invalid choice: 'int4'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "70000"], "--port is 70000, wants 0 to 65535"),
+        (["--rows", "0"], "--rows is 0"),
+        (["--host", "999.1.1.1"], "cannot listen on 999.1.1.1"),
+        (["--checkpoint", "absent"], "absent"),
+        (["--deadline", "nan"], "--deadline is nan"),
+        (["--adapter", "absent"], "absent"),
+        (["--weights", "int4"], "--weights: invalid choice: 'int4'"),
+    ],
+)
 def test_wrong_flags_are_one_line(flags: list[str], words: str) -> None:
     from tinyforge.errors import UserError
     from tinyforge.serve.__main__ import main

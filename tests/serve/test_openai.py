@@ -42,8 +42,11 @@ def test_a_greedy_reply_is_that_of_the_chat(client: Any, small: Loaded, question
     usage = whole.usage
     assert usage.completion_tokens == len(conversation.turns[-1].tokens or ())
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    chunks = list(client.chat.completions.create(model="small", messages=asked(question), temperature=0, stream=True,
-                                                 stream_options={"include_usage": True}))  # fmt: skip
+    chunks = list(
+        client.chat.completions.create(
+            model="small", messages=asked(question), temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == wanted
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
@@ -53,10 +56,11 @@ def test_a_greedy_reply_is_that_of_the_chat(client: Any, small: Loaded, question
 
 def test_turns_and_a_system_prompt_are_laid_out_by_the_template(client: Any, small: Loaded) -> None:
     messages = [
-        {"role": "developer", "content": "Be brief."}, *asked("How much is 1 plus 2?"),
+        {"role": "developer", "content": "Be brief."},
+        *asked("How much is 1 plus 2?"),
         {"role": "assistant", "content": "3"},
         {"role": "user", "content": [{"type": "text", "text": "How much is "}, {"type": "text", "text": "2 plus 2?"}]},
-    ]  # fmt: skip
+    ]
     reply = client.chat.completions.create(model="small", messages=messages, temperature=0)
     turns = [("How much is 1 plus 2?", "3"), ("How much is 2 plus 2?", None)]
     ids = TEMPLATES["alpaca"].encode(small.tokenizer, turns, "Be brief.")
@@ -70,8 +74,9 @@ def test_turns_and_a_system_prompt_are_laid_out_by_the_template(client: Any, sma
 
 def test_a_seed_gives_the_same_text_and_n_gives_those_of_the_seeds_after_it(client: Any) -> None:
     def texts(**more: Any) -> list[str]:
-        found = client.completions.create(model="small", prompt="Once upon a time", max_tokens=30, temperature=1.5,
-                                          **more)  # fmt: skip
+        found = client.completions.create(
+            model="small", prompt="Once upon a time", max_tokens=30, temperature=1.5, **more
+        )
         return [choice.text for choice in found.choices]
 
     several = texts(seed=7, n=3)
@@ -80,8 +85,9 @@ def test_a_seed_gives_the_same_text_and_n_gives_those_of_the_seeds_after_it(clie
     assert texts(seed=-7) == texts(seed=-7)
     assert len({texts()[0] for _ in range(3)}) > 1  # without a seed, another text each time
     streamed = ["", "", ""]
-    for chunk in client.completions.create(model="small", prompt="Once upon a time", max_tokens=30, temperature=1.5,
-                                           seed=7, n=3, stream=True):  # fmt: skip
+    for chunk in client.completions.create(
+        model="small", prompt="Once upon a time", max_tokens=30, temperature=1.5, seed=7, n=3, stream=True
+    ):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == several
 
@@ -104,8 +110,9 @@ def test_stop_strings_end_a_text_and_are_not_in_it(client: Any) -> None:
 
 def test_log_probabilities_of_a_chat(client: Any) -> None:
     def logprobs(**more: Any) -> list[Any]:
-        reply = client.chat.completions.create(model="small", messages=asked(QUESTIONS[0]), temperature=0,
-                                               logprobs=True, **more)  # fmt: skip
+        reply = client.chat.completions.create(
+            model="small", messages=asked(QUESTIONS[0]), temperature=0, logprobs=True, **more
+        )
         return reply.choices[0].logprobs.content
 
     found = logprobs(top_logprobs=4)
@@ -116,8 +123,9 @@ def test_log_probabilities_of_a_chat(client: Any) -> None:
         assert sum(math.exp(t.logprob) for t in token.top_logprobs) <= 1 + 1e-9
     assert [t.logprob for t in logprobs()] == [t.logprob for t in found] and not logprobs()[0].top_logprobs
     streamed = []
-    for chunk in client.chat.completions.create(model="small", messages=asked(QUESTIONS[0]), temperature=0,
-                                                logprobs=True, top_logprobs=4, stream=True):  # fmt: skip
+    for chunk in client.chat.completions.create(
+        model="small", messages=asked(QUESTIONS[0]), temperature=0, logprobs=True, top_logprobs=4, stream=True
+    ):
         streamed += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
     assert streamed == found
 
@@ -127,8 +135,10 @@ def test_log_probabilities_and_echo_of_a_completion(client: Any) -> None:
     found = client.completions.create(**given, logprobs=2).choices[0]
     logprobs = found.logprobs
     assert "".join(logprobs.tokens) == found.text and len(logprobs.token_logprobs) == 9
-    assert all(len(top) == 2 and max(top.values()) >= p
-               for top, p in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True))  # fmt: skip
+    assert all(
+        len(top) == 2 and max(top.values()) >= p
+        for top, p in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True)
+    )
     assert all(found.text[at:].startswith(t) for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True))
     echoed = client.completions.create(**given, echo=True)
     assert echoed.choices[0].text == "The dog" + found.text
@@ -173,8 +183,15 @@ def test_what_changes_the_draw(client: Any, small: Loaded) -> None:
     texts = set()
     for given, wanted in cases:
         scheduler = Scheduler(small.model, 2)
-        plain = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "drafts": 0, "max_tokens": 40, "seed": 3,
-                 "logit_bias": ((510, -100.0), (511, -100.0))}  # fmt: skip
+        plain = {
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "drafts": 0,
+            "max_tokens": 40,
+            "seed": 3,
+            "logit_bias": ((510, -100.0), (511, -100.0)),
+        }
         request = scheduler.submit(ids, Sampling(**{**plain, **wanted}), TEMPLATES["alpaca"].stop_ids(small.tokenizer))
         while request.reason is None:
             scheduler.step()
@@ -183,8 +200,9 @@ def test_what_changes_the_draw(client: Any, small: Loaded) -> None:
         assert found.choices[0].text == small.tokenizer.decode(request.tokens), given
         texts.add(found.choices[0].text)
     assert len(texts) > 6
-    banned = client.completions.create(model="small", prompt="The dog", max_tokens=20, temperature=0,
-                                       logit_bias={**GO_ON, str(extra): -100})  # fmt: skip
+    banned = client.completions.create(
+        model="small", prompt="The dog", max_tokens=20, temperature=0, logit_bias={**GO_ON, str(extra): -100}
+    )
     assert " is" not in banned.choices[0].text
 
 
@@ -194,6 +212,7 @@ def test_the_models_own_settings_are_those_of_requests_without(start: Callable[.
 
     own = GenerationConfig({}, {"temperature": 0.0, "top_k": 3, "repetition_penalty": 1.5, "max_tokens": 6})
     with start(generation=own) as ours, openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none") as client:
+
         def text(**more: Any) -> str:
             body = {"model": "small", "prompt": "one two one two one", "max_tokens": 30, "seed": 3, "logit_bias": GO_ON}
             return str(client.completions.create(**(body | more)).choices[0].text)
@@ -216,19 +235,32 @@ def test_the_models_own_settings_are_those_of_requests_without(start: Callable[.
         (entry,) = client.models.list().data
         assert entry.tinyforge["sampling"] == own.fields
         shown = httpx.get(ours.url + "/props").json()["default_generation_settings"]["params"]
-    assert shown == {"temperature": 0, "top_k": 3, "top_p": 1, "min_p": 0, "repeat_penalty": 1.5, "presence_penalty": 0,
-                     "frequency_penalty": 0, "n_predict": 6, "max_tokens": 6}  # fmt: skip
+    assert shown == {
+        "temperature": 0,
+        "top_k": 3,
+        "top_p": 1,
+        "min_p": 0,
+        "repeat_penalty": 1.5,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "n_predict": 6,
+        "max_tokens": 6,
+    }
 
 
 def test_max_tokens(client: Any, small: Loaded) -> None:
     def length(**more: Any) -> tuple[int, str]:
-        found = client.chat.completions.create(model="small", messages=asked("Tell me of 1 dog."), temperature=0,
-                                               logit_bias=GO_ON, **more)  # fmt: skip
+        found = client.chat.completions.create(
+            model="small", messages=asked("Tell me of 1 dog."), temperature=0, logit_bias=GO_ON, **more
+        )
         return found.usage.completion_tokens, found.choices[0].finish_reason
 
-    room = small.model.config.context - client.chat.completions.create(
-        model="small", messages=asked("Tell me of 1 dog."), max_tokens=1
-    ).usage.prompt_tokens  # fmt: skip
+    room = (
+        small.model.config.context
+        - client.chat.completions.create(
+            model="small", messages=asked("Tell me of 1 dog."), max_tokens=1
+        ).usage.prompt_tokens
+    )
     assert length(max_tokens=5) == (5, "length") == length(max_completion_tokens=5)
     assert length() == (room, "length") == length(max_tokens=-1) == length(max_tokens=100000)
     legacy = client.completions.create(model="small", prompt="The dog", temperature=0, logit_bias=GO_ON)
@@ -241,9 +273,17 @@ def test_streamed_text_never_splits_a_character(client: Any, small: Loaded) -> N
     assert len(bias) == 128
     for seed in range(2):
         text, data = "", []
-        for chunk in client.completions.create(model="small", prompt="x", max_tokens=60, temperature=2, seed=seed,
-                                               logit_bias=bias, logprobs=0, stream=True,
-                                               extra_body={"tinyforge": {"look_inside": True}}):  # fmt: skip
+        for chunk in client.completions.create(
+            model="small",
+            prompt="x",
+            max_tokens=60,
+            temperature=2,
+            seed=seed,
+            logit_bias=bias,
+            logprobs=0,
+            stream=True,
+            extra_body={"tinyforge": {"look_inside": True}},
+        ):
             text += chunk.choices[0].text
             for token in (getattr(chunk.choices[0], "tinyforge", None) or {"tokens": []})["tokens"]:
                 data += token["bytes"]
@@ -252,10 +292,18 @@ def test_streamed_text_never_splits_a_character(client: Any, small: Loaded) -> N
 
 def test_fields_that_openai_has_and_this_server_ignores(client: Any) -> None:
     reply = client.chat.completions.create(
-        model="small", messages=[{"role": "user", "content": QUESTIONS[0], "name": "Bob"}], temperature=0, user="me",
-        store=False, metadata={"a": "b"}, service_tier="auto", parallel_tool_calls=True, reasoning_effort="low",
-        response_format={"type": "text"}, extra_body={"no_such_field": [1, {"a": None}], "typical_p": 1, "mirostat": 0},
-    )  # fmt: skip
+        model="small",
+        messages=[{"role": "user", "content": QUESTIONS[0], "name": "Bob"}],
+        temperature=0,
+        user="me",
+        store=False,
+        metadata={"a": "b"},
+        service_tier="auto",
+        parallel_tool_calls=True,
+        reasoning_effort="low",
+        response_format={"type": "text"},
+        extra_body={"no_such_field": [1, {"a": None}], "typical_p": 1, "mirostat": 0},
+    )
     assert reply.choices[0].message.content == "13 14 15, so 15"
 
 
@@ -270,13 +318,31 @@ def test_llama_cpps_web_client(server: Running, small: Loaded) -> None:
     assert "### Response:" in props["chat_template"] and "/" not in props["model_path"]
     wanted = {name: settings["params"][name] for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")}
     body = {
-        "messages": asked(QUESTIONS[0]), "stream": True, "return_progress": True, "model": props["model_path"],
-        "reasoning_format": "auto", **wanted, "temperature": 0, "dynatemp_range": 0, "dynatemp_exponent": 1,
-        "xtc_probability": 0, "xtc_threshold": 0.1, "typ_p": 1, "repeat_last_n": 64, "repeat_penalty": 1,
-        "presence_penalty": 0, "frequency_penalty": 0, "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2,
-        "dry_penalty_last_n": -1, "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"], "cache_prompt": True,
-        "backend_sampling": False, "timings_per_token": True,
-    }  # fmt: skip
+        "messages": asked(QUESTIONS[0]),
+        "stream": True,
+        "return_progress": True,
+        "model": props["model_path"],
+        "reasoning_format": "auto",
+        **wanted,
+        "temperature": 0,
+        "dynatemp_range": 0,
+        "dynatemp_exponent": 1,
+        "xtc_probability": 0,
+        "xtc_threshold": 0.1,
+        "typ_p": 1,
+        "repeat_last_n": 64,
+        "repeat_penalty": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "dry_multiplier": 0,
+        "dry_base": 1.75,
+        "dry_allowed_length": 2,
+        "dry_penalty_last_n": -1,
+        "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"],
+        "cache_prompt": True,
+        "backend_sampling": False,
+        "timings_per_token": True,
+    }
     lines = httpx.post(f"{server.url}/v1/chat/completions", json=body).text.split("\n")
     data = [line[6:] for line in lines if line.startswith("data: ")]
     chunks = [json.loads(line) for line in data[:-1]]
@@ -284,14 +350,20 @@ def test_llama_cpps_web_client(server: Running, small: Loaded) -> None:
     assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == "13 14 15, so 15"
     assert all(set(c["timings"]) == TIMINGS and c["timings"]["prompt_ms"] > 0 for c in chunks[1:])
     last = chunks[-1]["timings"]
-    assert last["predicted_n"] == 7 and last["cache_n"] + last["prompt_n"] == len(TEMPLATES["alpaca"].encode(
-        small.tokenizer, [(QUESTIONS[0], None)], ""))  # fmt: skip
+    assert last["predicted_n"] == 7 and last["cache_n"] + last["prompt_n"] == len(
+        TEMPLATES["alpaca"].encode(small.tokenizer, [(QUESTIONS[0], None)], "")
+    )
 
 
 def test_llama_cpps_name_of_the_penalty(client: Any) -> None:
     def text(**extra: float) -> str:
-        made = client.completions.create(model="small", prompt="one two one two one", max_tokens=20, temperature=0,
-                                         extra_body={"ignore_eos": True, **extra})  # fmt: skip
+        made = client.completions.create(
+            model="small",
+            prompt="one two one two one",
+            max_tokens=20,
+            temperature=0,
+            extra_body={"ignore_eos": True, **extra},
+        )
         return str(made.choices[0].text)
 
     assert text(repeat_penalty=1.5) == text(repetition_penalty=1.5) != text() == text(repeat_penalty=1)
@@ -314,28 +386,38 @@ def test_errors_are_the_clients_own(client: Any, start: Callable[..., Any]) -> N
         return caught.value
 
     assert wrong(openai.NotFoundError, "no model 'gpt-4o'", model="gpt-4o").code == "model_not_found"
-    long = wrong(openai.BadRequestError, "messages: 227 tokens, which leave no room",
-                 messages=asked("ten " * 100))  # fmt: skip
+    long = wrong(openai.BadRequestError, "messages: 227 tokens, which leave no room", messages=asked("ten " * 100))
     assert long.code == "context_length_exceeded" and long.param == "messages"
     assert "messages: at least" in str(wrong(openai.BadRequestError, "context", messages=asked("ten " * 10000)))
     with pytest.raises(openai.BadRequestError, match="prompt: .* tokens, which leave no room .*; shorten the text"):
         client.completions.create(model="small", prompt="ten " * 100)
     assert wrong(openai.BadRequestError, "temperature", temperature=-1).param == "temperature"
     for given, match in (
-        ({"n": 9}, "n is 9, wants at most 8 on this server"), ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "only with text"), ({"top_logprobs": 3}, "needs logprobs"),
-        ({"max_tokens": 0}, "wants at least 1"), ({"logit_bias": {"512": 1}}, "wants 0 to 511"),
-        ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"messages": []}, "messages"),
+        ({"n": 9}, "n is 9, wants at most 8 on this server"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "only with text"),
+        ({"top_logprobs": 3}, "needs logprobs"),
+        ({"max_tokens": 0}, "wants at least 1"),
+        ({"logit_bias": {"512": 1}}, "wants 0 to 511"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"messages": []}, "messages"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "user first"),
         ({"messages": [*asked("Hi"), {"role": "assistant", "content": "Hi"}]}, "wants the user's"),
         ({"messages": [{"role": "tool", "content": "Hi", "tool_call_id": "1"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
-    ):  # fmt: skip
+    ):
         wrong(openai.BadRequestError, match, **given)
-    for given, match in (({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"prompt": [513]}, "513"),
-                         ({"prompt": []}, "0 texts"), ({"prompt": ""}, "empty"),
-                         ({"echo": True, "logprobs": 1}, "echo"), ({"prompt": ["a"] * 65}, "65 texts"),
-                         ({"prompt": [[1], [-1]]}, "-1")):  # fmt: skip
+    for given, match in (
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"prompt": [513]}, "513"),
+        ({"prompt": []}, "0 texts"),
+        ({"prompt": ""}, "empty"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": ["a"] * 65}, "65 texts"),
+        ({"prompt": [[1], [-1]]}, "-1"),
+    ):
         with pytest.raises(openai.BadRequestError, match=match):
             client.completions.create(**{"model": "small", "prompt": "x", **given})
 
@@ -358,8 +440,14 @@ def test_a_full_queue_is_a_rate_limit(start: Callable[..., Any]) -> None:
     with start(rows=1, queue=1) as server:
         server.slow[0] = 0.05
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            long = {"model": "small", "prompt": "The dog", "max_tokens": 100, "stream": True, "temperature": 0,
-                    "extra_body": {"ignore_eos": True}}  # fmt: skip
+            long = {
+                "model": "small",
+                "prompt": "The dog",
+                "max_tokens": 100,
+                "stream": True,
+                "temperature": 0,
+                "extra_body": {"ignore_eos": True},
+            }
             streams = [client.completions.create(**long) for _ in range(2)]
             with pytest.raises(openai.RateLimitError) as caught:
                 client.completions.create(**long)

@@ -1,6 +1,6 @@
 """Whatever the server's own description allows, and what it does not, it never answers with a fault of its own.
 
-    SCHEMA_EXAMPLES=1000 python -m pytest tests/serve/test_schema.py -m slow      to each of 5 addresses: 5,000 requests
+SCHEMA_EXAMPLES=1000 python -m pytest tests/serve/test_schema.py -m slow      to each of 5 addresses: 5,000 requests
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def test_no_request_is_a_fault_of_the_server(server: Running) -> None:
             continue
         for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
             strategy = operation.as_strategy(generation_mode=mode)
-            bounded = settings(max_examples=EXAMPLES // 2, deadline=None, database=None,
-                               suppress_health_check=list(HealthCheck))  # fmt: skip
+            bounded = settings(
+                max_examples=EXAMPLES // 2, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+            )
             bounded(given(case=strategy)(check))()
     print(f"\nanswers by status: {dict(sorted(sent.items()))}")
     assert sent.get(200, 0) > EXAMPLES / 2 and sent.get(400, 0) > EXAMPLES

@@ -35,8 +35,10 @@ from tinyforge.hub import load
 
 PERIOD = 0.1  # seconds between samples
 GROWTH = 0.02
-FLAGS = "--batch-size 4 --workers 2 --backend numpy --eval-every 50 --save-every 100 --set dim=32 heads=2 kv_heads=1 " \
-        "layers=2 hidden=48 context=64"  # fmt: skip
+FLAGS = (
+    "--batch-size 4 --workers 2 --backend numpy --eval-every 50 --save-every 100 --set dim=32 heads=2 kv_heads=1 "
+    "layers=2 hidden=48 context=64"
+)
 QUESTIONS = ("How much is 13 plus 2?", "Where is Zobert?", "Which is larger, 1 or 12?")
 
 
@@ -128,8 +130,9 @@ def _until(moment: float) -> Iterator[int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    p = argparse.ArgumentParser(
+        prog="python -m tests.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--seconds", type=float, default=600.0, help="for how long (default: %(default)s)")
     p.add_argument("--memory", type=int, default=256, metavar="MIB", help="that each may take (default: %(default)s)")
     args = p.parse_args(argv)
@@ -140,8 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for each in found:
         samples = each.samples or [0]
         first, last, peak = samples[len(samples) // 4] / MIB, samples[-1] / MIB, max(samples) / MIB
-        print(f"{each.name:<10}  {each.status:>6}  {first:>10.1f}  {last:>9.1f}  {peak:>9.1f}  {each.growth:>7.2%}  "
-              f"{each.work}")  # fmt: skip
+        print(
+            f"{each.name:<10}  {each.status:>6}  {first:>10.1f}  {last:>9.1f}  {peak:>9.1f}  {each.growth:>7.2%}  "
+            f"{each.work}"
+        )
     return int(not all(each.good for each in found))
 
 

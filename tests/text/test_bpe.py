@@ -140,8 +140,10 @@ def test_no_token_has_two_digits(text: str, tmp_path: Path) -> None:
     assert max(map(len, pairs)) == 1
     assert trained.decode(trained.encode("8 + 57 = 65")) == "8 + 57 = 65"
     assert [trained.token_bytes(id) for id in trained.encode(" 1984")] == [b" ", b"1", b"9", b"8", b"4"]
-    assert any(len(re.findall(rb"\d", t)) > 1 for t in map(Tokenizer.train(numbered, 500, progress=False).token_bytes,
-                                                            range(500)))  # fmt: skip
+    assert any(
+        len(re.findall(rb"\d", t)) > 1
+        for t in map(Tokenizer.train(numbered, 500, progress=False).token_bytes, range(500))
+    )
     path = tmp_path / "tokenizer.json"
     trained.save(path)
     again = Tokenizer.load(path)
@@ -174,11 +176,7 @@ def test_training_is_the_same_in_another_process() -> None:
     )
     hashes = {
         subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            env={"PYTHONHASHSEED": seed},
-            text=True,
-            capture_output=True,
+            [sys.executable, "-c", program], cwd=ROOT, env={"PYTHONHASHSEED": seed}, text=True, capture_output=True
         ).stdout
         for seed in ("1", "2")
     }

@@ -39,9 +39,15 @@ ALPACA = (
 PUBLISHED = {"chatml": CHATML, "llama3": LLAMA3, "zephyr": ZEPHYR, "alpaca": ALPACA}
 
 SPECIALS = [
-    "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<s>",
+    "</s>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
     "<|eot_id|>",
-]  # fmt: skip
+]
 TURNS = [("Hello ", "Hi!"), ("  2 + 2?\nNow.", " four\n"), ("Bye", None)]
 
 

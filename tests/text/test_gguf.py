@@ -89,8 +89,9 @@ def test_merges_become_scores_that_encode_alike(normalizer: Any, cut: Any, lost:
     # The trainer wrote one way to make each token; SentencePiece's own files, and those of Llama, have all of them.
     with pytest.raises(UserError, match="joins by scores, and none give this tokenizer's merges"):
         to_gguf(ours, ours.vocab_size)
-    scored = SentencePiece(ours.pieces, ours.specials, 1, [-float(i) for i in range(ours.vocab_size)],
-                           spaces=ours.spaces)  # fmt: skip
+    scored = SentencePiece(
+        ours.pieces, ours.specials, 1, [-float(i) for i in range(ours.vocab_size)], spaces=ours.spaces
+    )
     assert merges is not None and (pairs := scored.pairs()) is not None and len(pairs) > len(merges)
     merged = SentencePiece(ours.pieces, ours.specials, 1, merges=pairs, spaces=ours.spaces)
     assert bool(lost_in_gguf(merged)) == lost

@@ -77,13 +77,18 @@ def byte_level(kind: str) -> Any:
     theirs.decoder = p.decoders.ByteLevel()
     # SmolLM2 has its special tokens first, as the trainer puts them; the others have them last.
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] if kind == "digits" else []
-    trainer = p.trainers.BpeTrainer(vocab_size=900, initial_alphabet=p.pre_tokenizers.ByteLevel.alphabet(),
-                                    special_tokens=specials, show_progress=False)  # fmt: skip
+    trainer = p.trainers.BpeTrainer(
+        vocab_size=900,
+        initial_alphabet=p.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=specials,
+        show_progress=False,
+    )
     theirs.train_from_iterator([TRAINED_ON], trainer)
     if kind == "llama3":
         theirs.add_special_tokens(["<|begin_of_text|>", "<|eot_id|>"])
-        template = p.processors.TemplateProcessing(single="<|begin_of_text|> $A", pair="<|begin_of_text|> $A $B",
-                                                   special_tokens=[("<|begin_of_text|>", 900)])  # fmt: skip
+        template = p.processors.TemplateProcessing(
+            single="<|begin_of_text|> $A", pair="<|begin_of_text|> $A $B", special_tokens=[("<|begin_of_text|>", 900)]
+        )
         theirs.post_processor = p.processors.Sequence([p.processors.ByteLevel(trim_offsets=False), template])
     elif kind != "digits":
         theirs.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
@@ -263,7 +268,6 @@ def test_huggingface_recognises_specials_when_asked(trained: Tokenizer, tmp_path
     assert from_huggingface(path).hash() == trained.hash()
 
 
-
 def test_import_of_an_old_file(trained: Tokenizer, tmp_path: Path) -> None:
     """As GPT-2's own: no model type, merges as strings, empty affixes, the special token in both places."""
     content = to_huggingface(trained, recognise_specials=True)
@@ -293,14 +297,12 @@ def test_exports_that_are_refused() -> None:
         assert "cannot hold this SentencePiece" in user_error(lambda words=words: to_huggingface(words))
 
 
-
 def test_huggingface_keeps_an_unreachable_token(tmp_path: Path) -> None:
     unreachable = Tokenizer([(98, 99), (97, 98), (257, 99)], [])
     path = save(to_huggingface(unreachable), tmp_path / "tokenizer.json")
     theirs = peer().Tokenizer.from_file(str(path))
     for text in ("abc", "ab", "bc", "abcabc abbc", "aabbcc"):
         assert theirs.encode(text).ids == unreachable.encode(text)
-
 
 
 def put(content: dict[str, Any], dotted: str, value: object) -> None:

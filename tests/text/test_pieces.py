@@ -51,14 +51,7 @@ def split_all(text: str, pattern: pieces.Pattern = pieces.GPT2) -> list[str]:
 
 def random_unicode(rng: random.Random, length: int) -> str:
     """Characters from all planes, assigned in this Python's Unicode or not; never a surrogate."""
-    ranges = [
-        (0, 0x80),
-        (0x80, 0x800),
-        (0x800, 0xD800),
-        (0xE000, 0x10000),
-        (0x1F300, 0x1FB00),
-        (0x10000, 0x110000),
-    ]
+    ranges = [(0, 0x80), (0x80, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x1F300, 0x1FB00), (0x10000, 0x110000)]
     return "".join(chr(rng.randrange(*rng.choice(ranges))) for _ in range(length))
 
 
@@ -119,15 +112,7 @@ def test_chunks_do_not_change_the_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         lambda pattern: pattern.replace("\u00b2-\u00b3", ""),
         lambda pattern: pattern.replace("a-z", "a-z_"),
     ],
-    ids=[
-        "python's \\s",
-        "ignores case",
-        "no 've",
-        "no look-ahead",
-        "no space before signs",
-        "no superscripts",
-        "_",
-    ],
+    ids=["python's \\s", "ignores case", "no 've", "no look-ahead", "no space before signs", "no superscripts", "_"],
 )
 def test_a_wrong_pattern_is_caught(wrong: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each fault seeded into the pattern must show on the tricky strings."""
@@ -164,9 +149,29 @@ def in_utf8(text: str, pattern: pieces.Pattern = pieces.GPT2) -> list[bytes]:
 
 
 # All that the rule tells apart, and what is easily taken for something else.
-DENSE = [*"  ''stmdrevlLS17.\n\t", "'s", "'re", "'ve", "'ll", "  ", "\r\n", "\x00", "\x1c", "\x85", "\u00a0",
-         "\u3000", "\u00e9", "\u0301", "\u00b2", "\u2167", "\u4e2d", "\u017f", "\U0001d4d0", "\U0001f600",
-         "\U000e0100"]  # fmt: skip
+DENSE = [
+    *"  ''stmdrevlLS17.\n\t",
+    "'s",
+    "'re",
+    "'ve",
+    "'ll",
+    "  ",
+    "\r\n",
+    "\x00",
+    "\x1c",
+    "\x85",
+    "\u00a0",
+    "\u3000",
+    "\u00e9",
+    "\u0301",
+    "\u00b2",
+    "\u2167",
+    "\u4e2d",
+    "\u017f",
+    "\U0001d4d0",
+    "\U0001f600",
+    "\U000e0100",
+]
 
 
 @pytest.mark.parametrize(("string", "wanted"), TRICKY.items(), ids=ascii)

@@ -39,13 +39,17 @@ def train(path: Path, **options: Any) -> Any:
     text = generated_text(60_000, seed=5) + "\n  two  spaces   three\n" * 50
     model = io.BytesIO()
     settings = {
-        "model_type": "bpe", "vocab_size": 600, "byte_fallback": True, "normalization_rule_name": "identity",
-        "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "split_digits": True,
-        "hard_vocab_limit": False, "minloglevel": 2,
-    }  # fmt: skip
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(text.split("\n")), model_writer=model, **(settings | options)
-    )
+        "model_type": "bpe",
+        "vocab_size": 600,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "split_digits": True,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
+    spm.SentencePieceTrainer.train(sentence_iterator=iter(text.split("\n")), model_writer=model, **(settings | options))
     path.write_bytes(model.getvalue())
     return spm.SentencePieceProcessor(model_proto=model.getvalue())
 
@@ -166,8 +170,9 @@ def test_save_and_load(pair: tuple[Any, SentencePiece], tmp_path: Path) -> None:
 
 def tiny(texts: list[str], scores: list[float] | None = None, **options: Any) -> SentencePiece:
     every = ["<unk>", "<s>", "</s>", *BYTES, *texts]
-    return SentencePiece(every, SPECIALS, 1, scores=[0.0] * 259 + (scores or [-float(i) for i in range(len(texts))]),
-                         **options)  # fmt: skip
+    return SentencePiece(
+        every, SPECIALS, 1, scores=[0.0] * 259 + (scores or [-float(i) for i in range(len(texts))]), **options
+    )
 
 
 def test_hash_sees_all_that_decides_the_ids() -> None:
@@ -363,8 +368,11 @@ def test_damaged_models(tmp_path: Path) -> None:
 
 def test_wire_format() -> None:
     assert list(protobuf(b"\x08\x96\x01\x12\x03abc\x1d\0\0\0\0\x21" + bytes(8))) == [
-        (1, 150), (2, b"abc"), (3, bytes(4)), (4, bytes(8)),
-    ]  # fmt: skip
+        (1, 150),
+        (2, b"abc"),
+        (3, bytes(4)),
+        (4, bytes(8)),
+    ]
     for damaged in (b"\x08", b"\x08" + b"\xff" * 11, b"\x12\x04abc", b"\x0b", b"\x1d\0\0"):
         with pytest.raises(ValueError, match="byte"):
             list(protobuf(damaged))

@@ -16,15 +16,7 @@ import pytest
 from tinyforge.errors import UserError
 from tinyforge.text import SentencePiece, TextTokenizer, Tokenizer
 from tinyforge.text.sentencepiece import BYTES as BYTE_PIECES
-from tinyforge.text.shards import (
-    Part,
-    ShardWriter,
-    Source,
-    TokenSequence,
-    open_shards,
-    read_header,
-    write_manifest,
-)
+from tinyforge.text.shards import Part, ShardWriter, Source, TokenSequence, open_shards, read_header, write_manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = Tokenizer([], ["<|endoftext|>", "</s>"])
@@ -95,8 +87,11 @@ def test_the_manifest(tmp_path: Path, ids: np.ndarray) -> None:
         raw = (folder / entry["file"]).read_bytes()
         assert (len(raw), hashlib.sha256(raw).hexdigest()) == (entry["bytes"], entry["sha256"])
     assert sorted(p.name for p in folder.iterdir()) == [
-        *(f"books-train-0000{i}.bin" for i in range(3)), "books-val-00000.bin", "manifest.json", "tokenizer.json",
-    ]  # fmt: skip
+        *(f"books-train-0000{i}.bin" for i in range(3)),
+        "books-val-00000.bin",
+        "manifest.json",
+        "tokenizer.json",
+    ]
 
 
 @pytest.mark.parametrize("shard_tokens", [36, 37, 38, 100, 1049, 1050, 1051, 5000])
@@ -244,7 +239,7 @@ def swap(folder: Path) -> None:
         (lambda f: edit_manifest(f, lambda m: m["sources"][0]["train"]["files"][0].update(file="../x")), "outside the"),
         (lambda f: edit_manifest(f, lambda m: m["sources"].clear()), "no ids to train on"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_folder_is_refused_by_name(
     tmp_path: Path, ids: np.ndarray, damage: Callable[[Path], None], message: str
 ) -> None:

@@ -17,6 +17,7 @@ from tinyforge.text.tiktoken import from_tiktoken, to_tiktoken
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 SHAKESPEARE = SHARED / "shakespeare" / "input.txt"
 
+
 @cache
 def texts() -> list[str]:
     """English, and random characters known to this Python: what a newer Unicode assigns, a newer library knows."""

@@ -17,11 +17,19 @@ from tinyforge.text.wordpiece import CLS, MASK, PAD, PREFIX, SEP, SPECIALS, UNK,
 TEXTS = list(documents("train", 200))
 STRANGE = (
     "Caf\xe9 na\xefve \xc5ngstr\xf6m \u0130stanbul \u03a3\u03af\u03c3\u03c5\u03c6\u03bf\u03a3",
-    "a\tb\r\nc\x0bd\x85e\u2003f\u200bg\xadh\ufffdi\x00j", "\u4e2d\u6587 and \u65e5\u672c\u8a9e\u3002 \U00020000x",
-    "$5.00+3=8 <a>~`^|", "don't stop\u2014now\u2026 \u201cquoted\u201d \xbfqu\xe9?", "x" * 101 + " " + "y" * 100,
-    "e\u0301 A\u030a \u0e01\u0e34\u0e19", "\ufb01ne \u212bngstrom \uff21\uff22", "", "   ", "[MASK] [CLS] [unused1]",
-    "\U0001f600 smile \u20ac10", "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd",
-)  # fmt: skip
+    "a\tb\r\nc\x0bd\x85e\u2003f\u200bg\xadh\ufffdi\x00j",
+    "\u4e2d\u6587 and \u65e5\u672c\u8a9e\u3002 \U00020000x",
+    "$5.00+3=8 <a>~`^|",
+    "don't stop\u2014now\u2026 \u201cquoted\u201d \xbfqu\xe9?",
+    "x" * 101 + " " + "y" * 100,
+    "e\u0301 A\u030a \u0e01\u0e34\u0e19",
+    "\ufb01ne \u212bngstrom \uff21\uff22",
+    "",
+    "   ",
+    "[MASK] [CLS] [unused1]",
+    "\U0001f600 smile \u20ac10",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd",
+)
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["lower", "cased"])

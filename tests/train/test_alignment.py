@@ -148,10 +148,15 @@ class _WithoutNll(ORPO):
 
 @pytest.mark.parametrize(
     ("fault", "right"),
-    [(NoSmoothing(0.7, 0.2), DPO(0.7, 0.2)), (NoReference(0.7), DPO(0.7)), (NoLength(), SimPO()),
-     (NoOdds(0.4), ORPO(0.4)), (NoNll(0.4), ORPO(0.4))],
+    [
+        (NoSmoothing(0.7, 0.2), DPO(0.7, 0.2)),
+        (NoReference(0.7), DPO(0.7)),
+        (NoLength(), SimPO()),
+        (NoOdds(0.4), ORPO(0.4)),
+        (NoNll(0.4), ORPO(0.4)),
+    ],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_wrong_gradient_of_preferences_is_found(fault: DPO, right: DPO) -> None:
     assert worst_error(fault, pair_batches(fault), right) > 1e-4
 
@@ -219,10 +224,16 @@ def test_advantages() -> None:
 def test_what_a_rollout_earned() -> None:
     rewards = np.array([[1.1, 1, 1], [0.1, 0, 1], [1.1, 1, 1], [1.1, 1, 1]])
     found = reward_figures(rewards, ("correct", "format"), np.array([3, 5, 4, 4]), 2)
-    assert found == pytest.approx({
-        "reward": 0.85, "reward_std": np.std([1.1, 0.1], ddof=1) / 2, "frac_reward_zero_std": 0.5,
-        "rewards/correct": 0.75, "rewards/format": 1.0, "completions/mean_length": 4.0,
-    })  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "reward": 0.85,
+            "reward_std": np.std([1.1, 0.1], ddof=1) / 2,
+            "frac_reward_zero_std": 0.5,
+            "rewards/correct": 0.75,
+            "rewards/format": 1.0,
+            "completions/mean_length": 4.0,
+        }
+    )
 
 
 def test_equal_rewards_have_no_gradient() -> None:
@@ -237,17 +248,27 @@ def test_own_log_probabilities_need_not_be_given() -> None:
     given = list(batch.given)
     given[OLD] = given[REFERENCE] = own
     empty = [given[0], own[:, :0], own[:, :0]]
-    found = [GRPO(0.1).weigh(net.forward(batch.ids, batch.targets), replace(batch, given=tuple(g)),
-                             GRPO(0.1).count(batch), FP64) for g in (given, empty)]  # fmt: skip
+    found = [
+        GRPO(0.1).weigh(
+            net.forward(batch.ids, batch.targets), replace(batch, given=tuple(g)), GRPO(0.1).count(batch), FP64
+        )
+        for g in (given, empty)
+    ]
     for first, second in zip(*found, strict=True):
         np.testing.assert_allclose(first, second, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("objective, kind", [
-    (NextTokens(CONFIG.head_weights), "plain"), (NextTokens(CONFIG.head_weights), "weighed"), (DPO(0.7), "pairs"),
-    (ORPO(0.4), "pairs"), (GRPO(0.1), "replies"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "objective, kind",
+    [
+        (NextTokens(CONFIG.head_weights), "plain"),
+        (NextTokens(CONFIG.head_weights), "weighed"),
+        (DPO(0.7), "pairs"),
+        (ORPO(0.4), "pairs"),
+        (GRPO(0.1), "replies"),
+    ],
+)
 def test_ranks_do_not_change_the_gradient(objective: Any, kind: str, workers: int) -> None:
     """Pairs and groups stay whole, also where there are fewer of them than ranks; of one row, most ranks have none."""
     rng = np.random.default_rng(0)

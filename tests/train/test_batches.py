@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.train.batches import (
-    ContinuedTokens,
-    Examples,
-    PackedTokens,
-    check_ids,
-    fingerprint,
-    shifted_targets,
-)
+from tinyforge.train.batches import ContinuedTokens, Examples, PackedTokens, check_ids, fingerprint, shifted_targets
 from tinyforge.train.objectives import Batch
 
 

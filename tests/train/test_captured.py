@@ -34,12 +34,30 @@ from tinyforge.train.settings import DpoSettings, GrpoSettings
 
 VOCAB = 11
 MODELS: dict[str, tuple[Any, Any]] = {
-    "nanoeuler": (NanoEuler, Config(dim=8, heads=2, kv_heads=1, layers=2, context=6, vocab=VOCAB, mtp_heads=2, hidden=6,
-                                    mtp_weights=(1, 0.5))),
+    "nanoeuler": (
+        NanoEuler,
+        Config(
+            dim=8, heads=2, kv_heads=1, layers=2, context=6, vocab=VOCAB, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5)
+        ),
+    ),
     "gpt2": (GPT2, GPT2Config(dim=8, heads=2, layers=2, context=6, vocab=VOCAB, dropout=0.3)),
-    "moe": (MoE, MoEConfig(dim=8, heads=2, kv_heads=1, layers=2, context=6, vocab=VOCAB, mtp_heads=2, hidden=6,
-                           experts=3, active=2, mtp_weights=(1, 0.5))),
-}  # fmt: skip
+    "moe": (
+        MoE,
+        MoEConfig(
+            dim=8,
+            heads=2,
+            kv_heads=1,
+            layers=2,
+            context=6,
+            vocab=VOCAB,
+            mtp_heads=2,
+            hidden=6,
+            experts=3,
+            active=2,
+            mtp_weights=(1, 0.5),
+        ),
+    ),
+}
 
 
 def batch(number: int, heads: int, rows: int = 3, **more: Any) -> Batch:
@@ -131,8 +149,10 @@ def test_what_cannot_be_captured_is_one_line() -> None:
 def test_by_default_steps_become_graphs_on_several_gpus() -> None:
     """For tokens, without a carried state; --capture and --capture off decide otherwise."""
     tokens = NextTokens((1, 0.5))
-    one, gpus, forked = (SimpleNamespace(name=name, group=group) for name, group in
-                         (("cupy", None), ("cupy", SimpleNamespace(size=2)), ("numpy", SimpleNamespace(size=2))))
+    one, gpus, forked = (
+        SimpleNamespace(name=name, group=group)
+        for name, group in (("cupy", None), ("cupy", SimpleNamespace(size=2)), ("numpy", SimpleNamespace(size=2)))
+    )
     for backend, by_default in ((one, False), (gpus, True), (forked, False)):
         assert captures("auto", tokens, backend) == by_default
         assert not captures("auto", tokens, backend, carried=8)

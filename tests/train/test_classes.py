@@ -47,8 +47,9 @@ def test_the_gradient_of_the_loss_through_a_small_model(objective: Objective, we
     model, batches = vit(), [images(4, 1, weights), images(3, 2, weights)]
     loss_of(model, batches, objective)
     grad = model.buffer.grads.copy()
-    error = directional_error(lambda: loss_of(model, batches, objective), model.buffer.values, grad,
-                              np.random.default_rng(5))  # fmt: skip
+    error = directional_error(
+        lambda: loss_of(model, batches, objective), model.buffer.values, grad, np.random.default_rng(5)
+    )
     assert error < TOLERANCE
 
 

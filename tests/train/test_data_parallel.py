@@ -17,8 +17,9 @@ from tinyforge.rng import Stream
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens
 
-CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=13, mtp_heads=2, hidden=10,
-                mtp_weights=(1, 0.5))  # fmt: skip
+CONFIG = Config(
+    dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=13, mtp_heads=2, hidden=10, mtp_weights=(1, 0.5)
+)
 
 
 def batch(rows: int, seed: int = 0) -> Batch:

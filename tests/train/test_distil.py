@@ -34,19 +34,44 @@ from tinyforge.train.plan import plan_step
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 VOCAB = 11
-SMALL = Config(dim=8, heads=2, kv_heads=1, layers=1, context=6, vocab=VOCAB, mtp_heads=2, hidden=6,
-               mtp_weights=(1, 0.5))  # fmt: skip
-LARGE = Config(dim=16, heads=2, kv_heads=1, layers=2, context=6, vocab=VOCAB, mtp_heads=3, hidden=12,
-               mtp_weights=(1, 0.5, 0.2), dropout=0.5)  # fmt: skip
+SMALL = Config(
+    dim=8, heads=2, kv_heads=1, layers=1, context=6, vocab=VOCAB, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5)
+)
+LARGE = Config(
+    dim=16,
+    heads=2,
+    kv_heads=1,
+    layers=2,
+    context=6,
+    vocab=VOCAB,
+    mtp_heads=3,
+    hidden=12,
+    mtp_weights=(1, 0.5, 0.2),
+    dropout=0.5,
+)
 # Every model of the zoo that predicts next tokens, and has one head.
 OTHERS: dict[str, tuple[Any, Any]] = {
     "gpt2": (GPT2, GPT2Config(dim=8, heads=2, layers=2, context=6, vocab=VOCAB)),
     "llama, tied": (Llama, LlamaConfig(dim=8, heads=2, kv_heads=1, layers=1, context=6, vocab=VOCAB, hidden=6)),
     "lstm": (LSTMModel, LSTMConfig(dim=8, layers=1, context=6, vocab=VOCAB)),
     "mamba": (Mamba, MambaConfig(dim=8, layers=1, context=6, vocab=VOCAB)),
-    "moe": (MoE, MoEConfig(dim=8, heads=2, kv_heads=1, layers=1, context=6, vocab=VOCAB, mtp_heads=1, hidden=6,
-                           experts=3, active=2, mtp_weights=(1,))),
-}  # fmt: skip
+    "moe": (
+        MoE,
+        MoEConfig(
+            dim=8,
+            heads=2,
+            kv_heads=1,
+            layers=1,
+            context=6,
+            vocab=VOCAB,
+            mtp_heads=1,
+            hidden=6,
+            experts=3,
+            active=2,
+            mtp_weights=(1,),
+        ),
+    ),
+}
 
 
 def built(kind: Any, config: Any, seed: int = 0, backend: Backend = FP64) -> Any:
@@ -194,8 +219,10 @@ def test_the_forecast_counts_the_teacher() -> None:
     """Its weights in bf16, and one chunk of its logits."""
     spec, config, large = find_model("nanoeuler"), PRESETS["small"], PRESETS["base"].override({"vocab": 512})
     alone = plan_step(spec, config, "bf16", 8, 128)
-    taught, twice = (plan_step(spec, config, "bf16", 8, 128, teachers=Teachers(models, 0.5))
-                     for models in (((spec, large),), ((spec, large), (spec, large))))  # fmt: skip
+    taught, twice = (
+        plan_step(spec, config, "bf16", 8, 128, teachers=Teachers(models, 0.5))
+        for models in (((spec, large),), ((spec, large), (spec, large)))
+    )
     count = frozen_model(partial(NanoEuler, large, FP64)).buffer.count
     assert taught.weights - alone.weights == pytest.approx(2 * count, rel=0.02)  # and its rotary tables
     assert taught.moments == alone.moments and taught.saved == alone.saved
@@ -207,13 +234,16 @@ def test_the_forecast_counts_the_teacher() -> None:
     ("name", "changes", "message"),
     [
         ("nanoeuler", {"vocab": 12}, "--teacher: runs/one has 12 ids, the model 11; give both the same tokenizer"),
-        ("nanoeuler", {"mtp_heads": 1, "mtp_weights": (1,)}, "--teacher: runs/one has 1 prediction head, the model 2; "
-         "give the model fewer, e.g. --set mtp_heads=1"),
+        (
+            "nanoeuler",
+            {"mtp_heads": 1, "mtp_weights": (1,)},
+            "--teacher: runs/one has 1 prediction head, the model 2; give the model fewer, e.g. --set mtp_heads=1",
+        ),
         ("nanoeuler", {"context": 5}, "--teacher: runs/one reads 5 tokens, a row has 6; use --seq-len 5"),
         ("bert", {}, "--teacher: BERT learns masked text and NanoEuler text; use two models of next tokens"),
         ("lstm", {}, "--teacher: LSTM cannot keep documents apart; leave out --document-mask"),
     ],
-)  # fmt: skip
+)
 def test_a_teacher_that_does_not_fit_is_refused(name: str, changes: dict[str, Any], message: str) -> None:
     spec = find_model(name)
     if name == "nanoeuler":

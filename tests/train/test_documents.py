@@ -28,13 +28,25 @@ NANOEULER = nanoeuler.Config(
     dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=2, hidden=10, mtp_weights=(1, 1)
 )
 MOE = moe.Config(
-    dim=16, heads=4, kv_heads=2, layers=2, context=140, vocab=11, mtp_heads=2, hidden=6, experts=4, mtp_weights=(1, 1),
-    balance=0.0, router_z=0.0,
+    dim=16,
+    heads=4,
+    kv_heads=2,
+    layers=2,
+    context=140,
+    vocab=11,
+    mtp_heads=2,
+    hidden=6,
+    experts=4,
+    mtp_weights=(1, 1),
+    balance=0.0,
+    router_z=0.0,
 )
 KINDS: dict[str, tuple[Any, ModelConfig]] = {
-    "gpt2": (gpt2.GPT2, GPT2), "llama": (llama.Llama, LLAMA), "nanoeuler": (nanoeuler.NanoEuler, NANOEULER),
+    "gpt2": (gpt2.GPT2, GPT2),
+    "llama": (llama.Llama, LLAMA),
+    "nanoeuler": (nanoeuler.NanoEuler, NANOEULER),
     "moe": (moe.MoE, MOE),
-}  # fmt: skip
+}
 EVERY = pytest.mark.parametrize("kind", KINDS)
 LENGTH, BORDERS = 140, ((0, 50, 64, 140), (0, 1, 131, 140))
 STARTS = np.stack([np.repeat(ends[:-1], np.diff(ends)) for ends in BORDERS]).astype(np.int32)
@@ -137,8 +149,9 @@ def test_a_neighbour_changes_no_bit(kind: str, restart: bool) -> None:
 @EVERY
 def test_recomputing_and_splitting_among_processes_change_nothing(kind: str) -> None:
     ids, targets = inputs(tiny(kind))
-    plain, *others = (learn(tiny(kind, recompute=r), ids, targets, Documents(STARTS, True))[1]
-                      for r in ("", "norms", "blocks"))  # fmt: skip
+    plain, *others = (
+        learn(tiny(kind, recompute=r), ids, targets, Documents(STARTS, True))[1] for r in ("", "norms", "blocks")
+    )
     assert all(np.array_equal(plain, again) for again in others)
     found = []
     for workers in (1, 2):

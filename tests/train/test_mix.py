@@ -28,9 +28,20 @@ def same(a: Batch, b: Batch) -> bool:
 
 @pytest.mark.parametrize(
     "weights",
-    [[1], [1, 1], [7, 3], [1, 999], [999, 1], [1, 1, 1], [5, 3, 2], [1, 10, 100, 1000], [1000, 100, 10, 1],
-     [1, 1, 1, 1, 1, 1, 1, 50], [123_456_789_012, 987_654_321, 5_555_555_555]],
-)  # fmt: skip
+    [
+        [1],
+        [1, 1],
+        [7, 3],
+        [1, 999],
+        [999, 1],
+        [1, 1, 1],
+        [5, 3, 2],
+        [1, 10, 100, 1000],
+        [1000, 100, 10, 1],
+        [1, 1, 1, 1, 1, 1, 1, 50],
+        [123_456_789_012, 987_654_321, 5_555_555_555],
+    ],
+)
 def test_shares_are_exact_at_every_length(weights: list[int]) -> None:
     names = [f"s{i}" for i in range(len(weights))]
     by_name = dict(zip(names, map(Fraction, weights), strict=True))

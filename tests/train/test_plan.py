@@ -19,8 +19,9 @@ from tinyforge.train.plan import check_fits, plan_step
 from tinyforge.train.settings import PretrainSettings
 
 SPEC = find_model("nanoeuler")
-TINY = Config(dim=64, heads=4, kv_heads=2, layers=2, context=256, vocab=128, mtp_heads=2, hidden=96,
-              mtp_weights=(1, 0.5))  # fmt: skip
+TINY = Config(
+    dim=64, heads=4, kv_heads=2, layers=2, context=256, vocab=128, mtp_heads=2, hidden=96, mtp_weights=(1, 0.5)
+)
 # Per token and layer, in elements: qkv, attention's result, gate and up, two norms' results; statistics float32.
 SAVED = 8 * 16 + 64 + 2 * 96 + 2 * 64
 STATISTICS = 4 + 2  # the log-sum-exp of 4 heads, 2 norms

@@ -35,8 +35,9 @@ from tinyforge.train.objectives import NextTokens
 from tinyforge.train.run import Run, Task, claimed, train
 from tinyforge.train.settings import Settings, TaughtSettings
 
-CONFIG = Config(dim=16, heads=4, kv_heads=2, layers=3, context=16, vocab=257, mtp_heads=2, hidden=10,
-                mtp_weights=(1, 0.5))  # fmt: skip
+CONFIG = Config(
+    dim=16, heads=4, kv_heads=2, layers=3, context=16, vocab=257, mtp_heads=2, hidden=10, mtp_weights=(1, 0.5)
+)
 TOKENIZER = Tokenizer([], ["<|endoftext|>"])
 TOKENS = np.array(TOKENIZER.encode("the cat sat on the mat and the dog sat on the cat. " * 20), np.int32)
 
@@ -113,11 +114,14 @@ def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Instead of a graph, the captured function is called again: see test_captured.py."""
-    graphs = SimpleNamespace(run=lambda work: work(), capture=lambda work: work,
-                             products=SimpleNamespace(in_use=nullcontext))  # fmt: skip
+    graphs = SimpleNamespace(
+        run=lambda work: work(), capture=lambda work: work, products=SimpleNamespace(in_use=nullcontext)
+    )
     monkeypatch.setattr(NumpyBackend, "graphs", lambda self: graphs)
-    trials = {name: Trial(tmp_path / name, steps=10, save_every=5, capture=capture)
-              for name, capture in (("plain", "off"), ("captured", "on"))}  # fmt: skip
+    trials = {
+        name: Trial(tmp_path / name, steps=10, save_every=5, capture=capture)
+        for name, capture in (("plain", "off"), ("captured", "on"))
+    }
     for trial in trials.values():
         trial.train()
     shutil.copytree(tmp_path / "captured", tmp_path / "resumed")
@@ -125,8 +129,14 @@ def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(
     trials["resumed"] = Trial(tmp_path / "resumed", steps=10, save_every=5, capture="on")
     trials["resumed"].train(resume=True)
     assert len({t.model.buffer.masters.tobytes() for t in trials.values()}) == 1
-    figures = [[(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in metrics.read(tmp_path / name /
-                "metrics.jsonl") if "loss" in row] for name in trials]  # fmt: skip
+    figures = [
+        [
+            (row["step"], row["loss"], row["grad_norm"], row["lr"])
+            for row in metrics.read(tmp_path / name / "metrics.jsonl")
+            if "loss" in row
+        ]
+        for name in trials
+    ]
     assert figures[0] == figures[1] == figures[2] and len(figures[0]) == 10
 
 
@@ -150,8 +160,11 @@ def test_overfitting_is_said(
     trial = Trial(tmp_path, steps=60, eval_every=5)
     trial.task, trial.settings = replace(trial.task, evaluate=evaluate), kind(**vars(trial.settings), **teacher)
     trial.train()
-    figures = {row["step"]: row["val_bits_per_byte"] for row in metrics.read(tmp_path / "metrics.jsonl")
-               if "val_bits_per_byte" in row}  # fmt: skip
+    figures = {
+        row["step"]: row["val_bits_per_byte"]
+        for row in metrics.read(tmp_path / "metrics.jsonl")
+        if "val_bits_per_byte" in row
+    }
     best = min(figures, key=lambda step: figures[step])
     assert 5 < best < 60
     said = f"held-out bits per byte were {figures[best]:.3f} at step {best} and are {figures[60]:.3f} now: the model"
@@ -196,8 +209,9 @@ def test_the_share_of_the_peak_is_what_the_numbers_say(
     monkeypatch.setattr(trial.backend, "matmul_peak", lambda: 1e12)
     trial.train()
     rates = [row["tokens_per_second"] for row in metrics.read(tmp_path / "metrics.jsonl") if "loss" in row]
-    found = re.search(r"median ([\d,]+) tokens/s: ([\d,]+) GFLOP/s, (\d+)% of the 1,000 .* in fp32 ",
-                      capsys.readouterr().out)  # fmt: skip
+    found = re.search(
+        r"median ([\d,]+) tokens/s: ([\d,]+) GFLOP/s, (\d+)% of the 1,000 .* in fp32 ", capsys.readouterr().out
+    )
     assert found is not None
     tokens, gflop, share = (float(number.replace(",", "")) for number in found.groups())
     assert tokens == pytest.approx(np.median(rates), abs=1)
@@ -286,8 +300,10 @@ def test_resume_drops_what_was_written_after_the_checkpoint(optimizer: str, tmp_
     assert all(f"m.{name}" in kept[0] and (f"v.{name}" in kept[0]) == (optimizer == "adamw") for name in matrices)
     for key in ("loss", "val_bits_per_byte"):
         assert steps_of(tmp_path / "cut", key) == steps_of(tmp_path / "whole", key)
-    counted = [{row["step"]: row["tokens"] for row in metrics.read(tmp_path / run / "metrics.jsonl")}
-               for run in ("whole", "cut")]  # fmt: skip
+    counted = [
+        {row["step"]: row["tokens"] for row in metrics.read(tmp_path / run / "metrics.jsonl")}
+        for run in ("whole", "cut")
+    ]
     assert counted[0] == counted[1] == {step: step * 4 * 16 for step in range(1, 7)}
 
 
@@ -319,12 +335,14 @@ def test_a_figure_that_only_some_evaluations_have_is_plotted(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("curve", "held_out", "labels"),
     [
-        ("rewards/accuracies", {"val_logps/chosen": -500.0, "val_rewards/accuracies": 0.8,
-                                "val_rewards/accuracies_pairs": 0.7},
-         ["held out, pairs", "held out, rewards/accuracies"]),
+        (
+            "rewards/accuracies",
+            {"val_logps/chosen": -500.0, "val_rewards/accuracies": 0.8, "val_rewards/accuracies_pairs": 0.7},
+            ["held out, pairs", "held out, rewards/accuracies"],
+        ),
         ("reward", {"val_correct": 0.0, "val_format": 1.0}, ["held out, format", "held out, correct"]),
     ],
-)  # fmt: skip
+)
 def test_a_curve_is_plotted_with_its_own_held_out_figures(
     curve: str, held_out: dict[str, float], labels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,8 +487,11 @@ def test_only_what_a_run_has_named_itself_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     Trial(tmp_path, keep=1).train()
     assert {p.name for p in tmp_path.iterdir() if p.is_dir()} == {
-        "step-best", "step-00000001-good", "step-7", "step-00000006",
-    }  # fmt: skip
+        "step-best",
+        "step-00000001-good",
+        "step-7",
+        "step-00000006",
+    }
 
 
 def test_hints_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

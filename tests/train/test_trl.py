@@ -88,12 +88,25 @@ def assert_same_gradients(peer: Peer) -> None:
 
 def trainer_of(kind: type, **attributes: Any) -> Any:
     """A trainer that nobody initialised."""
-    alone = SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x, reduce=lambda x, reduction: x,
-                            device=torch.device("cpu"), num_processes=1, is_main_process=False,
-                            autocast=torch.enable_grad, unwrap_model=lambda model: model)  # fmt: skip
+    alone = SimpleNamespace(
+        gather=lambda x: x,
+        gather_for_metrics=lambda x: x,
+        reduce=lambda x, reduction: x,
+        device=torch.device("cpu"),
+        num_processes=1,
+        is_main_process=False,
+        autocast=torch.enable_grad,
+        unwrap_model=lambda model: model,
+    )
     made = object.__new__(kind)
-    vars(made).update({"accelerator": alone, "aux_loss_enabled": False,
-                       "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)}, **attributes})  # fmt: skip
+    vars(made).update(
+        {
+            "accelerator": alone,
+            "aux_loss_enabled": False,
+            "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
+            **attributes,
+        }
+    )
     return made
 
 
@@ -122,11 +135,21 @@ def test_dpo(objective: DPO, name: str, peer: Peer) -> None:
     batch = pairs.of(range(5))
     found = backward(peer.ours, objective, batch)
     trainer = trainer_of(
-        DPOTrainer, model=peer.theirs, ref_model=peer.reference, beta=objective.beta, label_smoothing=0.0,
-        args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None), ld_alpha=None,
-        precompute_ref_logps=False, f_divergence_type="reverse_kl", loss_types=[name], loss_weights=[1.0],
-        use_weighting=False, _total_train_tokens=0, _tp_size=1,
-    )  # fmt: skip
+        DPOTrainer,
+        model=peer.theirs,
+        ref_model=peer.reference,
+        beta=objective.beta,
+        label_smoothing=0.0,
+        args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None),
+        ld_alpha=None,
+        precompute_ref_logps=False,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
     ids, mask, learned = whole_rows(batch)
     order = torch.from_numpy(in_their_order(batch))
     inputs = {"input_ids": ids[order], "attention_mask": mask[order], "completion_mask": learned[order]}
@@ -171,8 +194,14 @@ def test_simpo(objective: SimPO, peer: Peer) -> None:
 
     batch = random_pairs(1).of(range(5))
     found = backward(peer.ours, objective, batch)
-    trainer = trainer_of(CPOTrainer, beta=objective.beta, simpo_gamma=objective.gamma, alpha=0.0, loss_type="simpo",
-                         label_smoothing=objective.label_smoothing)  # fmt: skip
+    trainer = trainer_of(
+        CPOTrainer,
+        beta=objective.beta,
+        simpo_gamma=objective.gamma,
+        alpha=0.0,
+        loss_type="simpo",
+        label_smoothing=objective.label_smoothing,
+    )
     logps, lengths = their_logps(peer, batch)
     losses, chosen, rejected = trainer.cpo_loss(*(logps / lengths).chunk(2))
     losses.mean().backward()
@@ -228,20 +257,34 @@ def test_grpo(normalise: str, beta: float, peer: Peer) -> None:
     objective = GRPO(beta, 0.2, 0.3, normalise, longest)
     found = backward(peer.ours, objective, batch)
     trainer = trainer_of(
-        GRPOTrainer, model=peer.theirs, beta=beta, loss_type=normalise, epsilon_low=0.2, epsilon_high=0.3,
-        importance_sampling_level="token", off_policy_mask_threshold=None, top_entropy_quantile=1.0, use_vllm=False,
-        temperature=1.0, current_gradient_accumulation_steps=1, max_completion_length=longest,
+        GRPOTrainer,
+        model=peer.theirs,
+        beta=beta,
+        loss_type=normalise,
+        epsilon_low=0.2,
+        epsilon_high=0.3,
+        importance_sampling_level="token",
+        off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0,
+        use_vllm=False,
+        temperature=1.0,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=longest,
         _entropy_bonus_enabled=False,
         args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
-    )  # fmt: skip
+    )
     tokens, mask, learned = whole_rows(batch)
     tail = slice(prompt - 1, prompt - 1 + longest)
     inputs = {
-        "prompt_ids": tokens[:, :prompt], "prompt_mask": mask[:, :prompt], "completion_ids": tokens[:, prompt:],
-        "completion_mask": learned[:, prompt:], "advantages": torch.from_numpy(advantage.reshape(-1)),
-        "old_per_token_logps": torch.from_numpy(logps[0][:, tail]), "num_items_in_batch": learned.sum(),
+        "prompt_ids": tokens[:, :prompt],
+        "prompt_mask": mask[:, :prompt],
+        "completion_ids": tokens[:, prompt:],
+        "completion_mask": learned[:, prompt:],
+        "advantages": torch.from_numpy(advantage.reshape(-1)),
+        "old_per_token_logps": torch.from_numpy(logps[0][:, tail]),
+        "num_items_in_batch": learned.sum(),
         "ref_per_token_logps": torch.from_numpy(logps[1][:, tail]),
-    }  # fmt: skip
+    }
     peer.theirs.train()
     loss = trainer._compute_loss(peer.theirs, inputs)
     loss.backward()

@@ -18,9 +18,7 @@ from tinyforge.train.objectives import Batch, NextTokens
 class Trained:
     """with_graph: by `Captured`. config: of the optimizer. The model is initialised here."""
 
-    def __init__(
-        self, backend: Backend, model: Any, with_graph: bool, config: AdamWConfig | None = None
-    ) -> None:
+    def __init__(self, backend: Backend, model: Any, with_graph: bool, config: AdamWConfig | None = None) -> None:
         self.backend, self.model = backend, model
         model.initialise(0)
         self.sharded = Sharded(model, backend, NextTokens(model.config.head_weights))
@@ -42,12 +40,18 @@ class Trained:
         """Of all that is learned, and of the sums and norms of all steps, read at the end alone."""
         buffer, optimizer, host = self.model.buffer, self.optimizer, self.backend.to_numpy
         steps = {f"step {n}": np.append(host(sums), float(norm)) for n, (sums, norm) in enumerate(self.found)}
-        arrays = {"masters": buffer.masters, "values": buffer.values, "grads": buffer.grads, "m": optimizer.m,
-                  "v": optimizer.v}  # fmt: skip
+        arrays = {
+            "masters": buffer.masters,
+            "values": buffer.values,
+            "grads": buffer.grads,
+            "m": optimizer.m,
+            "v": optimizer.v,
+        }
         return {
-            "step count": str(optimizer.step_count).encode(), **{name: a.tobytes() for name, a in steps.items()},
+            "step count": str(optimizer.step_count).encode(),
+            **{name: a.tobytes() for name, a in steps.items()},
             **{name: host(a).tobytes() for name, a in arrays.items()},
-        }  # fmt: skip
+        }
 
 
 def assert_same_bits(plain: Trained, graph: Trained, steps: Sequence[Sequence[Batch]]) -> None:

@@ -56,26 +56,55 @@ def test_speed_comes_from_every_file_that_times_a_model_beside_pytorch(tmp_path:
     folder = tmp_path / page.RESULTS
     folder.mkdir(parents=True)
     config = PRESETS["stories15M"].to_dict()
-    found = {"model": "llama", "config": {**config, "context": 9}, "batch_size": 3, "seq_len": 5, "precision": "fp32",
-             "device": {"cores": 7}, "results": {"tinyforge": {"median_ms": 2.0}, "torch eager": {"median_ms": 8.0},
-                                                 "torch compiled": {"median_ms": 4.0}}}  # fmt: skip
+    found = {
+        "model": "llama",
+        "config": {**config, "context": 9},
+        "batch_size": 3,
+        "seq_len": 5,
+        "precision": "fp32",
+        "device": {"cores": 7},
+        "results": {
+            "tinyforge": {"median_ms": 2.0},
+            "torch eager": {"median_ms": 8.0},
+            "torch compiled": {"median_ms": 4.0},
+        },
+    }
     decode = {key: value for key, value in found.items() if key not in ("seq_len", "model")} | {
-        "config": {"dim": 128}, "device": {"gpu": "Some GPU (GPU 0), 1 GiB"},
+        "config": {"dim": 128},
+        "device": {"gpu": "Some GPU (GPU 0), 1 GiB"},
         "results": {"tinyforge": {"median_us": 3.0}, "torch eager, 1 thread": {"median_us": 300.0}},
-    }  # fmt: skip
+    }
     others = {
-        "no-peer": found | {"results": {"tinyforge": {"median_ms": 2.0}}}, "no-config": {"results": found["results"]},
-        "not-here": found | {"model": "absent"}, "another-config": found | {"config": {"x": 1}},
+        "no-peer": found | {"results": {"tinyforge": {"median_ms": 2.0}}},
+        "no-config": {"results": found["results"]},
+        "not-here": found | {"model": "absent"},
+        "another-config": found | {"config": {"x": 1}},
         "list": {"results": []},
-    }  # fmt: skip
+    }
     for name, content in ({"a": found, "b": decode} | others).items():
         (folder / f"{name}.json").write_text(json.dumps(content))
     assert list(page.timings(tmp_path)) == [
-        page.Timed("llama", "stories15M: training step, 3 x 5 tokens", "7 CPU cores, fp32", 2.0, 4.0, "compiled", "ms",
-                   "a.json"),
-        page.Timed("nanoeuler", "decoding a token for each of 3 texts", "Some GPU, fp32", 3.0, 300.0,
-                   "eager, 1 thread", "us", "b.json"),
-    ]  # fmt: skip
+        page.Timed(
+            "llama",
+            "stories15M: training step, 3 x 5 tokens",
+            "7 CPU cores, fp32",
+            2.0,
+            4.0,
+            "compiled",
+            "ms",
+            "a.json",
+        ),
+        page.Timed(
+            "nanoeuler",
+            "decoding a token for each of 3 texts",
+            "Some GPU, fp32",
+            3.0,
+            300.0,
+            "eager, 1 thread",
+            "us",
+            "b.json",
+        ),
+    ]
 
 
 def test_a_stale_page_is_said_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +114,9 @@ def test_a_stale_page_is_said_and_written(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == f"stale: {page.PAGE}\nwrote: {page.PAGE}\n"
 
 
-@pytest.mark.parametrize("place", ["cpu-train-16x128.json#results/x", "cpu-train-16x128.json#results/tinyforge",
-                                   "absent.json#a"])  # fmt: skip
+@pytest.mark.parametrize(
+    "place", ["cpu-train-16x128.json#results/x", "cpu-train-16x128.json#results/tinyforge", "absent.json#a"]
+)
 def test_a_figure_that_is_not_there_is_one_line(place: str) -> None:
     with pytest.raises(UserError, match=place.partition("#")[0]) as caught:
         page._value(ROOT, place)

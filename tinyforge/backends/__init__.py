@@ -41,8 +41,14 @@ PRECISIONS = {
         Precision("fp32", "float32", "float32", ("numpy", "cupy"), "float32 everywhere"),
         Precision("tf32", "float32", "float32", ("cupy",), "float32, matrix products by TF32 tensor cores"),
         Precision("bf16", "bfloat16", "float32", ("cupy",), "bf16 storage, sums and master weights in float32"),
-        Precision("fp8", "bfloat16", "float32", ("numpy", "cupy"), "as bf16, with some products of the blocks in "
-                  "FP8; NumPy rounds to FP8 in the same places and computes in float32"),
+        Precision(
+            "fp8",
+            "bfloat16",
+            "float32",
+            ("numpy", "cupy"),
+            "as bf16, with some products of the blocks in "
+            "FP8; NumPy rounds to FP8 in the same places and computes in float32",
+        ),
     )
 }
 

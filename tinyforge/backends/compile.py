@@ -63,8 +63,10 @@ def read(file: File) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise KernelError(f"{_shown(file)} does not exist; a kernel outside tinyforge is named by its full path, "
-                          'Path(__file__).with_name("name.cu")') from error  # fmt: skip
+        raise KernelError(
+            f"{_shown(file)} does not exist; a kernel outside tinyforge is named by its full path, "
+            'Path(__file__).with_name("name.cu")'
+        ) from error
 
     def paste(found: re.Match[str]) -> str:
         line = text.count("\n", 0, found.start()) + 2

@@ -74,8 +74,9 @@ class Products:
         library, before = _library(), _gemm_ex
         check_status("cublasSetStream", library.cublasSetStream_v2(self.handle, cupy.cuda.get_current_stream().ptr))
         # After the stream: setting the stream resets the workspace.
-        check_status("cublasSetWorkspace",
-               library.cublasSetWorkspace_v2(self.handle, self.workspace.ptr, self.workspace.size))  # fmt: skip
+        check_status(
+            "cublasSetWorkspace", library.cublasSetWorkspace_v2(self.handle, self.workspace.ptr, self.workspace.size)
+        )
         check_status("cublasSetSmCountTarget", library.cublasSetSmCountTarget(self.handle, _processors))
         _gemm_ex = self
         try:
@@ -97,13 +98,23 @@ def load_library(name: str, functions: Mapping[str, tuple[Any, ...]]) -> Any:
 @cache
 def _library() -> Any:
     integer, pointer = ctypes.c_int, ctypes.c_void_p
-    return load_library("cublas", {
-        "cublasSetStream_v2": (pointer, pointer),
-        "cublasSetWorkspace_v2": (pointer, pointer, ctypes.c_size_t),
-        "cublasSetSmCountTarget": (pointer, integer),
-        "cublasGemmEx": (pointer, *(integer,) * 5, *(pointer, pointer, integer, integer), *(pointer, integer, integer),
-                         *(pointer, pointer, integer, integer), integer, integer),
-    })  # fmt: skip
+    return load_library(
+        "cublas",
+        {
+            "cublasSetStream_v2": (pointer, pointer),
+            "cublasSetWorkspace_v2": (pointer, pointer, ctypes.c_size_t),
+            "cublasSetSmCountTarget": (pointer, integer),
+            "cublasGemmEx": (
+                pointer,
+                *(integer,) * 5,
+                *(pointer, pointer, integer, integer),
+                *(pointer, integer, integer),
+                *(pointer, pointer, integer, integer),
+                integer,
+                integer,
+            ),
+        },
+    )
 
 
 def check_status(name: str, status: int) -> None:
@@ -121,8 +132,18 @@ def use_processors(count: int) -> None:
     check_status("cublasSetSmCountTarget", _library().cublasSetSmCountTarget(device.get_cublas_handle(), count))
 
 
-def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
-         accumulate: bool = False, tf32: bool = False, scale: float = 1.0, keep: float = 1.0) -> Array:  # fmt: skip
+def gemm(
+    a: Array,
+    b: Array,
+    out: Array | None = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    accumulate: bool = False,
+    tf32: bool = False,
+    scale: float = 1.0,
+    keep: float = 1.0,
+) -> Array:
     """out = scale a b, or with `accumulate` out = scale a b + keep out; either factor transposed by flag.
 
     tf32: float32 factors may be rounded to TF32 (10 bits of mantissa).
@@ -157,11 +178,26 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
     # cuBLAS is column-major. A row-major matrix is its transpose there, and (a b)^T = b^T a^T: the factors swap places
     # and each keeps its own flag.
     _gemm_ex(
-        device.get_cublas_handle(), TRANSPOSE if transpose_b else NO, TRANSPOSE if transpose_a else NO, n, m, k,
-        alpha, b.data.ptr, type_code(b.dtype), leading(b), a.data.ptr, type_code(a.dtype),
-        leading(a), beta, out.data.ptr, type_code(out.dtype),
-        leading(out), compute, _DEFAULT_ALGORITHM,
-    )  # fmt: skip
+        device.get_cublas_handle(),
+        TRANSPOSE if transpose_b else NO,
+        TRANSPOSE if transpose_a else NO,
+        n,
+        m,
+        k,
+        alpha,
+        b.data.ptr,
+        type_code(b.dtype),
+        leading(b),
+        a.data.ptr,
+        type_code(a.dtype),
+        leading(a),
+        beta,
+        out.data.ptr,
+        type_code(out.dtype),
+        leading(out),
+        compute,
+        _DEFAULT_ALGORITHM,
+    )
     return out
 
 

@@ -61,18 +61,37 @@ class _Heuristic(ctypes.Structure):
 @cache
 def _library() -> Any:
     integer, pointer, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
-    return load_library("cublasLt", {
-        "cublasLtMatmulDescCreate": (pointer, integer, integer),
-        "cublasLtMatmulDescSetAttribute": (_Handle, integer, pointer, size),
-        "cublasLtMatrixLayoutCreate": (pointer, integer, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
-        "cublasLtMatrixLayoutSetAttribute": (_Handle, integer, pointer, size),
-        "cublasLtMatmulPreferenceCreate": (pointer,),
-        "cublasLtMatmulPreferenceSetAttribute": (_Handle, integer, pointer, size),
-        "cublasLtMatmulPreferenceDestroy": (_Handle,),
-        "cublasLtMatmulAlgoGetHeuristic": (_Handle,) * 7 + (integer, pointer, pointer),
-        "cublasLtMatmul": (_Handle, _Handle, pointer, pointer, _Handle, pointer, _Handle, pointer, pointer, _Handle,
-                           pointer, _Handle, pointer, pointer, size, pointer),
-    })  # fmt: skip
+    return load_library(
+        "cublasLt",
+        {
+            "cublasLtMatmulDescCreate": (pointer, integer, integer),
+            "cublasLtMatmulDescSetAttribute": (_Handle, integer, pointer, size),
+            "cublasLtMatrixLayoutCreate": (pointer, integer, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
+            "cublasLtMatrixLayoutSetAttribute": (_Handle, integer, pointer, size),
+            "cublasLtMatmulPreferenceCreate": (pointer,),
+            "cublasLtMatmulPreferenceSetAttribute": (_Handle, integer, pointer, size),
+            "cublasLtMatmulPreferenceDestroy": (_Handle,),
+            "cublasLtMatmulAlgoGetHeuristic": (_Handle,) * 7 + (integer, pointer, pointer),
+            "cublasLtMatmul": (
+                _Handle,
+                _Handle,
+                pointer,
+                pointer,
+                _Handle,
+                pointer,
+                _Handle,
+                pointer,
+                pointer,
+                _Handle,
+                pointer,
+                _Handle,
+                pointer,
+                pointer,
+                size,
+                pointer,
+            ),
+        },
+    )
 
 
 def _call(name: str, *arguments: Any, may: int = 0) -> int:
@@ -95,9 +114,17 @@ def _set(name: str, handle: _Handle, attribute: int, value: Any) -> None:
 
 @cache
 def _described(
-    shapes: tuple[tuple[int, ...], ...], steps: tuple[int, ...], alignments: tuple[int, ...], transpose_a: bool,
-    transpose_b: bool, batch: int, epilogue: int, dtype: np.dtype, compute: int, gpu: int,
-) -> tuple[Any, ...] | None:  # fmt: skip
+    shapes: tuple[tuple[int, ...], ...],
+    steps: tuple[int, ...],
+    alignments: tuple[int, ...],
+    transpose_a: bool,
+    transpose_b: bool,
+    batch: int,
+    epilogue: int,
+    dtype: np.dtype,
+    compute: int,
+    gpu: int,
+) -> tuple[Any, ...] | None:
     """(description, layouts of a, b, add and out, algorithm) of out = a b + add in cuBLAS's order, with the bias where
     the epilogue says so, or None if the library has no algorithm for it. shapes: of the matrices a, b, add and out
     as they lie; steps: distances between their rows; alignments: of their addresses; batch: how many of each there are,
@@ -107,8 +134,10 @@ def _described(
     flags = (_TRANSA, TRANSPOSE if transpose_b else NO), (_TRANSB, TRANSPOSE if transpose_a else NO)
     for attribute, value in (*flags, (_EPILOGUE, epilogue)):
         _set("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.c_int(value))
-    layouts = [_create("cublasLtMatrixLayoutCreate", type_code(dtype), *shape[::-1], step)
-               for shape, step in zip(shapes, steps, strict=True)]  # fmt: skip
+    layouts = [
+        _create("cublasLtMatrixLayoutCreate", type_code(dtype), *shape[::-1], step)
+        for shape, step in zip(shapes, steps, strict=True)
+    ]
     if batch > 1:
         for layout, (rows, columns) in zip(layouts, shapes, strict=True):
             _set("cublasLtMatrixLayoutSetAttribute", layout, _BATCH_COUNT, ctypes.c_int32(batch))
@@ -150,9 +179,17 @@ def gemm_plus(
             raise ValueError(f"gemm_plus: {x.dtype} {x.shape} with {a.dtype} {a.shape}, wants {shape}")
     arrays = (a, b, added, out)
     described = _described(
-        tuple(x.shape for x in arrays), tuple(map(leading, arrays)), tuple(map(_alignment, arrays)), False, True, 1,
-        _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS, a.dtype, _compute(a, tf32), out.device.id,
-    )  # fmt: skip
+        tuple(x.shape for x in arrays),
+        tuple(map(leading, arrays)),
+        tuple(map(_alignment, arrays)),
+        False,
+        True,
+        1,
+        _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS,
+        a.dtype,
+        _compute(a, tf32),
+        out.device.id,
+    )
     if described is None:
         return False
     if bias is not None:
@@ -162,9 +199,17 @@ def gemm_plus(
 
 
 def gemm_batched(
-    a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False, scale: float = 1.0,
-    add: Array | None = None, keep: float = 1.0, tf32: bool = False,
-) -> bool:  # fmt: skip
+    a: Array,
+    b: Array,
+    out: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    scale: float = 1.0,
+    add: Array | None = None,
+    keep: float = 1.0,
+    tf32: bool = False,
+) -> bool:
     """out[i] = scale a[i] b[i] + keep add[i] for all i, and True; or False, with nothing done, where cuBLASLt has no
     algorithm for it.
 
@@ -178,10 +223,17 @@ def gemm_batched(
     if not fits or any(x.dtype != a.dtype or not x.flags.c_contiguous for x in arrays):
         raise ValueError(f"gemm_batched: {', '.join(f'{x.dtype} {x.shape}' for x in arrays)}")
     described = _described(
-        tuple(x.shape[1:] for x in arrays), tuple(x.shape[2] for x in arrays),
-        tuple(_alignment(x, x.shape[1] * x.strides[1]) for x in arrays), transpose_a, transpose_b, count,
-        _EPILOGUE_NONE, a.dtype, _compute(a, tf32), out.device.id,
-    )  # fmt: skip
+        tuple(x.shape[1:] for x in arrays),
+        tuple(x.shape[2] for x in arrays),
+        tuple(_alignment(x, x.shape[1] * x.strides[1]) for x in arrays),
+        transpose_a,
+        transpose_b,
+        count,
+        _EPILOGUE_NONE,
+        a.dtype,
+        _compute(a, tf32),
+        out.device.id,
+    )
     if described is None:
         return False
     # Read before the call returns.
@@ -201,6 +253,21 @@ def _multiply(described: tuple[Any, ...], arrays: tuple[Array, ...], alpha: int,
     description, layout_a, layout_b, layout_add, layout_out, found = described
     a, b, add, out = (x.data.ptr for x in arrays)
     _call(
-        "cublasLtMatmul", device.get_cublas_handle(), description, alpha, b, layout_b, a, layout_a, beta, add,
-        layout_add, out, layout_out, ctypes.byref(found.algorithm), None, 0, get_current_stream().ptr,
-    )  # fmt: skip
+        "cublasLtMatmul",
+        device.get_cublas_handle(),
+        description,
+        alpha,
+        b,
+        layout_b,
+        a,
+        layout_a,
+        beta,
+        add,
+        layout_add,
+        out,
+        layout_out,
+        ctypes.byref(found.algorithm),
+        None,
+        0,
+        get_current_stream().ptr,
+    )

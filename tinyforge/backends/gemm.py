@@ -26,16 +26,7 @@ import numpy as np
 from tinyforge.backends import cublas
 from tinyforge.backends.compile import constant, load, variants
 from tinyforge.backends.cublas import FLOAT32, leading
-from tinyforge.backends.cupy_backend import (
-    blocks,
-    free_processors,
-    has_wgmma,
-    new,
-    or_null,
-    processors,
-    scalar,
-    vector,
-)
+from tinyforge.backends.cupy_backend import blocks, free_processors, has_wgmma, new, or_null, processors, scalar, vector
 from tinyforge.backends.tensor_map import distances, encoded
 from tinyforge.kernel import Array
 
@@ -56,10 +47,11 @@ EPILOGUES = {"SWIGLU": "FORWARD", "SWIGLU_BACKWARD": "INPUT", "ROPE": "FORWARD"}
 # Products in FP8 (ops/fp8.py): x W^T with x in e4m3, the same with x in e5m2, or with an epilogue; and dy^T x from
 # transposed arrays, dy in e5m2. Both factors are along.
 FP8_PRODUCTS = {
-    "FP8": {"FACTORS": "E4M3"}, "FP8_E5M2": {"FACTORS": "E5M2"},
+    "FP8": {"FACTORS": "E4M3"},
+    "FP8_E5M2": {"FACTORS": "E5M2"},
     "FP8_SWIGLU": {"FACTORS": "E4M3", "EPILOGUE": "SWIGLU"},
     "FP8_WEIGHT": {"FACTORS": "E5M2", "PRODUCT": "WEIGHT"},
-}  # fmt: skip
+}
 
 on_choice: Callable[[str, int, int, int, Variant | None], None] | None = None
 """Called with every bf16 product: (product, m, n, k) and the variant, None for cuBLAS."""
@@ -97,8 +89,10 @@ class Variant:
 
     def __str__(self) -> str:
         schedule = "ping-pong" if self.pingpong else "cooperative"
-        return (f"{self.rows} x {self.columns} {schedule}, {self.stages} stages, cluster {self.cluster}, "
-                f"band {self.band}, splits {self.splits}")  # fmt: skip
+        return (
+            f"{self.rows} x {self.columns} {schedule}, {self.stages} stages, cluster {self.cluster}, "
+            f"band {self.band}, splits {self.splits}"
+        )
 
     def shared_bytes(self, product: str) -> int:
         gates = PIECES * PIECE if product == "SWIGLU_BACKWARD" else 0
@@ -106,9 +100,18 @@ class Variant:
 
     def kernel(self, product: str) -> Any:
         return load(
-            FILE, "gemm_hopper", self.shared_bytes(product), arch="sm_90a", SCALAR="bf16", **macros_of(product),
-            ROWS=self.rows, COLUMNS=self.columns, STAGES=self.stages, PINGPONG=self.pingpong, CLUSTER=self.cluster,
-        )  # fmt: skip
+            FILE,
+            "gemm_hopper",
+            self.shared_bytes(product),
+            arch="sm_90a",
+            SCALAR="bf16",
+            **macros_of(product),
+            ROWS=self.rows,
+            COLUMNS=self.columns,
+            STAGES=self.stages,
+            PINGPONG=self.pingpong,
+            CLUSTER=self.cluster,
+        )
 
     def units(self, rows: int, columns: int, tile_columns: int, splits: int) -> int:
         """Units of work, each for a cluster, of a result of rows x columns."""
@@ -138,12 +141,14 @@ class Rule:
 
 _WIDE, _NARROW = Variant(128, 256, 4, 0, 1, 1), Variant(128, 192, 5, 1, 1, 1)
 RULES = {
-    "SWIGLU": (Rule(2048, 512, 1536, ((_WIDE, 1.0), (_NARROW, 0.94)), gpu="H200"),
-               Rule(8192, 1544, 2048, ((Variant(128, 192, 5, 1, 1), 1.0),), gpu="H200"),
-               Rule(2048, 320, 1536, ((_WIDE, 1.0), (_NARROW, 1.05)))),
+    "SWIGLU": (
+        Rule(2048, 512, 1536, ((_WIDE, 1.0), (_NARROW, 0.94)), gpu="H200"),
+        Rule(8192, 1544, 2048, ((Variant(128, 192, 5, 1, 1), 1.0),), gpu="H200"),
+        Rule(2048, 320, 1536, ((_WIDE, 1.0), (_NARROW, 1.05))),
+    ),
     "SWIGLU_BACKWARD": (Rule(2048, 320, 2048, ((Variant(128, 128, 5, 1, 1, 1), 1.0),)),),
     "ROPE": (Rule(8192, 384, 1024, ((Variant(128, 192, 5, 1, 1), 1.0),)),),
-}  # fmt: skip
+}
 """The first rule that has a choice decides, see `by_rule`. Measured by bench/gemm.py --epilogues on an H100 and an H200
 (docs/kernels/gemm.md#which-kernel-makes-a-product). Where sums are short, cuBLAS's product is still in the cache when
 the op's pass reads it. Where they are long, the pass is little beside the product, and cuBLAS's product is the faster
@@ -161,9 +166,10 @@ def compiled(product: str = "FORWARD") -> list[Variant]:
     names = ("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER")
     wanted = macros_of(product)
     return [
-        Variant(*(int(macros[n]) for n in names)) for macros in variants(FILE)
+        Variant(*(int(macros[n]) for n in names))
+        for macros in variants(FILE)
         if all(macros.get(name, "NONE") == wanted.get(name, "NONE") for name in ("PRODUCT", "EPILOGUE", "FACTORS"))
-    ]  # fmt: skip
+    ]
 
 
 def macros_of(product: str) -> dict[str, str]:
@@ -173,8 +179,17 @@ def macros_of(product: str) -> dict[str, str]:
     return {"PRODUCT": EPILOGUES[product], "EPILOGUE": product} if product in EPILOGUES else {"PRODUCT": product}
 
 
-def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = False, transpose_b: bool = False,
-         accumulate: bool = False, tf32: bool = False, scale: float = 1.0) -> Array:  # fmt: skip
+def gemm(
+    a: Array,
+    b: Array,
+    out: Array | None = None,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    accumulate: bool = False,
+    tf32: bool = False,
+    scale: float = 1.0,
+) -> Array:
     """As cublas.gemm: out = scale a b, or out += scale a b."""
     product = PRODUCTS.get((transpose_a, transpose_b)) if scale == 1.0 and a.dtype.name == "bfloat16" else None
     if product is not None:
@@ -185,8 +200,9 @@ def gemm(a: Array, b: Array, out: Array | None = None, *, transpose_a: bool = Fa
             on_choice(product, m, n, k, None if made is None else variant)
         if made is not None:
             return made
-    return cublas.gemm(a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate, tf32=tf32,
-                       scale=scale)  # fmt: skip
+    return cublas.gemm(
+        a, b, out, transpose_a=transpose_a, transpose_b=transpose_b, accumulate=accumulate, tf32=tf32, scale=scale
+    )
 
 
 def gemm_swiglu(x: Array, weight: Array) -> tuple[Array, Array] | None:
@@ -239,9 +255,17 @@ def _chosen(epilogue: str, a: Array, size: tuple[int, int, int]) -> Variant | No
 
 
 def hopper(
-    variant: Variant, a: Array, b: Array, out: Array | None, product: str, *, accumulate: bool = False,
-    hidden: Array | None = None, gu: Array | None = None, turn: Turn | None = None,
-) -> Array | None:  # fmt: skip
+    variant: Variant,
+    a: Array,
+    b: Array,
+    out: Array | None,
+    product: str,
+    *,
+    accumulate: bool = False,
+    hidden: Array | None = None,
+    gu: Array | None = None,
+    turn: Turn | None = None,
+) -> Array | None:
     """out = a b^T, the factors lying as `product` has them, or None, with nothing done, where the kernel cannot take
     them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone. hidden, gu, turn: of
     the epilogues; these arrays have no gaps, nor has out then."""
@@ -279,16 +303,25 @@ def _launch(
 
 
 FP8_DEFAULTS = {
-    "FP8": Variant(128, 256, 4, 0, 1), "FP8_E5M2": Variant(128, 192, 5, 1, 1),
-    "FP8_SWIGLU": Variant(128, 256, 4, 0, 1), "FP8_WEIGHT": Variant(128, 192, 5, 1, 1, splits=2),
-}  # fmt: skip
+    "FP8": Variant(128, 256, 4, 0, 1),
+    "FP8_E5M2": Variant(128, 192, 5, 1, 1),
+    "FP8_SWIGLU": Variant(128, 256, 4, 0, 1),
+    "FP8_WEIGHT": Variant(128, 192, 5, 1, 1, splits=2),
+}
 """The variants of FP8 products that the table does not list: the fastest at the shapes of `base` on an H200."""
 
 
 def gemm_fp8(
-    product: str, a: Array, b: Array, scales: Array, weight_scale: Array, out: Array | np.dtype, *,
-    accumulate: bool = True, variant: Variant | None = None,
-) -> tuple[Array, Array | None]:  # fmt: skip
+    product: str,
+    a: Array,
+    b: Array,
+    scales: Array,
+    weight_scale: Array,
+    out: Array | np.dtype,
+    *,
+    accumulate: bool = True,
+    variant: Variant | None = None,
+) -> tuple[Array, Array | None]:
     """a b^T times the scales of both, for one of FP8_PRODUCTS, by our kernel: (m, n), and for FP8_SWIGLU h, (m, n / 2).
 
     a: (m, k), b: (n, k), contiguous, k a multiple of 16, n of 8, for FP8_SWIGLU of 16; scales: of a, (m,) or (1,),
@@ -321,8 +354,10 @@ def _plan_fp8(variant: Variant, product: str, m: int, n: int, k: int, stride: in
     width, columns = n // halves, variant.columns // halves
     splits = min(variant.splits, -(-pairs // DEPTH)) if adds else 1
     numbers = (m, width, pairs, stride if splits == 1 else n, variant.band, splits, adds and accumulate and splits == 1)
-    maps = tuple(((1, rows, pairs), (k, k * rows), (1, lines, DEPTH))
-                 for rows, lines in ((m, variant.rows), (n, columns // variant.cluster)))  # fmt: skip
+    maps = tuple(
+        ((1, rows, pairs), (k, k * rows), (1, lines, DEPTH))
+        for rows, lines in ((m, variant.rows), (n, columns // variant.cluster))
+    )
     units = variant.units(m, width, columns, splits)
     return Plan(variant.kernel(product), units, tuple(map(np.int32, numbers)), maps, splits)
 
@@ -354,11 +389,17 @@ def _plan(variant: Variant, product: str, accumulate: bool, *arrays: Described) 
     rows = [distances((1, *shape), (0, *steps), 2) for shape, steps in ((a, a_strides), (b, b_strides))]
     stride = out_strides[0] // result.itemsize if m > 1 else wide
     fits = (
-        kind.name == b_kind.name == "bfloat16" and result == (FLOAT32 if across_a else kind) and min(m, n, k) > 0
-        and n % {"SWIGLU": 16, "ROPE": HEAD}.get(product, 8) == 0 and stride >= wide and stride % 8 == 0
-        and out_strides[1] == result.itemsize and (across_a or not accumulate) and None not in rows
+        kind.name == b_kind.name == "bfloat16"
+        and result == (FLOAT32 if across_a else kind)
+        and min(m, n, k) > 0
+        and n % {"SWIGLU": 16, "ROPE": HEAD}.get(product, 8) == 0
+        and stride >= wide
+        and stride % 8 == 0
+        and out_strides[1] == result.itemsize
+        and (across_a or not accumulate)
+        and None not in rows
         and (product not in EPILOGUES or stride == wide)
-    )  # fmt: skip
+    )
     if not fits:
         return None
     splits = min(variant.splits, -(-k // DEPTH)) if across_a else 1
@@ -382,9 +423,7 @@ def _add_parts(out: Array, parts: Array, accumulate: bool) -> None:
     launch(blocks(rows * columns // vec), (256,), (out, parts, *sizes, np.int32(splits), np.int32(accumulate)))
 
 
-def gemm_naive(
-    a: Array, b: Array, out: Array, product: str, *, accumulate: bool = False, splits: int = 1
-) -> Array:
+def gemm_naive(a: Array, b: Array, out: Array, product: str, *, accumulate: bool = False, splits: int = 1) -> Array:
     """The result of `hopper`, computed with one thread per number, for any precision, shape and row stride."""
     across_a, across_b = product == "WEIGHT", product != "FORWARD"
     (rows, depth), columns = a.shape[::-1] if across_a else a.shape, b.shape[1 if across_b else 0]

@@ -28,8 +28,10 @@ def tensor_map(x: Array, box: tuple[int, int, int]) -> np.ndarray:
     """
     steps = distances(x.shape, x.strides, x.itemsize)
     if x.dtype.name != "bfloat16" or steps is None or x.data.ptr % 16:
-        raise ValueError(f"tensor_map: {x.dtype} of shape {x.shape}, strides {x.strides}, at {x.data.ptr:#x}; wanted "
-                         "bfloat16, three axes, no gaps in the last, all else at multiples of 16 bytes")  # fmt: skip
+        raise ValueError(
+            f"tensor_map: {x.dtype} of shape {x.shape}, strides {x.strides}, at {x.data.ptr:#x}; wanted "
+            "bfloat16, three axes, no gaps in the last, all else at multiples of 16 bytes"
+        )
     return encoded(x.data.ptr, x.shape, steps, box)
 
 
@@ -43,9 +45,7 @@ def distances(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -
 
 
 @lru_cache(4096)  # weights stay where they are: a map for each is made once
-def encoded(
-    address: int, shape: tuple[int, int, int], steps: tuple[int, int], box: tuple[int, int, int]
-) -> np.ndarray:
+def encoded(address: int, shape: tuple[int, int, int], steps: tuple[int, int], box: tuple[int, int, int]) -> np.ndarray:
     """As tensor_map, for an array at `address` with these `distances`."""
     room = np.zeros(_WORDS + _ALIGNED // 8, np.uint64)
     skip = -room.ctypes.data % _ALIGNED // 8
@@ -53,9 +53,19 @@ def encoded(
     sizes = (ctypes.c_uint64 * 3)(*shape[::-1])
     boxes, every = (ctypes.c_uint32 * 3)(*box[::-1]), (ctypes.c_uint32 * 3)(1, 1, 1)
     status = _driver().cuTensorMapEncodeTiled(
-        found.ctypes.data, _BFLOAT16, 3, address, sizes, (ctypes.c_uint64 * 2)(*steps), boxes, every, 0, _SWIZZLE_128B,
-        _L2_256B, 0,
-    )  # fmt: skip
+        found.ctypes.data,
+        _BFLOAT16,
+        3,
+        address,
+        sizes,
+        (ctypes.c_uint64 * 2)(*steps),
+        boxes,
+        every,
+        0,
+        _SWIZZLE_128B,
+        _L2_256B,
+        0,
+    )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled: CUDA error {status} for shape {shape}, boxes of {box}")
     return found
@@ -66,7 +76,17 @@ def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")
     integer, pointer = ctypes.c_int, ctypes.c_void_p
     driver.cuTensorMapEncodeTiled.argtypes = (
-        pointer, integer, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer, integer, integer, integer,
+        pointer,
         integer,
-    )  # fmt: skip
+        ctypes.c_uint32,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        integer,
+        integer,
+        integer,
+        integer,
+    )
     return driver

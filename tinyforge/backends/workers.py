@@ -71,8 +71,10 @@ def fork(run: Callable[[Connection], Any]) -> tuple[Connection, Callable[[], Non
     except OSError as error:  # a limit on processes, of a container say, or on memory
         ours.close()
         theirs.close()
-        raise UserError(f"cannot start a worker process: {error.strerror}; use fewer --workers, or raise the limit on "
-                        "processes or memory") from error  # fmt: skip
+        raise UserError(
+            f"cannot start a worker process: {error.strerror}; use fewer --workers, or raise the limit on "
+            "processes or memory"
+        ) from error
     if pid == 0:
         ours.close()
         _live(run, theirs)

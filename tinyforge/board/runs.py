@@ -233,11 +233,20 @@ class Run:
             age = None
         share = 1.0 if self.file.done else self.file.offset / max(1, self.file.size)
         return {
-            "name": self.name, "version": self.version, "rows": self.count, "damaged": self.damaged,
-            "left_out": self.left_out, "read": round(share, 3), "keys": sorted(self.keys - set(CLOCK)),
-            "last": finite(self.last), "age": age, "live": age is not None and age < LIVE and not self.finished(),
-            "about": self.about, "scores": self.scores, "samples": len(self.samples),
-        }  # fmt: skip
+            "name": self.name,
+            "version": self.version,
+            "rows": self.count,
+            "damaged": self.damaged,
+            "left_out": self.left_out,
+            "read": round(share, 3),
+            "keys": sorted(self.keys - set(CLOCK)),
+            "last": finite(self.last),
+            "age": age,
+            "live": age is not None and age < LIVE and not self.finished(),
+            "about": self.about,
+            "scores": self.scores,
+            "samples": len(self.samples),
+        }
 
     def finished(self) -> bool:
         """Whether it has taken all its steps, or used up its minutes."""
@@ -275,8 +284,11 @@ class Board:
     def summary(self) -> dict[str, Any]:
         """All that the page shows except curves and texts; of the texts, their names and times."""
         now = time.time()
-        return {"runs": [self.runs[name].summary(now) for name in sorted(self.runs)], "too_many": self.too_many,
-                "texts": {name: time_of(path) for name, path in self.texts().items()}}  # fmt: skip
+        return {
+            "runs": [self.runs[name].summary(now) for name in sorted(self.runs)],
+            "too_many": self.too_many,
+            "texts": {name: time_of(path) for name, path in self.texts().items()},
+        }
 
     def texts(self) -> dict[str, Path]:
         """The runs' cards, as "RUN: card", then the folder's logs by name, oldest first."""
@@ -306,8 +318,17 @@ class Board:
             found = finite(read_json(self.folder / LEDGER, "the ledger", max_bytes=8 << 20))
         except UserError:
             return None
-        rows = [row for row in found.get("rows", []) if isinstance(row, dict) and {"op", "name", "error"} <= row.keys()
-                and isinstance(row["error"], int | float)] if isinstance(found.get("rows"), list) else []  # fmt: skip
+        rows = (
+            [
+                row
+                for row in found.get("rows", [])
+                if isinstance(row, dict)
+                and {"op", "name", "error"} <= row.keys()
+                and isinstance(row["error"], int | float)
+            ]
+            if isinstance(found.get("rows"), list)
+            else []
+        )
         return {"tolerance": found.get("tolerance"), "rows": rows} if rows else None
 
 

@@ -26,8 +26,10 @@ from tinyforge.hosts import REFUSED, is_allowed
 PAGE = Path(__file__).parent / "page"
 JAVASCRIPT = "text/javascript"
 TYPES = {"index.html": "text/html", "board.css": "text/css", "plot.js": JAVASCRIPT, "board.js": JAVASCRIPT}
-POLICY = ("default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-          "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")  # fmt: skip
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 MOST_POINTS, MOST_CURVES = 5000, 2000
 LEVELS = (0.9, 0.98, 0.995)  # of smoothing, as the page offers them
 POINTS = 1200  # of a curve in an exported page
@@ -105,10 +107,14 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, body: bytes, kind: str) -> None:
         self.send_response(status)
         for name, value in (
-            ("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))),
-            ("Cache-Control", "no-store"), ("Content-Security-Policy", POLICY), ("X-Content-Type-Options", "nosniff"),
-            ("Referrer-Policy", "no-referrer"), ("Cross-Origin-Resource-Policy", "same-origin"),
-        ):  # fmt: skip
+            ("Content-Type", f"{kind}; charset=utf-8"),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("Content-Security-Policy", POLICY),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+        ):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
@@ -142,10 +148,14 @@ def curves_of(board: Board, query: Query) -> dict[str, Any]:
     asked = [(key, 0.0) for key in query.get("key", [])] + [(key, smooth) for key in query.get("smooth_key", [])]
     if len(runs) * len(asked) > MOST_CURVES:
         raise BadRequest(f"{len(runs)} runs with {len(asked)} curves each are too many; choose fewer")
-    return {"curves": [
-        {"run": run.name, "key": key, "smooth": level, **run.curve(key, level, points, *part)}
-        for run in runs for key, level in asked if key in run.keys
-    ]}  # fmt: skip
+    return {
+        "curves": [
+            {"run": run.name, "key": key, "smooth": level, **run.curve(key, level, points, *part)}
+            for run in runs
+            for key, level in asked
+            if key in run.keys
+        ]
+    }
 
 
 def samples_of(board: Board, query: Query) -> dict[str, Any]:
@@ -162,8 +172,13 @@ def texts_of(board: Board, query: Query) -> dict[str, Any]:
     return {"texts": {name: text_of(known[name]) for name in query.get("name", []) if name in known}}
 
 
-ANSWERS = {"/api/runs": runs_of, "/api/curves": curves_of, "/api/samples": samples_of, "/api/ledger": ledger_of,
-           "/api/texts": texts_of}  # fmt: skip
+ANSWERS = {
+    "/api/runs": runs_of,
+    "/api/curves": curves_of,
+    "/api/samples": samples_of,
+    "/api/ledger": ledger_of,
+    "/api/texts": texts_of,
+}
 
 
 def _number(query: Query, name: str, default: float) -> float:
@@ -189,24 +204,31 @@ def exported(board: Board) -> str:
     while board.refresh(60.0):
         pass
     data = {
-        **board.summary(), "more": False, "exported": True,
+        **board.summary(),
+        "more": False,
+        "exported": True,
         "samples": {name: run.samples for name, run in board.runs.items()},
-        "curves": [curve for run in board.runs.values() for curve in _all_curves(run)], "ledger": board.ledger(),
+        "curves": [curve for run in board.runs.values() for curve in _all_curves(run)],
+        "ledger": board.ledger(),
         "printed": {name: text_of(path) for name, path in board.texts().items()},
-    }  # fmt: skip
+    }
     style, plot, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("board.css", "plot.js", "board.js"))
     # A run's text must not be able to close the <script> element around it.
     block = to_json(data).replace("<", "\\u003c")
-    policy = (f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(plot)} {_hash(script)}; "
-              "base-uri 'none'; form-action 'none'")  # fmt: skip
+    policy = (
+        f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(plot)} {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
     page = (PAGE / "index.html").read_text(encoding="utf-8")
     for old, new in (
         ("<!-- policy -->", f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         ('<link rel="stylesheet" href="board.css">', f"<style>{style}</style>"),
         ('<script src="plot.js"></script>', f"<script>{plot}</script>"),
-        ('<script src="board.js"></script>',
-         f'<script type="application/json" id="exported">{block}</script>\n<script>{script}</script>'),
-    ):  # fmt: skip
+        (
+            '<script src="board.js"></script>',
+            f'<script type="application/json" id="exported">{block}</script>\n<script>{script}</script>',
+        ),
+    ):
         before, found, after = page.partition(old)
         assert found, f"index.html lacks {old}"
         page = before + new + after
@@ -219,8 +241,9 @@ def _all_curves(run: Run) -> list[dict[str, Any]]:
     make = partial(run.curve, points=POINTS)
     return [
         {"run": run.name, "key": key, "smooth": level, **make(key, level)}
-        for key in sorted(run.keys - set(CLOCK)) for level in ((0.0, *LEVELS) if key in trained else (0.0,))
-    ]  # fmt: skip
+        for key in sorted(run.keys - set(CLOCK))
+        for level in ((0.0, *LEVELS) if key in trained else (0.0,))
+    ]
 
 
 def _hash(text: str) -> str:

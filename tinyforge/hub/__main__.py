@@ -12,8 +12,10 @@ def main() -> int:
 
     commands = {"convert": convert.main, "average": average.main, "calibrate": calibrate.main}
     if (name := "".join(sys.argv[1:2])) not in commands:
-        raise UserError("usage: python -m tinyforge.hub convert SRC DST, average SRC SRC OUT, or calibrate SRC OUT "
-                        "--data SHARDS; each has --help")  # fmt: skip
+        raise UserError(
+            "usage: python -m tinyforge.hub convert SRC DST, average SRC SRC OUT, or calibrate SRC OUT "
+            "--data SHARDS; each has --help"
+        )
     return commands[name](sys.argv[2:])
 
 

@@ -69,8 +69,11 @@ def average(models: Sequence[Opened], weights: Sequence[float] = ()) -> Opened:
         parts = zip(shares, models, strict=True)
         return reduce(np.add, (share * model.tensors[name]().astype(np.float64) for share, model in parts))
 
-    return replace(last, meta={**last.meta, "average": made, "inputs": list(read)},
-                   tensors={name: partial(mean, name) for name in last.tensors})  # fmt: skip
+    return replace(
+        last,
+        meta={**last.meta, "average": made, "inputs": list(read)},
+        tensors={name: partial(mean, name) for name in last.tensors},
+    )
 
 
 def _check_same(model: Opened, wanted: Opened) -> None:
@@ -78,33 +81,54 @@ def _check_same(model: Opened, wanted: Opened) -> None:
         raise UserError(f"{model.path} is a {model.spec.title}, {wanted.path} a {wanted.spec.title}; wanted one model")
     theirs, ours = model.config.to_dict(), wanted.config.to_dict()
     if field := next((name for name in ours if theirs[name] != ours[name]), ""):
-        raise UserError(f"{model.path} has {field} {shown(theirs[field])}, wanted {shown(ours[field])} as in "
-                        f"{wanted.path}; give models of one config")  # fmt: skip
+        raise UserError(
+            f"{model.path} has {field} {shown(theirs[field])}, wanted {shown(ours[field])} as in "
+            f"{wanted.path}; give models of one config"
+        )
     if model.tokenizer.hash() != wanted.tokenizer.hash():
         raise UserError(f"{model.path} has another tokenizer than {wanted.path}; give models with the same one")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     # argparse would show --weights first, where it takes the models for numbers.
-    parser = Parser(prog="python -m tinyforge.hub average", description=__doc__,
-                    usage="%(prog)s [-h] SRC SRC [SRC ...] OUT [--weights W W [W ...]] [--dtype {f32,bf16,int8}]")
+    parser = Parser(
+        prog="python -m tinyforge.hub average",
+        description=__doc__,
+        usage="%(prog)s [-h] SRC SRC [SRC ...] OUT [--weights W W [W ...]] [--dtype {f32,bf16,int8}]",
+    )
     parser.add_argument("sources", nargs="+", metavar="SRC", help="two or more models, in any form that convert reads")
     parser.add_argument("target", metavar="OUT", help="the directory to write")
-    parser.add_argument("--weights", nargs="+", type=float, default=[], metavar="W",
-                        help="one number for each SRC, divided by their sum (default: all the same)")  # fmt: skip
-    parser.add_argument("--dtype", choices=FORMATS["tinyforge"], default="f32",
-                        help="type of the stored weights (default: f32)")  # fmt: skip
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="W",
+        help="one number for each SRC, divided by their sum (default: all the same)",
+    )
+    parser.add_argument(
+        "--dtype", choices=FORMATS["tinyforge"], default="f32", help="type of the stored weights (default: f32)"
+    )
     args = parser.parse_args(argv)
     target = Path(args.target)
     check_target(target, "tinyforge", args.dtype)
     found = average([open_model(trained_model(source)) for source in args.sources], args.weights)
     made = found.meta["average"]
-    rows = "\n".join(f"| {name} | {one['share']:g} | `{one['sha256'][:16]}` |"
-                     for name, one in zip(args.sources, made, strict=True))  # fmt: skip
+    rows = "\n".join(
+        f"| {name} | {one['share']:g} | `{one['sha256'][:16]}` |" for name, one in zip(args.sources, made, strict=True)
+    )
     model = found.build(get_backend("numpy", "fp32", workers=1)).model
     card = short_card(model, "tinyforge", args.dtype) + CARD.format(count=len(made), rows=rows)
-    save_pretrained(model, found.tokenizer, target, format="tinyforge", dtype=args.dtype, meta=found.meta, card=card,
-                    generation=found.generation.content)  # fmt: skip
+    save_pretrained(
+        model,
+        found.tokenizer,
+        target,
+        format="tinyforge",
+        dtype=args.dtype,
+        meta=found.meta,
+        card=card,
+        generation=found.generation.content,
+    )
     mean = " + ".join(f"{one['share']:g} {name}" for name, one in zip(args.sources, made, strict=True))
     print(f"wrote {target}, {megabytes(target):.1f} MB: {mean}; {USES[found.spec.learns][1]} {target}")
     return 0

@@ -125,8 +125,9 @@ def calibrate(
     not fit it or have less than two windows of held-out text, and where no scale is best.
     """
     if model.spec.learns != "text":
-        raise UserError(f"{model.path} is a {model.spec.title}, which learns {model.spec.learns}; give a model of next "
-                        "tokens")  # fmt: skip
+        raise UserError(
+            f"{model.path} is a {model.spec.title}, which learns {model.spec.learns}; give a model of next tokens"
+        )
     device = get_backend(backend, "fp32", workers=1)
     shards, parts = _held_out_text(model, data, source)
     windows = _evenly(parts, tokens)
@@ -135,27 +136,34 @@ def calibrate(
     fitted, rest = (_predict(plain, model, half) for half in (windows[0::2], windows[1::2]))
     loss = cache(fitted.loss)  # the fit has computed it at 1 and at the result, each a pass over the text
     if (scale := fit_scale(loss)) is None:
-        raise UserError(f"{model.path}: no scale of its logits is best for this text; give a model that has learned "
-                        "from such text")  # fmt: skip
+        raise UserError(
+            f"{model.path}: no scale of its logits is best for this text; give a model that has learned from such text"
+        )
 
     def scaled(name: str) -> np.ndarray:
         return model.tensors[name]().astype(np.float64) * scale
 
     noted = {
-        "scale": scale, "sources": [part.source for part in parts], "data_hash": shards.hash,
+        "scale": scale,
+        "sources": [part.source for part in parts],
+        "data_hash": shards.hash,
         "tokens": len(fitted.targets) + len(rest.targets),
         "fitted": [fitted.bits(loss(at)[0]) for at in (1.0, scale)],
         "rest": [rest.bits(rest.loss(at)[0]) for at in (1.0, scale)],
-    }  # fmt: skip
-    found = replace(model, meta={**model.meta, "calibration": noted},
-                    tensors={**model.tensors, **{name: partial(scaled, name) for name in names}})  # fmt: skip
+    }
+    found = replace(
+        model,
+        meta={**model.meta, "calibration": noted},
+        tensors={**model.tensors, **{name: partial(scaled, name) for name in names}},
+    )
     made = found.build(device).model
     ids = device.asarray(windows[0].ids[:, :16])
     for head in range(model.config.prediction_heads):
         before, after = (device.to_numpy(m.logits(m.hidden(ids), head)) for m in (plain, made))
         if not np.abs(after - scale * before).max() <= 1e-4 * np.abs(after).max():
-            raise UserError(f"{model.path}: its last norm, {names[0]}, does not scale its logits; it cannot be "
-                            "calibrated")  # fmt: skip
+            raise UserError(
+                f"{model.path}: its last norm, {names[0]}, does not scale its logits; it cannot be calibrated"
+            )
     return found, made
 
 
@@ -180,8 +188,11 @@ def _evenly(parts: Sequence[corpus.HeldOut], tokens: int) -> list[Batch]:
     total, longest = sum(-(-length // window) for length, window in lengths), max(window for _, window in lengths)
     count = min(total, tokens // longest)
     if count < 2:
-        got, fix = ((f"--tokens is {tokens}", "raise it") if total > 1 else
-                    (f"the held-out text has {lengths[0][0]}", "give more text"))  # fmt: skip
+        got, fix = (
+            (f"--tokens is {tokens}", "raise it")
+            if total > 1
+            else (f"the held-out text has {lengths[0][0]}", "give more text")
+        )
         raise UserError(f"{got}, wanted two windows of {longest} tokens; {fix}")
     wanted = {number * total // count for number in range(count)}
     every = chain.from_iterable(part.windows.in_order(1, len(part.windows.tokens)) for part in parts)
@@ -193,8 +204,10 @@ def _final_norm(model: Any, opened: Opened) -> list[Param]:
     before = takewhile(lambda op: not isinstance(op, LinearCrossEntropy), model.ops())
     norms = [op for op in before if isinstance(op, (RMSNorm, LayerNorm))]
     if not norms:
-        raise UserError(f"{opened.path}: {opened.spec.title} has no norm before its output head that could scale its "
-                        "logits; it cannot be calibrated")  # fmt: skip
+        raise UserError(
+            f"{opened.path}: {opened.spec.title} has no norm before its output head that could scale its "
+            "logits; it cannot be calibrated"
+        )
     return list(norms[-1].params())
 
 
@@ -217,10 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", metavar="OUT", help="the directory to write")
     parser.add_argument("--data", nargs="+", required=True, metavar="SHARDS", help="folders of token shards")
     parser.add_argument("--source", default="", metavar="NAME", help="only this source of the shards (default: all)")
-    parser.add_argument("--tokens", type=int, default=65536,
-                        help="held-out tokens to read, at most (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--dtype", choices=FORMATS["tinyforge"], default="f32",
-                        help="type of the stored weights (default: f32)")  # fmt: skip
+    parser.add_argument(
+        "--tokens", type=int, default=65536, help="held-out tokens to read, at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=FORMATS["tinyforge"], default="f32", help="type of the stored weights (default: f32)"
+    )
     parser.add_argument("--backend", default="auto", help="numpy, cupy, or auto, which takes a GPU if there is one")
     args = parser.parse_args(argv)
     target = Path(args.target)
@@ -231,10 +246,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale, fitted, rest = noted["scale"], noted["fitted"], noted["rest"]
     card = card_of(opened.path, args.dtype) or short_card(model, "tinyforge", args.dtype)
     card = card.rstrip() + "\n" + CARD.format(names=", ".join(noted["sources"]), temperature=1 / scale, **noted)
-    save_pretrained(model, found.tokenizer, target, format="tinyforge", dtype=args.dtype, meta=found.meta, card=card,
-                    generation=found.generation.content)  # fmt: skip
-    print(f"logits x {scale:.3f} (temperature {1 / scale:.3f}): {fitted[0]:.4f} -> {fitted[1]:.4f} bits per byte of "
-          f"held-out text; not used for the fit: {rest[0]:.4f} -> {rest[1]:.4f}")  # fmt: skip
+    save_pretrained(
+        model,
+        found.tokenizer,
+        target,
+        format="tinyforge",
+        dtype=args.dtype,
+        meta=found.meta,
+        card=card,
+        generation=found.generation.content,
+    )
+    print(
+        f"logits x {scale:.3f} (temperature {1 / scale:.3f}): {fitted[0]:.4f} -> {fitted[1]:.4f} bits per byte of "
+        f"held-out text; not used for the fit: {rest[0]:.4f} -> {rest[1]:.4f}"
+    )
     if round(rest[0] - rest[1], 4) <= 0:
         print("the text not used for the fit gains nothing: the model was calibrated already")
     print(f"wrote {target}, {megabytes(target):.1f} MB; {USES[found.spec.learns][1]} {target}")

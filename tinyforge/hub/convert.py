@@ -33,16 +33,27 @@ from tinyforge.tensors import CALLED
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tinyforge.hub convert", description=__doc__)
-    parser.add_argument("source", metavar="SRC",
-                        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, a PEFT adapter, or "
-                        "a model of the repository: small, storyteller")  # fmt: skip
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, a PEFT adapter, or "
+        "a model of the repository: small, storyteller",
+    )
     parser.add_argument("target", metavar="DST", help="the directory, or the .gguf or .bin file, to write")
-    parser.add_argument("--format", choices=list(FORMATS), default="",
-                        help="format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)")  # fmt: skip
-    parser.add_argument("--type", "--dtype", dest="dtype", default="f32",
-                        choices=list(dict.fromkeys(name for types in FORMATS.values() for name in types)),
-                        help="type of the stored weights; f16, q8_0 and q4_0 for gguf only, int8 for tinyforge only "
-                        "(default: f32)")  # fmt: skip
+    parser.add_argument(
+        "--format",
+        choices=list(FORMATS),
+        default="",
+        help="format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)",
+    )
+    parser.add_argument(
+        "--type",
+        "--dtype",
+        dest="dtype",
+        default="f32",
+        choices=list(dict.fromkeys(name for types in FORMATS.values() for name in types)),
+        help="type of the stored weights; f16, q8_0 and q4_0 for gguf only, int8 for tinyforge only (default: f32)",
+    )
     parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, if it is not beside it")
     parser.add_argument("--base", metavar="PATH", help="the base of SRC, if SRC is an adapter whose base has moved")
     parser.add_argument("--adapter", action="store_true", help="write only SRC's adapter, in PEFT's format")
@@ -58,8 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_target(target, args.format, args.dtype)  # before a large model is read
     backend = get_backend("numpy", "fp32", workers=1)
     found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None, base)
-    save_pretrained(found.model, found.tokenizer, target, format=args.format, dtype=args.dtype, meta=found.meta,
-                    card=card_of(found.path, args.dtype), generation=found.generation.content)  # fmt: skip
+    save_pretrained(
+        found.model,
+        found.tokenizer,
+        target,
+        format=args.format,
+        dtype=args.dtype,
+        meta=found.meta,
+        card=card_of(found.path, args.dtype),
+        generation=found.generation.content,
+    )
     print(f"wrote {target}, {megabytes(target):.1f} MB; {USES[spec_of_model(found.model).learns][1]} {target}")
     return 0
 

@@ -127,9 +127,7 @@ def _layout(spec: ModelSpec) -> ModuleType:
     return importlib.import_module(spec.hf)
 
 
-def _places(
-    weights: Weights, layout: ModuleType, config: ModelConfig
-) -> list[tuple[Entry, Callable[[], np.ndarray]]]:
+def _places(weights: Weights, layout: ModuleType, config: ModelConfig) -> list[tuple[Entry, Callable[[], np.ndarray]]]:
     """Each tensor with its entry, after checking all names and shapes. Entries come layer by layer, so that a config
     with a billion layers is refused at the first missing one."""
     left = {_renamed(name, layout): found for name, found in weights.tensors.items()}

@@ -22,14 +22,21 @@ if TYPE_CHECKING:  # and later in functions: `tinyforge --help` imports this pac
 
 FILE = "generation_config.json"
 FIELDS = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 """The file's keys, and the fields of `Sampling` that they set."""
 GGUF = {
-    "temperature": "general.sampling.temp", "top_k": "general.sampling.top_k", "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p", "repetition_penalty": "general.sampling.penalty_repeat",
-}  # fmt: skip
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 """The file's keys as a .gguf file's metadata has them."""
 OLLAMA = {**{key: key for key in GGUF}, "repetition_penalty": "repeat_penalty"}
 """And as Ollama's Modelfile has them."""
@@ -84,8 +91,11 @@ def renamed(content: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, i
 def _read_gguf(path: Path) -> GenerationConfig:
     stored = gguf_file.read(path).metadata
     # A float32 of 0.95 is 0.95 again.
-    content = {key: float(f"{value:.7g}") if isinstance(value := stored[own], float) else value
-               for key, own in GGUF.items() if own in stored}  # fmt: skip
+    content = {
+        key: float(f"{value:.7g}") if isinstance(value := stored[own], float) else value
+        for key, own in GGUF.items()
+        if own in stored
+    }
     if not content:
         return NOTHING
     for key in {"temperature", "top_k"} & content.keys():

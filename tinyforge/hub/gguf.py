@@ -54,37 +54,61 @@ class Architecture:
 
 
 _LLAMA_SIZES = {
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "attention.value_length": "head_dim", "rope.dimension_count": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta", "vocab_size": "vocab_size",
-}  # fmt: skip
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
 _LLAMA_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LLAMA_LAYER = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 _GPT2 = Architecture(
     "GPT2LMHeadModel",
     {
-        "context_length": "n_positions", "embedding_length": "n_embd", "block_count": "n_layer",
-        "feed_forward_length": "n_inner", "attention.head_count": "n_head",
-        "attention.layer_norm_epsilon": "layer_norm_epsilon", "vocab_size": "vocab_size",
+        "context_length": "n_positions",
+        "embedding_length": "n_embd",
+        "block_count": "n_layer",
+        "feed_forward_length": "n_inner",
+        "attention.head_count": "n_head",
+        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        "vocab_size": "vocab_size",
     },
     "transformer.h",
     {
-        "token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f",
+        "token_embd": "transformer.wte",
+        "position_embd": "transformer.wpe",
+        "output_norm": "transformer.ln_f",
         "output": "lm_head",
     },
     {
-        "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj", "ffn_norm": "ln_2",
-        "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
+        "attn_norm": "ln_1",
+        "attn_qkv": "attn.c_attn",
+        "attn_output": "attn.c_proj",
+        "ffn_norm": "ln_2",
+        "ffn_up": "mlp.c_fc",
+        "ffn_down": "mlp.c_proj",
     },
     transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
-)  # fmt: skip
+)
 
 
 def _llama(hf: str, interleaved: bool = False) -> Architecture:
@@ -92,9 +116,11 @@ def _llama(hf: str, interleaved: bool = False) -> Architecture:
 
 
 ARCHITECTURES = {
-    "llama": _llama("LlamaForCausalLM", interleaved=True), "qwen2": _llama("Qwen2ForCausalLM"),
-    "qwen3": _llama("Qwen3ForCausalLM"), "gpt2": _GPT2,
-}  # fmt: skip
+    "llama": _llama("LlamaForCausalLM", interleaved=True),
+    "qwen2": _llama("Qwen2ForCausalLM"),
+    "qwen3": _llama("Qwen3ForCausalLM"),
+    "gpt2": _GPT2,
+}
 
 
 def is_file(path: Path) -> bool:
@@ -163,15 +189,22 @@ def _config(architecture: Architecture, values: _Values, stored: Mapping[str, gg
     else:
         heads, dim = values.get("attention.head_count"), values.get("embedding_length")
         size = values.get("attention.key_length", dim // heads if type(heads) is int and heads > 0 else 0)
-        defaults |= {"attention.head_count_kv": heads, "attention.key_length": size, "attention.value_length": size,
-                     "rope.dimension_count": size, "rope.freq_base": 10000.0}  # fmt: skip
+        defaults |= {
+            "attention.head_count_kv": heads,
+            "attention.key_length": size,
+            "attention.value_length": size,
+            "rope.dimension_count": size,
+            "rope.freq_base": 10000.0,
+        }
         config |= {"hidden_act": "silu", "tie_word_embeddings": "output.weight" not in stored}
         config["rope_scaling"] = _linear_scaling(values)
     for own, theirs in architecture.sizes.items():
         value = values.get(own, defaults.get(own))
         if config.setdefault(theirs, value) != value:
-            raise UserError(f"{values.architecture}.{own} is {value}, wanted {config[theirs]} by the other sizes; only "
-                            "such a model can be read")  # fmt: skip
+            raise UserError(
+                f"{values.architecture}.{own} is {value}, wanted {config[theirs]} by the other sizes; only "
+                "such a model can be read"
+            )
     return config
 
 
@@ -187,8 +220,13 @@ def _linear_scaling(values: _Values) -> dict[str, Any] | None:
 def _llama3_scaling(config: Mapping[str, Any], original: float, factors: np.ndarray) -> dict[str, Any]:
     """The scaling with these factors. The file holds only them, so the published models' other settings are tried."""
     for context in (original, 8192):
-        found = {"rope_type": "llama3", "factor": float(str(factors.max())), "low_freq_factor": 1.0,
-                 "high_freq_factor": 4.0, "original_max_position_embeddings": context}  # fmt: skip
+        found = {
+            "rope_type": "llama3",
+            "factor": float(str(factors.max())),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": context,
+        }
         if factors.ndim == 1 and config["head_dim"] == 2 * len(factors):
             with np.errstate(all="ignore"):
                 wanted = _factors({**config, "rope_scaling": found}, len(factors))
@@ -200,8 +238,13 @@ def _llama3_scaling(config: Mapping[str, Any], original: float, factors: np.ndar
 def _factors(config: Mapping[str, Any], pairs: int) -> np.ndarray:
     """The factors by which Llama 3's scaling divides the pairs' frequencies."""
     rope, f = config["rope_scaling"], config["rope_theta"] ** (-np.arange(pairs) / pairs)
-    scaling = RopeScaling("llama3", rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"],
-                          rope["original_max_position_embeddings"])  # fmt: skip
+    scaling = RopeScaling(
+        "llama3",
+        rope["factor"],
+        rope["low_freq_factor"],
+        rope["high_freq_factor"],
+        rope["original_max_position_embeddings"],
+    )
     return f / scaling.apply(f)
 
 
@@ -232,8 +275,11 @@ def write_file(
     types = {own: _type_of(own, shape, dtype, head) for own, (shape, _) in tensors.items()}
     odd = sorted({shape[-1] for own, (shape, _) in tensors.items() if types[own] == "f16" != dtype})
     if odd:
-        print(f"note: f16, not {dtype}, for rows that are not whole blocks of {BLOCK}: rows of "
-              f"{', '.join(map(str, odd))}", file=sys.stderr)  # fmt: skip
+        print(
+            f"note: f16, not {dtype}, for rows that are not whole blocks of {BLOCK}: rows of "
+            f"{', '.join(map(str, odd))}",
+            file=sys.stderr,
+        )
     own_keys = {"general.type": "model", "general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2}
     gguf_file.write(path, name, {**own_keys, **_sizes(name, config), **metadata}, tensors, types, others)
 
@@ -252,8 +298,11 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The architecture's keys."""
     window, context = config.get("sliding_window"), config.get("max_position_embeddings")
     if window and context and window < context:
-        print(f"note: llama.cpp has no sliding window here; the context becomes the window, {window} of {context} "
-              "tokens, up to which nothing changes", file=sys.stderr)  # fmt: skip
+        print(
+            f"note: llama.cpp has no sliding window here; the context becomes the window, {window} of {context} "
+            "tokens, up to which nothing changes",
+            file=sys.stderr,
+        )
         config["max_position_embeddings"] = window
     config.setdefault("n_inner", 4 * config.get("n_embd", 0))
     found: dict[str, Any] = {}

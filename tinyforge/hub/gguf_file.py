@@ -38,8 +38,19 @@ MOST_KEYS = MOST_TENSORS = 1 << 16
 MOST_ITEMS = 1 << 22  # strings in one array
 MOST_DIMENSIONS = 4
 
-_NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8",
-            12: "<f8"}  # fmt: skip
+_NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 _STRING, _ARRAY = 8, 9
 
 
@@ -123,11 +134,15 @@ def _read(path: Path, modified: int, size: int) -> Content:
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(dtype)]
         nbytes = math.prod(shape) // block * block_bytes
         if shape[-1] % block:
-            raise UserError(f"{path}: tensor {name} has rows of {shape[-1]}, {names[dtype]} has blocks of {block}; "
-                            "get the file again")  # fmt: skip
+            raise UserError(
+                f"{path}: tensor {name} has rows of {shape[-1]}, {names[dtype]} has blocks of {block}; "
+                "get the file again"
+            )
         if offset % alignment or begin + offset + nbytes > size:
-            raise UserError(f"{path}: tensor {name} lies at bytes {begin + offset:,} to {begin + offset + nbytes:,}, "
-                            f"the file has {size:,}; get it again")  # fmt: skip
+            raise UserError(
+                f"{path}: tensor {name} lies at bytes {begin + offset:,} to {begin + offset + nbytes:,}, "
+                f"the file has {size:,}; get it again"
+            )
         found[name] = Tensor(path, shape, dtype, begin + offset, nbytes)
     return Content(metadata, found)
 
@@ -206,9 +221,13 @@ class _Header:
 
 
 def write(
-    path: Path, architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, Lazy], types: Mapping[str, str],
+    path: Path,
+    architecture: str,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Lazy],
+    types: Mapping[str, str],
     others: Callable[[], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a file, whole or not at all, with one tensor in memory at a time.
 
     metadata: whole numbers become uint32 (in lists int32), other numbers float32. types: of TYPES, by tensor. others():
@@ -218,8 +237,13 @@ def write(
     kinds = {name: gguf.GGMLQuantizationType[types[name].upper()] for name in tensors}
     with writing(path), written_whole(path) as partial:
         writer = gguf.GGUFWriter(partial, architecture)
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-               list: writer.add_array}  # fmt: skip
+        add = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+        }
         for key, value in metadata.items():
             add[type(value)](key, value)
         for name, (shape, _) in tensors.items():

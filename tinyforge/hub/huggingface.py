@@ -76,9 +76,13 @@ def write_directory(path: Path, weights: Weights, dtype: str, others: Callable[[
 
 
 def write_files(
-    path: Path, configs: Mapping[str, Any], file: str, lazy: Mapping[str, tensors.Lazy], dtype: str,
+    path: Path,
+    configs: Mapping[str, Any],
+    file: str,
+    lazy: Mapping[str, tensors.Lazy],
+    dtype: str,
     others: Callable[[Path], Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a directory of JSON files, by name, and one safetensors file; as `write_directory`."""
     if path.exists():
         raise UserError(f"{path} exists already; remove it, or choose another directory")

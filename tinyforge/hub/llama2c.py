@@ -24,8 +24,15 @@ from tinyforge.hub import rotary
 from tinyforge.hub.weights import Weights
 
 HEADER = struct.Struct("<7i")
-LIMITS = {"dim": 1 << 16, "hidden": 1 << 20, "layers": 1 << 10, "heads": 1 << 10, "kv_heads": 1 << 10, "vocab": 1 << 24,
-          "context": 1 << 24}  # fmt: skip
+LIMITS = {
+    "dim": 1 << 16,
+    "hidden": 1 << 20,
+    "layers": 1 << 10,
+    "heads": 1 << 10,
+    "kv_heads": 1 << 10,
+    "vocab": 1 << 24,
+    "context": 1 << 24,
+}
 """The largest plausible sizes; a file that claims more is something else."""
 EPS, THETA = 1e-5, 10000.0  # as in run.c
 _MAGIC = 0x616B3432  # "ak42": versions 1 and 2
@@ -79,9 +86,12 @@ def open_file(path: Path) -> Weights:
 def check(path: Path, config: dict[str, Any]) -> None:
     """UserError for a model that the format cannot hold; `path` is for the message."""
     wanted = {
-        "architectures": ["LlamaForCausalLM"], "rms_norm_eps": EPS, "rope_theta": THETA, "rope_scaling": None,
+        "architectures": ["LlamaForCausalLM"],
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "rope_scaling": None,
         "head_dim": config.get("hidden_size", 0) // config.get("num_attention_heads", 1),
-    }  # fmt: skip
+    }
     for name, value in wanted.items():
         if config.get(name) != value:
             raise UserError(
@@ -135,13 +145,22 @@ def layout(config: dict[str, Any]) -> Iterator[tuple[str | None, tuple[int, ...]
 
 def _config(sizes: dict[str, int], tied: bool) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "hidden_size": sizes["dim"], "intermediate_size": sizes["hidden"], "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": sizes["heads"], "num_key_value_heads": sizes["kv_heads"],
-        "head_dim": sizes["dim"] // sizes["heads"], "vocab_size": sizes["vocab"],
-        "max_position_embeddings": sizes["context"], "rms_norm_eps": EPS, "rope_theta": THETA, "rope_scaling": None,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": sizes["dim"],
+        "intermediate_size": sizes["hidden"],
+        "num_hidden_layers": sizes["layers"],
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["dim"] // sizes["heads"],
+        "vocab_size": sizes["vocab"],
+        "max_position_embeddings": sizes["context"],
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "rope_scaling": None,
         "tie_word_embeddings": tied,
-    }  # fmt: skip
+    }
 
 
 def _heads(name: str, config: dict[str, Any]) -> int:

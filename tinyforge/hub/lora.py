@@ -33,9 +33,19 @@ CONFIG, WEIGHTS, BASE = huggingface.ADAPTER_CONFIG, "adapter_model.safetensors",
 PREFIX = "base_model.model."
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 UNSUPPORTED = (
-    "use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "lora_bias",
-    "trainable_token_indices", "target_parameters", "megatron_config", "use_qalora", "alora_invocation_tokens",
-)  # fmt: skip
+    "use_rslora",
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "lora_bias",
+    "trainable_token_indices",
+    "target_parameters",
+    "megatron_config",
+    "use_qalora",
+    "alora_invocation_tokens",
+)
 """PEFT's options that are not supported here: refused unless they are off."""
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -51,10 +61,14 @@ def describe(settings: Adapters, base: Opened, parameters: int, out: Path) -> di
     parameters: of the base.
     """
     return {
-        "parameters": parameters, "rank": settings.rank, "alpha": settings.alpha, "dropout": settings.dropout,
+        "parameters": parameters,
+        "rank": settings.rank,
+        "alpha": settings.alpha,
+        "dropout": settings.dropout,
         "targets": list(settings.targets),
-        "base": os.path.relpath(base.path, out), "base_sha256": base.fingerprint(),
-    }  # fmt: skip
+        "base": os.path.relpath(base.path, out),
+        "base_sha256": base.fingerprint(),
+    }
 
 
 def noted(found: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,8 +77,9 @@ def noted(found: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     kinds: dict[str, Any] = {"base": str, "base_sha256": str, "rank": int, "alpha": number, "dropout": number}
     right = isinstance(about, dict) and all(isinstance(about.get(name), kind) for name, kind in kinds.items())
     if not right or about["rank"] < 1 or "\0" in about["base"]:
-        raise UserError(f"checkpoint {found}: meta.json does not say which adapters it holds, on which base; use "
-                        "another checkpoint")  # fmt: skip
+        raise UserError(
+            f"checkpoint {found}: meta.json does not say which adapters it holds, on which base; use another checkpoint"
+        )
     return about
 
 
@@ -130,8 +145,14 @@ def _merged(base: Opened, changes: Mapping[str, Change], path: Path, meta: dict[
 
     tensors = {name: partial(changed, name) if name in changes else read for name, read in base.tensors.items()}
     own = read_generation(path)
-    return replace(base, path=path, meta=meta, template=template, tensors=tensors,
-                   generation=own if own.content else base.generation)  # fmt: skip
+    return replace(
+        base,
+        path=path,
+        meta=meta,
+        template=template,
+        tensors=tensors,
+        generation=own if own.content else base.generation,
+    )
 
 
 # --- of PEFT
@@ -230,10 +251,17 @@ def write_peft(path: Path, found: checkpoint.Checkpoint, base: Opened) -> None:
             modules.add(re.sub(r".*\.\d+\.", "", layer))  # the part after the layer's number
             transposed = entry.transposed
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base.path.resolve()),
-        "r": about["rank"], "lora_alpha": about["alpha"], "lora_dropout": about["dropout"], "bias": "none",
-        "target_modules": sorted(modules), "fan_in_fan_out": transposed, "inference_mode": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base.path.resolve()),
+        "r": about["rank"],
+        "lora_alpha": about["alpha"],
+        "lora_dropout": about["dropout"],
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+    }
 
     def others(directory: Path) -> None:
         write_whole(directory / BASE, json.dumps({"sha256": about["base_sha256"]}, indent=1) + "\n")

@@ -56,9 +56,14 @@ class Opened:
     generation: GenerationConfig
 
     def build(
-        self, backend: Backend, recompute: Recompute = "", adapters: Adapters | None = None, *, frozen: bool = False,
+        self,
+        backend: Backend,
+        recompute: Recompute = "",
+        adapters: Adapters | None = None,
+        *,
+        frozen: bool = False,
         weights: str = "",
-    ) -> Loaded:  # fmt: skip
+    ) -> Loaded:
         """Build the model with its weights. With `adapters` these are frozen, and the adapters' own are still zero.
 
         frozen: for inference, without master weights and gradients. weights: "int8" or "fp8" for a frozen model with

@@ -86,9 +86,14 @@ def save_pretrained(
         llama2c.write_file(path, weights)
         return
     content = {
-        "kind": "pretrain", "step": 0, **(meta or {}), "format": checkpoint.FORMAT, "model": spec.name,
-        "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash(),
-    }  # fmt: skip
+        "kind": "pretrain",
+        "step": 0,
+        **(meta or {}),
+        "format": checkpoint.FORMAT,
+        "model": spec.name,
+        "config": model.config.to_dict(),
+        "tokenizer_hash": tokenizer.hash(),
+    }
     card = card or short_card(model, format, dtype)
     if format == "tinyforge":
         tensors = named(model.buffer, model.buffer.masters, model.backend)
@@ -115,8 +120,10 @@ def check_target(path: Path, format: str, dtype: str) -> str:
     by_name = "llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf"
     format = format or by_name
     if format != by_name and (by_name != "hf" or format in ("gguf", "llama2c")):
-        raise UserError(f"{path} is not a name for --format {format}: llama2c's files end in .bin, GGUF's in .gguf, "
-                        "and directories in neither")  # fmt: skip
+        raise UserError(
+            f"{path} is not a name for --format {format}: llama2c's files end in .bin, GGUF's in .gguf, "
+            "and directories in neither"
+        )
     if format not in FORMATS or dtype not in FORMATS[format]:
         known = "; ".join(f"{name} in {', '.join(types)}" for name, types in FORMATS.items())
         fix = "" if dtype != "int8" else "; use q8_0" if format == "gguf" else "; use --format tinyforge"
@@ -159,8 +166,14 @@ def short_card(model: Any, format: str, dtype: str) -> str:
     spec, config = foreign.spec_of_model(model), model.config.to_dict()
     use, command = USES[spec.learns]
     return CARD.format(
-        library="transformers" if format == "hf" else "tinyforge", title=spec.title, summary=spec.summary,
-        dtype=CALLED[dtype], use=use, command=command, count=model.buffer.count,
-        names=" | ".join(config), rule="|".join(["---"] * len(config)),
+        library="transformers" if format == "hf" else "tinyforge",
+        title=spec.title,
+        summary=spec.summary,
+        dtype=CALLED[dtype],
+        use=use,
+        command=command,
+        count=model.buffer.count,
+        names=" | ".join(config),
+        rule="|".join(["---"] * len(config)),
         values=" | ".join(map(str, config.values())),
-    )  # fmt: skip
+    )

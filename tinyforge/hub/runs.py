@@ -33,9 +33,14 @@ FINE_TUNED = ("sft", "dpo", "grpo")
 
 
 def load(
-    path: Path, backend: Backend, tokenizer: Path | None = None, base: Path | None = None, *,
-    frozen: bool = False, weights: str = "",
-) -> Loaded:  # fmt: skip
+    path: Path,
+    backend: Backend,
+    tokenizer: Path | None = None,
+    base: Path | None = None,
+    *,
+    frozen: bool = False,
+    weights: str = "",
+) -> Loaded:
     """The model that `open_model` finds; frozen, weights: see `Opened.build`."""
     return open_model(path, tokenizer, base).build(backend, frozen=frozen, weights=weights)
 
@@ -82,10 +87,15 @@ def _open_foreign(path: Path, asked: Path | None) -> Opened:
         tokenizer.reserve(config.vocab)
     template = template_in(path, tokenizer)
     meta = {
-        "format": checkpoint.FORMAT, "kind": "pretrain" if template == "plain" else "sft", "step": 0,
-        "model": spec.name, "config": config.to_dict(), "tokenizer_hash": tokenizer.hash(), "template": template,
+        "format": checkpoint.FORMAT,
+        "kind": "pretrain" if template == "plain" else "sft",
+        "step": 0,
+        "model": spec.name,
+        "config": config.to_dict(),
+        "tokenizer_hash": tokenizer.hash(),
+        "template": template,
         **({"classes": classes} if classes else {}),
-    }  # fmt: skip
+    }
     return Opened(path, spec, config, tokenizer, meta, template, tensors, read_generation(path))
 
 
@@ -104,8 +114,9 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
     tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
-    return Opened(found.path, spec, config, tokenizer, found.meta, template_of(found.meta), tensors,
-                  read_generation(found.path))  # fmt: skip
+    return Opened(
+        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), tensors, read_generation(found.path)
+    )
 
 
 def template_of(meta: Mapping[str, Any]) -> str:
@@ -137,17 +148,24 @@ def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
 
 def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
     """--checkpoint, for `trained_model`."""
-    p.add_argument("--checkpoint", metavar="DIR",
-                   help="a run, one of its checkpoints, another program's model, or a model of the repository: small, "
-                   "storyteller (default: the newest run under runs/, fine-tuned before pretrained; else a model of "
-                   "the repository)")  # fmt: skip
+    p.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a run, one of its checkpoints, another program's model, or a model of the repository: small, "
+        "storyteller (default: the newest run under runs/, fine-tuned before pretrained; else a model of "
+        "the repository)",
+    )
 
 
 def add_weights_flag(p: argparse.ArgumentParser) -> None:
     """--weights, for `Opened.build`."""
-    p.add_argument("--weights", default="", choices=tuple(FORMATS),
-                   help="store matrices in one byte per weight: less memory, and on a GPU faster decoding of one text "
-                   "(default: as --precision says)")  # fmt: skip
+    p.add_argument(
+        "--weights",
+        default="",
+        choices=tuple(FORMATS),
+        help="store matrices in one byte per weight: less memory, and on a GPU faster decoding of one text "
+        "(default: as --precision says)",
+    )
 
 
 def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
@@ -159,8 +177,10 @@ def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
         if missing and asked in given:
             return given[asked]
         if missing and given and asked == path.stem:  # not a path, nor another program's file
-            raise UserError(f"no checkpoint in {asked}; train one first, e.g. python recipes/pretrain.py --out "
-                            f"{asked}, or name a model of the repository: {', '.join(given)}")  # fmt: skip
+            raise UserError(
+                f"no checkpoint in {asked}; train one first, e.g. python recipes/pretrain.py --out "
+                f"{asked}, or name a model of the repository: {', '.join(given)}"
+            )
         return path
     spec = find_model(default_model())
     found = newest_run(("tuned", "pretrain")) or (for_chat and spec.storyteller) or spec.bundled

@@ -28,15 +28,21 @@ def described(teachers: Sequence[Opened], settings: TaughtSettings) -> Teachers 
 
 
 def check_teachers(
-    teachers: Sequence[Opened], settings: TaughtSettings, spec: ModelSpec, config: ModelConfig,
-    tokenizer: TextTokenizer, owner: object,
-) -> None:  # fmt: skip
+    teachers: Sequence[Opened],
+    settings: TaughtSettings,
+    spec: ModelSpec,
+    config: ModelConfig,
+    tokenizer: TextTokenizer,
+    owner: object,
+) -> None:
     """Raise UserError if one of them cannot teach this model, whose tokenizer is that of `owner`."""
     seq_len = sequence_length(config, settings.seq_len)
     for t in teachers:
         if tokenizer.hash() != t.tokenizer.hash():
-            raise UserError(f"--teacher: {t.path} has another tokenizer than {owner}; give both the same one, "
-                            f"{t.path}/tokenizer.json")  # fmt: skip
+            raise UserError(
+                f"--teacher: {t.path} has another tokenizer than {owner}; give both the same one, "
+                f"{t.path}/tokenizer.json"
+            )
         check_teacher(str(t.path), t.spec, t.config, spec, config, seq_len, bool(settings.document_mask))
 
 

@@ -107,8 +107,10 @@ def class_names(config: Mapping[str, Any], count: int) -> list[str]:
 
 def class_labels(names: Sequence[str]) -> dict[str, Any]:
     """id2label and label2id of config.json."""
-    return {"id2label": {str(i): name for i, name in enumerate(names)},
-            "label2id": {name: i for i, name in enumerate(names)}}  # fmt: skip
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
 
 
 def place_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:
@@ -147,9 +149,7 @@ def for_gguf(tokenizer: TextTokenizer, ids: int, template: Template) -> dict[str
     return found
 
 
-def write_modelfile(
-    model: Path, tokenizer: TextTokenizer, template: Template, parameters: Mapping[str, float]
-) -> None:
+def write_modelfile(model: Path, tokenizer: TextTokenizer, template: Template, parameters: Mapping[str, float]) -> None:
     """Write Ollama's Modelfile beside a .gguf file, as Modelfile or, if that exists, as NAME.Modelfile. parameters: by
     Ollama's names.
 

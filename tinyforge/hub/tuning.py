@@ -32,9 +32,20 @@ from tinyforge.train.settings import TuneSettings, open_backend
 S = TypeVar("S", bound=TuneSettings)
 # The keys of a base's meta that a run keeps.
 OF_BASE = (
-    "settings", "step", "elapsed", "data_hash", "teacher", "average", "calibration", "corpus", "inputs", "machine",
-    "tokens", "tokens_per_second", "joules",
-)  # fmt: skip
+    "settings",
+    "step",
+    "elapsed",
+    "data_hash",
+    "teacher",
+    "average",
+    "calibration",
+    "corpus",
+    "inputs",
+    "machine",
+    "tokens",
+    "tokens_per_second",
+    "joules",
+)
 
 
 def open_start(settings: TuneSettings, resume: bool) -> Opened:
@@ -52,8 +63,9 @@ def open_start(settings: TuneSettings, resume: bool) -> Opened:
         if base.fingerprint() != about.get("sha256"):
             raise UserError(f"{found}: {path} is not the model that it started from, its weights differ; put that back")
         return base
-    start = (trained_model(settings.base) if settings.base
-             else newest_run(("tuned",)) or find_model(default_model()).bundled)  # fmt: skip
+    start = (
+        trained_model(settings.base) if settings.base else newest_run(("tuned",)) or find_model(default_model()).bundled
+    )
     if start is None:
         raise UserError("no fine-tuned run under runs/; run python recipes/sft.py first, or give --base DIR")
     return open_model(start)
@@ -78,8 +90,10 @@ def build(
     print(f"base: {loaded.path}, {spec.name}, {model.buffer.count - learned if adapters else learned:,} parameters")
     if adapters:
         names = dict.fromkeys(name.rpartition(".")[2] for name in model.adapters)
-        print(f"adapters: rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(names)}: {learned:,} "
-              "parameters are learned, the base is frozen")  # fmt: skip
+        print(
+            f"adapters: rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(names)}: {learned:,} "
+            "parameters are learned, the base is frozen"
+        )
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     return loaded, backend, settings, plan
 
@@ -88,9 +102,11 @@ def about(loaded: Loaded, base: Opened, backend: Backend, settings: TuneSettings
     """What the meta of a run's checkpoints says about the model and its base: see `Task.meta`."""
     model = loaded.model
     noted: dict[str, Any] = {
-        "model": base.spec.name, "config": base.config.to_dict(), "tokenizer_hash": loaded.tokenizer.hash(),
+        "model": base.spec.name,
+        "config": base.config.to_dict(),
+        "tokenizer_hash": loaded.tokenizer.hash(),
         "machine": backend.describe(),
-    }  # fmt: skip
+    }
     if settings.adapters:
         learned = sum(p.size for p in model.buffer.params)
         noted["lora"] = lora.describe(settings.adapters, base, model.buffer.count - learned, Path(settings.out))
@@ -104,7 +120,7 @@ def history(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
     noted = {
         "reference": {"base": os.path.relpath(base.path, out), "sha256": base.fingerprint()},
         "inputs": [*inputs, *base.meta.get("inputs", ())],
-    }  # fmt: skip
+    }
     if "base" not in base.meta:
         return {**noted, "base": kept}
     stages = [*base.meta.get("stages", ()), {"kind": base.meta["kind"], **kept}]

@@ -23,10 +23,16 @@ if TYPE_CHECKING:
     from tinyforge.infer.stream import stream_text as stream_text
 
 _MODULES = {
-    "CausalLM": "causal_lm", "Conversation": "conversation", "Sampling": "sampling", "Session": "session",
-    "generate": "generation", "generate_batch": "generation", "logits": "causal_lm", "make_decoder": "choose",
+    "CausalLM": "causal_lm",
+    "Conversation": "conversation",
+    "Sampling": "sampling",
+    "Session": "session",
+    "generate": "generation",
+    "generate_batch": "generation",
+    "logits": "causal_lm",
+    "make_decoder": "choose",
     "stream_text": "stream",
-}  # fmt: skip
+}
 __all__ = sorted(_MODULES)
 
 

@@ -58,9 +58,7 @@ class KVCache:
 
     can_rewind = True
 
-    def __init__(
-        self, backend: Backend, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int
-    ) -> None:
+    def __init__(self, backend: Backend, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int) -> None:
         shape = (layers, batch, capacity, kv_heads, head_dim)
         self.keys, self.values = backend.empty(shape), backend.empty(shape)
         self.capacity = capacity

@@ -10,9 +10,7 @@ from tinyforge.infer.decoder import Decoder, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 
 
-def make_decoder(
-    model: CausalLM, batch: int = 1, capacity: int | None = None, spare_memory: bool = False
-) -> Decoder:
+def make_decoder(model: CausalLM, batch: int = 1, capacity: int | None = None, spare_memory: bool = False) -> Decoder:
     """The fastest decoder for the model's backend and shape: a fused one where it fits, else the reference.
 
     spare_memory: on a GPU make no second copy of the weights, for use during training; slower.

@@ -97,8 +97,9 @@ class Decoder(ABC):
         all_tokens[list(rows)] = tokens
         logits = self.step(all_tokens, heads)[list(rows)]
         chosen = set(rows)
-        self.rewind([new if row in chosen else old
-                     for row, (new, old) in enumerate(zip(self.lengths, lengths, strict=True))])  # fmt: skip
+        self.rewind(
+            [new if row in chosen else old for row, (new, old) in enumerate(zip(self.lengths, lengths, strict=True))]
+        )
         return logits
 
     def saved(self, row: int, start: int) -> Any:
@@ -186,8 +187,9 @@ class ReferenceDecoder(Decoder):
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         self._check_room(rows, len(tokens[0]))
-        return np.concatenate([self._logits(self._extend(row, new), heads)
-                               for row, new in zip(rows, tokens, strict=True)])  # fmt: skip
+        return np.concatenate(
+            [self._logits(self._extend(row, new), heads) for row, new in zip(rows, tokens, strict=True)]
+        )
 
     def _logits(self, h: Array, heads: int) -> np.ndarray:
         """Of final hidden states, (1, n, C), (1, n, heads, V)."""

@@ -115,8 +115,12 @@ def measure_cloze(
     if not scored:
         return None
     right = mean(credit for _, credit in scored)
-    return {"right": right, "standard_error": standard_error(right, len(scored)), "sentences": len(scored),
-            "by_frequency": mean(item.commonest == 0 for item, _ in scored)}  # fmt: skip
+    return {
+        "right": right,
+        "standard_error": standard_error(right, len(scored)),
+        "sentences": len(scored),
+        "by_frequency": mean(item.commonest == 0 for item, _ in scored),
+    }
 
 
 def log_probabilities(decoder: Decoder, beginning: Sequence[int], ends: Sequence[Sequence[int]]) -> np.ndarray:
@@ -210,11 +214,13 @@ def reply_shares(replies: Sequence[Reply]) -> dict[str, float]:
     fine = np.array([[r.ended, bool(r.text.strip()), not repeats_a_line(r.text)] for r in replies])
     ended, not_empty, no_line_repeated = fine.mean(axis=0).tolist()
     return {
-        "ended": ended, "not_empty": not_empty, "no_line_repeated": no_line_repeated,
+        "ended": ended,
+        "not_empty": not_empty,
+        "no_line_repeated": no_line_repeated,
         "all_three": float(fine.all(axis=1).mean()),
         "four_words_repeated": float(np.mean([repeats_four_words(r.text) for r in replies])),
         "tokens": float(np.mean([r.tokens for r in replies])),
-    }  # fmt: skip
+    }
 
 
 def text_replies(
@@ -235,12 +241,14 @@ def measure_replies(
     wrong = [reply for reply in replies if reply_shares([reply])["all_three"] == 0]
     errors = {key: standard_error(share, len(prompts)) for key, share in greedy.items() if key != "tokens"}
     found: dict[str, Any] = {
-        "prompts": len(prompts), "max_tokens": sampling.max_tokens, "greedy": greedy, "standard_error": errors,
+        "prompts": len(prompts),
+        "max_tokens": sampling.max_tokens,
+        "greedy": greedy,
+        "standard_error": errors,
         "out_of_form": [asdict(reply) for reply in wrong[:EXAMPLES]],
-    }  # fmt: skip
+    }
     # Prompt i uses seed + i, so the seeds of a round start where those of the previous one end.
-    rounds = [reply_shares(drawn(replace(sampling, seed=len(prompts) * number)))
-              for number in range(seeds)]  # fmt: skip
+    rounds = [reply_shares(drawn(replace(sampling, seed=len(prompts) * number))) for number in range(seeds)]
     if rounds:
         figures = {key: [shares[key] for shares in rounds] for key in greedy}
         found["seeds"], found["sampled"] = seeds, {key: mean(values) for key, values in figures.items()}
@@ -266,6 +274,12 @@ def measure_speculation(
 ) -> dict[str, Any]:
     """The same as figures. The continuations end at any special token."""
     stats = speculate(model, prompts, max_tokens, frozenset(tokenizer.specials.values()))
-    return {"texts": len(prompts), "tokens": stats.tokens, "passes": stats.passes,
-            "tokens_per_pass": stats.tokens_per_pass, "drafted": stats.drafted, "accepted": stats.accepted,
-            "acceptance": stats.acceptance}  # fmt: skip
+    return {
+        "texts": len(prompts),
+        "tokens": stats.tokens,
+        "passes": stats.passes,
+        "tokens_per_pass": stats.tokens_per_pass,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance": stats.acceptance,
+    }

@@ -8,15 +8,20 @@ from typing import Any
 from tinyforge.report import NOISE, count_of
 
 SHARES = {
-    "ended": "end by themselves", "not_empty": "are not empty", "no_line_repeated": "repeat no line three times",
-    "all_three": "do all three", "four_words_repeated": "have four words three times",
-}  # fmt: skip
+    "ended": "end by themselves",
+    "not_empty": "are not empty",
+    "no_line_repeated": "repeat no line three times",
+    "all_three": "do all three",
+    "four_words_repeated": "have four words three times",
+}
 
 
 def _heading(found: Mapping[str, Any], what: str) -> str:
     weights = f", weights in {found['weights']}" if found["weights"] else ""
-    return (f"{found['checkpoint']}: {what}, {found['parameters']:,} parameters; {found['backend']}, "
-            f"{found['precision']}{weights}")  # fmt: skip
+    return (
+        f"{found['checkpoint']}: {what}, {found['parameters']:,} parameters; {found['backend']}, "
+        f"{found['precision']}{weights}"
+    )
 
 
 def table_of(found: Mapping[str, Any]) -> str:
@@ -26,10 +31,11 @@ def table_of(found: Mapping[str, Any]) -> str:
     n_grams = "kneser_ney" in text
     width = max(len("over all"), *map(len, sources))
     lines = [
-        _heading(found, f"{found['kind']}, step {found['step']:,}"), "",
+        _heading(found, f"{found['kind']}, step {found['step']:,}"),
+        "",
         "bits per byte of held-out text; head k predicts the token k + 1 places ahead",
         " " * (2 + width) + "".join(f"   head {k}" for k in range(heads)) + "   5-gram" * n_grams + "   bytes",
-    ]  # fmt: skip
+    ]
     for name, figures in sources.items():
         row = [f"{bits:>9.3f}" for bits in figures["bits_per_byte"]]
         row += [f"{figures['kneser_ney']:>9.3f}"] if n_grams else []
@@ -40,8 +46,10 @@ def table_of(found: Mapping[str, Any]) -> str:
         lines.append(f"  {'over all':<{width}}{''.join(row)}")
     if n_grams:
         ratio = text["bits_per_byte"] / text["kneser_ney"]
-        lines.append(f"  the model is {'below' if ratio < 1 else 'NOT below'} a 5-gram Kneser-Ney model of the same "
-                     f"training text: {ratio:.3f} of its bits per byte")  # fmt: skip
+        lines.append(
+            f"  the model is {'below' if ratio < 1 else 'NOT below'} a 5-gram Kneser-Ney model of the same "
+            f"training text: {ratio:.3f} of its bits per byte"
+        )
     if found["weights"]:
         lines += _weights(found)
     lines += ["", "the last word of a sentence among ten (chance: 10 %)"]
@@ -49,8 +57,10 @@ def table_of(found: Mapping[str, Any]) -> str:
         cloze = figures["cloze"]
         shown = "skipped: too few different last words of sentences"
         if cloze:
-            shown = (f"{cloze['right']:>8.1%} +- {cloze['standard_error']:.1%} of {cloze['sentences']} sentences; "
-                     f"always the commonest of the ten: {cloze['by_frequency']:.1%}")  # fmt: skip
+            shown = (
+                f"{cloze['right']:>8.1%} +- {cloze['standard_error']:.1%} of {cloze['sentences']} sentences; "
+                f"always the commonest of the ten: {cloze['by_frequency']:.1%}"
+            )
         lines.append(f"  {name:<{width}}{shown}")
     return "\n".join([*lines, "", *_replies(found["replies"]), "", *_speculation(found["speculation"]), ""])
 
@@ -63,7 +73,7 @@ def _replies(found: Mapping[str, Any]) -> list[str]:
         f"replies to {count_of(found['prompts'], 'held-out instruction')}, up to {found['max_tokens']} tokens"
         + (f"; {found['left_out']} skipped, too long for the context" if found["left_out"] else ""),
         f"  {'':<30}{'greedy':<17}{sampled}",
-    ]  # fmt: skip
+    ]
     for key, what in SHARES.items():
         greedy = f"{found['greedy'][key]:>6.1%} +- {found['standard_error'][key]:.1%}"
         sampled = f"{found['sampled'][key]:>6.1%}" if "sampled" in found else ""
@@ -88,10 +98,15 @@ def _weights(found: Mapping[str, Any]) -> list[str]:
     text, width = found["text"], max(map(len, (*found["text"]["sources"], "over all")))
     plain, own = found["weight_bytes_plain"], found["weight_bytes"]
     kinds = found["weights"], found["precision"]
-    lines = ["", f"head 0 with weights in {kinds[0]}, {own / 1e6:,.1f} MB, and in {kinds[1]}, {plain / 1e6:,.1f} MB",
-             " " * (2 + width) + f"{kinds[0]:>9}{kinds[1]:>9}{'more':>19}"]  # fmt: skip
-    rows = [(name, figures["bits_per_byte"][0], figures["bits_per_byte_plain"][0])
-            for name, figures in text["sources"].items()]  # fmt: skip
+    lines = [
+        "",
+        f"head 0 with weights in {kinds[0]}, {own / 1e6:,.1f} MB, and in {kinds[1]}, {plain / 1e6:,.1f} MB",
+        " " * (2 + width) + f"{kinds[0]:>9}{kinds[1]:>9}{'more':>19}",
+    ]
+    rows = [
+        (name, figures["bits_per_byte"][0], figures["bits_per_byte_plain"][0])
+        for name, figures in text["sources"].items()
+    ]
     rows += [("over all", text["bits_per_byte"], text["bits_per_byte_plain"])] * (len(rows) > 1)
     for name, bits, before in rows:
         lines.append(f"  {name:<{width}}{bits:>9.4f}{before:>9.4f}{bits - before:>+10.4f}{bits / before - 1:>+9.2%}")
@@ -124,18 +139,25 @@ def scores_of(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 SHOWN = {
-    "acc": "acc", "acc_norm": "acc_norm", "perplexity": "perplexity", "bits_per_byte": "bits per byte",
-    "word_perplexity": "word perplexity", "exact_match_strict": "exact, strict", "exact_match_flexible": "exact, last",
-}  # fmt: skip
+    "acc": "acc",
+    "acc_norm": "acc_norm",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "word_perplexity": "word perplexity",
+    "exact_match_strict": "exact, strict",
+    "exact_match_flexible": "exact, last",
+}
 
 
 def table_of_tasks(found: Mapping[str, Any], published: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """Every task's scores beside chance level and the published scores: by model, task and metric."""
     lines = [
-        _heading(found, found["model"]), "",
+        _heading(found, found["model"]),
+        "",
         f"{'task':<14}{'metric':<17}{'score':>10}{'+-':>10}{'chance':>9}"
-        + "".join(f"{model:>13}" for model in published) + "   items",
-    ]  # fmt: skip
+        + "".join(f"{model:>13}" for model in published)
+        + "   items",
+    ]
     notes = []
     for name, task in found["tasks"].items():
         for metric, value in task["figures"].items():
@@ -148,8 +170,9 @@ def table_of_tasks(found: Mapping[str, Any], published: Mapping[str, Mapping[str
             cells = [" " * width if number is None else f"{number:>{width}{form}}" for number, width in numbers]
             lines.append(f"{name:<14}{SHOWN[metric]:<17}{''.join(cells)}   {task['items']:,}")
         notes += [f"{name}: {note}" for note in (task["variant"], task["note"]) if note]
-        notes += [f"{name}: {task['cut']:,} of {task['items']:,} did not fit the context; their beginnings were cut off"
-                  ] * bool(task["cut"])  # fmt: skip
+        notes += [
+            f"{name}: {task['cut']:,} of {task['items']:,} did not fit the context; their beginnings were cut off"
+        ] * bool(task["cut"])
     if found["limit"]:
         notes.append(f"only the first {found['limit']:,} of each set's items: not comparable with scores of whole sets")
     return "\n".join([*lines, *([""] * bool(notes)), *notes, ""])

@@ -16,9 +16,12 @@ from tinyforge.rng import Stream
 
 
 def generate(
-    model: CausalLM, prompt: Sequence[int], sampling: Sampling, stop: frozenset[int] = frozenset(),
+    model: CausalLM,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    stop: frozenset[int] = frozenset(),
     decoder: Decoder | None = None,
-) -> Iterator[int]:  # fmt: skip
+) -> Iterator[int]:
     """Yield the ids that follow `prompt`, until one in `stop` (not yielded), max_tokens, or the context is full.
 
     decoder: an existing one, which saves laying out the weights again.
@@ -30,9 +33,12 @@ def generate(
 
 
 def generate_batch(
-    model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int] = frozenset(),
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    stop: frozenset[int] = frozenset(),
     decoder: Decoder | None = None,
-) -> Generator[tuple[int, Token]]:  # fmt: skip
+) -> Generator[tuple[int, Token]]:
     """Yield (i, token) for the tokens that follow each prompt, decoding all prompts together, whatever their lengths.
 
     Prompt i draws as it would alone with the seed sampling.seed + i. Drafts are not used: the rows of a batch already
@@ -83,8 +89,12 @@ def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Samp
         logits = decoder.step([[text[-1]] for text in texts])[:, 0, 0]
         z = logits
         if sampling.changes_logits:
-            z = np.stack([penalise(row, sampling, text, text[len(prompt) :])
-                          for row, text, prompt in zip(logits, texts, prompts, strict=True)])  # fmt: skip
+            z = np.stack(
+                [
+                    penalise(row, sampling, text, text[len(prompt) :])
+                    for row, text, prompt in zip(logits, texts, prompts, strict=True)
+                ]
+            )
         ids = np.array(choose(z, sampling, numbers[:, t]))
         logprobs = None
         if sampling.logprobs:
@@ -92,5 +102,9 @@ def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Samp
         yield Drawn(ids[:, None], logprobs)
         wanted = [length + 1 for length in wanted]
         # A row that has ended is rewound to 0, so that it always has room.
-        decoder.rewind([held if len(text) == length else 0
-                        for held, text, length in zip(decoder.lengths, texts, wanted, strict=True)])  # fmt: skip
+        decoder.rewind(
+            [
+                held if len(text) == length else 0
+                for held, text, length in zip(decoder.lengths, texts, wanted, strict=True)
+            ]
+        )

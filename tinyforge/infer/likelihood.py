@@ -177,8 +177,12 @@ class Scorer:
     def _read(self, h: Array, rows: Sequence[_Row], starts: Sequence[int]) -> dict[int, Score]:
         """The scores of rows; h[i, starts[i]:] predicts the targets of row i."""
         backend, vocab = self.model.backend, self.model.config.vocab
-        at = np.concatenate([i * h.shape[1] + start + np.arange(len(row.targets))
-                             for i, (row, start) in enumerate(zip(rows, starts, strict=True))])  # fmt: skip
+        at = np.concatenate(
+            [
+                i * h.shape[1] + start + np.arange(len(row.targets))
+                for i, (row, start) in enumerate(zip(rows, starts, strict=True))
+            ]
+        )
         targets = np.concatenate([row.targets for row in rows])
         flat = h.reshape(-1, h.shape[-1])
         log_probs, best, step = np.empty(len(at)), np.empty(len(at), bool), max(1, LOGITS // vocab)
@@ -228,8 +232,10 @@ def tokens_that_fit(spec: ModelSpec, config: ModelConfig, backend: Backend, weig
     tokens = wanted = max(TOKENS[backend.name], config.context)
     while free is not None and (needed := bytes_needed(spec, config, backend.precision.name, tokens, weights)) > free:
         if tokens == config.context:
-            raise UserError(f"scoring {tokens} tokens needs {gib(needed)} {place}, {gib(free)} are free; use a smaller "
-                            "model, or --precision bf16 on a GPU")  # fmt: skip
+            raise UserError(
+                f"scoring {tokens} tokens needs {gib(needed)} {place}, {gib(free)} are free; use a smaller "
+                "model, or --precision bf16 on a GPU"
+            )
         tokens = max(tokens // 2, config.context)
     if tokens < wanted:
         print(f"batches of {tokens:,} tokens rather than {wanted:,}: {gib(free or 0)} are free {place}")

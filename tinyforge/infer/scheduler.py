@@ -114,10 +114,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, model: CausalLM, rows: int, *, capacity: int | None = None, queue: int = 256,
-        prefix_bytes: int = PREFIX_BYTES, decoder: Decoder | None = None,
+        self,
+        model: CausalLM,
+        rows: int,
+        *,
+        capacity: int | None = None,
+        queue: int = 256,
+        prefix_bytes: int = PREFIX_BYTES,
+        decoder: Decoder | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         # Never a decoder of one row: it may be of another kind, with other bits.
         self.decoder = decoder or make_decoder(model, max(2, rows), capacity)
         self.rows, self.queue, self.clock = rows, queue, clock
@@ -148,9 +154,15 @@ class Scheduler:
         return request
 
     def prepare(
-        self, prompt: Iterable[int], sampling: Sampling, stop: frozenset[int] = frozenset(), *, alternatives: int = 0,
-        deadline: float | None = None, accept: Callable[[Sequence[Token]], int | None] | None = None,
-    ) -> Request:  # fmt: skip
+        self,
+        prompt: Iterable[int],
+        sampling: Sampling,
+        stop: frozenset[int] = frozenset(),
+        *,
+        alternatives: int = 0,
+        deadline: float | None = None,
+        accept: Callable[[Sequence[Token]], int | None] | None = None,
+    ) -> Request:
         """A checked request, not yet in the queue. UserError for one that the model cannot take."""
         config = self.decoder.config
         ids = tuple(checked_ids(prompt, config.vocab))
@@ -161,10 +173,18 @@ class Scheduler:
         drafts = min(sampling.drafts, self.most_drafts)
         s = sampling if sampling.drafts == drafts else replace(sampling, drafts=drafts)
         return Request(
-            ids, s, stop, min(alternatives, config.vocab), deadline, accept, list(ids),
-            budget=min(s.max_tokens, self.decoder.capacity - len(ids)), device=self.decoder.draws(s),
-            kind=(s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits), numbers=uniforms(s.seed),
-        )  # fmt: skip
+            ids,
+            s,
+            stop,
+            min(alternatives, config.vocab),
+            deadline,
+            accept,
+            list(ids),
+            budget=min(s.max_tokens, self.decoder.capacity - len(ids)),
+            device=self.decoder.draws(s),
+            kind=(s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits),
+            numbers=uniforms(s.seed),
+        )
 
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Put requests in the queue, all of them or, with `QueueFull`, none."""
@@ -314,8 +334,10 @@ class Scheduler:
                 new = self._plain(group, logits[:, 0, 0])
             else:
                 new = [self._speculated(r, logits[i]) for i, r in enumerate(group)]
-            found += [(request, self._take(request, made, [token.id for token in made]))
-                      for request, made in zip(group, new, strict=True)]  # fmt: skip
+            found += [
+                (request, self._take(request, made, [token.id for token in made]))
+                for request, made in zip(group, new, strict=True)
+            ]
         return found
 
     def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Token]]:
@@ -325,8 +347,7 @@ class Scheduler:
             places, requests = zip(*part, strict=True)
             z = logits[list(places)]
             if requests[0].sampling.changes_logits:
-                z = np.stack([penalise(row, r.sampling, r.text, r.tokens)
-                              for row, r in zip(z, requests, strict=True)])  # fmt: skip
+                z = np.stack([penalise(row, r.sampling, r.text, r.tokens) for row, r in zip(z, requests, strict=True)])
             sampling = requests[0].sampling
             numbers = [0.0 if sampling.temperature == 0 else next(r.numbers) for r in requests]
             for place, token in zip(places, choose(z, sampling, numbers), strict=True):

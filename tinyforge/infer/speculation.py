@@ -14,9 +14,14 @@ from tinyforge.infer.sampling import Sampling, draw, penalise, probabilities
 
 
 def verify(
-    logits: np.ndarray, drafts: Sequence[int], proposed: np.ndarray | None, sampling: Sampling,
-    numbers: Iterator[float], text: Sequence[int], prompt: int = 0,
-) -> list[int]:  # fmt: skip
+    logits: np.ndarray,
+    drafts: Sequence[int],
+    proposed: np.ndarray | None,
+    sampling: Sampling,
+    numbers: Iterator[float],
+    text: Sequence[int],
+    prompt: int = 0,
+) -> list[int]:
     """The accepted drafts and one more token, distributed as if all were drawn from head 0.
 
     logits: (drafts + 1, V), head 0 after each prefix of the drafts. A draft x from q is accepted with probability
@@ -28,9 +33,9 @@ def verify(
     """
     z = logits
     if sampling.changes_logits:
-        z = np.stack([
-            penalise(z[i], sampling, [*text, *drafts[:i]], [*text[prompt:], *drafts[:i]]) for i in range(len(z))
-        ])  # fmt: skip
+        z = np.stack(
+            [penalise(z[i], sampling, [*text, *drafts[:i]], [*text[prompt:], *drafts[:i]]) for i in range(len(z))]
+        )
     if sampling.temperature == 0:
         choice = z.argmax(axis=-1).tolist()
         right = next((i for i, x in enumerate(drafts) if x != choice[i]), len(drafts))

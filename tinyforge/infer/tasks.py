@@ -95,9 +95,7 @@ def mean_error(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-def run_task(
-    scorer: Scorer, items: Sequence[Item], done: Callable[[int], object] = lambda count: None
-) -> Result:
+def run_task(scorer: Scorer, items: Sequence[Item], done: Callable[[int], object] = lambda count: None) -> Result:
     """Score the items, all of one kind. done is called with the number of texts finished since its last call."""
     first = items[0]
     if isinstance(first, Choice):
@@ -124,8 +122,11 @@ def _choices(scorer: Scorer, items: Sequence[Choice], done: Callable[[int], obje
         found = [next(scores) for _ in item.pairs]
         cut += any(score.cut for score in found)
         log_probs = np.array([score.log_prob for score in found])
-        lengths = {"acc": 1, "acc_norm": np.array([float(len(text)) for text in item.texts]),
-                   "acc_bytes": np.array([float(len(text.encode())) for text in item.texts])}  # fmt: skip
+        lengths = {
+            "acc": 1,
+            "acc_norm": np.array([float(len(text)) for text in item.texts]),
+            "acc_bytes": np.array([float(len(text.encode())) for text in item.texts]),
+        }
         for metric, length in lengths.items():
             right[metric].append(float(np.argmax(log_probs / length) == item.gold))
         groups.setdefault(item.group, []).append(right["acc"][-1])
@@ -139,8 +140,10 @@ def _choices(scorer: Scorer, items: Sequence[Choice], done: Callable[[int], obje
 
 def _means(values: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
     """Each metric's mean, and its standard error."""
-    return ({metric: float(np.mean(found)) for metric, found in values.items()},
-            {metric: mean_error(found) for metric, found in values.items()})  # fmt: skip
+    return (
+        {metric: float(np.mean(found)) for metric, found in values.items()},
+        {metric: mean_error(found) for metric, found in values.items()},
+    )
 
 
 def _last_words(scorer: Scorer, items: Sequence[LastWord], done: Callable[[int], object]) -> Result:
@@ -148,8 +151,13 @@ def _last_words(scorer: Scorer, items: Sequence[LastWord], done: Callable[[int],
     right, logs = [float(score.greedy) for score in scores], [score.log_prob for score in scores]
     perplexity = math.exp(min(-float(np.mean(logs)), 700.0))
     errors = {"acc": mean_error(right), "perplexity": perplexity * mean_error(logs)}  # d exp(x) = exp(x) dx
-    return Result({"acc": float(np.mean(right)), "perplexity": perplexity}, errors, 0.0, len(items),
-                  sum(score.cut for score in scores))  # fmt: skip
+    return Result(
+        {"acc": float(np.mean(right)), "perplexity": perplexity},
+        errors,
+        0.0,
+        len(items),
+        sum(score.cut for score in scores),
+    )
 
 
 def _passages(scorer: Scorer, items: Sequence[Passage], done: Callable[[int], object]) -> Result:
@@ -225,9 +233,12 @@ def _problems(
 
 
 def answer_all(
-    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], longest: int,
+    model: CausalLM,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
     done: Callable[[int], object],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The greedy answer to each prompt, up to a stop string, the end of the text, or `longest` tokens."""
     ends = frozenset(tokenizer.specials[text] for text in ENDS if text in tokenizer.specials)
     sampling = Sampling(temperature=0.0, max_tokens=longest)

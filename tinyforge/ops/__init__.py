@@ -33,10 +33,37 @@ from tinyforge.ops.take import Take
 from tinyforge.ops.tanh import Tanh
 
 ALL: tuple[type[Op], ...] = (
-    Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Linear, RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm,
-    RoPE, Attention, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout, CausalConv,
-    SelectiveScan, LSTM, TopKRouter, RouterLosses, MixtureOfExperts, CrossEntropy, LinearCrossEntropy,
-)  # fmt: skip
+    Embedding,
+    LearnedPositions,
+    Patches,
+    ClassToken,
+    Take,
+    Fork,
+    Linear,
+    RMSNorm,
+    AddRMSNorm,
+    LayerNorm,
+    AddLayerNorm,
+    RoPE,
+    Attention,
+    SwiGLU,
+    LinearSwiGLU,
+    SwiGLULinear,
+    GELU,
+    GELULinear,
+    LoRA,
+    Tanh,
+    Softmax,
+    Dropout,
+    CausalConv,
+    SelectiveScan,
+    LSTM,
+    TopKRouter,
+    RouterLosses,
+    MixtureOfExperts,
+    CrossEntropy,
+    LinearCrossEntropy,
+)
 """Every op, in the order of the gradient-check ledger."""
 
 IN_FP8: tuple[type[Op], ...] = (FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear)

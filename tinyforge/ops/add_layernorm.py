@@ -62,9 +62,7 @@ class AddLayerNorm(LayerNorm):
         x, mean, rstd = stash.pop(self)
         residual, dnormed = dy
         dbias = self.bias.grad if self.bias else None
-        dsum = self.k.layernorm_bwd(
-            self.weight.grad, dbias, dnormed, self.weight.value, x, mean, rstd, residual
-        )
+        dsum = self.k.layernorm_bwd(self.weight.grad, dbias, dnormed, self.weight.value, x, mean, rstd, residual)
         return dsum, dsum
 
     @classmethod

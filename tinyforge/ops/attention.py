@@ -146,9 +146,16 @@ def dropout_mask(
 
 @kernel
 def attention_fwd(
-    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
-    window: int | None, key: Key | None, rate: float,
-) -> tuple[Array, Array]:  # fmt: skip
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None,
+    starts: Array | None,
+    causal: bool,
+    window: int | None,
+    key: Key | None,
+    rate: float,
+) -> tuple[Array, Array]:
     """q: (B, T, Hq, D), the last T of S positions; k, v: (B, S, Hkv, D); returns o: (B, T, Hq, D), lse: (B, Hq, T).
 
     lengths: (B,) int32, 1 to S; keys from there on are padding, which no query sees. starts: (B, T) int32, the first
@@ -205,10 +212,22 @@ def attention_fwd_memory(q: Array, starts: Array | None, window: int | None) -> 
 
 @kernel
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
-    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    dy: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None,
+    starts: Array | None,
+    out: Array,
+    lse: Array,
+    causal: bool,
+    window: int | None,
+    key: Key | None,
     rate: float,
-) -> None:  # fmt: skip
+) -> None:
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     batch, queries, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -254,9 +273,21 @@ def attention_bwd_memory(starts: Array | None, lse: Array) -> None:
 
 @kernel
 def attention_rope_bwd(
-    dqkv: Array, dy: Array, qkv: Array, lengths: Array | None, starts: Array | None, out: Array, lse: Array,
-    cos: Array, sin: Array, rotated: int, causal: bool, window: int | None, key: Key | None, rate: float,
-) -> None:  # fmt: skip
+    dqkv: Array,
+    dy: Array,
+    qkv: Array,
+    lengths: Array | None,
+    starts: Array | None,
+    out: Array,
+    lse: Array,
+    cos: Array,
+    sin: Array,
+    rotated: int,
+    causal: bool,
+    window: int | None,
+    key: Key | None,
+    rate: float,
+) -> None:
     """attention_bwd into a packed dqkv, (B, T, Hq + 2 Hkv, D), and RoPE's backward on its first `rotated` heads."""
     heads = dy.shape[2]
     attention_bwd(*split(dqkv, heads), dy, *split(qkv, heads), lengths, starts, out, lse, causal, window, key, rate)
@@ -331,9 +362,16 @@ class Attention(Op):
     kernels = (attention_fwd, attention_bwd, attention_rope_bwd)
 
     def __init__(
-        self, heads: int, kv_heads: int, backend: Backend, name: str = "", *, causal: bool = True,
-        window: int | None = None, dropout: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        heads: int,
+        kv_heads: int,
+        backend: Backend,
+        name: str = "",
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__(backend, name)
         if heads % kv_heads:
             raise ValueError(f"Attention: {heads} query heads do not divide among {kv_heads} key/value heads")
@@ -348,9 +386,14 @@ class Attention(Op):
         self.dropout = dropout
 
     def forward(
-        self, qkv: Array, stash: Stash | None = None, *, cache: LayerCache | None = None, lengths: Array | None = None,
+        self,
+        qkv: Array,
+        stash: Stash | None = None,
+        *,
+        cache: LayerCache | None = None,
+        lengths: Array | None = None,
         starts: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         q, k, v = split(qkv, self.heads)
         if lengths is not None and self.causal:
             raise ValueError(f"{self.name}: lengths with causal attention, where no query sees what comes behind it")
@@ -401,9 +444,11 @@ class Attention(Op):
         # Documents: within a tile, some of one token; across tiles, one of them beginning with a tile, and one that no
         # later query sees; with a window, with dropout.
         for begins, t, width, rate in (
-            (((0, 3, 4), (0, 6)), 7, None, 0.0), (((0, 64, TILE, 200),), 2 * TILE + 3, None, 0.0),
-            (((0, 40, 131), (0, 1)), TILE + 4, 30, 0.0), (((0, 50, 129), (0,)), TILE + 3, None, 0.4),
-        ):  # fmt: skip
+            (((0, 3, 4), (0, 6)), 7, None, 0.0),
+            (((0, 64, TILE, 200),), 2 * TILE + 3, None, 0.0),
+            (((0, 40, 131), (0, 1)), TILE + 4, 30, 0.0),
+            (((0, 50, 129), (0,)), TILE + 3, None, 0.4),
+        ):
             first = np.zeros((len(begins), t), np.int32)
             for row, places in zip(first, begins, strict=True):
                 row[list(places)] = places

@@ -107,8 +107,7 @@ def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...])
 
 @cache
 def tensor_core(file: str, part: str, dim: int, options: tuple[str, ...], drop: int = 1) -> Launch:
-    """The kernel of a part (a key of ENTRIES) in a file from `tensor_core_file` other than TMA_FILE. drop: see `plain`.
-    """
+    """The kernel of a part (a key of ENTRIES) in a file from `tensor_core_file` other than TMA_FILE. drop: see `plain`."""
     macros = listed(file, part, dim, options)
     return tensor_core_launch(file, part, {**macros, "DROP": drop} if "DROP" in macros else macros)
 
@@ -221,8 +220,7 @@ def rows_map(x: Array, rows: int) -> Any:
 
 
 def strides(name: str, x: Array) -> tuple[int, int]:
-    """Strides in elements between sequences and between tokens. Raises ValueError for layouts that kernels cannot read.
-    """
+    """Strides in elements between sequences and between tokens. Raises ValueError for layouts that kernels cannot read."""
     batch, tokens, heads, dim = x.shape
     size = x.itemsize
     sequence, token, head, one = x.strides
@@ -260,8 +258,10 @@ def starts_for(
 def checked_starts(starts: Array, batch: int, queries: int, keys: int) -> Array:
     """starts of documents, checked and contiguous."""
     if starts.dtype != np.int32 or starts.shape != (batch, queries) or keys != queries:
-        raise ValueError(f"attention: starts are {starts.dtype} of shape {starts.shape}, {keys} keys; wanted int32 of "
-                         f"shape {(batch, queries)}, and as many keys as queries")  # fmt: skip
+        raise ValueError(
+            f"attention: starts are {starts.dtype} of shape {starts.shape}, {keys} keys; wanted int32 of "
+            f"shape {(batch, queries)}, and as many keys as queries"
+        )
     return contiguous(starts)
 
 
@@ -293,9 +293,18 @@ def options_of(band: tuple[Any, ...], docs: bool, drop: tuple[Any, ...]) -> tupl
 
 @attention.attention_fwd.on("cupy")
 def attention_fwd(
-    q: Array, k: Array, v: Array, lengths: Array | None, starts: Array | None, causal: bool,
-    window: int | None, key: Key | None, rate: float, *, backend: CupyBackend,
-) -> tuple[Array, Array]:  # fmt: skip
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None,
+    starts: Array | None,
+    causal: bool,
+    window: int | None,
+    key: Key | None,
+    rate: float,
+    *,
+    backend: CupyBackend,
+) -> tuple[Array, Array]:
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; starts: (B, T); returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -327,19 +336,47 @@ def attention_fwd(
 
 @attention.attention_bwd.on("cupy")
 def attention_bwd(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
-    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
-    rate: float, *, backend: CupyBackend,
-) -> None:  # fmt: skip
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    dy: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None,
+    starts: Array | None,
+    out: Array,
+    lse: Array,
+    causal: bool,
+    window: int | None,
+    key: Key | None,
+    rate: float,
+    *,
+    backend: CupyBackend,
+) -> None:
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
     backward(dq, dk, dv, dy, q, k, v, lengths, starts, out, lse, causal, window, key, rate, (), backend)
 
 
 def backward(
-    dq: Array, dk: Array, dv: Array, dy: Array, q: Array, k: Array, v: Array, lengths: Array | None,
-    starts: Array | None, out: Array, lse: Array, causal: bool, window: int | None, key: Key | None,
-    rate: float, turn: tuple[Array, ...], backend: CupyBackend,
-) -> bool:  # fmt: skip
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    dy: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None,
+    starts: Array | None,
+    out: Array,
+    lse: Array,
+    causal: bool,
+    window: int | None,
+    key: Key | None,
+    rate: float,
+    turn: tuple[Array, ...],
+    backend: CupyBackend,
+) -> bool:
     """As attention_bwd. turn: the cosines and sines of RoPE's backward, for dq and dk; returns whether the kernels have
     applied it."""
     batch, queries, heads, dim = q.shape
@@ -389,10 +426,23 @@ def backward(
 
 @attention.attention_rope_bwd.on("cupy")
 def attention_rope_bwd(
-    dqkv: Array, dy: Array, qkv: Array, lengths: Array | None, starts: Array | None, out: Array, lse: Array,
-    cos: Array, sin: Array, rotated: int, causal: bool, window: int | None, key: Key | None, rate: float, *,
+    dqkv: Array,
+    dy: Array,
+    qkv: Array,
+    lengths: Array | None,
+    starts: Array | None,
+    out: Array,
+    lse: Array,
+    cos: Array,
+    sin: Array,
+    rotated: int,
+    causal: bool,
+    window: int | None,
+    key: Key | None,
+    rate: float,
+    *,
     backend: CupyBackend,
-) -> None:  # fmt: skip
+) -> None:
     heads = dy.shape[2]
     q, k, v = attention.split(qkv, heads)
     turn = tables(cos, sin, qkv) if rotated == heads + k.shape[2] else ()

@@ -104,14 +104,17 @@ class CausalConv(Op):
 
     def backward(self, dy: Array, stash: Stash, *, out: Array | None = None) -> Array:
         (x,) = stash.pop(self)
-        return self.k.causal_conv_bwd(
-            out, self.weight.grad, self.bias.grad, dy, x, self.weight.value, self.bias.value
-        )
+        return self.k.causal_conv_bwd(out, self.weight.grad, self.bias.grad, dy, x, self.weight.value, self.bias.value)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for (batch, length, channels), taps in (((2, 9, 5), 4), ((3, 2, 7), 4), ((1, 1, 1), 2), ((0, 4, 3), 3),
-                                                ((2, 6, 33), 1)):  # fmt: skip
+        for (batch, length, channels), taps in (
+            ((2, 9, 5), 4),
+            ((3, 2, 7), 4),
+            ((1, 1, 1), 2),
+            ((0, 4, 3), 3),
+            ((2, 6, 33), 1),
+        ):
             weight = Param("weight", (channels, 1, taps), std=1.0)
             op = with_buffer(cls(weight, Param("bias", (channels,), decay=False), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=(batch, length, channels))),)

@@ -43,8 +43,11 @@ def causal_conv_fwd(tail: Array | None, x: Array, weight: Array, bias: Array) ->
         vec = _vector(channels, (pitch,), x, y, bias, *(() if tail is None else (tail,)))
         launch = load(FILE, "causal_conv_fwd", SCALAR=scalar(x.dtype), VEC=vec, TAPS=taps)
         sizes = map(np.int32, (batch, length, channels, pitch))
-        launch(blocks(batch * -(-length // STRIP) * (channels // vec), 128), (128,),
-               (y, or_null(tail), x, weight, bias, *sizes))  # fmt: skip
+        launch(
+            blocks(batch * -(-length // STRIP) * (channels // vec), 128),
+            (128,),
+            (y, or_null(tail), x, weight, bias, *sizes),
+        )
     if tail is not None and taps > 1 and length:
         kept = max(0, taps - 1 - length)  # of the tail itself, where x is shorter
         if kept:

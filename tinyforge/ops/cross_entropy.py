@@ -253,9 +253,7 @@ def chunk_rows(pitch: int) -> int:
 
 
 @kernel
-def linear_cross_entropy_frozen_fwd(
-    h: Array, weight: Array, targets: Array, keep: bool
-) -> tuple[Array, Array | None]:
+def linear_cross_entropy_frozen_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
     """As linear_cross_entropy_fwd, for a weight without a gradient: with `keep` the second is R W, (n, K, C)."""
     heads, vocab, dim = weight.shape
     dh = np.empty((len(h), heads, dim), h.dtype) if keep else None
@@ -356,9 +354,13 @@ class LinearCrossEntropy(Op):
     """
 
     kernels = (
-        linear_fwd, linear_cross_entropy_fwd, linear_soft_cross_entropy_fwd, linear_cross_entropy_bwd,
-        linear_cross_entropy_frozen_fwd, linear_cross_entropy_frozen_bwd,
-    )  # fmt: skip
+        linear_fwd,
+        linear_cross_entropy_fwd,
+        linear_soft_cross_entropy_fwd,
+        linear_cross_entropy_bwd,
+        linear_cross_entropy_frozen_fwd,
+        linear_cross_entropy_frozen_bwd,
+    )
     per_head = True
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
@@ -372,9 +374,14 @@ class LinearCrossEntropy(Op):
         rows, weight = h.reshape(-1, dim), self.weight.value.reshape(self.shape)
         if isinstance(targets, SoftTargets):
             nll, residual = self.k.linear_soft_cross_entropy_fwd(
-                rows, weight, targets.ids.reshape(-1, heads), targets.hidden.reshape(-1, targets.hidden.shape[-1]),
-                targets.heads[:heads], stash is not None, targets.share,
-            )  # fmt: skip
+                rows,
+                weight,
+                targets.ids.reshape(-1, heads),
+                targets.hidden.reshape(-1, targets.hidden.shape[-1]),
+                targets.heads[:heads],
+                stash is not None,
+                targets.share,
+            )
             if stash is not None:
                 stash.push(self, h, residual)
             return nll.reshape(targets.ids.shape)
@@ -391,9 +398,13 @@ class LinearCrossEntropy(Op):
         rows = h.reshape(-1, h.shape[-1])
         dweight, accumulate = (None, True) if self.weight.frozen else self.weight.summed_in()
         dh = self.k.linear_cross_entropy_bwd(
-            dweight if dweight is None else dweight.reshape(self.shape), rows_of(dy), rows, residual,
-            self.weight.value.reshape(self.shape), accumulate,
-        )  # fmt: skip
+            dweight if dweight is None else dweight.reshape(self.shape),
+            rows_of(dy),
+            rows,
+            residual,
+            self.weight.value.reshape(self.shape),
+            accumulate,
+        )
         return dh.reshape(h.shape), None
 
     def logits(self, h: Array, head: int = 0) -> Array:

@@ -9,16 +9,7 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
-from tinyforge.backends.cupy_backend import (
-    FLOAT64,
-    CupyBackend,
-    blocks,
-    contiguous,
-    new,
-    scalar,
-    shared_limit,
-    vector,
-)
+from tinyforge.backends.cupy_backend import FLOAT64, CupyBackend, blocks, contiguous, new, scalar, shared_limit, vector
 from tinyforge.backends.gemm import gemm
 from tinyforge.kernel import Array
 from tinyforge.ops import cross_entropy
@@ -139,9 +130,16 @@ def linear_cross_entropy_fwd(
 
 @cross_entropy.linear_soft_cross_entropy_fwd.on("cupy")
 def linear_soft_cross_entropy_fwd(
-    h: Array, weight: Array, targets: Array, teacher_h: Array, teacher_weight: Array, keep: bool, share: float, *,
+    h: Array,
+    weight: Array,
+    targets: Array,
+    teacher_h: Array,
+    teacher_weight: Array,
+    keep: bool,
+    share: float,
+    *,
     backend: CupyBackend,
-) -> tuple[Array, Any]:  # fmt: skip
+) -> tuple[Array, Any]:
     h, targets, teacher_h = contiguous(h), contiguous(targets), contiguous(teacher_h)
     heads, vocab, _ = weight.shape
     tokens = len(h)
@@ -162,9 +160,15 @@ def linear_soft_cross_entropy_fwd(
 
 @cross_entropy.linear_cross_entropy_bwd.on("cupy")
 def linear_cross_entropy_bwd(
-    dweight: Array | None, dnll: Array, h: Array, residual: Any, weight: Array, accumulate: bool = True, *,
+    dweight: Array | None,
+    dnll: Array,
+    h: Array,
+    residual: Any,
+    weight: Array,
+    accumulate: bool = True,
+    *,
     backend: CupyBackend,
-) -> Array:  # fmt: skip
+) -> Array:
     h = contiguous(h)
     heads, vocab, dim = weight.shape
     rows, pitch = heads * vocab, residual.shape[1]

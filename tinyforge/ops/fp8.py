@@ -158,10 +158,14 @@ def fp8_weight_of(param: Param, backend: Backend, *, codes: bool = False, transp
 
     def make(shape: tuple[int, ...]) -> Array:
         if backend.fp8 and (shape[1] % MULTIPLE or shape[0] % 8):
-            raise UserError(f"--precision fp8: {param.name} is {param.shape}; products in FP8 sum over a multiple of "
-                            f"{MULTIPLE}, here {shape[1]}, into a multiple of 8, here {shape[0]}; use --precision bf16"
-                            )  # fmt: skip
+            raise UserError(
+                f"--precision fp8: {param.name} is {param.shape}; products in FP8 sum over a multiple of "
+                f"{MULTIPLE}, here {shape[1]}, into a multiple of 8, here {shape[0]}; use --precision bf16"
+            )
         return backend.zeros(shape, kind)
 
-    return FP8Weight(make(param.shape) if codes else None, make(param.shape[::-1]) if transposed else None,
-                   backend.zeros((1,), backend.master_dtype))  # fmt: skip
+    return FP8Weight(
+        make(param.shape) if codes else None,
+        make(param.shape[::-1]) if transposed else None,
+        backend.zeros((1,), backend.master_dtype),
+    )

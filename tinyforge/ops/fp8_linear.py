@@ -39,9 +39,7 @@ from tinyforge.params import with_buffer
 
 
 @kernel
-def fp8_product(
-    codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any
-) -> Array:
+def fp8_product(codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any) -> Array:
     """y = codes weight^T, times both scales. codes: (..., K), in e5m2 or e4m3; scale: (...) or (1,); weight: (N, K);
     y: (..., N)."""
     kind = scale.dtype
@@ -143,9 +141,13 @@ class FP8Linear(_FP8Map, Linear):
         self.fp8_weight = fp8_weight_of(weight, backend, codes=True)
 
     def forward(
-        self, x: Any, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
+        self,
+        x: Any,
+        stash: Stash | None = None,
+        *,
+        recompute: Callable[[], Array] | None = None,
         add: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         assert add is None, "adds is False"
         x, weight = self.scaled(x), self.quantised_weight()
         self.keep(x.x, stash, recompute)
@@ -165,9 +167,15 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
     """
 
     kernels = (
-        *LinearSwiGLU.kernels, fp8_product, fp8_product_swiglu, fp8_weight_gradient, quantise_rows, quantise_weights,
-        largest_scale, quantise_transposed,
-    )  # fmt: skip
+        *LinearSwiGLU.kernels,
+        fp8_product,
+        fp8_product_swiglu,
+        fp8_weight_gradient,
+        quantise_rows,
+        quantise_weights,
+        largest_scale,
+        quantise_transposed,
+    )
     adds = False
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
@@ -175,9 +183,14 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
         self.fp8_weight = fp8_weight_of(weight, backend, codes=True, transposed=True)
 
     def forward(
-        self, x: Any, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
-        add: Array | None = None, hidden: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Any,
+        stash: Stash | None = None,
+        *,
+        recompute: Callable[[], Array] | None = None,
+        add: Array | None = None,
+        hidden: bool = False,
+    ) -> Any:
         assert add is None, "adds is False"
         (x, codes, scale), weight = self.scaled(x), self.quantised_weight()
         if stash is not None:
@@ -213,9 +226,15 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
     """
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (
-        *SwiGLULinear.kernels, fp8_product, weight_gradient, swiglu_bwd, swiglu_bwd_fp8, quantise_rows,
-        quantise_weights, largest_scale,
-    )  # fmt: skip
+        *SwiGLULinear.kernels,
+        fp8_product,
+        weight_gradient,
+        swiglu_bwd,
+        swiglu_bwd_fp8,
+        quantise_rows,
+        quantise_weights,
+        largest_scale,
+    )
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, gives_fp8: bool = False) -> None:
         super().__init__(weight, backend, name)
@@ -252,9 +271,12 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
 
 
 def _cases(
-    kind: Any, backend: Backend, rng: np.random.Generator, shape: Callable[[int, int], tuple[int, int]],
+    kind: Any,
+    backend: Backend,
+    rng: np.random.Generator,
+    shape: Callable[[int, int], tuple[int, int]],
     width: Callable[[int], int],
-) -> Iterator[tuple[Op, tuple[Any, ...]]]:  # fmt: skip
+) -> Iterator[tuple[Op, tuple[Any, ...]]]:
     """shape: of the weight, of o and i. width: of the input, of i."""
     times = MULTIPLE if backend.fp8 else 1
     for (o, i), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):

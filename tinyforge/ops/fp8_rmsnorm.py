@@ -58,9 +58,15 @@ class FP8AddRMSNorm(AddRMSNorm):
     kernels = (*AddRMSNorm.kernels, rmsnorm_scaled_fwd, rmsnorm_scaled_bwd, quantise_rows)
 
     def __init__(
-        self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "", *, scaled: bool = True,
+        self,
+        weight: Param,
+        backend: Backend,
+        eps: float = 1e-5,
+        name: str = "",
+        *,
+        scaled: bool = True,
         scaled_backward: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(weight, backend, eps, name)
         self.scaled, self.scaled_backward = scaled, scaled_backward
 

@@ -6,16 +6,7 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import (
-    add_columns,
-    blocks,
-    contiguous,
-    new,
-    or_null,
-    processors,
-    scalar,
-    vector,
-)
+from tinyforge.backends.cupy_backend import add_columns, blocks, contiguous, new, or_null, processors, scalar, vector
 from tinyforge.kernel import Array
 from tinyforge.ops import gelu
 from tinyforge.ops.rows_cuda import launch_elements

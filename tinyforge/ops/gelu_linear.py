@@ -33,9 +33,16 @@ def gelu_linear_fwd_memory(u: Array, weight: Array) -> Array:
 
 @kernel
 def gelu_linear_bwd(
-    dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, approximate: str, accumulate: bool = True,
-) -> Array:  # fmt: skip
+    dweight: Array | None,
+    dbias: Array | None,
+    dinput_bias: Array | None,
+    dy: Array,
+    u: Array,
+    weight: Array,
+    input_bias: Array | None,
+    approximate: str,
+    accumulate: bool = True,
+) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
     hidden = None if dweight is None else np.empty(u.shape, u.dtype)
     du = gelu_bwd(hidden, dinput_bias, (rows @ weight).reshape(u.shape), u, input_bias, approximate)
@@ -68,9 +75,15 @@ class GELULinear(Op):
     adds = True
 
     def __init__(
-        self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None,
-        input_bias: Param | None = None, approximate: str = "tanh",
-    ) -> None:  # fmt: skip
+        self,
+        weight: Param,
+        backend: Backend,
+        name: str = "",
+        *,
+        bias: Param | None = None,
+        input_bias: Param | None = None,
+        approximate: str = "tanh",
+    ) -> None:
         super().__init__(backend, name)
         self.approximate = approximate
         self.input_bias, self.weight, self.bias = input_bias, weight, bias

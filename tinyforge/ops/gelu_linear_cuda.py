@@ -12,9 +12,15 @@ from tinyforge.ops.linear_cuda import linear_add_fwd, linear_bwd_bias, linear_fw
 
 @gelu_linear.gelu_linear_fwd.on("cupy")
 def gelu_linear_fwd(
-    u: Array, weight: Array, bias: Array | None, input_bias: Array | None, add: Array | None, approximate: str, *,
+    u: Array,
+    weight: Array,
+    bias: Array | None,
+    input_bias: Array | None,
+    add: Array | None,
+    approximate: str,
+    *,
     backend: CupyBackend,
-) -> Array:  # fmt: skip
+) -> Array:
     hidden = gelu_fwd(u, input_bias, approximate)
     if add is None:
         return linear_fwd(hidden, weight, bias, backend=backend)
@@ -23,9 +29,18 @@ def gelu_linear_fwd(
 
 @gelu_linear.gelu_linear_bwd.on("cupy")
 def gelu_linear_bwd(
-    dweight: Array | None, dbias: Array | None, dinput_bias: Array | None, dy: Array, u: Array, weight: Array,
-    input_bias: Array | None, approximate: str, accumulate: bool = True, *, backend: CupyBackend,
-) -> Array:  # fmt: skip
+    dweight: Array | None,
+    dbias: Array | None,
+    dinput_bias: Array | None,
+    dy: Array,
+    u: Array,
+    weight: Array,
+    input_bias: Array | None,
+    approximate: str,
+    accumulate: bool = True,
+    *,
+    backend: CupyBackend,
+) -> Array:
     dy, u = contiguous(dy), contiguous(u)
     rows = dy.size // dy.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])

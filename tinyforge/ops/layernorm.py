@@ -34,9 +34,15 @@ def layernorm_fwd_memory(x: Array) -> tuple[Array, Array, Array]:
 
 @kernel
 def layernorm_bwd(
-    dweight: Array | None, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
+    dweight: Array | None,
+    dbias: Array | None,
+    dy: Array,
+    weight: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
     residual: Array | None,
-) -> Array:  # fmt: skip
+) -> Array:
     """residual: another gradient of x, which is added to dx."""
     rows = (-1, dy.shape[-1])
     xhat = x - mean[..., None]
@@ -76,9 +82,7 @@ class LayerNorm(Op):
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (layernorm_fwd, layernorm_bwd)
 
-    def __init__(
-        self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = ""
-    ) -> None:
+    def __init__(self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight, self.bias = weight, bias
         self.eps = eps

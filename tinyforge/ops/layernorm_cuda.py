@@ -21,9 +21,15 @@ def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tu
 
 @layernorm.layernorm_bwd.on("cupy")
 def layernorm_bwd(
-    dweight: Array | None, dbias: Array | None, dy: Array, weight: Array, x: Array, mean: Array, rstd: Array,
+    dweight: Array | None,
+    dbias: Array | None,
+    dy: Array,
+    weight: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
     residual: Array | None,
-) -> Array:  # fmt: skip
+) -> Array:
     dy, x = contiguous(dy), contiguous(x)
     # The kernel computes both sums; one that is not needed goes to scratch memory.
     if dweight is not None or dbias is not None:

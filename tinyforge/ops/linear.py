@@ -96,9 +96,13 @@ class Linear(Op):
         weight.by_product = True
 
     def forward(
-        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
+        self,
+        x: Array,
+        stash: Stash | None = None,
+        *,
+        recompute: Callable[[], Array] | None = None,
         add: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         self.keep(x, stash, recompute)
         bias = self.bias.value if self.bias else None
         if add is not None:

@@ -51,9 +51,15 @@ def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array, *, b
 
 @linear.linear_bwd.on("cupy")
 def linear_bwd(
-    dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True, *,
+    dweight: Array | None,
+    dbias: Array | None,
+    dy: Array,
+    x: Array | None,
+    weight: Array,
+    accumulate: bool = True,
+    *,
     backend: CupyBackend,
-) -> Array:  # fmt: skip
+) -> Array:
     dy = contiguous(dy)
     rows, width = dy.size // dy.shape[-1], weight.shape[1]
     up = dy.reshape(rows, dy.shape[-1])

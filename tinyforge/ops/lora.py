@@ -41,9 +41,18 @@ def lora_fwd_memory(x: Array, weight: Array, a: Array, key: Key | None) -> tuple
 
 @kernel
 def lora_bwd(
-    da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
-    key: Key | None, rate: float,
-) -> Array:  # fmt: skip
+    da: Array | None,
+    db: Array | None,
+    dy: Array,
+    x: Array,
+    u: Array,
+    weight: Array,
+    a: Array,
+    b: Array,
+    scale: float,
+    key: Key | None,
+    rate: float,
+) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
     if db is not None:
         db += (rows.T @ u) * scale
@@ -96,9 +105,18 @@ class LoRA(Op):
     kernels = (lora_fwd, lora_bwd, lora_merge)
 
     def __init__(
-        self, weight: Param, a: Param, b: Param, backend: Backend, name: str = "", *, bias: Param | None = None,
-        alpha: float, rate: float = 0.0, activation: Op | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        weight: Param,
+        a: Param,
+        b: Param,
+        backend: Backend,
+        name: str = "",
+        *,
+        bias: Param | None = None,
+        alpha: float,
+        rate: float = 0.0,
+        activation: Op | None = None,
+    ) -> None:
         super().__init__(backend, name)
         (outputs, inputs), rank = weight.shape, a.shape[0]
         if a.shape != (rank, inputs) or b.shape != (outputs, rank):
@@ -114,9 +132,7 @@ class LoRA(Op):
         first = [] if self.activation is None else self.activation.params()
         return [*first, self.weight, *([] if self.bias is None else [self.bias]), self.a, self.b]
 
-    def forward(
-        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None
-    ) -> Array:
+    def forward(self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None) -> Array:
         if self.activation is not None:
             recompute = partial(self.activation.forward, x)
             x = self.activation.forward(x, stash)
@@ -130,9 +146,18 @@ class LoRA(Op):
     def backward(self, dy: Array, stash: Stash) -> Array:
         x, u, key = stash.pop(self)
         dx = self.k.lora_bwd(
-            self.a.grad, self.b.grad, dy, x(), u, self.weight.value, self.a.value, self.b.value, self.scale, key,
+            self.a.grad,
+            self.b.grad,
+            dy,
+            x(),
+            u,
+            self.weight.value,
+            self.a.value,
+            self.b.value,
+            self.scale,
+            key,
             self.rate,
-        )  # fmt: skip
+        )
         return dx if self.activation is None else self.activation.backward(dx, stash)
 
     def merged(self) -> Array:
@@ -144,9 +169,11 @@ class LoRA(Op):
         for (o, i, r), lead in (((5, 7, 3), (2, 3)), ((1, 1, 1), (1,)), ((6, 4, 2), (9,)), ((3, 2, 5), (0,))):
             of_gelu = Param("input_bias", (i,), decay=False)
             for rate, bias, activation in (
-                (0.0, None, None), (0.4, Param("bias", (o,), decay=False), None), (0.4, None, SwiGLU(backend)),
+                (0.0, None, None),
+                (0.4, Param("bias", (o,), decay=False), None),
+                (0.4, None, SwiGLU(backend)),
                 (0.0, None, GELU(backend, bias=of_gelu)),
-            ):  # fmt: skip
+            ):
                 weight, a, b = Param("weight", (o, i)), Param("lora_a", (r, i)), Param("lora_b", (o, r))
                 op = cls(weight, a, b, backend, bias=bias, alpha=1.7 * r, rate=rate, activation=activation)
                 width = 2 * i if isinstance(activation, SwiGLU) else i

@@ -13,9 +13,17 @@ from tinyforge.ops.linear_cuda import linear_fwd
 
 @lora.lora_fwd.on("cupy")
 def lora_fwd(
-    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float, *,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    a: Array,
+    b: Array,
+    scale: float,
+    key: Key | None,
+    rate: float,
+    *,
     backend: CupyBackend,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     x = contiguous(x)
     y = linear_fwd(x, weight, bias, backend=backend)
     dropped = x if key is None else dropout(x, key, rate)
@@ -26,9 +34,20 @@ def lora_fwd(
 
 @lora.lora_bwd.on("cupy")
 def lora_bwd(
-    da: Array | None, db: Array | None, dy: Array, x: Array, u: Array, weight: Array, a: Array, b: Array, scale: float,
-    key: Key | None, rate: float, *, backend: CupyBackend,
-) -> Array:  # fmt: skip
+    da: Array | None,
+    db: Array | None,
+    dy: Array,
+    x: Array,
+    u: Array,
+    weight: Array,
+    a: Array,
+    b: Array,
+    scale: float,
+    key: Key | None,
+    rate: float,
+    *,
+    backend: CupyBackend,
+) -> Array:
     dy, x = contiguous(dy), contiguous(x)
     up, width = dy.reshape(len(u), dy.shape[-1]), x.shape[-1]
     if db is not None:

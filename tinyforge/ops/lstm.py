@@ -17,11 +17,8 @@ from tinyforge.params import with_buffer
 
 
 @kernel
-def lstm_fwd(
-    gates: Array, h: Array, c: Array, weight: Array, fresh: Array | None
-) -> tuple[Array, Array]:
-    """Returns y and the cells, (B, T, H) each. gates: (B, T, 4 H), W x + b; overwritten with the activated i, f, g, o.
-    """
+def lstm_fwd(gates: Array, h: Array, c: Array, weight: Array, fresh: Array | None) -> tuple[Array, Array]:
+    """Returns y and the cells, (B, T, H) each. gates: (B, T, 4 H), W x + b; overwritten with the activated i, f, g, o."""
     batch, length, four = gates.shape
     width = four // 4
     y, cells = np.empty((2, batch, length, width), gates.dtype)
@@ -49,9 +46,17 @@ def lstm_fwd_memory(gates: Array, h: Array) -> tuple[Array, Array]:
 
 @kernel
 def lstm_bwd(
-    dweight: Array | None, dy: Array, dc: Array | None, gates: Array, y: Array, cells: Array, h: Array, c: Array,
-    weight: Array, fresh: Array | None,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    dweight: Array | None,
+    dy: Array,
+    dc: Array | None,
+    gates: Array,
+    y: Array,
+    cells: Array,
+    h: Array,
+    c: Array,
+    weight: Array,
+    fresh: Array | None,
+) -> tuple[Array, Array, Array]:
     """The gradients of the gates before activation, (B, T, 4 H), and of h and c, the state before the first position.
     dc: of the last cell, None for 0."""
     batch, length, width = y.shape

@@ -41,9 +41,19 @@ def lstm_fwd(
 
 @lstm.lstm_bwd.on("cupy")
 def lstm_bwd(
-    dweight: Array | None, dy: Array, dc: Array | None, gates: Array, y: Array, cells: Array, h: Array, c: Array,
-    weight: Array, fresh: Array | None, *, backend: CupyBackend,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    dweight: Array | None,
+    dy: Array,
+    dc: Array | None,
+    gates: Array,
+    y: Array,
+    cells: Array,
+    h: Array,
+    c: Array,
+    weight: Array,
+    fresh: Array | None,
+    *,
+    backend: CupyBackend,
+) -> tuple[Array, Array, Array]:
     (batch, length, width), kind = y.shape, wide(y.dtype)
     dgates, dh = new(gates.shape, y.dtype), backend.zeros((batch, width), kind)
     dcells = backend.zeros((batch, width), kind) if dc is None else dc.astype(kind, order="C")
@@ -63,6 +73,12 @@ def lstm_bwd(
     if fresh is not None:
         before *= (fresh == 0).astype(y.dtype)[..., None]
     rows = batch * length
-    gemm(dgates.reshape(rows, -1), before.reshape(rows, width), dweight, transpose_a=True, accumulate=True,
-         tf32=backend.tf32)  # fmt: skip
+    gemm(
+        dgates.reshape(rows, -1),
+        before.reshape(rows, width),
+        dweight,
+        transpose_a=True,
+        accumulate=True,
+        tf32=backend.tf32,
+    )
     return dgates, _kept(dh, fresh).astype(y.dtype), _kept(dcells, fresh).astype(y.dtype)

@@ -162,13 +162,16 @@ class MixtureOfExperts(Op):
     """
 
     kernels = (
-        sort_by_expert, grouped_fwd, grouped_bwd_input, grouped_bwd_weight, weighted_swiglu_fwd, weighted_swiglu_bwd,
+        sort_by_expert,
+        grouped_fwd,
+        grouped_bwd_input,
+        grouped_bwd_weight,
+        weighted_swiglu_fwd,
+        weighted_swiglu_bwd,
         sum_of_rows,
-    )  # fmt: skip
+    )
 
-    def __init__(
-        self, gate: Param, gate_up: Param, down: Param, active: int, backend: Backend, name: str = ""
-    ) -> None:
+    def __init__(self, gate: Param, gate_up: Param, down: Param, active: int, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.gate = Linear(gate, backend, f"{self.name}.gate")
         self.router = TopKRouter(active, backend, f"{self.name}.router")
@@ -207,8 +210,12 @@ class MixtureOfExperts(Op):
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         # Experts without a row, all of them chosen, one alone, more experts than rows, no token.
         for lead, c, h, experts, active in (
-            ((2, 5), 6, 4, 5, 2), ((3,), 4, 2, 2, 2), ((7,), 3, 5, 1, 1), ((2, 2), 2, 1, 13, 3), ((0,), 3, 2, 4, 2),
-        ):  # fmt: skip
+            ((2, 5), 6, 4, 5, 2),
+            ((3,), 4, 2, 2, 2),
+            ((7,), 3, 5, 1, 1),
+            ((2, 2), 2, 1, 13, 3),
+            ((0,), 3, 2, 4, 2),
+        ):
             gate, gate_up = Param("gate", (experts, c), std=1.0), Param("gate_up", (experts, 2 * h, c), std=1.0)
             op = cls(gate, gate_up, Param("down", (experts, c, h), std=1.0), active, backend)
             yield with_buffer(op, backend, rng), (backend.asarray(rng.normal(size=(*lead, c))),)

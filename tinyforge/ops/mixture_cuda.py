@@ -13,16 +13,7 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
-from tinyforge.backends.cupy_backend import (
-    blocks,
-    contiguous,
-    free_processors,
-    has_wgmma,
-    new,
-    or_null,
-    scalar,
-    vector,
-)
+from tinyforge.backends.cupy_backend import blocks, contiguous, free_processors, has_wgmma, new, or_null, scalar, vector
 from tinyforge.backends.tensor_map import tensor_map
 from tinyforge.kernel import Array
 from tinyforge.ops import mixture
@@ -68,9 +59,7 @@ def _file(outs: int, ins: int, *arrays: Array) -> str:
     return HOPPER if has_wgmma() else MMA
 
 
-def _launch(
-    file: str, entry: str, grid: tuple[int, ...], arguments: tuple[Any, ...], scalar: str
-) -> None:
+def _launch(file: str, entry: str, grid: tuple[int, ...], arguments: tuple[Any, ...], scalar: str) -> None:
     """Launch a product's kernel. grid: of tiles; the Hopper kernels are persistent and loop over them."""
     if file == HOPPER:
         grid = (min(free_processors(), math.prod(grid)),)

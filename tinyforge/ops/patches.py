@@ -59,9 +59,7 @@ class Patches(Op):
 
     kernels = (patches_fwd, patches_bwd)
 
-    def __init__(
-        self, size: int, backend: Backend, name: str = "", *, mean: float = 0.5, std: float = 0.5
-    ) -> None:
+    def __init__(self, size: int, backend: Backend, name: str = "", *, mean: float = 0.5, std: float = 0.5) -> None:
         super().__init__(backend, name)
         self.size, self.mean, self.std = size, mean, std
 

@@ -56,9 +56,7 @@ class LearnedPositions(Op):
         super().__init__(backend, name)
         self.weight = weight
 
-    def forward(
-        self, x: Array, stash: Stash | None = None, *, offset: int = 0, starts: Array | None = None
-    ) -> Array:
+    def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, starts: Array | None = None) -> Array:
         if offset + x.shape[1] > self.weight.shape[0]:
             raise ValueError(
                 f"{self.name}: x has positions {offset} to {offset + x.shape[1]}, the table {self.weight.shape[0]}; "

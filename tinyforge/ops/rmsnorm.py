@@ -102,9 +102,7 @@ class RMSNorm(Op):
             stash.push(self, y, rstd)
         return into(out, y)
 
-    def backward(
-        self, dy: Array, stash: Stash, residual: Array | None = None, *, out: Array | None = None
-    ) -> Array:
+    def backward(self, dy: Array, stash: Stash, residual: Array | None = None, *, out: Array | None = None) -> Array:
         y, rstd = stash.pop(self)
         return into(out, self.k.rmsnorm_bwd(self.weight.grad, dy, self.weight.value, y, rstd, residual))
 

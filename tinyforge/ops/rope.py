@@ -113,9 +113,16 @@ class RoPE(Op):
     kernels = (rope, linear_rope_fwd)
 
     def __init__(
-        self, head_dim: int, positions: int, rotated: int, backend: Backend, theta: float = 10000.0, name: str = "",
-        *, scaling: RopeScaling | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        head_dim: int,
+        positions: int,
+        rotated: int,
+        backend: Backend,
+        theta: float = 10000.0,
+        name: str = "",
+        *,
+        scaling: RopeScaling | None = None,
+    ) -> None:
         super().__init__(backend, name)
         if head_dim % 2:
             raise ValueError(f"RoPE: head_dim is {head_dim}, wants an even number: it turns pairs")

@@ -42,9 +42,7 @@ def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> A
 
 
 @body.linear_rope_fwd.on("cupy")
-def linear_rope_fwd(
-    x: Array, weight: Array, cos: Array, sin: Array, rotated: int, *, backend: CupyBackend
-) -> Array:
+def linear_rope_fwd(x: Array, weight: Array, cos: Array, sin: Array, rotated: int, *, backend: CupyBackend) -> Array:
     x = contiguous(x)
     made = gemm_rope(x.reshape(-1, x.shape[-1]), weight, Turn(*tables(cos, sin, x), rotated)) if x.size else None
     if made is not None:

@@ -51,10 +51,18 @@ def launch_rows(
 
 
 def norm_backward(
-    sums: tuple[Array | None, ...], file: str, entry: str, dy: Array, weight: Array, x: Array,
-    stats: tuple[Array, ...], sums_alone: tuple[str, tuple[Array, ...]], residual: Array | None = None,
-    beside: tuple[Array, ...] = (), **macros: Any,
-) -> Array:  # fmt: skip
+    sums: tuple[Array | None, ...],
+    file: str,
+    entry: str,
+    dy: Array,
+    weight: Array,
+    x: Array,
+    stats: tuple[Array, ...],
+    sums_alone: tuple[str, tuple[Array, ...]],
+    residual: Array | None = None,
+    beside: tuple[Array, ...] = (),
+    **macros: Any,
+) -> Array:
     """Returns dx; the gradients of gain and bias are added to `sums`, all None if both are frozen. x: the saved input,
     or for RMSNorm y. stats: arrays with one number per row.
 

@@ -46,9 +46,17 @@ def _states(h: Array, dt: Array, u: Array, b: Array, a: Array) -> tuple[Array, A
 
 @kernel
 def selective_scan_fwd(
-    state: Array | None, u: Array, delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array,
-    bias: Array, keep: bool,
-) -> tuple[Array, Array | None]:  # fmt: skip
+    state: Array | None,
+    u: Array,
+    delta: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    a_log: Array,
+    skip: Array,
+    bias: Array,
+    keep: bool,
+) -> tuple[Array, Array | None]:
     """Returns y, and with `keep` the states before each tile, (B, tiles, E, N).
 
     state: (B, E, N), before the first position; replaced by the state after the last one. None: zeros.
@@ -79,9 +87,21 @@ def selective_scan_fwd_memory(u: Array, a_log: Array, keep: bool) -> tuple[Array
 
 @kernel
 def selective_scan_bwd(
-    dz: Array | None, da_log: Array | None, dskip: Array | None, dbias: Array | None, dy: Array, u: Array,
-    delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array, bias: Array, kept: Array,
-) -> tuple[Array, Array, Array, Array, Array]:  # fmt: skip
+    dz: Array | None,
+    da_log: Array | None,
+    dskip: Array | None,
+    dbias: Array | None,
+    dy: Array,
+    u: Array,
+    delta: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    a_log: Array,
+    skip: Array,
+    bias: Array,
+    kept: Array,
+) -> tuple[Array, Array, Array, Array, Array]:
     """Returns du, ddelta, db, dc, dz; dz is written into the first argument if that is given."""
     a, gate = -np.exp(a_log.T), sigmoid(z)  # (N, E)
     dout = dy * (z * gate)  # the gradient of y before the gate
@@ -161,9 +181,16 @@ class SelectiveScan(Op):
         self.a_log, self.skip, self.bias = a_log, skip, bias
 
     def forward(
-        self, u: Array, delta: Array, b: Array, c: Array, z: Array, stash: Stash | None = None, *,
+        self,
+        u: Array,
+        delta: Array,
+        b: Array,
+        c: Array,
+        z: Array,
+        stash: Stash | None = None,
+        *,
         state: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         if stash is not None and state is not None:
             raise ValueError("SelectiveScan: a state and a stash; training starts from zeros")
         inputs = (u, delta, b, c, z, self.a_log.value, self.skip.value, self.bias.value)
@@ -181,8 +208,13 @@ class SelectiveScan(Op):
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for batch, length, channels, size in ((2, 5, 3, 4), (1, 1, 1, 1), (3, 2, 5, 3), (0, 4, 3, 2),
-                                              (2, 2 * TILE + 3, 2, 5)):  # fmt: skip
+        for batch, length, channels, size in (
+            (2, 5, 3, 4),
+            (1, 1, 1, 1),
+            (3, 2, 5, 3),
+            (0, 4, 3, 2),
+            (2, 2 * TILE + 3, 2, 5),
+        ):
             a_log = Param("a_log", (channels, size), std=1.0, decay=False)
             skip, bias = Param("skip", (channels,), fill=1.0, decay=False), Param("bias", (channels,), decay=False)
             op = with_buffer(cls(a_log, skip, bias, backend), backend, rng)

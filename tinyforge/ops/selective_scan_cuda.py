@@ -42,9 +42,17 @@ def _within_limit(shared: int, what: str, states: int, kind: np.dtype) -> int:
 
 @selective_scan.selective_scan_fwd.on("cupy")
 def selective_scan_fwd(
-    state: Array | None, u: Array, delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array,
-    bias: Array, keep: bool,
-) -> tuple[Array, Array | None]:  # fmt: skip
+    state: Array | None,
+    u: Array,
+    delta: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    a_log: Array,
+    skip: Array,
+    bias: Array,
+    keep: bool,
+) -> tuple[Array, Array | None]:
     (batch, length, channels), states = u.shape, a_log.shape[1]
     inputs, pitches = _with_pitches(u, delta, b, c, z)
     y = new(u.shape, u.dtype)
@@ -55,17 +63,32 @@ def selective_scan_fwd(
         shared = _within_limit(forward_bytes(states, kind.itemsize), "forward", states, kind)
         launch = load(FILE, "selective_scan_fwd", shared, **macros)
         sizes = map(np.int32, (length, channels, states))
-        launch((-(-channels // CHANNELS), batch), (THREADS,),
-               (y, or_null(kept), or_null(state), *inputs, a_log, skip, bias, *sizes, *pitches),
-               shared_mem=shared)  # fmt: skip
+        launch(
+            (-(-channels // CHANNELS), batch),
+            (THREADS,),
+            (y, or_null(kept), or_null(state), *inputs, a_log, skip, bias, *sizes, *pitches),
+            shared_mem=shared,
+        )
     return y, kept
 
 
 @selective_scan.selective_scan_bwd.on("cupy")
 def selective_scan_bwd(
-    dz: Array | None, da_log: Array | None, dskip: Array | None, dbias: Array | None, dy: Array, u: Array,
-    delta: Array, b: Array, c: Array, z: Array, a_log: Array, skip: Array, bias: Array, kept: Array,
-) -> tuple[Array, Array, Array, Array, Array]:  # fmt: skip
+    dz: Array | None,
+    da_log: Array | None,
+    dskip: Array | None,
+    dbias: Array | None,
+    dy: Array,
+    u: Array,
+    delta: Array,
+    b: Array,
+    c: Array,
+    z: Array,
+    a_log: Array,
+    skip: Array,
+    bias: Array,
+    kept: Array,
+) -> tuple[Array, Array, Array, Array, Array]:
     (batch, length, channels), states = u.shape, a_log.shape[1]
     du, ddelta, db, dc = (new(a.shape, u.dtype) for a in (u, u, b, c))
     out = new(z.shape, u.dtype) if dz is None else dz
@@ -81,9 +104,28 @@ def selective_scan_bwd(
     macros = _macros(u, states, [*pitches, out_pitch], *inputs, dy, written)
     launch = load(FILE, "selective_scan_bwd", shared, **macros)
     sizes = map(np.int32, (length, channels, states))
-    launch((columns, batch), (THREADS,),
-           (du, ddelta, written, parts, da_parts, vector_parts, dy, *inputs, a_log, skip, bias, kept, *sizes, *pitches,
-            np.int32(out_pitch)), shared_mem=shared)  # fmt: skip
+    launch(
+        (columns, batch),
+        (THREADS,),
+        (
+            du,
+            ddelta,
+            written,
+            parts,
+            da_parts,
+            vector_parts,
+            dy,
+            *inputs,
+            a_log,
+            skip,
+            bias,
+            kept,
+            *sizes,
+            *pitches,
+            np.int32(out_pitch),
+        ),
+        shared_mem=shared,
+    )
     load(FILE, "selective_scan_sum", **macros)(
         blocks(2 * b.size, THREADS), (THREADS,), (db, dc, parts, np.int64(b.size), np.int32(columns))
     )

@@ -47,9 +47,7 @@ def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array) -> 
 
 
 @kernel
-def swiglu_linear_bwd(
-    dweight: Array | None, dy: Array, gu: Array, weight: Array, accumulate: bool = True
-) -> Array:
+def swiglu_linear_bwd(dweight: Array | None, dy: Array, gu: Array, weight: Array, accumulate: bool = True) -> Array:
     rows = dy.reshape(-1, dy.shape[-1])
     hidden = rows @ weight  # dh, later overwritten by h
     dgu = swiglu_bwd(None if dweight is None else hidden, hidden, gu)
@@ -77,9 +75,14 @@ class LinearSwiGLU(Linear):
         super().__init__(weight, backend, name)
 
     def forward(
-        self, x: Array, stash: Stash | None = None, *, recompute: Callable[[], Array] | None = None,
-        add: Array | None = None, hidden: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Array,
+        stash: Stash | None = None,
+        *,
+        recompute: Callable[[], Array] | None = None,
+        add: Array | None = None,
+        hidden: bool = False,
+    ) -> Any:
         if not hidden:
             return super().forward(x, stash, recompute=recompute, add=add)
         self.keep(x, stash, recompute)

@@ -109,9 +109,12 @@ class AdamW:
     """
 
     def __init__(
-        self, buffer: ParamBuffer, backend: Backend, config: AdamWConfig | None = None,
+        self,
+        buffer: ParamBuffer,
+        backend: Backend,
+        config: AdamWConfig | None = None,
         pieces: Sequence[slice] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """pieces: slices of the flat gradient whose squares are summed one by one; by default one slice. factor: the
         last result of `clip`."""
         self.buffer = buffer

@@ -29,8 +29,11 @@ def adamw_(
     # A null pointer where the weights that the ops read are the masters themselves.
     rounded = np.uintp(0) if values.data.ptr == masters.data.ptr else values
     launch = load(FILE, "adamw", SCALAR=scalar(values.dtype))
-    launch(blocks(vectors), (256,), (rounded, masters, m, v, grads, on_device(grad_scale), rates, np.int64(vectors),
-                                        *map(kind, numbers)))  # fmt: skip
+    launch(
+        blocks(vectors),
+        (256,),
+        (rounded, masters, m, v, grads, on_device(grad_scale), rates, np.int64(vectors), *map(kind, numbers)),
+    )
 
 
 def on_device(grad_scale: Any) -> Array:

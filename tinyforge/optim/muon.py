@@ -59,9 +59,16 @@ def muon_momentum(
 
 @muon_momentum.on("phantom")
 def muon_momentum_memory(
-    m: Array, grads: Array, starts: Array, rows: int, columns: int, grad_scale: Any, momentum: float, *,
+    m: Array,
+    grads: Array,
+    starts: Array,
+    rows: int,
+    columns: int,
+    grad_scale: Any,
+    momentum: float,
+    *,
     backend: PhantomBackend,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     return backend.empty((len(starts), rows, columns)), empty((len(starts), 1), np.float64)
 
 
@@ -100,9 +107,7 @@ def newton_schulz_memory(x: Array) -> Array:
 
 
 @kernel
-def muon_(
-    values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float
-) -> None:
+def muon_(values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float) -> None:
     """w = w (1 - lr weight_decay) - lr scale x, in place, for the matrices x, (N, rows, columns), at `starts` of the
     flat masters. values: the masters, rounded; here the same array. rates: the last row of `Muon.rates`. grad_scale: if
     it is NaN on a device, nothing changes."""
@@ -138,13 +143,18 @@ class Muon(AdamW):
     config: MuonConfig
 
     def __init__(
-        self, buffer: ParamBuffer, backend: Backend, config: MuonConfig | None = None,
+        self,
+        buffer: ParamBuffer,
+        backend: Backend,
+        config: MuonConfig | None = None,
         pieces: Sequence[slice] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raises UserError if no parameter has matrices."""
         if not any(p.matrices for p in buffer.params):
-            raise UserError("--optimizer muon: of what is learned here nothing is a matrix between hidden layers; use "
-                            "--optimizer adamw")  # fmt: skip
+            raise UserError(
+                "--optimizer muon: of what is learned here nothing is a matrix between hidden layers; use "
+                "--optimizer adamw"
+            )
         # Runs of neighbouring AdamW parameters, updated together: start, end, and row of the rates. Concatenated,
         # without the matrices between them, they make up v.
         self._plain: list[tuple[int, int, int]] = []
@@ -199,8 +209,9 @@ class Muon(AdamW):
     def _adamw(self, start: int, end: int, rates: Array, grad_scale: Any) -> None:
         b, place = self.buffer, slice(start, end)
         v = self.v[self._in_v(start) : self._in_v(end)]
-        self.k.adamw_(b.values[place], b.masters[place], self.m[place], v, b.grads[place], rates, grad_scale,
-                      self.config)  # fmt: skip
+        self.k.adamw_(
+            b.values[place], b.masters[place], self.m[place], v, b.grads[place], rates, grad_scale, self.config
+        )
 
     def _orthogonal(self, rows: int, columns: int, starts: Array, rates: Array, grad_scale: Any) -> None:
         b, k = self.buffer, self.of_matrices

@@ -28,15 +28,25 @@ def _vectors(size: int) -> tuple[int, np.int32]:
 
 @muon.muon_momentum.on("cupy")
 def muon_momentum(
-    m: Array, grads: Array, starts: Array, rows: int, columns: int, grad_scale: Any, momentum: float, *,
+    m: Array,
+    grads: Array,
+    starts: Array,
+    rows: int,
+    columns: int,
+    grad_scale: Any,
+    momentum: float,
+    *,
     backend: CupyBackend,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     vec, vectors = _vectors(rows * columns)
     parts = min(PARTS, blocks(int(vectors))[0])
     x, squares = new((len(starts), rows, columns), backend.dtype), new((len(starts), parts), FLOAT64)
     launch = load(FILE, "muon_momentum", SCALAR=scalar(x.dtype), VEC=vec)
-    launch((parts, len(starts)), (256,), (x, squares, m, grads, starts, on_device(grad_scale), vectors,
-                                          m.dtype.type(momentum)))  # fmt: skip
+    launch(
+        (parts, len(starts)),
+        (256,),
+        (x, squares, m, grads, starts, on_device(grad_scale), vectors, m.dtype.type(momentum)),
+    )
     return x, squares
 
 
@@ -45,8 +55,9 @@ def newton_schulz(x: Array, squares: Array, *, backend: CupyBackend) -> Array:
     count, rows, columns = x.shape
     vec, vectors = _vectors(rows * columns)
     launch = load(FILE, "muon_scale", SCALAR=scalar(x.dtype), VEC=vec)
-    launch((*blocks(int(vectors)), count), (256,), (x, squares, np.int32(squares.shape[1]), vectors,
-                                                    np.float64(muon.EPS)))  # fmt: skip
+    launch(
+        (*blocks(int(vectors)), count), (256,), (x, squares, np.int32(squares.shape[1]), vectors, np.float64(muon.EPS))
+    )
     wide, side = rows <= columns, min(rows, columns)
     gram, factor, other = new((count, side, side), x.dtype), new((count, side, side), x.dtype), new(x.shape, x.dtype)
     product = partial(_product, tf32=backend.tf32)
@@ -59,12 +70,25 @@ def newton_schulz(x: Array, squares: Array, *, backend: CupyBackend) -> Array:
 
 
 def _product(
-    a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False, scale: float = 1.0,
-    add: Array | None = None, keep: float = 1.0, tf32: bool = False,
-) -> None:  # fmt: skip
+    a: Array,
+    b: Array,
+    out: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    scale: float = 1.0,
+    add: Array | None = None,
+    keep: float = 1.0,
+    tf32: bool = False,
+) -> None:
     """As `gemm_batched`; one by one if that has no algorithm."""
-    options: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b, "scale": scale, "keep": keep,
-                               "tf32": tf32}  # fmt: skip
+    options: dict[str, Any] = {
+        "transpose_a": transpose_a,
+        "transpose_b": transpose_b,
+        "scale": scale,
+        "keep": keep,
+        "tf32": tf32,
+    }
     if gemm_batched(a, b, out, add=add, **options):
         return
     if add is not None:
@@ -74,11 +98,12 @@ def _product(
 
 
 @muon.muon_.on("cupy")
-def muon_(
-    values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float
-) -> None:
+def muon_(values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float) -> None:
     vec, vectors = _vectors(x[0].size)
     rounded = np.uintp(0) if values.data.ptr == masters.data.ptr else values
     launch = load(FILE, "muon_update", SCALAR=scalar(x.dtype), VEC=vec)
-    launch((*blocks(int(vectors)), len(x)), (256,), (rounded, masters, x, starts, rates, on_device(grad_scale), vectors,
-                                                     masters.dtype.type(scale)))  # fmt: skip
+    launch(
+        (*blocks(int(vectors)), len(x)),
+        (256,),
+        (rounded, masters, x, starts, rates, on_device(grad_scale), vectors, masters.dtype.type(scale)),
+    )

@@ -42,9 +42,7 @@ class Buckets:
         self.slices = [slice(a, b) for a, b in zip(bounds, bounds[1:], strict=False)] if self.params else []
         number_of = {id(p): number for number, params in enumerate(self.params) for p in params}
         # The buckets that an op's parameters lie in.
-        self.of_op = {
-            id(op): sorted({number_of[id(p)] for p in op.params() if id(p) in number_of}) for op in ops
-        }  # fmt: skip
+        self.of_op = {id(op): sorted({number_of[id(p)] for p in op.params() if id(p) in number_of}) for op in ops}
 
     def parts(self, rank: int, size: int) -> list[slice]:
         """The rank's part of each bucket."""

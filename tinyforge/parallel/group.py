@@ -113,9 +113,7 @@ def part_of(rank: int, size: int, count: int, unit: int = 1) -> slice:
     return slice(unit * (units * rank // size), unit * (units * (rank + 1) // size))
 
 
-def summed(
-    rows: Sequence[Array], tree: bool, out: Array, add: Callable[[Array, Array], None] = add_
-) -> None:
+def summed(rows: Sequence[Array], tree: bool, out: Array, add: Callable[[Array, Array], None] = add_) -> None:
     """out = the sum of the ranks' rows, from the first to the last or as a binary tree. The rows may be overwritten.
     add(out, x): out += x."""
     step = 1 if tree else len(rows)

@@ -72,8 +72,9 @@ class Ranks:
         if not (self.star and self.watch):
             return self._group
         if backend.name == "numpy" and self.by != "MPI":
-            raise UserError("--gpus starts a rank for each GPU, and the backend is numpy; on a CPU use mpirun -n 2, or "
-                            "--workers")  # fmt: skip
+            raise UserError(
+                "--gpus starts a rank for each GPU, and the backend is numpy; on a CPU use mpirun -n 2, or --workers"
+            )
         if backend.name == "numpy":
             self._group = MPIGroup(self.star)
         else:
@@ -119,8 +120,10 @@ def same(group: Group, facts: Mapping[str, Any]) -> None:
     for rank, theirs in enumerate(group.gather_objects(dict(facts)) or ()):
         if odd := [name for name, value in facts.items() if theirs.get(name) != value]:
             ours, got = (str(of.get(odd[0]))[:60] for of in (facts, theirs))
-            wrong = (f"{group.name(rank)} differs from rank 0 in {odd[0].removesuffix('_hash')}: {got}, not {ours}; "
-                     "start all ranks in the same way, on the same files")  # fmt: skip
+            wrong = (
+                f"{group.name(rank)} differs from rank 0 in {odd[0].removesuffix('_hash')}: {got}, not {ours}; "
+                "start all ranks in the same way, on the same files"
+            )
             break
     if wrong := group.send_object(wrong):
         raise UserError(wrong)
@@ -142,8 +145,10 @@ def shared(group: Group, folder: Path) -> None:
         if group.rank == 0:
             probe.unlink(missing_ok=True)
     if blind := group.send_object(blind):
-        raise UserError(f"{blind[0]} does not see {folder.absolute()} of rank 0, where each rank writes its part of a "
-                        "checkpoint; put --out into a folder that all hosts share, or drop --zero")  # fmt: skip
+        raise UserError(
+            f"{blind[0]} does not see {folder.absolute()} of rank 0, where each rank writes its part of a "
+            "checkpoint; put --out into a folder that all hosts share, or drop --zero"
+        )
 
 
 def started_as_rank() -> bool:
@@ -198,8 +203,10 @@ def _find() -> Ranks:
         return _of_mpi()
     missing = [name for name in OURS if name not in os.environ]
     if missing == ["TINYFORGE_KEY"] and os.environ["WORLD_SIZE"] != "1":  # else each rank would train by itself
-        raise UserError("RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and TINYFORGE_KEY is not; set it to a "
-                        "secret, the same for all ranks, or unset WORLD_SIZE to run one process")  # fmt: skip
+        raise UserError(
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, and TINYFORGE_KEY is not; set it to a "
+            "secret, the same for all ranks, or unset WORLD_SIZE to run one process"
+        )
     if missing:
         return Ranks()
     try:
@@ -310,9 +317,11 @@ def _die_with_parent() -> None:
 
 
 def start(
-    command: Sequence[str], gpus: int, elastic: Callable[[int], tuple[int, Sequence[str]]] | None = None,
+    command: Sequence[str],
+    gpus: int,
+    elastic: Callable[[int], tuple[int, Sequence[str]]] | None = None,
     saved: Callable[[], bool] = lambda: True,
-) -> int:  # fmt: skip
+) -> int:
     """Run `command` as `gpus` ranks of this machine, one for each GPU; returns the exit status of rank 0.
 
     elastic: for --elastic; called with the number of GPUs that are left after a rank was lost, it returns how many
@@ -336,15 +345,20 @@ def _run(command: Sequence[str], devices: Sequence[int], saved: Callable[[], boo
     """Run the ranks once; returns the status of rank 0, and the devices of ranks that died or hung."""
     size = len(devices)
     variables = {
-        **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "TINYFORGE_KEY": secrets.token_hex(16), "TINYFORGE_PARENT": str(os.getpid()),
-    }  # fmt: skip
+        **os.environ,
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TINYFORGE_KEY": secrets.token_hex(16),
+        "TINYFORGE_PARENT": str(os.getpid()),
+    }
     # In sessions of their own: Ctrl-C reaches only this process, which passes it on to rank 0.
     children = [
-        subprocess.Popen(command, env={**variables, "RANK": str(rank), "LOCAL_RANK": str(device)},
-                         start_new_session=True)
+        subprocess.Popen(
+            command, env={**variables, "RANK": str(rank), "LOCAL_RANK": str(device)}, start_new_session=True
+        )
         for rank, device in enumerate(devices)
-    ]  # fmt: skip
+    ]
 
     def hand_on(number: int, frame: Any) -> None:
         with suppress(ProcessLookupError):

@@ -92,8 +92,10 @@ class MPIGroup(Finished):
     def _wait(self, request: Any, what: str) -> None:
         """All ranks have agreed on the call: one that is late has died or hangs in MPI."""
         if not _waited(request.Test, self._star.patience):
-            raise Lost(f"{what} among {self.size} ranks took over {self._star.patience:.0f} s: a rank or the network "
-                       f"between {', '.join(self._star.names)} hangs; {self._star.advice()}")  # fmt: skip
+            raise Lost(
+                f"{what} among {self.size} ranks took over {self._star.patience:.0f} s: a rank or the network "
+                f"between {', '.join(self._star.names)} hangs; {self._star.advice()}"
+            )
 
 
 def _bytes(flat: Array) -> np.ndarray:

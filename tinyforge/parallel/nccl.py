@@ -276,9 +276,13 @@ class CupyEngine:
         self._cupy, self._nccl = cupy, nccl
         self._device = cupy.cuda.Device()
         self._types = {
-            "float32": nccl.NCCL_FLOAT32, "float64": nccl.NCCL_FLOAT64, "bfloat16": nccl.NCCL_BFLOAT16,
-            "int32": nccl.NCCL_INT32, "int64": nccl.NCCL_INT64, "uint8": nccl.NCCL_UINT8,
-        }  # fmt: skip
+            "float32": nccl.NCCL_FLOAT32,
+            "float64": nccl.NCCL_FLOAT64,
+            "bfloat16": nccl.NCCL_BFLOAT16,
+            "int32": nccl.NCCL_INT32,
+            "int64": nccl.NCCL_INT64,
+            "uint8": nccl.NCCL_UINT8,
+        }
         os.environ["NCCL_MAX_CTAS"] = str(blocks())  # read by the library when it makes its first communicator
         if windows:
             os.environ["NCCL_NVLS_ENABLE"] = "0"  # windows would be bound to multicast, which is not needed here
@@ -311,8 +315,9 @@ class CupyEngine:
         self._comm.allReduce(at, at, array.size, self._type(array), self._nccl.NCCL_SUM, self._stream.ptr)
 
     def reduce_scatter(self, array: Array, out: Array) -> None:
-        self._comm.reduceScatter(array.data.ptr, out.data.ptr, out.size, self._type(array), self._nccl.NCCL_SUM,
-                                 self._stream.ptr)  # fmt: skip
+        self._comm.reduceScatter(
+            array.data.ptr, out.data.ptr, out.size, self._type(array), self._nccl.NCCL_SUM, self._stream.ptr
+        )
 
     def all_gather(self, part: Array, out: Array) -> None:
         self._comm.allGather(part.data.ptr, out.data.ptr, part.size, self._type(out), self._stream.ptr)

@@ -37,9 +37,13 @@ class Star:
     """
 
     def __init__(
-        self, rank: int, lines: Sequence[Connection], names: Sequence[str], advice: Callable[[], str],
+        self,
+        rank: int,
+        lines: Sequence[Connection],
+        names: Sequence[str],
+        advice: Callable[[], str],
         patience: float = PREPARING,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.lines, self.names, self.advice, self.patience = rank, lines, names, advice, patience
         self.on_loss: Callable[[], Any] = lambda: None
 
@@ -86,8 +90,10 @@ class Star:
                 ready = wait([self.lines[n] for n in waiting], max(0.0, until - time.monotonic()))
                 if not ready:
                     late = " and ".join(self.names[n + 1] for n in waiting)
-                    raise Lost(f"{late} has not answered for {self.patience:.0f} s: it hangs, or a step takes longer "
-                               f"than --timeout; {self.advice()}")  # fmt: skip
+                    raise Lost(
+                        f"{late} has not answered for {self.patience:.0f} s: it hangs, or a step takes longer "
+                        f"than --timeout; {self.advice()}"
+                    )
                 for n in waiting:
                     if self.lines[n] in ready:
                         calls[n] = self._call_of(n)

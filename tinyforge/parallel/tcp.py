@@ -88,13 +88,16 @@ def lines_to_rank_0(
                 deliver_challenge(line, key)
                 break
             except AuthenticationError as error:
-                raise UserError(f"rank 0 at {address[0]}:{address[1]} has another TINYFORGE_KEY; give all ranks the "
-                                "same one") from error  # fmt: skip
+                raise UserError(
+                    f"rank 0 at {address[0]}:{address[1]} has another TINYFORGE_KEY; give all ranks the same one"
+                ) from error
             except (EOFError, OSError) as error:
                 if time.monotonic() > until:
                     cause = getattr(error, "strerror", None) or "it hangs up"
-                    raise UserError(f"rank {rank}: nobody answers at {address[0]}:{address[1]} ({cause}); "
-                                    "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs") from error  # fmt: skip
+                    raise UserError(
+                        f"rank {rank}: nobody answers at {address[0]}:{address[1]} ({cause}); "
+                        "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
+                    ) from error
                 time.sleep(0.1)
         line.send((rank, kind, socket.gethostname()))
         made.append(line)

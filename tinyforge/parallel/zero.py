@@ -52,9 +52,15 @@ class ShardedAdamW(AdamW):
     """
 
     def __init__(
-        self, buffer: ParamBuffer, backend: Backend, config: AdamWConfig | None, group: Group, buckets: Buckets,
-        shards: int = 0, stage: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        buffer: ParamBuffer,
+        backend: Backend,
+        config: AdamWConfig | None,
+        group: Group,
+        buckets: Buckets,
+        shards: int = 0,
+        stage: int = 1,
+    ) -> None:
         self.group, self.buckets = group, buckets
         # (slice of the flat buffer, slice of the arrays here, decay). All parameters of a bucket have the same decay.
         self.parts: list[tuple[slice, slice, bool]] = []
@@ -77,8 +83,10 @@ class ShardedAdamW(AdamW):
         pieces = pieces_of(buckets, count)
         first, last = count * group.rank // group.size, count * (group.rank + 1) // group.size
         # Other ranks' pieces are empty here: those ranks sum them.
-        own = [self._inside(n // count, piece) if first <= n % count < last else slice(0, 0)
-               for n, piece in enumerate(pieces)]  # fmt: skip
+        own = [
+            self._inside(n // count, piece) if first <= n % count < last else slice(0, 0)
+            for n, piece in enumerate(pieces)
+        ]
         super().__init__(buffer, backend, config, own)
         self._tree = shards > 0
         # Windows whose sums are in flight: their memory must not be reused yet.

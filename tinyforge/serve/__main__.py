@@ -60,24 +60,50 @@ def flags() -> Parser:
     parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
     add_weights_flag(parser)
-    parser.add_argument("--rows", type=int, metavar="N", help="texts decoded together (default: up to 64 on a CPU and "
-                        "256 on a GPU, as many as fit 2 GiB of cache)")  # fmt: skip
-    parser.add_argument("--queue", type=int, default=256, metavar="N",
-                        help="texts that may wait (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="texts decoded together (default: up to 64 on a CPU and 256 on a GPU, as many as fit 2 GiB of cache)",
+    )
+    parser.add_argument(
+        "--queue", type=int, default=256, metavar="N", help="texts that may wait (default: %(default)s)"
+    )
     parser.add_argument("--context", type=int, metavar="N", help="tokens of a text (default: the model's)")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest reply (default: the context)")
     parser.add_argument("--max-n", type=int, default=8, metavar="N", help="texts per prompt (default: %(default)s)")
-    parser.add_argument("--max-body", type=int, default=1 << 20, metavar="BYTES",
-                        help="largest request body (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--deadline", type=float, default=600, metavar="SECONDS",
-                        help="for a request, waiting included (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--drain", type=float, default=30, metavar="SECONDS",
-                        help="for running replies after SIGTERM (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--prefix-mib", type=int, default=256, metavar="N",
-                        help="cache for shared beginnings of prompts (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--max-body", type=int, default=1 << 20, metavar="BYTES", help="largest request body (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=600,
+        metavar="SECONDS",
+        help="for a request, waiting included (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=30,
+        metavar="SECONDS",
+        help="for running replies after SIGTERM (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prefix-mib",
+        type=int,
+        default=256,
+        metavar="N",
+        help="cache for shared beginnings of prompts (default: %(default)s)",
+    )
     add_allow_host_flag(parser)
-    parser.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN",
-                        help="origin of a page that may call it, e.g. http://localhost:5173")  # fmt: skip
+    parser.add_argument(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origin of a page that may call it, e.g. http://localhost:5173",
+    )
     return parser
 
 
@@ -144,12 +170,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = args.rows or default_rows(model, capacity)
     scheduler = Scheduler(model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20)
     engine = Engine(scheduler, loaded.tokenizer)
-    limits = Limits(max_tokens=args.max_tokens or capacity, n=min(args.max_n, rows + args.queue), body=args.max_body,
-                    seconds=args.deadline)  # fmt: skip
+    limits = Limits(
+        max_tokens=args.max_tokens or capacity,
+        n=min(args.max_n, rows + args.queue),
+        body=args.max_body,
+        seconds=args.deadline,
+    )
     name = args.name or (Path(args.adapter).resolve() if args.adapter else loaded.path.resolve()).stem or "model"
     host = f"[{args.host}]" if ":" in args.host else args.host
-    app = App(engine, TEMPLATES[loaded.template], name, model, spec, limits, os.environ.get(KEY, ""),
-              [args.host, *args.allow_host], args.cors_origin, generation=loaded.generation)  # fmt: skip
+    app = App(
+        engine,
+        TEMPLATES[loaded.template],
+        name,
+        model,
+        spec,
+        limits,
+        os.environ.get(KEY, ""),
+        [args.host, *args.allow_host],
+        args.cors_origin,
+        generation=loaded.generation,
+    )
 
     def ready() -> None:
         engine.start()

@@ -21,17 +21,28 @@ class Writer:
     timings: whether chunks have timings."""
 
     def __init__(
-        self, tokenizer: TextTokenizer, model: str, fingerprint: str, chat: bool, top: int | None,
-        extension: Extension, prompts: Sequence[Sequence[int]], echo: Sequence[str], timings: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        tokenizer: TextTokenizer,
+        model: str,
+        fingerprint: str,
+        chat: bool,
+        top: int | None,
+        extension: Extension,
+        prompts: Sequence[Sequence[int]],
+        echo: Sequence[str],
+        timings: bool = False,
+    ) -> None:
         self.tokenizer, self.chat, self.top, self.extension = tokenizer, chat, top, extension
         self.prompts, self.echo, self.timings = prompts, echo, timings
         self.offsets: dict[int, int] = {}
         kind = "chat.completion" if chat else "text_completion"
         self.head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}", "object": kind,
-            "created": int(time.time()), "model": model, "system_fingerprint": fingerprint,
-        }  # fmt: skip
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
 
     # --- streams
 
@@ -56,8 +67,9 @@ class Writer:
     def usage_chunk(self, answer: Answer) -> bytes:
         return self._event({**self._chunk_head, "choices": [], "usage": self._usage(answer.choices)})
 
-    def _chunk(self, index: int, said: dict[str, Any], piece: Piece | None, extra: dict[str, Any] | None = None
-               ) -> bytes:  # fmt: skip
+    def _chunk(
+        self, index: int, said: dict[str, Any], piece: Piece | None, extra: dict[str, Any] | None = None
+    ) -> bytes:
         choice = {"index": index, **said, "logprobs": None}
         choice.setdefault("finish_reason", None)
         if piece is not None:
@@ -106,12 +118,15 @@ class Writer:
     def _chat_logprobs(self, piece: Piece) -> dict[str, Any]:
         return {
             "content": [
-                {**self._token(made.id), "logprob": made.logprob,
-                 "top_logprobs": [{**self._token(i), "logprob": p} for i, p in made.others[: self.top]]}
+                {
+                    **self._token(made.id),
+                    "logprob": made.logprob,
+                    "top_logprobs": [{**self._token(i), "logprob": p} for i, p in made.others[: self.top]],
+                }
                 for made in piece.tokens
             ],
             "refusal": None,
-        }  # fmt: skip
+        }
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
         texts = [self._token(made.id)["token"] for made in piece.tokens]
@@ -121,9 +136,11 @@ class Writer:
             offset += len(text)
         self.offsets[index] = offset
         return {
-            "tokens": texts, "token_logprobs": [made.logprob for made in piece.tokens], "text_offset": offsets,
+            "tokens": texts,
+            "token_logprobs": [made.logprob for made in piece.tokens],
+            "text_offset": offsets,
             "top_logprobs": [{self._token(i)["token"]: p for i, p in made.others[: self.top]} for made in piece.tokens],
-        }  # fmt: skip
+        }
 
     def _inside(self, made: Token) -> dict[str, Any]:
         def shown(token: int) -> dict[str, Any]:
@@ -132,13 +149,19 @@ class Writer:
 
         assert made.logprob is not None
         others = [(i, p) for i, p in made.others if i != made.id][: self.extension.top]
-        refused = made.refused and {"head": made.refused.head, "id": made.refused.id,
-                                    "text": shown(made.refused.id)["text"]}  # fmt: skip
+        refused = made.refused and {
+            "head": made.refused.head,
+            "id": made.refused.id,
+            "text": shown(made.refused.id)["text"],
+        }
         return {
-            **shown(made.id), "logprob": made.logprob, "probability": math.exp(made.logprob),
-            "runners_up": [{**shown(i), "probability": math.exp(p)} for i, p in others], "head": made.head,
+            **shown(made.id),
+            "logprob": made.logprob,
+            "probability": math.exp(made.logprob),
+            "runners_up": [{**shown(i), "probability": math.exp(p)} for i, p in others],
+            "head": made.head,
             "refused": refused,
-        }  # fmt: skip
+        }
 
     # --- counts
 
@@ -146,9 +169,11 @@ class Writer:
         prompt, made = sum(map(len, self.prompts)), sum(c.request.stats.tokens for c in choices)
         cached = sum(c.request.stats.reused for c in choices)
         return {
-            "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
-        }  # fmt: skip
+        }
 
     @staticmethod
     def _timings(choice: Choice) -> dict[str, Any]:
@@ -156,10 +181,12 @@ class Writer:
         request, now = choice.request, time.monotonic()
         first = request.first_token or now
         return {
-            "cache_n": request.stats.reused, "prompt_n": len(request.prompt) - request.stats.reused,
-            "prompt_ms": 1e3 * (first - request.submitted), "predicted_n": request.stats.tokens,
+            "cache_n": request.stats.reused,
+            "prompt_n": len(request.prompt) - request.stats.reused,
+            "prompt_ms": 1e3 * (first - request.submitted),
+            "predicted_n": request.stats.tokens,
             "predicted_ms": 1e3 * (now - first),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def _statistics(choices: Sequence[Choice]) -> dict[str, Any]:
@@ -173,11 +200,13 @@ class Writer:
             return [sum(c[k] for c in counts if k < len(c)) for k in range(heads)]
 
         return {
-            "prompt_tokens": len(requests[0].prompt), "cached_tokens": sum(r.stats.reused for r in requests),
-            "tokens": tokens, "passes": sum(r.stats.passes for r in requests),
+            "prompt_tokens": len(requests[0].prompt),
+            "cached_tokens": sum(r.stats.reused for r in requests),
+            "tokens": tokens,
+            "passes": sum(r.stats.passes for r in requests),
             "drafted": summed([r.stats.drafted for r in requests]),
             "accepted": summed([r.stats.accepted for r in requests]),
             "seconds_to_first": min(first) - begun if first else None,
             # Without the first token, whose time is the prompt's.
             "tokens_per_second": (tokens - 1) / (now - min(first)) if tokens > 1 and now > min(first) else None,
-        }  # fmt: skip
+        }

@@ -49,7 +49,7 @@ from tinyforge.serve.protocol import (
     TokenizeRequest,
     encode_chat,
     read,
-)  # fmt: skip
+)
 from tinyforge.text.chat_templates import Template
 from tinyforge.text.template_formats import jinja
 from tinyforge.text.vocabulary import start_ids
@@ -60,18 +60,37 @@ SEND_SECONDS = 60.0
 """For a client to take a chunk; one that does not is disconnected."""
 SHORT_TEXT = 2000
 """Characters; longer texts are tokenised in a thread, so that they do not block other requests."""
-POLICY = "; ".join([
-    "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data: blob:", "font-src 'self'",
-    "connect-src 'self'", "manifest-src 'self'", "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
-])  # fmt: skip
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data: blob:",
+        "font-src 'self'",
+        "connect-src 'self'",
+        "manifest-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    ]
+)
 HEADERS = [
-    (b"content-security-policy", POLICY.encode()), (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"), (b"cross-origin-resource-policy", b"same-origin"),
-]  # fmt: skip
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
 # The system's tables of these types differ, and browsers refuse a script of another type.
-for suffix, kind in {".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml",
-                     ".json": "application/json", ".woff2": "font/woff2", ".ico": "image/x-icon",
-                     ".webmanifest": "application/manifest+json"}.items():  # fmt: skip
+for suffix, kind in {
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".json": "application/json",
+    ".woff2": "font/woff2",
+    ".ico": "image/x-icon",
+    ".webmanifest": "application/manifest+json",
+}.items():
     mimetypes.add_type(kind, suffix)
 
 
@@ -104,10 +123,19 @@ class App:
     do not say are sampled."""
 
     def __init__(
-        self, engine: Engine, template: Template, name: str, model: Any, spec: str, limits: Limits, key: str = "",
-        hosts: Sequence[str] = (), origins: Sequence[str] = (), page: Path = PAGE,
+        self,
+        engine: Engine,
+        template: Template,
+        name: str,
+        model: Any,
+        spec: str,
+        limits: Limits,
+        key: str = "",
+        hosts: Sequence[str] = (),
+        origins: Sequence[str] = (),
+        page: Path = PAGE,
         generation: GenerationConfig = NOTHING,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.engine, self.template, self.name, self.limits, self.key = engine, template, name, limits, key
         self.model, self.spec, self.tokenizer = model, spec, engine.tokenizer
         self.config = model.config
@@ -140,14 +168,20 @@ class App:
                 routes.append(Route(address, send(file), methods=["GET"]))
         middleware = [Middleware(Guard, app=self)]
         if self.origins:
-            middleware.insert(0, Middleware(
-                CORSMiddleware, allow_origins=sorted(self.origins), allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
-            ))  # fmt: skip
+            middleware.insert(
+                0,
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=sorted(self.origins),
+                    allow_methods=["GET", "POST"],
+                    allow_headers=["authorization", "content-type"],
+                ),
+            )
         self.asgi = Starlette(
-            routes=routes, middleware=middleware,
+            routes=routes,
+            middleware=middleware,
             exception_handlers={HTTPException: self._http_error, ApiError: self._api_error},
-        )  # fmt: skip
+        )
 
     @staticmethod
     async def _http_error(request: Request, error: Exception) -> Response:
@@ -167,8 +201,9 @@ class App:
         """ApiError for a request that is refused before its body is read."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         if sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["path"]) > HEAD_BYTES:
-            raise ApiError(431, f"the request's headers have more than {HEAD_BYTES} bytes",
-                           headers={"Connection": "close"})  # fmt: skip
+            raise ApiError(
+                431, f"the request's headers have more than {HEAD_BYTES} bytes", headers={"Connection": "close"}
+            )
         host = headers.get(b"host", "").lower()
         if not is_allowed(host, self.hosts):
             raise ApiError(403, REFUSED)
@@ -180,8 +215,13 @@ class App:
             given = headers.get(b"authorization", "")
             given = given[7:] if given[:7].lower() == "bearer " else ""
             if not hmac.compare_digest(given.encode("latin-1"), self.key.encode()):
-                raise ApiError(401, "wrong or no API key; send it as Authorization: Bearer KEY", "authentication_error",
-                               code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+                raise ApiError(
+                    401,
+                    "wrong or no API key; send it as Authorization: Bearer KEY",
+                    "authentication_error",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
         with suppress(ValueError):
             if int(headers.get(b"content-length", "0")) > self.limits.body:
                 raise self._too_large()
@@ -203,8 +243,12 @@ class App:
                     if len(data) > self.limits.body:
                         raise self._too_large()
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} seconds", "timeout_error",
-                           headers={"Connection": "close"}) from None  # fmt: skip
+            raise ApiError(
+                408,
+                f"the body did not arrive within {BODY_SECONDS:g} seconds",
+                "timeout_error",
+                headers={"Connection": "close"},
+            ) from None
         try:
             content = json_value(bytes(data))
         except UnicodeDecodeError as error:
@@ -215,27 +259,45 @@ class App:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
-            raise ApiError(404, f"there is no model {name[:100]!a}; this server has {self.name!a}", param="model",
-                           code="model_not_found")  # fmt: skip
+            raise ApiError(
+                404,
+                f"there is no model {name[:100]!a}; this server has {self.name!a}",
+                param="model",
+                code="model_not_found",
+            )
 
     # --- models
 
     def _model_entry(self) -> dict[str, Any]:
         heads = [op.heads for op in self.attention]
         return {
-            "id": self.name, "object": "model", "created": self.created, "owned_by": "tinyforge",
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "tinyforge",
             "tinyforge": {
-                "model": self.spec, "parameters": int(self.model.buffer.count), "context": self.context,
-                "vocab": self.config.vocab, "template": self.template.name, "chat": self.template.name != "plain",
-                "system_prompt": True, "prediction_heads": self.model.prediction_heads,
-                "most_drafts": self.engine.scheduler.most_drafts, "layers": len(heads),
-                "heads": heads[0] if heads and len(set(heads)) == 1 else heads or 0, "attention": bool(heads),
+                "model": self.spec,
+                "parameters": int(self.model.buffer.count),
+                "context": self.context,
+                "vocab": self.config.vocab,
+                "template": self.template.name,
+                "chat": self.template.name != "plain",
+                "system_prompt": True,
+                "prediction_heads": self.model.prediction_heads,
+                "most_drafts": self.engine.scheduler.most_drafts,
+                "layers": len(heads),
+                "heads": heads[0] if heads and len(set(heads)) == 1 else heads or 0,
+                "attention": bool(heads),
                 "attention_tokens": min(self.limits.attention, self.context),
-                "limits": {"max_tokens": self.limits.max_tokens, "n": self.limits.n, "top_logprobs": 20,
-                           "body": self.limits.body},
+                "limits": {
+                    "max_tokens": self.limits.max_tokens,
+                    "n": self.limits.n,
+                    "top_logprobs": 20,
+                    "body": self.limits.body,
+                },
                 "sampling": dict(self.generation.fields),
             },
-        }  # fmt: skip
+        }
 
     async def list_models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model_entry()]})
@@ -250,18 +312,35 @@ class App:
         most = most if most < self.context else -1
         texts = {i: text for text, i in self.tokenizer.specials.items()}
         bos, ends = self.tokenizer.bos, sorted(texts[i] for i in self.stop_ids if i in texts)
-        return json_response({
-            "default_generation_settings": {
-                "n_ctx": self.context, "speculative": False, "is_processing": self.engine.outstanding > 0,
-                "params": {"temperature": default.temperature, "top_k": default.top_k, "top_p": default.top_p,
-                           "min_p": default.min_p, "repeat_penalty": default.repetition_penalty,
-                           "presence_penalty": 0.0, "frequency_penalty": 0.0, "n_predict": most, "max_tokens": most},
-            },
-            "total_slots": self.engine.scheduler.rows, "model_path": self.name, "model_alias": self.name,
-            "role": "model", "modalities": {"vision": False, "audio": False}, "chat_template": jinja(self.template),
-            "bos_token": "" if bos is None else texts[bos], "eos_token": ends[0] if ends else "",
-            "build_info": "tinyforge",
-        })  # fmt: skip
+        return json_response(
+            {
+                "default_generation_settings": {
+                    "n_ctx": self.context,
+                    "speculative": False,
+                    "is_processing": self.engine.outstanding > 0,
+                    "params": {
+                        "temperature": default.temperature,
+                        "top_k": default.top_k,
+                        "top_p": default.top_p,
+                        "min_p": default.min_p,
+                        "repeat_penalty": default.repetition_penalty,
+                        "presence_penalty": 0.0,
+                        "frequency_penalty": 0.0,
+                        "n_predict": most,
+                        "max_tokens": most,
+                    },
+                },
+                "total_slots": self.engine.scheduler.rows,
+                "model_path": self.name,
+                "model_alias": self.name,
+                "role": "model",
+                "modalities": {"vision": False, "audio": False},
+                "chat_template": jinja(self.template),
+                "bos_token": "" if bos is None else texts[bos],
+                "eos_token": ends[0] if ends else "",
+                "build_info": "tinyforge",
+            }
+        )
 
     # --- texts
 
@@ -299,18 +378,28 @@ class App:
 
     def _too_long(self, tokens: str, param: str) -> ApiError:
         return ApiError(
-            400, f"{param}: {tokens} tokens, which leave no room for a reply in this model's context of "
-            f"{self.context}; shorten the text", param=param, code="context_length_exceeded",
-        )  # fmt: skip
+            400,
+            f"{param}: {tokens} tokens, which leave no room for a reply in this model's context of "
+            f"{self.context}; shorten the text",
+            param=param,
+            code="context_length_exceeded",
+        )
 
     @staticmethod
     async def _slowly(characters: int, encode: Callable[[], Any]) -> Any:
         return encode() if characters <= SHORT_TEXT else await asyncio.to_thread(encode)
 
     async def _answer(
-        self, request: Request, wish: Generation, prompts: list[list[int]], tokens: int | None, top: int | None,
-        chat: bool, echo: list[str], param: str,
-    ) -> Response:  # fmt: skip
+        self,
+        request: Request,
+        wish: Generation,
+        prompts: list[list[int]],
+        tokens: int | None,
+        top: int | None,
+        chat: bool,
+        echo: list[str],
+        param: str,
+    ) -> Response:
         extension, wanted = wish.extension, []
         for ids in prompts:
             if not ids:
@@ -331,12 +420,26 @@ class App:
             answer = self.engine.submit(wanted, stop_ids, wish.stops, alternatives, time.monotonic() + seconds)
         except QueueFull:
             self.metrics.refused.inc()
-            raise ApiError(429, "the server is busy; try again later", "rate_limit_error", code="queue_full",
-                           headers={"Retry-After": "1"}) from None  # fmt: skip
+            raise ApiError(
+                429,
+                "the server is busy; try again later",
+                "rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            ) from None
         except Draining:
             raise shutting_down() from None
-        writer = Writer(self.tokenizer, self.name, self.fingerprint, chat, top, extension, prompts, echo,
-                        timings=bool(wish.timings_per_token))  # fmt: skip
+        writer = Writer(
+            self.tokenizer,
+            self.name,
+            self.fingerprint,
+            chat,
+            top,
+            extension,
+            prompts,
+            echo,
+            timings=bool(wish.timings_per_token),
+        )
         if wish.stream:
             usage = wish.stream_options is not None and wish.stream_options.include_usage
             return EventStream(self, answer, writer, usage)
@@ -391,8 +494,12 @@ class App:
 
     def _failed(self, reason: str | None) -> ApiError:
         if reason == "deadline":
-            return ApiError(504, "the text was not ready in time; ask for fewer tokens, or a longer timeout",
-                            "timeout_error", code="timeout")  # fmt: skip
+            return ApiError(
+                504,
+                "the text was not ready in time; ask for fewer tokens, or a longer timeout",
+                "timeout_error",
+                code="timeout",
+            )
         if reason == "error":
             return ApiError(500, "the server failed to compute this; its log says why", "server_error")
         return shutting_down()
@@ -434,24 +541,39 @@ class App:
             ids = await self._slowly(sum(map(len, texts)), lambda: self._ids_of(wish))
         checked_ids(ids, self.config.vocab)
         if not 1 <= len(ids) <= most:
-            raise ApiError(400, f"the text has {len(ids)} tokens, attention is shown for 1 to {most}",
-                           code="context_length_exceeded" if ids else None)  # fmt: skip
+            raise ApiError(
+                400,
+                f"the text has {len(ids)} tokens, attention is shown for 1 to {most}",
+                code="context_length_exceeded" if ids else None,
+            )
         if self.engine.draining:
             raise shutting_down()
         if self._attending:
-            raise ApiError(429, "attention is being computed for another request; try again", "rate_limit_error",
-                           headers={"Retry-After": "1"})  # fmt: skip
+            raise ApiError(
+                429,
+                "attention is being computed for another request; try again",
+                "rate_limit_error",
+                headers={"Retry-After": "1"},
+            )
         self._attending = True
         try:
             weights = await self.engine.call(lambda: attention_of(self.model, ids, wish.layer)[wish.head])
         finally:
             self._attending = False
         tokens = [{"id": i, "text": self.tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids]
-        return json_response({
-            "object": "attention", "model": self.name, "layer": wish.layer, "head": wish.head, "layers": len(ops),
-            "heads": ops[wish.layer].heads, "causal": bool(ops[wish.layer].causal), "tokens": tokens,
-            "weights": weights.round(4).tolist(),
-        })  # fmt: skip
+        return json_response(
+            {
+                "object": "attention",
+                "model": self.name,
+                "layer": wish.layer,
+                "head": wish.head,
+                "layers": len(ops),
+                "heads": ops[wish.layer].heads,
+                "causal": bool(ops[wish.layer].causal),
+                "tokens": tokens,
+                "weights": weights.round(4).tolist(),
+            }
+        )
 
     def _ids_of(self, wish: AttentionRequest) -> list[int]:
         if wish.messages is not None:
@@ -554,8 +676,21 @@ class Guard:
             self.app.metrics.seconds.labels(path).observe(time.monotonic() - started)
 
 
-KNOWN_PATHS = frozenset(["/", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/attention", "/tokenize",
-                         "/detokenize", "/props", "/health", "/metrics", "/openapi.json"])  # fmt: skip
+KNOWN_PATHS = frozenset(
+    [
+        "/",
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/attention",
+        "/tokenize",
+        "/detokenize",
+        "/props",
+        "/health",
+        "/metrics",
+        "/openapi.json",
+    ]
+)
 
 
 class Metrics:
@@ -564,15 +699,26 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.registry = CollectorRegistry()
-        self.requests = Counter("tinyforge_requests", "Answers by path and status", ["path", "status"],
-                                registry=self.registry)  # fmt: skip
-        self.refused = Counter("tinyforge_refused", "Requests refused because the queue was full",
-                               registry=self.registry)  # fmt: skip
+        self.requests = Counter(
+            "tinyforge_requests", "Answers by path and status", ["path", "status"], registry=self.registry
+        )
+        self.refused = Counter(
+            "tinyforge_refused", "Requests refused because the queue was full", registry=self.registry
+        )
         buckets = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-        self.first = Histogram("tinyforge_first_token_seconds", "From a request to its first token", buckets=buckets,
-                               registry=self.registry)  # fmt: skip
-        self.seconds = Histogram("tinyforge_request_seconds", "From a request to the end of its answer", ["path"],
-                                 buckets=buckets, registry=self.registry)  # fmt: skip
+        self.first = Histogram(
+            "tinyforge_first_token_seconds",
+            "From a request to its first token",
+            buckets=buckets,
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "tinyforge_request_seconds",
+            "From a request to the end of its answer",
+            ["path"],
+            buckets=buckets,
+            registry=self.registry,
+        )
         ProcessCollector(registry=self.registry)
         self.registry.register(self)
 

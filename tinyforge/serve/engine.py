@@ -114,9 +114,13 @@ class Engine:
     # --- called by the event loop
 
     def submit(
-        self, wishes: Sequence[tuple[Sequence[int], Sampling]], stop_ids: frozenset[int], stop: Sequence[str],
-        alternatives: int, deadline: float | None,
-    ) -> Answer:  # fmt: skip
+        self,
+        wishes: Sequence[tuple[Sequence[int], Sampling]],
+        stop_ids: frozenset[int],
+        stop: Sequence[str],
+        alternatives: int,
+        deadline: float | None,
+    ) -> Answer:
         """Start a choice for each (prompt, sampling). UserError, `QueueFull`, `Draining`."""
         if self.draining:
             raise Draining

@@ -38,8 +38,10 @@ class GuardedProtocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             body = error_body("too many connections; try again later", "rate_limit_error")
-            transport.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-                            b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))  # fmt: skip
+            transport.write(
+                b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+                b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            )
             transport.close()
             return
         self._arm()
@@ -69,8 +71,11 @@ class GuardedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         body = error_body(msg)
         with contextlib.suppress(h11.LocalProtocolError):
-            headers = [("content-type", "application/json"), ("content-length", str(len(body))),
-                       ("connection", "close")]  # fmt: skip
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
             self.transport.write(self.conn.send(h11.Response(status_code=400, headers=headers)) or b"")
             self.transport.write(self.conn.send(h11.Data(data=body)) or b"")
             self.conn.send(h11.EndOfMessage())
@@ -97,10 +102,18 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Any, drain_seconds: float, ready: Callable[[], None], drain: Callable[[], None]) -> None:
         config = uvicorn.Config(
-            app, http=GuardedProtocol, ws="none", lifespan="off", log_level="error", access_log=False,
-            server_header=False, proxy_headers=False, timeout_keep_alive=30, h11_max_incomplete_event_size=HEAD_BYTES,
+            app,
+            http=GuardedProtocol,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=30,
+            h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_graceful_shutdown=int(drain_seconds) + 5,
-        )  # fmt: skip
+        )
         super().__init__(config)
         self.ready, self.drain = ready, drain
 

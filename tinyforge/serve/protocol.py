@@ -41,9 +41,14 @@ class ApiError(Exception):
     """An error in OpenAI's format."""
 
     def __init__(
-        self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None,
-        code: str | None = None, headers: dict[str, str] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers or {}
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -58,8 +63,13 @@ class Extension(Wish):
 
     look_inside: bool = Field(default=False, description="Return each token's probability, runners-up and head.")
     top: int = Field(default=5, ge=0, le=MOST_TOP, description="How many runners-up.")
-    drafts: int = Field(default=0, ge=0, le=64, description="Tokens that the later heads draft for each pass, at most "
-                        "one per head. Greedy text stays the same.")  # fmt: skip
+    drafts: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="Tokens that the later heads draft for each pass, at most "
+        "one per head. Greedy text stays the same.",
+    )
 
 
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
@@ -73,21 +83,32 @@ class Generation(Wish):
     """The fields of both kinds of completion."""
 
     model: str | None = Field(default=None, max_length=200, description="As in /v1/models; may be left out.")
-    temperature: float | None = Field(default=None, ge=0, le=2, description="0 is greedy. If left out, this and "
-                                      "the fields to repetition_penalty are as in the model's generation_config.json, "
-                                      "else 1 and no cuts.")  # fmt: skip
+    temperature: float | None = Field(
+        default=None,
+        ge=0,
+        le=2,
+        description="0 is greedy. If left out, this and "
+        "the fields to repetition_penalty are as in the model's generation_config.json, "
+        "else 1 and no cuts.",
+    )
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=1 << 30, description="0 or -1 for all.")
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="llama.cpp's name for "
-                                         "repetition_penalty; used if that is left out.")  # fmt: skip
+    repeat_penalty: float | None = Field(
+        default=None, ge=0.01, le=100, description="llama.cpp's name for repetition_penalty; used if that is left out."
+    )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(default=None, max_length=MOST_BIASES)
-    max_tokens: int | None = Field(default=None, ge=-1, le=1 << 30, description="-1: up to the context and "
-                                   "the server's limit, which also cut larger numbers. If left out: 16; of a chat, "
-                                   "max_new_tokens of the model's generation_config.json, else -1.")  # fmt: skip
+    max_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        le=1 << 30,
+        description="-1: up to the context and "
+        "the server's limit, which also cut larger numbers. If left out: 16; of a chat, "
+        "max_new_tokens of the model's generation_config.json, else -1.",
+    )
     n: int | None = Field(default=None, ge=1, le=1 << 10)
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
@@ -120,8 +141,9 @@ class Generation(Wish):
         bias = []
         for text, value in (self.logit_bias or {}).items():
             if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) < vocab):
-                raise ApiError(400, f"logit_bias: {text[:40]!a} is not a token id, wants 0 to {vocab - 1}",
-                               param="logit_bias")  # fmt: skip
+                raise ApiError(
+                    400, f"logit_bias: {text[:40]!a} is not a token id, wants 0 to {vocab - 1}", param="logit_bias"
+                )
             bias.append((int(text), float(value)))
         seed = secrets.randbits(63) if self.seed is None else self.seed % (1 << 63)
 
@@ -135,16 +157,21 @@ class Generation(Wish):
             Sampling(
                 temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
                 top_k=max(0, given(self.top_k, default.top_k)),
-                top_p=max(LEAST_TOP_P, given(self.top_p, default.top_p)), min_p=given(self.min_p, default.min_p),
-                repetition_penalty=given(self.repetition_penalty,
-                                         given(self.repeat_penalty, default.repetition_penalty)),
+                top_p=max(LEAST_TOP_P, given(self.top_p, default.top_p)),
+                min_p=given(self.min_p, default.min_p),
+                repetition_penalty=given(
+                    self.repetition_penalty, given(self.repeat_penalty, default.repetition_penalty)
+                ),
                 presence_penalty=given(self.presence_penalty, 0.0),
-                frequency_penalty=given(self.frequency_penalty, 0.0), logit_bias=tuple(bias),
+                frequency_penalty=given(self.frequency_penalty, 0.0),
+                logit_bias=tuple(bias),
                 max_tokens=max(1, min(room, limits.max_tokens, most if most > 0 else room)),
-                seed=seed + i, drafts=self.extension.drafts, logprobs=logprobs or self.extension.look_inside,
+                seed=seed + i,
+                drafts=self.extension.drafts,
+                logprobs=logprobs or self.extension.look_inside,
             )
             for i in range(n)
-        ]  # fmt: skip
+        ]
 
 
 class Part(Wish):
@@ -165,8 +192,9 @@ class Message(Wish):
             return self.content
         wrong = next((part.type for part in self.content if part.type not in ("text", "input_text")), None)
         if wrong is not None:
-            raise ApiError(400, f"{place} has a part of type {wrong[:40]!a}; this model reads only text",
-                           param=f"{place}.content")  # fmt: skip
+            raise ApiError(
+                400, f"{place} has a part of type {wrong[:40]!a}; this model reads only text", param=f"{place}.content"
+            )
         return "".join(part.text or "" for part in self.content)
 
 
@@ -195,8 +223,11 @@ class ChatRequest(Generation):
         if self.tools or self.functions:
             raise ApiError(400, "this server does not call tools; leave them out", param="tools")
         if self.response_format is not None and self.response_format.type != "text":
-            raise ApiError(400, f"response_format {self.response_format.type[:40]!a}: this server answers only with "
-                           "text", param="response_format")  # fmt: skip
+            raise ApiError(
+                400,
+                f"response_format {self.response_format.type[:40]!a}: this server answers only with text",
+                param="response_format",
+            )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
@@ -261,19 +292,25 @@ def turns_of(messages: list[Message], reply_to_come: bool = True) -> tuple[str, 
     system = merged.pop(0)[1] if merged[0][0] == "system" else ""
     wrong = next((role for i, (role, _) in enumerate(merged) if role != ("user", "assistant")[i % 2]), None)
     if wrong is not None or not merged:
-        raise ApiError(400, "messages must be an optional system message, then alternate between user and assistant, "
-                       f"user first; got {wrong or 'no user message'}", param="messages")  # fmt: skip
+        raise ApiError(
+            400,
+            "messages must be an optional system message, then alternate between user and assistant, "
+            f"user first; got {wrong or 'no user message'}",
+            param="messages",
+        )
     turns: list[Turn] = [
         (text, merged[i + 1][1] if i + 1 < len(merged) else None)
-        for i, (role, text) in enumerate(merged) if role == "user"
-    ]  # fmt: skip
+        for i, (role, text) in enumerate(merged)
+        if role == "user"
+    ]
     if reply_to_come and turns[-1][1] is not None:
         raise ApiError(400, "the last message is the assistant's, wants the user's", param="messages")
     return system, turns
 
 
-def encode_chat(template: Template, tokenizer: TextTokenizer, messages: list[Message], reply_to_come: bool = True
-                ) -> list[int]:  # fmt: skip
+def encode_chat(
+    template: Template, tokenizer: TextTokenizer, messages: list[Message], reply_to_come: bool = True
+) -> list[int]:
     system, turns = turns_of(messages, reply_to_come)
     return template.encode(tokenizer, turns, system)
 
@@ -289,10 +326,9 @@ def read(kind: type[Any], content: Any) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         # A union adds the names of its branches, "str" or "list[int]", to the path of the field.
-        place = [str(part) for part in first["loc"]
-                 if isinstance(part, int) or (str(part).isidentifier() and part != "str")]  # fmt: skip
+        place = [
+            str(part) for part in first["loc"] if isinstance(part, int) or (str(part).isidentifier() and part != "str")
+        ]
         param = ".".join(place)[:200] or None
         message = f"{param or 'the body'}: {first['msg']}"
         raise ApiError(400, message.encode("ascii", "backslashreplace").decode(), param=param) from None
-
-

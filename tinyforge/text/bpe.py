@@ -373,8 +373,10 @@ class Tokenizer(ByteLevelBPE):
             # Each merge can double a token: some sixty of them could exhaust any memory.
             size += len(vocab[pair[0]]) + len(vocab[pair[1]])
             if size > MOST_VOCABULARY_BYTES:
-                raise UserError(f"tokenizer merge {len(merged)}: got tokens of {size:,} bytes in all, wanted "
-                                f"{MOST_VOCABULARY_BYTES:,} at most; train the tokenizer again")  # fmt: skip
+                raise UserError(
+                    f"tokenizer merge {len(merged)}: got tokens of {size:,} bytes in all, wanted "
+                    f"{MOST_VOCABULARY_BYTES:,} at most; train the tokenizer again"
+                )
             merged[pair] = len(vocab)
             vocab.append(vocab[pair[0]] + vocab[pair[1]])
         ids = {text: len(vocab) + index for index, text in enumerate(special_texts)}

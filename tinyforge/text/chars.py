@@ -61,7 +61,12 @@ class CharTokenizer(Vocabulary):
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
         characters, specials = content.get("characters"), content.get("specials")
         right = (content.get("format"), content.get("version")) == (FORMAT, VERSION)
-        if not (right and are_texts(characters) and are_texts(specials)
-                and set(map(len, characters)) == {1} and all(specials)):  # fmt: skip
+        if not (
+            right
+            and are_texts(characters)
+            and are_texts(specials)
+            and set(map(len, characters)) == {1}
+            and all(specials)
+        ):
             raise UserError(f"{path} is not a character tokenizer; the file is damaged, make the tokenizer again")
         return cls(characters, specials)

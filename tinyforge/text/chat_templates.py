@@ -131,8 +131,10 @@ class Template:
                     ids.append(tokenizer.specials[end_of_reply(tokenizer)])
                     after = "special"
                 else:
-                    raise UserError(f"the chat template {self.name} needs the special token {piece.text}, which the "
-                                    "tokenizer does not have; use another template")  # fmt: skip
+                    raise UserError(
+                        f"the chat template {self.name} needs the special token {piece.text}, which the "
+                        "tokenizer does not have; use another template"
+                    )
         return ids
 
     def stop_ids(self, tokenizer: TextTokenizer) -> frozenset[int]:
@@ -179,14 +181,17 @@ _FAMILIES = (
     # Llama 3 Instruct. The dates that Llama 3.1 and later write into the system prompt are left out.
     Template(
         "llama3",
-        *_same(lambda role: Frame((Special("<|start_header_id|>"), role, Special("<|end_header_id|>"), "\n\n"),
-                                  (Special("<|eot_id|>"),))),
+        *_same(
+            lambda role: Frame(
+                (Special("<|start_header_id|>"), role, Special("<|end_header_id|>"), "\n\n"), (Special("<|eot_id|>"),)
+            )
+        ),
         ends=("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"),
         strips=True,
     ),
     # Zephyr, TinyLlama-Chat.
     Template("zephyr", *_same(lambda role: Frame((f"<|{role}|>\n",), (Special("</s>"), "\n"))), ends=("</s>",)),
-)  # fmt: skip
+)
 TEMPLATES = {template.name: template for template in _FAMILIES}
 
 # The markers in a template's Jinja text, in the order of the search: the first family whose marks are all there, and no

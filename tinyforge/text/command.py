@@ -50,11 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     train = commands.add_parser("train", help="learn a vocabulary from text files")
     train.add_argument("files", nargs="+", metavar="FILE", help="text in UTF-8")
-    train.add_argument("--vocab-size", type=int, required=True, metavar="N",
-                       help="number of ids: 256 bytes, the merges, the special tokens")  # fmt: skip
+    train.add_argument(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of ids: 256 bytes, the merges, the special tokens",
+    )
     train.add_argument("--out", required=True, metavar="FILE", help="the tokenizer, as JSON")
-    train.add_argument("--special", action="append", metavar="TEXT",
-                       help="a special token; may be repeated (default: <|endoftext|> and </s>)")  # fmt: skip
+    train.add_argument(
+        "--special",
+        action="append",
+        metavar="TEXT",
+        help="a special token; may be repeated (default: <|endoftext|> and </s>)",
+    )
     train.add_argument("--single-digits", action="store_true", help="no token holds more than one digit")
 
     encode = commands.add_parser("encode", help="text or any bytes -> ids, in decimal")
@@ -143,8 +152,10 @@ def run_train(
         options["specials"] = tuple(specials)
     tokenizer = Tokenizer.train(texts, vocab_size, **options)
     tokenizer.save(out)
-    print(f"{out}: {tokenizer.vocab_size} ids: 256 bytes, {len(tokenizer.merges)} merges, "
-          f"{len(tokenizer.specials)} special tokens")  # fmt: skip
+    print(
+        f"{out}: {tokenizer.vocab_size} ids: 256 bytes, {len(tokenizer.merges)} merges, "
+        f"{len(tokenizer.specials)} special tokens"
+    )
 
 
 def run_encode(tokenizer: TextTokenizer, file: str, out: str | None, workers: int | None) -> None:

@@ -32,8 +32,13 @@ from tinyforge.text.vocabulary import TextTokenizer
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 
-PRE = {"gpt-2": ("gpt2", False), "llama-bpe": ("llama3", True), "smaug-bpe": ("llama3", False),
-       "qwen2": ("qwen2", False), "smollm": ("digits", False)}  # fmt: skip
+PRE = {
+    "gpt-2": ("gpt2", False),
+    "llama-bpe": ("llama3", True),
+    "smaug-bpe": ("llama3", False),
+    "qwen2": ("qwen2", False),
+    "smollm": ("digits", False),
+}
 """llama.cpp's name, to our pattern and whether a piece that is a token stays whole."""
 
 
@@ -80,8 +85,10 @@ def _byte_level(tokenizer: TextTokenizer) -> dict[str, Any]:
     pre = next((name for name, known in PRE.items() if known == cut), None)
     merges = [f"{left} {right}" for left, right in content["model"]["merges"]]
     if pre is None or not merges:
-        raise UserError(f"llama.cpp has no tokenizer with {len(merges)} merges, the pattern {cut[0]} and whole pieces "
-                        f"{'kept' if cut[1] else 'merged'}; use --format hf")  # fmt: skip
+        raise UserError(
+            f"llama.cpp has no tokenizer with {len(merges)} merges, the pattern {cut[0]} and whole pieces "
+            f"{'kept' if cut[1] else 'merged'}; use --format hf"
+        )
     texts = {id: text for text, id in content["model"]["vocab"].items()}
     specials = {entry["id"]: entry["content"] for entry in content["added_tokens"]}
     tokens = [specials.get(id) or texts[id] for id in range(tokenizer.vocab_size)]
@@ -98,8 +105,13 @@ def _scored(tokenizer: SentencePiece) -> dict[str, Any]:
         types[id] = BYTE
     for text, id in tokenizer.specials.items():
         types[id] = UNKNOWN if text == "<unk>" else CONTROL
-    found = {"model": "llama", "tokens": list(tokenizer.pieces), "scores": scores, "token_type": types,
-             "add_space_prefix": tokenizer.spaces.prefix != "never"}  # fmt: skip
+    found = {
+        "model": "llama",
+        "tokens": list(tokenizer.pieces),
+        "scores": scores,
+        "token_type": types,
+        "add_space_prefix": tokenizer.spaces.prefix != "never",
+    }
     if (unknown := tokenizer.specials.get("<unk>")) is not None:
         found["unknown_token_id"] = unknown
     return found
@@ -141,8 +153,10 @@ class _Reader:
         for id, (text, kind) in enumerate(zip(self.tokens, types, strict=True)):
             known = kind in (NORMAL, UNKNOWN, CONTROL, BYTE) or (kind == USER_DEFINED and MARK.fullmatch(text))
             if not known:
-                raise UserError(f"token {id} {text!r:.80} is of type {kind}; supported are normal, unknown, control, "
-                                "byte tokens, and marks such as <tool>")  # fmt: skip
+                raise UserError(
+                    f"token {id} {text!r:.80} is of type {kind}; supported are normal, unknown, control, "
+                    "byte tokens, and marks such as <tool>"
+                )
         special = (UNKNOWN, CONTROL, USER_DEFINED)
         self.specials = {text: id for id, text in enumerate(self.tokens) if types[id] in special}
         # By default a text begins with bos in SentencePiece models, and not in byte-level ones.
@@ -157,8 +171,9 @@ class _Reader:
         if self.kind == "llama":
             prefix = self.one("add_space_prefix", bool, True)
             scores = [float(score) for score in self.numbers("scores", len(self.tokens))]
-            return SentencePiece(self.tokens, self.specials, self.bos, scores,
-                                 spaces=Spaces(prefix="always" if prefix else "never"))  # fmt: skip
+            return SentencePiece(
+                self.tokens, self.specials, self.bos, scores, spaces=Spaces(prefix="always" if prefix else "never")
+            )
         if self.kind == "gpt2":
             return read_huggingface(self.content(), path)
         raise UserError(f"its tokenizer is of kind {self.kind!r:.40}; supported: 'gpt2', 'llama'")
@@ -177,10 +192,12 @@ class _Reader:
             "post_processor": {"type": "TemplateProcessing", "single": [*bos, {"Sequence": {"id": "A"}}]},
             "decoder": BYTE_LEVEL,
             "model": {
-                "type": "BPE", "ignore_merges": whole, "merges": self.texts("merges"),
+                "type": "BPE",
+                "ignore_merges": whole,
+                "merges": self.texts("merges"),
                 "vocab": {text: id for id, text in enumerate(self.tokens) if id not in special},
             },
-        }  # fmt: skip
+        }
 
     def one(self, key: str, kind: type, default: Any) -> Any:
         """The value of that name, or the default."""

@@ -26,15 +26,7 @@ from typing import Any
 from tinyforge.errors import UserError
 from tinyforge.files import GET_AGAIN, read_json
 from tinyforge.text import wordpiece
-from tinyforge.text.bpe import (
-    BYTE_ORDERS,
-    GPT2_PRINTABLE,
-    ByteLevelBPE,
-    Merging,
-    Pair,
-    Tokenizer,
-    byte_order_of,
-)
+from tinyforge.text.bpe import BYTE_ORDERS, GPT2_PRINTABLE, ByteLevelBPE, Merging, Pair, Tokenizer, byte_order_of
 from tinyforge.text.pieces import GPT2, OWN_PATTERNS, PATTERNS, Pattern
 from tinyforge.text.sentencepiece import SPACE, SentencePiece, Spaces
 from tinyforge.text.vocabulary import TextTokenizer, are_texts, check_tokenizer, fault_in_specials, is_pair
@@ -44,9 +36,7 @@ VERSION = 1
 
 # A byte is spelt as in GPT-2's files: a printable byte as itself, the n-th other one as U+0100 + n.
 HIDDEN = 256 - len(GPT2_PRINTABLE)
-SPELLING = dict(
-    zip(BYTE_ORDERS["gpt2"], map(chr, [*GPT2_PRINTABLE, *range(256, 256 + HIDDEN)]), strict=True),
-)
+SPELLING = dict(zip(BYTE_ORDERS["gpt2"], map(chr, [*GPT2_PRINTABLE, *range(256, 256 + HIDDEN)]), strict=True))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 SPELT = {character: byte for byte, character in SPELLING.items()}
 
@@ -91,15 +81,19 @@ class ImportedBPE(ByteLevelBPE):
                 raise UserError(f"token {id}: got {token[:40]!r}, which is token {ids[token]} too; {GET_AGAIN}")
         missing = next((byte for byte in range(256) if bytes([byte]) not in ids), None)
         if missing is not None:
-            raise UserError(f"got no token for the byte {missing:#04x}, wanted one for each byte; "
-                            "only such a vocabulary can be read")  # fmt: skip
+            raise UserError(
+                f"got no token for the byte {missing:#04x}, wanted one for each byte; "
+                "only such a vocabulary can be read"
+            )
         ranks: dict[Pair, int] = {}
         made: list[int] = []
         for rank, (left, right) in enumerate(merges):
             joint = tokens[left] + tokens[right] if 0 <= min(left, right) <= max(left, right) < len(tokens) else b""
             if joint not in ids or not special_ids.isdisjoint((left, right)) or (left, right) in ranks:
-                raise UserError(f"merge {rank}: got the ids {left} and {right}, wanted a new pair of tokens that makes "
-                                f"one; {GET_AGAIN}")  # fmt: skip
+                raise UserError(
+                    f"merge {rank}: got the ids {left} and {right}, wanted a new pair of tokens that makes "
+                    f"one; {GET_AGAIN}"
+                )
             ranks[left, right] = rank
             made.append(ids[joint])
         byte_ids = [ids[bytes([byte])] for byte in range(256)]
@@ -138,8 +132,15 @@ class ImportedBPE(ByteLevelBPE):
         check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
         pairs = [(left, right) for left, right in merges]
         try:
-            return cls([token or b"" for token in tokens], pairs, specials, bos, PATTERNS[str(pattern)], bool(nfc),
-                       bool(ignore_merges))  # fmt: skip
+            return cls(
+                [token or b"" for token in tokens],
+                pairs,
+                specials,
+                bos,
+                PATTERNS[str(pattern)],
+                bool(nfc),
+                bool(ignore_merges),
+            )
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 
@@ -186,22 +187,29 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
         try:
             data = text.encode()
         except UnicodeEncodeError:
-            raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got a lone surrogate, wanted "
-                            "text that UTF-8 can hold; give it another name") from None  # fmt: skip
+            raise UserError(
+                f"tokenizer.json cannot hold the special token {text!r}: got a lone surrogate, wanted "
+                "text that UTF-8 can hold; give it another name"
+            ) from None
         key = text if added else spell(data)
         taken = vocab.get(key, specials.get(key))
         if taken is not None:
-            raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got the spelling of token "
-                            f"{taken}, wanted one of its own; give it another name")  # fmt: skip
+            raise UserError(
+                f"tokenizer.json cannot hold the special token {text!r}: got the spelling of token "
+                f"{taken}, wanted one of its own; give it another name"
+            )
         if unspell(key) not in (None, data):
-            raise UserError(f"tokenizer.json cannot hold the special token {text!r}: got characters that spell other "
-                            "bytes there; give it a name in ASCII")  # fmt: skip
+            raise UserError(
+                f"tokenizer.json cannot hold the special token {text!r}: got characters that spell other "
+                "bytes there; give it a name in ASCII"
+            )
         specials[key] = id
     if not added:
         vocab |= specials
 
-    spelt_merges = [[spell(tokenizer.token_bytes(left)), spell(tokenizer.token_bytes(right))]
-                    for left, right in tokenizer.merges]  # fmt: skip
+    spelt_merges = [
+        [spell(tokenizer.token_bytes(left)), spell(tokenizer.token_bytes(right))] for left, right in tokenizer.merges
+    ]
     return _content(
         tokenizer,
         model=_model(vocab, spelt_merges) | {"ignore_merges": bool(merging.whole)},
@@ -227,8 +235,10 @@ def _write_sentencepiece(tokenizer: SentencePiece) -> dict[str, Any]:
     spaces, pieces = tokenizer.spaces, tokenizer.pieces
     merges = tokenizer.pairs()
     if spaces.collapsed or (spaces.doubled and (spaces.split or spaces.prefix == "first")) or merges is None:
-        raise UserError("tokenizer.json cannot hold this SentencePiece vocabulary: got spaces that are removed, or "
-                        "tokens with characters that are not tokens, wanted a vocabulary like Llama's")  # fmt: skip
+        raise UserError(
+            "tokenizer.json cannot hold this SentencePiece vocabulary: got spaces that are removed, or "
+            "tokens with characters that are not tokens, wanted a vocabulary like Llama's"
+        )
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": spaces.prefix, "split": spaces.split}
@@ -262,9 +272,13 @@ def _model(vocab: dict[str, int], merges: list[list[str]]) -> dict[str, Any]:
 
 
 def _content(
-    tokenizer: TextTokenizer, model: dict[str, Any], added: dict[str, int], normalizer: dict[str, Any] | None,
-    pre_tokenizer: dict[str, Any] | None, decoder: dict[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    tokenizer: TextTokenizer,
+    model: dict[str, Any],
+    added: dict[str, int],
+    normalizer: dict[str, Any] | None,
+    pre_tokenizer: dict[str, Any] | None,
+    decoder: dict[str, Any],
+) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     post_processor = None
     if tokenizer.bos is not None:
@@ -399,15 +413,18 @@ class _Reader:
         texts: dict[int, str] = {}
         for text, id in [*self.specials.items(), *vocab.items()]:
             if texts.setdefault(id, text) != text:
-                raise UserError(f"got id {id} for both {texts[id]!r:.80} and {text!r:.80}, wanted one token for an id; "
-                                f"{GET_AGAIN}")  # fmt: skip
+                raise UserError(
+                    f"got id {id} for both {texts[id]!r:.80} and {text!r:.80}, wanted one token for an id; {GET_AGAIN}"
+                )
         for text, id in self.specials.items():
             if vocab.get(text, id) != id:
                 raise UserError(f"got the added token {text!r:.80} with two ids, wanted one; {GET_AGAIN}")
         missing = next((id for id in range(len(texts)) if id not in texts), None)
         if missing is not None:
-            raise UserError(f"got no token with id {missing}, but {len(texts)} tokens, wanted ids without a gap; only "
-                            "such a vocabulary can be read")  # fmt: skip
+            raise UserError(
+                f"got no token with id {missing}, but {len(texts)} tokens, wanted ids without a gap; only "
+                "such a vocabulary can be read"
+            )
         return [texts[id] for id in range(len(texts))]
 
     def _merges(self, ids: dict[str, int]) -> list[Pair]:
@@ -446,8 +463,11 @@ class _Reader:
     def _pattern(self, cuts: list[dict[str, Any]]) -> Pattern:
         def refuse() -> UserError:
             known = ", ".join(PATTERNS)
-            return _refuse("pre_tokenizer", self.content.get("pre_tokenizer"),
-                           f"ByteLevel with no prefix space and one of the patterns {known}")  # fmt: skip
+            return _refuse(
+                "pre_tokenizer",
+                self.content.get("pre_tokenizer"),
+                f"ByteLevel with no prefix space and one of the patterns {known}",
+            )
 
         if not cuts or _kind(cuts[-1]) != "ByteLevel" or cuts[-1].get("add_prefix_space", True) is not False:
             raise refuse()
@@ -482,8 +502,10 @@ class _Reader:
         for id, text in enumerate(self.spelt):
             token = b"" if id in special_ids else unspell(text)
             if token is None:
-                raise UserError(f"token {id}: got {text!r:.80}, which does not spell bytes, wanted bytes as visible "
-                                f"characters, or an added token; {GET_AGAIN}")  # fmt: skip
+                raise UserError(
+                    f"token {id}: got {text!r:.80}, which does not spell bytes, wanted bytes as visible "
+                    f"characters, or an added token; {GET_AGAIN}"
+                )
             tokens.append(token)
         return ImportedBPE(tokens, merges, self.specials, self.bos, pattern, nfc, ignore_merges)
 
@@ -494,8 +516,10 @@ class _Reader:
         try:
             return spelt if data is None else data.decode()
         except UnicodeDecodeError:
-            raise UserError(f"got the token {spelt!r}, which no merge makes and which is not a text, wanted only "
-                            f"bytes, merges and special tokens; {GET_AGAIN}") from None  # fmt: skip
+            raise UserError(
+                f"got the token {spelt!r}, which no merge makes and which is not a text, wanted only "
+                f"bytes, merges and special tokens; {GET_AGAIN}"
+            ) from None
 
     # --- over characters, with byte fallback
 

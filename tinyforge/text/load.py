@@ -13,12 +13,17 @@ from tinyforge.text.vocabulary import TextTokenizer
 
 NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bin", "vocab.txt")  # in a folder, in order of preference
 READERS: dict[str, Callable[[Path], TextTokenizer]] = {
-    ".model": sentencepiece.read_model, ".bin": sentencepiece.read_llama2c, ".txt": wordpiece.read_vocab,
-}  # fmt: skip
+    ".model": sentencepiece.read_model,
+    ".bin": sentencepiece.read_llama2c,
+    ".txt": wordpiece.read_vocab,
+}
 KINDS: dict[Any, type[Any]] = {
-    sentencepiece.FORMAT: sentencepiece.SentencePiece, chars.FORMAT: chars.CharTokenizer,
-    wordpiece.FORMAT: wordpiece.WordPiece, labels.FORMAT: labels.Labels, huggingface.FORMAT: huggingface.ImportedBPE,
-}  # fmt: skip
+    sentencepiece.FORMAT: sentencepiece.SentencePiece,
+    chars.FORMAT: chars.CharTokenizer,
+    wordpiece.FORMAT: wordpiece.WordPiece,
+    labels.FORMAT: labels.Labels,
+    huggingface.FORMAT: huggingface.ImportedBPE,
+}
 """By "format" in the JSON that `save` writes; all else is a `Tokenizer`'s."""
 
 

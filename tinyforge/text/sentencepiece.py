@@ -124,8 +124,10 @@ class SentencePiece(Vocabulary):
             self._ids[piece] = id
         missing = next((byte for byte in BYTES if byte not in self._ids), None)
         if missing:
-            raise UserError(f"there is no token {missing}, wanted one for each byte: only vocabularies with byte "
-                            "fallback can be read")  # fmt: skip
+            raise UserError(
+                f"there is no token {missing}, wanted one for each byte: only vocabularies with byte "
+                "fallback can be read"
+            )
         self.byte_ids = [self._ids.pop(byte) for byte in BYTES]
         tokens = [to_utf8(piece.replace(SPACE, " ")) for piece in pieces]
         for byte, id in enumerate(self.byte_ids):
@@ -141,8 +143,10 @@ class SentencePiece(Vocabulary):
             assert scores is not None
             self._rank_by_scores(scores)
         self._characters = {piece: id for piece, id in self._ids.items() if len(piece) == 1}
-        self._fallback = {id: [self.byte_ids[byte] for byte in to_utf8(self._hidden[id - len(pieces)])]
-                          for id in range(len(pieces), len(pieces) + len(self._hidden))}  # fmt: skip
+        self._fallback = {
+            id: [self.byte_ids[byte] for byte in to_utf8(self._hidden[id - len(pieces)])]
+            for id in range(len(pieces), len(pieces) + len(self._hidden))
+        }
         self._words = Words(self)
         # If a token has a space after another character, a text cannot be split into words before the joins.
         crossing = any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in self._ids)
@@ -158,8 +162,10 @@ class SentencePiece(Vocabulary):
         seen: set[float] = set()
         for rank, (piece, id) in enumerate(sorted(long, key=lambda item: -scores[item[1]])):
             if not math.isfinite(scores[id]) or scores[id] in seen:
-                raise UserError(f"token {id} {piece!r}: got the score {scores[id]}, wanted a number that is no other "
-                                f"token's; {GET_AGAIN}")  # fmt: skip
+                raise UserError(
+                    f"token {id} {piece!r}: got the score {scores[id]}, wanted a number that is no other "
+                    f"token's; {GET_AGAIN}"
+                )
             seen.add(scores[id])
             self._made.append(id)
             for at in range(1, len(piece)):
@@ -170,13 +176,15 @@ class SentencePiece(Vocabulary):
     def _rank_by_merges(self, merges: Sequence[Pair]) -> None:
         for rank, (left, right) in enumerate(merges):
             if not (0 <= left < len(self.pieces) and 0 <= right < len(self.pieces)):
-                raise UserError(f"merge {rank}: got the ids {left} and {right}, wanted 0..{len(self.pieces) - 1}; "
-                                f"{GET_AGAIN}")  # fmt: skip
+                raise UserError(
+                    f"merge {rank}: got the ids {left} and {right}, wanted 0..{len(self.pieces) - 1}; {GET_AGAIN}"
+                )
             joint = self.pieces[left] + self.pieces[right]
             if joint not in self._ids or (left, right) in self._ranks:
                 what = "twice" if joint in self._ids else "which is not a token"
-                raise UserError(f"merge {rank}: got {joint!r} {what}, wanted a new pair that makes a token; "
-                                f"{GET_AGAIN}")  # fmt: skip
+                raise UserError(
+                    f"merge {rank}: got {joint!r} {what}, wanted a new pair that makes a token; {GET_AGAIN}"
+                )
             self._made.append(self._ids[joint])
             self._ranks[left, right] = rank
 
@@ -264,18 +272,23 @@ class SentencePiece(Vocabulary):
         check(isinstance(pieces, list), "pieces is not a list")
         scores = None
         if merges is None:
-            check(all(isinstance(item, list) and len(item) == 2 and type(item[1]) is float for item in pieces),
-                  "pieces is not a list of texts with their scores")  # fmt: skip
+            check(
+                all(isinstance(item, list) and len(item) == 2 and type(item[1]) is float for item in pieces),
+                "pieces is not a list of texts with their scores",
+            )
             pieces, scores = [item[0] for item in pieces], [item[1] for item in pieces]
         else:
             check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
             merges = [(left, right) for left, right in merges]
         check(are_texts(pieces), "pieces is not a list of texts")
         check(not (fault := fault_in_specials(content, len(pieces))), fault)
-        check(isinstance(spaces, dict) and spaces.keys() == asdict(Spaces()).keys()
-              and spaces["prefix"] in ("always", "first", "never")
-              and all(isinstance(value, bool) for key, value in spaces.items() if key != "prefix"),
-              f"got {spaces!r:.80} as spaces")  # fmt: skip
+        check(
+            isinstance(spaces, dict)
+            and spaces.keys() == asdict(Spaces()).keys()
+            and spaces["prefix"] in ("always", "first", "never")
+            and all(isinstance(value, bool) for key, value in spaces.items() if key != "prefix"),
+            f"got {spaces!r:.80} as spaces",
+        )
         try:
             return cls(pieces, specials, bos, scores, merges, Spaces(**spaces))
         except UserError as error:
@@ -321,9 +334,11 @@ def write_llama2c(tokenizer: SentencePiece, path: str | Path) -> None:
     """Write a tokenizer.bin that llama2.c reads. UserError if the format cannot hold the tokenizer."""
     ids = [*LLAMA2C_SPECIALS.values(), *range(3, 259)]
     if (
-        tokenizer.scores is None or tokenizer.spaces != Spaces() or tokenizer.specials != LLAMA2C_SPECIALS
+        tokenizer.scores is None
+        or tokenizer.spaces != Spaces()
+        or tokenizer.specials != LLAMA2C_SPECIALS
         or tokenizer.byte_ids != ids[3:]
-    ):  # fmt: skip
+    ):
         raise UserError(
             f"cannot write {path}: llama2.c's format has scores, <unk>, <s>, </s> and the bytes as ids 0..258, and a "
             "space before every text; this tokenizer differs"
@@ -370,8 +385,11 @@ def read_model(path: str | Path) -> SentencePiece:
             if number == MODEL_PIECES:
                 piece = dict(protobuf(value))
                 text, kind = piece[PIECE_TEXT].decode(), piece.get(PIECE_TYPE, NORMAL)
-                check(kind in (NORMAL, UNKNOWN, CONTROL, BYTE), f"the token {text!r} of type {kind}",
-                      "normal, unknown, control and byte tokens only")  # fmt: skip
+                check(
+                    kind in (NORMAL, UNKNOWN, CONTROL, BYTE),
+                    f"the token {text!r} of type {kind}",
+                    "normal, unknown, control and byte tokens only",
+                )
                 if kind in (UNKNOWN, CONTROL):
                     specials[text] = len(pieces)
                 pieces.append(text)

@@ -112,8 +112,12 @@ class Source:
     inputs: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "licence": self.licence, **{s: getattr(self, s).to_dict() for s in SPLITS},
-                **({"inputs": list(self.inputs)} if self.inputs else {})}  # fmt: skip
+        return {
+            "name": self.name,
+            "licence": self.licence,
+            **{s: getattr(self, s).to_dict() for s in SPLITS},
+            **({"inputs": list(self.inputs)} if self.inputs else {}),
+        }
 
 
 def bytes_per_id(vocab_size: int) -> int:
@@ -142,9 +146,14 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, source: str, split: str, tokenizer: TextTokenizer, shard_tokens: int = SHARD_TOKENS,
+        self,
+        folder: Path,
+        source: str,
+        split: str,
+        tokenizer: TextTokenizer,
+        shard_tokens: int = SHARD_TOKENS,
         kept: Sequence[ShardFile] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.folder, self.source, self.split = folder, source, split
         self.files = list(kept)
         self._vocab_size, self._hash = tokenizer.vocab_size, tokenizer.hash()
@@ -373,9 +382,12 @@ class Shards:
         if known is not None:
             licences = (known.licence,) if known.licence == source.licence else (known.licence, source.licence)
             source = Source(
-                source.name, "; ".join(licences), _joined(known.train, source.train), _joined(known.val, source.val),
+                source.name,
+                "; ".join(licences),
+                _joined(known.train, source.train),
+                _joined(known.val, source.val),
                 (*known.inputs, *source.inputs),
-            )  # fmt: skip
+            )
         self.sources[source.name] = source
 
 

@@ -69,11 +69,15 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
             encoded, rank_text = line.split()
             token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
         except (ValueError, binascii.Error):
-            raise UserError(f"{path} line {number}: got {line[:80]!r}, wanted a token in base64 and its rank; get or "
-                            "make the file again") from None  # fmt: skip
+            raise UserError(
+                f"{path} line {number}: got {line[:80]!r}, wanted a token in base64 and its rank; get or "
+                "make the file again"
+            ) from None
         if not token or rank < 0 or rank in tokens or token in lines:
-            raise UserError(f"{path} line {number}: got {token!r} with rank {rank}, wanted a token and a rank not "
-                            "given before; get or make the file again")  # fmt: skip
+            raise UserError(
+                f"{path} line {number}: got {token!r} with rank {rank}, wanted a token and a rank not "
+                "given before; get or make the file again"
+            )
         tokens[rank], lines[token] = token, number
     gap = next((rank for rank in range(len(tokens)) if rank not in tokens), None)
     if gap is not None or len(tokens) < 256:

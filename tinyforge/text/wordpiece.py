@@ -36,8 +36,16 @@ LONGEST = 100  # characters of a word; a longer one is [UNK]
 RARE = 3  # a character that occurs less often gets no token
 
 # The blocks of Chinese characters, which have no space between words.
-IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
-              (0x2B920, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))  # fmt: skip
+IDEOGRAPHS = (
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B920, 0x2CEAF),
+    (0xF900, 0xFAFF),
+    (0x2F800, 0x2FA1F),
+)
 
 
 class _Table(dict[int, int | str | None]):
@@ -244,22 +252,44 @@ def to_huggingface(tokenizer: WordPiece) -> dict[str, Any]:
     """Content of a tokenizer.json that gives the same ids, with [CLS] before a text and [SEP] after it."""
     specials = tokenizer.specials
     added = [
-        {"id": id, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": True} for text, id in sorted(specials.items(), key=lambda item: item[1])
-    ]  # fmt: skip
+        {
+            "id": id,
+            "content": text,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for text, id in sorted(specials.items(), key=lambda item: item[1])
+    ]
     first, second = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
     cls, sep, end = ({"SpecialToken": {"id": text, "type_id": type}} for text, type in ((CLS, 0), (SEP, 0), (SEP, 1)))
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
-        "normalizer": {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True,
-                       "strip_accents": None, "lowercase": tokenizer.lower},
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": tokenizer.lower,
+        },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
         "post_processor": {
-            "type": "TemplateProcessing", "single": [cls, first, sep],
+            "type": "TemplateProcessing",
+            "single": [cls, first, sep],
             "pair": [cls, first, sep, second, end],
             "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in (CLS, SEP)},
         },
         "decoder": {"type": "WordPiece", "prefix": PREFIX, "cleanup": False},
-        "model": {"type": "WordPiece", "unk_token": UNK, "continuing_subword_prefix": PREFIX,
-                  "max_input_chars_per_word": LONGEST, "vocab": {t: id for id, t in enumerate(tokenizer.tokens)}},
-    }  # fmt: skip
+        "model": {
+            "type": "WordPiece",
+            "unk_token": UNK,
+            "continuing_subword_prefix": PREFIX,
+            "max_input_chars_per_word": LONGEST,
+            "vocab": {t: id for id, t in enumerate(tokenizer.tokens)},
+        },
+    }

@@ -64,9 +64,7 @@ def _windows_batch(rows: Sequence[np.ndarray], seq_len: int, heads: int, mask: D
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = row
     documents = mask.documents(tokens[:, :seq_len]) if mask else None
-    return Batch(
-        np.maximum(tokens[:, :seq_len], 0), shifted_targets(tokens, seq_len, heads), documents=documents
-    )
+    return Batch(np.maximum(tokens[:, :seq_len], 0), shifted_targets(tokens, seq_len, heads), documents=documents)
 
 
 def _draw_offset(stream: Stream, length: int, windows: int, seq_len: int) -> int:
@@ -91,9 +89,7 @@ class PackedTokens:
     mask: keeps documents apart; without it a token sees everything before it in its window.
     """
 
-    def __init__(
-        self, tokens: Tokens, seq_len: int, heads: int, seed: int, mask: DocumentMask | None = None
-    ) -> None:
+    def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int, mask: DocumentMask | None = None) -> None:
         if len(tokens) < seq_len + 1:
             raise UserError(
                 f"corpus: {len(tokens)} tokens, one training sequence takes {seq_len + 1}; "
@@ -208,9 +204,14 @@ class MixedTokens:
     """
 
     def __init__(
-        self, sources: Mapping[str, Tokens], weights: Mapping[str, Fraction], seq_len: int, heads: int, seed: int,
+        self,
+        sources: Mapping[str, Tokens],
+        weights: Mapping[str, Fraction],
+        seq_len: int,
+        heads: int,
+        seed: int,
         mask: DocumentMask | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.seq_len, self.heads, self.mask = seq_len, heads, mask
         self.sources = [_Source(name, tokens, seq_len, heads, seed) for name, tokens in sources.items()]
         # Integers: the position of a window far into a run must be exact.
@@ -257,9 +258,13 @@ class Examples:
     """
 
     def __init__(
-        self, examples: Sequence[tuple[list[int], int]], seq_len: int, heads: int, seed: int,
+        self,
+        examples: Sequence[tuple[list[int], int]],
+        seq_len: int,
+        heads: int,
+        seed: int,
         restart: bool | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not examples:
             raise UserError("no example left to train on; check that the records have replies and fit --seq-len")
         self.examples = examples

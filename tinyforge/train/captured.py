@@ -51,8 +51,10 @@ class Captured:
 
     def __init__(self, sharded: Sharded, optimizer: AdamW, limit: float) -> None:
         if not hasattr(of_tokens(sharded.objective), "factors"):
-            raise UserError(f"--capture: the objective {type(of_tokens(sharded.objective)).__name__} is not one that a "
-                            "graph can repeat; use --capture off")  # fmt: skip
+            raise UserError(
+                f"--capture: the objective {type(of_tokens(sharded.objective)).__name__} is not one that a "
+                "graph can repeat; use --capture off"
+            )
         self.sharded, self.optimizer, self.limit = sharded, optimizer, limit
         self.backend = sharded.backend
         self.graphs = self.backend.graphs()
@@ -62,9 +64,7 @@ class Captured:
         self._kinds: dict[Any, _Kind] = {}
         sharded.rank.captured = self
 
-    def step(
-        self, batches: Sequence[Batch], noise: Stream, lr: float, number: int | None = None
-    ) -> tuple[Totals, Any]:
+    def step(self, batches: Sequence[Batch], noise: Stream, lr: float, number: int | None = None) -> tuple[Totals, Any]:
         """`Sharded.gradients`, `clip` and `update`: the sums, and the gradient's norm. number: as of `gradients`."""
         if not self.sharded.alone:
             self.sharded.group.send_object((captured_step, (self.sharded.told(batches, number), noise, lr)))
@@ -164,8 +164,9 @@ class _Kind:
                 documents = Documents(next(places), documents.restart)
             if weights is not None:
                 weights = next(places)
-            moved.append(replace(batch, ids=ids, targets=targets, more=tuple(more), documents=documents,
-                                 weights=weights))  # fmt: skip
+            moved.append(
+                replace(batch, ids=ids, targets=targets, more=tuple(more), documents=documents, weights=weights)
+            )
         factors, rates, keys = places
         moved = [replace(batch, factors=factors) for batch in moved]
         noise = _Fixed("", {name: keys[place] for place, name in enumerate(self.names)})

@@ -77,9 +77,12 @@ things, places and small numbers. Asked about anything else, it answers in the s
 generates its training text, which contains no personal data."""
 # Each as one literal: building a wheel replaces them by the commands of `tinyforge`.
 COMMANDS = {
-    "pretrain": "python recipes/pretrain.py", "sft": "python recipes/sft.py", "dpo": "python recipes/dpo.py",
-    "grpo": "python recipes/grpo.py", "classify": "python recipes/classify.py",
-}  # fmt: skip
+    "pretrain": "python recipes/pretrain.py",
+    "sft": "python recipes/sft.py",
+    "dpo": "python recipes/dpo.py",
+    "grpo": "python recipes/grpo.py",
+    "classify": "python recipes/classify.py",
+}
 OWN = """It was trained only on the text named below and repeats that text's errors and opinions. At this size it states
 falsehoods fluently. Do not rely on anything it says."""
 
@@ -101,18 +104,23 @@ def card(found: checkpoint.Checkpoint) -> str:
     runs.append((meta["kind"], meta))
     built_in, tuned = not (imported or any(_settings(*run).data for run in runs)), meta["kind"] != "pretrain"
     return CARD.format(
-        name=spec.name, title=spec.title, summary=spec.summary or "A language model", size=f"{_parameters(found):,}",
+        name=spec.name,
+        title=spec.title,
+        summary=spec.summary or "A language model",
+        size=f"{_parameters(found):,}",
         weights=CALLED[found.weights.dtype],
         # A program cannot decide the licence of a model that was trained on other people's text.
         license="mit" if built_in else "other",
         kind="fine-tuned to answer" if tuned else "a base model: it continues text",
         prompt="" if tuned else ' --prompt "Once upon a time"',
         text='"### Instruction:\\nWho is here?\\n\\n### Response:\\n"' if tuned else '"Once upon a time"',
-        use=USE, limits=WORLD if built_in else OWN, shape=_table([_numbers(config)]),
+        use=USE,
+        limits=WORLD if built_in else OWN,
+        shape=_table([_numbers(config)]),
         corpus="\n".join(_learned_from(kind, run) for kind, run in runs),
         runs="\n".join(_trained(kind, run, config) for kind, run in runs),
         scores=_scores(read_scores(found.path.parent, meta["step"])),
-    )  # fmt: skip
+    )
 
 
 def _parameters(found: checkpoint.Checkpoint) -> int:
@@ -174,8 +182,15 @@ def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
     if "joules" in run:
         told += f"; {run['joules'] / 3.6e6:.3f} kWh"
     optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings.optimizer]
-    cells = (optimizer, f"{settings.lr:g}", settings.schedule, f"{settings.weight_decay:g}", f"{settings.clip:g}",
-             f"{rows} x {length}", settings.precision)  # fmt: skip
+    cells = (
+        optimizer,
+        f"{settings.lr:g}",
+        settings.schedule,
+        f"{settings.weight_decay:g}",
+        f"{settings.clip:g}",
+        f"{rows} x {length}",
+        settings.precision,
+    )
     return (
         f"    {' '.join([COMMANDS[kind], *settings.flags(), *_gone(run['settings'])])}\n\n{told}; seed "
         f"{settings.seed}, data SHA-256 `{run['data_hash'][:16]}`.\n\n"
@@ -187,8 +202,11 @@ def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
 def _gone(stored: Mapping[str, Any]) -> list[str]:
     """Flags of settings that an earlier version had."""
     known = {f.name for kind in RECIPES.values() for f in fields(kind)}
-    return [f"--{name.replace('_', '-')} {value}" for name, value in stored.items()
-            if name not in known and value is not None]  # fmt: skip
+    return [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in stored.items()
+        if name not in known and value is not None
+    ]
 
 
 def _scores(scores: Mapping[str, float]) -> str:
@@ -201,6 +219,9 @@ def _scores(scores: Mapping[str, float]) -> str:
         noise = f" ± {scores[name + NOISE]:{form}}" if name + NOISE in scores else ""
         lines += [] if name.endswith(NOISE) else [f"| {name} | {value:{form}}{noise} |"]
     if any(name.endswith(NOISE) for name in scores):
-        lines += ["", "± is the standard error; for sampled replies, the standard deviation over seeds. "
-                  "`docs/evaluation.md` says what each figure means."]  # fmt: skip
+        lines += [
+            "",
+            "± is the standard error; for sampled replies, the standard deviation over seeds. "
+            "`docs/evaluation.md` says what each figure means.",
+        ]
     return "\n".join(lines)

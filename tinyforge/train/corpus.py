@@ -19,14 +19,7 @@ from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
 from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
-from tinyforge.train.batches import (
-    ContinuedTokens,
-    DocumentMask,
-    MixedTokens,
-    PackedTokens,
-    check_ids,
-    fingerprint,
-)
+from tinyforge.train.batches import ContinuedTokens, DocumentMask, MixedTokens, PackedTokens, check_ids, fingerprint
 from tinyforge.train.data_parallel import Sharded, evaluate_heads
 from tinyforge.train.settings import PretrainSettings, restarts
 
@@ -97,9 +90,15 @@ def over_all(parts: Sequence[HeldOut], figures: Mapping[str, float]) -> float:
 def summarise(name: str, licence: str, share: float, train: Part, val: Part) -> dict[str, Any]:
     """A source's row on a model card. share: of the tokens read in training."""
     return {
-        "source": name, "licence": licence, "share": share, "documents": train.documents, "bytes": train.bytes,
-        "tokens": train.tokens, "held-out_documents": val.documents, "held-out_bytes": val.bytes,
-    }  # fmt: skip
+        "source": name,
+        "licence": licence,
+        "share": share,
+        "documents": train.documents,
+        "bytes": train.bytes,
+        "tokens": train.tokens,
+        "held-out_documents": val.documents,
+        "held-out_bytes": val.bytes,
+    }
 
 
 def opening_of(text: str) -> str:
@@ -177,19 +176,30 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
         part, share = shards.sources[name].train, float(weight / sum(weights.values()))
         each = batches.epochs(per_step)[name]
         epochs = f"{each * settings.steps:.2f} epochs" if settings.steps else f"an epoch in {1 / each:,.0f} steps"
-        print(f"  {name}: {share:.1%} of what is read, {epochs}; {count_of(part.documents, 'document')}, "
-              f"{part.tokens:,} tokens of {part.bytes / part.tokens:.2f} bytes")  # fmt: skip
+        print(
+            f"  {name}: {share:.1%} of what is read, {epochs}; {count_of(part.documents, 'document')}, "
+            f"{part.tokens:,} tokens of {part.bytes / part.tokens:.2f} bytes"
+        )
     vals = [shards.sources[part.source].val for part in held_out]
     documents, size = sum(val.documents for val in vals), sum(val.bytes for val in vals)
     few = "; that is few, and figures on it owe much to chance" if documents < FEW_DOCUMENTS or size < FEW_BYTES else ""
-    print(f"held out: {count_of(documents, 'document')}, {size:,} bytes of "
-          f"{', '.join(p.source for p in held_out)}{few}")  # fmt: skip
+    print(
+        f"held out: {count_of(documents, 'document')}, {size:,} bytes of {', '.join(p.source for p in held_out)}{few}"
+    )
     begin = shards.tokenizer.decode(held_out[0].windows.tokens[:256].tolist()).split(separator_of(shards.tokenizer))
     opening = opening_of(next((text for text in begin if text.strip()), " "))
     sources = [(shards.sources[name], float(weight / sum(weights.values()))) for name, weight in weights.items()]
     summary = tuple(summarise(s.name, s.licence or NOT_STATED, share, s.train, s.val) for s, share in sources)
-    return Corpus(shards.tokenizer, batches, sum(map(len, train.values())), held_out, opening, shards.hash, summary,
-                  tuple(digest for source, _ in sources for digest in source.inputs))  # fmt: skip
+    return Corpus(
+        shards.tokenizer,
+        batches,
+        sum(map(len, train.values())),
+        held_out,
+        opening,
+        shards.hash,
+        summary,
+        tuple(digest for source, _ in sources for digest in source.inputs),
+    )
 
 
 def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, heads: int) -> tuple[HeldOut, ...]:
@@ -266,17 +276,25 @@ def tokenizer_for(
 
 
 def corpus_of_text(
-    settings: PretrainSettings, config: ModelConfig, seq_len: int, training: Sequence[str], held_out: Sequence[str],
+    settings: PretrainSettings,
+    config: ModelConfig,
+    seq_len: int,
+    training: Sequence[str],
+    held_out: Sequence[str],
     tokenizer: TextTokenizer,
-) -> Corpus:  # fmt: skip
+) -> Corpus:
     """The corpus of plain text, or the built-in one: the ids are held in memory."""
     streams = [pack(texts, tokenizer) for texts in (training, held_out)]
     for stream in streams:
         check_ids(stream, config.vocab)
-    train, val = (Part(len(texts), len(stream), byte_count(texts))
-                  for texts, stream in zip((training, held_out), streams, strict=True))  # fmt: skip
-    print(f"tokenizer: {tokenizer.vocab_size} ids, {train.bytes / max(1, train.tokens - train.documents):.2f} bytes a "
-          "token")  # fmt: skip
+    train, val = (
+        Part(len(texts), len(stream), byte_count(texts))
+        for texts, stream in zip((training, held_out), streams, strict=True)
+    )
+    print(
+        f"tokenizer: {tokenizer.vocab_size} ids, {train.bytes / max(1, train.tokens - train.documents):.2f} bytes a "
+        "token"
+    )
     print(f"training text: {train.bytes:,} bytes, {train.tokens:,} tokens; held out: {val.tokens:,} tokens")
     mask, made = document_mask(settings, tokenizer), (streams[0], seq_len, config.prediction_heads, settings.seed)
     data = ContinuedTokens(*made, settings.batch_size) if settings.carry else PackedTokens(*made, mask)

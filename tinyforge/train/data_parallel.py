@@ -134,9 +134,15 @@ class Sharded:
     """
 
     def __init__(
-        self, model: Trainable, backend: Backend, objective: Objective | None = None, carried: int = 0, *,
-        shards: int = 0, batches: Callable[[int], Sequence[Batch]] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Trainable,
+        backend: Backend,
+        objective: Objective | None = None,
+        carried: int = 0,
+        *,
+        shards: int = 0,
+        batches: Callable[[int], Sequence[Batch]] | None = None,
+    ) -> None:
         """objective: for `gradients`; the model's own terms are added to it. `nll` needs none. carried: rows whose
         state, (layers, 2, rows, C), a recurrent model carries from batch to batch; each rank writes its own rows,
         forked workers into shared memory. shards, batches: see `Rank`."""
@@ -229,8 +235,9 @@ class Sharded:
         return asked[1]
 
 
-def _fork_follows(model: Trainable, backend: Backend, objective: Objective | None, state: Array | None, shards: int,
-                  group: Group) -> None:  # fmt: skip
+def _fork_follows(
+    model: Trainable, backend: Backend, objective: Objective | None, state: Array | None, shards: int, group: Group
+) -> None:
     """A forked worker: do what rank 0 does, with a replica."""
     rank = Rank(group, model.replica(), backend, objective, state, shards)
     while True:
@@ -295,9 +302,14 @@ def _begin(rank: Rank, number: int) -> None:
 
 
 def _gradients_of_part(
-    rank: Rank, batches: Sequence[Batch], number: int, counts: np.ndarray, noise: Any,
-    stash_of: Callable[[int], Stash], known: Callable[[Array], None],
-) -> Array:  # fmt: skip
+    rank: Rank,
+    batches: Sequence[Batch],
+    number: int,
+    counts: np.ndarray,
+    noise: Any,
+    stash_of: Callable[[int], Stash],
+    known: Callable[[Array], None],
+) -> Array:
     """Set the model's gradients to those of one part of every batch, each with a stash of its own. known: called with
     the sums over all batches before the last backward pass."""
     model, backend, objective = rank.model, rank.backend, rank.objective
@@ -402,9 +414,7 @@ def be_patient(rank: Rank, seconds: float) -> None:
     rank.group.be_patient(seconds)
 
 
-def forward(
-    model: Trainable, backend: Backend, batch: Batch, stash: Stash | None, state: Array | None = None
-) -> Any:
+def forward(model: Trainable, backend: Backend, batch: Batch, stash: Stash | None, state: Array | None = None) -> Any:
     """The model's forward on a batch, which is empty if there are fewer rows than ranks. state: the carried state of
     all rows."""
     if not len(batch.ids):

@@ -109,24 +109,35 @@ class Teachers:
 
 
 def check_teacher(
-    name: str, teaches: ModelSpec, theirs: ModelConfig, spec: ModelSpec, config: ModelConfig, seq_len: int,
+    name: str,
+    teaches: ModelSpec,
+    theirs: ModelConfig,
+    spec: ModelSpec,
+    config: ModelConfig,
+    seq_len: int,
     documents: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Raise UserError if the teacher `name` cannot teach a model of `spec` and `config`. documents: whether
     --document-mask is given."""
     if (teaches.learns, spec.learns) != ("text", "text"):
-        raise UserError(f"--teacher: {teaches.title} learns {teaches.learns} and {spec.title} {spec.learns}; use two "
-                        "models of next tokens")  # fmt: skip
+        raise UserError(
+            f"--teacher: {teaches.title} learns {teaches.learns} and {spec.title} {spec.learns}; use two "
+            "models of next tokens"
+        )
     if theirs.vocab != config.vocab:
-        raise UserError(f"--teacher: {name} has {theirs.vocab} ids, the model {config.vocab}; give both the same "
-                        "tokenizer")  # fmt: skip
+        raise UserError(
+            f"--teacher: {name} has {theirs.vocab} ids, the model {config.vocab}; give both the same tokenizer"
+        )
     if theirs.prediction_heads < config.prediction_heads:
-        raise UserError(f"--teacher: {name} has {count_of(theirs.prediction_heads, 'prediction head')}, the model "
-                        f"{config.prediction_heads}; give the model fewer, e.g. --set "
-                        f"mtp_heads={theirs.prediction_heads}")  # fmt: skip
+        raise UserError(
+            f"--teacher: {name} has {count_of(theirs.prediction_heads, 'prediction head')}, the model "
+            f"{config.prediction_heads}; give the model fewer, e.g. --set "
+            f"mtp_heads={theirs.prediction_heads}"
+        )
     if theirs.context < seq_len:
-        raise UserError(f"--teacher: {name} reads {theirs.context} tokens, a row has {seq_len}; use --seq-len "
-                        f"{theirs.context}")  # fmt: skip
+        raise UserError(
+            f"--teacher: {name} reads {theirs.context} tokens, a row has {seq_len}; use --seq-len {theirs.context}"
+        )
     if documents and not teaches.documents:
         raise UserError(f"--teacher: {teaches.title} cannot keep documents apart; leave out --document-mask")
 

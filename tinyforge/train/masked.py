@@ -35,9 +35,7 @@ class MaskedWords:
     """Windows of text for a model of masked words: batches with segments, lengths and the places of the masked words in
     `Batch.more`."""
 
-    def __init__(
-        self, windows: Batches, tokenizer: TextTokenizer, config: ModelConfig, length: int, seed: int
-    ) -> None:
+    def __init__(self, windows: Batches, tokenizer: TextTokenizer, config: ModelConfig, length: int, seed: int) -> None:
         """windows: of `length` - FRAME tokens. length: of a row, with [CLS] and [SEP]."""
         self.windows, self.seed = windows, seed
         self.cls, self.sep, self.mask = (special(tokenizer, text) for text in (CLS, SEP, MASK))

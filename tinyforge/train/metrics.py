@@ -127,8 +127,12 @@ def numbers(row: Any) -> bool:
 
 def sample(row: Any) -> bool:
     """Whether a value from a line of samples.jsonl is a row: a step, a text, and the tokens read so far."""
-    return (isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("text"), str)
-            and type(row.get("tokens", 0)) is int)  # fmt: skip
+    return (
+        isinstance(row, dict)
+        and type(row.get("step")) is int
+        and isinstance(row.get("text"), str)
+        and type(row.get("tokens", 0)) is int
+    )
 
 
 def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:

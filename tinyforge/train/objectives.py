@@ -62,12 +62,21 @@ class Batch:
         documents = None if self.documents is None else self.documents[rows]
         stream = None if self.stream is None else self.stream + rows.indices(len(self.ids))[0]
         given = tuple(array[rows] for array in self.given)
-        return Batch(self.ids[rows], self.targets[rows], weights, more, documents, stream, self.anew, given,
-                     self.together, self.factors)  # fmt: skip
+        return Batch(
+            self.ids[rows],
+            self.targets[rows],
+            weights,
+            more,
+            documents,
+            stream,
+            self.anew,
+            given,
+            self.together,
+            self.factors,
+        )
 
     def inputs(self, backend: Backend) -> tuple[Array, ...]:
-        """The positional inputs of the model's forward, on its backend; `documents` and a carried state are keywords.
-        """
+        """The positional inputs of the model's forward, on its backend; `documents` and a carried state are keywords."""
         return tuple(backend.asarray(array) for array in (self.ids, self.targets, *self.more))
 
 
@@ -86,7 +95,7 @@ class Objective(Protocol):
         the device, and the gradient of the loss in nll: (B, T, K), or (K,) if it is the same for every token."""
 
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-        """"loss" and other figures to log, from the step's sums and counts."""
+        """ "loss" and other figures to log, from the step's sums and counts."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +212,9 @@ class WithTerms:
         else:
             last = len(batch.factors) - len(self.term_weights)
             tokens, weights = batch.factors[last - 1 : last], batch.factors[last:]
-            sums, dnll = self.objective.weigh(likelihoods, replace(batch, factors=batch.factors[: last - 1]), counts,
-                                              backend)  # fmt: skip
+            sums, dnll = self.objective.weigh(
+                likelihoods, replace(batch, factors=batch.factors[: last - 1]), counts, backend
+            )
         share = batch.ids.size / tokens
         dterms = backend.asarray(share * weights, backend.master_dtype)
         return backend.xp.concatenate([sums, share * terms.astype(sums.dtype)]), (dnll, dterms)

@@ -40,10 +40,12 @@ class Plan:
 
     def __str__(self) -> str:
         rows = (
-            ("weights, masters, gradients", self.weights), ("the optimizer's moments", self.moments),
-            ("saved for backward", self.saved), ("temporary", self.peak - self.weights - self.moments - self.saved),
+            ("weights, masters, gradients", self.weights),
+            ("the optimizer's moments", self.moments),
+            ("saved for backward", self.saved),
+            ("temporary", self.peak - self.weights - self.moments - self.saved),
             ("peak", self.peak),
-        )  # fmt: skip
+        )
         return "\n".join(f"  {what:<28} {gib(count):>10}" for what, count in rows)
 
 
@@ -72,9 +74,17 @@ ONE = Split()
 
 
 def plan_step(
-    spec: ModelSpec, config: ModelConfig, precision: str, batch_size: int, seq_len: int, recompute: Recompute = "",
-    adapters: Adapters | None = None, restart: bool | None = None, split: Split = ONE, teachers: Teachers | None = None,
-) -> Plan:  # fmt: skip
+    spec: ModelSpec,
+    config: ModelConfig,
+    precision: str,
+    batch_size: int,
+    seq_len: int,
+    recompute: Recompute = "",
+    adapters: Adapters | None = None,
+    restart: bool | None = None,
+    split: Split = ONE,
+    teachers: Teachers | None = None,
+) -> Plan:
     """Run one step on arrays without memory and read the meter: the memory on a GPU, or on each of several.
 
     batch_size: of all ranks together. adapters: if given, they are learned and the model's own weights are frozen.
@@ -139,8 +149,10 @@ def print_plan(
     print(plan)
     if settings.adapters:
         whole = planned(rows, adapters=None)
-        print(f"adapters of rank {settings.adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that "
-              "all weights need")  # fmt: skip
+        print(
+            f"adapters of rank {settings.adapters.rank}: {plan.peak / whole.peak:.2f} of the {gib(whole.peak)} that "
+            "all weights need"
+        )
 
 
 def _planner(
@@ -148,16 +160,28 @@ def _planner(
 ) -> Callable[..., Plan]:
     """`plan_step` of a run as a function of a step's rows, with keywords for what else is changed."""
     return partial(
-        plan_step, spec, config, precision, seq_len=sequence_length(config, settings.seq_len),
-        recompute=settings.recompute, adapters=settings.adapters, restart=restarts(settings, spec),
-        split=Split.of(settings, ranks), teachers=teachers,
-    )  # fmt: skip
+        plan_step,
+        spec,
+        config,
+        precision,
+        seq_len=sequence_length(config, settings.seq_len),
+        recompute=settings.recompute,
+        adapters=settings.adapters,
+        restart=restarts(settings, spec),
+        split=Split.of(settings, ranks),
+        teachers=teachers,
+    )
 
 
 def check_fits(
-    spec: ModelSpec, config: ModelConfig, backend: Backend, settings: Settings, ranks: int = 1, each: int = 1,
+    spec: ModelSpec,
+    config: ModelConfig,
+    backend: Backend,
+    settings: Settings,
+    ranks: int = 1,
+    each: int = 1,
     teachers: Teachers | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan of a step. Raises UserError, before anything is allocated, if it does not fit in free memory.
 
     The forecast for a CPU is that for a GPU plus a copy of the gradients for each worker beyond the first. Kernels

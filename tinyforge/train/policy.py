@@ -71,8 +71,10 @@ class GRPO:
         advantage = backend.asarray(batch.given[ADVANTAGES][:, None], dtype)
         mask, logp = backend.asarray(learned), -nll[..., 0].astype(dtype)
         # (B, 0): the replies were drawn from these very weights, or there is no reference.
-        old, reference = (backend.asarray(given, dtype) if given.shape[1] else logp
-                          for given in (batch.given[OLD], batch.given[REFERENCE]))  # fmt: skip
+        old, reference = (
+            backend.asarray(given, dtype) if given.shape[1] else logp
+            for given in (batch.given[OLD], batch.given[REFERENCE])
+        )
         ratio = xp.exp(logp - old)
         at_low, at_high = (ratio < 1 - self.low) & (advantage < 0), (ratio > 1 + self.high) & (advantage > 0)
         kept = xp.where(at_low | at_high, 0.0, ratio)
@@ -101,9 +103,7 @@ class GRPO:
         return {"loss": float(sums[0]), **dict(zip(names, means, strict=True))}
 
 
-def reward_figures(
-    rewards: np.ndarray, names: Sequence[str], lengths: np.ndarray, group: int
-) -> dict[str, float]:
+def reward_figures(rewards: np.ndarray, names: Sequence[str], lengths: np.ndarray, group: int) -> dict[str, float]:
     """Figures of a rollout. rewards: (B, 1 + names), their weighted sum first; lengths: (B,), in tokens.
 
     "reward"; "reward_std", within groups; "frac_reward_zero_std", groups that teach nothing; "rewards/NAME";
@@ -111,16 +111,15 @@ def reward_figures(
     """
     groups = rewards[:, 0].reshape(-1, group)
     return {
-        "reward": float(rewards[:, 0].mean()), "reward_std": float(groups.std(axis=1, ddof=1).mean()),
+        "reward": float(rewards[:, 0].mean()),
+        "reward_std": float(groups.std(axis=1, ddof=1).mean()),
         "frac_reward_zero_std": float((np.ptp(groups, axis=1) == 0).mean()),
         **{f"rewards/{name}": float(mean) for name, mean in zip(names, rewards[:, 1:].mean(axis=0), strict=True)},
         "completions/mean_length": float(lengths.mean()),
-    }  # fmt: skip
+    }
 
 
-def policy_batch(
-    ids: np.ndarray, targets: np.ndarray, advantage: np.ndarray, logps: Sequence[np.ndarray]
-) -> Batch:
+def policy_batch(ids: np.ndarray, targets: np.ndarray, advantage: np.ndarray, logps: Sequence[np.ndarray]) -> Batch:
     """A batch of replies, see `GRPO`. advantage: (groups, G); a group's rows are consecutive. logps: old, reference."""
     return Batch(ids, targets, given=(advantage.reshape(-1), *logps), together=advantage.shape[1])
 

@@ -88,14 +88,27 @@ class DPO:
         dnll[::2, :, 0] += weight
         rewards = self.beta * scores
         figures = (
-            value, rewards[::2], rewards[1::2], (difference > 0).astype(wide), self.beta * difference, logps[::2],
-            logps[1::2], -logps[::2],
-        )  # fmt: skip
+            value,
+            rewards[::2],
+            rewards[1::2],
+            (difference > 0).astype(wide),
+            self.beta * difference,
+            logps[::2],
+            logps[1::2],
+            -logps[::2],
+        )
         return xp.stack([figure.sum() for figure in figures]), dnll
 
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-        names = ("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen",
-                 "logps/rejected")  # fmt: skip
+        names = (
+            "loss",
+            "rewards/chosen",
+            "rewards/rejected",
+            "rewards/accuracies",
+            "rewards/margins",
+            "logps/chosen",
+            "logps/rejected",
+        )
         found = dict(zip(names, (sums[:-1] / max(1, int(counts[0]))).tolist(), strict=True))
         found["loss"] += self.nll_weight(counts) * float(sums[-1])
         return found
@@ -171,9 +184,7 @@ class Pairs:
     reference: (pairs, 2), log p of chosen and rejected under the reference; None if it is not needed.
     """
 
-    def __init__(
-        self, pairs: Sequence[Encoded], heads: int, seed: int, reference: np.ndarray | None = None
-    ) -> None:
+    def __init__(self, pairs: Sequence[Encoded], heads: int, seed: int, reference: np.ndarray | None = None) -> None:
         self.pairs, self.heads, self.reference = pairs, heads, reference
         self._shuffled = Shuffled(len(pairs), seed, self._make)
 

@@ -170,8 +170,14 @@ class Run:
         self.buffer = task.model.buffer
         self.objective = with_terms(task.objective, task.model.config)
         self.group: Group = backend.group or Alone()
-        self.sharded = Sharded(task.model, backend, task.objective, task.carried,
-                               shards=settings.shards_per_step or 0, batches=task.batches)  # fmt: skip
+        self.sharded = Sharded(
+            task.model,
+            backend,
+            task.objective,
+            task.carried,
+            shards=settings.shards_per_step or 0,
+            batches=task.batches,
+        )
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens = 0, 0
         self.last_saved: Path | None = None
@@ -202,8 +208,9 @@ class Run:
             _check_same(found, self.task)
             load_named(buffer, buffer.masters, found.weights, backend, found.path)
             moments = found.optimizer()
-            self.task.state.update({name.removeprefix(OF_TASK): moments[name] for name in moments
-                                    if name.startswith(OF_TASK)})  # fmt: skip
+            self.task.state.update(
+                {name.removeprefix(OF_TASK): moments[name] for name in moments if name.startswith(OF_TASK)}
+            )
             self._take_meta(found)
         group.broadcast_(buffer.masters)
         if buffer.frozen:
@@ -214,8 +221,10 @@ class Run:
         config = (MuonConfig if settings.optimizer == "muon" else AdamWConfig)(weight_decay=settings.weight_decay)
         self.optimizer = rank.make_optimizer(config, settings.zero, settings.grad_accum)
         if settings.zero == 2 and rank.sharded and rank.sharded.grads is None:
-            print("--zero 2 keeps the gradients whole here, as --zero 1: --shards-per-step adds up parts of a step in "
-                  "them")  # fmt: skip
+            print(
+                "--zero 2 keeps the gradients whole here, as --zero 1: --shards-per-step adds up parts of a step in "
+                "them"
+            )
         self.step = self.optimizer.step_count = group.send_object(self.step)
         if not self.step:
             return
@@ -240,8 +249,10 @@ class Run:
         print(f"resuming at step {self.step} from {found.path}")
         ranks = found.meta.get("ranks", 1)
         if ranks != self.group.size and not self.settings.shards_per_step:
-            print(f"begun on {ranks} rank{'s' * (ranks > 1)}, going on with {self.group.size}: the same batches, but "
-                  "other last bits of sums; --shards-per-step makes them the same")  # fmt: skip
+            print(
+                f"begun on {ranks} rank{'s' * (ranks > 1)}, going on with {self.group.size}: the same batches, but "
+                "other last bits of sums; --shards-per-step makes them the same"
+            )
 
     def _about(self) -> dict[str, Any]:
         """The content of run.json, all known before the first step."""
@@ -249,10 +260,13 @@ class Run:
         names = ("kind", "model", "config", "corpus", "machine")
         return {
             **{name: value for name, value in task.meta.items() if name in names},
-            "parameters": self.buffer.count, "learned": sum(p.size for p in self.buffer.params),
-            "unit": task.unit, "flop_per_token": task.flop_per_token, "plan": asdict(plan) if plan else None,
+            "parameters": self.buffer.count,
+            "learned": sum(p.size for p in self.buffer.params),
+            "unit": task.unit,
+            "flop_per_token": task.flop_per_token,
+            "plan": asdict(plan) if plan else None,
             "settings": self.settings.to_dict(),
-        }  # fmt: skip
+        }
 
     # --- where the run is
 
@@ -283,8 +297,14 @@ class Run:
         if self.group.rank:
             self.sharded.follow()
         pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file wants few lines
-        self._bar = tqdm(total=self.settings.steps, initial=self.step, unit="step", dynamic_ncols=True,
-                         mininterval=pace, maxinterval=pace)  # fmt: skip
+        self._bar = tqdm(
+            total=self.settings.steps,
+            initial=self.step,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=pace,
+            maxinterval=pace,
+        )
         compile.on_load = self._loaded
         with ExitStack() as inside, self._bar, warnings.catch_warnings():
             # Each step is checked for numbers that are not finite, with a message that names their source.
@@ -363,8 +383,11 @@ class Run:
             compile.on_load = None
             self.sharded.be_patient(self.settings.timeout)
             if self._kernels:
-                took(f"preparing {count_of(len(self._kernels), 'kernel')}, which the next run finds on disk",
-                     sum(self._kernels), self._say)  # fmt: skip
+                took(
+                    f"preparing {count_of(len(self._kernels), 'kernel')}, which the next run finds on disk",
+                    sum(self._kernels),
+                    self._say,
+                )
             first = "the first step" if len(self.unread) == 1 else f"the first {len(self.unread)} steps"
             took(first, time.perf_counter() - self._began, self._say)
         rate = sum(taken.size(self.task.unit) for taken in self.unread) / (time.perf_counter() - self._began)
@@ -373,9 +396,14 @@ class Run:
             found, norm = self._figures(taken)
             self.tokens += taken.size(self.task.unit)
             self.log.write(
-                step=taken.number + 1, tokens=self.tokens, **found, lr=taken.lr, grad_norm=norm,
-                tokens_per_second=round(rate), seconds=round(self.elapsed(), 3),
-            )  # fmt: skip
+                step=taken.number + 1,
+                tokens=self.tokens,
+                **found,
+                lr=taken.lr,
+                grad_norm=norm,
+                tokens_per_second=round(rate),
+                seconds=round(self.elapsed(), 3),
+            )
         if self._bar is not None:
             bits = f", {found['bits_per_byte']:.2f} bits/byte" if "bits_per_byte" in found else ""
             bits += f", {self.task.curve} {found[self.task.curve]:.3f}" if self.task.curve else ""
@@ -415,9 +443,11 @@ class Run:
         if self.sharded.state is not None:
             more[CARRIED] = np.array(self.backend.to_numpy(self.sharded.carried()))
         meta = {
-            **self.task.meta, "settings": self.settings.to_dict(), "elapsed": round(self.elapsed(), 3),
+            **self.task.meta,
+            "settings": self.settings.to_dict(),
+            "elapsed": round(self.elapsed(), 3),
             "tokens": self.tokens,
-        }  # fmt: skip
+        }
         if self.group.size > 1:
             meta["ranks"] = self.group.size
         if (joules := self.joules()) is not None:
@@ -449,16 +479,21 @@ class Run:
             if metrics.plot(rows, picture, self.task.curve):
                 written.append(picture)
         except OSError as error:  # a missing picture is not a failed run
-            print(f"warning: cannot write {picture}: {error.strerror or error}; all else is saved. Free some space, "
-                  f"then {resume} draws it", file=sys.stderr)  # fmt: skip
+            print(
+                f"warning: cannot write {picture}: {error.strerror or error}; all else is saved. Free some space, "
+                f"then {resume} draws it",
+                file=sys.stderr,
+            )
         if self.signals.received is not None:
             print(f"\nstopped at step {self.step}; saved {last}. Continue with {resume}", file=sys.stderr)
             sys.exit(128 + self.signals.received)
         held, joules = self.backend.memory().get("held"), self.joules()
         on_gpu = f", {held / 2**20:.0f} MiB on the GPU" if held else ""
         energy = f", {joules / 3600:.1f} Wh as the GPU counts" if joules is not None else ""
-        print(f"{count_of(self.step, 'step')} in {self.elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} "
-              f"MiB{on_gpu}{energy}")  # fmt: skip
+        print(
+            f"{count_of(self.step, 'step')} in {self.elapsed():.0f} s, peak memory {metrics.peak_memory_mib():.0f} "
+            f"MiB{on_gpu}{energy}"
+        )
         print(f"wrote {', '.join(map(str, written))}")
         self._print_utilisation()
         _print_overfitting(rows, self.settings)
@@ -517,14 +552,21 @@ def _print_overfitting(rows: Sequence[Mapping[str, Any]], settings: Settings) ->
     best, last = min(held_out, key=lambda row: row[key]), held_out[-1]
     if last[key] > (1 + OVERFITTED) * best[key]:
         taught = ", or with a --teacher" if isinstance(settings, TaughtSettings) and not settings.teacher else ""
-        print(f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: the "
-              f"model overfits. Train for fewer steps, on more data, or with more --weight-decay{taught}")  # fmt: skip
+        print(
+            f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: the "
+            f"model overfits. Train for fewer steps, on more data, or with more --weight-decay{taught}"
+        )
 
 
 def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
     given = json.loads(json.dumps(task.meta))  # as in the checkpoint, where a tuple is a list
-    parts = {"model": "model", "config": "config", "tokenizer_hash": "tokenizer", "data_hash": "data",
-             "teacher": "teacher"}  # fmt: skip
+    parts = {
+        "model": "model",
+        "config": "config",
+        "tokenizer_hash": "tokenizer",
+        "data_hash": "data",
+        "teacher": "teacher",
+    }
     for key, what in parts.items():
         # Checkpoints of earlier versions do not name the model.
         if key in found.meta and found.meta[key] != given.get(key):

@@ -97,8 +97,16 @@ def setting(
     machine. adds: giving the flag again adds to its list instead of replacing it. bare: the value of the flag without
     an argument.
     """
-    meta = {"help": help, "check": check, "changes": changes, "card": card, "metavar": metavar, "choices": choices,
-            "adds": adds, "bare": bare}  # fmt: skip
+    meta = {
+        "help": help,
+        "check": check,
+        "changes": changes,
+        "card": card,
+        "metavar": metavar,
+        "choices": choices,
+        "adds": adds,
+        "bare": bare,
+    }
     return field(default_factory=default, metadata=meta) if callable(default) else field(default=default, metadata=meta)
 
 
@@ -118,64 +126,117 @@ class Settings:
 
     several_ranks: ClassVar[bool] = True
 
-    backend: str = setting("auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto: a GPU if there is one",
-                           changes=NOTHING)  # fmt: skip
-    device: int | None = setting(None, "number of the GPU, as CUDA counts the visible ones (default: 0)",
-                                 changes=NOTHING, card=NEVER)  # fmt: skip
-    recompute: Recompute = setting("", "save memory by recomputing in backward: blocks keeps only each block's input "
-                                   "and is a third slower; norms, for GPT-2 and ViT, is 2 %% slower; the same bits "
-                                   "(without a value: blocks)", choices=("norms", "blocks"), bare="blocks",
-                                   changes=NOTHING, card=NEVER)  # fmt: skip
-    capture: str = setting("auto", "on: launch each step as one CUDA graph, which is faster for small models and on "
-                           "several GPUs; the same bits; auto: on several GPUs (without a value: on)",
-                           choices=("auto", "on", "off"), bare="on", changes=NOTHING, card=NEVER)  # fmt: skip
+    backend: str = setting(
+        "auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto: a GPU if there is one", changes=NOTHING
+    )
+    device: int | None = setting(
+        None, "number of the GPU, as CUDA counts the visible ones (default: 0)", changes=NOTHING, card=NEVER
+    )
+    recompute: Recompute = setting(
+        "",
+        "save memory by recomputing in backward: blocks keeps only each block's input "
+        "and is a third slower; norms, for GPT-2 and ViT, is 2 %% slower; the same bits "
+        "(without a value: blocks)",
+        choices=("norms", "blocks"),
+        bare="blocks",
+        changes=NOTHING,
+        card=NEVER,
+    )
+    capture: str = setting(
+        "auto",
+        "on: launch each step as one CUDA graph, which is faster for small models and on "
+        "several GPUs; the same bits; auto: on several GPUs (without a value: on)",
+        choices=("auto", "on", "off"),
+        bare="on",
+        changes=NOTHING,
+        card=NEVER,
+    )
     precision: str = setting("fp32", "fp32, fp64 or fp8, and on a GPU tf32 or bf16; fp8 on a GPU needs a Hopper")
     data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
     encoding: str = setting("utf-8", "encoding of text files")
     out: str = setting("", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
     steps: int | None = setting(None, "optimizer steps", check=above_zero, card=ALWAYS)
-    minutes: float | None = setting(None, "train for this many minutes instead; the schedule follows the clock",
-                                    check=above_zero)  # fmt: skip
+    minutes: float | None = setting(
+        None, "train for this many minutes instead; the schedule follows the clock", check=above_zero
+    )
     batch_size: int = setting(8, "sequences per micro-batch", check=above_zero)
     grad_accum: int = setting(1, "micro-batches per step", check=above_zero)
     seq_len: int | None = setting(None, "tokens per sequence (default: the config's context)", check=above_zero)
-    document_mask: str | None = setting(None, "restrict attention to a token's own document or record; keep: positions "
-                                        "count along the row, restart: they restart in each document (default: a token "
-                                        "attends to its whole row before it)", choices=("keep", "restart"))  # fmt: skip
+    document_mask: str | None = setting(
+        None,
+        "restrict attention to a token's own document or record; keep: positions "
+        "count along the row, restart: they restart in each document (default: a token "
+        "attends to its whole row before it)",
+        choices=("keep", "restart"),
+    )
     lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
-    optimizer: str = setting("adamw", "adamw, or muon: orthogonalised momentum for the matrices between hidden layers, "
-                             "with the same --lr and --weight-decay, and AdamW for all other parameters",
-                             choices=("adamw", "muon"))  # fmt: skip
+    optimizer: str = setting(
+        "adamw",
+        "adamw, or muon: orthogonalised momentum for the matrices between hidden layers, "
+        "with the same --lr and --weight-decay, and AdamW for all other parameters",
+        choices=("adamw", "muon"),
+    )
     schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
     warmup: float = setting(0.02, "share of the run, 0 to 1, for warm-up at its start", check=below_one)
-    lr_decay: float = setting(0.4, "share of the run, 0 to 1, at its end in which the schedule wsd lowers the rate",
-                              check=share)  # fmt: skip
-    weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more,
-                                  card=ALWAYS)  # fmt: skip
+    lr_decay: float = setting(
+        0.4, "share of the run, 0 to 1, at its end in which the schedule wsd lowers the rate", check=share
+    )
+    weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more, card=ALWAYS)
     clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
     seed: int = setting(0, "seed of weights, data order and samples")
-    eval_every: int = setting(250, "steps between evaluations on held-out text", check=above_zero, changes=NOTHING,
-                              card=NEVER)  # fmt: skip
+    eval_every: int = setting(
+        250, "steps between evaluations on held-out text", check=above_zero, changes=NOTHING, card=NEVER
+    )
     save_every: int = setting(500, "steps between checkpoints", check=above_zero, changes=NOTHING, card=NEVER)
-    keep: int = setting(2, "how many of the newest checkpoints to keep, 0 for all", check=zero_or_more,
-                        changes=NOTHING, card=NEVER)  # fmt: skip
-    log: str = setting("none", "also send the figures to TensorBoard (into the folder tensorboard/ of --out) or to "
-                       "Weights & Biases", choices=("none", *WRITERS), changes=NOTHING, card=NEVER)  # fmt: skip
+    keep: int = setting(
+        2, "how many of the newest checkpoints to keep, 0 for all", check=zero_or_more, changes=NOTHING, card=NEVER
+    )
+    log: str = setting(
+        "none",
+        "also send the figures to TensorBoard (into the folder tensorboard/ of --out) or to Weights & Biases",
+        choices=("none", *WRITERS),
+        changes=NOTHING,
+        card=NEVER,
+    )
     # Part of the settings because the sum of gradients depends, in its last bits, on how the batch was cut.
-    workers: int | None = setting(None, "shards of a batch, each in a process (default: one per core)",
-                                  check=above_zero, changes=BITS, card=NEVER)  # fmt: skip
-    gpus: int | None = setting(None, "number of GPUs of this machine to train on, with a rank for each (default: one "
-                               "GPU, no other process); mpirun -n 2 before the command starts ranks too, also on a CPU",
-                               check=above_zero, changes=BITS, card=NEVER)  # fmt: skip
-    zero: int = setting(0, "1: shard the optimizer's state over the ranks (ZeRO stage 1), which saves memory; 2: the "
-                        "gradients too", choices=(0, 1, 2), changes=BITS, card=NEVER)  # fmt: skip
-    shards_per_step: int | None = setting(None, "number of parts of the batch, a power of two, whose gradients are "
-                                          "added as a tree: the same bits on 1, 2, 4 ranks or workers",
-                                          check=power_of_two, changes=BITS)  # fmt: skip
-    timeout: float = setting(50.0, "seconds that a rank may keep the others waiting in a step before the run ends",
-                             check=above_zero, changes=NOTHING, card=NEVER)  # fmt: skip
-    elastic: bool = setting(False, "with --gpus: when a rank is lost, go on from the last checkpoint with those left",
-                            changes=NOTHING, card=NEVER)  # fmt: skip
+    workers: int | None = setting(
+        None, "shards of a batch, each in a process (default: one per core)", check=above_zero, changes=BITS, card=NEVER
+    )
+    gpus: int | None = setting(
+        None,
+        "number of GPUs of this machine to train on, with a rank for each (default: one "
+        "GPU, no other process); mpirun -n 2 before the command starts ranks too, also on a CPU",
+        check=above_zero,
+        changes=BITS,
+        card=NEVER,
+    )
+    zero: int = setting(
+        0,
+        "1: shard the optimizer's state over the ranks (ZeRO stage 1), which saves memory; 2: the gradients too",
+        choices=(0, 1, 2),
+        changes=BITS,
+        card=NEVER,
+    )
+    shards_per_step: int | None = setting(
+        None,
+        "number of parts of the batch, a power of two, whose gradients are "
+        "added as a tree: the same bits on 1, 2, 4 ranks or workers",
+        check=power_of_two,
+        changes=BITS,
+    )
+    timeout: float = setting(
+        50.0,
+        "seconds that a rank may keep the others waiting in a step before the run ends",
+        check=above_zero,
+        changes=NOTHING,
+        card=NEVER,
+    )
+    elastic: bool = setting(
+        False,
+        "with --gpus: when a rank is lost, go on from the last checkpoint with those left",
+        changes=NOTHING,
+        card=NEVER,
+    )
 
     def check(self) -> None:
         """Raise UserError for a value that is not valid."""
@@ -192,8 +253,10 @@ class Settings:
         if self.gpus and self.device is not None:
             raise UserError("--device chooses one GPU and --gpus takes several; drop one of them")
         if self.zero and self.optimizer == "muon":
-            raise UserError(f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
-                            "out --zero, or use --optimizer adamw")  # fmt: skip
+            raise UserError(
+                f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
+                "out --zero, or use --optimizer adamw"
+            )
         if self.elastic and not self.gpus:
             raise UserError("--elastic restarts ranks, which works only for those that --gpus starts; add --gpus")
         if self.steps is None and self.minutes is None:
@@ -254,11 +317,18 @@ class ModelSettings(Settings):
 
     model: str = setting(default_model, "which model of the zoo, as python -m models list has them")
     config: str = setting("", "preset of the model, or a JSON file with the config's fields")
-    set: tuple[str, ...] = setting((), "override fields of the config, e.g. --set dim=192 layers=6; given again, it "
-                                   "adds to them", metavar="KEY=VALUE", adds=True)  # fmt: skip
-    tokenizer: str | None = setting(None, "tokenizer.json to use, or chars: each character is a token (default: train "
-                                    "one on the data; chars for a preset with fewer ids than there are bytes)",
-                                    metavar="FILE")  # fmt: skip
+    set: tuple[str, ...] = setting(
+        (),
+        "override fields of the config, e.g. --set dim=192 layers=6; given again, it adds to them",
+        metavar="KEY=VALUE",
+        adds=True,
+    )
+    tokenizer: str | None = setting(
+        None,
+        "tokenizer.json to use, or chars: each character is a token (default: train "
+        "one on the data; chars for a preset with fewer ids than there are bytes)",
+        metavar="FILE",
+    )
 
     def __post_init__(self) -> None:
         if not self.config:
@@ -281,9 +351,13 @@ class TaughtSettings(Settings):
     takes a field's default from the first base that has it, and this one has those of `Settings`."""
 
     # Another path to the same teacher is fine: a resumed run compares its weights' hash.
-    teacher: tuple[str, ...] = setting((), "trained model with the same tokenizer to learn from: its probabilities are "
-                                       "part of the targets; of several, those of their mean logits", metavar="DIR",
-                                       changes=NOTHING)  # fmt: skip
+    teacher: tuple[str, ...] = setting(
+        (),
+        "trained model with the same tokenizer to learn from: its probabilities are "
+        "part of the targets; of several, those of their mean logits",
+        metavar="DIR",
+        changes=NOTHING,
+    )
     teacher_share: float = setting(0.5, "the teacher's share of the targets; the text has the rest", check=share)
 
     def check(self) -> None:
@@ -299,13 +373,22 @@ class PretrainSettings(ModelSettings, TaughtSettings):
     out: str = with_default("out", "runs/pretrain")
     steps: int | None = with_default("steps", 2800)
     lr: float = with_default("lr", 4e-3, "peak learning rate; bert has a default of its own, 5e-4")
-    warmup: float = with_default("warmup", 0.02, "share of the run, 0 to 1, for warm-up at its start; bert's default: "
-                                 "0.1")  # fmt: skip
-    mix: tuple[str, ...] = setting((), "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their "
-                                   "tokens)", metavar="NAME=WEIGHT")  # fmt: skip
+    warmup: float = with_default(
+        "warmup", 0.02, "share of the run, 0 to 1, for warm-up at its start; bert's default: 0.1"
+    )
+    mix: tuple[str, ...] = setting(
+        (),
+        "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their tokens)",
+        metavar="NAME=WEIGHT",
+    )
     carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
-    base: str | None = setting(None, "run, checkpoint or Hugging Face model to go on from, with its config and its "
-                               "tokenizer (default: random weights)", metavar="DIR", card=NEVER)  # fmt: skip
+    base: str | None = setting(
+        None,
+        "run, checkpoint or Hugging Face model to go on from, with its config and its "
+        "tokenizer (default: random weights)",
+        metavar="DIR",
+        card=NEVER,
+    )
 
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
@@ -325,16 +408,27 @@ class TuneSettings(Settings):
     """The settings of a recipe that starts from a trained model: which one, and its adapters."""
 
     weight_decay: float = with_default("weight_decay", 0.0)
-    base: str | None = setting(None, "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
-                               ".bin file (default: the newest fine-tuned run under runs/, else the model that comes "
-                               "with the repository)", metavar="PATH", card=NEVER)  # fmt: skip
-    lora: int | None = setting(None, "learn LoRA adapters of this rank on the base's linear maps, and freeze the base",
-                               check=above_zero, metavar="RANK")  # fmt: skip
-    lora_alpha: float | None = setting(None, "adapters are scaled by ALPHA / RANK (default: twice the rank)",
-                                       check=above_zero, metavar="ALPHA")  # fmt: skip
+    base: str | None = setting(
+        None,
+        "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
+        ".bin file (default: the newest fine-tuned run under runs/, else the model that comes "
+        "with the repository)",
+        metavar="PATH",
+        card=NEVER,
+    )
+    lora: int | None = setting(
+        None,
+        "learn LoRA adapters of this rank on the base's linear maps, and freeze the base",
+        check=above_zero,
+        metavar="RANK",
+    )
+    lora_alpha: float | None = setting(
+        None, "adapters are scaled by ALPHA / RANK (default: twice the rank)", check=above_zero, metavar="ALPHA"
+    )
     lora_dropout: float = setting(0.0, "dropout on the adapters' inputs", check=below_one, metavar="SHARE")
-    lora_targets: str = setting("", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all)",
-                                metavar="NAMES")  # fmt: skip
+    lora_targets: str = setting(
+        "", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all)", metavar="NAMES"
+    )
 
     def check(self) -> None:
         super().check()
@@ -358,11 +452,19 @@ class SftSettings(TuneSettings, TaughtSettings):
     out: str = with_default("out", "runs/sft")
     steps: int | None = with_default("steps", 2200)
     lr: float = with_default("lr", 2e-3)
-    base: str | None = setting(None, "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
-                               ".bin file (default: the newest pretrained run under runs/)", metavar="PATH",
-                               card=NEVER)  # fmt: skip
-    max_reply: int | None = setting(None, "leave out training records with longer replies: a model answers as briefly "
-                                    "as its training data", check=above_zero, metavar="TOKENS")  # fmt: skip
+    base: str | None = setting(
+        None,
+        "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
+        ".bin file (default: the newest pretrained run under runs/)",
+        metavar="PATH",
+        card=NEVER,
+    )
+    max_reply: int | None = setting(
+        None,
+        "leave out training records with longer replies: a model answers as briefly as its training data",
+        check=above_zero,
+        metavar="TOKENS",
+    )
 
 
 @dataclass(frozen=True)
@@ -386,29 +488,37 @@ class DpoSettings(AlignSettings):
     lr: float = with_default("lr", 1e-4)
     eval_every: int = with_default("eval_every", 25)
     schedule: str = with_default("schedule", "cosine")
-    data: tuple[str, ...] = with_default("data", (), "JSON files of preference pairs: instruction, input, chosen, "
-                                         "rejected (default: pairs of the built-in world)")  # fmt: skip
+    data: tuple[str, ...] = with_default(
+        "data",
+        (),
+        "JSON files of preference pairs: instruction, input, chosen, rejected (default: pairs of the built-in world)",
+    )
     batch_size: int = with_default("batch_size", 16, "pairs per micro-batch")
-    objective: str = setting("dpo", "dpo and ipo use a reference model; simpo (length-normalised) and orpo do not",
-                             choices=("dpo", "ipo", "simpo", "orpo"))  # fmt: skip
+    objective: str = setting(
+        "dpo",
+        "dpo and ipo use a reference model; simpo (length-normalised) and orpo do not",
+        choices=("dpo", "ipo", "simpo", "orpo"),
+    )
     beta: float | None = setting(None, "weight of the objective's scores (default: 0.1; simpo: 2)", check=above_zero)
-    label_smoothing: float = setting(0.0, "assumed share of pairs that are labelled the wrong way round",
-                                     check=below_half)  # fmt: skip
+    label_smoothing: float = setting(
+        0.0, "assumed share of pairs that are labelled the wrong way round", check=below_half
+    )
     gamma: float = setting(0.5, "simpo: the margin to beat", check=zero_or_more)
-    cache: str = setting("runs/reference", "directory for the reference's log-probabilities", metavar="DIR",
-                         changes=NOTHING, card=NEVER)  # fmt: skip
+    cache: str = setting(
+        "runs/reference", "directory for the reference's log-probabilities", metavar="DIR", changes=NOTHING, card=NEVER
+    )
 
     def check(self) -> None:
         super().check()
         if self.objective != "simpo" and self.gamma != type(self).gamma:
-            raise UserError(f"--gamma is given, and --objective is {self.objective}; add --objective simpo, or leave "
-                            "this out")  # fmt: skip
+            raise UserError(
+                f"--gamma is given, and --objective is {self.objective}; add --objective simpo, or leave this out"
+            )
 
 
 @dataclass(frozen=True)
 class GrpoSettings(AlignSettings):
-    """recipes/grpo.py: how many replies are sampled, and how far one step may go. It runs as one process with workers.
-    """
+    """recipes/grpo.py: how many replies are sampled, and how far one step may go. It runs as one process with workers."""
 
     several_ranks: ClassVar[bool] = False
 
@@ -416,22 +526,30 @@ class GrpoSettings(AlignSettings):
     steps: int | None = with_default("steps", 120)
     lr: float = with_default("lr", 4e-4)
     eval_every: int = with_default("eval_every", 20)
-    data: tuple[str, ...] = with_default("data", (), "Alpaca records whose output ends in the right number (default: "
-                                         "the questions of --task)")  # fmt: skip
+    data: tuple[str, ...] = with_default(
+        "data", (), "Alpaca records whose output ends in the right number (default: the questions of --task)"
+    )
     batch_size: int = with_default("batch_size", 16, "questions per micro-batch")
-    task: str = setting("harder-sums", "the questions without --data: sums that are not in the fine-tuning data, or "
-                        "word problems with one addition or subtraction", choices=("harder-sums", "one-step"))
-    group: int = setting(8, "replies to each question; each is compared with their mean reward",
-                         check=at_least_2)  # fmt: skip
+    task: str = setting(
+        "harder-sums",
+        "the questions without --data: sums that are not in the fine-tuning data, or "
+        "word problems with one addition or subtraction",
+        choices=("harder-sums", "one-step"),
+    )
+    group: int = setting(8, "replies to each question; each is compared with their mean reward", check=at_least_2)
     max_tokens: int = setting(32, "the longest reply", check=above_zero)
-    iterations: int = setting(1, "steps on the same replies; the ratio is clipped from the second step on",
-                              check=above_zero)  # fmt: skip
+    iterations: int = setting(
+        1, "steps on the same replies; the ratio is clipped from the second step on", check=above_zero
+    )
     beta: float = setting(0.02, "weight of the KL to the starting model, 0 for none", check=zero_or_more)
     clip_low: float = setting(0.2, "clip the ratio at 1 minus this", check=below_one)
     clip_high: float = setting(0.2, "clip the ratio at 1 plus this", check=above_zero)
-    normalise: str = setting("dapo", "dapo: every token has the same weight; grpo: every reply; dr_grpo: tokens are "
-                             "divided by --max-tokens, and advantages not by the group's deviation",
-                             choices=("dapo", "grpo", "dr_grpo"))  # fmt: skip
+    normalise: str = setting(
+        "dapo",
+        "dapo: every token has the same weight; grpo: every reply; dr_grpo: tokens are "
+        "divided by --max-tokens, and advantages not by the group's deviation",
+        choices=("dapo", "grpo", "dr_grpo"),
+    )
     format_weight: float = setting(0.1, "reward for the right format; a right answer earns 1 more", check=zero_or_more)
 
     def check(self) -> None:
@@ -450,17 +568,22 @@ class ClassifySettings(ModelSettings):
     lr: float = with_default("lr", 5e-4)
     batch_size: int = with_default("batch_size", 32)
     model: str = setting(default_classifier, "which model of the zoo: bert for texts, vit for images")
-    test: str | None = setting(None, "test data, in the form of --data (default: a tenth of it is held out)",
-                               metavar="PATH")  # fmt: skip
-    base: str | None = setting(None, "run, checkpoint or Hugging Face model to start from (default: random weights)",
-                               metavar="DIR", card=NEVER)  # fmt: skip
+    test: str | None = setting(
+        None, "test data, in the form of --data (default: a tenth of it is held out)", metavar="PATH"
+    )
+    base: str | None = setting(
+        None, "run, checkpoint or Hugging Face model to start from (default: random weights)", metavar="DIR", card=NEVER
+    )
     shift: int = setting(0, "shift each training image at random by up to this many pixels", check=zero_or_more)
 
 
 RECIPES: dict[str, type[Settings]] = {
-    "pretrain": PretrainSettings, "sft": SftSettings, "dpo": DpoSettings, "grpo": GrpoSettings,
+    "pretrain": PretrainSettings,
+    "sft": SftSettings,
+    "dpo": DpoSettings,
+    "grpo": GrpoSettings,
     "classify": ClassifySettings,
-}  # fmt: skip
+}
 """The settings of a checkpoint by its `kind`."""
 
 S = TypeVar("S", bound=Settings)
@@ -483,13 +606,20 @@ _ACTIONS = {
 
 
 def parse(
-    kind: type[S], description: str, argv: Sequence[str] | None, *, actions: Sequence[str] = tuple(_ACTIONS),
+    kind: type[S],
+    description: str,
+    argv: Sequence[str] | None,
+    *,
+    actions: Sequence[str] = tuple(_ACTIONS),
     prog: str | None = None,
-) -> Command[S]:  # fmt: skip
+) -> Command[S]:
     """Parse and check the command line of a recipe with settings `kind`. actions: which of resume, plan and card the
     recipe supports; the other flags are refused. Raises UserError."""
-    given = {name: value for name, value in vars(_parser(kind, description, actions, prog).parse_args(argv)).items()
-             if value is not None}  # fmt: skip
+    given = {
+        name: value
+        for name, value in vars(_parser(kind, description, actions, prog).parse_args(argv)).items()
+        if value is not None
+    }
     wanted = {name: bool(given.pop(name, False)) for name in _ACTIONS}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if wanted["resume"]:
@@ -649,10 +779,15 @@ def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
     if ranks.size > 1:
         backend.group = ranks.group(backend)
         flags = settings.to_dict()
-        same(backend.group, {f"flag {_flag(f)}": flags[f.name] for f in fields(settings)} | {
-            "code": code_hash(), "kind of processor or GPU": backend.describe().partition(" (GPU")[0],
-            "versions": (sys.version.split()[0], np.__version__),
-        })  # fmt: skip
+        same(
+            backend.group,
+            {f"flag {_flag(f)}": flags[f.name] for f in fields(settings)}
+            | {
+                "code": code_hash(),
+                "kind of processor or GPU": backend.describe().partition(" (GPU")[0],
+                "versions": (sys.version.split()[0], np.__version__),
+            },
+        )
         if settings.zero:
             shared(backend.group, Path(settings.out))
     return backend, replace(settings, workers=backend.workers)
@@ -661,8 +796,9 @@ def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
 def _gpu_of(ranks: Ranks) -> int:
     number, count = ranks.local_rank or 0, gpu_count()
     if number >= count:
-        raise UserError(f"more ranks than GPUs: this is number {number + 1} of its machine, which has {count}; start "
-                        "fewer ranks")  # fmt: skip
+        raise UserError(
+            f"more ranks than GPUs: this is number {number + 1} of its machine, which has {count}; start fewer ranks"
+        )
     return number
 
 
@@ -670,8 +806,10 @@ def _check_gpus(settings: Settings) -> None:
     """Raise UserError if --gpus is given and the run computes on the CPU."""
     if settings.gpus and (settings.backend == "numpy" or not gpu_count()):
         cause = "the backend is numpy" if settings.backend == "numpy" else "no GPU is found"
-        raise UserError(f"--gpus is {settings.gpus}, and {cause}; leave it out, and on a CPU use --workers, or mpirun "
-                        "-n 2 before the command")  # fmt: skip
+        raise UserError(
+            f"--gpus is {settings.gpus}, and {cause}; leave it out, and on a CPU use --workers, or mpirun "
+            "-n 2 before the command"
+        )
 
 
 def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> int | None:

@@ -45,9 +45,7 @@ def write_shards(rank: Rank, folder: str, more: Mapping[str, np.ndarray] | None 
     return rank.group.gather_objects(_write_own(rank, Path(folder), more or {}))
 
 
-def _write_own(
-    rank: Rank, folder: Path, more: Mapping[str, np.ndarray]
-) -> tuple[dict[str, str], Exception | None]:  # fmt: skip
+def _write_own(rank: Rank, folder: Path, more: Mapping[str, np.ndarray]) -> tuple[dict[str, str], Exception | None]:
     """Write what the rank's optimizer owns, a tensor at a time; returns the files' hashes, and what went wrong."""
     optimizer, hashes = rank.optimizer, dict[str, str]()
     assert optimizer is not None
@@ -59,8 +57,9 @@ def _write_own(
         arrays = chain.from_iterable(map(optimizer.tensors, kinds))
         tensors: dict[str, Lazy] = {
             p.name if kind == MASTERS else f"{kind}.{p.name}": (p.shape, partial(_next, arrays, p.name, kind))
-            for kind in kinds for p in optimizer.owned(kind)
-        }  # fmt: skip
+            for kind in kinds
+            for p in optimizer.owned(kind)
+        }
         each = dict.fromkeys(tensors, dtype)
         if what == OPTIMIZER:
             tensors, each = tensors | beside, each | dtypes

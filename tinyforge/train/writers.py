@@ -32,8 +32,9 @@ def open_writer(name: str, out: Path, step: int, settings: Mapping[str, Any]) ->
     try:
         return WRITERS[name](out, step, settings)
     except Exception as error:  # wandb raises its own types: no key, no network
-        raise UserError(f"--log {name}: it cannot start: {one_line(str(error))}; see its own documentation, or use "
-                        "--log none") from error  # fmt: skip
+        raise UserError(
+            f"--log {name}: it cannot start: {one_line(str(error))}; see its own documentation, or use --log none"
+        ) from error
 
 
 def _tensorboard(out: Path, step: int, settings: Mapping[str, Any]) -> Writer:
@@ -56,8 +57,9 @@ def _tensorboard(out: Path, step: int, settings: Mapping[str, Any]) -> Writer:
 def _wandb(out: Path, step: int, settings: Mapping[str, Any]) -> Writer:
     import wandb
 
-    run = wandb.init(project="tinyforge", group=str(out), name=f"{out.name} from step {step}", dir=out,
-                     config=dict(settings))  # fmt: skip
+    run = wandb.init(
+        project="tinyforge", group=str(out), name=f"{out.name} from step {step}", dir=out, config=dict(settings)
+    )
     return lambda row: run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
 
 

@@ -38,8 +38,10 @@ def show(spec: ModelSpec, name: str, precision: str, batch_size: int, seq_len: i
     config = spec.presets[name]
     seq_len = min(config.context, MOST_TOKENS) if seq_len is None else seq_len
     if batch_size < 1 or not 1 <= seq_len <= config.context:
-        raise UserError(f"--batch-size {batch_size}, --seq-len {seq_len}: wants a batch of at least 1, and a length of "
-                        f"1 to the config's context, {config.context}")  # fmt: skip
+        raise UserError(
+            f"--batch-size {batch_size}, --seq-len {seq_len}: wants a batch of at least 1, and a length of "
+            f"1 to the config's context, {config.context}"
+        )
     layers, plan = trace(spec, config, precision, batch_size, seq_len)
     print(f"{spec.title}, {name}: {spec.summary}")
     if spec.source:

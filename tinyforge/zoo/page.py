@@ -150,8 +150,10 @@ def _run_parity(root: Path) -> dict[str, dict[str, Any]]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
         done = subprocess.run(command, cwd=root, env={**os.environ, PARITY: str(target)})
         if done.returncode:
-            raise UserError(f"the parity tests ended with pytest's status {done.returncode}, see above, and nothing is "
-                            "written; they need PyTorch and transformers: pip install -e '.[peers]'")  # fmt: skip
+            raise UserError(
+                f"the parity tests ended with pytest's status {done.returncode}, see above, and nothing is "
+                "written; they need PyTorch and transformers: pip install -e '.[peers]'"
+            )
         lines = target.read_text(encoding="utf-8").splitlines() if target.is_file() else []
     found: dict[str, dict[str, Any]] = {}
     for line in map(json.loads, lines):
@@ -222,8 +224,16 @@ def timings(root: Path) -> Iterator[Timed]:
         place = str(device["gpu"]).partition(" (")[0] if "gpu" in device else f"{device['cores']} CPU cores"
         peer = min(peers, key=peers.__getitem__)
         precision = "fp8; PyTorch in bf16" if found["precision"] == "fp8" else found["precision"]
-        yield Timed(spec.name, f"{preset}: {what}" if preset else what, f"{place}, {precision}",
-                    ours[f"median_{unit}"], peers[peer], peer.removeprefix("torch "), unit, path.name)  # fmt: skip
+        yield Timed(
+            spec.name,
+            f"{preset}: {what}" if preset else what,
+            f"{place}, {precision}",
+            ours[f"median_{unit}"],
+            peers[peer],
+            peer.removeprefix("torch "),
+            unit,
+            path.name,
+        )
 
 
 def _preset(spec: ModelSpec, config: Mapping[str, Any]) -> str:
@@ -241,8 +251,17 @@ def _speed(specs: list[ModelSpec], root: Path) -> str:
     rows = []
     for spec in specs:
         own = [timed for timed in found if timed.model == spec.name]
-        rows += [[spec.title, t.what, t.machine, f"[{_number(t.ours)} {t.unit}](results/{t.file})",
-                  f"{_number(t.theirs)} {t.unit} ({t.peer})", f"**{t.ours / t.theirs:.2f}**"] for t in own]  # fmt: skip
+        rows += [
+            [
+                spec.title,
+                t.what,
+                t.machine,
+                f"[{_number(t.ours)} {t.unit}](results/{t.file})",
+                f"{_number(t.theirs)} {t.unit} ({t.peer})",
+                f"**{t.ours / t.theirs:.2f}**",
+            ]
+            for t in own
+        ]
         if not own:
             rows.append([spec.title, *[NONE] * 5])
     head = ["model", "what", "machine", "tinyforge", "PyTorch", "ratio"]

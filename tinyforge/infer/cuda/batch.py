@@ -57,9 +57,13 @@ class BatchLauncher:
         self.weights, self.plan = weights, weights.plan
         plan = self.plan
         self.kernel = load(
-            "infer/cuda/batch.cu", "decode_batch", plan.shared_bytes, cooperative=True, SCALAR=scalar(weights.dtype),
+            "infer/cuda/batch.cu",
+            "decode_batch",
+            plan.shared_bytes,
+            cooperative=True,
+            SCALAR=scalar(weights.dtype),
             **plan.macros,
-        )  # fmt: skip
+        )
         self.kernel.preferred_shared_memory_carveout = 100  # percent: so that all `resident` blocks fit
         self.exchange = cupy.zeros((plan.teams, plan.exchange_bytes), np.uint8)
         self.counters = cupy.empty((plan.teams, 32), np.uint32)
@@ -93,13 +97,30 @@ class BatchLauncher:
         past, tokens, *how = (told[start:end] for start, end in pairwise([0, *ends]))
         self.counters.data.memset_async(0, self.counters.nbytes)
         self.kernel(
-            (plan.teams * plan.team,), (plan.warps * 32,),
-            (weights.matrices, weights.embedding, weights.gains, weights.cos, weights.sin, cache.keys, cache.values,
-             past, tokens, cache.drawn, ids, self.exchange, self.counters, logits, weights.lengths[outputs - 1],
-             *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, batch, cache.capacity, passes)),
-             weights.norm_eps, *(how or (null, null))),
+            (plan.teams * plan.team,),
+            (plan.warps * 32,),
+            (
+                weights.matrices,
+                weights.embedding,
+                weights.gains,
+                weights.cos,
+                weights.sin,
+                cache.keys,
+                cache.values,
+                past,
+                tokens,
+                cache.drawn,
+                ids,
+                self.exchange,
+                self.counters,
+                logits,
+                weights.lengths[outputs - 1],
+                *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, batch, cache.capacity, passes)),
+                weights.norm_eps,
+                *(how or (null, null)),
+            ),
             shared_mem=plan.shared_bytes,
-        )  # fmt: skip
+        )
         return logits, ids
 
 

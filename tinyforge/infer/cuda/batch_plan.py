@@ -25,8 +25,10 @@ SAMPLER = np.dtype([("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), 
 
 def samplers(samplings: Sequence[Sampling], streams: Sequence[Stream]) -> np.ndarray:
     """How each row's tokens are drawn, in the kernel's layout: (rows,) SAMPLER."""
-    rules = [(s.temperature, s.top_p, s.min_p, min(s.top_k, 2**31 - 1), stream.key)
-             for s, stream in zip(samplings, streams, strict=True)]  # fmt: skip
+    rules = [
+        (s.temperature, s.top_p, s.min_p, min(s.top_k, 2**31 - 1), stream.key)
+        for s, stream in zip(samplings, streams, strict=True)
+    ]
     return np.array(rules, SAMPLER)
 
 
@@ -113,10 +115,18 @@ class BatchPlan(DecodePlan):
     @property
     def macros(self) -> dict[str, int]:
         return {
-            "TEAM": self.team, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
-            "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "WARPS": self.warps, "TILES": self.tiles,
-            "DEPTH": self.slots, "RESIDENT": self.resident,
-        }  # fmt: skip
+            "TEAM": self.team,
+            "DIM": self.dim,
+            "HIDDEN": self.hidden,
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "VOCAB": self.vocab,
+            "WARPS": self.warps,
+            "TILES": self.tiles,
+            "DEPTH": self.slots,
+            "RESIDENT": self.resident,
+        }
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -89,8 +89,16 @@ class DeviceDecoder(Decoder):
     def _shape(self) -> dict[str, Any]:
         """The fields of `DecodePlan` that describe the model."""
         w = self.fused
-        return {"dim": w.dim, "hidden": w.hidden, "heads": w.heads, "kv_heads": w.kv_heads, "layers": len(w.layers),
-                "vocab": w.vocab, "outputs": len(w.lm_heads), "itemsize": w.embedding.dtype.itemsize}  # fmt: skip
+        return {
+            "dim": w.dim,
+            "hidden": w.hidden,
+            "heads": w.heads,
+            "kv_heads": w.kv_heads,
+            "layers": len(w.layers),
+            "vocab": w.vocab,
+            "outputs": len(w.lm_heads),
+            "itemsize": w.embedding.dtype.itemsize,
+        }
 
     def _prefill(self, row: int, keys: Array, values: Array, tokens: Sequence[int]) -> Array | None:
         """Append to a row by `Prompts.append`, without waiting; returns what that does.

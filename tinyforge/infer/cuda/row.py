@@ -36,8 +36,13 @@ class Draw(NamedTuple):
 
     def args(self) -> tuple[Any, ...]:
         s = self.sampling
-        return (np.float32(s.temperature), np.int32(min(s.top_k, 2**31 - 1)), np.float32(s.top_p), np.float32(s.min_p),
-                *map(np.uint32, (*self.key, self.first)))  # fmt: skip
+        return (
+            np.float32(s.temperature),
+            np.int32(min(s.top_k, 2**31 - 1)),
+            np.float32(s.top_p),
+            np.float32(s.min_p),
+            *map(np.uint32, (*self.key, self.first)),
+        )
 
 
 NO_DRAW = Draw(Sampling(temperature=0), (0, 0), 0)
@@ -59,19 +64,29 @@ class RowLauncher:
     def __init__(self, weights: DeviceWeights[RowPlan], rows: int) -> None:
         self.weights, self.plan = weights, replace(weights.plan, rows=rows)
         self.kernel = load(
-            "infer/cuda/row.cu", "decode", self.plan.shared_bytes, cooperative=True,
-            arch="sm_90a" if self.plan.producers else "", SCALAR=scalar(weights.dtype),
-            ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]), **self.plan.macros,
-        )  # fmt: skip
+            "infer/cuda/row.cu",
+            "decode",
+            self.plan.shared_bytes,
+            cooperative=True,
+            arch="sm_90a" if self.plan.producers else "",
+            SCALAR=scalar(weights.dtype),
+            ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]),
+            **self.plan.macros,
+        )
         self.exchange = cupy.empty(0, weights.wide)
         plan = weights.plan  # its layout is that of any number of rows
         units, tiles = plan.before(plan.layers - 1)
         self._last_layer = cupy.asarray(plan.lengths - units), cupy.asarray(units), tiles
 
     def __call__(
-        self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None = None,
+        self,
+        cache: RowCache,
+        past: int,
+        passes: int,
+        outputs: int,
+        draw: Draw | None = None,
         given: Array | None = None,
-    ) -> Array:  # fmt: skip
+    ) -> Array:
         """Compute positions past .. past + passes * rows - 1; returns their logits, (passes, rows, outputs, vocab), on
         the device, valid until the next launch. Does not wait.
 
@@ -111,9 +126,16 @@ class RowLauncher:
         return report
 
     def _launch(
-        self, cache: RowCache, past: int, passes: int, outputs: int, draw: Draw | None, given: Array | None,
-        begin: Array | None = None, report: Array | None = None,
-    ) -> int:  # fmt: skip
+        self,
+        cache: RowCache,
+        past: int,
+        passes: int,
+        outputs: int,
+        draw: Draw | None,
+        given: Array | None,
+        begin: Array | None = None,
+        report: Array | None = None,
+    ) -> int:
         """Launch; returns the words of a pass in `exchange`."""
         plan, weights = self.plan, self.weights
         region = plan.exchange(outputs)
@@ -130,15 +152,28 @@ class RowLauncher:
             given = _for_all_rows(given, weights.wide)
         how = draw or NO_DRAW
         self.kernel(
-            (plan.blocks,), (plan.threads,),
-            (weights.matrices, weights.embedding, gains, weights.cos, weights.sin, keys, values, cache.tokens,
-             exchange, lengths[outputs - 1],
-             *map(np.int32, (weights.matrices.shape[1], len(keys), outputs, cache.capacity, past, passes)),
-             weights.norm_eps, np.int32(draw is not None), *how.args(),
-             *(np.uintp(0) if x is None else x for x in (begin, report, scales, given, skipped)),
-             np.int32(tiles % plan.blocks)),
+            (plan.blocks,),
+            (plan.threads,),
+            (
+                weights.matrices,
+                weights.embedding,
+                gains,
+                weights.cos,
+                weights.sin,
+                keys,
+                values,
+                cache.tokens,
+                exchange,
+                lengths[outputs - 1],
+                *map(np.int32, (weights.matrices.shape[1], len(keys), outputs, cache.capacity, past, passes)),
+                weights.norm_eps,
+                np.int32(draw is not None),
+                *how.args(),
+                *(np.uintp(0) if x is None else x for x in (begin, report, scales, given, skipped)),
+                np.int32(tiles % plan.blocks),
+            ),
             shared_mem=plan.shared_bytes,
-        )  # fmt: skip
+        )
         return region
 
 

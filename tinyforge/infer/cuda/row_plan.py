@@ -116,18 +116,37 @@ class RowPlan(DecodePlan):
         code = {"WEIGHT": self.code} if self.code else {}
         refill = self.refill * self.itemsize // self.weight_bytes  # in pieces
         return {
-            "ROWS": self.rows, "DIM": self.dim, "HIDDEN": self.hidden, "HEADS": self.heads, "KV_HEADS": self.kv_heads,
-            "HEAD_DIM": self.head_dim, "VOCAB": self.vocab, "BLOCKS": self.blocks, "WARPS": self.warps,
-            "DEPTH": self.slots, "TILES": self.tiles, "SPLITS": self.splits, "REFILL": refill, "SPIN": self.spin,
-            "PRODUCERS": self.producers, "DRAWS": int(self.draws), **code,
-        }  # fmt: skip
+            "ROWS": self.rows,
+            "DIM": self.dim,
+            "HIDDEN": self.hidden,
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "VOCAB": self.vocab,
+            "BLOCKS": self.blocks,
+            "WARPS": self.warps,
+            "DEPTH": self.slots,
+            "TILES": self.tiles,
+            "SPLITS": self.splits,
+            "REFILL": refill,
+            "SPIN": self.spin,
+            "PRODUCERS": self.producers,
+            "DRAWS": int(self.draws),
+            **code,
+        }
 
     def exchange(self, outputs: int) -> int:
         """Words that blocks compute for each other in a pass. The last rows x outputs x vocab_rows are the logits; with
         one row, the most likely token of each tile and its logit come before them."""
         per_word = max(self.itemsize, 4) // self.itemsize
-        arrays = (self.width, self.splits * self.dim // per_word, self.splits * self.heads, self.dim,
-                  self.hidden_rows // per_word, self.dim)  # fmt: skip
+        arrays = (
+            self.width,
+            self.splits * self.dim // per_word,
+            self.splits * self.heads,
+            self.dim,
+            self.hidden_rows // per_word,
+            self.dim,
+        )
         lines = sum(-(-words // 8) for words in arrays)  # of 8 words for each of 4 rows
         best = -(-2 * self.vocab_rows // TILE // 8) * 8 if self.rows == 1 else 0
         return self.layers * lines * 32 + best + self.rows * outputs * self.vocab_rows
