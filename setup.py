@@ -20,10 +20,10 @@ FOLDERS = {"models": "*", "data": "*", "recipes": "*.py"}
 COMMANDS: dict[tuple[str, ...], str] = runpy.run_path(str(ROOT / "tinyforge/commands.py"))["MODULES"]
 # Modules that are typed differently after `python -m`.
 TYPED = {
-    "tinyforge.hub.convert": "tinyforge.hub convert",
-    "tinyforge.hub.average": "tinyforge.hub average",
-    "tinyforge.hub.calibrate": "tinyforge.hub calibrate",
-    "tinyforge.text.command": "tinyforge.text",
+    "tinyforge.formats.convert": "tinyforge.formats convert",
+    "tinyforge.formats.average": "tinyforge.formats average",
+    "tinyforge.formats.calibrate": "tinyforge.formats calibrate",
+    "tinyforge.tokenizers.command": "tinyforge.tokenizers",
     "tinyforge.zoo.command": "models",
 }
 

@@ -64,8 +64,8 @@ from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.formats import load
 from tinyforge.frozen_model import quantised_copy
-from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling

@@ -49,7 +49,7 @@ from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import load
+from tinyforge.formats import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling

@@ -47,12 +47,12 @@ from tinyforge.backends import get_backend
 from tinyforge.backends.workers import cpu_model
 from tinyforge.chat import conversation_with
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, load, trained_model
+from tinyforge.formats import Loaded, load, trained_model
 from tinyforge.infer.sampling import Sampling
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.terminal import printable
-from tinyforge.text import TextTokenizer
-from tinyforge.text.vocabulary import start_ids
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.vocabulary import start_ids
 
 GRAM = 8
 LN2 = np.log(2)

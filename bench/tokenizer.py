@@ -36,10 +36,10 @@ from data.gutenberg import clean, find_entries
 from tinyforge.backends.workers import cores, cpu_model
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
-from tinyforge.text import Tokenizer
-from tinyforge.text.huggingface import to_huggingface
-from tinyforge.text.pieces import GPT2
-from tinyforge.text.tiktoken import to_tiktoken
+from tinyforge.tokenizers import Tokenizer
+from tinyforge.tokenizers.huggingface import to_huggingface
+from tinyforge.tokenizers.pieces import GPT2
+from tinyforge.tokenizers.tiktoken import to_tiktoken
 from tinyforge.train.metrics import peak_memory_mib
 
 Step = Callable[[], object]

@@ -86,7 +86,7 @@ from tinyforge.params import named
 from tinyforge.registry import default_model, find_model, models
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.rng import Stream
-from tinyforge.text.shards import Shards
+from tinyforge.shards import Shards
 from tinyforge.train.batches import MixedTokens, PackedTokens, starts_of
 from tinyforge.train.captured import Captured
 from tinyforge.train.corpus import mix_weights

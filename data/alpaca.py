@@ -42,11 +42,11 @@ from tinyforge.files import json_value, next_json_value, read_json, sha256_of
 from tinyforge.report import count_of
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
-from tinyforge.text.chat_templates import end_of_reply, render_prompt
-from tinyforge.text.vocabulary import start_ids
+from tinyforge.tokenizers.chat_templates import end_of_reply, render_prompt
+from tinyforge.tokenizers.vocabulary import start_ids
 
 if TYPE_CHECKING:
-    from tinyforge.text import TextTokenizer
+    from tinyforge.tokenizers import TextTokenizer
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from data.world import KINDS, instructions, is_correct
-from tinyforge.hub import Loaded
-from tinyforge.hub.tuning import answer
+from tinyforge.formats import Loaded
+from tinyforge.formats.tuning import answer
 from tinyforge.infer import make_decoder
 
 

@@ -55,8 +55,8 @@ from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of, shown, sync
 from tinyforge.report import count_of
+from tinyforge.shards import SPLITS
 from tinyforge.terminal import printable
-from tinyforge.text.shards import SPLITS
 
 if TYPE_CHECKING:
     import duckdb
@@ -204,7 +204,7 @@ def build_corpus(
     read = _read_sources(sources, settings)
     blocks = read_filters(filters)
     if tokenizer is not None:
-        from tinyforge.text import load_tokenizer
+        from tinyforge.tokenizers import load_tokenizer
 
         load_tokenizer(tokenizer)  # fail now, not after minutes
     evaluation = _evaluation_sets(decontaminate, show)

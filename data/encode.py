@@ -12,8 +12,8 @@ import numpy as np
 from data.files import written_whole
 from data.parquet import connect, quoted, rows_of, scan
 from tinyforge.errors import UserError
-from tinyforge.text import TextTokenizer, load_tokenizer
-from tinyforge.text.shards import TOKENIZER, separator_of
+from tinyforge.shards import TOKENIZER, separator_of
+from tinyforge.tokenizers import TextTokenizer, load_tokenizer
 
 ENCODED = ".encoded-"  # files that a task on a cluster leaves for the process that writes the shards
 ROWS = 64  # documents fetched at a time

@@ -350,7 +350,7 @@ def _membership(grams: Path, count: int) -> tuple[np.ndarray, np.uint64]:
 
 def count_tokens(job: Pass, parts: Parts, tokenizer: Path) -> dict[str, Any]:
     """The number of tokens of each document: `target.parquet` with number, tokens."""
-    from tinyforge.text import load_tokenizer
+    from tinyforge.tokenizers import load_tokenizer
 
     encode = load_tokenizer(tokenizer).encode
     numbers, counts = [], []

@@ -15,7 +15,7 @@ from data.local import read_text
 from data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
 from tinyforge.report import count_of
-from tinyforge.text import TextTokenizer
+from tinyforge.tokenizers import TextTokenizer
 from tinyforge.train.preferences import Encoded
 
 FIELDS = ("instruction", "input", "chosen", "rejected")

@@ -34,8 +34,7 @@ from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import LOCK, parse_json, read_json, sha256_of
 from tinyforge.report import count_of
-from tinyforge.text import TextTokenizer, Tokenizer
-from tinyforge.text.shards import (
+from tinyforge.shards import (
     MANIFEST,
     SHARD_TOKENS,
     SPLITS,
@@ -55,6 +54,7 @@ from tinyforge.text.shards import (
     write_json,
     write_manifest,
 )
+from tinyforge.tokenizers import TextTokenizer, Tokenizer
 
 CORPUS = "corpus.json"
 UNFINISHED = ".unfinished.json"  # the settings of an unfinished run, which must be the same to continue it

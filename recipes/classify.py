@@ -30,16 +30,16 @@ from models.bag_of_words import BagOfWords
 from tinyforge import checkpoint
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import load
-from tinyforge.hub.foreign import spec_of_model
+from tinyforge.formats import load
+from tinyforge.formats.foreign import spec_of_model
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
 from tinyforge.registry import ModelSpec, find_model
 from tinyforge.report import count_of, timed
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
-from tinyforge.text import TextTokenizer, WordPiece, load_tokenizer
-from tinyforge.text.labels import Labels
+from tinyforge.tokenizers import TextTokenizer, WordPiece, load_tokenizer
+from tinyforge.tokenizers.labels import Labels
 from tinyforge.train.batches import Shuffled, fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.masked import framed, padded, padding_id

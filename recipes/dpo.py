@@ -33,8 +33,8 @@ from data.world import KINDS
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Loaded, Opened
-from tinyforge.hub.tuning import about, answer, build, finish, history, open_start
+from tinyforge.formats import Loaded, Opened
+from tinyforge.formats.tuning import about, answer, build, finish, history, open_start
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
 from tinyforge.report import count_of, timed

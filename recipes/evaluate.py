@@ -45,9 +45,9 @@ from tinyforge import checkpoint
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
-from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, load, open_model, trained_model
-from tinyforge.hub.foreign import is_foreign
-from tinyforge.hub.tuning import prompt_ids
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, load, open_model, trained_model
+from tinyforge.formats.foreign import is_foreign
+from tinyforge.formats.tuning import prompt_ids
 from tinyforge.infer import make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
 from tinyforge.infer.evaluate import measure_cloze, measure_replies, measure_speculation
@@ -56,8 +56,8 @@ from tinyforge.infer.likelihood import Scorer, tokens_that_fit
 from tinyforge.infer.tasks import run_task, texts_of
 from tinyforge.parallel.launch import refuse_ranks
 from tinyforge.report import add_json_flag, check_before, publish, write_json
+from tinyforge.shards import separator_of
 from tinyforge.terminal import one_line
-from tinyforge.text.shards import separator_of
 from tinyforge.train import corpus
 from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.card import write_card

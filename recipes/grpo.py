@@ -32,14 +32,14 @@ from data.training import input_hashes
 from data.world import KINDS, Instruction
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Loaded, Opened
-from tinyforge.hub.tuning import about, build, finish, history, open_start, prompt_ids
+from tinyforge.formats import Loaded, Opened
+from tinyforge.formats.tuning import about, build, finish, history, open_start, prompt_ids
 from tinyforge.infer import Sampling, make_decoder
 from tinyforge.infer.evaluate import reply_to
 from tinyforge.parallel import part_of
 from tinyforge.registry import next_token_model
 from tinyforge.rng import Stream
-from tinyforge.text.chat_templates import end_of_reply
+from tinyforge.tokenizers.chat_templates import end_of_reply
 from tinyforge.train.data_parallel import Rank, Sharded
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch

@@ -33,8 +33,8 @@ from data.preferences import Pair
 from data.stories import asks_for_a_story, misses
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, load, trained_model
-from tinyforge.hub.tuning import prompt_ids
+from tinyforge.formats import Loaded, load, trained_model
+from tinyforge.formats.tuning import prompt_ids
 from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, text_replies
 from tinyforge.parallel.launch import refuse_ranks

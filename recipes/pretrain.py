@@ -29,16 +29,16 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Opened, open_model, trained_model
-from tinyforge.hub.teaching import beside, check_teachers, described, open_teachers, taught_by
+from tinyforge.formats import Opened, open_model, trained_model
+from tinyforge.formats.teaching import beside, check_teachers, described, open_teachers, taught_by
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
 from tinyforge.registry import find_model
 from tinyforge.report import timed
+from tinyforge.shards import Shards, separator_of
 from tinyforge.terminal import one_line
-from tinyforge.text import CharTokenizer
-from tinyforge.text.shards import Shards, separator_of
+from tinyforge.tokenizers import CharTokenizer
 from tinyforge.train.batches import micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import Corpus, config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for

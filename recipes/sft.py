@@ -27,13 +27,13 @@ from data.training import input_hashes
 from data.world import KINDS, instructions
 from tinyforge import checkpoint
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import Opened, lora, newest_run, open_model, trained_model
-from tinyforge.hub.teaching import beside, check_teachers, described, open_teachers, taught_by
-from tinyforge.hub.tuning import OF_BASE, about, answer, build, finish
+from tinyforge.formats import Opened, lora, newest_run, open_model, trained_model
+from tinyforge.formats.teaching import beside, check_teachers, described, open_teachers, taught_by
+from tinyforge.formats.tuning import OF_BASE, about, answer, build, finish
 from tinyforge.parallel.launch import Ranks
 from tinyforge.registry import next_token_model
 from tinyforge.report import count_of, timed
-from tinyforge.text import TextTokenizer
+from tinyforge.tokenizers import TextTokenizer
 from tinyforge.train.batches import Examples, fingerprint, micro_batches
 from tinyforge.train.data_parallel import Sharded, evaluate_nll
 from tinyforge.train.metrics import save_scores

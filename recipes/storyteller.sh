@@ -105,10 +105,10 @@ train)
     }
     calibrated() { # NAME MODEL FLAGS...
         [[ -e $out/$1/model.safetensors ]] ||
-            run -m tinyforge.hub calibrate "$out/$2" "$out/$1" --data "$out/shards" --source tinystories "${@:3}"
+            run -m tinyforge.formats calibrate "$out/$2" "$out/$1" --data "$out/shards" --source tinystories "${@:3}"
     }
     [[ -e $out/mean/model.safetensors ]] ||
-        run -m tinyforge.hub average "$out/base" "$out/sft" "$out/mean" --weights 0.3 0.7
+        run -m tinyforge.formats average "$out/base" "$out/sft" "$out/mean" --weights 0.3 0.7
     calibrated teller mean
     # shellcheck disable=SC2086 # flags are words
     [[ -e $out/told.json ]] || run recipes/own_pairs.py --base "$out/teller" --data "$out/instructions/alpaca.json" \
@@ -122,7 +122,7 @@ train)
         blend+=("$out/told-$seed") weights+=(0.1)
     done
     [[ -e $out/blend/model.safetensors ]] ||
-        run -m tinyforge.hub average "${blend[@]}" "$out/blend" --weights "${weights[@]}"
+        run -m tinyforge.formats average "${blend[@]}" "$out/blend" --weights "${weights[@]}"
     calibrated storyteller blend --dtype int8
     cp models/nanoeuler/storyteller/generation_config.json "$out/storyteller" # how the chat draws from it
     ;;

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from data.world import documents
-from tinyforge.hub.foreign import spec_of_model
-from tinyforge.text import Tokenizer
-from tinyforge.text.shards import SEPARATOR, Part, ShardWriter, Source, write_manifest
+from tinyforge.formats.foreign import spec_of_model
+from tinyforge.shards import SEPARATOR, Part, ShardWriter, Source, write_manifest
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.zoo.page import PARITY
 
 # A script's background job ignores Ctrl-C, and so do all programs that it starts: also those whose answer is tested.
@@ -42,7 +42,7 @@ if sys.platform == "win32":
         "recipes/test_start_and_stop.py",
         "recipes/test_two_at_once.py",
         "test_files.py",
-        "text/test_parallel.py",
+        "tokenizers/test_parallel.py",
     ]
 
 

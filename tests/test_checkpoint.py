@@ -15,7 +15,7 @@ import pytest
 from tinyforge import checkpoint
 from tinyforge.errors import UserError
 from tinyforge.files import sha256_of
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>"])
 FILES = ("model.safetensors", "optimizer.safetensors", "tokenizer.json", "meta.json")

@@ -18,12 +18,12 @@ from data.shards import read_corpus
 from data.source import read_source
 from tinyforge import checkpoint
 from tinyforge.errors import UserError
-from tinyforge.hub.generation import read_generation
-from tinyforge.hub.huggingface import open_directory
+from tinyforge.formats.generation import read_generation
+from tinyforge.formats.huggingface import open_directory
 from tinyforge.infer.conversation import _read as read_chat
+from tinyforge.shards import Shards
 from tinyforge.tensors import read_header
-from tinyforge.text import load_tokenizer
-from tinyforge.text.shards import Shards
+from tinyforge.tokenizers import load_tokenizer
 from tinyforge.train.metrics import read as read_metrics
 from tinyforge.train.metrics import read_scores
 from tinyforge.train.settings import PretrainSettings, parse

@@ -18,7 +18,7 @@ import pytest
 from data.world import documents
 from recipes import pretrain
 from tinyforge.errors import run_command
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS, TRIES = 2.0, 3
@@ -30,10 +30,10 @@ MODULES = {
     "inspect": "tinyforge.inspect",
     "gradcheck": "tinyforge.gradcheck",
     "doctor": "tinyforge.doctor",
-    "convert": "tinyforge.hub.convert",
-    "average": "tinyforge.hub.average",
-    "calibrate": "tinyforge.hub.calibrate",
-    "text": "tinyforge.text.command",
+    "convert": "tinyforge.formats.convert",
+    "average": "tinyforge.formats.average",
+    "calibrate": "tinyforge.formats.calibrate",
+    "text": "tinyforge.tokenizers.command",
     "local": "data.local",
     "gutenberg": "data.gutenberg",
     "world": "data.world",
@@ -498,10 +498,10 @@ def check(run: Callable[[], tuple[object, str, float]]) -> None:
 @pytest.mark.parametrize("line", LINES, ids=ascii)
 def test_as_a_user_types_it(line: str, folder: Path, whole: dict[Path, bytes | None]) -> None:
     program, *flags = shlex.split(line)
-    hub = dict.fromkeys(("convert", "average", "calibrate"), "tinyforge.hub")
-    where = {"text": "tinyforge.text", **hub}.get(program, MODULES.get(program, ""))
+    hub = dict.fromkeys(("convert", "average", "calibrate"), "tinyforge.formats")
+    where = {"text": "tinyforge.tokenizers", **hub}.get(program, MODULES.get(program, ""))
     command = [str(ROOT / "recipes" / f"{program}.py")] if program in SCRIPTS else ["-m", where]
-    if where == "tinyforge.hub":
+    if where == "tinyforge.formats":
         command.append(program)
 
     def run() -> tuple[object, str, float]:

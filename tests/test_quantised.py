@@ -12,13 +12,13 @@ from tinyforge import quantised
 from tinyforge.backends import get_backend
 from tinyforge.backends.phantom import METER, PhantomBackend
 from tinyforge.errors import UserError
+from tinyforge.formats import load, open_model
 from tinyforge.frozen_model import frozen_model, matrices, quantised_copy
-from tinyforge.hub import load, open_model
 from tinyforge.infer import Conversation, Sampling, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
 from tinyforge.registry import models
-from tinyforge.text.chat_templates import TEMPLATES
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 CONFIG = Config(
     dim=32, heads=4, kv_heads=2, layers=2, context=24, vocab=40, mtp_heads=2, hidden=50, mtp_weights=(1, 0.5)

@@ -25,14 +25,14 @@ from pathlib import Path
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, load, trained_model
-from tinyforge.hub.generation import FIELDS, FILE
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, load, trained_model
+from tinyforge.formats.generation import FIELDS, FILE
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
 from tinyforge.registry import models
 from tinyforge.report import count_of
 from tinyforge.terminal import printable
-from tinyforge.text.chat_templates import TEMPLATES
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 BLOCK = '"""'
 DEFAULTS = Sampling(max_tokens=400)  # the storyteller's stories take up to 350

@@ -18,11 +18,11 @@ import numpy as np
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import TextParser, UserError, run_command
-from tinyforge.hub import add_checkpoint_flag, load, trained_model
+from tinyforge.formats import add_checkpoint_flag, load, trained_model
 from tinyforge.infer.trace import trace
 from tinyforge.terminal import printable
-from tinyforge.text import TextTokenizer
-from tinyforge.text.command import visible
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.command import visible
 
 LABELLED = 40  # tokens: labels of more do not fit beside a panel
 

@@ -20,7 +20,7 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.params import named
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 TINY = Config(
     dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24, mtp_weights=(1.0, 0.5)

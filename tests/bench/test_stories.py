@@ -14,7 +14,7 @@ from bench.stories import GRAM, TYPED, Request, answers, known_shares, main, req
 from data.stories import STORIES, keeps_name
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
-from tinyforge.hub import Loaded, load
+from tinyforge.formats import Loaded, load
 from tinyforge.infer.sampling import Sampling
 
 CPU = get_backend("numpy", "fp32", workers=1)

@@ -10,7 +10,7 @@ import pytest
 
 from bench import tokenizer as bench
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("tiktoken")

@@ -17,8 +17,8 @@ from models.nanoeuler.config import Config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.registry import find_model
-from tinyforge.text import Tokenizer
-from tinyforge.text.shards import SEPARATOR
+from tinyforge.shards import SEPARATOR
+from tinyforge.tokenizers import Tokenizer
 
 TINY = Config(
     dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=19, mtp_heads=2, hidden=24, mtp_weights=(1.0, 0.5)

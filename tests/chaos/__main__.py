@@ -40,7 +40,7 @@ from tests.chaos.commands import Command, commands, contents, make_inputs, rows_
 from tests.data.conftest import Host, server_of
 from tests.fuzz.child import Patience, Watch, end_session, start_child
 from tests.fuzz.turns import in_turns, name_of, parser, table
-from tinyforge.hub import convert
+from tinyforge.formats import convert
 
 WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
 HELD = 120.0  # seconds for which what a kill has left behind may hold the folder

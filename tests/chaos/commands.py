@@ -18,8 +18,8 @@ from data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystor
 from recipes import ablation, classify, evaluate, pretrain, sft
 from tests.fuzz.seeds import BOOK, RECORDS, documents, make_seeds
 from tinyforge import chat, checkpoint
-from tinyforge.hub import convert, load
-from tinyforge.text import command
+from tinyforge.formats import convert, load
+from tinyforge.tokenizers import command
 
 Main = Callable[[list[str]], Any]
 STEPS = 24

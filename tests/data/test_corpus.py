@@ -707,7 +707,7 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(tmp_path: Path, monkey
 
 
 def test_the_command_builds_reports_and_counts_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tinyforge.text import Tokenizer
+    from tinyforge.tokenizers import Tokenizer
 
     rng = random.Random(12)
     texts = [prose(rng, 100) for _ in range(8)]

@@ -22,8 +22,8 @@ from data.shards import make_shards, read_corpus, read_texts
 from data.world import documents
 from tests.data.conftest import contents
 from tests.data.conftest import fault_of as fault
-from tinyforge.text import Tokenizer
-from tinyforge.text.shards import SEPARATOR, open_shards
+from tinyforge.shards import SEPARATOR, open_shards
+from tinyforge.tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 Texts = dict[str, dict[str, list[list[str]]]]  # by source, split and file

@@ -28,7 +28,7 @@ from data.world import (
     instructions,
     is_correct,
 )
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 TRAIN, VAL = WORDS["train"], WORDS["val"]
 HELD_OUT_NAMES = {*VAL.girls, *VAL.boys}

@@ -17,7 +17,7 @@ import pytest
 from data import corpus, local, shards
 from data.world import documents
 from tests.docs import test_examples
-from tinyforge.hub import convert
+from tinyforge.formats import convert
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -48,7 +48,7 @@ PROGRAMS = {
 }
 # Blocks without a language that are pictures in letters, not commands: page and first words.
 PICTURES = {("data.md", "sources"), ("kernels/README.md", "ops/rmsnorm.py")}
-# Python that is compiled and not run: page and first call. These read other programs' files; tests/text does.
+# Python that is compiled and not run: page and first call. These read other programs' files; tests/tokenizers does.
 NOT_RUN = {("tokenizer.md", "gpt2 = Tokenizer.from_gpt2("), ("tokenizer.md", "tokenizer = load_tokenizer(")}
 LANGUAGES = {"python", "text", "bash", "cuda", "sql", "json", "toml", ""}
 

@@ -19,9 +19,9 @@ from recipes import classify, evaluate, pretrain, sft
 from tests.fuzz.seeds import NOWHERE, mend_checkpoint, mend_list, mend_shards, mend_slice
 from tinyforge import chat
 from tinyforge.board import __main__ as board
-from tinyforge.hub import convert, load
-from tinyforge.text import command
-from tinyforge.text.tiktoken import from_tiktoken
+from tinyforge.formats import convert, load
+from tinyforge.tokenizers import command
+from tinyforge.tokenizers.tiktoken import from_tiktoken
 
 Main = Callable[[list[str]], Any]
 QUICK = Patience(timeout=1.0, attempts=1, backoff=0.01, gap=0.0)

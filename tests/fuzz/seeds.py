@@ -32,16 +32,16 @@ from recipes import pretrain
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
-from tinyforge.hub import convert, lora, open_model, save_pretrained
+from tinyforge.formats import convert, lora, open_model, save_pretrained
 from tinyforge.infer.conversation import FORMAT as CONVERSATION
 from tinyforge.params import named
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
-from tinyforge.text import CharTokenizer, SentencePiece, Tokenizer, WordPiece
-from tinyforge.text.huggingface import from_huggingface, to_huggingface
-from tinyforge.text.sentencepiece import BYTES, SPACE, write_llama2c
-from tinyforge.text.tiktoken import to_tiktoken
-from tinyforge.text.wordpiece import to_huggingface as wordpiece_to_huggingface
+from tinyforge.tokenizers import CharTokenizer, SentencePiece, Tokenizer, WordPiece
+from tinyforge.tokenizers.huggingface import from_huggingface, to_huggingface
+from tinyforge.tokenizers.sentencepiece import BYTES, SPACE, write_llama2c
+from tinyforge.tokenizers.tiktoken import to_tiktoken
+from tinyforge.tokenizers.wordpiece import to_huggingface as wordpiece_to_huggingface
 from tinyforge.train.settings import PretrainSettings
 
 NOWHERE = "http://127.0.0.1:9"  # a host that does not answer
@@ -422,7 +422,7 @@ def mend_slice(raw: Path) -> None:
 
 def _gpt2_files(folder: Path, tokenizer: Tokenizer) -> None:
     """vocab.json and merges.txt, as GPT-2's vocabulary was first published: bytes in its order, one special token."""
-    from tinyforge.text.bpe import BYTE_ORDERS, GPT2_PRINTABLE
+    from tinyforge.tokenizers.bpe import BYTE_ORDERS, GPT2_PRINTABLE
 
     order = BYTE_ORDERS["gpt2"]
     spelt = [*map(chr, GPT2_PRINTABLE), *(chr(256 + n) for n in range(256 - len(GPT2_PRINTABLE)))]

@@ -27,9 +27,9 @@ from tests.fuzz.seeds import mend_checkpoint, sentencepiece, small_model
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub import load, load_pretrained, lora, pretrained, save_pretrained
+from tinyforge.formats import load, load_pretrained, lora, pretrained, save_pretrained
 from tinyforge.params import named
-from tinyforge.text.command import read_ids
+from tinyforge.tokenizers.command import read_ids
 from tinyforge.train.run import claimed
 from tinyforge.train.settings import PretrainSettings, parse
 

@@ -30,7 +30,7 @@ from tinyforge.parallel import Alone, part_of
 from tinyforge.parallel.group import summed
 from tinyforge.parallel.launch import joined, start, started_as_rank
 from tinyforge.rng import Stream
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update

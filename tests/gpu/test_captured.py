@@ -19,7 +19,7 @@ from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamWConfig, MuonConfig
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.captured import MOST, Captured

@@ -12,8 +12,8 @@ import pytest
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.formats import load
 from tinyforge.frozen_model import quantised_copy
-from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.cuda.prompts import append
 from tinyforge.infer.decoder import ReferenceDecoder

@@ -14,13 +14,13 @@ from tinyforge import checkpoint, ops
 from tinyforge.backends import get_backend
 from tinyforge.backends.compile import kernel_files
 from tinyforge.errors import UserError
+from tinyforge.formats import load
 from tinyforge.gradcheck import TOLERANCE, check_op, known_ops
-from tinyforge.hub import load
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import override
 from tinyforge.op import Op
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, evaluate_nll

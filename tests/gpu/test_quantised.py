@@ -7,8 +7,8 @@ import pytest
 
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.formats import load
 from tinyforge.frozen_model import quantised_copy
-from tinyforge.hub import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.quantised import FORMATS, Quantised

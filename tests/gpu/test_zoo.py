@@ -26,13 +26,13 @@ from models.vit import Config as ViTConfig
 from models.vit import ViT
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
-from tinyforge.hub import load_pretrained, save_pretrained
+from tinyforge.formats import load_pretrained, save_pretrained
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.op import Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.rng import Stream
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.batches import starts_of
 
 pytestmark = pytest.mark.gpu

@@ -23,12 +23,12 @@ from models.nanoeuler import Config, NanoEuler
 from tinyforge import chat, checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub import Loaded, load
+from tinyforge.formats import Loaded, load
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
 from tinyforge.params import named
-from tinyforge.text import Tokenizer
-from tinyforge.text.chat_templates import TEMPLATES
+from tinyforge.tokenizers import Tokenizer
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are Unix's")
 

@@ -17,7 +17,7 @@ from data.alpaca import render_prompt
 from data.world import documents, instructions
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
-from tinyforge.hub import Loaded, load
+from tinyforge.formats import Loaded, load
 from tinyforge.infer import evaluate
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder
@@ -38,7 +38,7 @@ from tinyforge.infer.evaluate import (
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.trace import trace
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import batches
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, evaluate_heads, evaluate_nll

@@ -21,7 +21,7 @@ from tinyforge.infer.sampling import Sampling, choose
 from tinyforge.infer.session import Session, Stats, Token
 from tinyforge.infer.stream import stream_text
 from tinyforge.rng import Stream
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
 CONFIG = Config(

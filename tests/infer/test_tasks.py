@@ -14,7 +14,7 @@ from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.likelihood import Pair, Score, Scorer, bytes_needed, windows
 from tinyforge.infer.tasks import Choice, LastWord, Passage, Problem, prompt_ids, run_task
 from tinyforge.registry import find_model, models
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 CAUSAL = [name for name in models() if find_model(name).learns == "text"]
 TEXT = "How much is two and two? It is four, said the old man by the river, and went home to his dog. "

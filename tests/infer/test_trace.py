@@ -15,7 +15,7 @@ from tinyforge.errors import UserError
 from tinyforge.infer.trace import trace, weights_of
 from tinyforge.ops import Attention
 from tinyforge.params import named
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
 CONFIG = Config(

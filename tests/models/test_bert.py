@@ -1,4 +1,4 @@
-"""BERT: how its weights begin, and what its config refuses. Parity is in tests/hub/test_encoders.py."""
+"""BERT: how its weights begin, and what its config refuses. Parity is in tests/formats/test_encoders.py."""
 
 from __future__ import annotations
 

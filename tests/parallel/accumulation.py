@@ -26,7 +26,7 @@ from data.world import documents
 from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.tensors import encoded
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, clip, update
 from tinyforge.train.objectives import NextTokens

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.world import documents
 from tinyforge import checkpoint
 from tinyforge.files import write_whole
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 
 ROOT = Path(__file__).resolve().parents[2]

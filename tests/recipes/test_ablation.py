@@ -17,7 +17,7 @@ from recipes import ablation
 from tinyforge import checkpoint
 from tinyforge.errors import run_command
 from tinyforge.files import LOCK, locked
-from tinyforge.hub import newest_run
+from tinyforge.formats import newest_run
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.settings import config_of
 

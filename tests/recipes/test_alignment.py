@@ -22,8 +22,8 @@ from recipes import dpo, grpo, own_pairs, pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
-from tinyforge.hub import load
-from tinyforge.hub.tuning import prompt_ids
+from tinyforge.formats import load
+from tinyforge.formats.tuning import prompt_ids
 from tinyforge.infer import Sampling, evaluate
 from tinyforge.infer.evaluate import Reply, reply_shares
 from tinyforge.train import metrics

@@ -20,7 +20,7 @@ from models.nanoeuler import chat
 from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.errors import run_command
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 MAINS: dict[str, Callable[[list[str]], int]] = {"pretrain": pretrain.main, "sft": sft.main, "chat": chat.main}

@@ -19,10 +19,10 @@ from models.bag_of_words import BagOfWords
 from recipes import classify, pretrain, sft
 from tinyforge import chat, checkpoint, get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub import convert, load
+from tinyforge.formats import convert, load
 from tinyforge.registry import models
 from tinyforge.rng import Stream
-from tinyforge.text import WordPiece
+from tinyforge.tokenizers import WordPiece
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.masked import MaskedWords, framed, padded
 

@@ -26,8 +26,8 @@ from tinyforge import chat, checkpoint, inspect
 from tinyforge.errors import UserError, run_command
 from tinyforge.infer import Sampling, figures
 from tinyforge.report import NOISE
-from tinyforge.text import Tokenizer
-from tinyforge.text.shards import SEPARATOR, Shards
+from tinyforge.shards import SEPARATOR, Shards
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.card import card, write_card
 from tinyforge.train.metrics import save_scores

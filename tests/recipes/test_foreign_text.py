@@ -14,7 +14,7 @@ from data.corpus import main as corpus
 from data.world import documents
 from recipes import pretrain, sft
 from tinyforge.errors import run_command
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b"
 SHAPE = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=320 --batch-size 2 --workers 1 --steps 1".split()

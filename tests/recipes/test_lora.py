@@ -16,7 +16,7 @@ from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import run_command
-from tinyforge.hub import convert, load
+from tinyforge.formats import convert, load
 from tinyforge.memory import gib
 from tinyforge.registry import find_model
 from tinyforge.train import metrics

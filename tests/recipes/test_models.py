@@ -13,9 +13,9 @@ from data.world import documents
 from recipes import evaluate, pretrain, sft
 from tinyforge import chat, checkpoint, get_backend
 from tinyforge.errors import UserError
-from tinyforge.hub import save_pretrained
+from tinyforge.formats import save_pretrained
 from tinyforge.registry import default_model, models
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.metrics import read_scores
 
 CPU = get_backend("numpy", "fp32", workers=1)

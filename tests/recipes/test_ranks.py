@@ -23,7 +23,7 @@ from tinyforge import checkpoint
 from tinyforge.errors import UserError
 from tinyforge.parallel.tcp import lines_to_rank_0
 from tinyforge.registry import find_model
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_any_world(run: Run, tmp_path: Path
     step = str(tmp_path / "two")
     for words in (
         ["-m", "tinyforge.chat", "--checkpoint", step, "--prompt", "Robert", "--max-tokens", "4"],
-        ["-m", "tinyforge.hub.convert", step, str(tmp_path / "hf")],
+        ["-m", "tinyforge.formats.convert", step, str(tmp_path / "hf")],
         [
             str(ROOT / "recipes/sft.py"),
             "--backend",

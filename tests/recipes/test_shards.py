@@ -15,8 +15,8 @@ from data.world import documents
 from recipes import pretrain
 from tinyforge import checkpoint
 from tinyforge.errors import run_command
-from tinyforge.text import Tokenizer
-from tinyforge.text.shards import SEPARATOR
+from tinyforge.shards import SEPARATOR
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 
 CONFIG = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=32 --batch-size 3 --workers 1"

@@ -23,7 +23,7 @@ import pytest
 
 from data.world import documents
 from tinyforge import checkpoint
-from tinyforge.text.shards import open_shards
+from tinyforge.shards import open_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "speedrun.sh"

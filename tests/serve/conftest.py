@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tinyforge.backends import get_backend
-from tinyforge.hub import Loaded, load
+from tinyforge.formats import Loaded, load
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.scheduler import Scheduler
-from tinyforge.text.chat_templates import TEMPLATES
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ROOT / "models" / "nanoeuler" / "small"

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import Running
-from tinyforge.hub import Loaded
-from tinyforge.text.chat_templates import TEMPLATES
+from tinyforge.formats import Loaded
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 pytest.importorskip("uvicorn", reason="needs the extra [serve]")
 CHAT = {"messages": [{"role": "user", "content": "How much is 13 plus 2?"}], "temperature": 0}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import Running
-from tinyforge.hub import Loaded
-from tinyforge.hub.generation import GenerationConfig
+from tinyforge.formats import Loaded
+from tinyforge.formats.generation import GenerationConfig
 from tinyforge.infer import Conversation, Sampling
 from tinyforge.infer.scheduler import Scheduler
-from tinyforge.text.chat_templates import TEMPLATES
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 openai = pytest.importorskip("openai", reason="needs the extra [dev]")
 TIMINGS = {"cache_n", "prompt_n", "prompt_ms", "predicted_n", "predicted_ms"}

@@ -31,7 +31,7 @@ import matplotlib.pyplot  # noqa: F401  (the plot at the end is no growth)
 from recipes import pretrain
 from tests.fuzz.child import MIB, end_session, start_child
 from tinyforge import chat
-from tinyforge.hub import load
+from tinyforge.formats import load
 
 PERIOD = 0.1  # seconds between samples
 GROWTH = 0.02

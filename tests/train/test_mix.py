@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer
-from tinyforge.text.shards import Part, Shards, ShardWriter, Source, TokenSequence, write_manifest
+from tinyforge.shards import Part, Shards, ShardWriter, Source, TokenSequence, write_manifest
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.batches import MixedTokens, PackedTokens
 from tinyforge.train.corpus import mix_weights
 from tinyforge.train.objectives import Batch

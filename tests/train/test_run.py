@@ -27,7 +27,7 @@ from tinyforge import checkpoint
 from tinyforge.backends import compile, get_backend
 from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.errors import UserError
-from tinyforge.text import Tokenizer
+from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded, evaluate_nll

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from models.llama import Config, Llama
-from tests.hub.foreign import entries_of
+from tests.formats.foreign import entries_of
 from tinyforge.backends import get_backend
-from tinyforge.hub.foreign import weights_of
-from tinyforge.hub.huggingface import write_directory
+from tinyforge.formats.foreign import weights_of
+from tinyforge.formats.huggingface import write_directory
 from tinyforge.op import Stash
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch

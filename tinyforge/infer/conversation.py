@@ -21,9 +21,9 @@ from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.infer.stream import stream_text
-from tinyforge.text import TextTokenizer
-from tinyforge.text.chat_templates import Template
-from tinyforge.text.chat_templates import Turn as Message
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.chat_templates import Template
+from tinyforge.tokenizers.chat_templates import Turn as Message
 
 FORMAT, VERSION = "tinyforge-chat", 1
 READ = (FORMAT, "nanoeuler-chat")  # the second is what earlier versions wrote, the same otherwise

@@ -29,8 +29,8 @@ from tinyforge.infer.generation import generate_batch
 from tinyforge.infer.sampling import Sampling, log_probability
 from tinyforge.infer.session import Session, Stats
 from tinyforge.rng import Stream
-from tinyforge.text import TextTokenizer
-from tinyforge.text.chat_templates import end_of_reply
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.chat_templates import end_of_reply
 
 CANDIDATES = 10
 NEIGHBOURS = 40

@@ -28,9 +28,9 @@ from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.kernel import Array
 from tinyforge.memory import free_memory, gib
 from tinyforge.registry import ModelSpec
-from tinyforge.text import TextTokenizer
-from tinyforge.text.shards import separator_of
-from tinyforge.text.vocabulary import ENDS, start_ids
+from tinyforge.shards import separator_of
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.vocabulary import ENDS, start_ids
 
 TOKENS = {"numpy": 1 << 11, "cupy": 1 << 15}
 """Tokens per batch. On a CPU a larger batch no longer fits the cache; this one fills a GPU."""

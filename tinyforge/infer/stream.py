@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable, Iterator, Sequence
 
 from tinyforge.errors import UserError
-from tinyforge.text import TextTokenizer
+from tinyforge.tokenizers import TextTokenizer
 
 
 class TextStream:

@@ -25,8 +25,8 @@ from tinyforge.infer.evaluate import continue_groups, reply_decoder
 from tinyforge.infer.likelihood import Scorer
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session
-from tinyforge.text import TextTokenizer
-from tinyforge.text.vocabulary import ENDS, start_ids
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.vocabulary import ENDS, start_ids
 
 LN2 = math.log(2.0)
 LONGEST_ANSWER = 256  # tokens, as in lm-evaluation-harness; at most half the context

@@ -25,13 +25,13 @@ from typing import Any
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, open_model, trained_model
 from tinyforge.hosts import add_allow_host_flag
-from tinyforge.hub import Loaded, add_checkpoint_flag, add_weights_flag, open_model, trained_model
 from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import check_causal_lm
 from tinyforge.infer.scheduler import Scheduler
 from tinyforge.terminal import one_line
-from tinyforge.text.chat_templates import TEMPLATES
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 KEY = "TINYFORGE_API_KEY"
 CACHE_BYTES = 2 << 30

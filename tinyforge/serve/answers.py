@@ -12,7 +12,7 @@ from typing import Any
 from tinyforge.infer.session import Token
 from tinyforge.serve.engine import Answer, Choice, Piece
 from tinyforge.serve.protocol import Extension
-from tinyforge.text import TextTokenizer
+from tinyforge.tokenizers import TextTokenizer
 
 
 class Writer:

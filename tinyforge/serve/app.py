@@ -28,8 +28,8 @@ from starlette.routing import Route
 
 from tinyforge.errors import UserError
 from tinyforge.files import json_value
+from tinyforge.formats.generation import NOTHING, GenerationConfig
 from tinyforge.hosts import REFUSED, is_allowed
-from tinyforge.hub.generation import NOTHING, GenerationConfig
 from tinyforge.infer.scheduler import QueueFull
 from tinyforge.infer.session import checked_ids
 from tinyforge.infer.trace import attention_of, attention_ops
@@ -50,9 +50,9 @@ from tinyforge.serve.protocol import (
     encode_chat,
     read,
 )
-from tinyforge.text.chat_templates import Template
-from tinyforge.text.template_formats import jinja
-from tinyforge.text.vocabulary import start_ids
+from tinyforge.tokenizers.chat_templates import Template
+from tinyforge.tokenizers.template_formats import jinja
+from tinyforge.tokenizers.vocabulary import start_ids
 
 PAGE = Path(__file__).parent / "page"
 BODY_SECONDS = 30.0

@@ -21,7 +21,7 @@ from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import QueueFull, Request, Scheduler
 from tinyforge.infer.session import Token
 from tinyforge.infer.stream import TextStream
-from tinyforge.text import TextTokenizer
+from tinyforge.tokenizers import TextTokenizer
 
 FLUSH = 0.02
 FLUSH_EACH = 0.002

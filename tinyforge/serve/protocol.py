@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from tinyforge.files import JSON_NAMES
 from tinyforge.infer.sampling import Sampling
-from tinyforge.text import TextTokenizer
-from tinyforge.text.chat_templates import Template, Turn
-from tinyforge.text.vocabulary import start_ids
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.chat_templates import Template, Turn
+from tinyforge.tokenizers.vocabulary import start_ids
 
 MOST_STOPS, MOST_TOP, MOST_BIASES, MOST_PROMPTS = 4, 20, 4096, 64
 LEAST_TOP_P = 1e-9

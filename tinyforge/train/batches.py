@@ -19,7 +19,7 @@ from tinyforge.train.objectives import Batch
 
 
 class Tokens(Protocol):
-    """A sequence of ids: a NumPy array, or `tinyforge.text.shards.TokenSequence`."""
+    """A sequence of ids: a NumPy array, or `tinyforge.shards.TokenSequence`."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, where: slice, /) -> np.ndarray: ...

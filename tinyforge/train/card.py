@@ -43,7 +43,7 @@ Weights are {weights}.
 or in Python:
 
     from tinyforge.backends import get_backend
-    from tinyforge.hub import load_pretrained
+    from tinyforge.formats import load_pretrained
     from tinyforge.infer import Sampling, generate
 
     model, tokenizer = load_pretrained("DIR", get_backend())

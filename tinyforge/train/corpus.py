@@ -16,9 +16,9 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.registry import find_model
 from tinyforge.report import count_of
+from tinyforge.shards import Part, Shards, is_shard_folder, separator_of
 from tinyforge.terminal import one_line
-from tinyforge.text import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
-from tinyforge.text.shards import Part, Shards, is_shard_folder, separator_of
+from tinyforge.tokenizers import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
 from tinyforge.train.batches import ContinuedTokens, DocumentMask, MixedTokens, PackedTokens, check_ids, fingerprint
 from tinyforge.train.data_parallel import Sharded, evaluate_heads
 from tinyforge.train.settings import PretrainSettings, restarts

@@ -14,8 +14,8 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.rng import Stream
-from tinyforge.text import TextTokenizer
-from tinyforge.text.wordpiece import CLS, MASK, PAD, SEP
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.wordpiece import CLS, MASK, PAD, SEP
 from tinyforge.train.batches import Batches
 from tinyforge.train.corpus import Corpus
 from tinyforge.train.data_parallel import Sharded

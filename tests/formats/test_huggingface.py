@@ -1,0 +1,254 @@
+"""Hugging Face directories that are sharded, bare, tied twice, or not what they should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from models.gpt2 import GPT2
+from models.gpt2 import Config as GPT2Config
+from models.llama import Config, Llama
+from tests.formats.foreign import load_weights
+from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
+from tinyforge.formats.foreign import weights_of
+from tinyforge.formats.huggingface import open_directory, write_directory
+from tinyforge.quantised import quantise
+
+FP32 = get_backend("numpy", "fp32", workers=1)
+TINY = Config(dim=8, heads=2, kv_heads=1, layers=2, context=9, vocab=11, hidden=5, tied=False)
+GPT2_TINY = GPT2Config(dim=8, heads=2, layers=2, context=9, vocab=11)
+
+
+def write(path: Path, config: Any = TINY, dtype: str = "f32") -> Any:
+    """A random model, written as a Hugging Face directory."""
+    model = (GPT2 if isinstance(config, GPT2Config) else Llama)(config, FP32)
+    model.initialise(seed=1)
+    write_directory(path, weights_of(model), dtype)
+    return model
+
+
+def assert_same(model: Any, again: Any) -> None:
+    assert again.config == model.config
+    for before, after in zip(model.buffer.params, again.buffer.params, strict=True):
+        assert np.array_equal(before.value, after.value), before.name
+
+
+def edit_config(path: Path, **values: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config.update(values)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(path: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    stored = load_file(path / "model.safetensors")
+    edit(stored)
+    save_file(stored, path / "model.safetensors")
+
+
+def shard(path: Path, places: dict[str, str] | None = None) -> None:
+    """Divide the one file among three, with an index that says where each tensor is, or says `places`."""
+    stored = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    names = [f"model-0000{i + 1}-of-00003.safetensors" for i in range(3)]
+    where = {name: names[i % 3] for i, name in enumerate(sorted(stored))}
+    for shard in names:
+        save_file({name: value for name, value in stored.items() if where[name] == shard}, path / shard)
+    index = {"metadata": {"total_size": 1}, "weight_map": {**where, **(places or {})}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("config", [TINY, GPT2_TINY], ids=["llama", "gpt2"])
+def test_a_model_survives_its_directory(config: Any, tmp_path: Path) -> None:
+    model = write(tmp_path / "m", config)
+    assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+    assert sorted(p.name for p in (tmp_path / "m").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_bfloat16_weights_are_the_rounded_ones(tmp_path: Path) -> None:
+    model = write(tmp_path / "m", TINY, "bf16")
+    again = load_weights(open_directory(tmp_path / "m"), FP32)
+    for before, after in zip(model.buffer.params, again.buffer.params, strict=True):
+        assert np.all(np.abs(after.value - before.value) <= np.abs(before.value) * 2**-8)
+        assert not after.value.view(np.uint32).__and__(0xFFFF).any()
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_shards(tmp_path: Path) -> None:
+    model = write(tmp_path / "m")
+    shard(tmp_path / "m")
+    assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+
+
+def test_shards_of_codes(tmp_path: Path) -> None:
+    """With most scales in another shard than their codes, as where a shard was full between the two."""
+    write(tmp_path / "m")
+
+    def coded(stored: dict[str, np.ndarray]) -> None:
+        for name in [name for name, value in stored.items() if value.ndim == 2]:
+            codes, scales = quantise(stored[name], "int8")
+            stored |= {name: codes, f"{name}_scale": scales[:, None]}
+
+    edit_tensors(tmp_path / "m", coded)
+    model = load_weights(open_directory(tmp_path / "m"), FP32)
+    shard(tmp_path / "m")
+    places = json.loads((tmp_path / "m/model.safetensors.index.json").read_text())["weight_map"]
+    assert any(places[name] != places.get(f"{name}_scale", places[name]) for name in places)
+    assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+    shard_of = tmp_path / "m" / places["model.embed_tokens.weight_scale"]
+    save_file({k: v for k, v in load_file(shard_of).items() if k != "model.embed_tokens.weight_scale"}, shard_of)
+    with pytest.raises(UserError, match=f"{shard_of.name} lacks model.embed_tokens.weight_scale, which"):
+        open_directory(tmp_path / "m")
+
+
+def test_gpt2_as_it_was_published(tmp_path: Path) -> None:
+    """Names of the bare trunk, and the causal mask among the tensors."""
+    model = write(tmp_path / "m", GPT2_TINY)
+
+    def as_published(stored: dict[str, np.ndarray]) -> None:
+        for name in list(stored):
+            stored[name.removeprefix("transformer.")] = stored.pop(name)
+        for i in range(2):
+            stored[f"h.{i}.attn.bias"] = np.ones((1, 1, 9, 9), np.uint8)
+            stored[f"h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
+
+    edit_tensors(tmp_path / "m", as_published)
+    assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+
+
+def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None:
+    model = write(tmp_path / "m", TINY.override({"tied": True}))
+    edit_tensors(tmp_path / "m", lambda s: s.update({"lm_head.weight": s["model.embed_tokens.weight"].copy()}))
+    assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+    edit_tensors(tmp_path / "m", lambda s: s.update({"lm_head.weight": s["lm_head.weight"] + 1}))
+    with pytest.raises(UserError, match="tensor lm_head.weight has no place"):
+        load_weights(open_directory(tmp_path / "m"), FP32)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, "architecture 'FalconForCausalLM'; supported: GPT2LMHead"),
+        ({"architectures": None}, "architectures is None, wants a list of one name"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "wants a list of one name"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
+        ({"attention_bias": True}, "attention_bias is True; supported: False"),
+        ({"mlp_bias": True}, "mlp_bias is True; supported: False"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; supported: 'default', 'linear'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "has no factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', wants an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"num_hidden_layers": None}, "has no num_hidden_layers"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2', wants a whole number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, wants true or false"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, wants at least 1"),
+        ({"max_position_embeddings": 10**15}, "context is 1,000,000,000,000,000, wants at most 1,048,576"),
+        ({"head_dim": 3}, "head_dim 3 is odd"),
+        ({"num_key_value_heads": 3}, "heads 2 is not divisible by kv_heads 3"),
+        ({"num_hidden_layers": 3}, "tensor model.layers.2.self_attn.q_proj.weight is missing"),
+        ({"num_hidden_layers": 10**3}, "tensor model.layers.2.self_attn.q_proj.weight is missing"),
+        ({"num_hidden_layers": 10**9}, "layers is 1,000,000,000, wants at most 1,024"),
+        ({"num_hidden_layers": 1}, "tensor model.layers.1.input_layernorm.weight and 8 more has no place in the model"),
+        ({"vocab_size": 12}, r"model.embed_tokens.weight has shape \(11, 8\), config.json asks for \(12, 8\)"),
+        ({"tie_word_embeddings": True}, "tensor lm_head.weight has no place"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": [[]]}, "layer_types is not a list of texts"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "max_window_layers": 1,
+            },
+            "layers with and without a sliding window",
+        ),
+    ],
+)
+def test_a_config_that_is_not_supported_is_one_line(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    edit_config(tmp_path / "m", **values)
+    with pytest.raises(UserError, match=message) as caught:
+        load_weights(open_directory(tmp_path / "m"), FP32)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith(str(tmp_path / "m"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"activation_function": "relu"}, "activation_function is 'relu'; supported: 'gelu_new'"),
+        ({"n_inner": 17}, "n_inner is 17; supported: 4 n_embd, 32"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False; supported: True"),
+        ({"n_head": 3}, "dim 8 is not divisible by heads 3"),
+        ({"resid_pdrop": 1.0}, "dropout is 1.0"),
+        ({"n_positions": 10**6}, r"transformer.wpe.weight has shape \(9, 8\), config.json asks for \(10+, 8\)"),
+        ({"n_positions": 10**12}, "context is 1,000,000,000,000, wants at most"),
+    ],
+)
+def test_a_gpt2_that_is_not_supported_is_one_line(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write(tmp_path / "m", GPT2_TINY)
+    edit_config(tmp_path / "m", **values)
+    with pytest.raises(UserError, match=message):
+        load_weights(open_directory(tmp_path / "m"), FP32)
+
+
+def test_a_pickle_is_not_opened(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "m" / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin is a pickle, which can run code .* supported: model.safe"):
+        open_directory(tmp_path / "m")
+    (tmp_path / "m" / "pytorch_model.bin").unlink()
+    with pytest.raises(UserError, match="it holds no weights; supported: model.safetensors"):
+        open_directory(tmp_path / "m")
+
+
+@pytest.mark.parametrize("place", ["../secret.safetensors", "/etc/passwd", "..", "", "a/b.safetensors", "a\\b", 7])
+def test_an_index_does_not_lead_out_of_its_directory(place: Any, tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    shard(tmp_path / "m", {"model.norm.weight": place})
+    save_file({"model.norm.weight": np.ones(8, np.float32)}, tmp_path / "secret.safetensors")
+    with pytest.raises(UserError, match="model.norm.weight is in .*, wants the name of a file in the same directory"):
+        open_directory(tmp_path / "m")
+
+
+def test_an_index_that_is_wrong(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    shard(tmp_path / "m", {"model.norm.weight": "model-00009-of-00003.safetensors"})
+    with pytest.raises(UserError, match="cannot read .*model-00009-of-00003.safetensors: No such file"):
+        open_directory(tmp_path / "m")
+    index = tmp_path / "m" / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps(
+            {
+                "weight_map": {
+                    "model.norm.weight": "model-00001-of-00003.safetensors",
+                    "more": "model-00001-of-00003.safetensors",
+                }
+            }
+        )
+    )
+    with pytest.raises(UserError, match="model-00001-of-00003.safetensors lacks"):
+        open_directory(tmp_path / "m")
+    index.write_text("[]")
+    with pytest.raises(UserError, match="got a list, wanted an object"):
+        open_directory(tmp_path / "m")
+    index.write_text("{}")
+    with pytest.raises(UserError, match="has no weight_map"):
+        open_directory(tmp_path / "m")
+
+
+def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    with pytest.raises(UserError, match="m exists already; remove it, or choose another directory"):
+        write(tmp_path / "m")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*: Not a directory"):
+        write(tmp_path / "file" / "m")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "m"]

@@ -1,0 +1,229 @@
+"""Models against transformers, both ways: logits, gradients, and files that one writes and the other reads."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.llama import Config as LlamaConfig
+from models.llama import Llama
+from models.llama import hf as llama_hf
+from models.nanoeuler import PRESETS, NanoEuler
+from tests.formats.float64 import Float64Torch, in_float64, random_peer
+from tests.formats.foreign import entries_of, load_weights
+from tinyforge.backends import get_backend
+from tinyforge.formats.foreign import weights_of
+from tinyforge.formats.huggingface import open_directory, write_directory
+from tinyforge.op import Stash
+from tinyforge.train.objectives import Batch, NextTokens, with_terms
+
+torch = pytest.importorskip("torch", reason="the peer is transformers, on torch")
+transformers = pytest.importorskip("transformers", reason="the peer is transformers")
+
+FP64 = get_backend("numpy", "fp64", workers=1)
+TINY = {
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 37,
+    "intermediate_size": 20,
+    "max_position_embeddings": 40,
+}
+GPT2 = {"n_embd": 24, "n_head": 3, "n_layer": 2, "vocab_size": 37, "n_positions": 40}
+MAMBA = {"hidden_size": 20, "num_hidden_layers": 2, "vocab_size": 37, "state_size": 5}
+# Wavelengths of 6, 22, 75, 262 and 907 positions: kept below 16, blended up to 64, stretched above.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500.0,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+ALL_SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+EXPERTS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "router_aux_loss_coef": 0.3,
+    "output_router_logits": True,
+}
+PEERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaForCausalLM", {**TINY, "rms_norm_eps": 1e-5}),
+    "llama-tied": ("LlamaForCausalLM", {**TINY, "tie_word_embeddings": True}),
+    "llama-linear": ("LlamaForCausalLM", {**TINY, "rope_parameters": LINEAR}),
+    "llama-llama3": ("LlamaForCausalLM", {**TINY, "head_dim": 10, "rope_parameters": LLAMA3}),
+    "qwen2": ("Qwen2ForCausalLM", {**TINY, "rope_theta": 1e6}),
+    "qwen2-tied": ("Qwen2ForCausalLM", {**TINY, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {**TINY, "head_dim": 6}),
+    "qwen3-tied-window": ("Qwen3ForCausalLM", {**TINY, "head_dim": 6, "tie_word_embeddings": True, **ALL_SLIDING}),
+    "mistral": ("MistralForCausalLM", {**TINY, "sliding_window": 5}),
+    "mamba": ("MambaForCausalLM", MAMBA),
+    "mamba-rank": ("MambaForCausalLM", {**MAMBA, "expand": 3, "conv_kernel": 3, "time_step_rank": 5}),
+    "mistral-no-window": ("MistralForCausalLM", {**TINY, "sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", {**TINY, **EXPERTS}),
+    "mixtral-window": (
+        "MixtralForCausalLM",
+        {**TINY, **EXPERTS, "sliding_window": 6, "num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 6},
+    ),
+}
+LENGTH = 33
+
+
+@pytest.fixture(autouse=True)
+def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(importlib.import_module("transformers.modeling_rope_utils"), "torch", Float64Torch())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # Mamba's way to the same
+    with in_float64(monkeypatch, "llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "mamba"):
+        yield
+
+
+def make_peer(name: str) -> Any:
+    return plain(random_peer(*PEERS[name], seed=name))
+
+
+def load_peer(path: Path) -> Any:
+    return plain(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval())
+
+
+def plain(model: Any) -> Any:
+    """Experts one after the other: the grouped products take no float64."""
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def peer_logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)).logits.numpy()
+
+
+def gradients_by_file_name(peer: Any) -> dict[str, np.ndarray]:
+    """Under the names that files have: Mixtral's experts, one array in memory, are apart there."""
+    theirs = {}
+    for name, p in peer.named_parameters():
+        grad, at = p.grad.numpy(), name.replace(".mlp.", ".block_sparse_moe.")
+        if name.endswith(".experts.gate_up_proj"):
+            for e, (w1, w3) in enumerate(np.split(g, 2) for g in grad):
+                theirs[at.replace("gate_up_proj", f"{e}.w1.weight")] = w1
+                theirs[at.replace("gate_up_proj", f"{e}.w3.weight")] = w3
+        elif name.endswith(".experts.down_proj"):
+            theirs |= {at.replace("down_proj", f"{e}.w2.weight"): w2 for e, w2 in enumerate(grad)}
+        else:
+            theirs[at if name.endswith(".mlp.gate.weight") else name] = grad
+    return theirs
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 37, (2, LENGTH)), rng.integers(-1, 37, (2, LENGTH))
+
+
+def worst(got: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest difference, relative to the largest number wanted."""
+    assert got.shape == wanted.shape
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Path, parity: Callable[..., None]) -> None:
+    peer = make_peer(name)
+    peer.save_pretrained(tmp_path)
+    model = load_weights(open_directory(tmp_path), FP64)
+    ids, targets = batch()
+    parity(model, "logits", worst(model.logits(model.hidden(ids)), peer_logits(peer, ids)), 1e-9)
+
+    stash, objective = Stash(), with_terms(NextTokens(), model.config)
+    found_batch = Batch(ids, targets[..., None])
+    counts = objective.count(found_batch)
+    sums, dnll = objective.weigh(model.forward(ids, targets[..., None], stash), found_batch, counts, FP64)
+    model.backward(dnll, stash)
+    result = peer(torch.from_numpy(ids))
+    logits, labels = result.logits.flatten(0, 1), torch.from_numpy(targets).flatten()
+    loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-1)
+    if model.config.term_weights:
+        assert objective.figures(sums, counts)["balance"] == pytest.approx(result.aux_loss.item(), rel=1e-12)
+        loss = loss + peer.config.router_aux_loss_coef * result.aux_loss
+    loss.backward()
+    assert objective.figures(sums, counts)["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    theirs = gradients_by_file_name(peer)
+    ours = {p.name: p.grad for p in model.buffer.params}
+    found = {entry.theirs: entry.take(ours[entry.ours]) for entry in entries_of(model)}
+    assert found.keys() == theirs.keys()
+    parity(model, "gradients", max(worst(found[name], theirs[name]) for name in found), 1e-8)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
+    peer = make_peer(name)
+    peer.save_pretrained(tmp_path / "theirs")
+    model = load_weights(open_directory(tmp_path / "theirs"), FP64)
+    write_directory(tmp_path / "ours", weights_of(model), "f32")
+    again = load_peer(tmp_path / "ours")
+    wanted = "LlamaForCausalLM" if name == "mistral-no-window" else PEERS[name][0]  # without a window it is a Llama
+    assert type(again).__name__ == wanted
+    ids, _ = batch()
+    assert worst(peer_logits(again, ids), peer_logits(peer, ids)) < 1e-12
+    assert worst(peer_logits(again, ids), model.logits(model.hidden(ids))) < 1e-9
+
+
+def test_nanoeuler_is_a_llama_to_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], parity: Callable[..., None]
+) -> None:
+    model = NanoEuler(PRESETS["small"], FP64)
+    model.initialise(seed=0)
+    model.buffer.values[...] = model.buffer.values.astype(np.float32)  # what the file can hold
+    write_directory(tmp_path / "small", weights_of(model), "f32")
+    assert "the 3 later output heads" in capsys.readouterr().err
+    peer = load_peer(tmp_path / "small")
+    assert type(peer).__name__ == "LlamaForCausalLM"
+    ids = np.random.default_rng(0).integers(0, 512, (2, 77))
+    h = model.hidden(ids)
+    parity(model, "logits", worst(peer_logits(peer, ids), model.logits(h)), 1e-9)
+    assert worst(peer_logits(peer, ids), model.logits(h, 1)) > 0.1
+    llama = load_weights(open_directory(tmp_path / "small"), FP64)
+    assert isinstance(llama, Llama)
+    assert worst(llama.logits(llama.hidden(ids)), model.logits(h)) < 1e-12
+
+
+def test_a_gpt2_without_biases_is_written_with_zeros(tmp_path: Path) -> None:
+    from models.gpt2 import GPT2 as Model
+    from models.gpt2 import Config
+
+    model = Model(Config(dim=24, heads=3, layers=2, context=40, vocab=37, bias=False), FP64)
+    model.initialise(seed=0)
+    model.buffer.values[...] = model.buffer.values.astype(np.float32)
+    write_directory(tmp_path / "gpt2", weights_of(model), "f32")
+    ids, _ = batch()
+    assert worst(peer_logits(load_peer(tmp_path / "gpt2"), ids), model.logits(model.hidden(ids))) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("preset", "values"),
+    [
+        ("SmolLM2-135M", {}),
+        ("TinyLlama-1.1B", {}),
+        ("Qwen2.5-0.5B", {}),
+        ("stories15M", {"head_dim": 34}),
+        ("stories15M", {"qk_norm": True, "tied": False}),
+    ],
+)
+def test_sizes_are_transformers_sizes(preset: str, values: dict[str, Any]) -> None:
+    """The parameters of a config, counted by transformers without memory, and by our table."""
+    from models.llama import PRESETS as LLAMA
+
+    config: LlamaConfig = LLAMA[preset].override(values)
+    given = llama_hf.write_config(config)
+    kind = getattr(transformers, given["architectures"][0])
+    with torch.device("meta"):
+        peer = kind(kind.config_class(**{k: v for k, v in given.items() if k != "architectures"}))
+    shapes = {name: tuple(p.shape) for name, p in peer.named_parameters()}
+    assert shapes == {entry.theirs: entry.shape for entry in llama_hf.entries(config)}

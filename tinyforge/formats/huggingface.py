@@ -1,0 +1,102 @@
+"""Hugging Face model directories: config.json and safetensors, in one file or in shards with an index.
+
+`tinyforge.tokenizers` reads the tokenizer's files; each model's hf.py says what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinyforge import tensors
+from tinyforge.errors import UserError
+from tinyforge.files import read_json, replace, sync, write_whole, writing
+from tinyforge.formats.weights import Weights
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def is_directory(path: Path) -> bool:
+    """Whether `path` looks like a Hugging Face model: all of them have a config.json."""
+    return (path / CONFIG).is_file()
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether `path` looks like a PEFT adapter."""
+    return (path / ADAPTER_CONFIG).is_file()
+
+
+def open_directory(path: Path) -> Weights:
+    """The config and the tensors of a directory; the tensors are not read yet.
+
+    Raises UserError for a directory without safetensors, a damaged file, and a shard that is missing or elsewhere.
+    """
+    config = read_json(path / CONFIG, "the config")
+    if (path / INDEX).is_file():
+        found = _sharded(path)
+    elif (path / SINGLE).is_file():
+        found = tensors.read_header(path / SINGLE)
+    else:
+        pickles = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        what = f"{pickles[0]} is a pickle, which can run code when it is read" if pickles else "it holds no weights"
+        raise UserError(f"{path}: {what}; supported: {SINGLE}, or shards with {INDEX}")
+    return Weights(path, config, {name: (tensor.shape, tensor.read) for name, tensor in found.items()})
+
+
+def _sharded(path: Path) -> dict[str, tensors.Tensor]:
+    places = read_json(path / INDEX, "the index of shards").get("weight_map")
+    if not isinstance(places, dict):
+        raise UserError(f"{path / INDEX} has no weight_map; get the file again")
+    shards: dict[str, dict[str, tensors.Tensor]] = {}
+    found = {}
+    for name, shard in places.items():
+        # A plain name: an index must not lead to files outside its directory.
+        if not isinstance(shard, str) or shard != os.path.basename(shard) or "\\" in shard or shard in ("", ".", ".."):
+            raise UserError(f"{path / INDEX}: {name} is in {shard!r}, wants the name of a file in the same directory")
+        if shard not in shards:
+            shards[shard] = tensors.read_entries(path / shard)
+        if name not in shards[shard]:
+            raise UserError(f"{path / shard} lacks {name}, which {INDEX} says it has; get both again")
+        found[name] = shards[shard][name]
+    return tensors.with_scales(found)
+
+
+def write_directory(path: Path, weights: Weights, dtype: str, others: Callable[[Path], Any] | None = None) -> None:
+    """Write a directory, whole or not at all. others(directory) writes the tokenizer's files and a card.
+
+    Raises UserError where `path` exists or cannot be written.
+    """
+    config = {**weights.config, "dtype": {"f32": "float32", "bf16": "bfloat16"}[dtype]}
+    write_files(path, {CONFIG: config}, SINGLE, weights.tensors, dtype, others)
+
+
+def write_files(
+    path: Path,
+    configs: Mapping[str, Any],
+    file: str,
+    lazy: Mapping[str, tensors.Lazy],
+    dtype: str,
+    others: Callable[[Path], Any] | None = None,
+) -> None:
+    """Write a directory of JSON files, by name, and one safetensors file; as `write_directory`."""
+    if path.exists():
+        raise UserError(f"{path} exists already; remove it, or choose another directory")
+    partial = path.parent / f".partial-{path.name}"
+    try:
+        with writing(path):
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+            partial.mkdir(parents=True)
+            for name, content in configs.items():
+                write_whole(partial / name, json.dumps(content, indent=2) + "\n")
+            if others:
+                others(partial)
+            tensors.write(partial / file, lazy, dtype)
+            replace(partial, path)
+            sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,101 @@
+"""A trained model that is not built yet: its description, and its weights one by one, from any format."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.adapters import Adapted, Adapters
+from tinyforge.backends import Backend
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+from tinyforge.formats.generation import NOTHING, GenerationConfig
+from tinyforge.frozen_model import frozen_model
+from tinyforge.op import Recompute
+from tinyforge.params import ParamBuffer
+from tinyforge.registry import ModelSpec
+from tinyforge.tokenizers import TextTokenizer
+
+Tensors = Mapping[str, Callable[[], np.ndarray]]
+"""A model's weights, each by our parameter's name: a function that reads it, as float32 or float64."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model with its tokenizer.
+
+    meta: as saved (`kind` is "pretrain", "sft", "dpo" or "grpo"). path: of the checkpoint. template: the name of the
+    chat template of its fine-tuning, "plain" for a base model. generation: how it is sampled by default.
+    """
+
+    model: Any
+    tokenizer: TextTokenizer
+    meta: dict[str, Any]
+    path: Path
+    template: str = "plain"
+    generation: GenerationConfig = NOTHING
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A trained model, read and checked but not built; see `Loaded`."""
+
+    path: Path
+    spec: ModelSpec
+    config: ModelConfig
+    tokenizer: TextTokenizer
+    meta: dict[str, Any]
+    template: str
+    tensors: Tensors
+    generation: GenerationConfig
+
+    def build(
+        self,
+        backend: Backend,
+        recompute: Recompute = "",
+        adapters: Adapters | None = None,
+        *,
+        frozen: bool = False,
+        weights: str = "",
+    ) -> Loaded:
+        """Build the model with its weights. With `adapters` these are frozen, and the adapters' own are still zero.
+
+        frozen: for inference, without master weights and gradients. weights: "int8" or "fp8" for a frozen model with
+        matrices in one byte per weight.
+        """
+        make: Callable[..., Any] = partial(self.spec.build, self.config, backend, recompute=recompute)
+        model = Adapted(make, adapters) if adapters else frozen_model(make, weights) if frozen or weights else make()
+        fill(model.buffer, self.tensors, self.path)
+        return Loaded(model, self.tokenizer, self.meta, self.path, self.template, self.generation)
+
+    def inputs(self) -> list[str]:
+        """SHA-256 of each file of text that the model, or its base, has learned from, as far as it is known."""
+        return [str(digest) for run in (self.meta, self.meta.get("base", {})) for digest in run.get("inputs", ())]
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the weights in float32 under our names, in hexadecimal; the format does not matter."""
+        parts = sorted(
+            f"{name} {(value := read()).shape} {hashlib.sha256(np.ascontiguousarray(value, '<f4').data).hexdigest()}"
+            for name, read in self.tensors.items()
+        )
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def fill(buffer: ParamBuffer, tensors: Tensors, source: Path) -> None:
+    """Set a model's own parameters. UserError where one is missing or has another shape."""
+    left = {p.name: p for p in buffer.frozen or buffer.params}
+    for name, read in tensors.items():
+        if (p := left.pop(name, None)) is None:
+            continue
+        if (value := read()).shape != p.shape:
+            raise UserError(f"checkpoint {source}: {name} has {value.shape}, the model wants {p.shape}")
+        buffer.set_master(p, value)
+    for p in left.values():
+        raise UserError(f"checkpoint {source}: {p.name} has nothing, the model wants {p.shape}")
+    buffer.publish()

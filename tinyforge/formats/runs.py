@@ -1,0 +1,223 @@
+"""Trained models: loading one, and finding the default one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tinyforge import checkpoint
+from tinyforge.backends import Backend
+from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.config import ModelConfig
+from tinyforge.errors import UserError
+from tinyforge.formats import lora
+from tinyforge.formats.foreign import describe, is_foreign, open_weights
+from tinyforge.formats.generation import read_generation
+from tinyforge.formats.huggingface import is_adapter
+from tinyforge.formats.opened import Loaded, Opened
+from tinyforge.formats.tokenizers import class_names, find_tokenizer, template_in
+from tinyforge.params import check_named
+from tinyforge.quantised import FORMATS
+from tinyforge.registry import ModelSpec, default_model, find_model, models
+from tinyforge.terminal import one_line
+from tinyforge.tokenizers import TextTokenizer, load_tokenizer
+from tinyforge.tokenizers.labels import Labels
+
+FINE_TUNED = ("sft", "dpo", "grpo")
+"""The kinds of runs that make chat models."""
+
+
+def load(
+    path: Path,
+    backend: Backend,
+    tokenizer: Path | None = None,
+    base: Path | None = None,
+    *,
+    frozen: bool = False,
+    weights: str = "",
+) -> Loaded:
+    """The model that `open_model` finds; frozen, weights: see `Opened.build`."""
+    return open_model(path, tokenizer, base).build(backend, frozen=frozen, weights=weights)
+
+
+def open_model(path: Path, tokenizer: Path | None = None, base: Path | None = None) -> Opened:
+    """The model of a checkpoint, of a run's newest checkpoint, or of another program: a Hugging Face directory, a .gguf
+    file, a .bin file of llama2.c. An adapter, ours or PEFT's, is merged into its base. UserError if it is damaged.
+
+    tokenizer: of another program's model, if it is not beside the model. base: of an adapter, if it is not where the
+    adapter says.
+    """
+    if is_adapter(path):
+        return lora.merged_peft(path, open_model(base or lora.base_of_peft(path), tokenizer))
+    if is_foreign(path):
+        found = _open_foreign(path, tokenizer)
+    elif tokenizer is not None:
+        raise UserError(f"{path} has a tokenizer of its own; leave out --tokenizer")
+    else:
+        read = checkpoint.load(path)
+        if "lora" in read.meta:
+            return lora.merged_run(read, open_model(base or lora.base_of(read.path, read.meta)))
+        found = _open_checkpoint(read)
+    if base is not None:
+        raise UserError(f"{path} is not an adapter; leave out --base")
+    return found
+
+
+def write_adapter(run: Path, target: Path, base: Path | None = None) -> None:
+    """Write the adapter of a run with --lora for PEFT. UserError for a run without one."""
+    found = None if is_foreign(run) else checkpoint.load(run)
+    if found is None or "lora" not in found.meta:
+        raise UserError(f"{run} has no adapter to write; --adapter takes a run of recipes/sft.py --lora")
+    lora.write_peft(target, found, open_model(base or lora.base_of(found.path, found.meta)))
+
+
+def _open_foreign(path: Path, asked: Path | None) -> Opened:
+    weights = open_weights(path)
+    spec, config, tensors = describe(weights)
+    classes = class_names(weights.config, getattr(config, "classes", 0))
+    if spec.learns == "images":
+        tokenizer: TextTokenizer = Labels(classes)
+    else:
+        tokenizer = find_tokenizer(path, config.vocab, asked)
+        tokenizer.reserve(config.vocab)
+    template = template_in(path, tokenizer)
+    meta = {
+        "format": checkpoint.FORMAT,
+        "kind": "pretrain" if template == "plain" else "sft",
+        "step": 0,
+        "model": spec.name,
+        "config": config.to_dict(),
+        "tokenizer_hash": tokenizer.hash(),
+        "template": template,
+        **({"classes": classes} if classes else {}),
+    }
+    return Opened(path, spec, config, tokenizer, meta, template, tensors, read_generation(path))
+
+
+def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
+    spec, config = model_of(found)
+    tokenizer = load_tokenizer(found.tokenizer_path)
+    if tokenizer.hash() != found.meta.get("tokenizer_hash"):
+        raise UserError(f"checkpoint {found.path}: tokenizer.json is not the one it was trained with; use another")
+    # Fewer ids are fine: published models often have a few more than their tokenizers.
+    if tokenizer.vocab_size > config.vocab:
+        raise UserError(
+            f"checkpoint {found.path}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab}; "
+            "use another checkpoint of the run"
+        )
+    # A damaged config could ask for any amount of memory: compare it with the weights before allocating.
+    check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
+    tokenizer.reserve(config.vocab)
+    tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    return Opened(
+        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), tensors, read_generation(found.path)
+    )
+
+
+def template_of(meta: Mapping[str, Any]) -> str:
+    """The name of the chat template in a checkpoint's meta.json."""
+    return str(meta.get("template", "alpaca" if meta.get("kind") in FINE_TUNED else "plain"))
+
+
+def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
+    """The registered model of a checkpoint, the default one if it names none, and its config."""
+    name = str(found.meta.get("model", default_model()))
+    if name not in models():
+        raise UserError(
+            f"checkpoint {found.path} holds a model {name!r}, which is not registered; known: {', '.join(models())}; "
+            "install the package that defines it"
+        )
+    spec = find_model(name)
+    try:
+        return spec, spec.config.from_dict(found.meta.get("config", {}))
+    except UserError as error:
+        says = f"names the model {name}" if "model" in found.meta else f"names no model, which means {name}"
+        raise UserError(
+            f"checkpoint {found.path}: meta.json {says}, but its config is another model's ({error}); known models: "
+            f"{', '.join(models())}"
+        ) from error
+
+
+# --- which one to use -------------------------------------------------------------------------------------------------
+
+
+def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
+    """--checkpoint, for `trained_model`."""
+    p.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a run, one of its checkpoints, another program's model, or a model of the repository: small, "
+        "storyteller (default: the newest run under runs/, fine-tuned before pretrained; else a model of "
+        "the repository)",
+    )
+
+
+def add_weights_flag(p: argparse.ArgumentParser) -> None:
+    """--weights, for `Opened.build`."""
+    p.add_argument(
+        "--weights",
+        default="",
+        choices=tuple(FORMATS),
+        help="store matrices in one byte per weight: less memory, and on a GPU faster decoding of one text "
+        "(default: as --precision says)",
+    )
+
+
+def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
+    """The path of the model to use: the one asked for, a path or the name of a model of the repository; else the newest
+    run (fine-tuned before pretrained); else the default model of the repository. UserError if there is none."""
+    if asked:
+        given = {path.name: path for spec in models().values() for path in (spec.bundled, spec.storyteller) if path}
+        path, missing = Path(asked), not os.path.exists(asked)  # also for an invalid name
+        if missing and asked in given:
+            return given[asked]
+        if missing and given and asked == path.stem:  # not a path, nor another program's file
+            raise UserError(
+                f"no checkpoint in {asked}; train one first, e.g. python recipes/pretrain.py --out "
+                f"{asked}, or name a model of the repository: {', '.join(given)}"
+            )
+        return path
+    spec = find_model(default_model())
+    found = newest_run(("tuned", "pretrain")) or (for_chat and spec.storyteller) or spec.bundled
+    if found is None:
+        raise UserError("no trained model under runs/; train one with python recipes/pretrain.py, or give --checkpoint")
+    return found
+
+
+def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None:
+    """The newest checkpoint under `root` of the first of `kinds` that has one: "pretrain", "sft", "dpo", "grpo", or
+    "tuned" for any of the last three. Skips a damaged checkpoint with a line on stderr."""
+    found = sorted(_checkpoints(root), reverse=True)
+    for kind in kinds:
+        for _, path, of_kind in found:
+            if (of_kind == kind or (kind == "tuned" and of_kind in FINE_TUNED)) and _is_whole(path):
+                return path
+    return None
+
+
+def _checkpoints(root: Path) -> Iterator[tuple[int, Path, str]]:
+    """The time, the path and the kind of every checkpoint whose meta.json can be read."""
+    for hashes in root.glob("**/step-*/hashes.json"):
+        path = hashes.parent
+        try:
+            yield hashes.stat().st_mtime_ns, path, str(checkpoint.read_meta(path).get("kind"))
+        except (OSError, UserError) as error:
+            _skip(path, error)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        checkpoint.verify(path)
+    except UserError as error:
+        _skip(path, error)
+        return False
+    return True
+
+
+def _skip(path: Path, error: Exception) -> None:
+    print(one_line(f"skipping {path}: {error}"), file=sys.stderr)

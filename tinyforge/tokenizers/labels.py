@@ -1,0 +1,41 @@
+"""The names of an image model's classes, in the place of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tinyforge.errors import UserError
+from tinyforge.tokenizers.vocabulary import After, Vocabulary, are_texts
+
+FORMAT, VERSION = "tinyforge-labels", 1
+
+
+class Labels(Vocabulary):
+    """One id for each class, whose token is the class's name. Encoding a text is a UserError."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        super().__init__([name.encode() for name in self.names], {})
+
+    def encode(self, text: str, after: After = "start") -> list[int]:
+        raise UserError("this model reads images, not text; give it some with recipes/classify.py")
+
+    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
+        """Raises UserError at the first text."""
+        return (np.array(self.encode(text)) for text in texts)
+
+    def _content(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, "labels": list(self.names)}
+
+    @classmethod
+    def from_content(cls, content: dict[str, Any], path: Path) -> Labels:
+        """The labels in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
+        names = content.get("labels")
+        if content.get("version") != VERSION or not are_texts(names):
+            raise UserError(f"{path} does not hold names of classes; the file is damaged, use another checkpoint")
+        return cls(names)

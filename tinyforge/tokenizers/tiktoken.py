@@ -1,0 +1,123 @@
+"""Tokenizers in tiktoken's rank files, read and written.
+
+    file.writelines(to_tiktoken(tokenizer))                 tiktoken.load.load_tiktoken_bpe(...)
+    tokenizer = from_tiktoken("gpt2.tiktoken", ["<|endoftext|>"])
+
+Both sides give the same ids for any text. A vocabulary that the other side cannot express is refused with a UserError,
+never changed.
+
+Source: `tiktoken.load` of the package of that name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable
+from pathlib import Path
+
+from tinyforge.errors import UserError
+from tinyforge.files import read_text
+from tinyforge.tokenizers.bpe import Pair, Tokenizer, apply_merges, byte_order_of
+from tinyforge.tokenizers.pieces import GPT2, Pattern, split
+
+
+def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
+    r"""Lines of a rank file, each "base64(token) id\n": all tokens but the special ones, in the order of ids.
+
+    The file holds neither the pattern nor the special tokens; give both to tiktoken:
+
+        tiktoken.Encoding(name, pat_str=tokenizer.merging.pattern.published, mergeable_ranks=load_tiktoken_bpe(path),
+                          special_tokens=tokenizer.specials)
+
+    `encode_ordinary` is then our `encode`. Raises UserError if the ids would differ: tiktoken joins any two neighbours
+    whose joint bytes are a token, while here the pair itself must be a merge. The two agree exactly if the bytes of
+    each token encode to that token, as after training.
+    """
+    # Why that is enough: at the first step that differs, tiktoken would join x and y to t, while the merge of t is
+    # (l, r). No merge has crossed the edges of t so far, so inside t the same has happened as to the bytes of t alone,
+    # and these are l and r just before they become t. So x is l, and y is r.
+    lines = []
+    for id in range(256 + len(tokenizer.merges)):
+        token = tokenizer.token_bytes(id)
+        parts = tokenizer.merging.merge(token)
+        if parts != [id]:
+            raise UserError(
+                f"tiktoken's ranks cannot express this vocabulary: got token {id} {token!r}, whose bytes encode to "
+                f"{parts}, wanted [{id}]; train the tokenizer again"
+            )
+        lines.append(f"{base64.b64encode(token).decode()} {id}\n")
+    return lines
+
+
+def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Pattern = GPT2) -> Tokenizer:
+    """The tokenizer of a rank file, with the same ids; `specials` get the ids after the last rank.
+
+    The file holds no merges: the merge of a token is the pair that its bytes encode to with all tokens of lower rank.
+    Nor does it hold its pattern, GPT2 or DIGITS. A file made with another is refused if that shows, in an ASCII token
+    that this pattern would split.
+
+    Raises UserError, naming the line, for a file that is damaged, whose ranks are not 0, 1, 2, ..., whose first 256 are
+    not the bytes, or with a token that is not a pair of earlier ones.
+    """
+    tokens: dict[int, bytes] = {}
+    lines: dict[bytes, int] = {}
+    for number, line in enumerate(read_text(path, "the ranks").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            encoded, rank_text = line.split()
+            token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
+        except (ValueError, binascii.Error):
+            raise UserError(
+                f"{path} line {number}: got {line[:80]!r}, wanted a token in base64 and its rank; get or "
+                "make the file again"
+            ) from None
+        if not token or rank < 0 or rank in tokens or token in lines:
+            raise UserError(
+                f"{path} line {number}: got {token!r} with rank {rank}, wanted a token and a rank not "
+                "given before; get or make the file again"
+            )
+        tokens[rank], lines[token] = token, number
+    gap = next((rank for rank in range(len(tokens)) if rank not in tokens), None)
+    if gap is not None or len(tokens) < 256:
+        raise UserError(
+            f"{path}: got {len(tokens)} ranks without rank {len(tokens) if gap is None else gap}, wanted all from 0 "
+            "on, at least the 256 bytes; only such a vocabulary can be read"
+        )
+
+    ranks = {token: rank for rank, token in tokens.items()}
+    byte_ids = [ranks.get(bytes([byte])) for byte in range(256)]
+    if (byte_order := byte_order_of(byte_ids)) is None:
+        byte, id = next((b, id) for b, id in enumerate(byte_ids) if id is None or id > 255 or id != b)
+        raise UserError(
+            f"{path}: got id {id} for the byte {byte:#04x}, wanted ids 0..255 for the 256 bytes, in their own or "
+            "GPT-2's order; only a vocabulary that starts with them can be read"
+        )
+    merged: dict[Pair, int] = {}
+    for rank in range(256, len(tokens)):
+        token = tokens[rank]
+        parts = apply_merges([ranks[bytes([byte])] for byte in token], merged, range(rank))
+        if len(parts) != 2:
+            raise UserError(
+                f"{path} line {lines[token]}: got {token!r}, which is {len(parts)} tokens of lower rank, wanted 2; "
+                "get or make the file again"
+            )
+        # Only ASCII: which other characters are letters depends on the version of Unicode.
+        if token.isascii() and _is_cut(token.decode(), pattern):
+            raise UserError(
+                f"{path} line {lines[token]}: got {token!r}, which the pattern {pattern.name} splits, wanted the ranks "
+                "of a vocabulary with that pattern; give the pattern that it was made with"
+            )
+        merged[parts[0], parts[1]] = rank
+    try:
+        return Tokenizer(merged, specials, byte_order, pattern)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _is_cut(token: str, pattern: Pattern) -> bool:
+    """Whether the pattern splits an ASCII token, so that no text could give it."""
+    pieces = [piece for chunk in split(token, pattern) for piece in chunk]
+    # The first two characters of a longer contraction are two pieces alone, but one piece with the rest.
+    return len(pieces) > 1 and token not in ("'r", "'v", "'l")
