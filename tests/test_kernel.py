@@ -16,13 +16,13 @@ import tinyforge.optim
 import tinyforge.parallel
 from tinyforge import ops
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import METER, PhantomBackend
+from tinyforge.backends.meta import METER, MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, Kernel, bind, kernel, override
 from tinyforge.op import Op, Stash
 
 FP32 = get_backend("numpy", "fp32", workers=1)
-PHANTOM = PhantomBackend("fp32")
+META = MetaBackend("fp32")
 
 
 class Elsewhere:
@@ -77,10 +77,10 @@ def test_every_op_lists_kernels_and_every_kernel_has_an_op() -> None:
 
 
 @pytest.mark.parametrize("found", all_kernels(), ids=lambda k: k.name)
-def test_every_kernel_is_on_numpy_and_phantom(found: Kernel[..., Any]) -> None:
+def test_every_kernel_is_on_numpy_and_meta(found: Kernel[..., Any]) -> None:
     bound = found.bind(FP32)
     assert getattr(bound, "func", bound) is found.body  # some take the backend
-    assert found.bind(PHANTOM, "test") is not found.body
+    assert found.bind(META, "test") is not found.body
 
 
 @pytest.mark.parametrize("found", all_kernels(), ids=lambda k: k.name)
@@ -88,20 +88,20 @@ def test_every_kernel_is_on_cupy(found: Kernel[..., Any]) -> None:
     """From the neighbour module; importing it needs CuPy, not a GPU."""
     pytest.importorskip("cupy")
     pytest.importorskip("ml_dtypes")
-    assert found.backends() == ["cupy", "numpy", "phantom"]
+    assert found.backends() == ["cupy", "meta", "numpy"]
 
 
 @pytest.mark.parametrize("kind", (*ops.ALL, *ops.IN_FP8), ids=lambda kind: kind.__name__)
-def test_phantoms_have_the_shapes_and_dtypes_of_the_arrays(kind: type[Op]) -> None:
+def test_meta_arrays_have_the_shapes_and_dtypes_of_the_arrays(kind: type[Op]) -> None:
     """Forward and backward of every case on both; nothing is left allocated, and something was allocated before."""
     arrays = kind.cases(FP32, np.random.default_rng(0))
-    phantoms = kind.cases(PHANTOM, np.random.default_rng(0))
-    for (op, inputs), (same, shapes) in zip(arrays, phantoms, strict=True):
-        stash, phantom_stash = Stash(), Stash()
-        y, wanted = same.forward(*shapes, stash=phantom_stash), op.forward(*inputs, stash=stash)
+    metas = kind.cases(META, np.random.default_rng(0))
+    for (op, inputs), (same, shapes) in zip(arrays, metas, strict=True):
+        stash, meta_stash = Stash(), Stash()
+        y, wanted = same.forward(*shapes, stash=meta_stash), op.forward(*inputs, stash=stash)
         assert described(y) == described(wanted)
-        dx = same.backward(y, phantom_stash)
-        assert described(dx) == described(op.backward(wanted, stash)) and not len(phantom_stash)
+        dx = same.backward(y, meta_stash)
+        assert described(dx) == described(op.backward(wanted, stash)) and not len(meta_stash)
 
 
 def described(result: Any) -> list[Any]:
@@ -109,9 +109,9 @@ def described(result: Any) -> list[Any]:
     return [part if part is None else (part.shape, part.dtype) for part in parts]
 
 
-def test_phantoms_are_counted() -> None:
+def test_meta_arrays_are_counted() -> None:
     before = METER.now
-    op, (x,) = next(ops.Softmax.cases(PHANTOM, np.random.default_rng(0)))
+    op, (x,) = next(ops.Softmax.cases(META, np.random.default_rng(0)))
     held = METER.now
     y = op.forward(x)
     assert METER.now - held == METER.now - before - 512 == 512 and y.shape == x.shape
@@ -130,8 +130,8 @@ def test_arguments_must_be_those_of_the_body() -> None:
         add.on("cupy")(lambda x, y, scale=2.0: x)
     with pytest.raises(TypeError, match="kernel add: on cupy it takes"):
         add.on("cupy")(lambda x, y, scale=1.0, *, stream: x)
-    right = add.on("phantom")(lambda x, y, scale=1.0, *, backend: (x, backend.name))
-    assert add.bind(Elsewhere("phantom"))(1, 2) == (1, "phantom")
+    right = add.on("meta")(lambda x, y, scale=1.0, *, backend: (x, backend.name))
+    assert add.bind(Elsewhere("meta"))(1, 2) == (1, "meta")
     assert right(5, 0, backend=Elsewhere("numpy")) == (5, "numpy")  # registering gives the plain function back
 
 
@@ -140,10 +140,10 @@ def test_on_phantom_a_function_may_name_only_what_it_reads() -> None:
     def add(x: Array, y: Array, scale: float = 1.0) -> Array:
         return x + scale * y
 
-    assert add.on("phantom")(lambda y: y + 1)(1) == 2
-    assert add.bind(PHANTOM)(5, 2) == add.bind(PHANTOM)(5, y=2, scale=3.0) == 3
-    with pytest.raises(TypeError, match=r"kernel add: on phantom it takes \(z\), on numpy"):
-        add.on("phantom")(lambda z: z)
+    assert add.on("meta")(lambda y: y + 1)(1) == 2
+    assert add.bind(META)(5, 2) == add.bind(META)(5, y=2, scale=3.0) == 3
+    with pytest.raises(TypeError, match=r"kernel add: on meta it takes \(z\), on numpy"):
+        add.on("meta")(lambda z: z)
     with pytest.raises(TypeError, match="kernel add: on cupy it takes"):
         add.on("cupy")(lambda y: y)
 
@@ -153,11 +153,11 @@ def test_a_missing_kernel_names_itself_its_op_and_the_backends_that_have_it() ->
     def lonely(x: Array) -> Array:
         return x
 
-    lonely.on("phantom")(lambda x: x)
+    lonely.on("meta")(lambda x: x)
     with pytest.raises(UserError) as caught:
         bind((lonely,), Elsewhere("cupy"), "MyOp")
     assert str(caught.value) == (
-        "MyOp: kernel lonely has no implementation on backend cupy, only on numpy, phantom; use --backend numpy, or "
+        "MyOp: kernel lonely has no implementation on backend cupy, only on meta, numpy; use --backend numpy, or "
         f'write one: @lonely.on("cupy") in {__name__}_cuda'
     )
 

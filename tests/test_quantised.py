@@ -10,7 +10,7 @@ import pytest
 from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge import quantised
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import METER, PhantomBackend
+from tinyforge.backends.meta import METER, MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.formats import load, open_model
 from tinyforge.frozen_model import frozen_model, matrices, quantised_copy
@@ -205,15 +205,15 @@ def test_memory_is_forecast_with_codes_and_without_gradients() -> None:
 
     def held(weights: str = "", learned: bool = False) -> int:
         before = METER.now
-        make = partial(opened.spec.build, opened.config, PhantomBackend("bf16"))
+        make = partial(opened.spec.build, opened.config, MetaBackend("bf16"))
         model = make() if learned else frozen_model(make, weights)
         return METER.now - before + 0 * id(model)
 
-    count = opened.spec.build(opened.config, PhantomBackend("bf16")).buffer.count
+    count = opened.spec.build(opened.config, MetaBackend("bf16")).buffer.count
     assert held(learned=True) >= 10 * count  # a value, a master weight, a gradient
     assert 2 * count <= held() <= 2.1 * count  # tables of rotary positions too
     assert held("int8") <= 1.2 * count + 2 * opened.config.vocab * opened.config.dim
 
 
 def test_dequantise_is_a_kernel_with_a_memory_of_its_numbers() -> None:
-    assert quantised.dequantise.backends() in (["cupy", "numpy", "phantom"], ["numpy", "phantom"])
+    assert quantised.dequantise.backends() in (["cupy", "meta", "numpy"], ["meta", "numpy"])

@@ -3,14 +3,14 @@
     @kernel                                 # in ops/rmsnorm.py: the NumPy body; the name becomes a Kernel
     def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
 
-    @rmsnorm_fwd.on("phantom")              # beside it: what the CUDA launcher allocates
+    @rmsnorm_fwd.on("meta")              # beside it: what the CUDA launcher allocates
     def rmsnorm_fwd_memory(x): ...
 
     @rmsnorm.rmsnorm_fwd.on("cupy")         # in ops/rmsnorm_cuda.py: the CUDA launcher
     def rmsnorm_fwd(x, weight, eps): ...
 
 All implementations take the same arguments in the same order: outputs, accumulators, inputs, saved, sizes, scalars.
-On "phantom", where nothing is computed, a function may name only the arguments that it reads. An implementation that
+On "meta", where nothing is computed, a function may name only the arguments that it reads. An implementation that
 depends on its backend (its precision, say) takes it as the keyword-only argument `backend`; `bind` supplies it. If a
 kernel has no CuPy implementation, the module beside its body, `<module>_cuda`, is imported to find one: an op of your
 own works the same way, in your own package.
@@ -30,7 +30,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 from tinyforge.errors import UserError
 
 Array = Any
-"""numpy.ndarray, cupy.ndarray or a phantom; ops work with each of them."""
+"""numpy.ndarray, cupy.ndarray or a meta array; ops work with each of them."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,14 +61,14 @@ class Kernel(Generic[P, R]):
         return f"<kernel {self.name} on {', '.join(self.backends())}>"
 
     def on(self, backend: str) -> Callable[[F], F]:
-        """Decorator: the implementation on `backend`. Raises TypeError unless it takes the body's arguments ("phantom":
+        """Decorator: the implementation on `backend`. Raises TypeError unless it takes the body's arguments ("meta":
         some of them); a keyword-only `backend` may come on top."""
 
         def register(function: F) -> F:
             mine, theirs = _arguments(self.body), _arguments(function)
             if mine == theirs:
                 self._implementations[backend] = function
-            elif backend == "phantom" and set(theirs) <= set(mine) and not _wants_backend(function):
+            elif backend == "meta" and set(theirs) <= set(mine) and not _wants_backend(function):
                 self._implementations[backend] = self._given_what_it_reads(function)
             else:
                 raise TypeError(

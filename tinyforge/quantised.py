@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
 
@@ -97,7 +97,7 @@ def dequantise(codes: Array, scales: Array, dtype: np.dtype) -> Array:
     return np.multiply(numbers, scales[..., None], dtype=wide(dtype)).astype(dtype, copy=False)
 
 
-@dequantise.on("phantom")
+@dequantise.on("meta")
 def dequantise_memory(codes: Array, dtype: np.dtype) -> Array:
     return empty(codes.shape, dtype)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyforge import ops
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
@@ -151,7 +151,7 @@ class Cost:
 
 def not_counted(spec: ModelSpec, config: ModelConfig) -> list[str]:
     """The names of a model's ops that have no forecast, such as a mixture's or a scan's."""
-    model = spec.build(config, PhantomBackend("bf16"))
+    model = spec.build(config, MetaBackend("bf16"))
     return sorted({type(op).__name__ for op in model.ops() if not isinstance(op, COUNTED)})
 
 
@@ -161,7 +161,7 @@ def not_counted(spec: ModelSpec, config: ModelConfig) -> list[str]:
 @cache
 def _work(name: str, config: ModelConfig, seq_len: int) -> tuple[int, float, float]:
     """Parameters, and FLOP per token outside and inside attention, which grows linearly with the row's length."""
-    model = find_model(name).build(config, PhantomBackend("bf16"))
+    model = find_model(name).build(config, MetaBackend("bf16"))
     one, two = (model.flop_per_token(length) for length in (1, 2))
     inside = 2 * (two - one)  # a token of a row of one sees one pair, of two one and a half on average
     attention = model.flop_per_token(seq_len) - one + inside
@@ -176,7 +176,7 @@ def _plan(name: str, config: ModelConfig, rows: int, seq_len: int, recompute: Re
 @cache
 def _last_bucket(name: str, config: ModelConfig) -> int:
     """Elements of the bucket that is summed last."""
-    model = find_model(name).build(config, PhantomBackend("bf16"))
+    model = find_model(name).build(config, MetaBackend("bf16"))
     return int(Buckets(model.buffer, model.ops()).slices[0].stop)
 
 

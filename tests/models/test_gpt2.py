@@ -9,7 +9,7 @@ import pytest
 
 from models.gpt2 import GPT2, PRESETS, Config
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.op import Stash
 from tinyforge.rng import Stream
@@ -23,7 +23,7 @@ TINY = Config(dim=12, heads=3, layers=2, context=9, vocab=11, dropout=0.25)
     ("preset", "count"), [("char", 10_646_784 + 256 * 384), ("124m", 124_439_808), ("355m", 354_823_168)]
 )
 def test_presets_have_the_published_sizes(preset: str, count: int) -> None:
-    assert GPT2(PRESETS[preset], PhantomBackend("fp32")).buffer.count == count
+    assert GPT2(PRESETS[preset], MetaBackend("fp32")).buffer.count == count
 
 
 def test_the_character_model_is_nanogpts() -> None:

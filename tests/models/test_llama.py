@@ -9,7 +9,7 @@ import pytest
 
 from models.llama import PRESETS, Config, Llama
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 
 FP64 = get_backend("numpy", "fp64", workers=1)
@@ -30,7 +30,7 @@ TINY = Config(dim=12, heads=3, kv_heads=1, layers=2, context=40, vocab=11, hidde
 )
 def test_presets_have_the_published_sizes(preset: str, count: int) -> None:
     config = PRESETS[preset].override({"context": 8})  # the tables of angles are no parameters
-    assert Llama(config, PhantomBackend("fp32")).buffer.count == count
+    assert Llama(config, MetaBackend("fp32")).buffer.count == count
 
 
 def test_a_config_survives_its_dictionary() -> None:

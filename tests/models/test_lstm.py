@@ -9,7 +9,7 @@ import pytest
 
 from models.lstm import PRESETS, Config, LSTMModel
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.op import Stash
 from tinyforge.rng import Stream
@@ -27,7 +27,7 @@ def tiny(**values: Any) -> LSTMModel:
 def test_presets_have_the_stated_sizes(preset: str, count: int) -> None:
     c = PRESETS[preset]
     assert 2 * c.vocab * c.dim + c.layers * (8 * c.dim * c.dim + 4 * c.dim) == count
-    assert LSTMModel(c, PhantomBackend("fp32")).buffer.count == count
+    assert LSTMModel(c, MetaBackend("fp32")).buffer.count == count
 
 
 def test_forget_gates_begin_open() -> None:

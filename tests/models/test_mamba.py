@@ -10,7 +10,7 @@ import pytest
 from models.mamba import PRESETS, Config, Mamba
 from models.mamba.model import STEP_MAX, STEP_MIN
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.infer import Sampling, Session, generate
 
@@ -27,7 +27,7 @@ def tiny() -> Mamba:
 # Those of state-spaces/mamba-130m-hf and mamba-370m-hf.
 @pytest.mark.parametrize(("preset", "count"), [("char", 209_836), ("130m", 129_135_360), ("370m", 371_516_416)])
 def test_presets_have_the_published_sizes(preset: str, count: int) -> None:
-    assert Mamba(PRESETS[preset], PhantomBackend("fp32")).buffer.count == count
+    assert Mamba(PRESETS[preset], MetaBackend("fp32")).buffer.count == count
 
 
 def test_it_starts_with_the_published_rates_and_steps() -> None:

@@ -15,7 +15,7 @@ from models.nanoeuler import PRESETS as NANOEULER
 from models.nanoeuler import NanoEuler
 from recipes import pretrain
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, directional_error
 from tinyforge.infer import make_decoder
@@ -63,13 +63,13 @@ def batch(rows: int, seed: int) -> Batch:
 )
 def test_presets_have_the_published_sizes(preset: str, count: int) -> None:
     config = PRESETS[preset].override({"context": 8})  # the tables of angles are no parameters
-    assert MoE(config, PhantomBackend("bf16")).buffer.count == count
+    assert MoE(config, MetaBackend("bf16")).buffer.count == count
 
 
 @pytest.mark.parametrize("preset", ["small", "base"])
 def test_a_token_takes_as_many_multiplications_as_in_nanoeuler(preset: str) -> None:
     """But for the gates: the two experts are as wide together as the one layer there."""
-    mine, dense = (kind(p[preset], PhantomBackend("bf16")) for kind, p in ((MoE, PRESETS), (NanoEuler, NANOEULER)))
+    mine, dense = (kind(p[preset], MetaBackend("bf16")) for kind, p in ((MoE, PRESETS), (NanoEuler, NANOEULER)))
     c = PRESETS[preset]
     assert mine.flop_per_token(64) - dense.flop_per_token(64) == 6 * c.layers * c.experts * c.dim
 

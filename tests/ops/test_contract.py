@@ -15,7 +15,7 @@ import pytest
 
 from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import known_ops
 from tinyforge.kernel import Array, Kernel
@@ -289,9 +289,9 @@ def test_a_missing_kernel_is_said_when_the_op_is_built() -> None:
         kernels = (Kernel(unwritten_fwd),)
 
     with pytest.raises(
-        UserError, match="Unwritten: kernel unwritten_fwd has no implementation on backend phantom, only on numpy; "
+        UserError, match="Unwritten: kernel unwritten_fwd has no implementation on backend meta, only on numpy; "
     ):
-        Unwritten(PhantomBackend("fp32"))
+        Unwritten(MetaBackend("fp32"))
 
 
 def test_a_parameter_without_memory_says_what_is_missing() -> None:

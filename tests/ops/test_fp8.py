@@ -12,7 +12,7 @@ from models.llama.model import Llama
 from models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import fp8_dtype, get_backend
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.kernel import bind
 from tinyforge.op import Op, Param, Stash
@@ -198,7 +198,7 @@ def test_memory_is_a_copy_of_the_weights_in_fp8_and_what_is_rounded_now() -> Non
     assert plans[1].weights - plans[0].weights == copies + granules
     rows = config.layers * 4 * 512 * 4  # the scale of each row of norm2's
     assert plans[1].saved == plans[0].saved + rows
-    assert PhantomBackend("fp8").fp8
+    assert MetaBackend("fp8").fp8
 
 
 def test_the_formats_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:

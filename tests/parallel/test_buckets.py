@@ -96,9 +96,9 @@ def test_a_bucket_begun_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_last_buckets_are_small() -> None:
     """Of `base`: none has more elements than what lies before it, or 32 MB, unless it is one parameter."""
     from models.nanoeuler import PRESETS
-    from tinyforge.backends.phantom import PhantomBackend
+    from tinyforge.backends.meta import MetaBackend
 
-    model = NanoEuler(PRESETS["base"], PhantomBackend("bf16"))
+    model = NanoEuler(PRESETS["base"], MetaBackend("bf16"))
     buckets = Buckets(model.buffer, model.ops())
     sizes = [bucket.stop - bucket.start for bucket in buckets.slices]
     assert sizes[:4] == [3145728, 1572864, 4718592, 7864320] and sum(sizes) == model.buffer.size

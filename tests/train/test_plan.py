@@ -11,7 +11,7 @@ from models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge import memory
 from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import METER, Phantom, empty
+from tinyforge.backends.meta import METER, MetaArray, empty
 from tinyforge.errors import UserError
 from tinyforge.memory import OUTSIDE, free_host_memory, gib
 from tinyforge.registry import ModelSpec, find_model, models
@@ -35,7 +35,7 @@ def test_memory_counts_while_anything_refers_to_it() -> None:
     del array
     assert METER.now - start == 400_384
     total = view + view  # arithmetic makes another
-    assert isinstance(total, Phantom) and METER.now - start == 400_384 + 4_096
+    assert isinstance(total, MetaArray) and METER.now - start == 400_384 + 4_096
     del view, total
     assert METER.now == start
 

@@ -14,7 +14,7 @@ import pytest
 
 from models.nanoeuler import SPEC, NanoEuler
 from tinyforge.backends import get_backend
-from tinyforge.backends.phantom import METER
+from tinyforge.backends.meta import METER
 from tinyforge.errors import UserError
 from tinyforge.op import Stash
 from tinyforge.registry import models

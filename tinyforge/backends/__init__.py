@@ -132,7 +132,7 @@ class Backend:
         array[...] = values
 
     def table(self, shape: tuple[int, ...], make: Callable[[], np.ndarray]) -> Any:
-        """make(), an array of that shape, in the master dtype. The phantom backend does not call it."""
+        """make(), an array of that shape, in the master dtype. The meta backend does not call it."""
         return self.asarray(make(), self.master_dtype)
 
     def describe(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.formats import lora
@@ -111,7 +111,7 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
             "use another checkpoint of the run"
         )
     # A damaged config could ask for any amount of memory: compare it with the weights before allocating.
-    check_named(spec.build(config, PhantomBackend("fp32")).buffer.params, found.weights, found.path)
+    check_named(spec.build(config, MetaBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
     tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
     return Opened(

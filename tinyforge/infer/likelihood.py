@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import METER, PhantomBackend
+from tinyforge.backends.meta import METER, MetaBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.frozen_model import frozen_model
@@ -214,13 +214,13 @@ def windows(ids: Sequence[int], prefix: int, context: int) -> Iterable[Pair]:
 def bytes_needed(spec: ModelSpec, config: ModelConfig, precision: str, tokens: int, weights: str = "") -> int:
     """Bytes that scoring takes: the weights, one pass over `tokens` tokens, measured on arrays without memory, and its
     logits with their exponentials. weights: "int8" or "fp8" for quantised ones."""
-    backend = PhantomBackend(precision)
+    backend = MetaBackend(precision)
     length = min(config.context, tokens)
     start = METER.now
     METER.peak = start
     make: Callable[..., Any] = partial(spec.build, config, backend)
-    phantom = frozen_model(make, weights)
-    h = phantom.hidden(backend.zeros((max(1, tokens // length), length), np.dtype(np.int32)))
+    meta = frozen_model(make, weights)
+    h = meta.hidden(backend.zeros((max(1, tokens // length), length), np.dtype(np.int32)))
     peak = METER.peak - start
     rows = min(h.shape[0] * length, max(1, LOGITS // config.vocab))
     return int(peak + 3 * rows * config.vocab * np.dtype(backend.master_dtype).itemsize)

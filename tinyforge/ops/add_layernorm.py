@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.layernorm import LayerNorm, layernorm_fwd
@@ -23,7 +23,7 @@ def add_layernorm_fwd(
     return x, *layernorm_fwd(x, weight, bias, eps)
 
 
-@add_layernorm_fwd.on("phantom")
+@add_layernorm_fwd.on("meta")
 def add_layernorm_fwd_memory(delta: Array) -> tuple[Array, Array, Array, Array]:
     x, y = (empty(delta.shape, delta.dtype) for _ in range(2))
     mean, rstd = (empty(delta.shape[:-1], wide(delta.dtype)) for _ in range(2))

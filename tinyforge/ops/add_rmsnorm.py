@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.rmsnorm import RMSNorm, rmsnorm_fwd
@@ -22,7 +22,7 @@ def add_rmsnorm_fwd(residual: Array, delta: Array, weight: Array, eps: float) ->
     return x, y, rstd
 
 
-@add_rmsnorm_fwd.on("phantom")
+@add_rmsnorm_fwd.on("meta")
 def add_rmsnorm_fwd_memory(delta: Array) -> tuple[Array, Array, Array]:
     return empty(delta.shape, delta.dtype), empty(delta.shape, delta.dtype), empty(delta.shape[:-1], wide(delta.dtype))
 

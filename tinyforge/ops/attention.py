@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from tinyforge.backends import Backend, wide
+from tinyforge.backends.meta import empty
 from tinyforge.backends.numpy_backend import row_blocks
-from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Key, Op, Stash, WithKeywords
 from tinyforge.ops.rope import RoPE, rope
@@ -202,7 +202,7 @@ def attention_fwd(
     return out, lse
 
 
-@attention_fwd.on("phantom")
+@attention_fwd.on("meta")
 def attention_fwd_memory(q: Array, starts: Array | None, window: int | None) -> tuple[Array, Array]:
     batch, queries, heads, _ = q.shape
     if starts is not None and window is not None:
@@ -264,7 +264,7 @@ def attention_bwd(
         by_head(dk[part])[...], by_head(dv[part])[...] = dkb, dvb
 
 
-@attention_bwd.on("phantom")
+@attention_bwd.on("meta")
 def attention_bwd_memory(starts: Array | None, lse: Array) -> None:
     _stats = empty((*lse.shape, 2), lse.dtype)  # a row's log-sum-exp and its sum of dO O
     if starts is not None:
@@ -294,7 +294,7 @@ def attention_rope_bwd(
     rope(dqkv, dqkv, cos, sin, rotated)
 
 
-attention_rope_bwd.on("phantom")(attention_bwd_memory)
+attention_rope_bwd.on("meta")(attention_bwd_memory)
 
 
 def split(qkv: Array, heads: int) -> tuple[Array, Array, Array]:

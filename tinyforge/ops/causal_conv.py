@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.sigmoid import sigmoid
@@ -40,7 +40,7 @@ def causal_conv_fwd(tail: Array | None, x: Array, weight: Array, bias: Array) ->
     return s
 
 
-@causal_conv_fwd.on("phantom")
+@causal_conv_fwd.on("meta")
 def causal_conv_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
@@ -70,7 +70,7 @@ def causal_conv_bwd(
     return dx
 
 
-@causal_conv_bwd.on("phantom")
+@causal_conv_bwd.on("meta")
 def causal_conv_bwd_memory(dx: Array | None, x: Array) -> Array:
     return empty(x.shape, x.dtype) if dx is None else dx
 

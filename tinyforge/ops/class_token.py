@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
@@ -21,7 +21,7 @@ def class_token_fwd(x: Array, token: Array) -> Array:
     return y
 
 
-@class_token_fwd.on("phantom")
+@class_token_fwd.on("meta")
 def class_token_fwd_memory(x: Array) -> Array:
     return empty((len(x), x.shape[1] + 1, x.shape[2]), x.dtype)
 
@@ -33,7 +33,7 @@ def class_token_bwd(dtoken: Array | None, dy: Array) -> Array:
     return dy[:, 1:].copy()
 
 
-@class_token_bwd.on("phantom")
+@class_token_bwd.on("meta")
 def class_token_bwd_memory(dy: Array) -> Array:
     return empty((len(dy), dy.shape[1] - 1, dy.shape[2]), dy.dtype)
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, wide
+from tinyforge.backends.meta import empty
 from tinyforge.backends.numpy_backend import row_blocks
-from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops.linear import linear_fwd
@@ -108,7 +108,7 @@ def sum_tokens(nll: Array) -> Array:
     return nll.reshape(-1, nll.shape[-1]).sum(axis=0, dtype=np.float64)
 
 
-@sum_tokens.on("phantom")
+@sum_tokens.on("meta")
 def sum_tokens_memory(nll: Array) -> Array:
     return empty(nll.shape[-1:], np.float64)
 
@@ -120,7 +120,7 @@ def cross_entropy_fwd(logits: Array, targets: Array) -> tuple[Array, Array]:
     return softmax_residual_(residual, targets), residual
 
 
-@cross_entropy_fwd.on("phantom")
+@cross_entropy_fwd.on("meta")
 def cross_entropy_fwd_memory(logits: Array, targets: Array) -> tuple[Array, Array]:
     return empty(targets.shape, wide(logits.dtype)), empty(logits.shape, logits.dtype)
 
@@ -132,7 +132,7 @@ def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
 
-@cross_entropy_bwd.on("phantom")
+@cross_entropy_bwd.on("meta")
 def cross_entropy_bwd_memory(residual: Array) -> Array:
     return empty(residual.shape, residual.dtype)
 
@@ -165,7 +165,7 @@ def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool
     return nll, residual if keep else None
 
 
-@linear_cross_entropy_fwd.on("phantom")
+@linear_cross_entropy_fwd.on("meta")
 def linear_cross_entropy_fwd_memory(h: Array, weight: Array, keep: bool) -> tuple[Array, Any]:
     heads, vocab, _ = weight.shape
     nll, pitch = empty((len(h), heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
@@ -191,7 +191,7 @@ def linear_soft_cross_entropy_fwd(
     return nll, residual if keep else None
 
 
-@linear_soft_cross_entropy_fwd.on("phantom")
+@linear_soft_cross_entropy_fwd.on("meta")
 def linear_soft_cross_entropy_fwd_memory(
     h: Array, weight: Array, teacher_weight: Array, keep: bool
 ) -> tuple[Array, Any]:
@@ -232,7 +232,7 @@ def linear_cross_entropy_bwd(
     return dh
 
 
-@linear_cross_entropy_bwd.on("phantom")
+@linear_cross_entropy_bwd.on("meta")
 def linear_cross_entropy_bwd_memory(
     dweight: Array | None, dnll: Array, h: Array, residual: Array, weight: Array
 ) -> Array:
@@ -266,7 +266,7 @@ def linear_cross_entropy_frozen_fwd(h: Array, weight: Array, targets: Array, kee
     return nll, dh
 
 
-@linear_cross_entropy_frozen_fwd.on("phantom")
+@linear_cross_entropy_frozen_fwd.on("meta")
 def linear_cross_entropy_frozen_fwd_memory(h: Array, weight: Array, keep: bool) -> tuple[Array, Array | None]:
     heads, vocab, dim = weight.shape
     nll, pitch = empty((len(h), heads), wide(h.dtype)), row_pitch(heads, vocab, h.itemsize)
@@ -282,7 +282,7 @@ def linear_cross_entropy_frozen_bwd(dnll: Array, dh: Array) -> Array:
     return (dh * dnll[..., None].astype(dh.dtype)).sum(axis=1)
 
 
-@linear_cross_entropy_frozen_bwd.on("phantom")
+@linear_cross_entropy_frozen_bwd.on("meta")
 def linear_cross_entropy_frozen_bwd_memory(dh: Array) -> Array:
     scaled, (rows, heads, dim) = empty(dh.shape, dh.dtype), dh.shape
     if heads == 1:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Key, Op, Stash
 from tinyforge.rng import philox
@@ -23,7 +23,7 @@ def dropout(x: Array, key: Key, rate: float) -> Array:
     return x * (kept.reshape(x.shape) * x.dtype.type(1.0 / (1.0 - rate)))
 
 
-@dropout.on("phantom")
+@dropout.on("meta")
 def dropout_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 

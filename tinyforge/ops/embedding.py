@@ -9,7 +9,7 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.compile import constant
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
@@ -20,7 +20,7 @@ def embedding_fwd(ids: Array, weight: Array) -> Array:
     return weight[ids]
 
 
-@embedding_fwd.on("phantom")
+@embedding_fwd.on("meta")
 def embedding_fwd_memory(ids: Array, weight: Array) -> Array:
     return empty((*ids.shape, weight.shape[-1]), weight.dtype)
 
@@ -37,7 +37,7 @@ def embedding_bwd(dweight: Array, dy: Array, ids: Array) -> None:
     dweight[rows] += np.add.reduceat(dy.reshape(-1, dy.shape[-1])[order], starts, axis=0)
 
 
-@embedding_bwd.on("phantom")
+@embedding_bwd.on("meta")
 def embedding_bwd_memory(dweight: Array, dy: Array, ids: Array) -> None:
     rows, width = dweight.shape
     tokens = ids.size

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -18,7 +18,7 @@ def fork_bwd(first: Array, second: Array) -> Array:
     return first + second
 
 
-@fork_bwd.on("phantom")
+@fork_bwd.on("meta")
 def fork_bwd_memory(first: Array) -> Array:
     return empty(first.shape, first.dtype)
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyforge.backends import Backend, fp8_dtype, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Param
@@ -85,7 +85,7 @@ def quantise_rows(x: Array, *, backend: Any) -> tuple[Array, Array]:
     return rounded(x * (1 / scale[..., None]), E4M3, backend), scale
 
 
-@quantise_rows.on("phantom")
+@quantise_rows.on("meta")
 def quantise_rows_memory(x: Array) -> tuple[Array, Array]:
     return empty(x.shape, BYTE), empty(x.shape[:-1], wide(x.dtype))
 
@@ -96,7 +96,7 @@ def largest_scale(scale: Array) -> Array:
     return scale.max(initial=0 if scale.size else 1, keepdims=True).reshape(1)
 
 
-@largest_scale.on("phantom")
+@largest_scale.on("meta")
 def largest_scale_memory(scale: Array) -> Array:
     return empty((1,), scale.dtype)
 
@@ -121,7 +121,7 @@ def transposed_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[-1], -(-math.prod(shape[:-1]) // MULTIPLE) * MULTIPLE
 
 
-@quantise_transposed.on("phantom")
+@quantise_transposed.on("meta")
 def quantise_transposed_memory(x: Array, e5m2: bool) -> tuple[Array | None, Array]:
     return empty(x.shape, BYTE) if e5m2 else None, empty(transposed_shape(x.shape), BYTE)
 
@@ -133,7 +133,7 @@ def swiglu_bwd_fp8(hidden: Array | None, dy: Array, gu: Array, scale: Array, *, 
     return codes, transposed_of(codes)
 
 
-@swiglu_bwd_fp8.on("phantom")
+@swiglu_bwd_fp8.on("meta")
 def swiglu_bwd_fp8_memory(gu: Array) -> tuple[Array, Array]:
     return empty(gu.shape, BYTE), empty(transposed_shape(gu.shape), BYTE)
 
@@ -149,7 +149,7 @@ def quantise_weights(outs: Sequence[FP8Weight], weights: Sequence[Array], *, bac
                 place[...] = value
 
 
-quantise_weights.on("phantom")(lambda: None)
+quantise_weights.on("meta")(lambda: None)
 
 
 def fp8_weight_of(param: Param, backend: Backend, *, codes: bool = False, transposed: bool = False) -> FP8Weight:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, Kernel, bind, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.fp8 import (
@@ -48,7 +48,7 @@ def fp8_product(codes: Array, scale: Array, weight: Array, weight_scale: Array, 
     return y.reshape(*codes.shape[:-1], len(weight))
 
 
-@fp8_product.on("phantom")
+@fp8_product.on("meta")
 def fp8_product_memory(
     codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any
 ) -> Array:
@@ -64,7 +64,7 @@ def fp8_product_swiglu(
     return gu, swiglu_fwd(gu)
 
 
-@fp8_product_swiglu.on("phantom")
+@fp8_product_swiglu.on("meta")
 def fp8_product_swiglu_memory(
     codes: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
 ) -> tuple[Array, Array]:
@@ -82,7 +82,7 @@ def fp8_weight_gradient(
     add_product(dweight, dy, x_transposed.astype(kind, copy=False).T, accumulate)
 
 
-fp8_weight_gradient.on("phantom")(lambda: None)
+fp8_weight_gradient.on("meta")(lambda: None)
 
 
 @kernel
@@ -91,7 +91,7 @@ def weight_gradient(dweight: Array, dy: Array, x: Array, accumulate: bool = True
     add_product(dweight, dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]), accumulate)
 
 
-weight_gradient.on("phantom")(lambda: None)
+weight_gradient.on("meta")(lambda: None)
 
 
 class FP8Weights:

@@ -19,7 +19,7 @@ def rmsnorm_scaled_fwd(x: Array, weight: Array, eps: float, *, backend: Any) -> 
     return y, *quantise_rows(y, backend=backend), rstd
 
 
-@rmsnorm_scaled_fwd.on("phantom")
+@rmsnorm_scaled_fwd.on("meta")
 def rmsnorm_scaled_fwd_memory(x: Array) -> tuple[Array, Array, Array, Array]:
     y, rstd = rmsnorm_fwd_memory(x)
     return y, *quantise_rows_memory(y), rstd
@@ -34,7 +34,7 @@ def rmsnorm_scaled_bwd(
     return dx, *quantise_rows(dx, backend=backend)
 
 
-@rmsnorm_scaled_bwd.on("phantom")
+@rmsnorm_scaled_bwd.on("meta")
 def rmsnorm_scaled_bwd_memory(y: Array) -> tuple[Array, Array, Array]:
     dx = rmsnorm_bwd_memory(y)
     return dx, *quantise_rows_memory(dx)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.linear import linear_bwd_bias
@@ -129,7 +129,7 @@ def gelu_fwd(x: Array, bias: Array | None, approximate: str) -> Array:
     return x * _phi(x, approximate)
 
 
-@gelu_fwd.on("phantom")
+@gelu_fwd.on("meta")
 def gelu_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
@@ -155,7 +155,7 @@ def gelu_bwd(
     return dx
 
 
-@gelu_bwd.on("phantom")
+@gelu_bwd.on("meta")
 def gelu_bwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 

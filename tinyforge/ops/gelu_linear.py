@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
@@ -25,7 +25,7 @@ def gelu_linear_fwd(
     return linear_fwd(hidden, weight, bias) if add is None else linear_add_fwd(hidden, weight, bias, add)
 
 
-@gelu_linear_fwd.on("phantom")
+@gelu_linear_fwd.on("meta")
 def gelu_linear_fwd_memory(u: Array, weight: Array) -> Array:
     hidden = empty(u.shape, u.dtype)
     return empty((*u.shape[:-1], weight.shape[0]), hidden.dtype)
@@ -53,7 +53,7 @@ def gelu_linear_bwd(
     return du
 
 
-@gelu_linear_bwd.on("phantom")
+@gelu_linear_bwd.on("meta")
 def gelu_linear_bwd_memory(dweight: Array | None, u: Array) -> Array:
     _hidden = None if dweight is None else empty(u.shape, u.dtype)
     dhidden = empty(u.shape, u.dtype)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
@@ -26,7 +26,7 @@ def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tu
     return y, mean, rstd
 
 
-@layernorm_fwd.on("phantom")
+@layernorm_fwd.on("meta")
 def layernorm_fwd_memory(x: Array) -> tuple[Array, Array, Array]:
     kind = wide(x.dtype)
     return empty(x.shape, x.dtype), empty(x.shape[:-1], kind), empty(x.shape[:-1], kind)
@@ -61,7 +61,7 @@ def layernorm_bwd(
     return g
 
 
-@layernorm_bwd.on("phantom")
+@layernorm_bwd.on("meta")
 def layernorm_bwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 

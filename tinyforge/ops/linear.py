@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
@@ -22,7 +22,7 @@ def linear_fwd(x: Array, weight: Array, bias: Array | None) -> Array:
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-@linear_fwd.on("phantom")
+@linear_fwd.on("meta")
 def linear_fwd_memory(x: Array, weight: Array) -> Array:
     return empty((*x.shape[:-1], weight.shape[0]), x.dtype)
 
@@ -35,7 +35,7 @@ def linear_add_fwd(x: Array, weight: Array, bias: Array | None, add: Array) -> A
     return y
 
 
-linear_add_fwd.on("phantom")(linear_fwd_memory)
+linear_add_fwd.on("meta")(linear_fwd_memory)
 
 
 @kernel
@@ -44,7 +44,7 @@ def linear_bwd_bias(dbias: Array, dy: Array) -> None:
     dbias += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
 
 
-linear_bwd_bias.on("phantom")(lambda: None)
+linear_bwd_bias.on("meta")(lambda: None)
 
 
 @kernel
@@ -68,7 +68,7 @@ def add_product(out: Array, a: Array, b: Array, accumulate: bool) -> None:
         np.matmul(a, b, out=out)
 
 
-@linear_bwd.on("phantom")
+@linear_bwd.on("meta")
 def linear_bwd_memory(dy: Array, weight: Array) -> Array:
     return empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
 

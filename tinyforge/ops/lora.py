@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Key, Op, Param, Stash
 from tinyforge.ops.dropout import dropout
@@ -32,7 +32,7 @@ def lora_fwd(
     return y, u
 
 
-@lora_fwd.on("phantom")
+@lora_fwd.on("meta")
 def lora_fwd_memory(x: Array, weight: Array, a: Array, key: Key | None) -> tuple[Array, Array]:
     y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
     _dropped = None if key is None else empty(x.shape, x.dtype)
@@ -68,7 +68,7 @@ def lora_bwd(
     return dx
 
 
-@lora_bwd.on("phantom")
+@lora_bwd.on("meta")
 def lora_bwd_memory(x: Array, u: Array, key: Key | None) -> Array:
     du = empty(u.shape, u.dtype)
     if key is not None:
@@ -83,7 +83,7 @@ def lora_merge(weight: Array, a: Array, b: Array, scale: float) -> Array:
     return weight + (b @ a) * scale
 
 
-@lora_merge.on("phantom")
+@lora_merge.on("meta")
 def lora_merge_memory(weight: Array) -> Array:
     return empty(weight.shape, weight.dtype)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.linear import linear_bwd, linear_fwd
@@ -38,7 +38,7 @@ def lstm_fwd(gates: Array, h: Array, c: Array, weight: Array, fresh: Array | Non
     return y, cells
 
 
-@lstm_fwd.on("phantom")
+@lstm_fwd.on("meta")
 def lstm_fwd_memory(gates: Array, h: Array) -> tuple[Array, Array]:
     shape = (*gates.shape[:2], h.shape[1])
     return empty(shape, gates.dtype), empty(shape, gates.dtype)
@@ -81,7 +81,7 @@ def lstm_bwd(
     return dgates, dh, dc
 
 
-@lstm_bwd.on("phantom")
+@lstm_bwd.on("meta")
 def lstm_bwd_memory(gates: Array, y: Array, h: Array, c: Array) -> tuple[Array, Array, Array]:
     _before = empty(y.shape, y.dtype)
     return empty(gates.shape, y.dtype), empty(h.shape, y.dtype), empty(c.shape, y.dtype)

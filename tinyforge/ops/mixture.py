@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.linear import Linear
@@ -38,7 +38,7 @@ def sort_by_expert(chosen: Array, experts: int) -> tuple[Array, Array, Array, Ar
     return slots, slots // active, places.reshape(-1, active), starts
 
 
-@sort_by_expert.on("phantom")
+@sort_by_expert.on("meta")
 def sort_by_expert_memory(chosen: Array, experts: int) -> tuple[Array, Array, Array, Array]:
     rows, active = chosen.size, chosen.shape[-1]
     return empty((rows,), INT), empty((rows,), INT), empty((rows // active, active), INT), empty((experts + 1,), INT)
@@ -57,7 +57,7 @@ def grouped_fwd(x: Array, weight: Array, tokens: Array | None, starts: Array) ->
     return y
 
 
-@grouped_fwd.on("phantom")
+@grouped_fwd.on("meta")
 def grouped_fwd_memory(x: Array, weight: Array, tokens: Array | None) -> Array:
     return empty((len(x) if tokens is None else len(tokens), weight.shape[1]), x.dtype)
 
@@ -71,7 +71,7 @@ def grouped_bwd_input(dy: Array, weight: Array, tokens: Array | None, starts: Ar
     return dx
 
 
-@grouped_bwd_input.on("phantom")
+@grouped_bwd_input.on("meta")
 def grouped_bwd_input_memory(dy: Array, weight: Array, tokens: Array | None) -> Array:
     return empty((len(dy) if tokens is None else len(tokens), weight.shape[2]), dy.dtype)
 
@@ -85,7 +85,7 @@ def grouped_bwd_weight(
         dweight[e] += _rows(dy, dy_tokens, rows).T @ _rows(x, x_tokens, rows)
 
 
-grouped_bwd_weight.on("phantom")(lambda: None)
+grouped_bwd_weight.on("meta")(lambda: None)
 
 
 def _groups(starts: Array) -> Iterator[tuple[int, slice]]:
@@ -107,7 +107,7 @@ def weighted_swiglu_fwd(gu: Array, weights: Array, slots: Array) -> Array:
     return hidden
 
 
-@weighted_swiglu_fwd.on("phantom")
+@weighted_swiglu_fwd.on("meta")
 def weighted_swiglu_fwd_memory(gu: Array) -> Array:
     return empty((len(gu), gu.shape[1] // 2), gu.dtype)
 
@@ -124,7 +124,7 @@ def weighted_swiglu_bwd(dh: Array, gu: Array, weights: Array, slots: Array) -> t
     return dgu, hidden, dweights
 
 
-@weighted_swiglu_bwd.on("phantom")
+@weighted_swiglu_bwd.on("meta")
 def weighted_swiglu_bwd_memory(dh: Array, gu: Array, weights: Array) -> tuple[Array, Array, Array]:
     return empty(gu.shape, gu.dtype), empty(dh.shape, gu.dtype), empty(weights.shape, wide(gu.dtype))
 
@@ -140,7 +140,7 @@ def sum_of_rows(rows: Array, places: Array, more: Array | None) -> Array:
     return y
 
 
-@sum_of_rows.on("phantom")
+@sum_of_rows.on("meta")
 def sum_of_rows_memory(rows: Array, places: Array) -> Array:
     return empty((len(places), rows.shape[1]), rows.dtype)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -25,7 +25,7 @@ def patches_fwd(images: Array, size: int, scale: float, shift: float, dtype: Any
     return y.reshape(batch, (height // size) * (width // size), channels * size * size)
 
 
-@patches_fwd.on("phantom")
+@patches_fwd.on("meta")
 def patches_fwd_memory(images: Array, size: int, dtype: Any) -> Array:
     batch, channels, height, width = images.shape
     return empty((batch, (height // size) * (width // size), channels * size * size), dtype)
@@ -39,7 +39,7 @@ def patches_bwd(dy: Array, shape: tuple[int, ...], size: int, scale: float) -> A
     return np.multiply(cut.transpose(0, 3, 1, 4, 2, 5), dy.dtype.type(scale), order="C").reshape(shape)
 
 
-@patches_bwd.on("phantom")
+@patches_bwd.on("meta")
 def patches_bwd_memory(dy: Array, shape: tuple[int, ...]) -> Array:
     return empty(shape, dy.dtype)
 

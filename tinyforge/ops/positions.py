@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops.embedding import embedding_bwd, embedding_bwd_memory
@@ -21,7 +21,7 @@ def positions_fwd(x: Array, weight: Array, positions: Array | None) -> Array:
     return x + (weight[: x.shape[1]] if positions is None else weight[positions])
 
 
-@positions_fwd.on("phantom")
+@positions_fwd.on("meta")
 def positions_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
@@ -34,7 +34,7 @@ def positions_bwd(dweight: Array, dy: Array, positions: Array | None) -> None:
         embedding_bwd(dweight, dy, positions)
 
 
-@positions_bwd.on("phantom")
+@positions_bwd.on("meta")
 def positions_bwd_memory(dweight: Array, dy: Array, positions: Array | None) -> None:
     if positions is not None:
         embedding_bwd_memory(dweight, dy, positions)

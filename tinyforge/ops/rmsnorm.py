@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
@@ -30,7 +30,7 @@ def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
     return y, rstd
 
 
-@rmsnorm_fwd.on("phantom")
+@rmsnorm_fwd.on("meta")
 def rmsnorm_fwd_memory(x: Array) -> tuple[Array, Array]:
     return empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
 
@@ -58,7 +58,7 @@ def rmsnorm_bwd(
     return dx
 
 
-@rmsnorm_bwd.on("phantom")
+@rmsnorm_bwd.on("meta")
 def rmsnorm_bwd_memory(y: Array) -> Array:
     return empty(y.shape, y.dtype)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
@@ -43,7 +43,7 @@ def rope(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> A
     return out
 
 
-@rope.on("phantom")
+@rope.on("meta")
 def rope_memory(out: Array | None, x: Array) -> Array:
     return empty(x.shape, x.dtype) if out is None else out
 
@@ -55,7 +55,7 @@ def linear_rope_fwd(x: Array, weight: Array, cos: Array, sin: Array, rotated: in
     return rope(y, y, cos, sin, rotated)
 
 
-@linear_rope_fwd.on("phantom")
+@linear_rope_fwd.on("meta")
 def linear_rope_fwd_memory(x: Array, weight: Array, cos: Array) -> Array:
     return empty((*x.shape[:2], weight.shape[0] // (2 * cos.shape[1]), 2 * cos.shape[1]), x.dtype)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 from tinyforge.ops.softmax import softmax_fwd
@@ -27,7 +27,7 @@ def router_fwd(logits: Array, active: int) -> tuple[Array, Array, Array]:
     return weights.reshape(shape), chosen.astype(np.int32).reshape(shape), usage.astype(rows.dtype)
 
 
-@router_fwd.on("phantom")
+@router_fwd.on("meta")
 def router_fwd_memory(logits: Array, active: int) -> tuple[Array, Array, Array]:
     shape, sums = (*logits.shape[:-1], active), wide(logits.dtype)
     return empty(shape, sums), empty(shape, np.dtype(np.int32)), empty((logits.shape[-1] + 1,), sums)
@@ -48,7 +48,7 @@ def router_bwd(dweights: Array, dusage: Array, logits: Array, weights: Array, ch
     return dlogits.reshape(logits.shape)
 
 
-@router_bwd.on("phantom")
+@router_bwd.on("meta")
 def router_bwd_memory(logits: Array) -> Array:
     return empty(logits.shape, logits.dtype)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -22,7 +22,7 @@ def router_losses_fwd(usages: Sequence[Array], starts: Sequence[Array], active: 
     return np.array([slope[:-1] @ usage[:-1], slope[-1] * usage[-1]], usage.dtype), slope.astype(usage.dtype)
 
 
-@router_losses_fwd.on("phantom")
+@router_losses_fwd.on("meta")
 def router_losses_fwd_memory(usages: Sequence[Array]) -> tuple[Array, Array]:
     return empty((2,), usages[0].dtype), empty(usages[0].shape, usages[0].dtype)
 
@@ -32,7 +32,7 @@ def router_losses_bwd(dterms: Array, slope: Array) -> Array:
     return np.append(dterms[0] * slope[:-1], dterms[1] * slope[-1])
 
 
-@router_losses_bwd.on("phantom")
+@router_losses_bwd.on("meta")
 def router_losses_bwd_memory(slope: Array) -> Array:
     return empty(slope.shape, slope.dtype)
 

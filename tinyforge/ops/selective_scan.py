@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.sigmoid import sigmoid
@@ -79,7 +79,7 @@ def selective_scan_fwd(
     return y, kept
 
 
-@selective_scan_fwd.on("phantom")
+@selective_scan_fwd.on("meta")
 def selective_scan_fwd_memory(u: Array, a_log: Array, keep: bool) -> tuple[Array, Array | None]:
     kept = empty((len(u), tiles(u.shape[1]), *a_log.shape), wide(u.dtype)) if keep else None
     return empty(u.shape, u.dtype), kept
@@ -141,7 +141,7 @@ def selective_scan_bwd(
     return du, ddelta, db, dc, dzs
 
 
-@selective_scan_bwd.on("phantom")
+@selective_scan_bwd.on("meta")
 def selective_scan_bwd_memory(
     dz: Array | None, u: Array, b: Array, c: Array, z: Array, kept: Array
 ) -> tuple[Array, Array, Array, Array, Array]:

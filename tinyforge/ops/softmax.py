@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -21,7 +21,7 @@ def softmax_fwd(x: Array) -> Array:
     return y
 
 
-@softmax_fwd.on("phantom")
+@softmax_fwd.on("meta")
 def softmax_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
@@ -33,7 +33,7 @@ def softmax_bwd(dy: Array, y: Array) -> Array:
     return dx
 
 
-@softmax_bwd.on("phantom")
+@softmax_bwd.on("meta")
 def softmax_bwd_memory(y: Array) -> Array:
     return empty(y.shape, y.dtype)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
+from tinyforge.backends.meta import empty
 from tinyforge.backends.numpy_backend import row_blocks
-from tinyforge.backends.phantom import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -31,7 +31,7 @@ def swiglu_fwd(gu: Array) -> Array:
     return y.reshape(*gu.shape[:-1], half)
 
 
-@swiglu_fwd.on("phantom")
+@swiglu_fwd.on("meta")
 def swiglu_fwd_memory(gu: Array) -> Array:
     return empty((*gu.shape[:-1], gu.shape[-1] // 2), gu.dtype)
 
@@ -60,7 +60,7 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
     return dgu.reshape(gu.shape)
 
 
-@swiglu_bwd.on("phantom")
+@swiglu_bwd.on("meta")
 def swiglu_bwd_memory(gu: Array) -> Array:
     return empty(gu.shape, gu.dtype)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.linear import Linear, add_product, linear_add_fwd, linear_fwd
@@ -27,7 +27,7 @@ def linear_swiglu_fwd(x: Array, weight: Array) -> tuple[Array, Array]:
     return gu, swiglu_fwd(gu)
 
 
-@linear_swiglu_fwd.on("phantom")
+@linear_swiglu_fwd.on("meta")
 def linear_swiglu_fwd_memory(x: Array, weight: Array) -> tuple[Array, Array]:
     lead, width = x.shape[:-1], weight.shape[0]
     return empty((*lead, width), x.dtype), empty((*lead, width // 2), x.dtype)
@@ -40,7 +40,7 @@ def swiglu_linear_fwd(gu: Array, hidden: Array | None, weight: Array, add: Array
     return linear_fwd(hidden, weight, None) if add is None else linear_add_fwd(hidden, weight, None, add)
 
 
-@swiglu_linear_fwd.on("phantom")
+@swiglu_linear_fwd.on("meta")
 def swiglu_linear_fwd_memory(gu: Array, hidden: Array | None, weight: Array) -> Array:
     hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype) if hidden is None else hidden
     return empty((*gu.shape[:-1], weight.shape[0]), hidden.dtype)
@@ -56,7 +56,7 @@ def swiglu_linear_bwd(dweight: Array | None, dy: Array, gu: Array, weight: Array
     return dgu
 
 
-@swiglu_linear_bwd.on("phantom")
+@swiglu_linear_bwd.on("meta")
 def swiglu_linear_bwd_memory(gu: Array, weight: Array) -> Array:
     hidden = empty((*gu.shape[:-1], weight.shape[1]), gu.dtype)
     return empty(gu.shape, hidden.dtype)

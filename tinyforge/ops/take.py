@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -21,7 +21,7 @@ def take_fwd(x: Array, where: Array) -> Array:
     return y
 
 
-@take_fwd.on("phantom")
+@take_fwd.on("meta")
 def take_fwd_memory(x: Array, where: Array) -> Array:
     return empty((*where.shape, x.shape[-1]), x.dtype)
 
@@ -35,7 +35,7 @@ def take_bwd(dy: Array, where: Array, length: int) -> Array:
     return dx
 
 
-@take_bwd.on("phantom")
+@take_bwd.on("meta")
 def take_bwd_memory(dy: Array, length: int) -> Array:
     return empty((len(dy), length, dy.shape[-1]), dy.dtype)
 

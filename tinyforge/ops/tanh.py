@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -18,7 +18,7 @@ def tanh_fwd(x: Array) -> Array:
     return np.tanh(x)
 
 
-@tanh_fwd.on("phantom")
+@tanh_fwd.on("meta")
 def tanh_fwd_memory(x: Array) -> Array:
     return empty(x.shape, x.dtype)
 
@@ -28,7 +28,7 @@ def tanh_bwd(dy: Array, y: Array) -> Array:
     return dy * (1.0 - y * y)
 
 
-@tanh_bwd.on("phantom")
+@tanh_bwd.on("meta")
 def tanh_bwd_memory(y: Array) -> Array:
     return empty(y.shape, y.dtype)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import empty
+from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, bind, kernel
 from tinyforge.op import Param
 from tinyforge.params import ParamBuffer
@@ -58,7 +58,7 @@ def adamw_(
         w -= a
 
 
-adamw_.on("phantom")(lambda: None)
+adamw_.on("meta")(lambda: None)
 
 
 @kernel
@@ -71,7 +71,7 @@ def square_sums(sums: Array, grads: Array, bounds: Array) -> None:
         row[0] = sum(float(np.dot(part, part)) for part in parts)
 
 
-square_sums.on("phantom")(lambda: None)
+square_sums.on("meta")(lambda: None)
 
 
 @kernel
@@ -81,7 +81,7 @@ def clip_factor(sums: Array, previous: Any, limit: float) -> tuple[Any, Any]:
     return norm, clip_scale(norm, limit)
 
 
-@clip_factor.on("phantom")
+@clip_factor.on("meta")
 def clip_factor_memory() -> tuple[Any, Any]:
     state = empty((2,), np.float64)
     return state[0], state[1]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import PhantomBackend, empty
+from tinyforge.backends.meta import MetaBackend, empty
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, bind, kernel
 from tinyforge.op import Param
@@ -57,7 +57,7 @@ def muon_momentum(
     return x, squares
 
 
-@muon_momentum.on("phantom")
+@muon_momentum.on("meta")
 def muon_momentum_memory(
     m: Array,
     grads: Array,
@@ -67,7 +67,7 @@ def muon_momentum_memory(
     grad_scale: Any,
     momentum: float,
     *,
-    backend: PhantomBackend,
+    backend: MetaBackend,
 ) -> tuple[Array, Array]:
     return backend.empty((len(starts), rows, columns)), empty((len(starts), 1), np.float64)
 
@@ -99,7 +99,7 @@ def newton_schulz(x: Array, squares: Array) -> Array:
     return x
 
 
-@newton_schulz.on("phantom")
+@newton_schulz.on("meta")
 def newton_schulz_memory(x: Array) -> Array:
     side = min(x.shape[1:])
     _grams = [empty((len(x), side, side), x.dtype) for _ in range(2)]
@@ -120,7 +120,7 @@ def muon_(values: Array, masters: Array, x: Array, starts: Array, rates: Array, 
         w -= change
 
 
-muon_.on("phantom")(lambda: None)
+muon_.on("meta")(lambda: None)
 
 
 class Muon(AdamW):

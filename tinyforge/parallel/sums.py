@@ -11,4 +11,4 @@ def add_(out: Array, x: Array) -> None:
     out += x
 
 
-add_.on("phantom")(lambda: None)
+add_.on("meta")(lambda: None)

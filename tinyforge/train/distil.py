@@ -103,7 +103,7 @@ class Teachers:
     share: float
 
     def beside(self, model: Any, backend: Backend) -> Distilled:
-        """`model` with these teachers, whose weights are zeros: enough for the phantom backend."""
+        """`model` with these teachers, whose weights are zeros: enough for the meta backend."""
         built = [frozen_model(partial(spec.build, config, backend)) for spec, config in self.models]
         return Distilled(model, Ensemble(built, model.config.prediction_heads, backend), self.share)
 

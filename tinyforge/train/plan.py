@@ -11,7 +11,7 @@ import numpy as np
 
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import Backend
-from tinyforge.backends.phantom import METER, PhantomBackend
+from tinyforge.backends.meta import METER, MetaBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.memory import free_memory, gib
@@ -95,7 +95,7 @@ def plan_step(
     batch_size = -(-batch_size // max(split.ranks, split.shards))
     start = METER.now
     METER.peak = start
-    backend = PhantomBackend(precision)
+    backend = MetaBackend(precision)
     make = partial(spec.build, config, backend, recompute=recompute)
     model = Adapted(make, adapters) if adapters else make()
     model = teachers.beside(model, backend) if teachers else model

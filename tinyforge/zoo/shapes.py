@@ -9,7 +9,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-from tinyforge.backends.phantom import PhantomBackend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.config import ModelConfig
 from tinyforge.op import Op
 from tinyforge.ops.rope import RoPE
@@ -45,7 +45,7 @@ def count_parameters(spec: ModelSpec, config: ModelConfig) -> int:
 
 @cache
 def _count(build: Callable[..., Any], config: ModelConfig) -> int:
-    return build(config, PhantomBackend("fp32")).buffer.count
+    return build(config, MetaBackend("fp32")).buffer.count
 
 
 def trace(
@@ -66,7 +66,7 @@ def trace(
     try:
         plan = plan_step(replace(spec, build=build), config, precision, batch_size, seq_len)
     finally:
-        # An op that holds its own bound forward is a cycle, and its phantoms would count until garbage collection.
+        # An op that holds its own bound forward is a cycle, and its meta arrays would count until garbage collection.
         for op in watched:
             del op.forward
             vars(op).pop("after", None)

@@ -1,9 +1,9 @@
 """Arrays without memory: what a training step will need, found by running it on shapes alone.
 
-A phantom array has a shape, a dtype and an owner that counts its bytes while anything refers to it. The model, its
-backward and the optimizer run on phantoms as they do on arrays; Python frees a phantom when it would free the array, so
+A meta array has a shape, a dtype and an owner that counts its bytes while anything refers to it. The model, its
+backward and the optimizer run on meta arrays as they do on arrays; Python frees a meta array when it would free the array, so
 the peak of the count is the peak of the real step. Each kernel has a memory shape function beside its body,
-`@....on("phantom")`, which allocates what the CUDA launcher does and computes nothing. Scratch whose size depends on
+`@....on("meta")`, which allocates what the CUDA launcher does and computes nothing. Scratch whose size depends on
 the number of multiprocessors is left out: a megabyte or two. No GPU is needed, and `base` takes a tenth of a second.
 """
 
@@ -22,7 +22,7 @@ GRANULE = 512
 
 
 class Meter:
-    """Bytes that phantoms hold now, and their peak."""
+    """Bytes that meta arrays hold now, and their peak."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -37,7 +37,7 @@ METER = Meter()
 
 
 class _Block:
-    """The memory of one allocation; views of a phantom share it."""
+    """The memory of one allocation; views of a meta array share it."""
 
     def __init__(self, count: int) -> None:
         self.count = -(-count // GRANULE) * GRANULE
@@ -47,8 +47,8 @@ class _Block:
         METER.add(-self.count)
 
 
-class Phantom(np.ndarray):
-    """An array whose elements are all the same zero. Reads give 0, writes do nothing, arithmetic gives phantoms."""
+class MetaArray(np.ndarray):
+    """An array whose elements are all the same zero. Reads give 0, writes do nothing, arithmetic gives meta arrays."""
 
     owner: _Block | None
 
@@ -57,9 +57,9 @@ class Phantom(np.ndarray):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if method != "__call__":
-            raise TypeError(f"{ufunc.__name__}.{method} is not among what a phantom array can do")
+            raise TypeError(f"{ufunc.__name__}.{method} is not among what a meta array can do")
         shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
-        dtype = next(x.dtype for x in inputs if isinstance(x, Phantom))
+        dtype = next(x.dtype for x in inputs if isinstance(x, MetaArray))
         return out[0] if out else empty(shape, dtype)
 
     def __setitem__(self, where: Any, value: Any) -> None:
@@ -68,20 +68,20 @@ class Phantom(np.ndarray):
     def fill(self, value: Any) -> None:
         pass
 
-    def copy(self, order: Any = "C") -> Phantom:
+    def copy(self, order: Any = "C") -> MetaArray:
         return empty(self.shape, self.dtype)
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> Phantom:
-    phantom = np.broadcast_to(np.zeros((), dtype), shape).view(Phantom)
-    phantom.owner = _Block(phantom.size * phantom.dtype.itemsize)
-    return phantom
+def empty(shape: tuple[int, ...], dtype: Any) -> MetaArray:
+    meta = np.broadcast_to(np.zeros((), dtype), shape).view(MetaArray)
+    meta.owner = _Block(meta.size * meta.dtype.itemsize)
+    return meta
 
 
-class PhantomBackend(Backend):
+class MetaBackend(Backend):
     """Stands for the CuPy backend of the same precision."""
 
-    name = "phantom"
+    name = "meta"
     xp = np
 
     def __init__(self, precision: str) -> None:
@@ -93,17 +93,17 @@ class PhantomBackend(Backend):
         self.dtype = np.dtype(np.float16 if policy.storage == "bfloat16" else policy.storage)
         self.master_dtype = np.dtype(policy.master)
 
-    def empty(self, shape: tuple[int, ...]) -> Phantom:
+    def empty(self, shape: tuple[int, ...]) -> MetaArray:
         return empty(shape, self.dtype)
 
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> Phantom:
+    def zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> MetaArray:
         return empty(shape, dtype or self.dtype)
 
-    def asarray(self, array: Any, dtype: np.dtype | None = None) -> Phantom:
+    def asarray(self, array: Any, dtype: np.dtype | None = None) -> MetaArray:
         array = np.asarray(array)
         return empty(array.shape, dtype or (self.dtype if array.dtype.kind == "f" else np.dtype(np.int32)))
 
-    def table(self, shape: tuple[int, ...], make: Callable[[], np.ndarray]) -> Phantom:
+    def table(self, shape: tuple[int, ...], make: Callable[[], np.ndarray]) -> MetaArray:
         return empty(shape, self.master_dtype)
 
     def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
