@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.backends.on_host import HOPPER_BODIES, hopper, run_on_host
-from tinyforge.infer.cuda.batch_plan import BatchPlan, samplers
+from tinyforge.infer.cuda.decode_batched_plan import BatchPlan, samplers
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.rng import Stream
 
@@ -264,7 +264,7 @@ int main() {
 
 
 def rows_drawn(samplings: list[Sampling], logits: np.ndarray, passes: int, folder: Path, **faults: Any) -> np.ndarray:
-    """What batch.cu's `draw` gives each row, (passes, rows): rules and streams laid out as its launch has them."""
+    """What decode_batched.cu's `draw` gives each row, (passes, rows): rules and streams laid out as its launch has them."""
     plan = BatchPlan(
         dim=64,
         hidden=26,
@@ -287,7 +287,7 @@ def rows_drawn(samplings: list[Sampling], logits: np.ndarray, passes: int, folde
     main = SAMPLER.replace("ROWS_OF_TEST", str(len(logits))).replace("PASSES", str(passes))
     main = main.replace("SAMPLERS", words(samplers(samplings, streams))).replace("LOGITS", words(logits))
     main = main.replace("FIRST", ", ".join(str(stream.position) for stream in streams))
-    found = run_on_host("infer/cuda/batch.cu", {"SCALAR": "float", **plan.macros}, {}, main, folder, **faults)
+    found = run_on_host("infer/cuda/decode_batched.cu", {"SCALAR": "float", **plan.macros}, {}, main, folder, **faults)
     return np.array(found.split(), int).reshape(passes, -1)
 
 

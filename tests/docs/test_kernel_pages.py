@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tinyforge.backends.compile import constant, kernel_files, read, variants
-from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan
+from tinyforge.infer.cuda.decode_batched_plan import TEAM_ROWS, BatchPlan
+from tinyforge.infer.cuda.decode_single_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.cuda.plan import TILE
-from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
 from tinyforge.ops.selective_scan import CHANNELS as SCAN_CHANNELS
 from tinyforge.ops.selective_scan import TILE as SCAN_TILE
 from tinyforge.ops.selective_scan_plan import FILE as SCAN
@@ -47,10 +47,10 @@ RESIDENT = defined(LOSS, r"#define RESIDENT \(PER && PER \* VEC <= 16 \? (\d+) :
 THREADS = defined(LOSS, r"__launch_bounds__\(HELD \? HELD_THREADS : (\d+), RESIDENT\) softmax_residual")
 (FEWER, MORE), (ROW_FEWER, ROW_MORE) = (
     [defined(file, rf"{name}_registers<(\d+)>") for name in ("fewer", "more")]
-    for file in ("ops/gemm_hopper.cu", "infer/cuda/row.cu")
+    for file in ("ops/gemm_hopper.cu", "infer/cuda/decode_single.cu")
 )
 TMA_MORE, TMA_FEWER = (defined("ops/attention_tma.cu", rf"{name}_REGISTERS = (\d+)") for name in ("WORKER", "COPIER"))
-QUIET, HELD = defined("infer/cuda/row.cu", r"QUIET = (\d+)"), constant("infer/cuda/row.cu", "HELD")
+QUIET, HELD = defined("infer/cuda/decode_single.cu", r"QUIET = (\d+)"), constant("infer/cuda/decode_single.cu", "HELD")
 STATEMENTS = (
     ("decode.md", f"it keeps {ROW_FEWER}, and the eight warps that compute have {ROW_MORE}"),
     ("decode.md", f"poll nothing for {QUIET:,} cycles"),
@@ -105,9 +105,9 @@ def test_the_scan_is_cut_alike_on_both_backends() -> None:
 
 
 def test_the_kernels_of_a_batch_have_the_rows_of_the_plan() -> None:
-    assert defined("infer/cuda/batch.cu", r"constexpr int ROWS = (\d+);") == TEAM_ROWS
+    assert defined("infer/cuda/decode_batched.cu", r"constexpr int ROWS = (\d+);") == TEAM_ROWS
     for name in ("splits", "refill", "spin"):
-        assert getattr(ROW, name) == defined("infer/cuda/row.cu", rf"#define {name.upper()} (\d+)"), name
+        assert getattr(ROW, name) == defined("infer/cuda/decode_single.cu", rf"#define {name.upper()} (\d+)"), name
 
 
 def test_the_chunks_of_the_loss_are_those_of_the_page() -> None:

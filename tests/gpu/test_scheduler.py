@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from models.nanoeuler import Config
-from tests.gpu.test_decode_row import BASE, CONFIG, TOLERANCE, trained_like
+from tests.gpu.test_decode_single import BASE, CONFIG, TOLERANCE, trained_like
 from tests.infer.test_scheduler import run, wishes
 from tinyforge.infer.generation import generate_batch
 from tinyforge.infer.sampling import Sampling
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_any_interleaving_gives_each_row_the_text_it_has_alone(precision: str) -> None:
-    from tinyforge.infer.cuda.batch import BatchDecoder
+    from tinyforge.infer.cuda.decode_batched import BatchDecoder
 
     model, rng = trained_like(CONFIG, precision), random.Random(0)
     asked = wishes(rng, CONFIG.vocab, CONFIG.context, 0)
@@ -57,7 +57,7 @@ RULES = [
 @pytest.mark.parametrize(("config", "precision"), [(CONFIG, "fp32"), (BASE, "bf16")], ids=["fp32", "bf16"])
 def test_a_text_is_the_same_alone_and_among_255_others(config: Config, precision: str) -> None:
     """To the last bit of the cache, as far as tokens show it: prompts that are fed, computed, shared, and left."""
-    from tinyforge.infer.cuda.batch import BatchDecoder
+    from tinyforge.infer.cuda.decode_batched import BatchDecoder
 
     model, rng = trained_like(replace(config, context=400), precision), random.Random(1)
     decoder = BatchDecoder(model, 256)
@@ -85,7 +85,7 @@ def test_a_text_is_the_same_alone_and_among_255_others(config: Config, precision
 
 def test_a_prompt_that_is_fed_gives_the_tokens_of_one_that_is_computed() -> None:
     """In float64, where the last bits decide nothing: greedy and drawn, the same numbers of the stream."""
-    from tinyforge.infer.cuda.batch import BatchDecoder
+    from tinyforge.infer.cuda.decode_batched import BatchDecoder
 
     model, rng = trained_like(CONFIG, "fp64"), random.Random(2)
     prompts = [[rng.randrange(CONFIG.vocab) for _ in range(n)] for n in (1, 2, 15, 16, 17, 18, 33, 100, 150)]

@@ -104,7 +104,7 @@ def test_a_seed_draws_with_its_stream_whatever_the_pieces() -> None:
 def test_a_top_k_that_no_kernel_can_count_keeps_all() -> None:
     """A generation_config.json may have any number."""
     pytest.importorskip("cupy", reason="the decoder of one row on a GPU")
-    from tinyforge.infer.cuda.row import Draw
+    from tinyforge.infer.cuda.decode_single import Draw
 
     assert Draw(Sampling(top_k=10**19), (0, 0), 0).args()[1] == 2**31 - 1
 

@@ -20,8 +20,8 @@ def make_decoder(model: CausalLM, batch: int = 1, capacity: int | None = None, s
         if backend == "numpy":
             return NumpyDecoder(model, batch, capacity)
         if backend == "cupy" and not spare_memory:
-            from tinyforge.infer.cuda.batch import BatchDecoder
-            from tinyforge.infer.cuda.row import RowDecoder
+            from tinyforge.infer.cuda.decode_batched import BatchDecoder
+            from tinyforge.infer.cuda.decode_single import RowDecoder
 
             with suppress(UserError):  # a shape that the kernels do not take
                 return RowDecoder(model, capacity) if batch == 1 else BatchDecoder(model, batch, capacity)

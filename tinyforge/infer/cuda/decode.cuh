@@ -1,4 +1,4 @@
-// What row.cu and batch.cu share: the queues of weights, and attention over slabs of 16 positions.
+// What decode_single.cu and decode_batched.cu share: the queues of weights, and attention over slabs of 16 positions.
 //
 // Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue. WEIGHT: how weights are
 // stored, where that is not SCALAR: int8 or e4m3.
@@ -160,7 +160,7 @@ static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo
 typedef LaneQueue<32 * PIECE> Queue;
 
 constexpr int UNIT = THREADS * sizeof(Stored);  // bytes of a unit of weights: a piece for each thread that computes
-constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in row_plan.py
+constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in decode_single_plan.py
 
 // The queues of all lanes of a block, in units, filled by threads that do nothing else. A place has two barriers:
 // `full`, which counts the bytes of its unit, and `empty`, at which each warp arrives after taking its pieces. The

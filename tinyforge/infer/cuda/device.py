@@ -13,9 +13,9 @@ import numpy as np
 from tinyforge.backends import wide
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM, FusedLayer, FusedWeights
-from tinyforge.infer.cuda.batch_plan import BatchPlan
+from tinyforge.infer.cuda.decode_batched_plan import BatchPlan
+from tinyforge.infer.cuda.decode_single_plan import RowPlan
 from tinyforge.infer.cuda.prompts import Prompts
-from tinyforge.infer.cuda.row_plan import RowPlan
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array

@@ -10,8 +10,8 @@ import pytest
 from tinyforge.backends.compile import read
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.decode_single_plan import QUEUE_BARRIERS, RowPlan
 from tinyforge.infer.cuda.plan import MOST_PLACES, TILE
-from tinyforge.infer.cuda.row_plan import QUEUE_BARRIERS, RowPlan
 
 SMALL = RowPlan(
     dim=64,

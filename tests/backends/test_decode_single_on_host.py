@@ -1,4 +1,4 @@
-"""row.cu, whole, on the host: blocks that wait for each other's numbers."""
+"""decode_single.cu, whole, on the host: blocks that wait for each other's numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.decode_single_plan import RowPlan
 from tinyforge.infer.cuda.prompts import RowCache
-from tinyforge.infer.cuda.row_plan import RowPlan
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.quantised import FORMATS, Quantised
 from tinyforge.rng import Stream
@@ -223,7 +223,7 @@ def by_the_kernel(
     path = folder / "launches.bin"
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     return run_on_host(
-        "infer/cuda/row.cu",
+        "infer/cuda/decode_single.cu",
         {"SCALAR": "bf16" if bf16 else "float", **plan.macros},
         BODIES,
         MAIN.replace("PATH", str(path)),

@@ -1,4 +1,4 @@
-"""The plan of batch.cu: which block takes which rows of which matrix, and the order of its weights in memory."""
+"""The plan of decode_batched.cu: which block takes which rows of which matrix, and the order of its weights in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samplers(samplings: Sequence[Sampling], streams: Sequence[Stream]) -> np.nda
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan(DecodePlan):
-    """How the work of batch.cu is spread over a GPU.
+    """How the work of decode_batched.cu is spread over a GPU.
 
     batch: rows. blocks: those that the device runs at once, `resident` of them per multiprocessor, split evenly among
     the teams. tiles: the most whose sums a block keeps at a time.

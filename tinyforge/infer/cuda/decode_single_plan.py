@@ -1,4 +1,4 @@
-"""The plan of row.cu: which block takes which rows of which matrix, and the order of its weights in memory."""
+"""The plan of decode_single.cu: which block takes which rows of which matrix, and the order of its weights in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUEUE_BARRIERS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class RowPlan(DecodePlan):
-    """How the work of row.cu is spread over a GPU.
+    """How the work of decode_single.cu is spread over a GPU.
 
     rows: new positions per pass, 1 to 4. splits: parts into which a KV head's positions are split. refill: 16-byte
     requests of a lane between two polls for attention's results, where it copies its own weights. spin: nanoseconds

@@ -1,4 +1,4 @@
-"""batch.cu, whole, on the host, in teams of two blocks: rows that take given tokens beside rows that draw, as
+"""decode_batched.cu, whole, on the host, in teams of two blocks: rows that take given tokens beside rows that draw, as
 `BatchDecoder` launches them; and logits in bf16, with the products of tensor cores."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pytest
 
 from models.nanoeuler import Config, NanoEuler
 from tests.backends.on_host import INLINE, hopper, run_on_host
-from tests.backends.test_row_on_host import BEFORE
+from tests.backends.test_decode_single_on_host import BEFORE
 from tinyforge.backends import get_backend
 from tinyforge.infer.causal_lm import FusedLayer
-from tinyforge.infer.cuda.batch_plan import SAMPLER, BatchPlan
+from tinyforge.infer.cuda.decode_batched_plan import SAMPLER, BatchPlan
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.rng import Stream
@@ -80,7 +80,7 @@ int main() {
 
 def without_a_device(model: NanoEuler, batch: int, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[Any, ...]]]:
     """A BatchDecoder, and what its launches give the kernel."""
-    module = pytest.importorskip("tinyforge.infer.cuda.batch", reason="the launcher imports CuPy")
+    module = pytest.importorskip("tinyforge.infer.cuda.decode_batched", reason="the launcher imports CuPy")
     patch.setattr(module, "cupy", SimpleNamespace(empty=np.zeros, asarray=np.asarray))
     w = model.fused_weights()
     assert w is not None
@@ -129,7 +129,7 @@ def by_the_kernel(plan: BatchPlan, parts: list[Any], batch: int, folder: Path, *
     path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
     macros = {"SCALAR": "bf16" if plan.itemsize == 2 else "float", "SPIN": 1, **plan.macros}
     found = run_on_host(
-        "infer/cuda/batch.cu",
+        "infer/cuda/decode_batched.cu",
         macros,
         BODIES,
         MAIN.replace("PATH", str(path)),

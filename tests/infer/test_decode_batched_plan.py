@@ -9,7 +9,7 @@ import pytest
 
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
-from tinyforge.infer.cuda.batch_plan import TEAM_ROWS, BatchPlan
+from tinyforge.infer.cuda.decode_batched_plan import TEAM_ROWS, BatchPlan
 from tinyforge.infer.cuda.plan import TILE
 
 SMALL = BatchPlan(

@@ -1,6 +1,6 @@
 """Decoding a batch on a CUDA GPU: one launch for many tokens of all rows, without waiting for the host in between.
 
-The kernel is batch.cu; docs/kernels/decode-batch.md derives it.
+The kernel is decode_batched.cu; docs/kernels/decode-batch.md derives it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.cuda.batch_plan import SAMPLER, TEAM_ROWS, BatchPlan, samplers
+from tinyforge.infer.cuda.decode_batched_plan import SAMPLER, TEAM_ROWS, BatchPlan, samplers
 from tinyforge.infer.cuda.device import BLOCK, DeviceDecoder, DeviceWeights
 from tinyforge.infer.decoder import Drawn, Start
 from tinyforge.infer.sampling import Sampling
@@ -51,13 +51,13 @@ class Draw(NamedTuple):
 
 
 class BatchLauncher:
-    """Launches batch.cu for one decoder."""
+    """Launches decode_batched.cu for one decoder."""
 
     def __init__(self, weights: DeviceWeights[BatchPlan]) -> None:
         self.weights, self.plan = weights, weights.plan
         plan = self.plan
         self.kernel = load(
-            "infer/cuda/batch.cu",
+            "infer/cuda/decode_batched.cu",
             "decode_batch",
             plan.shared_bytes,
             cooperative=True,

@@ -1,6 +1,6 @@
 """Decoding one row on a CUDA GPU: one launch for many tokens, without waiting for the host in between.
 
-The kernel is row.cu; docs/kernels/decode.md derives it.
+The kernel is decode_single.cu; docs/kernels/decode.md derives it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.infer.causal_lm import CausalLM
+from tinyforge.infer.cuda.decode_single_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.cuda.device import BLOCK, DeviceDecoder, DeviceWeights
-from tinyforge.infer.cuda.row_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.decoder import Drawn
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
@@ -59,12 +59,12 @@ class RowCache:
 
 
 class RowLauncher:
-    """Launches row.cu for one number of new positions per pass. `exchange` holds the last launch's results."""
+    """Launches decode_single.cu for one number of new positions per pass. `exchange` holds the last launch's results."""
 
     def __init__(self, weights: DeviceWeights[RowPlan], rows: int) -> None:
         self.weights, self.plan = weights, replace(weights.plan, rows=rows)
         self.kernel = load(
-            "infer/cuda/row.cu",
+            "infer/cuda/decode_single.cu",
             "decode",
             self.plan.shared_bytes,
             cooperative=True,

@@ -37,7 +37,7 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
 
 def engine() -> Any:
-    from tinyforge.infer.cuda import row
+    from tinyforge.infer.cuda import decode_single as row
 
     return row
 
@@ -336,7 +336,7 @@ def test_a_wrong_rule_is_seen(right: str, wrong: str, trained: NanoEuler, monkey
 def faulty_decoder(model: NanoEuler, right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A decoder whose kernel has another text."""
     from tinyforge.backends import compile as compiler
-    from tinyforge.infer.cuda import row
+    from tinyforge.infer.cuda import decode_single as row
 
     specialise = compiler.specialise
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.nanoeuler import Config, NanoEuler
-from tests.gpu.test_decode_row import BASE, CONFIG, TOLERANCE, WIDER, forward, most_likely_first, trained_like
+from tests.gpu.test_decode_single import BASE, CONFIG, TOLERANCE, WIDER, forward, most_likely_first, trained_like
 from tinyforge.errors import UserError
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 def decoder_of(model: NanoEuler, batch: int, **options: int) -> Any:
-    from tinyforge.infer.cuda.batch import BatchDecoder
+    from tinyforge.infer.cuda.decode_batched import BatchDecoder
 
     return BatchDecoder(model, batch, **options)
 
