@@ -33,19 +33,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# The repository root is where data/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import duckdb
 import numpy as np
 
-from data.corpus import CATALOGUE, SPLITS, Settings, build_corpus
-from data.dedup import candidate_probability
-from data.files import parse_bytes
-from data.gutenberg import clean
-from data.shards import make_shards
-from data.source import Document, SourceWriter
 from tinyforge.backends.workers import cores
+from tinyforge.data.corpus import CATALOGUE, SPLITS, Settings, build_corpus
+from tinyforge.data.dedup import candidate_probability
+from tinyforge.data.files import parse_bytes
+from tinyforge.data.gutenberg import clean
+from tinyforge.data.shards import make_shards
+from tinyforge.data.source import Document, SourceWriter
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +37,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-# The repository root is where models/, recipes/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
@@ -57,12 +56,10 @@ from bench.peers import (
     left_out_table,
     soft,
 )
-from data.alpaca import Record, read_split, render_prompt
-from data.world import Instruction, documents, instructions
-from models.nanoeuler.config import Config
-from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores
+from tinyforge.data.alpaca import Record, read_split, render_prompt
+from tinyforge.data.world import Instruction, documents, instructions
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.formats import load
 from tinyforge.frozen_model import quantised_copy
@@ -70,6 +67,8 @@ from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
+from tinyforge.models.nanoeuler.config import Config
+from tinyforge.models.nanoeuler.model import NanoEuler
 from tinyforge.params import named
 from tinyforge.quantised import FORMATS
 from tinyforge.report import add_json_flag, check_before, publish

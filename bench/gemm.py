@@ -33,16 +33,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
 from bench.gpu_clock import CACHE_BYTES, event_ms
-from models.gpt2.config import PRESETS as GPT2
-from models.nanoeuler.config import PRESETS as NANOEULER
-from models.nanoeuler.config import Config
 from tinyforge.backends.compile import constant
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.models.gpt2.config import PRESETS as GPT2
+from tinyforge.models.nanoeuler.config import PRESETS as NANOEULER
+from tinyforge.models.nanoeuler.config import Config
 from tinyforge.ops.cross_entropy import row_pitch
 from tinyforge.report import add_json_flag, check_before, publish
 

@@ -11,21 +11,20 @@ are device times, the median of rounds (gpu_clock.py).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
 from bench.gpu_clock import timed
-from models.moe.config import PRESETS
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.kernel import bind
+from tinyforge.models.moe.config import PRESETS
 from tinyforge.ops import MixtureOfExperts
 from tinyforge.report import add_json_flag, check_before, publish
 

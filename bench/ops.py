@@ -17,23 +17,22 @@ the device then runs them back to back; Python's time per launch is shown separa
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
 from bench.gpu_clock import CACHE_BYTES, COPY_BYTES, copy_bandwidth, timed
-from models.nanoeuler.config import PRESETS
 from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.kernel import Kernel, bind
+from tinyforge.models.nanoeuler.config import PRESETS
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.report import add_json_flag, check_before, publish

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-# The repository root is where models/, recipes/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
@@ -44,13 +42,13 @@ from bench.peers import (
     left_out_table,
     soft,
 )
-from models.nanoeuler.config import Config
-from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session
+from tinyforge.models.nanoeuler.config import Config
+from tinyforge.models.nanoeuler.model import NanoEuler
 from tinyforge.params import named
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import PretrainSettings, config_of

@@ -38,22 +38,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# The repository root is where models/, recipes/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.world import documents
-from models.nanoeuler.config import Config
-from models.nanoeuler.model import NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.data.world import documents
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.formats import load
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import Scheduler
+from tinyforge.models.nanoeuler.config import Config
+from tinyforge.models.nanoeuler.model import NanoEuler
 from tinyforge.params import named
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.train.settings import PretrainSettings, config_of

@@ -34,18 +34,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# The repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.alpaca import read_records
-from data.dedup import grams_of
-from data.shards import read_corpus, read_texts
-from data.stories import NAMES, STORIES, keeps_name, with_article
 from tinyforge.backends import get_backend
 from tinyforge.backends.workers import cpu_model
 from tinyforge.chat import conversation_with
+from tinyforge.data.alpaca import read_records
+from tinyforge.data.dedup import grams_of
+from tinyforge.data.shards import read_corpus, read_texts
+from tinyforge.data.stories import NAMES, STORIES, keeps_name, with_article
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.formats import Loaded, load, trained_model
 from tinyforge.infer.sampling import Sampling

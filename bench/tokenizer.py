@@ -29,11 +29,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# The repository root is where data/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
-from data.gutenberg import clean, find_entries
 from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.data.gutenberg import clean, find_entries
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.tokenizers import Tokenizer

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.torch_peer import Block, NanoEuler
-from models.nanoeuler.config import Config
+from tinyforge.models.nanoeuler.config import Config
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 

@@ -54,8 +54,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-# The repository root is where models/, recipes/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from data.download import Downloader, check_url
-from data.files import locked, write_fault, write_json, zip_members
-from data.local import decode_text, read_text
-from data.source import (
+from tinyforge.data.download import Downloader, check_url
+from tinyforge.data.files import locked, write_fault, write_json, zip_members
+from tinyforge.data.local import decode_text, read_text
+from tinyforge.data.source import (
     MANIFEST,
     Document,
     InputFile,

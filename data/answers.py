@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.world import KINDS, instructions, is_correct
+from tinyforge.data.world import KINDS, instructions, is_correct
 from tinyforge.formats import Loaded
 from tinyforge.formats.tuning import answer
 from tinyforge.infer import make_decoder

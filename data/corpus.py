@@ -28,15 +28,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data import corpus_report
-from data.cluster import Nodes, check_address, open_nodes
-from data.corpus_report import CATALOGUE
-from data.dedup import Words, band_keys, components, estimate
-from data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
-from data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
-from data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
-from data.parquet import scan
-from data.passes import (
+from tinyforge.backends.workers import cores
+from tinyforge.data import corpus_report
+from tinyforge.data.cluster import Nodes, check_address, open_nodes
+from tinyforge.data.corpus_report import CATALOGUE
+from tinyforge.data.dedup import Words, band_keys, components, estimate
+from tinyforge.data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
+from tinyforge.data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
+from tinyforge.data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
+from tinyforge.data.parquet import scan
+from tinyforge.data.passes import (
     Parts,
     Span,
     connect,
@@ -50,8 +51,7 @@ from data.passes import (
     run_tasks,
     write_split,
 )
-from data.source import Source, read_source
-from tinyforge.backends.workers import cores
+from tinyforge.data.source import Source, read_source
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of, shown, sync
 from tinyforge.report import count_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.files import write_fault, written_whole
+from tinyforge.data.files import write_fault, written_whole
 from tinyforge.errors import Parser, UserError
 from tinyforge.terminal import printable
 

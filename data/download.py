@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data.files import make_folder, write_fault, write_json
 from tinyforge import __version__
+from tinyforge.data.files import make_folder, write_fault, write_json
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, replace, sha256_of, sync
 from tinyforge.report import count_of

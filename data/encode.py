@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import written_whole
-from data.parquet import connect, quoted, rows_of, scan
+from tinyforge.data.files import written_whole
+from tinyforge.data.parquet import connect, quoted, rows_of, scan
 from tinyforge.errors import UserError
 from tinyforge.shards import TOKENIZER, separator_of
 from tinyforge.tokenizers import TextTokenizer, load_tokenizer

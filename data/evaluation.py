@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.files import read_file, zip_members
-from data.local import read_documents
+from tinyforge.data.files import read_file, zip_members
+from tinyforge.data.local import read_documents
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value, sha256_of, shown
 from tinyforge.infer.tasks import Choice, Item, LastWord, Passage, Problem

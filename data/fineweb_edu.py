@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data import parquet
-from data.download import CONNECTIONS, Downloader, FetchError, Patience
-from data.files import locked, make_folder, parse_bytes, write_json, written_whole
-from data.hub import HOST, Published, file_url, list_files
-from data.parquet import copy_to_parquet, escape_glob, quoted
-from data.source import Source, SourceWriter, first_of, read_source, report
+from tinyforge.data import parquet
+from tinyforge.data.download import CONNECTIONS, Downloader, FetchError, Patience
+from tinyforge.data.files import locked, make_folder, parse_bytes, write_json, written_whole
+from tinyforge.data.hub import HOST, Published, file_url, list_files
+from tinyforge.data.parquet import copy_to_parquet, escape_glob, quoted
+from tinyforge.data.source import Source, SourceWriter, first_of, read_source, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of
 from tinyforge.report import count_of

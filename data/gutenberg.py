@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from data.download import Downloader, FetchError, Job, check_url
-from data.files import files_in, locked, name_of, read_file, zip_members
-from data.source import Document, Source, SourceWriter, read_source, reason_of, report
+from tinyforge.data.download import Downloader, FetchError, Job, check_url
+from tinyforge.data.files import files_in, locked, name_of, read_file, zip_members
+from tinyforge.data.source import Document, Source, SourceWriter, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import count_of
 from tinyforge.terminal import one_line

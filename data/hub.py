@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from data.download import Downloader, check_url
+from tinyforge.data.download import Downloader, check_url
 from tinyforge.errors import UserError
 from tinyforge.files import json_value
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from data.files import MAX_RATIO, read_file
-from data.parquet import connect, escape_glob
-from data.world import instructions
+from tinyforge.data.files import MAX_RATIO, read_file
+from tinyforge.data.parquet import connect, escape_glob
+from tinyforge.data.world import instructions
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, shown
 from tinyforge.rng import Stream

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data.files import MAX_BYTES, files_in, locked, name_of, read_file, write_fault, zip_members
-from data.parquet import connect, escape_glob
-from data.source import Document, Refusal, Source, SourceWriter, first_of, read_source, reason_of, report
+from tinyforge.data.files import MAX_BYTES, files_in, locked, name_of, read_file, write_fault, zip_members
+from tinyforge.data.parquet import connect, escape_glob
+from tinyforge.data.source import Document, Refusal, Source, SourceWriter, first_of, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from data.files import FULL
+from tinyforge.data.files import FULL
 from tinyforge.errors import UserError
 
 OPTIONS = "(FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 4096)"  # of files that are kept

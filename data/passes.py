@@ -28,19 +28,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data import parquet
-from data.dedup import WordHash, Words, permutations
-from data.files import FULL, write_json, written_whole
-from data.filters import COLUMNS, Filter, reason_query
-from data.parquet import OPTIONS, escape_glob, quoted, scan
-from data.source import COLUMNS as SOURCE_COLUMNS
+from tinyforge.data import parquet
+from tinyforge.data.dedup import WordHash, Words, permutations
+from tinyforge.data.files import FULL, write_json, written_whole
+from tinyforge.data.filters import COLUMNS, Filter, reason_query
+from tinyforge.data.parquet import OPTIONS, escape_glob, quoted, scan
+from tinyforge.data.source import COLUMNS as SOURCE_COLUMNS
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, sha256_of
 
 if TYPE_CHECKING:
     import duckdb
 
-    from data.cluster import Nodes
+    from tinyforge.data.cluster import Nodes
 
 SPAN_BYTES = 16 << 20  # of text in one task
 _BATCH_BYTES = 1 << 19  # of text in NumPy's arrays, which take 40 times as much

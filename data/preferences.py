@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.alpaca import Record, encode_example, fault, hold_out, scan_file
-from data.local import read_text
-from data.world import instructions, wrong_answer
+from tinyforge.data.alpaca import Record, encode_example, fault, hold_out, scan_file
+from tinyforge.data.local import read_text
+from tinyforge.data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
 from tinyforge.report import count_of
 from tinyforge.tokenizers import TextTokenizer

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from data.alpaca import Record, evenly, hold_out, origins_of, read_records, write_instructions
-from data.files import locked
-from data.world import Instruction, harder_sums, sum_rewards
+from tinyforge.data.alpaca import Record, evenly, hold_out, origins_of, read_records, write_instructions
+from tinyforge.data.files import locked
+from tinyforge.data.world import Instruction, harder_sums, sum_rewards
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import count_of
 from tinyforge.rng import Stream

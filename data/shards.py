@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.cluster import Nodes, check_address, open_nodes
-from data.encode import ENCODED, encode_file, load_with_separator, read_texts, unread
-from data.files import check_file, locked
 from tinyforge.backends.workers import cores
+from tinyforge.data.cluster import Nodes, check_address, open_nodes
+from tinyforge.data.encode import ENCODED, encode_file, load_with_separator, read_texts, unread
+from tinyforge.data.files import check_file, locked
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import LOCK, parse_json, read_json, sha256_of
 from tinyforge.report import count_of

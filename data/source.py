@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from data.files import check_file, make_folder, write_fault, write_json
-from data.parquet import connect, copy_to_parquet, escape_glob, quoted
+from tinyforge.data.files import check_file, make_folder, write_fault, write_json
+from tinyforge.data.parquet import connect, copy_to_parquet, escape_glob, quoted
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, replace, sha256_of, shown, sync
 from tinyforge.report import count_of

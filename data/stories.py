@@ -24,10 +24,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.alpaca import Record, read_records, write_instructions
-from data.files import locked
-from data.shards import read_corpus, read_texts
-from data.source import Document, InputFile, Source, SourceWriter, read_source
+from tinyforge.data.alpaca import Record, read_records, write_instructions
+from tinyforge.data.files import locked
+from tinyforge.data.shards import read_corpus, read_texts
+from tinyforge.data.source import Document, InputFile, Source, SourceWriter, read_source
 from tinyforge.errors import Parser, UserError, run_command
 
 STORIES = "tinystories"  # the source that is read

@@ -17,11 +17,11 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data.download import Downloader
-from data.files import MAX_BYTES, locked
-from data.hub import HOST, Published, file_url, list_files
-from data.local import BadRecord, read_rows
-from data.source import Document, Refusal, Source, SourceWriter, read_source, report
+from tinyforge.data.download import Downloader
+from tinyforge.data.files import MAX_BYTES, locked
+from tinyforge.data.hub import HOST, Published, file_url, list_files
+from tinyforge.data.local import BadRecord, read_rows
+from tinyforge.data.source import Document, Refusal, Source, SourceWriter, read_source, report
 from tinyforge.errors import Parser, UserError, run_command
 
 REPOSITORY = "roneneldan/TinyStories"

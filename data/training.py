@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.local import read_documents
-from data.world import documents
+from tinyforge.data.local import read_documents
+from tinyforge.data.world import documents
 from tinyforge.files import sha256_of
 from tinyforge.report import count_of
 

@@ -30,7 +30,8 @@ from threading import Event, Thread
 from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 from tinyforge import checkpoint
 from tinyforge.errors import Parser, UserError, run_command

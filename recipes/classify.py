@@ -14,24 +14,24 @@ the bag of words is trained on the same data as a baseline; for images, mistakes
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.labelled import Labelled, answers, has_test_images, hold_out, read_images, read_texts
-from models.bag_of_words import BagOfWords
 from tinyforge import checkpoint
 from tinyforge.config import ModelConfig
+from tinyforge.data.labelled import Labelled, answers, has_test_images, hold_out, read_images, read_texts
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import load
 from tinyforge.formats.foreign import spec_of_model
+from tinyforge.models.bag_of_words import BagOfWords
 from tinyforge.parallel.launch import Ranks
 from tinyforge.params import take_weights
 from tinyforge.registry import ModelSpec, find_model

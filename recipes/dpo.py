@@ -14,24 +14,24 @@ questions.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.alpaca import names_of, origins_of
-from data.answers import exact_match
-from data.preferences import Pair, encode_pairs, read_split, world_pairs
-from data.training import input_hashes
-from data.world import KINDS
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
+from tinyforge.data.alpaca import names_of, origins_of
+from tinyforge.data.answers import exact_match
+from tinyforge.data.preferences import Pair, encode_pairs, read_split, world_pairs
+from tinyforge.data.training import input_hashes
+from tinyforge.data.world import KINDS
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import Loaded, Opened
 from tinyforge.formats.tuning import about, answer, build, finish, history, open_start

@@ -31,18 +31,18 @@ from pathlib import Path
 from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.alpaca import evenly, read_split
-from data.evaluation import TASKS, TEXT_TASKS, check_tasks, first_of_each, read_sets, refuse_if_learned
-from data.published import PUBLISHED
-from data.training import WORLD, built_in_held_out, built_in_training, documents_of
-from data.world import instructions
-from models.kneser_ney.model import KneserNey
 from tinyforge import checkpoint
 from tinyforge.backends import PRECISIONS, Backend, get_backend, gpu_is_there
+from tinyforge.data.alpaca import evenly, read_split
+from tinyforge.data.evaluation import TASKS, TEXT_TASKS, check_tasks, first_of_each, read_sets, refuse_if_learned
+from tinyforge.data.published import PUBLISHED
+from tinyforge.data.training import WORLD, built_in_held_out, built_in_training, documents_of
+from tinyforge.data.world import instructions
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
 from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, load, open_model, trained_model
@@ -54,6 +54,7 @@ from tinyforge.infer.evaluate import measure_cloze, measure_replies, measure_spe
 from tinyforge.infer.figures import scores_of, table_of, table_of_tasks
 from tinyforge.infer.likelihood import Scorer, tokens_that_fit
 from tinyforge.infer.tasks import run_task, texts_of
+from tinyforge.models.kneser_ney.model import KneserNey
 from tinyforge.parallel.launch import refuse_ranks
 from tinyforge.report import add_json_flag, check_before, publish, write_json
 from tinyforge.shards import separator_of

@@ -15,22 +15,22 @@ records whose output ends in a number.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.answers import exact_match
-from data.rewards import Questions, open_questions
-from data.training import input_hashes
-from data.world import KINDS, Instruction
 from tinyforge import checkpoint
+from tinyforge.data.answers import exact_match
+from tinyforge.data.rewards import Questions, open_questions
+from tinyforge.data.training import input_hashes
+from tinyforge.data.world import KINDS, Instruction
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import Loaded, Opened
 from tinyforge.formats.tuning import about, build, finish, history, open_start, prompt_ids

@@ -16,22 +16,22 @@ words with the records' own replies.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.alpaca import Record, evenly, read_split
-from data.dedup import gram_shares, grams_of
-from data.files import check_writable, write_json
-from data.preferences import Pair
-from data.stories import asks_for_a_story, misses
 from tinyforge.backends import get_backend
+from tinyforge.data.alpaca import Record, evenly, read_split
+from tinyforge.data.dedup import gram_shares, grams_of
+from tinyforge.data.files import check_writable, write_json
+from tinyforge.data.preferences import Pair
+from tinyforge.data.stories import asks_for_a_story, misses
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.formats import Loaded, load, trained_model
 from tinyforge.formats.tuning import prompt_ids

@@ -16,18 +16,18 @@ which is never trained on: the val split of the built-in corpus or of token shar
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
-from data.training import documents_of, input_hashes
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
+from tinyforge.data.training import documents_of, input_hashes
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import Opened, open_model, trained_model
 from tinyforge.formats.teaching import beside, check_teachers, described, open_teachers, taught_by

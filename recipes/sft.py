@@ -12,20 +12,20 @@ targets are -1. With the built-in instructions the run ends with exact match on 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 # A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.alpaca import Record, encode_example, end_of_reply, names_of, origins_of, read_split
-from data.answers import exact_match
-from data.training import input_hashes
-from data.world import KINDS, instructions
 from tinyforge import checkpoint
+from tinyforge.data.alpaca import Record, encode_example, end_of_reply, names_of, origins_of, read_split
+from tinyforge.data.answers import exact_match
+from tinyforge.data.training import input_hashes
+from tinyforge.data.world import KINDS, instructions
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import Opened, lora, newest_run, open_model, trained_model
 from tinyforge.formats.teaching import beside, check_teachers, described, open_teachers, taught_by

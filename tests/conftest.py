@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.world import documents
+from tinyforge.data.world import documents
 from tinyforge.formats.foreign import spec_of_model
 from tinyforge.shards import SEPARATOR, Part, ShardWriter, Source, write_manifest
 from tinyforge.tokenizers import Tokenizer

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.char_mlp import SPEC as CHAR_MLP
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config as LlamaConfig
-from models.llama import Llama
-from models.nanoeuler import Config as NanoEulerConfig
-from models.nanoeuler import NanoEuler
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
+from tinyforge.models.char_mlp import SPEC as CHAR_MLP
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
+from tinyforge.models.nanoeuler import Config as NanoEulerConfig
+from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.op import Stash
 from tinyforge.optim import AdamW
 from tinyforge.params import UNPLACED, Param, ParamBuffer

@@ -20,20 +20,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.bert import BERT
-from models.char_mlp.model import CharMLP
-from models.gpt2 import GPT2
-from models.llama import Llama
-from models.lstm import LSTMModel
-from models.mamba import Mamba
-from models.moe import MoE
-from models.nanoeuler import NanoEuler
-from models.vit import ViT
 from tinyforge import gradcheck, ops
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check, check_op, directional_error
 from tinyforge.kernel import Array, Kernel, override
+from tinyforge.models.bert import BERT
+from tinyforge.models.char_mlp.model import CharMLP
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.llama import Llama
+from tinyforge.models.lstm import LSTMModel
+from tinyforge.models.mamba import Mamba
+from tinyforge.models.moe import MoE
+from tinyforge.models.nanoeuler import NanoEuler
+from tinyforge.models.vit import ViT
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import attention
 from tinyforge.ops.add_layernorm import add_layernorm_fwd

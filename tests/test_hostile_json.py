@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from data.alpaca import make_instructions, read_records
-from data.download import Downloader
-from data.hub import list_files
-from data.local import make_source
-from data.shards import read_corpus
-from data.source import read_source
 from tinyforge import checkpoint
+from tinyforge.data.alpaca import make_instructions, read_records
+from tinyforge.data.download import Downloader
+from tinyforge.data.hub import list_files
+from tinyforge.data.local import make_source
+from tinyforge.data.shards import read_corpus
+from tinyforge.data.source import read_source
 from tinyforge.errors import UserError
 from tinyforge.formats.generation import read_generation
 from tinyforge.formats.huggingface import open_directory

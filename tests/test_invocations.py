@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from data.world import documents
-from recipes import pretrain
+from tinyforge.data.world import documents
 from tinyforge.errors import run_command
+from tinyforge.recipes import pretrain
 from tinyforge.tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

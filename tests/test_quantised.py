@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge import quantised
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import METER, MetaBackend
@@ -16,6 +15,7 @@ from tinyforge.formats import load, open_model
 from tinyforge.frozen_model import frozen_model, matrices, quantised_copy
 from tinyforge.infer import Conversation, Sampling, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
 from tinyforge.registry import models
 from tinyforge.tokenizers.chat_templates import TEMPLATES

@@ -18,13 +18,13 @@ from types import ModuleType
 
 # setup.py reads this table before there is anything to import: nothing of tinyforge is imported above the functions.
 MODULES: dict[tuple[str, ...], str] = {
-    ("train",): "recipes.pretrain",
-    ("sft",): "recipes.sft",
-    ("dpo",): "recipes.dpo",
-    ("grpo",): "recipes.grpo",
-    ("classify",): "recipes.classify",
-    ("evaluate",): "recipes.evaluate",
-    ("ablation",): "recipes.ablation",
+    ("train",): "tinyforge.recipes.pretrain",
+    ("sft",): "tinyforge.recipes.sft",
+    ("dpo",): "tinyforge.recipes.dpo",
+    ("grpo",): "tinyforge.recipes.grpo",
+    ("classify",): "tinyforge.recipes.classify",
+    ("evaluate",): "tinyforge.recipes.evaluate",
+    ("ablation",): "tinyforge.recipes.ablation",
     ("chat",): "tinyforge.chat",
     ("inspect",): "tinyforge.inspect",
     ("serve",): "tinyforge.serve",
@@ -37,16 +37,16 @@ MODULES: dict[tuple[str, ...], str] = {
     ("gradcheck",): "tinyforge.gradcheck",
     ("doctor",): "tinyforge.doctor",
     ("scaling",): "tinyforge.scaling",
-    ("data", "local"): "data.local",
-    ("data", "gutenberg"): "data.gutenberg",
-    ("data", "fineweb_edu"): "data.fineweb_edu",
-    ("data", "tinystories"): "data.tinystories",
-    ("data", "stories"): "data.stories",
-    ("data", "alpaca"): "data.alpaca",
-    ("data", "evaluation"): "data.evaluation",
-    ("data", "world"): "data.world",
-    ("data", "corpus"): "data.corpus",
-    ("data", "shards"): "data.shards",
+    ("data", "local"): "tinyforge.data.local",
+    ("data", "gutenberg"): "tinyforge.data.gutenberg",
+    ("data", "fineweb_edu"): "tinyforge.data.fineweb_edu",
+    ("data", "tinystories"): "tinyforge.data.tinystories",
+    ("data", "stories"): "tinyforge.data.stories",
+    ("data", "alpaca"): "tinyforge.data.alpaca",
+    ("data", "evaluation"): "tinyforge.data.evaluation",
+    ("data", "world"): "tinyforge.data.world",
+    ("data", "corpus"): "tinyforge.data.corpus",
+    ("data", "shards"): "tinyforge.data.shards",
 }
 SUMMARIES = {
     "train": "pretrain a model on text",
@@ -86,10 +86,6 @@ SHELLS = ("bash", "zsh", "fish")
 def module_of(words: tuple[str, ...]) -> str | None:
     """The module of a subcommand; None where this version has none."""
     name = MODULES[words]
-    if name.partition(".")[0] != "tinyforge":
-        from tinyforge.registry import in_repository
-
-        name = in_repository(name)
     try:
         found = importlib.util.find_spec(name)
         if found is not None and found.submodule_search_locations is not None:

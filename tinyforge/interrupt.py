@@ -1,6 +1,6 @@
 """Ctrl-C while a command is still importing its modules: prints one word, not a traceback.
 
-From then on `run_command` handles it. Your own program that uses tinyforge keeps Python's traceback.
+From then on `run_command` handles it. Your own program that uses tinyforge keeps its hook and Python's traceback.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-_PACKAGE = Path(__file__).resolve().parent
-_INSTALLED = (_PACKAGE / "_repo").is_dir()  # from a wheel: the folders beside the package are not ours
+from tinyforge.invocation import IN_CHECKOUT, PACKAGE
+
 _python = sys.excepthook
 
 
@@ -20,14 +20,17 @@ def _is_ours() -> bool:
     if main is None:
         return sys.argv[:1] == ["-m"]  # `python -m tinyforge.chat` does not know its file yet
     file = Path(main).resolve()
-    return file.stem == "tinyforge" or file.is_relative_to(_PACKAGE if _INSTALLED else _PACKAGE.parent)
+    if not file.is_file():  # a program on standard input
+        return False
+    return file.stem == "tinyforge" or file.is_relative_to(PACKAGE.parent if IN_CHECKOUT else PACKAGE)
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if issubclass(kind, KeyboardInterrupt) and _is_ours():
+    if issubclass(kind, KeyboardInterrupt):
         print("\nstopped", file=sys.stderr)
     else:
         _python(kind, error, trace)
 
 
-sys.excepthook = _hook
+if _is_ours():
+    sys.excepthook = _hook

@@ -22,6 +22,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
 GROUP = "tinyforge.models"
+HOME = "tinyforge.models"
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,12 @@ class ModelSpec:
             raise UserError(f"--precision fp8: {self.title} has no products in FP8; use bf16, or one of {able}")
 
 
-def in_repository(name: str) -> str:
-    """The import name of a module of models/, data/ or recipes/: its own name in the repository, and below
-    `tinyforge._repo` in a wheel."""
-    return f"tinyforge._repo.{name}" if importlib.util.find_spec("tinyforge._repo") else name
-
-
 @cache
 def models() -> dict[str, ModelSpec]:
     """Every registered model by name, those of the checkout first. The first is the default of --model."""
     found: dict[str, ModelSpec] = {}
-    home = in_repository("models")
-    if importlib.util.find_spec(home) is not None:
-        found |= {spec.name: spec for spec in getattr(importlib.import_module(home), "SPECS", ())}
+    if importlib.util.find_spec(HOME) is not None:
+        found |= {spec.name: spec for spec in getattr(importlib.import_module(HOME), "SPECS", ())}
     for point in entry_points(group=GROUP):
         if point.name not in found:
             found[point.name] = point.load()

@@ -9,14 +9,14 @@ Each check compares your function with finite differences or with the op of the 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 from tinyforge import Param, Stash, get_backend
 from tinyforge.errors import Parser, UserError, run_command

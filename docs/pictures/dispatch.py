@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The repository root is where tinyforge/ is.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import files
 import numpy as np

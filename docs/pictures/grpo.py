@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 from tinyforge import checkpoint
 from tinyforge.train import metrics

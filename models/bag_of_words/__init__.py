@@ -1,5 +1,5 @@
 """Logistic regression on the bag of words: the baseline of text classification."""
 
-from models.bag_of_words.model import BagOfWords
+from tinyforge.models.bag_of_words.model import BagOfWords
 
 __all__ = ["BagOfWords"]

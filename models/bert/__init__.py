@@ -1,7 +1,7 @@
 """BERT: post-norm blocks that look both ways, hidden words to guess, a classification head."""
 
-from models.bert.config import PRESETS, Config
-from models.bert.model import BERT
+from tinyforge.models.bert.config import PRESETS, Config
+from tinyforge.models.bert.model import BERT
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

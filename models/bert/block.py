@@ -3,9 +3,9 @@ from the bottom up."""
 
 from __future__ import annotations
 
-from models.bert.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.models.bert.config import Config
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddLayerNorm, Attention, Dropout, Fork, GELULinear, Linear
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from models.bert.config import Config
 from tinyforge.layout import Entry, require, setting
+from tinyforge.models.bert.config import Config
 
 PREFIX = "bert."
 # Position numbers; the tied output matrix, written twice; the head for next-sentence prediction; a pooler that masked

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from models.bert.block import STD, Block, linear, norm
-from models.bert.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.model import Model
+from tinyforge.models.bert.block import STD, Block, linear, norm
+from tinyforge.models.bert.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, CrossEntropy, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, Take, Tanh
 from tinyforge.params import ParamBuffer, with_buffer

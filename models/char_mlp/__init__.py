@@ -1,7 +1,7 @@
 """A character-level MLP: the smallest useful model, and the one to copy for a model of your own."""
 
-from models.char_mlp.config import PRESETS, Config
-from models.char_mlp.model import CharMLP
+from tinyforge.models.char_mlp.config import PRESETS, Config
+from tinyforge.models.char_mlp.model import CharMLP
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

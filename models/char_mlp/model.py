@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from models.char_mlp.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.model import Model
+from tinyforge.models.char_mlp.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, Embedding, LayerNorm, Linear, LinearCrossEntropy
 from tinyforge.params import ParamBuffer

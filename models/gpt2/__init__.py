@@ -1,7 +1,7 @@
 """GPT-2: LayerNorm, learned positions, GELU, a tied head; also nanoGPT's character model."""
 
-from models.gpt2.config import PRESETS, Config
-from models.gpt2.model import GPT2
+from tinyforge.models.gpt2.config import PRESETS, Config
+from tinyforge.models.gpt2.model import GPT2
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from models.gpt2.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.models.gpt2.config import Config
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import AddLayerNorm, Attention, Dropout, GELULinear, Linear
 from tinyforge.ops.attention import LayerCache

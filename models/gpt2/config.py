@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.checks import check_heads, check_rates
 from tinyforge.config import ModelConfig
+from tinyforge.models.checks import check_heads, check_rates
 
 
 @dataclass(frozen=True)

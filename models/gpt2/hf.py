@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from models.gpt2.config import Config
 from tinyforge.errors import UserError
 from tinyforge.layout import Entry, require, setting
+from tinyforge.models.gpt2.config import Config
 
 PREFIX = "transformer."
 IGNORED = r".*\.attn\.(masked_)?bias"  # the causal mask, which older files hold

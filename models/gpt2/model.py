@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from models.gpt2.block import Block
-from models.gpt2.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
 from tinyforge.model import Model
+from tinyforge.models.gpt2.block import Block
+from tinyforge.models.gpt2.config import Config
 from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import AddLayerNorm, Dropout, Embedding, LayerNorm, LearnedPositions, LinearCrossEntropy
 from tinyforge.ops.attention import Documents

@@ -1,7 +1,7 @@
 """Llama and its kin: Mistral's window, Qwen2's biases, Qwen3's norms on queries and keys."""
 
-from models.llama.config import PRESETS, Config
-from models.llama.model import Llama
+from tinyforge.models.llama.config import PRESETS, Config
+from tinyforge.models.llama.model import Llama
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from models.llama.config import Config
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.kernel import Array
+from tinyforge.models.llama.config import Config
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import (
     AddRMSNorm,

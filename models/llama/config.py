@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from models.checks import check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.models.checks import check_rates
 
 ROPE_SCALINGS = ("none", "linear", "llama3")
 

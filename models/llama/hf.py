@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from models.llama.config import Config
 from tinyforge.errors import UserError
 from tinyforge.layout import Entry, require, setting
+from tinyforge.models.llama.config import Config
 
 PREFIX = "model."
 IGNORED = r".*\.rotary_emb\.inv_freq"

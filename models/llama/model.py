@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from models.llama.block import STD, Block, gain
-from models.llama.config import Config
 from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.model import Model
+from tinyforge.models.llama.block import STD, Block, gain
+from tinyforge.models.llama.config import Config
 from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import AddRMSNorm, Embedding, FP8RMSNorm, LinearCrossEntropy, RMSNorm
 from tinyforge.ops.attention import Documents

@@ -1,7 +1,7 @@
 """LSTM: layers of long short-term memory, whose state can be carried from batch to batch."""
 
-from models.lstm.config import PRESETS, Config
-from models.lstm.model import LSTMModel
+from tinyforge.models.lstm.config import PRESETS, Config
+from tinyforge.models.lstm.model import LSTMModel
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

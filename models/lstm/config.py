@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.checks import check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.models.checks import check_rates
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from models.lstm.config import Config
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
 from tinyforge.model import Model
+from tinyforge.models.lstm.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import LSTM, Dropout, Embedding, LinearCrossEntropy
 from tinyforge.params import ParamBuffer

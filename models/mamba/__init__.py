@@ -1,7 +1,7 @@
 """Mamba: no attention, a selective state space in its place, and a state of constant size to generate from."""
 
-from models.mamba.config import PRESETS, Config
-from models.mamba.model import Mamba
+from tinyforge.models.mamba.config import PRESETS, Config
+from tinyforge.models.mamba.model import Mamba
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from models.mamba.config import Config
 from tinyforge.layout import Entry, require, setting
+from tinyforge.models.mamba.config import Config
 
 PREFIX = "backbone."
 IGNORED = r"(?!)"  # nothing

@@ -1,7 +1,7 @@
 """A mixture of experts: Mixtral's model, and NanoEuler with experts."""
 
-from models.moe.config import PRESETS, Config
-from models.moe.model import MoE
+from tinyforge.models.moe.config import PRESETS, Config
+from tinyforge.models.moe.model import MoE
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

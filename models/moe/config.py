@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models.llama.config import Config as LlamaConfig
-from models.nanoeuler.config import MultiToken
 from tinyforge.errors import UserError
+from tinyforge.models.llama.config import Config as LlamaConfig
+from tinyforge.models.nanoeuler.config import MultiToken
 
 
 @dataclass(frozen=True)

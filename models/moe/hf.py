@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from models.llama import hf as llama
-from models.moe.config import Config
 from tinyforge.errors import UserError
 from tinyforge.layout import Entry, require, setting
+from tinyforge.models.llama import hf as llama
+from tinyforge.models.moe.config import Config
 from tinyforge.report import count_of
 
 PREFIX, IGNORED = llama.PREFIX, llama.IGNORED

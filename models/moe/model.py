@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from models.llama.block import STD, AttentionHalf, residual_std
-from models.llama.model import LlamaLike
-from models.moe.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.models.llama.block import STD, AttentionHalf, residual_std
+from tinyforge.models.llama.model import LlamaLike
+from tinyforge.models.moe.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import MixtureOfExperts, RouterLosses
 from tinyforge.ops.attention import Documents, LayerCache

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from models.nanoeuler.config import PRESETS, Config
-from models.nanoeuler.model import NanoEuler
+from tinyforge.models.nanoeuler.config import PRESETS, Config
+from tinyforge.models.nanoeuler.model import NanoEuler
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

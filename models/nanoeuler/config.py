@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from models.checks import check_heads, check_rates
-from models.llama.config import Config as LlamaConfig
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.models.checks import check_heads, check_rates
+from tinyforge.models.llama.config import Config as LlamaConfig
 
 
 class MultiToken(ModelConfig):

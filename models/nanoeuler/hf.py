@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from models.llama import hf as llama
-from models.nanoeuler.config import Config
 from tinyforge.layout import Entry
+from tinyforge.models.llama import hf as llama
+from tinyforge.models.nanoeuler.config import Config
 from tinyforge.report import count_of
 
 

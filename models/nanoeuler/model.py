@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from models.llama.model import LlamaLike
-from models.nanoeuler.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
+from tinyforge.models.llama.model import LlamaLike
+from tinyforge.models.nanoeuler.config import Config
 from tinyforge.op import Op, Param, Recompute, WithKeywords
 from tinyforge.ops.attention import Documents
 from tinyforge.params import with_buffer

@@ -1,7 +1,7 @@
 """ViT: images as sequences of patches, a class token, pre-norm blocks that look both ways."""
 
-from models.vit.config import PRESETS, Config
-from models.vit.model import ViT
+from tinyforge.models.vit.config import PRESETS, Config
+from tinyforge.models.vit.model import ViT
 from tinyforge.registry import ModelSpec
 
 SPEC = ModelSpec(

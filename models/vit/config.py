@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from models.checks import check_heads, check_rates
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.models.checks import check_heads, check_rates
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from models.vit.config import Config
 from tinyforge.layout import Entry, require, setting
+from tinyforge.models.vit.config import Config
 
 PREFIX = "vit."
 IGNORED = r"vit\.pooler\..*"

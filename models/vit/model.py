@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from models.gpt2 import block as gpt2
-from models.gpt2.config import Config as GPT2Config
-from models.vit.config import Config
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.model import Model
+from tinyforge.models.gpt2 import block as gpt2
+from tinyforge.models.gpt2.config import Config as GPT2Config
+from tinyforge.models.vit.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import (
     AddLayerNorm,

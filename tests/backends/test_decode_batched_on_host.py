@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tests.backends.on_host import INLINE, hopper, run_on_host
 from tests.backends.test_decode_single_on_host import BEFORE
 from tinyforge.backends import get_backend
@@ -20,6 +19,7 @@ from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.decode_batched_plan import SAMPLER, BatchPlan
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
 from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.slow

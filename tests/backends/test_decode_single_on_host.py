@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
 from tinyforge.backends import get_backend
 from tinyforge.frozen_model import quantised_copy
@@ -16,6 +15,7 @@ from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.decode_single_plan import RowPlan
 from tinyforge.infer.cuda.prompts import RowCache
 from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.quantised import FORMATS, Quantised
 from tinyforge.rng import Stream
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench.corpus import KEPT_WORDS, Rewriter, memory_of, plant, shingles
-from data.dedup import Words
+from tinyforge.data.dedup import Words
 
 RNG = random.Random(0)
 VOCABULARY = ["".join(RNG.choices("abcdefghij", k=6)) for _ in range(2000)]

@@ -14,11 +14,11 @@ import pytest
 
 from bench.decode import Options, bytes_per_step, contenders_of, main, speculation_table, table
 from bench.peers import GRAPHS_NEED_A_GPU, OURS
-from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.frozen_model import quantised_copy
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer
 

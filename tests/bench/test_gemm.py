@@ -46,7 +46,7 @@ def test_gpt2_leaves_its_product_with_a_bias_to_cublaslt() -> None:
 
 
 def test_a_steps_products_are_six_flop_a_weight_and_token() -> None:
-    from models.nanoeuler.config import PRESETS
+    from tinyforge.models.nanoeuler.config import PRESETS
 
     c = PRESETS["base"]
     weights = c.layers * (c.dim * (c.dim + 2 * c.kv_heads * c.head_dim) + c.dim * c.dim + 3 * c.dim * c.hidden)

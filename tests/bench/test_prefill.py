@@ -8,9 +8,9 @@ import pytest
 
 from bench.peers import GRAPHS_NEED_A_GPU, OURS
 from bench.prefill import Ours, Torch, main, of_length, table
-from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.models.nanoeuler import Config, NanoEuler
 
 TINY = Config(
     dim=16, heads=4, kv_heads=2, layers=2, context=40, vocab=19, mtp_heads=2, hidden=24, mtp_weights=(1.0, 0.5)

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from bench.stories import GRAM, TYPED, Request, answers, known_shares, main, requests, story_nats, tell
-from data.stories import STORIES, keeps_name
-from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.data.stories import STORIES, keeps_name
 from tinyforge.formats import Loaded, load
 from tinyforge.infer.sampling import Sampling
+from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 
 CPU = get_backend("numpy", "fp32", workers=1)
 

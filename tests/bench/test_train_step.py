@@ -13,9 +13,9 @@ import pytest
 
 from bench.peers import EAGER, GRAPH, GRAPHS_NEED_A_GPU, OURS
 from bench.train_step import MASKED, MUON, READING, Options, Ours, main, make_contenders, table, torch_peer
-from models.nanoeuler.config import Config
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.models.nanoeuler.config import Config
 from tinyforge.registry import find_model
 from tinyforge.shards import SEPARATOR
 from tinyforge.tokenizers import Tokenizer

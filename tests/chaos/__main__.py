@@ -35,11 +35,11 @@ from typing import Any
 
 import matplotlib.pyplot  # noqa: F401  (once, not in every child)
 
-from data import fineweb_edu
 from tests.chaos.commands import Command, commands, contents, make_inputs, rows_of_the_web, stories
 from tests.data.conftest import Host, server_of
 from tests.fuzz.child import Patience, Watch, end_session, start_child
 from tests.fuzz.turns import in_turns, name_of, parser, table
+from tinyforge.data import fineweb_edu
 from tinyforge.formats import convert
 
 WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}

@@ -14,11 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
-from recipes import ablation, classify, evaluate, pretrain, sft
 from tests.fuzz.seeds import BOOK, RECORDS, documents, make_seeds
 from tinyforge import chat, checkpoint
+from tinyforge.data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
 from tinyforge.formats import convert, load
+from tinyforge.recipes import ablation, classify, evaluate, pretrain, sft
 from tinyforge.tokenizers import command
 
 Main = Callable[[list[str]], Any]

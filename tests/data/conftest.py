@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from data.source import read_source
+from tinyforge.data.source import read_source
 from tinyforge.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from data import alpaca
-from data.alpaca import (
+from tests.data.conftest import fault_of
+from tinyforge.data import alpaca
+from tinyforge.data.alpaca import (
     Record,
     clean,
     encode_example,
@@ -26,10 +27,9 @@ from data.alpaca import (
     read_split,
     render_prompt,
 )
-from data.download import Downloader, Patience
-from data.local import read_documents
-from data.source import read_source
-from tests.data.conftest import fault_of
+from tinyforge.data.download import Downloader, Patience
+from tinyforge.data.local import read_documents
+from tinyforge.data.source import read_source
 from tinyforge.errors import UserError
 
 GREET = {"instruction": "Greet Mia.", "input": "", "output": "Hello, Mia."}

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from data import cluster
-from data.cluster import check_address
-from data.corpus import main as make_corpus
-from data.shards import main as make_shards
-from data.source import Document, SourceWriter
 from tests.data.conftest import contents
+from tinyforge.data import cluster
+from tinyforge.data.cluster import check_address
+from tinyforge.data.corpus import main as make_corpus
+from tinyforge.data.shards import main as make_shards
+from tinyforge.data.source import Document, SourceWriter
 from tinyforge.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

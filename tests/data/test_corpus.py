@@ -20,16 +20,16 @@ from typing import Any
 import duckdb
 import pytest
 
-from data import corpus as corpus_module
-from data import passes
-from data.corpus import Settings, build_corpus, main
-from data.files import parse_bytes
-from data.filters import DEFAULT_FILTERS, check_filters, read_filters
-from data.gutenberg import clean
-from data.passes import cut, duckdb_faults
-from data.source import Document, SourceWriter
 from tests.data.conftest import fault_of as fault
 from tests.data.test_dedup import jaccard, slow_grams
+from tinyforge.data import corpus as corpus_module
+from tinyforge.data import passes
+from tinyforge.data.corpus import Settings, build_corpus, main
+from tinyforge.data.files import parse_bytes
+from tinyforge.data.filters import DEFAULT_FILTERS, check_filters, read_filters
+from tinyforge.data.gutenberg import clean
+from tinyforge.data.passes import cut, duckdb_faults
+from tinyforge.data.source import Document, SourceWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = ROOT.parent / "shared" / "data" / "gutenberg.zip"

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from data.dedup import (
+from tinyforge.data.dedup import (
     WordHash,
     Words,
     band_keys,

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from data import download
-from data.download import Downloader, FetchError, Job, Patience
+from tinyforge.data import download
+from tinyforge.data.download import Downloader, FetchError, Job, Patience
 from tinyforge.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -407,7 +407,7 @@ def test_a_full_disk_keeps_what_has_come(host: Any, out: Path, monkeypatch: pyte
 SCRIPT = """
 import sys
 from pathlib import Path
-from data.download import Downloader, Patience
+from tinyforge.data.download import Downloader, Patience
 from tinyforge.errors import run_command
 url, out = sys.argv[1:]
 patience = Patience(timeout=5.0, attempts=3, backoff=0.01, gap=0.0)

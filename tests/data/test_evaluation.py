@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from data import evaluation
-from data.corpus import Settings, build_corpus
-from data.evaluation import (
+from tinyforge.data import evaluation
+from tinyforge.data.corpus import Settings, build_corpus
+from tinyforge.data.evaluation import (
     TASKS,
     find_sets,
     first_of_each,
@@ -24,7 +24,7 @@ from data.evaluation import (
     text_of,
     text_set,
 )
-from data.source import Document, SourceWriter, read_source
+from tinyforge.data.source import Document, SourceWriter, read_source
 from tinyforge.errors import UserError
 from tinyforge.files import sha256_of
 from tinyforge.infer.tasks import Choice, LastWord, Passage, Problem

@@ -15,12 +15,12 @@ from typing import Any
 import duckdb
 import pytest
 
-from data import fineweb_edu
-from data.download import FetchError, Patience
-from data.fineweb_edu import REPOSITORY, Filter, main, make_source
-from data.hub import Published
-from data.source import Source, read_source
 from tests.data.conftest import contents
+from tinyforge.data import fineweb_edu
+from tinyforge.data.download import FetchError, Patience
+from tinyforge.data.fineweb_edu import REPOSITORY, Filter, main, make_source
+from tinyforge.data.hub import Published
+from tinyforge.data.source import Source, read_source
 from tinyforge.errors import UserError
 
 pytestmark = pytest.mark.skipif(

@@ -18,11 +18,11 @@ from typing import Any
 import duckdb
 import pytest
 
-from data import files, gutenberg
-from data.download import Downloader, Patience
-from data.gutenberg import Book, clean, main
-from data.source import Source, read_source
 from tests.data.conftest import fault_of
+from tinyforge.data import files, gutenberg
+from tinyforge.data.download import Downloader, Patience
+from tinyforge.data.gutenberg import Book, clean, main
+from tinyforge.data.source import Source, read_source
 from tinyforge.errors import UserError
 
 HEADER = """The Project Gutenberg EBook of The Lamp, by Ann Author

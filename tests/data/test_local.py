@@ -14,9 +14,9 @@ from typing import Any
 import duckdb
 import pytest
 
-from data.local import main, make_source, read_documents, read_text
-from data.source import read_source
 from tests.data.conftest import fault_of
+from tinyforge.data.local import main, make_source, read_documents, read_text
+from tinyforge.data.source import read_source
 from tinyforge.errors import UserError
 
 

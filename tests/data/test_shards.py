@@ -17,11 +17,11 @@ from typing import Any
 import duckdb
 import pytest
 
-from data import shards as command
-from data.shards import make_shards, read_corpus, read_texts
-from data.world import documents
 from tests.data.conftest import contents
 from tests.data.conftest import fault_of as fault
+from tinyforge.data import shards as command
+from tinyforge.data.shards import make_shards, read_corpus, read_texts
+from tinyforge.data.world import documents
 from tinyforge.shards import SEPARATOR, open_shards
 from tinyforge.tokenizers import Tokenizer
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from data import source
-from data.source import Document, Source, SourceWriter, read_source
 from tests.data.conftest import fault_of
+from tinyforge.data import source
+from tinyforge.data.source import Document, Source, SourceWriter, read_source
 from tinyforge.errors import UserError
 
 ROOT = Path(__file__).parents[2]

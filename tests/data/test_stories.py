@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from data import stories
-from data.alpaca import Record, read_records
-from data.corpus import Settings, build_corpus
-from data.source import Document, SourceWriter
-from data.stories import (
+from tinyforge.data import stories
+from tinyforge.data.alpaca import Record, read_records
+from tinyforge.data.corpus import Settings, build_corpus
+from tinyforge.data.source import Document, SourceWriter
+from tinyforge.data.stories import (
     DID,
     KIND_OF,
     NAMES,

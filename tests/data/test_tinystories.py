@@ -8,11 +8,11 @@ from typing import Any
 import duckdb
 import pytest
 
-from data import tinystories
-from data.download import Downloader, FetchError, Patience
-from data.source import Source
-from data.tinystories import FILE, REPOSITORY, main, make_source
 from tests.data.conftest import fault_of
+from tinyforge.data import tinystories
+from tinyforge.data.download import Downloader, FetchError, Patience
+from tinyforge.data.source import Source
+from tinyforge.data.tinystories import FILE, REPOSITORY, main, make_source
 from tinyforge.errors import UserError
 
 QUICK = Patience(timeout=2.0, attempts=2, backoff=0.01, gap=0.0)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from data.alpaca import render_prompt
-from data.world import (
+from tinyforge.data.alpaca import render_prompt
+from tinyforge.data.world import (
     COLOURS,
     KINDS,
     LARGEST,
@@ -297,7 +297,7 @@ def test_lengths(train_documents: list[str], train_instructions: list[Instructio
 
 
 def test_stories_have_the_length_of_a_tiny_story() -> None:
-    from data.world import Teller, story
+    from tinyforge.data.world import Teller, story
 
     lengths = [len(story(Teller("train", str(i))).split()) for i in range(5_000)]
     assert min(lengths) >= 40 and max(lengths) <= 110
@@ -329,7 +329,7 @@ def test_pronouns_agree_with_the_people(train_documents: list[str]) -> None:
 
 
 def test_a_thing_keeps_its_colour() -> None:
-    from data.world import Teller, description, story
+    from tinyforge.data.world import Teller, description, story
 
     colours = "|".join(COLOURS)
     things = 0

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from data import corpus, local, shards
-from data.world import documents
 from tests.docs import test_examples
+from tinyforge.data import corpus, local, shards
+from tinyforge.data.world import documents
 from tinyforge.formats import convert
 
 ROOT = Path(__file__).parents[2]

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from data.evaluation import read_sets, refuse_if_learned
-from data.world import documents
-from models.nanoeuler import Config, NanoEuler
-from recipes import evaluate
 from tinyforge import chat, checkpoint
 from tinyforge.backends import get_backend
+from tinyforge.data.evaluation import read_sets, refuse_if_learned
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.formats import average, convert, open_model
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.params import named
+from tinyforge.recipes import evaluate
 from tinyforge.tokenizers import Tokenizer
 
 FP32 = get_backend("numpy", "fp32", workers=1)

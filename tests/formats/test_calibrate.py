@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from data.world import documents, instructions
-from recipes import evaluate, pretrain, sft
 from tinyforge import chat
 from tinyforge.backends import get_backend
+from tinyforge.data.world import documents, instructions
 from tinyforge.errors import UserError
 from tinyforge.formats import calibrate, convert, open_model, save_pretrained
 from tinyforge.formats.opened import Opened
 from tinyforge.params import named
+from tinyforge.recipes import evaluate, pretrain, sft
 from tinyforge.registry import find_model
 from tinyforge.shards import SEPARATOR, Shards
 from tinyforge.tokenizers import Tokenizer

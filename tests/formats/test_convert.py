@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from data.world import documents
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config as LlamaConfig
-from models.llama import Llama
-from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, load, load_pretrained, save_pretrained
 from tinyforge.formats.tokenizers import TEMPLATE
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.tokenizers.chat_templates import TEMPLATES

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.bert import PRESETS as BERT_PRESETS
-from models.bert import hf as bert_hf
-from models.vit import PRESETS as VIT_PRESETS
-from models.vit import Config as ViTConfig
-from models.vit import hf as vit_hf
 from tests.formats.float64 import in_float64, random_peer
 from tests.formats.foreign import entries_of, load_weights
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats.foreign import weights_of
 from tinyforge.formats.huggingface import open_directory, write_directory
+from tinyforge.models.bert import PRESETS as BERT_PRESETS
+from tinyforge.models.bert import hf as bert_hf
+from tinyforge.models.vit import PRESETS as VIT_PRESETS
+from tinyforge.models.vit import Config as ViTConfig
+from tinyforge.models.vit import hf as vit_hf
 from tinyforge.op import Stash
 
 torch = pytest.importorskip("torch", reason="the peer is transformers, on torch")

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import training
-from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
+from tinyforge.data import training
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, load
+from tinyforge.recipes import pretrain, sft
 
 TINY = ["--set", "dim=16", "heads=2", "kv_heads=1", "layers=1", "hidden=8", "context=64", "vocab=300"]
 

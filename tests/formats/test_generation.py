@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config as LlamaConfig
-from models.llama import Llama
-from models.nanoeuler import SPEC
 from tests.formats.test_lora import make_run
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, load, open_model, save_pretrained
 from tinyforge.formats.generation import FILE, NOTHING, read_generation
 from tinyforge.infer.sampling import Sampling
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
+from tinyforge.models.nanoeuler import SPEC
 from tinyforge.tokenizers import Tokenizer
 
 FP32 = get_backend("numpy", "fp32", workers=1)

@@ -13,20 +13,20 @@ from unicodedata import is_normalized
 import numpy as np
 import pytest
 
-from data.world import documents
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config as LlamaConfig
-from models.llama import Llama
-from models.nanoeuler import SPEC as NANOEULER
 from tests.tokenizers.test_huggingface import byte_level, strings
 from tests.tokenizers.test_sentencepiece import train as train_sentencepiece
 from tinyforge.backends import get_backend
 from tinyforge.chat import conversation_with
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, gguf_file, load, load_pretrained, save_pretrained
 from tinyforge.formats.foreign import weights_of
 from tinyforge.infer import Sampling, generate
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
+from tinyforge.models.nanoeuler import SPEC as NANOEULER
 from tinyforge.tokenizers import CharTokenizer, SentencePiece, TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.tokenizers.pieces import PATTERNS
 
@@ -229,8 +229,8 @@ def test_a_tokenizer_that_llama_cpp_has_no_kind_for(tmp_path: Path) -> None:
 
 
 def test_other_models_and_types_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    from models.char_mlp import CharMLP
-    from models.char_mlp import Config as CharMLPConfig
+    from tinyforge.models.char_mlp import CharMLP
+    from tinyforge.models.char_mlp import Config as CharMLPConfig
 
     with pytest.raises(UserError, match="other programs have no format for CharMLP"):
         save_pretrained(CharMLP(CharMLPConfig(vocab=300), FP32), tokenizer, tmp_path / "m.gguf")

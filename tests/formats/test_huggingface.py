@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config, Llama
 from tests.formats.foreign import load_weights
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats.foreign import weights_of
 from tinyforge.formats.huggingface import open_directory, write_directory
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config, Llama
 from tinyforge.quantised import quantise
 
 FP32 = get_backend("numpy", "fp32", workers=1)

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config, Llama
-from models.nanoeuler import PRESETS, NanoEuler
 from tests.formats.foreign import load_weights
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats import llama2c
 from tinyforge.formats.foreign import weights_of
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config, Llama
+from tinyforge.models.nanoeuler import PRESETS, NanoEuler
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 TINY = Config(dim=12, heads=3, kv_heads=3, layers=2, context=9, vocab=11, hidden=5)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config, Llama
-from models.nanoeuler import Config as NanoEulerConfig
-from models.nanoeuler import NanoEuler
 from tinyforge import checkpoint, tensors
 from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import convert, load, lora, open_model, save_pretrained
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config, Llama
+from tinyforge.models.nanoeuler import Config as NanoEulerConfig
+from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer
 

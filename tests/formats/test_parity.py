@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.llama import Config as LlamaConfig
-from models.llama import Llama
-from models.llama import hf as llama_hf
-from models.nanoeuler import PRESETS, NanoEuler
 from tests.formats.float64 import Float64Torch, in_float64, random_peer
 from tests.formats.foreign import entries_of, load_weights
 from tinyforge.backends import get_backend
 from tinyforge.formats.foreign import weights_of
 from tinyforge.formats.huggingface import open_directory, write_directory
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
+from tinyforge.models.llama import hf as llama_hf
+from tinyforge.models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.op import Stash
 from tinyforge.train.objectives import Batch, NextTokens, with_terms
 
@@ -195,8 +195,8 @@ def test_nanoeuler_is_a_llama_to_transformers(
 
 
 def test_a_gpt2_without_biases_is_written_with_zeros(tmp_path: Path) -> None:
-    from models.gpt2 import GPT2 as Model
-    from models.gpt2 import Config
+    from tinyforge.models.gpt2 import GPT2 as Model
+    from tinyforge.models.gpt2 import Config
 
     model = Model(Config(dim=24, heads=3, layers=2, context=40, vocab=37, bias=False), FP64)
     model.initialise(seed=0)
@@ -218,7 +218,7 @@ def test_a_gpt2_without_biases_is_written_with_zeros(tmp_path: Path) -> None:
 )
 def test_sizes_are_transformers_sizes(preset: str, values: dict[str, Any]) -> None:
     """The parameters of a config, counted by transformers without memory, and by our table."""
-    from models.llama import PRESETS as LLAMA
+    from tinyforge.models.llama import PRESETS as LLAMA
 
     config: LlamaConfig = LLAMA[preset].override(values)
     given = llama_hf.write_config(config)

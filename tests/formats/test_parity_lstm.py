@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.lstm import Config, LSTMModel
 from tinyforge.backends import get_backend
+from tinyforge.models.lstm import Config, LSTMModel
 from tinyforge.op import Stash
 
 torch = pytest.importorskip("torch", reason="the peer is torch")

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats import load, newest_run, trained_model
+from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer
 

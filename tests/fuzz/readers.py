@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
-from data import hub as data_hub
-from data.download import Downloader, Patience
-from recipes import classify, evaluate, pretrain, sft
 from tests.fuzz.seeds import NOWHERE, mend_checkpoint, mend_list, mend_shards, mend_slice
 from tinyforge import chat
 from tinyforge.board import __main__ as board
+from tinyforge.data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
+from tinyforge.data import hub as data_hub
+from tinyforge.data.download import Downloader, Patience
 from tinyforge.formats import convert, load
+from tinyforge.recipes import classify, evaluate, pretrain, sft
 from tinyforge.tokenizers import command
 from tinyforge.tokenizers.tiktoken import from_tiktoken
 

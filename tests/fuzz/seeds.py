@@ -23,18 +23,18 @@ from typing import Any
 import numpy as np
 from matplotlib.image import imsave
 
-from data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
-from data.hub import file_url
-from data.local import read_rows
-from data.source import Document, SourceWriter, write_documents
-from data.world import documents
-from recipes import pretrain
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
+from tinyforge.data import alpaca, corpus, fineweb_edu, gutenberg, local, shards, tinystories
+from tinyforge.data.hub import file_url
+from tinyforge.data.local import read_rows
+from tinyforge.data.source import Document, SourceWriter, write_documents
+from tinyforge.data.world import documents
 from tinyforge.formats import convert, lora, open_model, save_pretrained
 from tinyforge.infer.conversation import FORMAT as CONVERSATION
 from tinyforge.params import named
+from tinyforge.recipes import pretrain
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
 from tinyforge.tokenizers import CharTokenizer, SentencePiece, Tokenizer, WordPiece

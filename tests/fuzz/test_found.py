@@ -15,20 +15,20 @@ import duckdb
 import numpy as np
 import pytest
 
-from data import corpus_report
-from data.corpus import build_corpus
-from data.download import Downloader, Patience
-from data.files import zip_members
-from data.labelled import read_texts as read_labelled
-from data.shards import read_corpus
-from data.source import Document, SourceWriter, read_source
-from recipes import pretrain, sft
 from tests.fuzz.seeds import mend_checkpoint, sentencepiece, small_model
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
+from tinyforge.data import corpus_report
+from tinyforge.data.corpus import build_corpus
+from tinyforge.data.download import Downloader, Patience
+from tinyforge.data.files import zip_members
+from tinyforge.data.labelled import read_texts as read_labelled
+from tinyforge.data.shards import read_corpus
+from tinyforge.data.source import Document, SourceWriter, read_source
 from tinyforge.errors import UserError
 from tinyforge.formats import load, load_pretrained, lora, pretrained, save_pretrained
 from tinyforge.params import named
+from tinyforge.recipes import pretrain, sft
 from tinyforge.tokenizers.command import read_ids
 from tinyforge.train.run import claimed
 from tinyforge.train.settings import PretrainSettings, parse
@@ -82,7 +82,7 @@ def test_half_a_character_in_a_corpus(tmp_path: Path) -> None:
 
 def test_a_catalogue_that_was_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DuckDB refuses a file that a kill has left before its first pages were written."""
-    from data import passes
+    from tinyforge.data import passes
 
     class Killed(BaseException):
         pass

@@ -18,14 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from data.world import documents
-from models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.data.world import documents
 from tinyforge.files import write_whole
+from tinyforge.models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.parallel import Alone, part_of
 from tinyforge.parallel.group import summed
 from tinyforge.parallel.launch import joined, start, started_as_rank

@@ -20,7 +20,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 from tinyforge.files import write_whole
 

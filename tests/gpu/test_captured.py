@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.moe import Config as MoEConfig
-from models.nanoeuler import PRESETS, Config, NanoEuler
 from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamWConfig, MuonConfig
 from tinyforge.registry import find_model

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tests.gpu.test_decode_single import BASE, CONFIG, TOLERANCE, WIDER, forward, most_likely_first, trained_like
 from tinyforge.errors import UserError
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.generation import generate, generate_batch
 from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.gpu

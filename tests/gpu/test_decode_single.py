@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats import load
@@ -19,6 +18,7 @@ from tinyforge.infer.cuda.prompts import append
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.infer.session import Session, Stats
+from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.quantised import FORMATS
 from tinyforge.rng import Stream
 

@@ -206,7 +206,7 @@ def near(found: np.ndarray, wanted: np.ndarray) -> None:
 
 def test_a_model_has_the_gradients_of_the_cpus_emulation(gpu: Any) -> None:
     """Not the same bits: numbers that differ in their last bits may round to different codes."""
-    from models.nanoeuler import PRESETS, NanoEuler
+    from tinyforge.models.nanoeuler import PRESETS, NanoEuler
     from tinyforge.op import Stash
 
     config, rng = PRESETS["small"], np.random.default_rng(3)

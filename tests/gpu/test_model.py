@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint, ops
 from tinyforge.backends import get_backend
 from tinyforge.backends.compile import kernel_files
@@ -19,6 +18,7 @@ from tinyforge.gradcheck import TOLERANCE, check_op, known_ops
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import override
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Op
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import PRESETS, NanoEuler
 from tests.optim.test_muon import SHAPES, naive_orthogonal
 from tinyforge.backends import get_backend
+from tinyforge.models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.op import Param, Stash
 from tinyforge.optim import Muon, MuonConfig
 from tinyforge.optim.muon import STEPS, A, B, C, newton_schulz

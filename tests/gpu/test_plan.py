@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.moe import PRESETS as MOE
-from models.moe import MoE
-from models.nanoeuler import PRESETS, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
+from tinyforge.models.moe import PRESETS as MOE
+from tinyforge.models.moe import MoE
+from tinyforge.models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW

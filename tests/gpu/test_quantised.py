@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.formats import load
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.quantised import FORMATS, Quantised
 
 pytestmark = pytest.mark.gpu

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from models.nanoeuler import Config
 from tests.gpu.test_decode_single import BASE, CONFIG, TOLERANCE, trained_like
 from tests.infer.test_scheduler import run, wishes
 from tinyforge.infer.generation import generate_batch
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import Scheduler
+from tinyforge.models.nanoeuler import Config
 
 pytestmark = pytest.mark.gpu
 

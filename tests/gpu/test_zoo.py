@@ -10,25 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.bert import BERT
-from models.bert import Config as BERTConfig
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config as LlamaConfig
-from models.llama import Llama
-from models.lstm import Config as LSTMConfig
-from models.lstm import LSTMModel
-from models.mamba import Config as MambaConfig
-from models.mamba import Mamba
-from models.moe import Config as MoEConfig
-from models.moe import MoE
-from models.vit import Config as ViTConfig
-from models.vit import ViT
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
 from tinyforge.formats import load_pretrained, save_pretrained
 from tinyforge.infer import Sampling, generate, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.models.bert import BERT
+from tinyforge.models.bert import Config as BERTConfig
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
+from tinyforge.models.lstm import Config as LSTMConfig
+from tinyforge.models.lstm import LSTMModel
+from tinyforge.models.mamba import Config as MambaConfig
+from tinyforge.models.mamba import Mamba
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.moe import MoE
+from tinyforge.models.vit import Config as ViTConfig
+from tinyforge.models.vit import ViT
 from tinyforge.op import Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.rng import Stream

@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.char_mlp import CharMLP
-from models.char_mlp import Config as CharConfig
-from models.nanoeuler import Config, NanoEuler
 from tests.infer.toys import Recurrent, Sizes, Wide
 from tinyforge import infer
 from tinyforge.backends import get_backend
@@ -26,6 +23,9 @@ from tinyforge.infer.generation import generate, generate_batch
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session
 from tinyforge.infer.trace import trace
+from tinyforge.models.char_mlp import CharMLP
+from tinyforge.models.char_mlp import Config as CharConfig
+from tinyforge.models.nanoeuler import Config, NanoEuler
 
 CPU = get_backend("numpy", "fp64", workers=1)
 SIZES = Sizes(context=70, vocab=29)

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge import chat, checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats import Loaded, load
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.tokenizers.chat_templates import TEMPLATES

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
-from models.nanoeuler.config import PRESETS
 from tinyforge.backends import get_backend
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
@@ -23,6 +21,8 @@ from tinyforge.infer.decoder_numpy import (
     product_rows,
 )
 from tinyforge.infer.sampling import Sampling
+from tinyforge.models.nanoeuler import Config, NanoEuler
+from tinyforge.models.nanoeuler.config import PRESETS
 
 CONFIG = Config(
     dim=24, heads=4, kv_heads=2, layers=2, context=150, vocab=19, mtp_heads=3, hidden=10, mtp_weights=(1, 0.5, 0.25)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.alpaca import render_prompt
-from data.world import documents, instructions
-from models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.data.alpaca import render_prompt
+from tinyforge.data.world import documents, instructions
 from tinyforge.formats import Loaded, load
 from tinyforge.infer import evaluate
 from tinyforge.infer.choose import make_decoder
@@ -38,6 +37,7 @@ from tinyforge.infer.evaluate import (
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.trace import trace
+from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import batches
 from tinyforge.train.batches import PackedTokens

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.infer import session as session_module
@@ -20,6 +19,7 @@ from tinyforge.infer.generation import generate, generate_batch
 from tinyforge.infer.sampling import Sampling, choose
 from tinyforge.infer.session import Session, Stats, Token
 from tinyforge.infer.stream import stream_text
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.rng import Stream
 from tinyforge.tokenizers import Tokenizer
 

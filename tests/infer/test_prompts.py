@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tests.backends.as_graphs import AsGraphs
 from tinyforge.backends import get_backend
 from tinyforge.infer.cuda.prompts import LONGEST, MOST, Prompts, RowCache, padded_length
+from tinyforge.models.nanoeuler import Config, NanoEuler
 
 CONFIG = Config(dim=24, heads=4, kv_heads=2, layers=2, context=700, vocab=19, mtp_heads=1, hidden=10, mtp_weights=(1,))
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
@@ -19,6 +18,7 @@ from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling, choose
 from tinyforge.infer.scheduler import AHEAD, BLOCK, Prefixes, QueueFull, Request, Scheduler
 from tinyforge.infer.session import Session, Token
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.registry import models
 from tinyforge.rng import Stream
 

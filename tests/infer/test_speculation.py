@@ -10,14 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
-from models.nanoeuler.config import PRESETS
 from tinyforge.backends import get_backend
 from tinyforge.infer import session as session_module
 from tinyforge.infer.decoder import Drawn, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.sampling import Sampling, penalise, probabilities
 from tinyforge.infer.session import Session, Stats
+from tinyforge.models.nanoeuler import Config, NanoEuler
+from tinyforge.models.nanoeuler.config import PRESETS
 from tinyforge.optim import AdamW
 from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint, inspect
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.infer.trace import trace, weights_of
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.ops import Attention
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer

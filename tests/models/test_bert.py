@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.bert import BERT, Config, hf
-from models.bert.model import sines
 from tinyforge import get_backend
 from tinyforge.errors import UserError
+from tinyforge.models.bert import BERT, Config, hf
+from tinyforge.models.bert.model import sines
 
 
 def test_one_place_on_is_one_linear_map_for_all_places() -> None:

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from models.char_mlp import CharMLP, Config
-from models.char_mlp import model as source
 from tinyforge import Stream, get_backend
 from tinyforge.infer import Sampling, generate
+from tinyforge.models.char_mlp import CharMLP, Config
+from tinyforge.models.char_mlp import model as source
 from tinyforge.optim import AdamW
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import Sharded

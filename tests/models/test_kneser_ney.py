@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from models.kneser_ney.model import KneserNey
 from tinyforge.errors import UserError
+from tinyforge.models.kneser_ney.model import KneserNey
 
 VOCAB = 7
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models import gpt2, llama, lstm, mamba, moe, nanoeuler
 from tinyforge.backends import get_backend
 from tinyforge.infer.causal_lm import check_causal_lm
+from tinyforge.models import gpt2, llama, lstm, mamba, moe, nanoeuler
 from tinyforge.op import Stash
 from tinyforge.rng import Stream
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.llama import PRESETS, Config, Llama
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
+from tinyforge.models.llama import PRESETS, Config, Llama
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 TINY = Config(dim=12, heads=3, kv_heads=1, layers=2, context=40, vocab=11, hidden=10)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.lstm import PRESETS, Config, LSTMModel
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
+from tinyforge.models.lstm import PRESETS, Config, LSTMModel
 from tinyforge.op import Stash
 from tinyforge.rng import Stream
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.mamba import PRESETS, Config, Mamba
-from models.mamba.model import STEP_MAX, STEP_MIN
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.infer import Sampling, Session, generate
+from tinyforge.models.mamba import PRESETS, Config, Mamba
+from tinyforge.models.mamba.model import STEP_MAX, STEP_MIN
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 TINY = Config(dim=6, layers=2, state=3, context=200, vocab=11)

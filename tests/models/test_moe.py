@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.world import documents
-from models.moe import PRESETS, Config, MoE
-from models.nanoeuler import PRESETS as NANOEULER
-from models.nanoeuler import NanoEuler
-from recipes import pretrain
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, directional_error
 from tinyforge.infer import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.models.moe import PRESETS, Config, MoE
+from tinyforge.models.nanoeuler import PRESETS as NANOEULER
+from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.op import Stash
 from tinyforge.parallel import part_of
+from tinyforge.recipes import pretrain
 from tinyforge.registry import find_model
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens, WithTerms, with_terms

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.errors import UserError
+from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.op import Stash
 
 FP64 = get_backend("numpy", "fp64", workers=1)

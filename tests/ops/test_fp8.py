@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.llama.config import Config as LlamaConfig
-from models.llama.model import Llama
-from models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import fp8_dtype, get_backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.kernel import bind
+from tinyforge.models.llama.config import Config as LlamaConfig
+from tinyforge.models.llama.model import Llama
+from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear, Linear, LinearSwiGLU, SwiGLULinear
 from tinyforge.ops.fp8 import (

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Kernel, override
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Param
 from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
 from tinyforge.optim.muon import EPS, STEPS, A, B, C, muon_, muon_momentum, newton_schulz

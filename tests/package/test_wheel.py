@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -11,70 +10,48 @@ import subprocess
 import sys
 import urllib.request
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tinyforge.invocation import as_typed
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("tinyforge", "models", "data", "recipes")
-FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 setuptools = pytest.importorskip("setuptools", reason="setuptools is not installed; the extra dev has it")
 
 
-@pytest.fixture(scope="module")
-def packed() -> Callable[[str], str]:
-    spec = importlib.util.spec_from_file_location("setup_of_tinyforge", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[[str], str] = module.packed
-    return found
-
-
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "expected"),
     [
-        ("from data.local import x", "from tinyforge._repo.data.local import x"),
-        ("    from models.llama import hf", "    from tinyforge._repo.models.llama import hf"),
-        ("from data import corpus_report", "from tinyforge._repo.data import corpus_report"),
-        ("from database import x", "from database import x"),
-        ("from data to shards", "from data to shards"),
         ("python recipes/pretrain.py --out x", "tinyforge train --out x"),
         ("use recipes/classify.py, or", "use tinyforge classify, or"),
         ("python -m tinyforge.formats convert A B", "tinyforge convert A B"),
         ("python -m tinyforge.formats average A B C", "tinyforge average A B C"),
-        ("python -m tinyforge.formats calibrate A B --data C", "tinyforge calibrate A B --data C"),
+        ("python recipes/calibrate.py A B --data C", "tinyforge calibrate A B --data C"),
         ("python -m tinyforge.tokenizers train", "tinyforge text train"),
         ("python -m models list", "tinyforge models list"),
         ("python -m data.corpus report", "tinyforge data corpus report"),
-        ('prog="python -m tinyforge.chat"', 'prog="tinyforge chat"'),
-        ("sys.path.insert(0, str(Path(__file__).resolve().parent.parent))", ""),
+        ("python -m data.corpus_report", "python -m data.corpus_report"),
+        ("from data to shards", "from data to shards"),
     ],
 )
-def test_the_text_of_a_wheel(line: str, wanted: str, packed: Callable[[str], str]) -> None:
-    assert packed(f"a\n{line}\nb\n") == f"a\n{wanted}\nb\n"
-
-
-@pytest.mark.slow
-def test_every_file_keeps_its_lines_and_its_grammar(packed: Callable[[str], str]) -> None:
-    for file in (f for folder in SOURCES for f in (ROOT / folder).rglob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        after = packed(text)
-        ast.parse(after, str(file))
-        assert after.count("\n") == text.count("\n")
+def test_commands_as_typed_where_a_wheel_is_installed(line: str, expected: str) -> None:
+    assert as_typed(line, in_checkout=False) == expected
+    assert as_typed(line, in_checkout=True) == line
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the sdist, as pip does where there is no wheel: what the sdist lacks is missing here."""
     if int(setuptools.__version__.split(".")[0]) < 77:
-        pytest.skip(f"setuptools {setuptools.__version__} is too old to build with, wanted 77")
+        pytest.skip(f"setuptools {setuptools.__version__} is too old to build with, expected 77")
     work = tmp_path_factory.mktemp("build")
     tree, unpacked = work / "tree", work / "unpacked"
     for name in SOURCES:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy(ROOT / name, tree)
     build("sdist", tree, work)
@@ -93,22 +70,17 @@ def build(kind: str, tree: Path, out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_everything_under_one_name(wheel: Path) -> None:
+def test_the_wheel_is_the_repository_byte_for_byte(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        sources = {n: archive.read(n).decode() for n in names if n.endswith(".py")}
-    assert {name.split("/")[0].partition("-")[0] for name in names} == {"tinyforge"}
+        packed = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
+    found = {}
     for folder in SOURCES:
         for file in (ROOT / folder).rglob("*"):
             path = file.relative_to(ROOT)
-            if file.is_file() and "__pycache__" not in path.parts and (folder != "recipes" or path.suffix == ".py"):
-                packed_as = path if folder == "tinyforge" else Path("tinyforge/_repo", path)
-                assert packed_as.as_posix() in names, path
-    for name, text in sources.items():
-        assert "sys.path.insert(0, str(Path(__file__)" not in text, name
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                assert (node.module or "").split(".")[0] not in ("models", "data", "recipes"), name
+            if file.is_file() and "__pycache__" not in path.parts and path.suffix != ".sh":
+                found[(path if folder == "tinyforge" else Path("tinyforge", path)).as_posix()] = file.read_bytes()
+    assert packed.keys() == found.keys()
+    assert [name for name in packed if packed[name] != found[name]] == []
 
 
 @pytest.mark.slow
@@ -125,7 +97,7 @@ def test_an_environment_far_from_the_repository(wheel: Path, tmp_path: Path) -> 
     for name in ("data/notes", "models"):
         (here / name).mkdir(parents=True)
     (here / "models/__init__.py").write_text("raise SystemExit('the models of the user')")
-    start = "import sys; from tinyforge.commands import run; sys.argv[0] = 'tinyforge'; run()"
+    start = "import sys; from tinyforge.cli import run; sys.argv[0] = 'tinyforge'; run()"
 
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     # -P as for the script that pip writes: the folder where one works is not on the path.
@@ -141,7 +113,7 @@ def test_an_environment_far_from_the_repository(wheel: Path, tmp_path: Path) -> 
     question = ("--prompt", "How much is 13 plus 2?")
     answer = tinyforge("chat", "--checkpoint", "small", *question)
     assert "15" in answer
-    bundled = site / "tinyforge/_repo/models/nanoeuler/small"
+    bundled = site / "tinyforge/models/nanoeuler/small"
     assert (bundled.parent / "storyteller/generation_config.json").is_file()
     tinyforge("convert", str(bundled), "copy", "--format", "tinyforge")
     assert tinyforge("chat", "--checkpoint", "copy", *question) == answer

@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
-from data.world import documents
-from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.data.world import documents
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.tensors import encoded
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.batches import PackedTokens

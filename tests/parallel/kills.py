@@ -24,10 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
-from data.world import documents
 from tinyforge import checkpoint
+from tinyforge.data.world import documents
 from tinyforge.files import write_whole
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics

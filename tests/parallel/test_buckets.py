@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.backends import get_backend
+from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.op import Param, WithKeywords
 from tinyforge.optim import AdamW, AdamWConfig
 from tinyforge.parallel import Alone, Group, part_of, start_group
@@ -95,8 +95,8 @@ def test_a_bucket_begun_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_last_buckets_are_small() -> None:
     """Of `base`: none has more elements than what lies before it, or 32 MB, unless it is one parameter."""
-    from models.nanoeuler import PRESETS
     from tinyforge.backends.meta import MetaBackend
+    from tinyforge.models.nanoeuler import PRESETS
 
     model = NanoEuler(PRESETS["base"], MetaBackend("bf16"))
     buckets = Buckets(model.buffer, model.ops())

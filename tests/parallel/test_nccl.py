@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tests.backends.as_graphs import AsGraphs
 from tests.gpu.ranks_check import collectives
 from tests.parallel import fake_nccl
 from tests.parallel.fake_nccl import FakeEngine, LateEngine
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Param
 from tinyforge.optim import AdamW
 from tinyforge.parallel import Alone, launch, nccl, part_of, watch

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from data.world import documents
-from recipes import ablation
 from tinyforge import checkpoint
+from tinyforge.data.world import documents
 from tinyforge.errors import run_command
 from tinyforge.files import LOCK, locked
 from tinyforge.formats import newest_run
+from tinyforge.recipes import ablation
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.settings import config_of
 

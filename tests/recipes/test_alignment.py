@@ -13,19 +13,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.alpaca import names_of, read_records
-from data.preferences import Pair, encode_pairs, read_pairs, read_split, world_pairs
-from data.rewards import EASY, EASY_LARGEST, HELD_OUT, last_number, number_in, one_step_sums, open_questions, worked
-from data.rewards import main as make_sums
-from data.world import Instruction, documents, harder_sums, sum_rewards
-from recipes import dpo, grpo, own_pairs, pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
+from tinyforge.data.alpaca import names_of, read_records
+from tinyforge.data.preferences import Pair, encode_pairs, read_pairs, read_split, world_pairs
+from tinyforge.data.rewards import (
+    EASY,
+    EASY_LARGEST,
+    HELD_OUT,
+    last_number,
+    number_in,
+    one_step_sums,
+    open_questions,
+    worked,
+)
+from tinyforge.data.rewards import main as make_sums
+from tinyforge.data.world import Instruction, documents, harder_sums, sum_rewards
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import load
 from tinyforge.formats.tuning import prompt_ids
 from tinyforge.infer import Sampling, evaluate
 from tinyforge.infer.evaluate import Reply, reply_shares
+from tinyforge.recipes import dpo, grpo, own_pairs, pretrain, sft
 from tinyforge.train import metrics
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.policy import worth_learning

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from data.alpaca import Record
-from data.world import documents
-from models.nanoeuler import chat
-from recipes import pretrain, sft
 from tinyforge import checkpoint
+from tinyforge.data.alpaca import Record
+from tinyforge.data.world import documents
 from tinyforge.errors import run_command
+from tinyforge.models.nanoeuler import chat
+from tinyforge.recipes import pretrain, sft
 from tinyforge.tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

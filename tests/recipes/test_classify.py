@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.labelled import answers, read_images
-from models.bag_of_words import BagOfWords
-from recipes import classify, pretrain, sft
 from tinyforge import chat, checkpoint, get_backend
+from tinyforge.data.labelled import answers, read_images
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, load
+from tinyforge.models.bag_of_words import BagOfWords
+from tinyforge.recipes import classify, pretrain, sft
 from tinyforge.registry import models
 from tinyforge.rng import Stream
 from tinyforge.tokenizers import WordPiece

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from data.world import documents
-from recipes import pretrain, sft
 from tinyforge import checkpoint
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
+from tinyforge.recipes import pretrain, sft
 from tinyforge.train.settings import PretrainSettings
 
 TEACHER = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280"

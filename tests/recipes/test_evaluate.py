@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.alpaca import encode_example, read_split
-from data.world import documents, instructions
-from models.kneser_ney.model import KneserNey
-from models.nanoeuler import SPEC
-from recipes import evaluate, pretrain, sft
 from tinyforge import chat, checkpoint, inspect
+from tinyforge.data.alpaca import encode_example, read_split
+from tinyforge.data.world import documents, instructions
 from tinyforge.errors import UserError, run_command
 from tinyforge.infer import Sampling, figures
+from tinyforge.models.kneser_ney.model import KneserNey
+from tinyforge.models.nanoeuler import SPEC
+from tinyforge.recipes import evaluate, pretrain, sft
 from tinyforge.report import NOISE
 from tinyforge.shards import SEPARATOR, Shards
 from tinyforge.tokenizers import Tokenizer

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from models.nanoeuler import SPEC
-from recipes import dpo, evaluate, pretrain, sft
 from tinyforge import checkpoint, memory
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError, run_command
 from tinyforge.infer.figures import table_of_tasks
 from tinyforge.infer.likelihood import bytes_needed, tokens_that_fit
+from tinyforge.models.nanoeuler import SPEC
+from tinyforge.recipes import dpo, evaluate, pretrain, sft
 from tinyforge.registry import find_model
 
 CHOICES = [{"text": "in the yard", "label": "A"}, {"text": "xq", "label": "B"}]

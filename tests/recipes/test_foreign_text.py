@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from data import alpaca, gutenberg, local, shards
-from data.corpus import main as corpus
-from data.world import documents
-from recipes import pretrain, sft
+from tinyforge.data import alpaca, gutenberg, local, shards
+from tinyforge.data.corpus import main as corpus
+from tinyforge.data.world import documents
 from tinyforge.errors import run_command
+from tinyforge.recipes import pretrain, sft
 from tinyforge.tokenizers import Tokenizer
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\u202e\x9b"

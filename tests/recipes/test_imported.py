@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes import evaluate, sft
 from tinyforge.backends import get_backend
 from tinyforge.formats import load
+from tinyforge.recipes import evaluate, sft
 
 MODEL = Path(__file__).resolve().parents[3] / "shared/data/llama2c/stories260K.bin"
 pytestmark = pytest.mark.skipif(not MODEL.is_file(), reason=f"{MODEL} is not there")

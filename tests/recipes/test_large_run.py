@@ -16,9 +16,9 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from data.stories import small_story
-from data.world import documents
 from tinyforge import checkpoint
+from tinyforge.data.stories import small_story
+from tinyforge.data.world import documents
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PLAIN = ("--backend", "numpy", "--precision", "fp32", "--workers", "1")

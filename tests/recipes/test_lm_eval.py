@@ -14,8 +14,8 @@ import duckdb
 import numpy as np
 import pytest
 
-from data.evaluation import detokenised, find_sets, first_of_each, pages_of, read_set
 from tinyforge.backends import get_backend
+from tinyforge.data.evaluation import detokenised, find_sets, first_of_each, pages_of, read_set
 from tinyforge.formats import load_pretrained, save_pretrained
 from tinyforge.infer.likelihood import Scorer
 from tinyforge.infer.tasks import Problem, run_task

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.world import documents
-from recipes import pretrain, sft
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
+from tinyforge.data.world import documents
 from tinyforge.errors import run_command
 from tinyforge.formats import convert, load
 from tinyforge.memory import gib
+from tinyforge.recipes import pretrain, sft
 from tinyforge.registry import find_model
 from tinyforge.train import metrics
 from tinyforge.train.plan import plan_step

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.world import documents
-from recipes import evaluate, pretrain, sft
 from tinyforge import chat, checkpoint, get_backend
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.formats import save_pretrained
+from tinyforge.recipes import evaluate, pretrain, sft
 from tinyforge.registry import default_model, models
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.metrics import read_scores

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from data.world import documents
 from tinyforge import checkpoint
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.parallel.tcp import lines_to_rank_0
 from tinyforge.registry import find_model

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from data.world import documents
 from tinyforge import checkpoint
+from tinyforge.data.world import documents
 from tinyforge.train import metrics
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from data.world import documents
-from recipes import pretrain
 from tinyforge import checkpoint
+from tinyforge.data.world import documents
 from tinyforge.errors import run_command
+from tinyforge.recipes import pretrain
 from tinyforge.shards import SEPARATOR
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics

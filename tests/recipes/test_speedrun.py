@@ -21,8 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from data.world import documents
 from tinyforge import checkpoint
+from tinyforge.data.world import documents
 from tinyforge.shards import open_shards
 
 ROOT = Path(__file__).resolve().parents[2]

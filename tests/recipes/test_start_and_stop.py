@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from data.world import documents
+from tinyforge.data.world import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280 --batch-size 2 --workers 1".split()
 HANG = """
 import time
-from recipes import pretrain
+from tinyforge.recipes import pretrain
 from tinyforge.errors import run_command
 from tinyforge.train.run import Run
 Run.take_step = lambda self: time.sleep(60)

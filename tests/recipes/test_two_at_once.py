@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from data import shards
-from data.corpus import build_corpus
-from data.local import make_source
-from data.world import documents
-from recipes import pretrain
+from tinyforge.data import shards
+from tinyforge.data.corpus import build_corpus
+from tinyforge.data.local import make_source
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
+from tinyforge.recipes import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = (

@@ -28,10 +28,10 @@ from statistics import median
 
 import matplotlib.pyplot  # noqa: F401  (the plot at the end is no growth)
 
-from recipes import pretrain
 from tests.fuzz.child import MIB, end_session, start_child
 from tinyforge import chat
 from tinyforge.formats import load
+from tinyforge.recipes import pretrain
 
 PERIOD = 0.1  # seconds between samples
 GROWTH = 0.02

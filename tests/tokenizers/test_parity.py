@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from data.gutenberg import find_entries
 from tests.tokenizers.test_bpe import GPT2, reference_merges, tiktoken_gpt2
 from tests.tokenizers.test_pieces import assigned_text, split_all
+from tinyforge.data.gutenberg import find_entries
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.tokenizers.pieces import to_utf8
 

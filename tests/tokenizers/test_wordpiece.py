@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from data.world import documents
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.tokenizers import WordPiece, load_tokenizer
 from tinyforge.tokenizers.wordpiece import CLS, MASK, PAD, PREFIX, SEP, SPECIALS, UNK, to_huggingface, words_of

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import Backend, get_backend
 from tinyforge.gradcheck import TOLERANCE, directional_error
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Stash
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch, NextTokens

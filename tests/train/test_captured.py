@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.moe import Config as MoEConfig
-from models.moe import MoE
-from models.nanoeuler import Config, NanoEuler
 from tests.backends.as_graphs import AsGraphs
 from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.moe import MoE
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW, AdamWConfig, MuonConfig
 from tinyforge.train import captured

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.vit import Config, ViT
-from recipes.classify import moved
 from tinyforge.backends import get_backend
 from tinyforge.gradcheck import TOLERANCE, directional_error
+from tinyforge.models.vit import Config, ViT
 from tinyforge.params import with_buffer
+from tinyforge.recipes.classify import moved
 from tinyforge.rng import Stream
 from tinyforge.train.batches import Shuffled
 from tinyforge.train.data_parallel import Sharded

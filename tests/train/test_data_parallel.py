@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.config import ModelConfig
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Param, Stash
 from tinyforge.parallel import group
 from tinyforge.params import ParamBuffer

@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.gpt2 import GPT2
-from models.gpt2 import Config as GPT2Config
-from models.llama import Config as LlamaConfig
-from models.llama import Llama
-from models.lstm import Config as LSTMConfig
-from models.lstm import LSTMModel
-from models.mamba import Config as MambaConfig
-from models.mamba import Mamba
-from models.moe import Config as MoEConfig
-from models.moe import MoE
-from models.nanoeuler import PRESETS, Config, NanoEuler
 from tests.backends.as_graphs import AsGraphs
 from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
 from tinyforge.frozen_model import frozen_model
+from tinyforge.models.gpt2 import GPT2
+from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
+from tinyforge.models.lstm import Config as LSTMConfig
+from tinyforge.models.lstm import LSTMModel
+from tinyforge.models.mamba import Config as MambaConfig
+from tinyforge.models.mamba import Mamba
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.moe import MoE
+from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.ops.attention import Documents
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models import gpt2, llama, moe, nanoeuler
 from tinyforge.backends import get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
+from tinyforge.models import gpt2, llama, moe, nanoeuler
 from tinyforge.op import Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.registry import find_model, models

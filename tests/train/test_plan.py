@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge import memory
 from tinyforge.adapters import Adapters
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import METER, MetaArray, empty
 from tinyforge.errors import UserError
 from tinyforge.memory import OUTSIDE, free_host_memory, gib
+from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.registry import ModelSpec, find_model, models
 from tinyforge.train.plan import check_fits, plan_step
 from tinyforge.train.settings import PretrainSettings

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import Config, NanoEuler
 from tinyforge import checkpoint
 from tinyforge.backends import compile, get_backend
 from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.errors import UserError
+from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens

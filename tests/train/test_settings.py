@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from models.nanoeuler.config import PRESETS
 from tinyforge.errors import UserError
+from tinyforge.models.nanoeuler.config import PRESETS
 from tinyforge.train.settings import (
     BITS,
     LEARNING,

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.llama import Config, Llama
 from tests.formats.foreign import entries_of
 from tinyforge.backends import get_backend
 from tinyforge.formats.foreign import weights_of
 from tinyforge.formats.huggingface import write_directory
+from tinyforge.models.llama import Config, Llama
 from tinyforge.op import Stash
 from tinyforge.train.data_parallel import Sharded
 from tinyforge.train.objectives import Batch

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.nanoeuler import SPEC, NanoEuler
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import METER
 from tinyforge.errors import UserError
+from tinyforge.models.nanoeuler import SPEC, NanoEuler
 from tinyforge.op import Stash
 from tinyforge.registry import models
 from tinyforge.train.plan import plan_step

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from models.char_mlp import SPEC as CHAR_MLP
-from models.llama import PRESETS, Llama
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.files import read_json
 from tinyforge.gradcheck import TOLERANCE
+from tinyforge.models.char_mlp import SPEC as CHAR_MLP
+from tinyforge.models.llama import PRESETS, Llama
 from tinyforge.registry import models, register
 from tinyforge.zoo import page
 
