@@ -22,10 +22,9 @@ from tinyforge.backends.compile import INSTALL
 from tinyforge.backends.numpy_backend import KERNELS, blas_kernels
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, run_command
+from tinyforge.requirements import CORE, OLDEST_PYTHON
 
-OLDEST_PYTHON = (3, 11)
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
-PACKAGES = ("tqdm", "safetensors", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -52,29 +51,26 @@ def version_of(package: str) -> str | None:
 def cpu() -> list[Finding]:
     """Python, NumPy with its BLAS, the packages that training needs, and DuckDB, which only making a corpus needs."""
     python = sys.version_info[:2] >= OLDEST_PYTHON
-    wanted = ".".join(map(str, OLDEST_PYTHON))
+    expected = ".".join(map(str, OLDEST_PYTHON))
     blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
-    findings = [
-        Finding("Python", platform.python_version(), python, "" if python else f"install Python {wanted} or newer"),
+    return [
+        Finding("Python", platform.python_version(), python, "" if python else f"install Python {expected} or newer"),
         Finding("NumPy", f"{np.__version__}, BLAS {blas.get('name', 'unknown')} {blas.get('version', '')}".rstrip()),
         *kernels(),
         Finding("cores", f"{cores()}, the default of --workers"),
+        *(package_found(package) for package in CORE if package not in ("numpy", "duckdb")),
+        package_found("duckdb", "DuckDB", "not installed; only the commands in data/ need it", missing=None),
     ]
-    for package in PACKAGES:
-        version = version_of(package)
-        findings.append(
-            Finding(package, version or "not installed", bool(version), "" if version else f"pip install {package}")
-        )
-    duckdb = version_of("duckdb")
-    findings.append(
-        Finding(
-            "DuckDB",
-            duckdb or "not installed; only the commands in data/ need it",
-            True if duckdb else None,
-            "" if duckdb else "pip install duckdb",
-        )
-    )
-    return findings
+
+
+def package_found(
+    package: str, title: str = "", without: str = "not installed", missing: bool | None = False
+) -> Finding:
+    """title: its name here, the package's unless given. without: what it says if the package is missing. missing: `ok`
+    then."""
+    if version := version_of(package):
+        return Finding(title or package, version)
+    return Finding(title or package, without, missing, f"pip install {package}")
 
 
 def kernels() -> list[Finding]:
@@ -84,74 +80,43 @@ def kernels() -> list[Finding]:
         return []
     if KERNELS not in os.environ:
         return [Finding("BLAS kernels", f"{found}, chosen by OpenBLAS")]
-    return [
-        Finding(
-            "BLAS kernels",
-            f"{found}, set by {KERNELS}",
-            None,
-            f"unset {KERNELS}: those that OpenBLAS chooses by the CPU can be twice as fast",
-        )
-    ]
+    fix = f"unset {KERNELS}: those that OpenBLAS chooses by the CPU can be twice as fast"
+    return [Finding("BLAS kernels", f"{found}, set by {KERNELS}", None, fix)]
 
 
 def gpu() -> list[Finding]:
     """CuPy, the driver and the GPUs, as far as each can be asked."""
-    builds = sorted(
-        name
-        for d in importlib.metadata.distributions()
-        if (name := (d.metadata["Name"] or "").lower()).startswith("cupy")
-    )
+    installed = [(d.metadata["Name"] or "").lower() for d in importlib.metadata.distributions()]
+    builds = sorted(name for name in installed if name.startswith("cupy"))
     if not builds:
         return [Finding("CuPy", "not installed; only a GPU needs it", None, INSTALL)]
     if len(set(builds)) > 1:
-        return [
-            Finding(
-                "CuPy",
-                f"several builds: {', '.join(builds)}",
-                False,
-                f"pip uninstall {' '.join(builds)}, then {INSTALL}",
-            )
-        ]
+        fix = f"pip uninstall {' '.join(builds)}, then {INSTALL}"
+        return [Finding("CuPy", f"several builds: {', '.join(builds)}", False, fix)]
     try:
         cupy: Any = importlib.import_module("cupy")
     except ImportError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
         return [Finding("CuPy", f"cannot be imported: {reason}", False, f"{INSTALL} again")]
     findings = [Finding("CuPy", f"{cupy.__version__} ({builds[0]})")]
-    ml_dtypes = version_of("ml_dtypes")
-    findings.append(
-        Finding(
-            "ml_dtypes",
-            ml_dtypes or "not installed; bf16 needs it",
-            bool(ml_dtypes),
-            "" if ml_dtypes else "pip install ml_dtypes",
-        )
-    )
+    findings.append(package_found("ml_dtypes", without="not installed; bf16 needs it"))
     try:
         major, minor = cupy.cuda.nvrtc.getVersion()
         findings.append(Finding("NVRTC", f"{major}.{minor}"))
     except Exception as error:  # the type depends on how CuPy loads the library
-        findings.append(
-            Finding("NVRTC", f"cannot be loaded: {type(error).__name__}", False, 'pip install "cupy-cuda13x[ctk]"')
-        )
+        cause = f"cannot be loaded: {type(error).__name__}"
+        findings.append(Finding("NVRTC", cause, False, 'pip install "cupy-cuda13x[ctk]"'))
     runtime = cupy.cuda.runtime
     try:
         driver, count = runtime.driverGetVersion(), runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        return [
-            *findings,
-            Finding("GPU", f"none that CUDA can use ({error})", None, "install NVIDIA's driver, or train on the CPU"),
-        ]
+        fix = "install NVIDIA's driver, or train on the CPU"
+        return [*findings, Finding("GPU", f"none that CUDA can use ({error})", None, fix)]
     built = runtime.runtimeGetVersion()
     old = driver < built // 1000 * 1000  # a driver runs every minor version of its own major one
-    findings.append(
-        Finding(
-            "driver",
-            f"for CUDA {_dotted(driver)}; CuPy is built for {_dotted(built)}",
-            not old,
-            "update NVIDIA's driver, or install CuPy for its CUDA" if old else "",
-        )
-    )
+    versions = f"for CUDA {_dotted(driver)}; CuPy is built for {_dotted(built)}"
+    fix = "update NVIDIA's driver, or install CuPy for its CUDA" if old else ""
+    findings.append(Finding("driver", versions, not old, fix))
     for i in range(count):
         p = runtime.getDeviceProperties(i)
         compute = p["major"] * 10 + p["minor"]
@@ -160,6 +125,21 @@ def gpu() -> list[Finding]:
         fix = "" if young else f"bf16 kernels want sm_{OLDEST_COMPUTE}; use --precision fp32"
         findings.append(Finding(f"GPU {i}", f"{name}, {memory:.0f} GiB, sm_{compute}", True if young else None, fix))
     return findings
+
+
+def webgpu() -> list[Finding]:
+    """The adapters of WebGPU: any GPU, or one in software."""
+    if version_of("wgpu") is None:
+        return [Finding("WebGPU", "not installed; any GPU by --backend webgpu", None, "pip install wgpu")]
+    try:
+        from tinyforge.backends.webgpu import adapters, described
+
+        found = [described(adapter) for adapter in adapters()]
+    except (ImportError, RuntimeError) as error:
+        return [Finding("WebGPU", f"wgpu does not load: {error}", None, "pip install --force-reinstall wgpu")]
+    if not found:
+        return [Finding("WebGPU", "no adapter", None, "install your GPU's driver with Vulkan")]
+    return [Finding(f"WebGPU {i}", text) for i, text in enumerate(found)]
 
 
 def _dotted(version: int) -> str:
@@ -171,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tinyforge.doctor", description=(__doc__ or "").split("\n")[0])
     parser.parse_args(argv)
     needed, extra = cpu(), gpu()
-    print("\n".join(map(str, [*needed, *extra])))
+    print("\n".join(map(str, [*needed, *extra, *webgpu()])))
     works = all(f.ok is not False for f in needed)
     on_gpu = works and all(f.ok for f in extra)
     print(f"\ntraining on the CPU: {'works' if works else 'see above'}; on a GPU: {'works' if on_gpu else 'see above'}")

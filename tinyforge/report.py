@@ -22,7 +22,7 @@ from typing import Any
 
 from tinyforge.errors import UserError
 
-NOISE = " +-"  # behind a score's name: its standard error, or its spread over seeds
+NOISE = " +-"  # after a score's name: its standard error, or its spread over seeds
 
 
 def count_of(n: int, one: str, many: str = "") -> str:

