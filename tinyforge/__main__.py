@@ -1,6 +1,6 @@
-"""`python -m tinyforge`: the command `tinyforge`. See `tinyforge.commands`."""
+"""`python -m tinyforge`: the command `tinyforge`. See `tinyforge.cli`."""
 
-from tinyforge.commands import main
+from tinyforge.cli import main
 from tinyforge.errors import run_command
 
 if __name__ == "__main__":
