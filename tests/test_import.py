@@ -96,3 +96,30 @@ def draw():
 from . import resource
 """
     assert [name for _, name in imported_at_top(ast.parse(source))] == ["typing", "fcntl", "tqdm"]
+
+
+def test_the_package_offers_its_parts_and_replaces_no_hook() -> None:
+    program = """
+import sys
+hook = sys.excepthook
+import tinyforge
+print(sys.excepthook is hook, "tinyforge.optim" in sys.modules)
+print(tinyforge.ops.ReLU.__name__, tinyforge.optim.AdamW.__name__)
+print(tinyforge.backends.get_backend is tinyforge.get_backend)
+print(sorted({"load", "ops", "optim", "backends", "Op", "Param", "Stash"} - {*dir(tinyforge)}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["True False", "ReLU AdamW", "True", "[]"]
+
+
+def test_load_generates_with_the_token_that_begins_a_text() -> None:
+    import tinyforge
+
+    model = tinyforge.load("storyteller", "numpy")
+    text = model.generate("Once upon a time", temperature=0, max_tokens=12)
+    from tinyforge.infer import Sampling, generate
+    from tinyforge.tokenizers.vocabulary import start_ids
+
+    ids = start_ids(model.tokenizer) + model.tokenizer.encode("Once upon a time")
+    assert text == model.tokenizer.decode(list(generate(model.model, ids, Sampling(temperature=0, max_tokens=12))))
+    assert text and text == model.generate("Once upon a time", temperature=0, max_tokens=12)

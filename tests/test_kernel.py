@@ -37,7 +37,7 @@ def all_kernels() -> list[Kernel[..., Any]]:
     found: dict[int, Kernel[..., Any]] = {}
     for package in (tinyforge.ops, tinyforge.optim, tinyforge.parallel):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith("_cuda"):
+            if not module.name.endswith(("_cuda", "_webgpu")):
                 for value in vars(importlib.import_module(module.name)).values():
                     if isinstance(value, Kernel):
                         found[id(value)] = value
@@ -51,7 +51,8 @@ def test_a_kernel_runs_its_numpy_body() -> None:
         return 2 * x
 
     assert double(3) == double.bind(FP32)(3) == 6
-    assert double.name == "double" and double.__doc__ == "Twice x." and repr(double) == "<kernel double on numpy>"
+    assert double.name == "double" and double.__doc__.endswith("\n\nTwice x.")
+    assert repr(double) == "<kernel double on numpy>"
 
 
 def test_the_names_of_kernels_are_unique() -> None:
@@ -72,7 +73,7 @@ def test_every_op_lists_kernels_and_every_kernel_has_an_op() -> None:
         "square_sums",
         "sum_tokens",
         "rmsnorm_scaled_fwd",
-        "rmsnorm_scaled_bwd",  # of FP8RMSNorm and FP8AddRMSNorm
+        "rmsnorm_scaled_bwd",  # of FP8AddRMSNorm
     }
 
 
@@ -88,20 +89,20 @@ def test_every_kernel_is_on_cupy(found: Kernel[..., Any]) -> None:
     """From the neighbour module; importing it needs CuPy, not a GPU."""
     pytest.importorskip("cupy")
     pytest.importorskip("ml_dtypes")
-    assert found.backends() == ["cupy", "meta", "numpy"]
+    assert {"cupy", "numpy"} <= {*found.backends()}
 
 
 @pytest.mark.parametrize("kind", (*ops.ALL, *ops.IN_FP8), ids=lambda kind: kind.__name__)
 def test_meta_arrays_have_the_shapes_and_dtypes_of_the_arrays(kind: type[Op]) -> None:
     """Forward and backward of every case on both; nothing is left allocated, and something was allocated before."""
     arrays = kind.cases(FP32, np.random.default_rng(0))
-    metas = kind.cases(META, np.random.default_rng(0))
-    for (op, inputs), (same, shapes) in zip(arrays, metas, strict=True):
+    meta_arrays = kind.cases(META, np.random.default_rng(0))
+    for (op, inputs), (same, shapes) in zip(arrays, meta_arrays, strict=True):
         stash, meta_stash = Stash(), Stash()
-        y, wanted = same.forward(*shapes, stash=meta_stash), op.forward(*inputs, stash=stash)
-        assert described(y) == described(wanted)
+        y, expected = same.forward(*shapes, stash=meta_stash), op.forward(*inputs, stash=stash)
+        assert described(y) == described(expected)
         dx = same.backward(y, meta_stash)
-        assert described(dx) == described(op.backward(wanted, stash)) and not len(meta_stash)
+        assert described(dx) == described(op.backward(expected, stash)) and not len(meta_stash)
 
 
 def described(result: Any) -> list[Any]:
@@ -135,7 +136,7 @@ def test_arguments_must_be_those_of_the_body() -> None:
     assert right(5, 0, backend=Elsewhere("numpy")) == (5, "numpy")  # registering gives the plain function back
 
 
-def test_on_phantom_a_function_may_name_only_what_it_reads() -> None:
+def test_on_meta_a_function_may_name_only_what_it_reads() -> None:
     @kernel
     def add(x: Array, y: Array, scale: float = 1.0) -> Array:
         return x + scale * y
@@ -146,6 +147,33 @@ def test_on_phantom_a_function_may_name_only_what_it_reads() -> None:
         add.on("meta")(lambda z: z)
     with pytest.raises(TypeError, match="kernel add: on cupy it takes"):
         add.on("cupy")(lambda y: y)
+
+
+def test_memory_is_derived_where_a_result_is_like_the_first_array() -> None:
+    @kernel
+    def silent(out: Array, x: Array) -> None:
+        out += x
+
+    @kernel
+    def halves(dweight: Array | None, rate: float, dy: Array, x: Array) -> tuple[Array, Array]:
+        return dy / 2, dy / 2
+
+    @kernel
+    def untyped(x, y):  # type: ignore[no-untyped-def]
+        return x
+
+    @kernel
+    def other(x: Array) -> Array | None:
+        return x
+
+    dy, x = META.zeros((2, 3), np.dtype(np.float16)), META.zeros((5,))
+    assert silent.bind(META)(dy, x) is None
+    before = METER.now
+    results = halves.bind(META)(None, 0.5, dy, x=x)
+    assert described(results) == [((2, 3), np.float16)] * 2 and METER.now - before == 2 * 512
+    assert described(untyped.bind(META)(x, dy)) == [((5,), np.float32)]
+    with pytest.raises(UserError, match="kernel other has no implementation on backend meta"):
+        other.bind(META)
 
 
 def test_a_missing_kernel_names_itself_its_op_and_the_backends_that_have_it() -> None:

@@ -18,7 +18,6 @@ from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
 from tinyforge.registry import models
-from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 CONFIG = Config(
     dim=32, heads=4, kv_heads=2, layers=2, context=24, vocab=40, mtp_heads=2, hidden=50, mtp_weights=(1, 0.5)
@@ -52,8 +51,8 @@ def test_e4m3_is_that_of_ml_dtypes() -> None:
     drawn = rng.normal(size=10**5) * np.exp(3 * rng.normal(size=10**5))
     numbers = np.concatenate([finite, ties, below_and_above, drawn])
     numbers = np.clip(numbers, -448, 448).astype(np.float32)
-    wanted = numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    assert np.array_equal(to_e4m3(numbers), wanted)
+    expected = numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert np.array_equal(to_e4m3(numbers), expected)
 
 
 @pytest.mark.parametrize("shape", [(7, 33), (2, 5, 64), (3, 1), (0, 4), (4, 0)])
@@ -104,8 +103,8 @@ def test_ties_go_to_the_even_code(kind: str) -> None:
     row = np.array([[FORMATS[kind].top, 2.5, 3.5, -2.5, 0.5] if kind == "int8" else [448.0, 17, 19, -17, 2.0**-10]])
     codes, scales = quantise(row, kind)
     assert scales.tolist() == [1]
-    wanted = [127, 2, 4, -2, 0] if kind == "int8" else [448, 16, 20, -16, 0]
-    assert dequantise(codes, scales, row.dtype)[0].tolist() == wanted
+    expected = [127, 2, 4, -2, 0] if kind == "int8" else [448, 16, 20, -16, 0]
+    assert dequantise(codes, scales, row.dtype)[0].tolist() == expected
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -166,26 +165,26 @@ def test_a_model_that_is_only_read_has_its_weights_and_nothing_beside_them(name:
     assert model.buffer.nbytes == 4 * model.buffer.count == 4 * learned.buffer.count
     assert not model.buffer.values.size and not model.buffer.grads.size
     outputs = [op.forward(*inputs) for op in (model, learned)]
-    for got, wanted in zip(*(found if isinstance(found, tuple) else (found,) for found in outputs), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+    for got, expected in zip(*(found if isinstance(found, tuple) else (found,) for found in outputs), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_decoders_give_the_logits_of_the_model(kind: str) -> None:
     model = quantised_copy(random_model(), kind)
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab, (3, 20))
-    got, wanted = (decoder.step(tokens, 2) for decoder in (make_decoder(model, 3), ReferenceDecoder(model, 3)))
-    assert np.abs(got - wanted).max() <= 1e-10 * np.abs(wanted).max()
+    got, expected = (decoder.step(tokens, 2) for decoder in (make_decoder(model, 3), ReferenceDecoder(model, 3)))
+    assert np.abs(got - expected).max() <= 1e-10 * np.abs(expected).max()
     exact = ReferenceDecoder(random_model(), 3).step(tokens, 2)
-    assert 1e-3 < np.abs(wanted - exact).max() / np.abs(exact).max() < {"int8": 0.1, "fp8": 0.3}[kind]
+    assert 1e-3 < np.abs(expected - exact).max() / np.abs(exact).max() < {"int8": 0.1, "fp8": 0.3}[kind]
 
 
 def test_a_decoder_that_forgets_the_scales_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model = quantised_copy(random_model(), "int8")
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab, (1, 20))
-    wanted = ReferenceDecoder(model).step(tokens)
+    expected = ReferenceDecoder(model).step(tokens)
     monkeypatch.setattr(Quantised, "values", lambda self: self.codes.astype(self.dtype) * self.scales.mean())
-    assert np.abs(make_decoder(model).step(tokens) - wanted).max() > 1e-3 * np.abs(wanted).max()
+    assert np.abs(make_decoder(model).step(tokens) - expected).max() > 1e-3 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -194,7 +193,7 @@ def test_the_models_that_come_with_the_repository_still_answer(kind: str) -> Non
     texts = []
     for weights in ("", kind):
         loaded = load(SPEC.bundled, get_backend("numpy", workers=1), weights=weights)
-        conversation = Conversation(loaded.model, loaded.tokenizer, TEMPLATES[loaded.template])
+        conversation = Conversation(loaded.model, loaded.tokenizer, loaded.template)
         asked = ("How much is 13 plus 2?", "Which is larger, 1 or 12?")
         texts.append(["".join(conversation.ask(question, Sampling(temperature=0))) for question in asked])
     assert texts[0] == texts[1] == ["13 14 15, so 15", "12"]

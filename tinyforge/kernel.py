@@ -3,17 +3,24 @@
     @kernel                                 # in ops/rmsnorm.py: the NumPy body; the name becomes a Kernel
     def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]: ...
 
-    @rmsnorm_fwd.on("meta")              # beside it: what the CUDA launcher allocates
-    def rmsnorm_fwd_memory(x): ...
+    rmsnorm_fwd.on("meta")(lambda x: ...)   # next to it: what the CUDA launcher allocates
 
     @rmsnorm.rmsnorm_fwd.on("cupy")         # in ops/rmsnorm_cuda.py: the CUDA launcher
     def rmsnorm_fwd(x, weight, eps): ...
 
+    class RMSNorm(Op):                      # an op names its kernels and calls them on its own backend
+        fwd = rmsnorm_fwd
+        ...
+        y, rstd = self.fwd(x, self.weight.value, self.eps)
+
+Calls are typed as the body is: mypy checks the arguments and the result of `self.fwd(...)`.
+
 All implementations take the same arguments in the same order: outputs, accumulators, inputs, saved, sizes, scalars.
-On "meta", where nothing is computed, a function may name only the arguments that it reads. An implementation that
-depends on its backend (its precision, say) takes it as the keyword-only argument `backend`; `bind` supplies it. If a
-kernel has no CuPy implementation, the module beside its body, `<module>_cuda`, is imported to find one: an op of your
-own works the same way, in your own package.
+On "meta", where nothing is computed, a function may name only the arguments that it reads; a kernel whose results are
+like its first array needs none (`backends.meta.derived`). An implementation that
+depends on its backend (its precision, say) takes it as the keyword-only argument `backend`, with a default in the body;
+`bind` supplies it. If a kernel has no CuPy implementation, the module next to its body, `<module>_cuda`, is imported to
+find one: a custom op works the same way, in your own package.
 """
 
 from __future__ import annotations
@@ -21,22 +28,34 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar, overload
+
+import numpy as np
 
 from tinyforge.errors import UserError
 
-Array = Any
-"""numpy.ndarray, cupy.ndarray or a meta array; ops work with each of them."""
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+else:
+    Array = Any
+"""numpy.ndarray, cupy.ndarray or a meta array; ops work with each of them. To mypy it is NumPy's."""
+
+
+def pointer(array: Any) -> int:
+    """The address of a CuPy array in device memory."""
+    return array.data.ptr
+
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_NEIGHBOURS = {"cupy": "_cuda"}  # what the neighbour module's name ends with
+_NEIGHBOURS = {"cupy": "_cuda", "webgpu": "_webgpu"}  # what the neighbour module's name ends with
 
 
 class Bindable(Protocol):
@@ -46,16 +65,32 @@ class Bindable(Protocol):
 
 
 class Kernel(Generic[P, R]):
-    """One function by name. Calling it runs the NumPy body; `bind` gives the implementation for a backend."""
+    """One function by name. Calling it runs the NumPy body; `bind` gives the implementation for a backend.
+
+    As a class attribute of an op (`fwd = rmsnorm_fwd`), it is the implementation on the op's backend: `self.fwd(...)`.
+    """
 
     def __init__(self, body: Callable[P, R]) -> None:
         self.body = body
         self.name = body.__name__
-        self.__doc__ = body.__doc__
+        self.__name__, self.__module__, self.__wrapped__ = body.__name__, body.__module__, body
+        self.__signature__ = inspect.signature(body)
+        written = str(self.__signature__).replace("'", "")
+        self.__doc__ = f"{self.name}{written}\n\n{inspect.getdoc(body) or ''}".strip()  # what help() shows
         self._implementations: dict[str, Callable[..., Any]] = {"numpy": body}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.body(*args, **kwargs)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Kernel[P, R]: ...
+    @overload
+    def __get__(self, instance: Kernels, owner: type) -> Callable[P, R]: ...
+    def __get__(self, instance: Kernels | None, owner: type) -> Kernel[P, R] | Callable[P, R]:
+        """Reached on the class alone: `bind_kernels` sets the implementation on the instance."""
+        if instance is None:
+            return self
+        raise RuntimeError(f"{owner.__name__}: kernel {self.name} is not bound; call super().__init__ first")
 
     def __repr__(self) -> str:
         return f"<kernel {self.name} on {', '.join(self.backends())}>"
@@ -68,7 +103,7 @@ class Kernel(Generic[P, R]):
             mine, theirs = _arguments(self.body), _arguments(function)
             if mine == theirs:
                 self._implementations[backend] = function
-            elif backend == "meta" and set(theirs) <= set(mine) and not _wants_backend(function):
+            elif backend == "meta" and set(theirs) <= set(mine) and not _takes_backend(function):
                 self._implementations[backend] = self._given_what_it_reads(function)
             else:
                 raise TypeError(
@@ -93,15 +128,17 @@ class Kernel(Generic[P, R]):
         """The backends that have this kernel; its neighbour module is searched too where it can be imported."""
         for backend in _NEIGHBOURS:
             try:
-                self._look_beside(backend)
+                self._import_neighbour(backend)
             except ImportError:  # CuPy is not installed
                 continue
         return sorted(self._implementations)
 
     def bind(self, backend: Bindable, owner: str = "") -> Callable[P, R]:
         """The implementation on `backend`. Raises UserError if there is none. owner: the op that asks."""
-        self._look_beside(backend.name)
+        self._import_neighbour(backend.name)
         function = self._implementations.get(backend.name)
+        if function is None and hasattr(backend, "derived"):
+            function = backend.derived(self.body)
         if function is None:
             fix = f'use --backend numpy, or write one: @{self.name}.on("{backend.name}")'
             if backend.name in _NEIGHBOURS:
@@ -110,9 +147,9 @@ class Kernel(Generic[P, R]):
                 f"{owner + ': ' if owner else ''}kernel {self.name} has no implementation on backend {backend.name}, "
                 f"only on {', '.join(self.backends())}; {fix}"
             )
-        return partial(function, backend=backend) if _wants_backend(function) else function
+        return partial(function, backend=backend) if _takes_backend(function) else function
 
-    def _look_beside(self, backend: str) -> None:
+    def _import_neighbour(self, backend: str) -> None:
         """Import the neighbour module that may hold the implementation."""
         if backend in self._implementations or backend not in _NEIGHBOURS:
             return
@@ -126,15 +163,46 @@ def kernel(body: Callable[P, R]) -> Kernel[P, R]:
     return Kernel(body)
 
 
+class Kernels:
+    """Base of Op, and of other classes whose attributes are kernels. kernels: those of the class and of its bases."""
+
+    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if old := vars(cls).get("kernels"):
+            warnings.warn(
+                f"{cls.__name__}: name each kernel instead of listing `kernels`: `fwd = {old[0].name}`, called as "
+                "`self.fwd(...)` instead of `self.k`",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            for name, value in {**{each.name: each for each in old}, "k": property(lambda op: op)}.items():
+                setattr(cls, name, value)
+        cls.kernels = tuple(dict.fromkeys(found for _, found in _attributes(cls)))
+
+    def bind_kernels(self, backend: Bindable) -> None:
+        """Set every kernel attribute to its implementation on `backend`. Raises UserError if one is missing."""
+        for name, found in _attributes(type(self)):
+            setattr(self, name, found.bind(backend, type(self).__name__))
+
+
+def _attributes(cls: type) -> list[tuple[str, Kernel[..., Any]]]:
+    """The kernels among the attributes of `cls`, each with its attribute's name; bases first."""
+    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+    return [(name, found) for name in names if isinstance(found := inspect.getattr_static(cls, name), Kernel)]
+
+
 def bind(kernels: Sequence[Kernel[..., Any]], backend: Bindable, owner: str) -> SimpleNamespace:
-    """The implementations of `kernels` on `backend`, by name. Raises UserError if one is missing."""
+    """The implementations of `kernels` on `backend`, by name, for tests and benchmarks of many kernels: their calls are
+    not typed. Raises UserError if one is missing."""
     return SimpleNamespace(**{k.name: k.bind(backend, owner) for k in kernels})
 
 
 @contextmanager
 def override(target: Kernel[P, R], backend: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Replace a kernel for ops that are built inside the block: tests seed faults with it."""
-    target._look_beside(backend)
+    target._import_neighbour(backend)
     right = target._implementations[backend]
     target._implementations[backend] = replacement
     try:
@@ -143,7 +211,7 @@ def override(target: Kernel[P, R], backend: str, replacement: Callable[..., Any]
         target._implementations[backend] = right
 
 
-def _wants_backend(function: Callable[..., Any]) -> bool:
+def _takes_backend(function: Callable[..., Any]) -> bool:
     found = inspect.signature(function).parameters.get("backend")
     return found is not None and found.kind is found.KEYWORD_ONLY
 

@@ -5,7 +5,7 @@ what backward needs on a `Stash`; a model's backward is its forward read upwards
 
 One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), activation gradients are assigned
 (`=`), and backward never writes to the `dy` that it was given. `tests/ops/test_contract.py` enforces it for all ops.
-`Param.summed_in` saves a product from adding to zeros.
+`Param.grad_with_beta` saves a product from adding to zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.kernel import Array, Kernel, bind
+from tinyforge.kernel import Array, Kernels
 from tinyforge.rng import Stream
 
 Key = Any
@@ -27,9 +27,10 @@ Key = Any
 class Param:
     """A named tensor to be learned: `value` and its `grad`, views into the flat buffer of the model's `ParamBuffer`.
 
-    Both exist once the buffer does; reading them earlier raises RuntimeError. The initial value is
-    `fill + std * N(0, 1)`: `std=0.02` for a matrix, `fill=1` for a norm's gain. `decay`: whether AdamW's weight decay
-    applies.
+    Both exist once the buffer does; reading them earlier raises RuntimeError. `ParamBuffer.initialise` sets the value
+    to `fill + std * N(0, 1)`: `std=0.02` for an embedding, `fill=1` for a norm's gain, `fill=0` for a bias. With
+    neither, std is 1 / sqrt(n), where n is the product of all axes but the first, or the length of a vector: the
+    outputs of a linear map then have the scale of its inputs. `decay`: whether AdamW's weight decay applies.
 
     frozen: set before the buffer is made. A frozen parameter is read but never learned: its `grad` is None, which tells
     an op's backward to skip that product, and it has no master weights and no moments.
@@ -43,8 +44,9 @@ class Param:
 
     arrive: set while the value is in flight from other ranks; calling it makes the device wait for the value.
 
-    by_product: set by ops that take the gradient by `summed_in`. blank: the gradient is 0 but the zeros are not written
-    yet, see `ParamBuffer.clear_grads`. Reading `grad` writes them.
+    overwrite_grad: set by ops that take the gradient by `grad_with_beta`.
+    grad_is_zero: the gradient is 0 but the zeros are not written yet, see `ParamBuffer.clear_grads`. Reading `grad`
+        writes them.
     """
 
     def __init__(
@@ -52,8 +54,8 @@ class Param:
         name: str,
         shape: tuple[int, ...],
         *,
-        std: float = 0.0,
-        fill: float = 0.0,
+        std: float | None = None,
+        fill: float | None = None,
         decay: bool = True,
         matrices: Sequence[int] | int = (),
     ) -> None:
@@ -64,14 +66,16 @@ class Param:
         self.name = name
         self.shape = shape
         self.matrices = tuple(matrices)
+        if std is None:
+            std = 0.0 if fill is not None else max(1, math.prod(shape[1:] if len(shape) > 1 else shape)) ** -0.5
         self.std = std
-        self.fill = fill
+        self.fill = fill or 0.0
         self.decay = decay
         self.frozen = False
         self.weights = ""
         self.arrive: Callable[[], None] | None = None
-        self.by_product = False
-        self.blank = False
+        self.overwrite_grad = False
+        self.grad_is_zero = False
 
     @property
     def grad(self) -> Array:
@@ -79,23 +83,23 @@ class Param:
         return self._grad
 
     @grad.setter
-    def grad(self, grad: Array) -> None:
-        self._grad = grad
+    def grad(self, grad: Array | None) -> None:
+        self._grad: Any = grad  # None: frozen
 
     @grad.deleter
     def grad(self) -> None:
         del self._grad
 
-    def summed_in(self) -> tuple[Array, bool]:
+    def grad_with_beta(self) -> tuple[Array, bool]:
         """The gradient, and whether to add to it. If not, its memory is undefined and the caller must write all of it:
         a matrix product that assigns needs no zeros and reads nothing."""
-        blank, self.blank = self.blank, False
+        blank, self.grad_is_zero = self.grad_is_zero, False
         return self._grad, not blank
 
     def settle(self) -> None:
         """Write the zeros of a blank gradient."""
-        if self.blank:
-            self.blank = False
+        if self.grad_is_zero:
+            self.grad_is_zero = False
             self._grad.fill(0)
 
     @property
@@ -105,8 +109,8 @@ class Param:
         return self._value.values() if self.weights else self._value
 
     @value.setter
-    def value(self, value: Array) -> None:
-        self._value = value
+    def value(self, value: Any) -> None:
+        self._value: Any = value  # an array, or `Quantised`
 
     @property
     def stored(self) -> Any:
@@ -173,8 +177,9 @@ class Stash:
         return iter(self._records)
 
 
-class Op:
-    """One differentiable operation. Subclasses list the `kernels` they call and write forward and backward.
+class Op(Kernels):
+    """One differentiable operation. Subclasses name the kernels that they call (`fwd = swiglu_fwd`) and write forward
+    and backward. Building an op binds its kernels to the backend, and raises UserError if one is missing there.
 
     `forward(*inputs, stash=None)`: without a stash this is inference: the same bits, nothing kept.
     `backward(dy, stash)`: returns the gradient of each input, a tuple if there are several (None for integer inputs),
@@ -185,14 +190,13 @@ class Op:
     of dy of the output's shape.
     """
 
-    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = ()
     per_head: ClassVar[bool] = False
     adds: bool = False
 
     def __init__(self, backend: Backend, name: str = "") -> None:
         self.backend = backend
         self.name = name or type(self).__name__
-        self.k = bind(self.kernels, backend, type(self).__name__)
+        self.bind_kernels(backend)
 
     def forward(self, *inputs: Any, stash: Stash | None = None) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")
@@ -200,8 +204,30 @@ class Op:
     def backward(self, dy: Any, stash: Stash) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no backward")
 
+    def expect(self, x: Array, width: int | None = None, *, shape: tuple[int, ...] | None = None) -> None:
+        """Raise TypeError for a float64 array where the backend's dtype is narrower, in which NumPy would go on in
+        float64; ValueError unless the last axis has `width` entries, and the array this shape. The device is not
+        asked."""
+        if x.dtype == np.float64 and self.backend.dtype != np.float64:
+            raise TypeError(
+                f"{self.name}: an input of float64, expected {self.backend.dtype.name}; convert it with "
+                "backend.asarray(x)"
+            )
+        if width is not None and x.shape[-1:] != (width,):
+            raise ValueError(f"{self.name}: an input of shape {x.shape}, expected (..., {width})")
+        if shape is not None and x.shape != shape:
+            raise ValueError(f"{self.name}: an input of shape {x.shape}, expected {shape}")
+
+    def expect_ids(self, ids: Array, rows: int, lowest: int = 0) -> None:
+        """Raise IndexError for ids below `lowest` or of `rows` and more. Ids on a GPU are not read: that would wait
+        for the device."""
+        if self.backend.name == "numpy" and ids.size and not (ids.min() >= lowest and ids.max() < rows):
+            where = np.unravel_index(np.argmax((ids < lowest) | (ids >= rows)), ids.shape)
+            place = ", ".join(map(str, where))
+            raise IndexError(f"{self.name}: id {ids[where]} at [{place}], expected {lowest} to {rows - 1}")
+
     def params(self) -> list[Param]:
-        """Each Param once, also when tied. By default the op's attributes that are Params, in the order they were set."""
+        """Each Param once, even when tied; by default the attributes that are Params, in the order they were set."""
         return list(dict.fromkeys(p for p in vars(self).values() if isinstance(p, Param)))
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class ParamBuffer:
     """
 
     def __init__(
-        self, params: Iterable[Param], backend: Backend, values: Array = None, frozen_values: Array = None
+        self, params: Iterable[Param], backend: Backend, values: Array | None = None, frozen_values: Array | None = None
     ) -> None:
         unique = list({id(p): p for p in params}.values())
         names = [p.name for p in unique]
@@ -61,8 +61,8 @@ class ParamBuffer:
         self.masters = self.values
         if values is None and backend.master_dtype != backend.dtype:
             self.masters = backend.shared_zeros((size,), backend.master_dtype)
-        self.grads = backend.shared_zeros((size,), backend.master_dtype)
-        self.frozen_values = frozen_values
+        self.grads: Any = backend.shared_zeros((size,), backend.master_dtype)
+        self.frozen_values: Any = frozen_values
         if self.frozen and frozen_values is None:
             self.frozen_values = backend.shared_zeros((size_frozen,))
         for p in self.params:
@@ -72,7 +72,7 @@ class ParamBuffer:
             p.grad = None
             p.value = Quantised.zeros(p.weights, p.shape, backend) if p.weights else self.view(self.frozen_values, p)
 
-    def place_grads(self, flat: Array) -> None:
+    def place_grads(self, flat: Array | None) -> None:
         """Move the gradients of all learned parameters to `flat`. With None they have no memory, and reading one is an
         error until they get some again."""
         self.grads = flat
@@ -83,10 +83,10 @@ class ParamBuffer:
                 vars(p).pop("_grad", None)
 
     def clear_grads(self) -> None:
-        """Set all gradients to 0. Those that a matrix product writes first (`Param.by_product`) are only marked blank:
+        """Set all gradients to 0. Those that a matrix product writes first (`Param.overwrite_grad`) are marked only:
         the product assigns its result instead of adding it. Call `settle_grads` when backward is over."""
         for p in self.params:
-            p.blank = p.by_product
+            p.grad_is_zero = p.overwrite_grad
         for where in self._added_to:
             self.grads[where].fill(0)
 
@@ -100,7 +100,7 @@ class ParamBuffer:
         """The parts of the flat gradient that `clear_grads` sets to 0: all but those that a product assigns."""
         bounds = [0]
         for p in self.params:
-            if p.by_product:
+            if p.overwrite_grad:
                 place = self.place(p)
                 bounds += [place.start, place.stop]
         bounds.append(self.size)
@@ -135,8 +135,9 @@ class ParamBuffer:
         """Where `param` lies in its flat array."""
         return self._slices[param.name]
 
-    def initialise(self, stream: Stream) -> None:
-        """Draw every learned parameter from its own named stream: adding a parameter changes no other's initial value."""
+    def initialise(self, seed: Stream | int = 0) -> Self:
+        """Sample every learned parameter from a stream of its name: adding one changes no other's initial value."""
+        stream = Stream(seed, "init") if isinstance(seed, int) else seed
         host = shared_zeros(self.masters.shape, self._backend.master_dtype)
         tasks = []
         for p in self.params:
@@ -152,6 +153,7 @@ class ParamBuffer:
         on_all_cores(draw, tasks, _WORTH_A_PROCESS)
         self.masters[...] = self._backend.asarray(host, self._backend.master_dtype)
         self.publish()
+        return self
 
     def set_master(self, param: Param, value: Any) -> None:
         """Set a parameter's master weights, or a frozen one's only weights; call `publish` when all are set."""
@@ -160,6 +162,11 @@ class ParamBuffer:
             return
         flat = self.frozen_values if param.frozen else self.masters
         self.view(flat, param)[...] = self._backend.asarray(value, flat.dtype)
+
+    @property
+    def masters_elsewhere(self) -> bool:
+        """Whether the weights are not arrays in the host's memory."""
+        return not isinstance(self.frozen_values if self.frozen else self.masters, np.ndarray)
 
     def publish(self) -> None:
         """Round the master weights to the values that the ops read."""
@@ -187,12 +194,12 @@ def with_buffer(op: AnyOp, backend: Backend, rng: np.random.Generator, std: floa
 
 
 def named(buffer: ParamBuffer, flat: Any, backend: Backend) -> dict[str, np.ndarray]:
-    """The parts of a flat array by parameter name, as NumPy copies, for a checkpoint. Frozen parameters are left out."""
+    """The parts of a flat array by parameter name, as NumPy copies, for a checkpoint; no frozen parameters."""
     return {p.name: np.array(backend.to_numpy(buffer.view(flat, p))) for p in buffer.params}
 
 
 def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> None:
-    """Copy from `base` every tensor of the same name and shape, and print which ones it lacks: those stay as they are."""
+    """Copy from `base` every tensor of equal name and shape, and print those that it lacks, which stay as they are."""
     have, theirs = named(buffer, buffer.masters, backend), named(base, base.masters, backend)
     taken = {name for name, value in have.items() if name in theirs and theirs[name].shape == value.shape}
     load_named(buffer, buffer.masters, have | {name: theirs[name] for name in taken}, backend, Path("base"))
@@ -206,7 +213,7 @@ def check_named(params: Iterable[Param], tensors: Mapping[str, np.ndarray], sour
         shape = shape_of(prefix + p.name) if prefix + p.name in tensors else None
         if shape != p.shape:
             got = "nothing" if shape is None else shape
-            raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model wants {p.shape}")
+            raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model expects {p.shape}")
 
 
 def load_named(

@@ -81,9 +81,9 @@ def test_rows_are_quantised_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> N
     x = on_gpu(host)
     k, theirs = bind((quantise_rows,), gpu, "test"), bind((quantise_rows,), CPU, "test")
     codes, scale = k.quantise_rows(x)
-    wanted, wanted_scale = theirs.quantise_rows(wide(x))
+    expected, wanted_scale = theirs.quantise_rows(wide(x))
     assert same(wide(scale), wanted_scale)
-    assert same(numbers(codes), wanted)
+    assert same(numbers(codes), expected)
 
 
 def test_what_is_not_finite_stays_so(gpu: Any) -> None:
@@ -112,9 +112,9 @@ def test_norms_quantise_what_they_write(shape: tuple[int, int], gpu: Any) -> Non
         assert np.abs(wide(dx) - wide(found[-1][0])).max() <= 2**-7 * np.abs(wide(dx)).max()
         assert np.allclose(wide(sums[0]), wide(sums[1]), rtol=1e-5, atol=1e-5)
     for written, codes, scale in found:
-        wanted, wanted_scale = k.quantise_rows(written)
+        expected, wanted_scale = k.quantise_rows(written)
         assert same(wide(scale), wide(wanted_scale))
-        assert same(numbers(codes), numbers(wanted))
+        assert same(numbers(codes), numbers(expected))
 
 
 def test_weights_are_quantised_as_on_the_cpu(gpu: Any) -> None:
@@ -126,20 +126,20 @@ def test_weights_are_quantised_as_on_the_cpu(gpu: Any) -> None:
         FP8Weight(
             *(
                 cp.empty(shape, np.uint8) if way else None
-                for shape, way in zip((x.shape, x.shape[::-1]), wanted, strict=True)
+                for shape, way in zip((x.shape, x.shape[::-1]), expected, strict=True)
             ),
             cp.empty(1, np.float32),
         )
-        for x, wanted in zip(weights, ways, strict=True)
+        for x, expected in zip(weights, ways, strict=True)
     ]
     bind((quantise_weights,), gpu, "test").quantise_weights(outs, weights)
     for out, weight in zip(outs, weights, strict=True):
         kind = fp8_dtype(E4M3)
-        wanted = FP8Weight(np.empty(weight.shape, kind), np.empty(weight.shape[::-1], kind), np.empty(1, np.float32))
-        bind((quantise_weights,), CPU, "test").quantise_weights([wanted], [wide(weight)])
-        assert same(wide(out.scale), wanted.scale)
-        assert out.codes is None or same(numbers(out.codes), wanted.codes)
-        assert out.transposed is None or same(numbers(out.transposed), wanted.transposed)
+        expected = FP8Weight(np.empty(weight.shape, kind), np.empty(weight.shape[::-1], kind), np.empty(1, np.float32))
+        bind((quantise_weights,), CPU, "test").quantise_weights([expected], [wide(weight)])
+        assert same(wide(out.scale), expected.scale)
+        assert out.codes is None or same(numbers(out.codes), expected.codes)
+        assert out.transposed is None or same(numbers(out.transposed), expected.transposed)
 
 
 def cases() -> Iterator[Any]:
@@ -158,7 +158,7 @@ def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> N
         a = rounded(rng.normal(size=(m, k)).astype(np.float32), E5M2 if e5m2 else E4M3, CPU)
         b = rounded(rng.normal(size=(n, k)).astype(np.float32), E4M3, CPU)
         scales, weight_scale = np.exp(rng.normal(size=1 if adds else m)).astype(np.float32), np.array([0.3], np.float32)
-        wanted = a.astype(np.float64) @ b.astype(np.float64).T * scales[:, None] * 0.3 + adds
+        expected = a.astype(np.float64) @ b.astype(np.float64).T * scales[:, None] * 0.3 + adds
         given = [cp.asarray(x) for x in (a.view(np.uint8), b.view(np.uint8), scales, weight_scale)]
         for band, splits in ((1, 1), (8, 3)):
             found = []
@@ -173,7 +173,7 @@ def test_every_variant_is_the_product(product: str, variant: Any, gpu: Any) -> N
             for x, again in zip(*found, strict=True):
                 assert x is None or np.array_equal(x.view(np.uint8), again.view(np.uint8)), "not the same bits twice"
             y, hidden = found[0]
-            near(y, wanted)
+            near(y, expected)
             if hidden is not None:
                 near(hidden, swiglu_fwd(y.astype(np.float64)))
 
@@ -188,20 +188,20 @@ def test_rows_are_transposed_as_on_the_cpu(shape: tuple[int, ...], gpu: Any) -> 
     assert same(wide(scale), theirs.largest_scale(theirs.quantise_rows(wide(x))[1]))
     for e5m2, kind in ((False, E4M3), (True, E5M2)):
         codes, transposed = k.quantise_transposed(x, scale, e5m2)
-        wanted, wanted_transposed = theirs.quantise_transposed(wide(x), wide(scale), e5m2)
+        expected, wanted_transposed = theirs.quantise_transposed(wide(x), wide(scale), e5m2)
         assert same(numbers(transposed, kind), wanted_transposed)
-        assert codes is None or same(numbers(codes, kind), wanted)
+        assert codes is None or same(numbers(codes, kind), expected)
     dy, room = x.copy(), x.copy()
     codes, transposed = k.swiglu_bwd_fp8(room, room, gu, scale)  # h over dh
     h = cp.empty_like(x)
-    wanted, wanted_transposed = k.quantise_transposed(k.swiglu_bwd(h, dy, gu), scale, True)
-    assert same(wide(room), wide(h)) and same(numbers(codes, E5M2), numbers(wanted, E5M2))
+    expected, wanted_transposed = k.quantise_transposed(k.swiglu_bwd(h, dy, gu), scale, True)
+    assert same(wide(room), wide(h)) and same(numbers(codes, E5M2), numbers(expected, E5M2))
     assert same(numbers(transposed, E5M2), numbers(wanted_transposed, E5M2))
 
 
-def near(found: np.ndarray, wanted: np.ndarray) -> None:
+def near(found: np.ndarray, expected: np.ndarray) -> None:
     assert np.isfinite(found.astype(np.float64)).all()
-    assert np.linalg.norm(found.astype(np.float64) - wanted) <= 6e-3 * np.linalg.norm(wanted)
+    assert np.linalg.norm(found.astype(np.float64) - expected) <= 6e-3 * np.linalg.norm(expected)
 
 
 def test_a_model_has_the_gradients_of_the_cpus_emulation(gpu: Any) -> None:

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 cp = pytest.importorskip("cupy", reason="needs CuPy")
 gemm = pytest.importorskip("tinyforge.backends.gemm", reason="needs CuPy")
+gemm_naive = pytest.importorskip("tests.backends.naive_gemm", reason="needs CuPy").gemm_naive
 
 # (m, n, k): less than a tile, tiles that stand out on both sides, a last step that is not whole, many units a block.
 SHAPES = ((8, 8, 1), (1, 264, 64), (200, 8, 72), (130, 1096, 200), (777, 520, 328), (2100, 1032, 136), (768, 768, 4104))
@@ -33,7 +34,7 @@ def hopper() -> None:
 
 
 def drawn(rng: np.random.Generator, rows: int, columns: int, dtype: Any, gap: int = 8) -> Any:
-    """An array whose rows have a gap behind them, of NaN."""
+    """An array whose rows have a gap after them, of NaN."""
     whole = np.full((rows, -(-columns // 8) * 8 + gap), np.nan)
     whole[:, :columns] = rng.normal(size=(rows, columns))
     return cp.asarray(whole.astype(dtype))[:, :columns]
@@ -56,23 +57,23 @@ def factors(product: str, shape: tuple[int, int, int], dtype: Any, seed: int) ->
 
 
 def outputs(product: str, shape: tuple[int, int, int], accumulate: bool) -> Any:
-    """Poison, a gap of it behind each row; where the product is added, ones."""
+    """Poison, a gap of it after each row; where the product is added, ones."""
     m, n, _ = shape
     whole = np.full((m, -(-n // 8) * 8 + 8), np.nan)
     whole[:, :n] = 1 if accumulate else np.nan
     return cp.asarray(whole.astype(np.float32 if product == "WEIGHT" else dtype_of(BF16)))[:, :n]
 
 
-def assert_right(out: Any, wanted: np.ndarray, factor_size: float) -> None:
+def assert_right(out: Any, expected: np.ndarray, factor_size: float) -> None:
     got = wide(out)
     assert np.isfinite(got).all()
     if out.dtype == np.float32:
-        assert np.linalg.norm(got - wanted) <= 2e-6 * np.sqrt(factor_size) * np.linalg.norm(wanted) + 1e-6
+        assert np.linalg.norm(got - expected) <= 2e-6 * np.sqrt(factor_size) * np.linalg.norm(expected) + 1e-6
     else:  # at most twice the error of sums in float32 that are rounded once
-        best = wanted.astype(np.float32).astype(dtype_of(BF16)).astype(np.float64)
-        assert np.linalg.norm(got - wanted) <= 2 * np.linalg.norm(best - wanted) + 1e-6
+        best = expected.astype(np.float32).astype(dtype_of(BF16)).astype(np.float64)
+        assert np.linalg.norm(got - expected) <= 2 * np.linalg.norm(best - expected) + 1e-6
     whole = cp.asnumpy(out.base).astype(np.float64)
-    assert np.isnan(whole[:, out.shape[1] :]).all(), "written behind the end of a row"
+    assert np.isnan(whole[:, out.shape[1] :]).all(), "written after the end of a row"
 
 
 def cases() -> Iterator[Any]:
@@ -86,14 +87,14 @@ def test_every_variant_is_the_product(variant: Any, product: str, hopper: None) 
     for seed, shape in enumerate(SHAPES):
         ways = ((8, 1, False), (1, 1, True), (3, 2, False), (8, 5, True))
         for band, splits, accumulate in ways if product == "WEIGHT" else ((8, 1, False), (1, 1, False)):
-            a, b, wanted = factors(product, shape, dtype_of(BF16), seed)
+            a, b, expected = factors(product, shape, dtype_of(BF16), seed)
             chosen = replace(variant, band=band, splits=splits)
             found = []
             for _ in range(2):
                 out = outputs(product, shape, accumulate)
                 assert gemm.hopper(chosen, a, b, out, product, accumulate=accumulate) is out
                 found.append(out)
-            assert_right(found[0], wanted + accumulate, shape[2])
+            assert_right(found[0], expected + accumulate, shape[2])
             assert np.array_equal(wide(found[0]), wide(found[1])), "not the same bits twice"
 
 
@@ -103,11 +104,11 @@ def test_the_plain_kernel_is_the_product(product: str, precision: str) -> None:
     tolerance = {"float64": 1e-13, "float32": 1e-5, BF16: 2**-7}[precision]
     for seed, shape in enumerate(((1, 1, 1), (17, 33, 70), (200, 9, 300))):
         for splits, accumulate in ((1, False), (3, True)):
-            a, b, wanted = factors(product, shape, dtype_of(precision), seed)
+            a, b, expected = factors(product, shape, dtype_of(precision), seed)
             kind = np.dtype(np.float32) if precision == BF16 and product == "WEIGHT" else dtype_of(precision)
             out = cp.asarray(np.ones(shape[:2]).astype(kind))
-            gemm.gemm_naive(a, b, out, product, accumulate=accumulate, splits=splits)
-            assert np.abs(wide(out) - wanted - accumulate).max() <= tolerance * np.abs(wanted).max() + tolerance
+            gemm_naive(a, b, out, product, accumulate=accumulate, splits=splits)
+            assert np.abs(wide(out) - expected - accumulate).max() <= tolerance * np.abs(expected).max() + tolerance
 
 
 def test_the_fast_kernel_is_its_naive_sibling(hopper: None) -> None:
@@ -116,7 +117,7 @@ def test_the_fast_kernel_is_its_naive_sibling(hopper: None) -> None:
         a, b, _ = factors("WEIGHT", (264, 136, 1000), dtype_of(BF16), 3)
         fast, plain = (cp.full((264, 136), cp.nan, np.float32) for _ in range(2))
         gemm.hopper(replace(gemm.compiled()[0], splits=splits), a, b, fast, "WEIGHT")
-        gemm.gemm_naive(a, b, plain, "WEIGHT", splits=splits)
+        gemm_naive(a, b, plain, "WEIGHT", splits=splits)
         assert np.abs(wide(fast) - wide(plain)).max() <= 1e-5 * np.abs(wide(plain)).max()
 
 
@@ -175,23 +176,23 @@ def test_swiglu_at_the_end_of_a_product_is_the_op_behind_it(epilogue: str, varia
         plain = cp.empty((m, n), dtype)
         assert gemm.hopper(variant, a, b, plain, product) is plain
         if forward:
-            wanted = plain, swiglu_fwd(plain)
+            expected = plain, swiglu_fwd(plain)
         else:
             hidden = cp.empty((m, half), dtype)
-            wanted = swiglu_bwd(hidden, plain, gu), hidden
-            assert np.array_equal(wide(swiglu_bwd(plain, plain, gu)), wide(wanted[0]))  # h in the place of dh
+            expected = swiglu_bwd(hidden, plain, gu), hidden
+            assert np.array_equal(wide(swiglu_bwd(plain, plain, gu)), wide(expected[0]))  # h in the place of dh
             assert np.array_equal(wide(plain), wide(hidden))
         for _ in range(2):
             found = cp.empty((m, 2 * half), dtype), cp.empty((m, half), dtype)
             for array in found:
                 array.data.memset(0xFF, array.nbytes)  # NaN
             assert gemm.hopper(variant, a, b, found[0], epilogue, hidden=found[1], gu=gu) is found[0]
-            for ours, theirs in zip(found, wanted, strict=True):
+            for ours, theirs in zip(found, expected, strict=True):
                 assert np.array_equal(wide(ours), wide(theirs)), (m, half, k)
         if not forward:  # a frozen weight: h is nobody's
             alone = cp.empty((m, 2 * half), dtype)
             gemm.hopper(variant, a, b, alone, epilogue, gu=gu)
-            assert np.array_equal(wide(alone), wide(wanted[0]))
+            assert np.array_equal(wide(alone), wide(expected[0]))
 
 
 # (rows, positions, heads, turned, steps): as above; a tile of positions that begin again, heads that are not turned.

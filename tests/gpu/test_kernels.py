@@ -16,6 +16,7 @@ import pytest
 from tinyforge import ops
 from tinyforge.backends import Backend, dtype_of, get_backend
 from tinyforge.op import Param, Stash
+from tinyforge.ops.conv2d import output_shape
 from tinyforge.ops.cross_entropy import SoftTargets, sum_tokens
 from tinyforge.ops.linear import linear_bwd_bias
 from tinyforge.optim import AdamWConfig
@@ -106,9 +107,66 @@ def order(rng: Rng, rows: int) -> np.ndarray:
     return rng.permutation(rows).astype(np.int32)
 
 
-# Arguments of each kernel for n rows of width c. What stands behind a space in a name is one way to call it.
+def images(rng: Rng, n: int, c: int, high: int = 7, wide: int = 6) -> Activation:
+    """(B, H, W, c), a few of them."""
+    return act(rng, 1 + n % 3, high + n % 4, wide, c)
+
+
+def like_conv(
+    rng: Rng, n: int, ins: int, outs: int, taps: tuple[int, int] = (3, 3), stride: int = 1, padding: int = 1
+) -> tuple[Any, Any, Any]:
+    """Images, a weight, and an array like the result of the convolution."""
+    x, weight = images(rng, n, ins), act(rng, outs, *taps, ins)
+    return x, weight, act(rng, *output_shape(x.value.shape, weight.value.shape, stride, padding))
+
+
+def few(c: int) -> int:
+    """Channels of an image."""
+    return min(c, 136)
+
+
+def conv_forward(rng: Rng, n: int, c: int, *, outs: int | None = None, plain: bool = False, **how: Any) -> Any:
+    x, weight, y = like_conv(rng, n, few(c), outs or few(c) + 3, **how)
+    bias = act(rng, weight.value.shape[0])
+    more = (None, None) if plain else (bias, y)
+    return x, weight, *more, how.get("stride", 1), how.get("padding", 1)
+
+
+def conv_back_input(rng: Rng, n: int, c: int, **how: Any) -> Any:
+    x, weight, dy = like_conv(rng, n, few(c), 72, **how)
+    return dy, weight, x.value.shape, how.get("stride", 1), how.get("padding", 1)
+
+
+def conv_back_weight(rng: Rng, n: int, c: int, *, outs: int = 72, **how: Any) -> Any:
+    x, weight, dy = like_conv(rng, n, few(c), outs, **how)
+    sums = acc(rng, *weight.value.shape), acc(rng, weight.value.shape[0])
+    return *sums, dy, x, how.get("stride", 1), how.get("padding", 1)
+
+
+def norm_back(rng: Rng, n: int, c: int, groups: int, silu: bool, shifted: bool = False) -> Any:
+    x = images(rng, n, groups * few(c))
+    batch, channels = x.value.shape[0], groups * few(c)
+    sums, shape = (acc(rng, channels), acc(rng, channels)), x.value.shape
+    shift = act(rng, batch, channels) if shifted else None
+    stats = angles(rng, batch, groups), some_rstd(rng, (batch, groups))
+    return *sums, act(rng, *shape), act(rng, channels), act(rng, channels), x, shift, *stats, silu
+
+
+# Arguments of each kernel for n rows of width c. What stands after a space in a name is one way to call it.
 ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), 1e-5),
+    "rmsnorm_fwd plus": lambda r, n, c: (act(r, n, c), act(r, c), 1e-5, True),
+    # x is recovered from y by dividing by 1 + w, which is near 1 in the models that have it.
+    "rmsnorm_bwd plus": lambda r, n, c: (
+        acc(r, c),
+        act(r, n, c),
+        Activation(np.clip(normal(r, c), -0.5, 0.5)),
+        act(r, n, c),
+        some_rstd(r, n),
+        None,
+        True,
+    ),
+    "add_rmsnorm_fwd plus": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, c), 1e-5, True),
     "rmsnorm_bwd": lambda r, n, c: (acc(r, c), act(r, n, c), act(r, c), act(r, n, c), some_rstd(r, n), None),
     "rmsnorm_bwd residual": lambda r, n, c: (
         acc(r, c),
@@ -153,6 +211,71 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         some_rstd(r, n),
         act(r, n, c),
     ),
+    **{f"{name}_fwd": lambda r, n, c: (act(r, n, c),) for name in ("relu", "sigmoid", "silu")},
+    **{f"{name}_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)) for name in ("relu", "sigmoid", "silu")},
+    "scale_fwd": lambda r, n, c: (act(r, n, c), -2.5),
+    "add_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
+    "geglu_fwd": lambda r, n, c: (act(r, n, 2 * c), "tanh"),
+    "geglu_fwd erf": lambda r, n, c: (act(r, n, 2 * c), "erf"),
+    "geglu_bwd": lambda r, n, c: (act(r, n, c), act(r, n, 2 * c), "tanh"),
+    "geglu_bwd erf": lambda r, n, c: (act(r, n, c), act(r, n, 2 * c), "erf"),
+    "mse_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
+    "mse_bwd": lambda r, n, c: (angles(r, n), act(r, n, c), act(r, n, c)),
+    "binary_cross_entropy_fwd": lambda r, n, c: (act(r, n, c), Activation(r.random((n, c)))),
+    "binary_cross_entropy_bwd": lambda r, n, c: (angles(r, n), act(r, n, c), Activation(r.random((n, c)))),
+    "conv2d_fwd": conv_forward,
+    "conv2d_fwd plain": lambda r, n, c: conv_forward(r, n, c, plain=True),
+    "conv2d_fwd one": lambda r, n, c: conv_forward(r, n, c, outs=1),
+    "conv2d_fwd stride": lambda r, n, c: conv_forward(r, n, c, taps=(4, 3), stride=2, padding=1),
+    "conv2d_fwd tap": lambda r, n, c: conv_forward(r, n, c, outs=130, taps=(1, 1), padding=0),
+    "conv2d_bwd_input": conv_back_input,
+    "conv2d_bwd_input stride": lambda r, n, c: conv_back_input(r, n, c, taps=(4, 3), stride=2, padding=1),
+    "conv2d_bwd_input rest": lambda r, n, c: conv_back_input(r, n, c, taps=(2, 2), stride=3, padding=0),
+    "conv2d_bwd_weight": conv_back_weight,
+    "conv2d_bwd_weight wide": lambda r, n, c: conv_back_weight(r, n, c, outs=130),
+    "conv2d_bwd_weight one": lambda r, n, c: conv_back_weight(r, n, c, outs=1),
+    "conv2d_bwd_weight stride": lambda r, n, c: conv_back_weight(r, n, c, taps=(4, 3), stride=2, padding=1),
+    "groupnorm_fwd": lambda r, n, c: (
+        images(r, n, 2 * few(c)),
+        None,
+        act(r, 2 * few(c)),
+        act(r, 2 * few(c)),
+        2,
+        1e-5,
+        False,
+    ),
+    "groupnorm_fwd silu": lambda r, n, c: (
+        images(r, n, 3 * few(c), 28, 28),
+        act(r, 1 + n % 3, 3 * few(c)),
+        act(r, 3 * few(c)),
+        act(r, 3 * few(c)),
+        3,
+        1e-5,
+        True,
+    ),
+    "groupnorm_bwd": lambda r, n, c: norm_back(r, n, c, 2, False),
+    "groupnorm_bwd silu": lambda r, n, c: norm_back(r, n, c, 1, True),
+    "groupnorm_bwd shift": lambda r, n, c: norm_back(r, n, c, 3, True, shifted=True),
+    **{f"{kind}_pool_fwd": lambda r, n, c: (images(r, n, few(c)), 2, 2) for kind in ("average", "max")},
+    **{f"{kind}_pool_fwd over": lambda r, n, c: (images(r, n, few(c)), 3, 1) for kind in ("average", "max")},
+    "average_pool_bwd": lambda r, n, c: (act(r, 2, 3, 4, few(c)), (2, 7, 8, few(c)), 2, 2),
+    "average_pool_bwd over": lambda r, n, c: (act(r, 2, 5, 6, few(c)), (2, 7, 8, few(c)), 3, 1),
+    "max_pool_bwd": lambda r, n, c: (
+        act(r, 2, 5, 6, few(c)),
+        r.integers(0, 9, (2, 5, 6, few(c))).astype(np.uint8),
+        (2, 7, 8, few(c)),
+        3,
+        1,
+    ),
+    "max_pool_bwd apart": lambda r, n, c: (
+        act(r, 2, 2, 3, few(c)),
+        r.integers(0, 4, (2, 2, 3, few(c))).astype(np.uint8),
+        (2, 6, 8, few(c)),
+        2,
+        3,
+    ),
+    "upsample_fwd": lambda r, n, c: (images(r, n, few(c), 3, 4), 2),
+    "upsample_bwd": lambda r, n, c: (act(r, 1 + n % 3, 6, 9, few(c)), 3),
     "softmax_fwd": lambda r, n, c: (act(r, n, c),),
     "softmax_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "swiglu_fwd": lambda r, n, c: (act(r, n, 2 * c),),
@@ -329,6 +452,15 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         0.5,
     ),
     "router_fwd": lambda r, n, c: (act(r, n, min(c, 70)), min(c, 3)),
+    "router_fwd plain": lambda r, n, c: (act(r, n, min(c, 70)), min(c, 3), False),
+    "router_bwd plain": lambda r, n, c: (
+        angles(r, n, min(c, 3)),
+        angles(r, min(c, 70) + 1),
+        act(r, n, min(c, 70)),
+        some_rstd(r, (n, min(c, 3))),
+        distinct(r, n, min(c, 70), min(c, 3)),
+        False,
+    ),
     "router_bwd": lambda r, n, c: (
         angles(r, n, min(c, 3)),
         angles(r, min(c, 70) + 1),
@@ -387,6 +519,8 @@ WITH_WEIGHTS = (
     "selective_scan_bwd",
     "grouped_fwd",
     "grouped_bwd_input",
+    "conv2d_fwd",
+    "conv2d_bwd_input",
 )
 ARRAYS = (Activation, Master)
 
@@ -407,7 +541,7 @@ def run(kernel: Callable[..., Any], arguments: tuple[Any, ...], place: Callable[
     """All results, written arguments included."""
     placed = [place(a) for a in arguments]
     result = kernel(*placed)
-    results = list(result) if isinstance(result, tuple) else [] if result is None else [result]
+    results = [r for r in (result if isinstance(result, tuple) else (result,)) if r is not None]
     return results + [p for p, a in zip(placed, arguments, strict=True) if isinstance(a, Master) and a.out]
 
 
@@ -421,14 +555,15 @@ def on_gpu(backend: Backend) -> Callable[[Any], Any]:
             return backend.asarray(a.value)
         if isinstance(a, Master):
             return backend.asarray(a.value, backend.master_dtype)
-        return backend.asarray(a) if isinstance(a, np.ndarray) else a
+        dtype = np.dtype(np.uint8) if isinstance(a, np.ndarray) and a.dtype == np.uint8 else None
+        return backend.asarray(a, dtype) if isinstance(a, np.ndarray) else a
 
     return place
 
 
-def error(got: np.ndarray, wanted: np.ndarray) -> float:
-    """|got - wanted| / |wanted|; infinite if anything is not finite."""
-    found = np.linalg.norm(np.float64(got) - wanted) / max(np.linalg.norm(wanted), 1e-30)
+def error(got: np.ndarray, expected: np.ndarray) -> float:
+    """|got - expected| / |expected|; infinite if anything is not finite."""
+    found = np.linalg.norm(np.float64(got) - expected) / max(np.linalg.norm(expected), 1e-30)
     return float(found) if np.isfinite(found) else np.inf
 
 
@@ -438,11 +573,11 @@ def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> Non
     backend = backend_of(precision)
     for n, c in shapes(name):
         arguments = ARGUMENTS[name](np.random.default_rng([n, c]), n, c)
-        wanted = run(numpy_of(name), arguments, on_numpy(np.float64))
+        expected = run(numpy_of(name), arguments, on_numpy(np.float64))
         got = run(cupy_of(name, backend), arguments, on_gpu(backend))
-        assert len(got) == len(wanted)
-        for g, w in zip(got, wanted, strict=True):
-            assert g.dtype == (w.dtype if w.dtype.kind == "i" else backend.dtype) and g.shape == w.shape
+        assert len(got) == len(expected)
+        for g, w in zip(got, expected, strict=True):
+            assert g.dtype == (w.dtype if w.dtype.kind in "iu" else backend.dtype) and g.shape == w.shape
             assert error(backend.to_numpy(g), w) <= TOLERANCE[precision] * (8 if "layernorm_fwd" in name else 1), (n, c)
 
 
@@ -451,10 +586,10 @@ def rounded(a: Any) -> Any:
     return Activation(a.value.astype(dtype_of("bfloat16")).astype(np.float64)) if isinstance(a, Activation) else a
 
 
-def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, eps: float) -> Any:
+def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, *more: Any) -> Any:
     """The sum is stored, and so rounded, before it is normalised."""
     x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
-    return (x, *KERNELS["rmsnorm_fwd"](x, weight, eps))
+    return (x, *KERNELS["rmsnorm_fwd"](x, weight, *more))
 
 
 def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> Any:
@@ -502,7 +637,7 @@ def lora_forwards(x: np.ndarray, weight: np.ndarray, bias: Any, a: np.ndarray, b
 
 
 def lora_backwards(da: np.ndarray, db: np.ndarray, dy: np.ndarray, x: np.ndarray, u: np.ndarray, *more: Any) -> Any:
-    """The gradient behind A is stored, and so is the adapter's part of dx."""
+    """The gradient after A is stored, and so is the adapter's part of dx."""
     weight, a, b, scale, key, rate = more
     du = bf16((dy @ b) * np.float32(scale))
     db += (dy.T @ u) * np.float32(scale)
@@ -519,6 +654,7 @@ PLAIN = {
     **{f"gelu_linear_fwd{which}": gelu_then_linear for which in ("", " bias", " erf")},
     **{f"gelu_linear_bwd{which}": gelu_linear_backwards for which in ("", " bias", " erf")},
     "add_rmsnorm_fwd": add_then_rmsnorm,
+    "add_rmsnorm_fwd plus": add_then_rmsnorm,
     "add_layernorm_fwd": add_then_layernorm,
     "add_layernorm_fwd plain": add_then_layernorm,
 }
@@ -529,12 +665,12 @@ def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
     backend, bf16 = backend_of("bf16"), dtype_of("bfloat16")
     for n, c in shapes(name)[1:]:
         arguments = tuple(map(rounded, ARGUMENTS[name](np.random.default_rng([n, c]), n, c)))
-        wanted = run(numpy_of(name), arguments, on_numpy(np.float64))
+        expected = run(numpy_of(name), arguments, on_numpy(np.float64))
         plain = run(PLAIN.get(name, numpy_of(name)), arguments, on_numpy(np.float32))
         got = run(cupy_of(name, backend), arguments, on_gpu(backend))
-        for g, p, w in zip(got, plain, wanted, strict=True):
-            assert g.dtype in (backend.dtype, backend.master_dtype, np.int32) and g.shape == w.shape
-            if w.dtype.kind == "i":
+        for g, p, w in zip(got, plain, expected, strict=True):
+            assert g.dtype in (backend.dtype, backend.master_dtype, np.int32, np.uint8) and g.shape == w.shape
+            if w.dtype.kind in "iu":
                 assert np.array_equal(backend.to_numpy(g), w)
                 continue
             allowed = 2 * error(p.astype(bf16).astype(np.float32), w)
@@ -558,7 +694,7 @@ def test_sums_over_rows_launch_after_launch(name: str, precision: str, tolerance
     backend = backend_of(precision)
     for n, c in ((1, 768), (9, 768), (700, 768), (5000, 192)):
         arguments = tuple(map(rounded, ARGUMENTS[name](np.random.default_rng([n, c]), n, c)))
-        wanted = run(numpy_of(name), arguments, on_numpy(np.float64))[1:]
+        expected = run(numpy_of(name), arguments, on_numpy(np.float64))[1:]
         placed = list(map(on_gpu(backend), arguments))
         sums = [i for i, a in enumerate(arguments) if isinstance(a, Master) and a.out]
         launches = []
@@ -567,7 +703,7 @@ def test_sums_over_rows_launch_after_launch(name: str, precision: str, tolerance
             launches.append([cupy_of(name, backend)(*again), *(again[i] for i in sums)])
         for results in zip(*launches, strict=True):
             assert len({backend.to_numpy(r).tobytes() for r in results}) == 1, (n, c)
-        for got, w in zip(launches[0][1:], wanted, strict=True):
+        for got, w in zip(launches[0][1:], expected, strict=True):
             assert error(backend.to_numpy(got), w) <= tolerance, (n, c)
 
 
@@ -576,10 +712,10 @@ def test_dropout_keeps_what_numpy_keeps(precision: str) -> None:
     backend = backend_of(precision)
     dropout = KERNELS["dropout"]
     for size in (1, 5, 8, 4096, 100_003):
-        wanted = dropout(np.ones(size), Stream(3).key, 0.4) != 0
+        expected = dropout(np.ones(size), Stream(3).key, 0.4) != 0
         for x in (backend.asarray(np.ones(size)), backend.asarray(np.ones(size + 1))[1:]):  # the second is not aligned
             got = backend.to_numpy(dropout.bind(backend)(x, Stream(3).key, 0.4)) != 0
-            assert np.array_equal(got, wanted)
+            assert np.array_equal(got, expected)
 
 
 def loss_case(kind: Any, backend: Backend, vocab: int, heads: int) -> tuple[Any, Any, Any]:
@@ -619,25 +755,25 @@ def test_losses(kind: Any, frozen: bool, taught: bool, vocab: int, heads: int, p
             p.frozen = frozen
             if vocab % 2 and not frozen:  # its memory is not to be read
                 p.grad.fill(np.nan)
-                p.blank = True
-        stash, wanted = Stash(), backend.asarray(targets)
+                p.grad_is_zero = True
+        stash, expected = Stash(), backend.asarray(targets)
         if taught:
             rng = np.random.default_rng(1)
             teacher = (
                 rounded(Activation(size * normal(rng, *shape))).value
                 for size, shape in ((1.0, (37, 24)), (0.2, (heads + 1, vocab, 24)))
             )
-            wanted = SoftTargets(wanted, *map(backend.asarray, teacher), share=0.7)
-        nll = op.forward(backend.asarray(x), wanted, stash)
-        again = op.forward(backend.asarray(x), wanted)
+            expected = SoftTargets(expected, *map(backend.asarray, teacher), share=0.7)
+        nll = op.forward(backend.asarray(x), expected, stash)
+        again = op.forward(backend.asarray(x), expected)
         assert backend.name == "numpy" or np.array_equal(backend.to_numpy(again), backend.to_numpy(nll))
         dx, _ = op.backward(backend.asarray(dnll, backend.master_dtype), stash)
         assert nll.dtype == backend.master_dtype
         summed = sum_tokens.bind(backend)(nll)
         return [backend.to_numpy(a) for a in (nll, summed, dx, *(p.grad for p in op.params() if not p.frozen))]
 
-    wanted = results(get_backend("numpy", "fp64", 1))
-    for got, w in zip(results(backend_of(precision)), wanted, strict=True):
+    expected = results(get_backend("numpy", "fp64", 1))
+    for got, w in zip(results(backend_of(precision)), expected, strict=True):
         assert got.shape == w.shape
         scale = np.linalg.norm(w)
         tolerance = {"fp64": 1e-12, "fp32": 5e-6, "bf16": 1e-2}[precision]
@@ -658,15 +794,15 @@ def test_embedding_rows_of_any_number_of_tokens(precision: str, width: int) -> N
     rng = np.random.default_rng(0)
     ids = rng.permutation(np.repeat(np.arange(len(LENGTHS)), LENGTHS)).astype(np.int32)
     dy, start = rounded(act(rng, len(ids), width)).value, normal(rng, len(LENGTHS), width)
-    wanted = start.copy()
-    KERNELS["embedding_bwd"](wanted, dy, ids)
+    expected = start.copy()
+    KERNELS["embedding_bwd"](expected, dy, ids)
     on_device, after_another = backend.asarray(dy), backend.asarray(np.append(0, ids))[1:]  # an odd address
     found = []
     for _ in range(3):
         got = backend.asarray(start, backend.master_dtype)
         KERNELS["embedding_bwd"].bind(backend)(got, on_device, after_another)
         found.append(backend.to_numpy(got))
-    assert error(found[0], wanted) <= (1e-13 if precision == "fp64" else 2e-6)
+    assert error(found[0], expected) <= (1e-13 if precision == "fp64" else 2e-6)
     assert len({f.tobytes() for f in found}) == 1
 
 
@@ -675,11 +811,11 @@ def test_embedding_of_one_token_alone(id: int) -> None:
     backend = backend_of("fp64")
     rng = np.random.default_rng(0)
     for count in (1, 63, 64, 65, 1000, 40_000):
-        dy, wanted = normal(rng, count, 3), np.zeros((37, 3))
-        wanted[id] = dy.sum(axis=0)
+        dy, expected = normal(rng, count, 3), np.zeros((37, 3))
+        expected[id] = dy.sum(axis=0)
         got = backend.zeros((37, 3))
         KERNELS["embedding_bwd"].bind(backend)(got, backend.asarray(dy), backend.asarray(np.full(count, id)))
-        assert error(backend.to_numpy(got), wanted) < 1e-12
+        assert error(backend.to_numpy(got), expected) < 1e-12
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -705,8 +841,8 @@ def test_adamw_and_the_norm(precision: str) -> None:
         assert float(got_norm) == pytest.approx(norm, rel=1e-6) and float(factor) == pytest.approx(1 / norm, rel=1e-6)
         update(values, master, *moments, on_device, backend.asarray(rates, backend.master_dtype), factor, config)
     tolerance = 1e-12 if precision == "fp64" else 1e-6
-    for got, wanted in ((master, w), (moments[0], m), (moments[1], v)):
-        assert error(backend.to_numpy(got), wanted) <= tolerance
+    for got, expected in ((master, w), (moments[0], m), (moments[1], v)):
+        assert error(backend.to_numpy(got), expected) <= tolerance
     assert np.array_equal(backend.to_numpy(values), backend.to_numpy(master.astype(backend.dtype)))
     assert reference.dtype == np.float64
 
@@ -744,13 +880,13 @@ def test_rope_in_place_and_elsewhere() -> None:
     rng = np.random.default_rng(2)
     arguments = [backend.asarray(normal(rng, *s)) for s in ((2, 5, 4, 16), (5, 8), (5, 8))]
     rope = KERNELS["rope"].bind(backend)
-    wanted = rope(None, *arguments, 3)
+    expected = rope(None, *arguments, 3)
     elsewhere, in_place, gaps = arguments[0] * 0, arguments[0].copy(), backend.zeros((2, 5, 4, 32))[..., ::2]
     assert rope(elsewhere, *arguments, 3) is elsewhere
     assert rope(in_place, in_place, *arguments[1:], 3) is in_place
     assert rope(gaps, *arguments, 3) is gaps
     for got in (elsewhere, in_place, gaps):
-        assert np.array_equal(backend.to_numpy(got), backend.to_numpy(wanted))
+        assert np.array_equal(backend.to_numpy(got), backend.to_numpy(expected))
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -769,6 +905,6 @@ def test_strides_do_not_matter(name: str) -> None:
     weighed = name.split()[0] in WITH_WEIGHTS
     if ("linear" in name and name != "linear_bwd_bias") or "lora" in name or weighed:
         pytest.skip("the last argument of two axes is a weight; test_contract covers the inputs")
-    wanted = run(cupy_of(name, backend), arguments, on_gpu(backend))
-    for got, w in zip(run(cupy_of(name, backend), arguments, spread), wanted, strict=True):
+    expected = run(cupy_of(name, backend), arguments, on_gpu(backend))
+    for got, w in zip(run(cupy_of(name, backend), arguments, spread), expected, strict=True):
         assert np.array_equal(backend.to_numpy(got), backend.to_numpy(w))

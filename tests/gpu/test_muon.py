@@ -1,4 +1,4 @@
-"""Muon's kernels and products on the GPU: beside NumPy's, with and without cuBLASLt's batched products, in bf16."""
+"""Muon's kernels and products on the GPU: next to NumPy's, with and without cuBLASLt's batched products, in bf16."""
 
 from __future__ import annotations
 

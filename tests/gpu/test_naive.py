@@ -35,10 +35,10 @@ def normal(rng: np.random.Generator, precision: str, *shape: int) -> Any:
     return cp.asarray(rng.normal(size=shape).astype(DTYPES[precision]))
 
 
-def assert_close(got: Any, wanted: Any, precision: str) -> None:
-    got, wanted = cp.asnumpy(got), cp.asnumpy(wanted)
-    assert np.isfinite(wanted).all()
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[precision] * max(1.0, np.abs(wanted).max()))
+def assert_close(got: Any, expected: Any, precision: str) -> None:
+    got, expected = cp.asnumpy(got), cp.asnumpy(expected)
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE[precision] * max(1.0, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("file", ["best", "ops/grouped_mma.cu"])
@@ -81,12 +81,12 @@ def test_grouped_products(outs: int, ins: int, experts: int, file: str, monkeypa
     fast, again = products(), products()
     monkeypatch.setattr(mixture_cuda, "_file", lambda *_: mixture_cuda.PLAIN)
     plain = products()
-    for got, same, wanted in zip(fast, again, plain, strict=True):
-        got, same, wanted = (cp.asnumpy(a).astype(np.float64) for a in (got, same, wanted))
+    for got, same, expected in zip(fast, again, plain, strict=True):
+        got, same, expected = (cp.asnumpy(a).astype(np.float64) for a in (got, same, expected))
         assert np.array_equal(got, same) and np.isfinite(got).all()
         # Results in bf16 may be rounded to neighbours; dW is float32.
         tolerance = 1e-5 if got.ndim == 4 else 2**-7
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
+        np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @each_precision
@@ -146,8 +146,8 @@ def test_layernorm_backward(rows: int, width: int, precision: str) -> None:
         PER=0,
     )
     assert_close(layernorm_bwd(fast[0], fast[1], dy, weight, x, mean, rstd, None), dx, precision)
-    for got, wanted in zip(fast, sums, strict=True):
-        assert_close(got, wanted, precision)
+    for got, expected in zip(fast, sums, strict=True):
+        assert_close(got, expected, precision)
 
 
 @each_precision
@@ -266,8 +266,8 @@ def test_causal_conv_backward(batch: int, length: int, channels: int, states: in
         TAPS=4,
     )
     assert_close(causal_conv_bwd(None, *fast, dy, x, weight, bias), dx, precision)
-    for got, wanted in zip(fast, sums, strict=True):
-        assert_close(got, wanted, precision)
+    for got, expected in zip(fast, sums, strict=True):
+        assert_close(got, expected, precision)
 
 
 @each_precision
@@ -326,7 +326,7 @@ def test_selective_scan(batch: int, length: int, channels: int, states: int, pre
     assert_close(fast, y, precision)
     grads = [cp.zeros_like(p) for p in (a_log, skip, bias)]
     found = selective_scan_bwd(None, *grads, dy, *inputs, kept)
-    for got, wanted in zip(found, (du, ddelta, db, dc, dz), strict=True):
-        assert_close(got, wanted, precision)
-    for got, wanted in zip(grads, (da_parts, vector_parts[:, 0], vector_parts[:, 1]), strict=True):
-        assert_close(got, wanted.sum(axis=0), precision)
+    for got, expected in zip(found, (du, ddelta, db, dc, dz), strict=True):
+        assert_close(got, expected, precision)
+    for got, expected in zip(grads, (da_parts, vector_parts[:, 0], vector_parts[:, 1]), strict=True):
+        assert_close(got, expected.sum(axis=0), precision)

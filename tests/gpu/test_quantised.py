@@ -33,8 +33,8 @@ def test_every_code_is_the_number_that_it_is_on_the_host(kind: str, precision: s
         found = Quantised(kind, backend.asarray(codes, codes.dtype), backend.asarray(scales, scales.dtype), backend)
         return backend.to_numpy(found.values())
 
-    got, wanted = values("cupy"), values("numpy")
-    rounded = wanted.astype(get_backend("cupy", precision).dtype).astype(got.dtype)
+    got, expected = values("cupy"), values("numpy")
+    rounded = expected.astype(get_backend("cupy", precision).dtype).astype(got.dtype)
     assert got.tobytes() == rounded.tobytes()
 
 
@@ -55,8 +55,8 @@ def test_a_batch_has_the_logits_of_the_model(kind: str) -> None:
     model = quantised_copy(trained_like("fp32"), kind)
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab, (20, 9))
     decoders = [make_decoder(model, 20), ReferenceDecoder(model, 20)]
-    got, wanted = (decoder.step(tokens) for decoder in decoders)
-    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    got, expected = (decoder.step(tokens) for decoder in decoders)
+    assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", FORMATS)

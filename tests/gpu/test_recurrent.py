@@ -20,9 +20,9 @@ TOLERANCE = {"fp64": 1e-12, "fp32": 5e-6, "bf16": 3e-2}
 each_precision = pytest.mark.parametrize("precision", TOLERANCE)
 
 
-def error(got: np.ndarray, wanted: np.ndarray) -> float:
-    assert got.shape == wanted.shape
-    found = np.linalg.norm(np.float64(got) - wanted) / max(np.linalg.norm(wanted), 1e-30)
+def error(got: np.ndarray, expected: np.ndarray) -> float:
+    assert got.shape == expected.shape
+    found = np.linalg.norm(np.float64(got) - expected) / max(np.linalg.norm(expected), 1e-30)
     return float(found) if np.isfinite(found) else np.inf
 
 
@@ -31,8 +31,8 @@ def exact(array: np.ndarray) -> np.ndarray:
     return array.astype(dtype_of("bfloat16")).astype(np.float64)
 
 
-def check(backend: Backend, found: Any, wanted: Any, tolerance: float) -> None:
-    for number, (f, w) in enumerate(zip(found, wanted, strict=True)):
+def check(backend: Backend, found: Any, expected: Any, tolerance: float) -> None:
+    for number, (f, w) in enumerate(zip(found, expected, strict=True)):
         assert error(backend.to_numpy(f), w) <= tolerance, number
 
 
@@ -53,14 +53,14 @@ def test_lstm_is_numpys(shape: tuple[int, int, int], fresh: bool, precision: str
     on_gpu = [place(a) for a in (h, c, weight)] + [None if marks is None else place(marks)]
     acting = place(gates)
     y, cells = k.lstm_fwd(acting, *on_gpu)
-    wanted = numpy.lstm_fwd(gates, h, c, weight, marks)  # the gates act in place
-    check(backend, (y, cells, acting), (*wanted, gates), TOLERANCE[precision])
+    expected = numpy.lstm_fwd(gates, h, c, weight, marks)  # the gates act in place
+    check(backend, (y, cells, acting), (*expected, gates), TOLERANCE[precision])
 
     dweight = backend.zeros(weight.shape, backend.master_dtype)
     wanted_dweight = np.zeros(weight.shape)
     found = k.lstm_bwd(dweight, place(dy), place(dc), acting, y, cells, *on_gpu)
-    wanted = numpy.lstm_bwd(wanted_dweight, dy, dc, gates, *wanted, h, c, weight, marks)
-    check(backend, (*found, dweight), (*wanted, wanted_dweight), 2 * TOLERANCE[precision])
+    expected = numpy.lstm_bwd(wanted_dweight, dy, dc, gates, *expected, h, c, weight, marks)
+    check(backend, (*found, dweight), (*expected, wanted_dweight), 2 * TOLERANCE[precision])
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -114,8 +114,8 @@ def test_packed_rows_are_read_and_written_where_they_lie(channels: int, precisio
 
     room = backend.empty(packed.shape)
     found = results(x, z, b, c, room[..., :channels], room[..., channels:])
-    for got, wanted in zip(found, results(*whole, None, None), strict=True):
-        assert np.array_equal(got, wanted) and np.isfinite(got).all()
+    for got, expected in zip(found, results(*whole, None, None), strict=True):
+        assert np.array_equal(got, expected) and np.isfinite(got).all()
     assert np.array_equal(backend.to_numpy(room), np.concatenate([found[1], found[8]], axis=-1))
 
 
@@ -128,7 +128,7 @@ def test_the_scan_and_the_convolution_continue_from_their_states(precision: str)
     weight, bias = place(rng.normal(size=(channels, 1, 4))), place(rng.normal(size=channels))
     conv, scan = bind(CausalConv.kernels, backend, "test"), bind(SelectiveScan.kernels, backend, "test")
     y, _ = scan.selective_scan_fwd(None, *inputs, *params, False)
-    wanted = conv.causal_conv_fwd(None, inputs[0], weight, bias), y
+    expected = conv.causal_conv_fwd(None, inputs[0], weight, bias), y
     tail = backend.zeros((2, 3, channels))
     state = backend.zeros((2, channels, states), backend.master_dtype)
     found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
@@ -136,5 +136,5 @@ def test_the_scan_and_the_convolution_continue_from_their_states(precision: str)
         found[0].append(backend.to_numpy(conv.causal_conv_fwd(tail, inputs[0][:, part], weight, bias)))
         now = [x[:, part] for x in inputs]
         found[1].append(backend.to_numpy(scan.selective_scan_fwd(state, *now, *params, False)[0]))
-    for parts, whole in zip(found, wanted, strict=True):
+    for parts, whole in zip(found, expected, strict=True):
         assert error(np.concatenate(parts, axis=1), np.float64(backend.to_numpy(whole))) <= TOLERANCE[precision]

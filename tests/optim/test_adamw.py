@@ -9,7 +9,7 @@ import pytest
 
 from tinyforge.backends import get_backend
 from tinyforge.op import Param
-from tinyforge.optim import SCHEDULES, AdamW, AdamWConfig, clip_scale, learning_rate
+from tinyforge.optim import SCHEDULES, AdamW, AdamWConfig, MuonConfig, clip_scale, learning_rate
 from tinyforge.params import ParamBuffer
 
 CONFIG = AdamWConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
@@ -93,6 +93,12 @@ def test_clipping_leaves_what_is_within_the_limit() -> None:
     assert clip_scale(0.0, 1.0) == 1.0
 
 
+def test_the_first_rate_is_a_hundredth_of_the_peak() -> None:
+    """A rate of 0 would waste a step; up to a hundredth of the warm-up it stays at peak / 100."""
+    rates = [learning_rate("wsd", progress, 3.0, decay=0.2, warmup=0.1) for progress in (0.0, 0.0005, 0.001, 0.05, 0.1)]
+    np.testing.assert_allclose(rates, [0.03, 0.03, 0.03, 1.5, 3.0], rtol=1e-12)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warm_up_is_linear_and_never_zero(schedule: str) -> None:
     rates = [learning_rate(schedule, p, 2.0, decay=0.4, warmup=0.1) for p in (0.0, 0.025, 0.05, 0.1)]
@@ -114,3 +120,10 @@ def test_schedules_between_and_at_the_end() -> None:
 def test_an_unknown_schedule_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown schedule 'linear'; known: wsd, cosine, constant"):
         learning_rate("linear", 0.5, 1.0, decay=0.4, warmup=0.02)
+
+
+def test_the_defaults_are_gpt3s() -> None:
+    """Brown et al. (2020), appendix B; Muon's momentum is Jordan's."""
+    assert AdamWConfig() == AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    assert MuonConfig() == MuonConfig(0.9, 0.95, 1e-8, 0.1, momentum=0.95)
+    assert learning_rate("cosine", 1.0, 1.0, warmup=0.1, decay=0.1) == pytest.approx(0.02)

@@ -27,7 +27,7 @@ SHAPES = [(64, 96), (96, 64), (43, 17), (1, 5), (5, 1)]
 
 def some_buffer(precision: str, workers: int) -> tuple[ParamBuffer, Muon]:
     """Two stacked parameters with matrices of three shapes among them, and what stays with AdamW: before, between and
-    behind them."""
+    after them."""
     backend = get_backend("numpy", precision, workers)
     params = [
         Param("embedding", (11, 6)),
@@ -171,15 +171,15 @@ def test_a_matrix_has_one_moment_and_what_was_taken_out_can_be_put_in() -> None:
 
 
 def test_many_matrices_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, optimizer = some_buffer("fp64", 1)
+    expected, optimizer = some_buffer("fp64", 1)
     monkeypatch.setattr("tinyforge.optim.muon.MOST", 13)
     buffer, in_parts = some_buffer("fp64", 1)
     assert [len(starts) for _, _, starts in optimizer._batches] == [1, 6]
     assert [len(starts) for _, _, starts in in_parts._batches] == [1] * 7
-    for one, by in ((wanted, optimizer), (buffer, in_parts)):
+    for one, by in ((expected, optimizer), (buffer, in_parts)):
         one.grads[...] = np.random.default_rng(0).normal(size=one.size)
         by.step(0.1)
-    assert np.array_equal(wanted.values, buffer.values)
+    assert np.array_equal(expected.values, buffer.values)
 
 
 @pytest.mark.parametrize("name", sorted(models()))
@@ -212,7 +212,7 @@ def test_queries_keys_values_gate_and_up_are_matrices_of_their_own() -> None:
 
 
 def test_what_muon_cannot_do_is_one_line() -> None:
-    with pytest.raises(UserError, match="--optimizer muon wants whole matrices, and --zero 1 cuts them in parts"):
+    with pytest.raises(UserError, match="--optimizer muon expects whole matrices, and --zero 1 cuts them in parts"):
         PretrainSettings(optimizer="muon", zero=1).check()
     backend = get_backend("numpy", "fp32", workers=1)
     config = Config(dim=16, heads=4, kv_heads=2, layers=1, hidden=24)

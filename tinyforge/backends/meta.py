@@ -1,20 +1,23 @@
 """Arrays without memory: what a training step will need, found by running it on shapes alone.
 
 A meta array has a shape, a dtype and an owner that counts its bytes while anything refers to it. The model, its
-backward and the optimizer run on meta arrays as they do on arrays; Python frees a meta array when it would free the array, so
-the peak of the count is the peak of the real step. Each kernel has a memory shape function beside its body,
-`@....on("meta")`, which allocates what the CUDA launcher does and computes nothing. Scratch whose size depends on
-the number of multiprocessors is left out: a megabyte or two. No GPU is needed, and `base` takes a tenth of a second.
+backward and the optimizer run on meta arrays as they do on arrays; Python frees one when it would free the array, so
+the peak of the count is the peak of the real step. Where a kernel's results are like its first array,
+nothing describes its memory (`derived`); other kernels have a memory function next to the body, `....on("meta")`, which
+allocates what the CUDA launcher does and computes nothing. Scratch whose size depends on the number of multiprocessors
+is left out: a megabyte or two. No GPU is needed, and `base` takes a tenth of a second.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import PRECISIONS, Backend
+from tinyforge.backends import PRECISIONS, Backend, wide
 from tinyforge.errors import UserError
 
 GRANULE = 512
@@ -57,7 +60,7 @@ class MetaArray(np.ndarray):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if method != "__call__":
-            raise TypeError(f"{ufunc.__name__}.{method} is not among what a meta array can do")
+            raise TypeError(f"{ufunc.__name__}.{method} is not among what a meta array array can do")
         shape = np.broadcast_shapes(*(np.shape(x) for x in inputs))
         dtype = next(x.dtype for x in inputs if isinstance(x, MetaArray))
         return out[0] if out else empty(shape, dtype)
@@ -73,9 +76,40 @@ class MetaArray(np.ndarray):
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> MetaArray:
-    meta = np.broadcast_to(np.zeros((), dtype), shape).view(MetaArray)
-    meta.owner = _Block(meta.size * meta.dtype.itemsize)
-    return meta
+    array = np.broadcast_to(np.zeros((), dtype), shape).view(MetaArray)
+    array.owner = _Block(array.size * array.dtype.itemsize)
+    return array
+
+
+def like(x: Any) -> MetaArray:
+    return empty(x.shape, x.dtype)
+
+
+def per_row(x: Any) -> MetaArray:
+    """One number for each row of x, in the precision of sums."""
+    return empty(x.shape[:-1], wide(x.dtype))
+
+
+def derived(body: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The memory function of a kernel that has none of its own, from the annotations of its body: a kernel that returns
+    None allocates nothing; otherwise every result is like the first argument annotated `Array`, or like the first one
+    if nothing is annotated. None if the kernel returns something else than arrays, or takes none."""
+    signature = inspect.signature(body)
+    result, *annotations = (
+        "Array" if kind in (inspect.Parameter.empty, Any) else str(kind).replace("typing.Any", "Array")
+        for kind in (signature.return_annotation, *(p.annotation for p in signature.parameters.values()))
+    )
+    if result == "None":
+        return lambda *args, **named: None
+    if "Array" not in annotations or not re.fullmatch(r"Array|tuple\[Array(, Array)*\]", result):
+        return None
+    name = list(signature.parameters)[annotations.index("Array")]
+
+    def allocate(*args: Any, **named: Any) -> Any:
+        first = signature.bind_partial(*args, **named).arguments[name]
+        return like(first) if result == "Array" else tuple(like(first) for _ in result.split(","))
+
+    return allocate
 
 
 class MetaBackend(Backend):
@@ -83,6 +117,7 @@ class MetaBackend(Backend):
 
     name = "meta"
     xp = np
+    derived = staticmethod(derived)
 
     def __init__(self, precision: str) -> None:
         policy = PRECISIONS.get(precision)

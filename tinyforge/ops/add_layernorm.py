@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend, wide
-from tinyforge.backends.meta import empty
+from tinyforge.backends import Backend
+from tinyforge.backends.meta import like, per_row
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.layernorm import LayerNorm, layernorm_fwd
@@ -23,11 +23,7 @@ def add_layernorm_fwd(
     return x, *layernorm_fwd(x, weight, bias, eps)
 
 
-@add_layernorm_fwd.on("meta")
-def add_layernorm_fwd_memory(delta: Array) -> tuple[Array, Array, Array, Array]:
-    x, y = (empty(delta.shape, delta.dtype) for _ in range(2))
-    mean, rstd = (empty(delta.shape[:-1], wide(delta.dtype)) for _ in range(2))
-    return x, y, mean, rstd
+add_layernorm_fwd.on("meta")(lambda delta: (like(delta), like(delta), per_row(delta), per_row(delta)))
 
 
 class AddLayerNorm(LayerNorm):
@@ -41,14 +37,16 @@ class AddLayerNorm(LayerNorm):
     (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
     """
 
-    kernels = (add_layernorm_fwd, *LayerNorm.kernels)
+    add_fwd = add_layernorm_fwd
 
     def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Array]:
+        self.expect(residual, self.weight.size)
         known = (self.weight.value, self.bias.value if self.bias else None, self.eps)
         if delta is None:
-            x, (y, mean, rstd) = residual, self.k.layernorm_fwd(residual, *known)
+            x, (y, mean, rstd) = residual, self.fwd(residual, *known)
         else:
-            x, y, mean, rstd = self.k.add_layernorm_fwd(residual, delta, *known)
+            self.expect(delta, shape=residual.shape)
+            x, y, mean, rstd = self.add_fwd(residual, delta, *known)
         if stash is not None:
             stash.push(self, x, mean, rstd)
         return x, y
@@ -56,19 +54,19 @@ class AddLayerNorm(LayerNorm):
     def normed(self, x: Array) -> Array:
         """y, recomputed from the sum x."""
         bias = self.bias.value if self.bias else None
-        return self.k.layernorm_fwd(x, self.weight.value, bias, self.eps)[0]
+        return self.fwd(x, self.weight.value, bias, self.eps)[0]
 
     def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Array]:
         x, mean, rstd = stash.pop(self)
         residual, dnormed = dy
         dbias = self.bias.grad if self.bias else None
-        dsum = self.k.layernorm_bwd(self.weight.grad, dbias, dnormed, self.weight.value, x, mean, rstd, residual)
+        dsum = self.bwd(self.weight.grad, dbias, dnormed, self.weight.value, x, mean, rstd, residual)
         return dsum, dsum
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
-            for bias in (Param("bias", shape[-1:], decay=False), None):
+            for bias in (Param("bias", shape[-1:], fill=0.0, decay=False), None):
                 weight = Param("weight", shape[-1:], fill=1.0, decay=False)
                 op = with_buffer(cls(weight, bias, backend), backend, rng)
                 yield op, (backend.asarray(rng.normal(size=shape) + 1), backend.asarray(rng.normal(size=shape)))

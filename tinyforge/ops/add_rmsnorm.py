@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend, wide
-from tinyforge.backends.meta import empty
+from tinyforge.backends import Backend
+from tinyforge.backends.meta import like, per_row
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.rmsnorm import RMSNorm, rmsnorm_fwd
@@ -16,15 +16,15 @@ from tinyforge.params import with_buffer
 
 
 @kernel
-def add_rmsnorm_fwd(residual: Array, delta: Array, weight: Array, eps: float) -> tuple[Array, Array, Array]:
+def add_rmsnorm_fwd(
+    residual: Array, delta: Array, weight: Array, eps: float, plus_one: bool = False
+) -> tuple[Array, Array, Array]:
     x = residual + delta
-    y, rstd = rmsnorm_fwd(x, weight, eps)
+    y, rstd = rmsnorm_fwd(x, weight, eps, plus_one)
     return x, y, rstd
 
 
-@add_rmsnorm_fwd.on("meta")
-def add_rmsnorm_fwd_memory(delta: Array) -> tuple[Array, Array, Array]:
-    return empty(delta.shape, delta.dtype), empty(delta.shape, delta.dtype), empty(delta.shape[:-1], wide(delta.dtype))
+add_rmsnorm_fwd.on("meta")(lambda delta: (like(delta), like(delta), per_row(delta)))
 
 
 class AddRMSNorm(RMSNorm):
@@ -38,25 +38,27 @@ class AddRMSNorm(RMSNorm):
     (dresidual, ddelta), which are the same array. dx is None at the end of the stream, where nothing else reads x.
     """
 
-    kernels = (add_rmsnorm_fwd, *RMSNorm.kernels)
+    add_fwd = add_rmsnorm_fwd
 
     def forward(self, residual: Array, delta: Array | None, stash: Stash | None = None) -> tuple[Array, Array]:
+        self.expect(residual, self.weight.size)
         if delta is None:
-            x, (y, rstd) = residual, self.k.rmsnorm_fwd(residual, self.weight.value, self.eps)
+            x, (y, rstd) = residual, self.fwd(residual, self.weight.value, self.eps, self.plus_one)
         else:
-            x, y, rstd = self.k.add_rmsnorm_fwd(residual, delta, self.weight.value, self.eps)
+            self.expect(delta, shape=residual.shape)
+            x, y, rstd = self.add_fwd(residual, delta, self.weight.value, self.eps, self.plus_one)
         if stash is not None:
             stash.push(self, y, rstd)
         return x, y
 
     def normed(self, x: Array) -> Array:
         """y, recomputed from the sum x."""
-        return self.k.rmsnorm_fwd(x, self.weight.value, self.eps)[0]
+        return self.fwd(x, self.weight.value, self.eps, self.plus_one)[0]
 
     def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Array]:
         y, rstd = stash.pop(self)
         residual, dnormed = dy
-        dsum = self.k.rmsnorm_bwd(self.weight.grad, dnormed, self.weight.value, y, rstd, residual)
+        dsum = self.bwd(self.weight.grad, dnormed, self.weight.value, y, rstd, residual, self.plus_one)
         return dsum, dsum
 
     @classmethod

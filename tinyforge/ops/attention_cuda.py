@@ -5,12 +5,13 @@ bfloat16 on a Hopper runs those of attention_hopper.cu or attention_tma.cu, else
 attention.cu; head sizes that these lack run the plain kernels. All of them take rows of several documents. Windows,
 bidirectional attention and dropout are in attention.cu only, and dropout together with one of the other two in its
 plain kernels only. In rows of several documents a window just moves their bounds, so on a Hopper every causal window
-without dropout runs as one in rows of a single document. The heads of these files list the tile sizes.
+without dropout runs as one in rows of a single document. The tile sizes are in backends/variants.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from heapq import heapreplace
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from tinyforge.backends import wide
-from tinyforge.backends.compile import constant, load, variants
+from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import (
     CupyBackend,
     contiguous,
@@ -32,8 +33,9 @@ from tinyforge.backends.cupy_backend import (
     scalar,
 )
 from tinyforge.backends.tensor_map import distances, encoded
+from tinyforge.backends.variants import VARIANTS, Macros
 from tinyforge.errors import UserError
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 from tinyforge.op import Key
 from tinyforge.ops import attention
 from tinyforge.ops.rope_cuda import rope, tables
@@ -43,7 +45,7 @@ TMA_FILE = "ops/attention_tma.cu"
 INSTRUCTIONS = {FILE: "mma", WGMMA_FILE: "wgmma", TF32_FILE: "tf32"}
 ENTRIES = {"FORWARD": "attention_fwd", "BACKWARD_Q": "attention_bwd_q", "BACKWARD_KV": "attention_bwd_kv"}
 HEAD_SIZES, WGMMA_HEAD_SIZES, TMA_HEAD_SIZES = (32, 64, 128), (64,), (96, 128)
-OPTIONS = ("BAND", "DOCS", "DROP", "TURN")
+OPTIONS = ("BAND", "DOCS", "DROP", "TURN", "CAP")
 BOUNDS_FILE, BOUNDS_THREADS = "ops/attention_documents.cu", 256
 LINE, BARRIERS = (constant(TMA_FILE, name) for name in ("LINE", "BARRIERS"))
 OWN = 64  # rows of a worker of TMA_FILE
@@ -78,7 +80,9 @@ def plain(entry: str, dtype: Any, dim: int, tiles: int, options: tuple[str, ...]
     """tiles: of rows of q, k, v or dO that a block holds at a time, besides one of scores. options: those of OPTIONS
     that are on. drop: the macro DROP, if it is on."""
     if not 1 <= dim <= PLAIN_LIMIT:
-        raise UserError(f"attention on cupy: head size {dim}, wanted 1 to {PLAIN_LIMIT}; use that, or --backend numpy")
+        raise UserError(
+            f"attention on cupy: head size {dim}, expected 1 to {PLAIN_LIMIT}; use that, or --backend numpy"
+        )
     # 64 rows where they fit the 99 KB of shared memory of the smallest GPUs.
     itemsize = wide(dtype).itemsize  # in shared memory
     rows = 64 if itemsize == 4 and dim <= 64 else 32
@@ -98,7 +102,7 @@ def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...])
             return TMA_FILE
         if dim in WGMMA_HEAD_SIZES:
             return WGMMA_FILE
-    if dim not in HEAD_SIZES or {"BAND", "DROP"} <= set(options):
+    if dim not in HEAD_SIZES or {"BAND", "DROP"} <= set(options) or "CAP" in options:
         return None
     if dtype == BF16:
         return FILE
@@ -107,18 +111,18 @@ def tensor_core_file(dtype: Any, dim: int, tf32: bool, options: tuple[str, ...])
 
 @cache
 def tensor_core(file: str, part: str, dim: int, options: tuple[str, ...], drop: int = 1) -> Launch:
-    """The kernel of a part (a key of ENTRIES) in a file from `tensor_core_file` other than TMA_FILE. drop: see `plain`."""
+    """The kernel of a part (key of ENTRIES) in a file of `tensor_core_file` other than TMA_FILE. drop: see `plain`."""
     macros = listed(file, part, dim, options)
     return tensor_core_launch(file, part, {**macros, "DROP": drop} if "DROP" in macros else macros)
 
 
-def listed(file: str, part: str, dim: int, options: tuple[str, ...]) -> dict[str, str]:
-    """The macros that the head of the file lists for a kernel."""
-    found = (v for v in variants(file) if v.get("PART") == part and v["HEAD_DIM"] == str(dim))
+def listed(file: str, part: str, dim: int, options: tuple[str, ...]) -> Macros:
+    """The macros of a kernel's variant."""
+    found = (v for v in VARIANTS[file] if v.get("PART") == part and v["HEAD_DIM"] == dim)
     return next(v for v in found if options == tuple(name for name in OPTIONS if name in v))
 
 
-def tensor_core_launch(file: str, part: str, macros: Mapping[str, int | str]) -> Launch:
+def tensor_core_launch(file: str, part: str, macros: Macros) -> Launch:
     warps = 4 if file == WGMMA_FILE else 1  # of a worker
     itemsize = 4 if file == TF32_FILE else 2
     workers, tile, dim = int(macros["WORKERS"]), int(macros["TILE"]), int(macros["HEAD_DIM"])
@@ -143,7 +147,7 @@ class TmaKernel(NamedTuple):
     docs: bool
 
     def __call__(self, k: Array, queries: int, heads: int, before: Sequence[Any], behind: Sequence[Any]) -> None:
-        """before, behind: the arguments before `schedule` and behind `rounds`."""
+        """before, behind: the arguments before `schedule` and after `rounds`."""
         batch, keys, kv_heads, dim = k.shape
         columns, group = batch * kv_heads, heads // kv_heads
         streamed = 2 * dim * k.itemsize * (group * queries if self.part == "BACKWARD_KV" else keys)
@@ -215,51 +219,128 @@ def rows_map(x: Array, rows: int) -> Any:
     shape = (batch, tokens, heads * dim)
     steps = distances(shape, (*x.strides[:2], x.itemsize), x.itemsize)
     if steps is None:
-        raise ValueError(f"attention: rows at strides {x.strides}, wanted some that do not overlap")
-    return encoded(x.data.ptr, shape, steps, (1, rows, 64))
+        raise ValueError(f"attention: rows at strides {x.strides}, expected some that do not overlap")
+    return encoded(pointer(x), shape, steps, (1, rows, 64))
+
+
+def is_packed(x: Array) -> bool:
+    """Whether the heads of x, (B, T, H, D), lie side by side, as the kernels read them."""
+    return bool(x.strides[3] == x.itemsize and (x.shape[2] == 1 or x.strides[2] == x.shape[3] * x.itemsize))
 
 
 def strides(name: str, x: Array) -> tuple[int, int]:
-    """Strides in elements between sequences and between tokens. Raises ValueError for layouts that kernels cannot read."""
+    """Strides between sequences and tokens, in elements. Raises ValueError for layouts that kernels cannot read."""
     batch, tokens, heads, dim = x.shape
     size = x.itemsize
-    sequence, token, head, one = x.strides
-    if one != size or (heads > 1 and head != dim * size):
-        raise ValueError(f"attention: {name} has strides {x.strides}, wanted heads side by side: {dim * size}, {size}")
-    if dim * size % 16 == 0 and (x.data.ptr | (token if tokens > 1 else 0) | (sequence if batch > 1 else 0)) % 16:
-        raise ValueError(f"attention: {name} at {x.data.ptr:#x} with strides {x.strides}, wanted multiples of 16 bytes")
+    sequence, token, *_ = x.strides
+    if not is_packed(x):
+        raise ValueError(
+            f"attention: {name} has strides {x.strides}, expected heads side by side: {dim * size}, {size}"
+        )
+    if dim * size % 16 == 0 and (pointer(x) | (token if tokens > 1 else 0) | (sequence if batch > 1 else 0)) % 16:
+        raise ValueError(
+            f"attention: {name} at {pointer(x):#x} with strides {x.strides}, expected multiples of 16 bytes"
+        )
     if tokens * token >= size << 31:
-        raise ValueError(f"attention: {name} spans {tokens * token} bytes a sequence, wanted less than {size << 31}")
+        raise ValueError(f"attention: {name} spans {tokens * token} bytes a sequence, expected less than {size << 31}")
     return sequence // size, token // size
 
 
-def band_of(
-    causal: bool, window: int | None, keys: int, lengths: Array | None, starts: Array | None
-) -> tuple[Any, ...]:
-    """The arguments (back, forth, lengths) of the BAND kernels: a query sees the keys from `back` before its position
-    to `forth` after it, but no padding. Empty for the causal kernels, and if the documents' bounds include the window.
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query does not see, dropout, and what happens to scores: as in attention.attention_fwd."""
+
+    lengths: Array | None
+    starts: Array | None
+    causal: bool
+    window: int | None
+    key: Key | None
+    rate: float
+    scale: float | None = None
+    softcap: float = 0.0
+
+    def starts_for(self, q: Array, keys: int) -> Array | None:
+        """starts, checked; or starts of a single document per row, if that lets Hopper's kernels compute a window."""
+        batch, queries, _, dim = q.shape
+        if self.starts is not None:
+            return checked_starts(self.starts, batch, queries, keys)
+        alone = (
+            self.causal
+            and self.key is None
+            and self.scale is None
+            and not self.softcap
+            and keys == queries
+            and self.window is not None
+            and self.window < keys
+        )
+        if alone and tensor_core_file(q.dtype, dim, False, ("DOCS",)) in (WGMMA_FILE, TMA_FILE):
+            return cp.zeros((batch, queries), np.int32)
+        return None
+
+    def band(self, keys: int, documents: bool) -> tuple[Any, ...]:
+        """The arguments (back, forth, lengths) of the BAND kernels: a query sees the keys from `back` before its
+        position to `forth` after it, but no padding. Empty for the causal kernels, and if the documents' bounds include
+        the window."""
+        if not self.causal:
+            return keys, keys, or_null(None if self.lengths is None else contiguous(self.lengths))
+        return () if self.window is None or self.window >= keys or documents else (self.window - 1, 0, or_null(None))
+
+    def drop(self, dtype: Any) -> tuple[Any, ...]:
+        """The arguments (words, key0, key1, threshold, scale) of the DROP kernels; none without a key."""
+        if self.key is None:
+            return ()
+        return (*key_arguments(self.key), np.uint32(int(self.rate * 2**32)), wide(dtype).type(1.0 / (1.0 - self.rate)))
+
+    def cap(self, dtype: Any, dim: int) -> tuple[Any, ...]:
+        """The arguments (scale, cap) of the CAP kernels; none where scores are as usual."""
+        if self.scale is None and not self.softcap:
+            return ()
+        return tuple(map(wide(dtype).type, (attention.scaling(dim, self.scale), self.softcap)))
+
+    @property
+    def drop_macro(self) -> int:
+        """The macro DROP: 2 for kernels that read the key from memory, which takes more registers."""
+        return 1 if self.key is None or isinstance(self.key, tuple) else 2
+
+
+class Problem:
+    """q, k, v and their mask: what both directions need to choose a kernel and to launch it.
+
+    starts: (B, T), where rows have several documents. band, drop, cap: arguments of the kernels with these options.
+    file: as `tensor_core_file`.
     """
-    if not causal:
-        return keys, keys, or_null(lengths)
-    return () if window is None or window >= keys or starts is not None else (window - 1, 0, or_null(None))
 
+    def __init__(self, q: Array, k: Array, v: Array, mask: Mask, backend: CupyBackend) -> None:
+        q, k, v = (x if is_packed(x) else cp.ascontiguousarray(x) for x in (q, k, v))
+        self.q, self.k, self.v, self.mask = q, k, v, mask
+        self.batch, self.queries, self.heads, self.dim = q.shape
+        self.keys, self.kv_heads = k.shape[1:3]
+        self.strides = (*strides("q", q), *strides("k", k), *strides("v", v))
+        self.starts = mask.starts_for(q, self.keys)
+        documents = self.starts is not None
+        self.band, self.drop = mask.band(self.keys, documents), mask.drop(q.dtype)
+        self.cap = mask.cap(q.dtype, self.dim)
+        on = zip(OPTIONS, (self.band, documents, self.drop, (), self.cap), strict=True)
+        self.options = tuple(name for name, used in on if used)
+        self.file = tensor_core_file(q.dtype, self.dim, backend.tf32, self.options)
 
-def starts_for(
-    q: Array, keys: int, causal: bool, window: int | None, starts: Array | None, key: Key | None
-) -> Array | None:
-    """starts; or starts of a single document per row, if that lets Hopper's kernels compute a window."""
-    batch, queries, _, dim = q.shape
-    alone = starts is None and causal and key is None and keys == queries and window is not None and window < keys
-    if alone and tensor_core_file(q.dtype, dim, False, ("DOCS",)) in (WGMMA_FILE, TMA_FILE):
-        return cp.zeros((batch, queries), np.int32)
-    return starts
+    def launch(self, part: str, tiles: int, rows: int, args: tuple[Any, ...], more: tuple[str, ...] = ()) -> None:
+        """Launch the kernel of a part by a file other than TMA_FILE. tiles: see `plain`. rows: queries or keys. more:
+        further options of the tensor-core kernels."""
+        macro, owns_queries = self.mask.drop_macro, part != "BACKWARD_KV"
+        if self.file:
+            kernel = tensor_core(self.file, part, self.dim, (*self.options, *more), macro)
+            kernel(self.batch * self.kv_heads, rows, self.heads // self.kv_heads if owns_queries else 1, *args)
+        else:
+            kernel = plain(f"{ENTRIES[part]}_plain", self.q.dtype, self.dim, tiles, self.options, macro)
+            kernel(self.batch * (self.heads if owns_queries else self.kv_heads), rows, 1, *args)
 
 
 def checked_starts(starts: Array, batch: int, queries: int, keys: int) -> Array:
     """starts of documents, checked and contiguous."""
     if starts.dtype != np.int32 or starts.shape != (batch, queries) or keys != queries:
         raise ValueError(
-            f"attention: starts are {starts.dtype} of shape {starts.shape}, {keys} keys; wanted int32 of "
+            f"attention: starts are {starts.dtype} of shape {starts.shape}, {keys} keys; expected int32 of "
             f"shape {(batch, queries)}, and as many keys as queries"
         )
     return contiguous(starts)
@@ -275,22 +356,6 @@ def document_bounds(starts: Array, window: int | None) -> Array:
     return bounds
 
 
-def drop_of(key: Key | None, rate: float, dtype: Any) -> tuple[Any, ...]:
-    """The arguments (words, key0, key1, threshold, scale) of the DROP kernels; none without a key."""
-    if key is None:
-        return ()
-    return (*key_arguments(key), np.uint32(int(rate * 2**32)), wide(dtype).type(1.0 / (1.0 - rate)))
-
-
-def drop_macro(key: Key | None) -> int:
-    """The macro DROP: 2 for kernels that read the key from memory, which takes more registers."""
-    return 1 if key is None or isinstance(key, tuple) else 2
-
-
-def options_of(band: tuple[Any, ...], docs: bool, drop: tuple[Any, ...]) -> tuple[str, ...]:
-    return tuple(name for name, on in zip(OPTIONS, (band, docs, drop), strict=False) if on)
-
-
 @attention.attention_fwd.on("cupy")
 def attention_fwd(
     q: Array,
@@ -302,35 +367,29 @@ def attention_fwd(
     window: int | None,
     key: Key | None,
     rate: float,
+    scale: float | None = None,
+    softcap: float = 0.0,
     *,
     backend: CupyBackend,
 ) -> tuple[Array, Array]:
     """q: (B, T, Hq, D); k, v: (B, S, Hkv, D), S >= T; starts: (B, T); returns o: (B, T, Hq, D), lse: (B, Hq, T)."""
     batch, queries, heads, dim = q.shape
-    keys, kv_heads = k.shape[1:3]
     out = cp.empty(q.shape, q.dtype)
     lse = cp.empty((batch, heads, queries), wide(q.dtype))
     if not out.size:
         return out, lse
+    problem = Problem(q, k, v, Mask(lengths, starts, causal, window, key, rate, scale, softcap), backend)
+    q, k, v = problem.q, problem.k, problem.v
     docs: tuple[Array, ...] = ()
-    starts = starts_for(q, keys, causal, window, starts, key)
-    if starts is not None:
-        starts = checked_starts(starts, batch, queries, keys)
-        docs = (starts if window is None else document_bounds(starts, window)[0],)
-    lengths = lengths if lengths is None else contiguous(lengths)
-    band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
-    options, macro = options_of(band, bool(docs), drop), drop_macro(key)
-    sizes = (queries, keys, heads, kv_heads, *band, *docs, *drop)
-    args = (q, k, v, out, lse, *strides("q", q), *strides("k", k), *strides("v", v), *sizes)
-    file = tensor_core_file(q.dtype, dim, backend.tf32, options)
-    if file == TMA_FILE:
-        fwd = tma_kernel("FORWARD", dim, options)
+    if problem.starts is not None:
+        docs = (problem.starts if window is None else document_bounds(problem.starts, window)[0],)
+    sizes = (queries, problem.keys, heads, problem.kv_heads, *problem.band, *docs, *problem.drop, *problem.cap)
+    if problem.file == TMA_FILE:
+        fwd = tma_kernel("FORWARD", dim, problem.options)
         maps = rows_map(q, OWN), rows_map(k, fwd.tile), rows_map(v, fwd.tile)
         fwd(k, queries, heads, (*maps, out, lse), sizes)
-    elif file:
-        tensor_core(file, "FORWARD", dim, options, macro)(batch * kv_heads, queries, heads // kv_heads, *args)
     else:
-        plain("attention_fwd_plain", q.dtype, dim, 3, options, macro)(batch * heads, queries, 1, *args)
+        problem.launch("FORWARD", 3, queries, (q, k, v, out, lse, *problem.strides, *sizes))
     return out, lse
 
 
@@ -351,76 +410,58 @@ def attention_bwd(
     window: int | None,
     key: Key | None,
     rate: float,
+    scale: float | None = None,
+    softcap: float = 0.0,
     *,
     backend: CupyBackend,
 ) -> None:
     """Writes dq, dk, dv (views of a packed dqkv, shapes of q, k, v)."""
-    backward(dq, dk, dv, dy, q, k, v, lengths, starts, out, lse, causal, window, key, rate, (), backend)
+    check_lengths(q, k)
+    if out.size:
+        problem = Problem(q, k, v, Mask(lengths, starts, causal, window, key, rate, scale, softcap), backend)
+        backward(problem, (dq, dk, dv), cp.ascontiguousarray(dy), out, lse, ())
+
+
+def check_lengths(q: Array, k: Array) -> None:
+    if k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"attention_bwd: {q.shape[1]} queries and {k.shape[1]} keys, expected as many: decoding has no backward"
+        )
 
 
 def backward(
-    dq: Array,
-    dk: Array,
-    dv: Array,
-    dy: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array | None,
-    starts: Array | None,
-    out: Array,
-    lse: Array,
-    causal: bool,
-    window: int | None,
-    key: Key | None,
-    rate: float,
-    turn: tuple[Array, ...],
-    backend: CupyBackend,
+    problem: Problem, gradients: tuple[Array, ...], dy: Array, out: Array, lse: Array, turn: tuple[Array, ...]
 ) -> bool:
-    """As attention_bwd. turn: the cosines and sines of RoPE's backward, for dq and dk; returns whether the kernels have
-    applied it."""
-    batch, queries, heads, dim = q.shape
-    keys, kv_heads = k.shape[1:3]
-    if keys != queries:
-        raise ValueError(f"attention_bwd: {queries} queries and {keys} keys, wanted as many: decoding has no backward")
-    if not out.size:
-        return True
-    dy = cp.ascontiguousarray(dy)
-    inputs = (*strides("q", q), *strides("k", k), *strides("v", v))
+    """Write the gradients (dq, dk, dv). turn: the cosines and sines of RoPE's backward, for dq and dk; returns whether
+    the kernels have applied it."""
+    q, k, v, queries, file = problem.q, problem.k, problem.v, problem.queries, problem.file
+    dq, dk, dv = gradients
     of_queries: tuple[Array, ...] = ()
     of_keys: tuple[Array, ...] = ()
-    starts = starts_for(q, keys, causal, window, starts, key)
-    if starts is not None:
-        bounds = document_bounds(checked_starts(starts, batch, queries, keys), window)
+    if problem.starts is not None:
+        bounds = document_bounds(problem.starts, problem.mask.window)
         of_queries, of_keys = (bounds[0],), (bounds[1],)
-    lengths = lengths if lengths is None else contiguous(lengths)
-    band, drop = band_of(causal, window, keys, lengths, starts), drop_of(key, rate, q.dtype)
-    options, macro = options_of(band, starts is not None, drop), drop_macro(key)
-    file = tensor_core_file(q.dtype, dim, backend.tf32, options)
     padded = -(-queries // OWN) * OWN if file == TMA_FILE else queries
-    stats = cp.empty((batch, heads, padded, 2), lse.dtype)
-    outputs = strides("dq", dq), strides("dk", dk), strides("dv", dv)
+    stats = cp.empty((problem.batch, problem.heads, padded, 2), lse.dtype)
+    to_q, to_kv = strides("dq", dq), (*strides("dk", dk), *strides("dv", dv))
     if file == TMA_FILE:
         strides("dy", dy)
-        sizes = (queries, padded, heads, kv_heads)
-        of_q, of_kv = tma_kernel("BACKWARD_Q", dim, options), tma_kernel("BACKWARD_KV", dim, options)
+        sizes: tuple[Any, ...] = (queries, padded, problem.heads, problem.kv_heads)
+        of_q, of_kv = (tma_kernel(part, problem.dim, problem.options) for part in ("BACKWARD_Q", "BACKWARD_KV"))
         maps = [rows_map(x, rows) for x, rows in ((dy, OWN), (q, OWN), (k, of_q.tile), (v, of_q.tile))]
-        of_q(k, queries, heads, (*maps, dy, out, lse, stats, dq), (*outputs[0], *sizes, *of_queries))
+        of_q(k, queries, problem.heads, (*maps, dy, out, lse, stats, dq), (*to_q, *sizes, *of_queries))
         maps = [rows_map(x, rows) for x, rows in ((dy, of_kv.tile), (q, of_kv.tile), (k, OWN), (v, OWN))]
-        of_kv(k, queries, heads, (*maps, stats, dk, dv), (*outputs[1], *outputs[2], *sizes, *of_keys))
+        of_kv(k, queries, problem.heads, (*maps, stats, dk, dv), (*to_kv, *sizes, *of_keys))
         return False
-    turn = turn if file == WGMMA_FILE else ()
-    sizes = (queries, heads, kv_heads, *band)
-    q_args = (dy, q, k, v, out, lse, stats, dq, *inputs, *outputs[0], *sizes, *of_queries, *drop, *turn)
-    kv_args = (dy, q, k, v, stats, dk, dv, *inputs, *outputs[1], *outputs[2], *sizes, *of_keys, *drop, *turn)
+    turn = turn if file == WGMMA_FILE else ()  # which has no CAP kernels
+    more = ("TURN",) if turn else ()
+    sizes = (queries, problem.heads, problem.kv_heads, *problem.band)
+    ends = (*problem.drop, *problem.cap, *turn)
     # The order matters: the first kernel writes the statistics that the second reads.
-    if file:
-        group, options = heads // kv_heads, (*options, "TURN") if turn else options
-        tensor_core(file, "BACKWARD_Q", dim, options, macro)(batch * kv_heads, queries, group, *q_args)
-        tensor_core(file, "BACKWARD_KV", dim, options, macro)(batch * kv_heads, queries, 1, *kv_args)
-    else:
-        plain("attention_bwd_q_plain", q.dtype, dim, 4, options, macro)(batch * heads, queries, 1, *q_args)
-        plain("attention_bwd_kv_plain", q.dtype, dim, 4, options, macro)(batch * kv_heads, queries, 1, *kv_args)
+    q_args = (dy, q, k, v, out, lse, stats, dq, *problem.strides, *to_q, *sizes, *of_queries, *ends)
+    problem.launch("BACKWARD_Q", 4, queries, q_args, more)
+    kv_args = (dy, q, k, v, stats, dk, dv, *problem.strides, *to_kv, *sizes, *of_keys, *ends)
+    problem.launch("BACKWARD_KV", 4, queries, kv_args, more)
     return bool(turn)
 
 
@@ -440,12 +481,18 @@ def attention_rope_bwd(
     window: int | None,
     key: Key | None,
     rate: float,
+    scale: float | None = None,
+    softcap: float = 0.0,
     *,
     backend: CupyBackend,
 ) -> None:
     heads = dy.shape[2]
     q, k, v = attention.split(qkv, heads)
     turn = tables(cos, sin, qkv) if rotated == heads + k.shape[2] else ()
+    check_lengths(q, k)
+    if not out.size:
+        return
+    problem = Problem(q, k, v, Mask(lengths, starts, causal, window, key, rate, scale, softcap), backend)
     gradients = attention.split(dqkv, heads)
-    if not backward(*gradients, dy, q, k, v, lengths, starts, out, lse, causal, window, key, rate, turn, backend):
+    if not backward(problem, gradients, cp.ascontiguousarray(dy), out, lse, turn):
         rope(dqkv, dqkv, cos, sin, rotated)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.meta import empty
+from tinyforge.backends.meta import like
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.sigmoid import sigmoid
+from tinyforge.ops.sigmoid import sigmoid, silu_slope
 from tinyforge.params import with_buffer
 
 
@@ -40,11 +40,6 @@ def causal_conv_fwd(tail: Array | None, x: Array, weight: Array, bias: Array) ->
     return s
 
 
-@causal_conv_fwd.on("meta")
-def causal_conv_fwd_memory(x: Array) -> Array:
-    return empty(x.shape, x.dtype)
-
-
 @kernel
 def causal_conv_bwd(
     dx: Array | None, dweight: Array | None, dbias: Array | None, dy: Array, x: Array, weight: Array, bias: Array
@@ -52,10 +47,7 @@ def causal_conv_bwd(
     """Returns dx, written into the first argument if that is given."""
     s, padded = _before_silu(None, x, weight, bias)
     length, taps = x.shape[1], weight.shape[-1]
-    gate = sigmoid(s)
-    ds = (1 - gate) * s
-    ds += 1
-    ds *= gate
+    ds = silu_slope(s, sigmoid(s))
     ds *= dy
     if dbias is not None:
         dbias += ds.sum(axis=(0, 1))
@@ -70,9 +62,7 @@ def causal_conv_bwd(
     return dx
 
 
-@causal_conv_bwd.on("meta")
-def causal_conv_bwd_memory(dx: Array | None, x: Array) -> Array:
-    return empty(x.shape, x.dtype) if dx is None else dx
+causal_conv_bwd.on("meta")(lambda dx, x: like(x) if dx is None else dx)
 
 
 class CausalConv(Op):
@@ -89,22 +79,24 @@ class CausalConv(Op):
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), section 3.4.
     """
 
-    kernels = (causal_conv_fwd, causal_conv_bwd)
+    fwd = causal_conv_fwd
+    bwd = causal_conv_bwd
 
     def __init__(self, weight: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight, self.bias = weight, bias
 
     def forward(self, x: Array, stash: Stash | None = None, *, tail: Array | None = None) -> Array:
+        self.expect(x, self.weight.shape[0])
         if stash is not None:
             if tail is not None:
                 raise ValueError("CausalConv: a tail and a stash; training starts from zeros")
             stash.push(self, x)
-        return self.k.causal_conv_fwd(tail, x, self.weight.value, self.bias.value)
+        return self.fwd(tail, x, self.weight.value, self.bias.value)
 
     def backward(self, dy: Array, stash: Stash, *, out: Array | None = None) -> Array:
         (x,) = stash.pop(self)
-        return self.k.causal_conv_bwd(out, self.weight.grad, self.bias.grad, dy, x, self.weight.value, self.bias.value)
+        return self.bwd(out, self.weight.grad, self.bias.grad, dy, x, self.weight.value, self.bias.value)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -116,5 +108,5 @@ class CausalConv(Op):
             ((2, 6, 33), 1),
         ):
             weight = Param("weight", (channels, 1, taps), std=1.0)
-            op = with_buffer(cls(weight, Param("bias", (channels,), decay=False), backend), backend, rng)
+            op = with_buffer(cls(weight, Param("bias", (channels,), fill=0.0, decay=False), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=(batch, length, channels))),)

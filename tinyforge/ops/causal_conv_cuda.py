@@ -7,7 +7,7 @@ import numpy as np
 from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import add_columns, blocks, contiguous, new, or_null, scalar
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 from tinyforge.ops import causal_conv
 
 FILE = "ops/causal_conv.cu"
@@ -30,7 +30,7 @@ def sums_or_scratch(grad: Array | None, value: Array) -> Array:
 def _vector(channels: int, pitches: tuple[int, ...], *arrays: Array) -> int:
     """Elements of an access of 8 bytes, or 1 if sizes and addresses do not allow it."""
     count = max(1, 8 // arrays[0].itemsize)
-    fits = all(n % count == 0 for n in (channels, *pitches)) and all(a.data.ptr % 8 == 0 for a in arrays)
+    fits = all(n % count == 0 for n in (channels, *pitches)) and all(pointer(a) % 8 == 0 for a in arrays)
     return count if fits else 1
 
 
@@ -43,11 +43,8 @@ def causal_conv_fwd(tail: Array | None, x: Array, weight: Array, bias: Array) ->
         vec = _vector(channels, (pitch,), x, y, bias, *(() if tail is None else (tail,)))
         launch = load(FILE, "causal_conv_fwd", SCALAR=scalar(x.dtype), VEC=vec, TAPS=taps)
         sizes = map(np.int32, (batch, length, channels, pitch))
-        launch(
-            blocks(batch * -(-length // STRIP) * (channels // vec), 128),
-            (128,),
-            (y, or_null(tail), x, weight, bias, *sizes),
-        )
+        grid = blocks(batch * -(-length // STRIP) * (channels // vec), 128)
+        launch(grid, (128,), (y, or_null(tail), x, weight, bias, *sizes))
     if tail is not None and taps > 1 and length:
         kept = max(0, taps - 1 - length)  # of the tail itself, where x is shorter
         if kept:

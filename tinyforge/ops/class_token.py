@@ -21,9 +21,7 @@ def class_token_fwd(x: Array, token: Array) -> Array:
     return y
 
 
-@class_token_fwd.on("meta")
-def class_token_fwd_memory(x: Array) -> Array:
-    return empty((len(x), x.shape[1] + 1, x.shape[2]), x.dtype)
+class_token_fwd.on("meta")(lambda x: empty((len(x), x.shape[1] + 1, x.shape[2]), x.dtype))
 
 
 @kernel
@@ -33,9 +31,7 @@ def class_token_bwd(dtoken: Array | None, dy: Array) -> Array:
     return dy[:, 1:].copy()
 
 
-@class_token_bwd.on("meta")
-def class_token_bwd_memory(dy: Array) -> Array:
-    return empty((len(dy), dy.shape[1] - 1, dy.shape[2]), dy.dtype)
+class_token_bwd.on("meta")(lambda dy: empty((len(dy), dy.shape[1] - 1, dy.shape[2]), dy.dtype))
 
 
 class ClassToken(Op):
@@ -47,23 +43,25 @@ class ClassToken(Op):
     Sources: [CLS] in Devlin et al., "BERT" (2018); before patches in Dosovitskiy et al. (2020).
     """
 
-    kernels = (class_token_fwd, class_token_bwd)
+    fwd = class_token_fwd
+    bwd = class_token_bwd
 
     def __init__(self, token: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.token = token
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        self.expect(x, self.token.size)
         if stash is not None:
             stash.push(self)
-        return self.k.class_token_fwd(x, self.token.value)
+        return self.fwd(x, self.token.value)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         stash.pop(self)
-        return self.k.class_token_bwd(self.token.grad, dy)
+        return self.bwd(self.token.grad, dy)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for shape in ((3, 4, 5), (1, 1, 1), (2, 0, 3)):
-            op = with_buffer(cls(Param("token", shape[-1:], decay=False), backend), backend, rng)
+            op = with_buffer(cls(Param("token", shape[-1:], fill=0.0, decay=False), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape)),)

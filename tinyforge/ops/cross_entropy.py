@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.meta import empty
+from tinyforge.backends.meta import empty, like
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash, WithKeywords
@@ -108,9 +108,7 @@ def sum_tokens(nll: Array) -> Array:
     return nll.reshape(-1, nll.shape[-1]).sum(axis=0, dtype=np.float64)
 
 
-@sum_tokens.on("meta")
-def sum_tokens_memory(nll: Array) -> Array:
-    return empty(nll.shape[-1:], np.float64)
+sum_tokens.on("meta")(lambda nll: empty(nll.shape[-1:], np.float64))
 
 
 @kernel
@@ -120,9 +118,7 @@ def cross_entropy_fwd(logits: Array, targets: Array) -> tuple[Array, Array]:
     return softmax_residual_(residual, targets), residual
 
 
-@cross_entropy_fwd.on("meta")
-def cross_entropy_fwd_memory(logits: Array, targets: Array) -> tuple[Array, Array]:
-    return empty(targets.shape, wide(logits.dtype)), empty(logits.shape, logits.dtype)
+cross_entropy_fwd.on("meta")(lambda logits, targets: (empty(targets.shape, wide(logits.dtype)), like(logits)))
 
 
 @kernel
@@ -132,9 +128,7 @@ def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))
 
 
-@cross_entropy_bwd.on("meta")
-def cross_entropy_bwd_memory(residual: Array) -> Array:
-    return empty(residual.shape, residual.dtype)
+cross_entropy_bwd.on("meta")(lambda residual: like(residual))
 
 
 def chunks(rows: int, weight: Array) -> Iterator[slice]:
@@ -309,21 +303,22 @@ class CrossEntropy(Op):
     Source: Gloeckle et al., "Better & Faster Large Language Models via Multi-token Prediction" (2024).
     """
 
-    kernels = (cross_entropy_fwd, cross_entropy_bwd)
+    fwd = cross_entropy_fwd
+    bwd = cross_entropy_bwd
     per_head = True
 
     def forward(self, logits: Array, targets: Array, stash: Stash | None = None) -> Array:
+        self.expect(logits)
+        self.expect_ids(targets, logits.shape[-1], -1)
         heads = targets.shape[-1]
-        nll, residual = self.k.cross_entropy_fwd(
-            logits.reshape(-1, heads, logits.shape[-1]), targets.reshape(-1, heads)
-        )
+        nll, residual = self.fwd(logits.reshape(-1, heads, logits.shape[-1]), targets.reshape(-1, heads))
         if stash is not None:
             stash.push(self, residual, logits.shape)
         return nll.reshape(targets.shape)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         residual, shape = stash.pop(self)
-        return self.k.cross_entropy_bwd(rows_of(dy), residual).reshape(shape), None
+        return self.bwd(rows_of(dy), residual).reshape(shape), None
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -353,39 +348,33 @@ class LinearCrossEntropy(Op):
     Knowledge in a Neural Network" (2015), at temperature 1.
     """
 
-    kernels = (
-        linear_fwd,
-        linear_cross_entropy_fwd,
-        linear_soft_cross_entropy_fwd,
-        linear_cross_entropy_bwd,
-        linear_cross_entropy_frozen_fwd,
-        linear_cross_entropy_frozen_bwd,
-    )
+    logits_fwd = linear_fwd
+    fwd = linear_cross_entropy_fwd
+    soft_fwd = linear_soft_cross_entropy_fwd
+    bwd = linear_cross_entropy_bwd
+    frozen_fwd = linear_cross_entropy_frozen_fwd
+    frozen_bwd = linear_cross_entropy_frozen_bwd
     per_head = True
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
-        weight.by_product = True
+        weight.overwrite_grad = True
         self.shape = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
 
     def forward(self, h: Array, targets: Array | SoftTargets, stash: Stash | None = None) -> Array:
+        self.expect(h, self.shape[2])
         heads, _, dim = self.shape
         rows, weight = h.reshape(-1, dim), self.weight.value.reshape(self.shape)
         if isinstance(targets, SoftTargets):
-            nll, residual = self.k.linear_soft_cross_entropy_fwd(
-                rows,
-                weight,
-                targets.ids.reshape(-1, heads),
-                targets.hidden.reshape(-1, targets.hidden.shape[-1]),
-                targets.heads[:heads],
-                stash is not None,
-                targets.share,
-            )
+            ids, hidden = targets.ids.reshape(-1, heads), targets.hidden.reshape(-1, targets.hidden.shape[-1])
+            soft = ids, hidden, targets.heads[:heads]
+            nll, residual = self.soft_fwd(rows, weight, *soft, stash is not None, targets.share)
             if stash is not None:
                 stash.push(self, h, residual)
             return nll.reshape(targets.ids.shape)
-        forward = self.k.linear_cross_entropy_frozen_fwd if self.weight.frozen else self.k.linear_cross_entropy_fwd
+        self.expect_ids(targets, self.shape[1], -1)
+        forward = self.frozen_fwd if self.weight.frozen else self.fwd
         nll, kept = forward(rows, weight, targets.reshape(-1, heads), stash is not None)
         if stash is not None:
             stash.push(self, h.shape if self.weight.frozen else h, kept)
@@ -394,22 +383,19 @@ class LinearCrossEntropy(Op):
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         h, residual = stash.pop(self)
         if isinstance(h, tuple):  # only its shape: the residual is R W
-            return self.k.linear_cross_entropy_frozen_bwd(rows_of(dy), residual).reshape(h), None
+            return self.frozen_bwd(rows_of(dy), residual).reshape(h), None
         rows = h.reshape(-1, h.shape[-1])
-        dweight, accumulate = (None, True) if self.weight.frozen else self.weight.summed_in()
-        dh = self.k.linear_cross_entropy_bwd(
-            dweight if dweight is None else dweight.reshape(self.shape),
-            rows_of(dy),
-            rows,
-            residual,
+        dweight, accumulate = (None, True) if self.weight.frozen else self.weight.grad_with_beta()
+        dweight, weight = (
+            None if dweight is None else dweight.reshape(self.shape),
             self.weight.value.reshape(self.shape),
-            accumulate,
         )
+        dh = self.bwd(dweight, rows_of(dy), rows, residual, weight, accumulate)
         return dh.reshape(h.shape), None
 
     def logits(self, h: Array, head: int = 0) -> Array:
         """Inference: the logits of one head, (..., V)."""
-        return self.k.linear_fwd(h, self.weight.value.reshape(self.shape)[head], None)
+        return self.logits_fwd(h, self.weight.value.reshape(self.shape)[head], None)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -418,12 +404,15 @@ class LinearCrossEntropy(Op):
         for n, *shape in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (8, 6, 3), (many, 2, 1024, 3)):
             op = with_buffer(cls(Param("weight", tuple(shape), std=1.0), backend), backend, rng)
             heads, vocab, dim = op.shape
-            h = rng.normal(size=(n, dim))
-            inputs = backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab))
+            lead = (2, n // 2) if n == 8 else (n,)
+            h = rng.normal(size=(*lead, dim))
+            inputs = backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab).reshape(*lead, heads))
             yield op, inputs
             if n == many:  # a sum over so many numbers is too rough for a finite difference; the values are tested
                 continue
-            teacher = (backend.asarray(rng.normal(size=size)) for size in ((n, dim + 1), (heads + 1, vocab, dim + 1)))
+            teacher = (
+                backend.asarray(rng.normal(size=size)) for size in ((*lead, dim + 1), (heads + 1, vocab, dim + 1))
+            )
             yield WithKeywords(op, targets=partial(_taught, teacher=tuple(teacher))), inputs
 
 

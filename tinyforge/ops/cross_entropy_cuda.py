@@ -11,6 +11,7 @@ from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import FLOAT64, CupyBackend, blocks, contiguous, new, scalar, shared_limit, vector
 from tinyforge.backends.gemm import gemm
+from tinyforge.backends.variants import smallest
 from tinyforge.kernel import Array
 from tinyforge.ops import cross_entropy
 from tinyforge.ops.cross_entropy import CHUNK, row_pitch
@@ -19,8 +20,7 @@ from tinyforge.ops.mixture_cuda import sum_of_rows
 FILE = "ops/cross_entropy.cu"
 HELD_THREADS = constant(FILE, "HELD_THREADS")
 BESIDE = 512
-"""Bytes of shared memory that softmax_residual uses beside a row."""
-_IN_REGISTERS = {"float64": (), "float32": (1, 4, 8), "bfloat16": (1, 2, 4)}
+"""Bytes of shared memory that softmax_residual uses in addition to a row."""
 
 
 def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vocab: int) -> None:
@@ -29,9 +29,7 @@ def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vo
     vec = vector(pitch, logits)
     vectors, variant, shared = pitch // vec, {"EDGE": 1} if pitch > vocab else {}, 0
     threads = min(256, -(-vectors // 32) * 32)
-    needed = -(-vectors // threads)
-    kept = _IN_REGISTERS[logits.dtype.name] if vec > 1 and not variant else ()
-    per = next((n for n in kept if n >= needed), 0)
+    per = smallest(FILE, "PER", -(-vectors // threads), SCALAR=scalar(logits.dtype), VEC=vec, **variant)
     if vec > 1 and not per and pitch * logits.itemsize + BESIDE <= shared_limit():
         variant, shared = {"HELD": 1}, pitch * logits.itemsize
         threads = min(HELD_THREADS, -(-vectors // 32) * 32)
@@ -51,7 +49,7 @@ def soft_residual_(nll: Array, logits: Array, teacher: Array, targets: Array, sh
     launch((targets.size,), (threads,), (nll, logits, teacher, targets, *numbers))
 
 
-def scale_heads(x: Array, scale: Array, part: int, y: Array = None) -> Array:
+def scale_heads(x: Array, scale: Array, part: int, y: Array | None = None) -> Array:
     """scale[k] x for the numbers of head k: `part` at a time, head after head. Written into y, which may be x, or into
     a new array."""
     if y is None:

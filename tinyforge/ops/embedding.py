@@ -20,9 +20,7 @@ def embedding_fwd(ids: Array, weight: Array) -> Array:
     return weight[ids]
 
 
-@embedding_fwd.on("meta")
-def embedding_fwd_memory(ids: Array, weight: Array) -> Array:
-    return empty((*ids.shape, weight.shape[-1]), weight.dtype)
+embedding_fwd.on("meta")(lambda ids, weight: empty((*ids.shape, weight.shape[-1]), weight.dtype))
 
 
 @kernel
@@ -54,27 +52,29 @@ def embedding_bwd_memory(dweight: Array, dy: Array, ids: Array) -> None:
 class Embedding(Op):
     """y[..., :] = W[ids[...], :]
 
-    ids: (...) int32 in [0, V); W: (V, C); y: (..., C). Saves ids. The loader checks the range of ids: a check here
-    would have to wait for the device.
+    ids: (...) int32 in [0, V); W: (V, C); y: (..., C). Saves ids. Raises IndexError for others, on NumPy; on a GPU the
+    loader has checked them, since reading them here would wait for the device.
 
     backward: dW[v] += sum of dy over the positions where ids == v. Ids get no gradient.
     """
 
-    kernels = (embedding_fwd, embedding_bwd)
+    fwd = embedding_fwd
+    bwd = embedding_bwd
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
 
     def forward(self, ids: Array, stash: Stash | None = None) -> Array:
+        self.expect_ids(ids, self.weight.shape[0])
         if stash is not None:
             stash.push(self, ids)
-        return self.k.embedding_fwd(ids, self.weight.value)
+        return self.fwd(ids, self.weight.value)
 
     def backward(self, dy: Array, stash: Stash) -> None:
         (ids,) = stash.pop(self)
         if not self.weight.frozen:
-            self.k.embedding_bwd(self.weight.grad, dy, ids)
+            self.bwd(self.weight.grad, dy, ids)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

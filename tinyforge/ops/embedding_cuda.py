@@ -8,6 +8,7 @@ from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
 from tinyforge.kernel import Array
 from tinyforge.ops import embedding
+from tinyforge.ops.rows_cuda import launch_vectors
 
 FILE = "ops/embedding.cu"
 SHELF, PIECE = constant(FILE, "SHELF"), constant(FILE, "PIECE")
@@ -17,11 +18,7 @@ SHELF, PIECE = constant(FILE, "SHELF"), constant(FILE, "PIECE")
 def embedding_fwd(ids: Array, weight: Array) -> Array:
     ids, width = contiguous(ids), weight.shape[-1]
     y = new((*ids.shape, width), weight.dtype)
-    if y.size:
-        vec = vector(width, weight, y)
-        launch = load(FILE, "embedding_fwd", SCALAR=scalar(weight.dtype), VEC=vec)
-        launch(blocks(y.size // vec), (256,), (y, ids, weight, np.uint32(y.size // vec), np.uint32(width // vec)))
-    return y
+    return launch_vectors(FILE, "embedding_fwd", y.size, width, (y, ids, weight))
 
 
 @embedding.embedding_bwd.on("cupy")

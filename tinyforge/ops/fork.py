@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -18,11 +17,6 @@ def fork_bwd(first: Array, second: Array) -> Array:
     return first + second
 
 
-@fork_bwd.on("meta")
-def fork_bwd_memory(first: Array) -> Array:
-    return empty(first.shape, first.dtype)
-
-
 class Fork(Op):
     """y = x,  z = x
 
@@ -30,16 +24,17 @@ class Fork(Op):
     part of the norm's backward; in a post-norm block the stream itself goes into a linear map, so it needs this op.
     """
 
-    kernels = (fork_bwd,)
+    bwd = fork_bwd
 
     def forward(self, x: Array, stash: Stash | None = None) -> tuple[Array, Array]:
+        self.expect(x)
         if stash is not None:
             stash.push(self)
         return x, x
 
     def backward(self, dy: tuple[Array, Array], stash: Stash) -> Array:
         stash.pop(self)
-        return self.k.fork_bwd(*dy)
+        return self.bwd(*dy)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

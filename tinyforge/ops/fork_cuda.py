@@ -11,5 +11,4 @@ from tinyforge.ops.rows_cuda import launch_elements
 @fork.fork_bwd.on("cupy")
 def fork_bwd(first: Array, second: Array) -> Array:
     dx = new(first.shape, first.dtype)
-    launch_elements("ops/fork.cu", "fork_bwd", dx, contiguous(first), contiguous(second))
-    return dx
+    return launch_elements("ops/fork.cu", "fork_bwd", dx, contiguous(first), contiguous(second))

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinyforge.backends import Backend, fp8_dtype, wide
-from tinyforge.backends.meta import empty
+from tinyforge.backends import Backend, fp8_dtype
+from tinyforge.backends.meta import empty, per_row
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Param
@@ -50,7 +50,7 @@ class FP8Gradient(NamedTuple):
     """A gradient (..., C), divided by scale, in e5m2. codes: (..., C). transposed: (C, rows), padded as by
     `quantise_transposed`. scale: (1,)."""
 
-    codes: Array
+    codes: Array | None
     transposed: Array
     scale: Array
 
@@ -59,8 +59,8 @@ class FP8Weight(NamedTuple):
     """A weight (O, I), divided by scale, in e4m3. codes: (O, I). transposed: (I, O). Either is None if nothing reads
     it. scale: (1,)."""
 
-    codes: Array
-    transposed: Array
+    codes: Any
+    transposed: Any
     scale: Array
 
 
@@ -79,15 +79,13 @@ def scale_of(most: Array, backend: Backend) -> Array:
 
 
 @kernel
-def quantise_rows(x: Array, *, backend: Any) -> tuple[Array, Array]:
+def quantise_rows(x: Array, *, backend: Any = None) -> tuple[Array, Array]:
     """Codes in e4m3, (..., C), and the scale of each row, (...)."""
     scale = scale_of(np.abs(x).max(axis=-1, initial=0), backend)
     return rounded(x * (1 / scale[..., None]), E4M3, backend), scale
 
 
-@quantise_rows.on("meta")
-def quantise_rows_memory(x: Array) -> tuple[Array, Array]:
-    return empty(x.shape, BYTE), empty(x.shape[:-1], wide(x.dtype))
+quantise_rows.on("meta")(lambda x: (empty(x.shape, BYTE), per_row(x)))
 
 
 @kernel
@@ -96,13 +94,11 @@ def largest_scale(scale: Array) -> Array:
     return scale.max(initial=0 if scale.size else 1, keepdims=True).reshape(1)
 
 
-@largest_scale.on("meta")
-def largest_scale_memory(scale: Array) -> Array:
-    return empty((1,), scale.dtype)
+largest_scale.on("meta")(lambda scale: empty((1,), scale.dtype))
 
 
 @kernel
-def quantise_transposed(x: Array, scale: Array, e5m2: bool, *, backend: Any) -> tuple[Array | None, Array]:
+def quantise_transposed(x: Array, scale: Array, e5m2: bool, *, backend: Any = None) -> tuple[Array | None, Array]:
     """(None, transposed): x / scale in e4m3, transposed to (C, rows), rows padded with zeros to a multiple of 16.
 
     With e5m2, (codes, transposed): both in e5m2, codes in the layout of x. scale: (1,)."""
@@ -127,19 +123,19 @@ def quantise_transposed_memory(x: Array, e5m2: bool) -> tuple[Array | None, Arra
 
 
 @kernel
-def swiglu_bwd_fp8(hidden: Array | None, dy: Array, gu: Array, scale: Array, *, backend: Any) -> tuple[Array, Array]:
+def swiglu_bwd_fp8(
+    hidden: Array | None, dy: Array, gu: Array, scale: Array, *, backend: Any = None
+) -> tuple[Array, Array]:
     """`quantise_transposed` of swiglu_bwd(hidden, dy, gu), in e5m2."""
     codes = rounded(swiglu_bwd(hidden, dy, gu) * (1 / scale), E5M2, backend)
     return codes, transposed_of(codes)
 
 
-@swiglu_bwd_fp8.on("meta")
-def swiglu_bwd_fp8_memory(gu: Array) -> tuple[Array, Array]:
-    return empty(gu.shape, BYTE), empty(transposed_shape(gu.shape), BYTE)
+swiglu_bwd_fp8.on("meta")(lambda gu: (empty(gu.shape, BYTE), empty(transposed_shape(gu.shape), BYTE)))
 
 
 @kernel
-def quantise_weights(outs: Sequence[FP8Weight], weights: Sequence[Array], *, backend: Any) -> None:
+def quantise_weights(outs: Sequence[FP8Weight], weights: Sequence[Array], *, backend: Any = None) -> None:
     """Quantise weights[i] into outs[i], for all i by one launch."""
     for out, weight in zip(outs, weights, strict=True):
         out.scale[...] = scale_of(np.abs(weight).max(initial=0), backend)
@@ -147,9 +143,6 @@ def quantise_weights(outs: Sequence[FP8Weight], weights: Sequence[Array], *, bac
         for place, value in ((out.codes, codes), (out.transposed, codes.T)):
             if place is not None:
                 place[...] = value
-
-
-quantise_weights.on("meta")(lambda: None)
 
 
 def fp8_weight_of(param: Param, backend: Backend, *, codes: bool = False, transposed: bool = False) -> FP8Weight:

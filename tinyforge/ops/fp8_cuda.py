@@ -13,7 +13,7 @@ from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cublas import FLOAT32
 from tinyforge.backends.cupy_backend import contiguous, new, or_null
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 from tinyforge.ops import fp8
 from tinyforge.ops.rows_cuda import launch_rows
 
@@ -61,8 +61,8 @@ def swiglu_bwd_fp8(hidden: Array | None, dy: Array, gu: Array, scale: Array) -> 
 
 def _tiles(transposed: Array, width: int, x: Array) -> tuple[tuple[int, int], tuple[np.int32, ...]]:
     """The grid of tiles over `width` columns of x, and the kernels' rows, columns and pitch."""
-    if width % 8 or any(a.data.ptr % 16 for a in (x, transposed)):
-        raise ValueError(f"transposing {x.shape}: wants a multiple of 8 columns, got {width}, aligned to 16 bytes")
+    if width % 8 or any(pointer(a) % 16 for a in (x, transposed)):
+        raise ValueError(f"transposing {x.shape}: expects a multiple of 8 columns, got {width}, aligned to 16 bytes")
     rows, pitch = x.size // x.shape[-1], transposed.shape[1]
     return (-(-width // ACROSS), -(-pitch // DOWN)), tuple(map(np.int32, (rows, width, pitch)))
 
@@ -70,7 +70,7 @@ def _tiles(transposed: Array, width: int, x: Array) -> tuple[tuple[int, int], tu
 @fp8.quantise_weights.on("cupy")
 def quantise_weights(outs: Sequence[fp8.FP8Weight], weights: Sequence[Array]) -> None:
     places = tuple(
-        (*(0 if x is None else x.data.ptr for x in (weight, *out)), *weight.shape)
+        (*(0 if x is None else pointer(x) for x in (weight, *out)), *weight.shape)
         for out, weight in zip(outs, weights, strict=True)
     )
     if any(place % 16 for _, *row in places for place in row[:3]) or any(first % 16 for first, *_ in places):

@@ -12,13 +12,13 @@ An op quantises the arrays that it is given; what another op has quantised comes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
-from tinyforge.kernel import Array, Kernel, bind, kernel
+from tinyforge.kernel import Array, Kernels, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.fp8 import (
     MULTIPLE,
@@ -39,7 +39,9 @@ from tinyforge.params import with_buffer
 
 
 @kernel
-def fp8_product(codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any) -> Array:
+def fp8_product(
+    codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any = None
+) -> Array:
     """y = codes weight^T, times both scales. codes: (..., K), in e5m2 or e4m3; scale: (...) or (1,); weight: (N, K);
     y: (..., N)."""
     kind = scale.dtype
@@ -57,7 +59,7 @@ def fp8_product_memory(
 
 @kernel
 def fp8_product_swiglu(
-    codes: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
+    codes: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any = None
 ) -> tuple[Array, Array]:
     """gu = x W^T, and swiglu(gu)."""
     gu = fp8_product(codes, scale, weight, weight_scale, False, backend=backend)
@@ -76,53 +78,51 @@ def fp8_product_swiglu_memory(
 def fp8_weight_gradient(
     dweight: Array, transposed: Array, scale: Array, x_transposed: Array, x_scale: Array, accumulate: bool = True
 ) -> None:
-    """dweight += dy^T x, from dy^T and x^T. accumulate: from `Param.summed_in`."""
+    """dweight += dy^T x, from dy^T and x^T. accumulate: from `Param.grad_with_beta`."""
     kind = dweight.dtype
     dy = transposed.astype(kind, copy=False) * (scale * x_scale)
     add_product(dweight, dy, x_transposed.astype(kind, copy=False).T, accumulate)
 
 
-fp8_weight_gradient.on("meta")(lambda: None)
-
-
 @kernel
 def weight_gradient(dweight: Array, dy: Array, x: Array, accumulate: bool = True) -> None:
-    """dweight += dy^T x. accumulate: from `Param.summed_in`."""
+    """dweight += dy^T x. accumulate: from `Param.grad_with_beta`."""
     add_product(dweight, dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]), accumulate)
 
 
-weight_gradient.on("meta")(lambda: None)
-
-
-class FP8Weights:
+class FP8Weights(Kernels):
     """Quantises the weights of a model's FP8 ops together; the model calls `refresh` at the start of its forward."""
+
+    quantise_all = quantise_weights
 
     def __init__(self, ops: Sequence[Any], backend: Backend) -> None:
         self.maps = [op for op in ops if isinstance(op, _FP8Map)]
-        self.k = bind((quantise_weights,), backend, "FP8Weights")
+        self.bind_kernels(backend)
         for op in self.maps:
             op.refreshed = True
 
     def refresh(self) -> None:
         if self.maps:
-            self.k.quantise_weights([op.fp8_weight for op in self.maps], [op.weight.value for op in self.maps])
+            self.quantise_all([op.fp8_weight for op in self.maps], [op.weight.value for op in self.maps])
 
 
-class _FP8Map:
+class _FP8Map(Kernels):
     """What the three ops share. fp8_weight: the weight's codes. refreshed: `FP8Weights` quantises it; otherwise each
     forward does."""
 
+    product = fp8_product
+    quantise = quantise_rows
+    quantise_weight = quantise_weights
     weight: Param
     fp8_weight: FP8Weight
-    k: Any
     refreshed = False
 
     def scaled(self, x: Array | Scaled) -> Scaled:
-        return x if isinstance(x, Scaled) else Scaled(x, *self.k.quantise_rows(x))
+        return x if isinstance(x, Scaled) else Scaled(x, *self.quantise(x))
 
     def quantised_weight(self) -> FP8Weight:
         if not self.refreshed:
-            self.k.quantise_weights([self.fp8_weight], [self.weight.value])
+            self.quantise_weight([self.fp8_weight], [self.weight.value])
         return self.fp8_weight
 
 
@@ -133,7 +133,7 @@ class FP8Linear(_FP8Map, Linear):
     `add`.
     """
 
-    kernels = (*Linear.kernels, fp8_product, quantise_rows, quantise_weights)
+    reference = Linear
     adds = False
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
@@ -151,8 +151,7 @@ class FP8Linear(_FP8Map, Linear):
         assert add is None, "adds is False"
         x, weight = self.scaled(x), self.quantised_weight()
         self.keep(x.x, stash, recompute)
-        y: Array = self.k.fp8_product(x.codes, x.scale, weight.codes, weight.scale, False)
-        return y
+        return self.product(x.codes, x.scale, weight.codes, weight.scale, False)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -166,16 +165,11 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
     of each row. backward: dx and dW in FP8, from dgu or an FP8Gradient.
     """
 
-    kernels = (
-        *LinearSwiGLU.kernels,
-        fp8_product,
-        fp8_product_swiglu,
-        fp8_weight_gradient,
-        quantise_rows,
-        quantise_weights,
-        largest_scale,
-        quantise_transposed,
-    )
+    reference = LinearSwiGLU
+    hidden_product = fp8_product_swiglu
+    fp8_weight_bwd = fp8_weight_gradient
+    largest = largest_scale
+    transpose = quantise_transposed
     adds = False
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
@@ -196,22 +190,21 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
         if stash is not None:
             stash.push(self, *((None, None) if self.weight.frozen else (recompute or (lambda: x), scale)))
         factors = (codes, scale, weight.codes, weight.scale)
-        return self.k.fp8_product_swiglu(*factors) if hidden else self.k.fp8_product(*factors, False)
+        return self.hidden_product(*factors) if hidden else self.product(*factors, False)
 
     def backward(self, dy: Any, stash: Stash) -> Array:
         x, rows = stash.pop(self)
         if not isinstance(dy, FP8Gradient):
-            scale = self.k.largest_scale(self.k.quantise_rows(dy)[1])
-            codes, transposed = self.k.quantise_transposed(dy, scale, True)
+            scale = self.largest(self.quantise(dy)[1])
+            codes, transposed = self.transpose(dy, scale, True)
             dy = FP8Gradient(codes, transposed, scale)
         if x is not None:
-            scale = self.k.largest_scale(rows)
-            _, transposed = self.k.quantise_transposed(x(), scale, False)
-            dweight, accumulate = self.weight.summed_in()
-            self.k.fp8_weight_gradient(dweight, dy.transposed, dy.scale, transposed, scale, accumulate)
+            scale = self.largest(rows)
+            _, transposed = self.transpose(x(), scale, False)
+            dweight, accumulate = self.weight.grad_with_beta()
+            self.fp8_weight_bwd(dweight, dy.transposed, dy.scale, transposed, scale, accumulate)
             del transposed
-        dx: Array = self.k.fp8_product(dy.codes, dy.scale, self.fp8_weight.transposed, self.fp8_weight.scale, True)
-        return dx
+        return self.product(dy.codes, dy.scale, self.fp8_weight.transposed, self.fp8_weight.scale, True)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -225,16 +218,11 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
     FP8Gradient, for the FP8LinearSwiGLU before it, with the largest of dy's scales.
     """
 
-    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (
-        *SwiGLULinear.kernels,
-        fp8_product,
-        weight_gradient,
-        swiglu_bwd,
-        swiglu_bwd_fp8,
-        quantise_rows,
-        quantise_weights,
-        largest_scale,
-    )
+    reference = SwiGLULinear
+    weight_bwd = weight_gradient
+    gu_bwd = swiglu_bwd
+    gu_bwd_fp8 = swiglu_bwd_fp8
+    largest = largest_scale
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, gives_fp8: bool = False) -> None:
         super().__init__(weight, backend, name)
@@ -250,19 +238,19 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
 
     def backward(self, dy: Any, stash: Stash) -> Any:
         (gu,) = stash.pop(self)
-        dy, (dweight, accumulate) = self.scaled(dy), self.weight.summed_in()
+        dy, (dweight, accumulate) = self.scaled(dy), self.weight.grad_with_beta()
         codes = dy.codes.reshape(dy.scale.size, dy.codes.shape[-1])
-        dh = self.k.fp8_product(codes, dy.scale, self.fp8_weight.transposed, self.fp8_weight.scale, False)
+        dh = self.product(codes, dy.scale, self.fp8_weight.transposed, self.fp8_weight.scale, False)
         hidden = None if dweight is None else dh  # where h overwrites dh
         dgu: Any
         if self.gives_fp8:
-            scale = self.k.largest_scale(dy.scale)
-            codes, transposed = self.k.swiglu_bwd_fp8(hidden, dh, gu, scale)
+            scale = self.largest(dy.scale)
+            codes, transposed = self.gu_bwd_fp8(hidden, dh, gu, scale)
             dgu = FP8Gradient(codes, transposed, scale)
         else:
-            dgu = self.k.swiglu_bwd(hidden, dh, gu)
+            dgu = self.gu_bwd(hidden, dh, gu)
         if dweight is not None:
-            self.k.weight_gradient(dweight, dy.x, dh, accumulate)
+            self.weight_bwd(dweight, dy.x, dh, accumulate)
         return dgu
 
     @classmethod

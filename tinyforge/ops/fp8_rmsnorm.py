@@ -5,57 +5,63 @@ from __future__ import annotations
 from typing import Any
 
 from tinyforge.backends import Backend
+from tinyforge.backends.meta import empty, like, per_row
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Param, Stash
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
-from tinyforge.ops.fp8 import Scaled, quantise_rows, quantise_rows_memory
-from tinyforge.ops.rmsnorm import RMSNorm, into, rmsnorm_bwd, rmsnorm_bwd_memory, rmsnorm_fwd, rmsnorm_fwd_memory
+from tinyforge.ops.fp8 import BYTE, Scaled, quantise_rows
+from tinyforge.ops.rmsnorm import RMSNorm, into, rmsnorm_bwd, rmsnorm_fwd
 
 
 @kernel
-def rmsnorm_scaled_fwd(x: Array, weight: Array, eps: float, *, backend: Any) -> tuple[Array, Array, Array, Array]:
+def rmsnorm_scaled_fwd(
+    x: Array, weight: Array, eps: float, *, backend: Any = None
+) -> tuple[Array, Array, Array, Array]:
     """y, its codes and scales, and rstd."""
     y, rstd = rmsnorm_fwd(x, weight, eps)
     return y, *quantise_rows(y, backend=backend), rstd
 
 
-@rmsnorm_scaled_fwd.on("meta")
-def rmsnorm_scaled_fwd_memory(x: Array) -> tuple[Array, Array, Array, Array]:
-    y, rstd = rmsnorm_fwd_memory(x)
-    return y, *quantise_rows_memory(y), rstd
+rmsnorm_scaled_fwd.on("meta")(lambda x: (like(x), empty(x.shape, BYTE), per_row(x), per_row(x)))
 
 
 @kernel
 def rmsnorm_scaled_bwd(
-    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None, *, backend: Any
+    dweight: Array | None,
+    dy: Array,
+    weight: Array,
+    y: Array,
+    rstd: Array,
+    residual: Array | None,
+    *,
+    backend: Any = None,
 ) -> tuple[Array, Array, Array]:
     """dx as from rmsnorm_bwd, its codes and scales."""
     dx = rmsnorm_bwd(dweight, dy, weight, y, rstd, residual)
     return dx, *quantise_rows(dx, backend=backend)
 
 
-@rmsnorm_scaled_bwd.on("meta")
-def rmsnorm_scaled_bwd_memory(y: Array) -> tuple[Array, Array, Array]:
-    dx = rmsnorm_bwd_memory(y)
-    return dx, *quantise_rows_memory(dx)
+rmsnorm_scaled_bwd.on("meta")(lambda y: (like(y), empty(y.shape, BYTE), per_row(y)))
 
 
 class FP8RMSNorm(RMSNorm):
     """RMSNorm that returns y as a `Scaled`."""
 
-    kernels = (*RMSNorm.kernels, rmsnorm_scaled_fwd)
+    scaled_fwd = rmsnorm_scaled_fwd
 
     def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Any:
-        y, codes, scale, rstd = self.k.rmsnorm_scaled_fwd(x, self.weight.value, self.eps)
+        y, codes, scale, rstd = self.scaled_fwd(x, self.weight.value, self.eps)
         if stash is not None:
             stash.push(self, y, rstd)
         return Scaled(into(out, y), codes, scale)
 
 
 class FP8AddRMSNorm(AddRMSNorm):
-    """AddRMSNorm. scaled: y is a `Scaled`. scaled_backward: ddelta is."""
+    """AddRMSNorm. scaled: y is a `Scaled`. scaled_backward: ddelta is. The dx of backward may be a `Scaled` too."""
 
-    kernels = (*AddRMSNorm.kernels, rmsnorm_scaled_fwd, rmsnorm_scaled_bwd, quantise_rows)
+    scaled_fwd = rmsnorm_scaled_fwd
+    scaled_bwd = rmsnorm_scaled_bwd
+    quantise = quantise_rows
 
     def __init__(
         self,
@@ -74,10 +80,10 @@ class FP8AddRMSNorm(AddRMSNorm):
         if not self.scaled:
             return super().forward(residual, delta, stash)
         if delta is None:
-            x, (y, codes, scale, rstd) = residual, self.k.rmsnorm_scaled_fwd(residual, self.weight.value, self.eps)
+            x, (y, codes, scale, rstd) = residual, self.scaled_fwd(residual, self.weight.value, self.eps)
         else:
-            x, y, rstd = self.k.add_rmsnorm_fwd(residual, delta, self.weight.value, self.eps)
-            codes, scale = self.k.quantise_rows(y)
+            x, y, rstd = self.add_fwd(residual, delta, self.weight.value, self.eps)
+            codes, scale = self.quantise(y)
         if stash is not None:
             stash.push(self, y, rstd)
         return x, Scaled(y, codes, scale)
@@ -85,13 +91,15 @@ class FP8AddRMSNorm(AddRMSNorm):
     def normed(self, x: Array) -> Any:
         if not self.scaled:
             return super().normed(x)
-        y, codes, scale, _ = self.k.rmsnorm_scaled_fwd(x, self.weight.value, self.eps)
+        y, codes, scale, _ = self.scaled_fwd(x, self.weight.value, self.eps)
         return Scaled(y, codes, scale)
 
-    def backward(self, dy: tuple[Array | None, Array], stash: Stash) -> tuple[Array, Any]:
-        if not self.scaled_backward:
-            return super().backward(dy, stash)
-        y, rstd = stash.pop(self)
+    def backward(self, dy: tuple[Any, Array], stash: Stash) -> tuple[Array, Any]:
         residual, dnormed = dy
-        ddelta = Scaled(*self.k.rmsnorm_scaled_bwd(self.weight.grad, dnormed, self.weight.value, y, rstd, residual))
+        if isinstance(residual, Scaled):
+            residual = residual.x
+        if not self.scaled_backward:
+            return super().backward((residual, dnormed), stash)
+        y, rstd = stash.pop(self)
+        ddelta = Scaled(*self.scaled_bwd(self.weight.grad, dnormed, self.weight.value, y, rstd, residual))
         return ddelta.x, ddelta

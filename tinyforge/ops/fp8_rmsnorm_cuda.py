@@ -31,6 +31,8 @@ def rmsnorm_scaled_bwd(
     dy, y = contiguous(dy), contiguous(y)
     alone = ("rmsnorm_dweight", (dy, y, weight))
     codes, scale = new(y.shape, BYTE), new(y.shape[:-1], rstd.dtype)
-    entry, more = ("rmsnorm_scaled_bwd", None) if residual is None else ("add_rmsnorm_scaled_bwd", contiguous(residual))
-    dx = norm_backward((dweight,), FILE, entry, dy, weight, y, (rstd,), alone, more, (codes, scale), **MACROS)
+    beside = (codes, scale)
+    dx = norm_backward(
+        (dweight,), FILE, "rmsnorm_scaled_bwd", dy, weight, y, (rstd,), alone, residual, beside, **MACROS
+    )
     return dx, codes, scale

@@ -6,10 +6,10 @@ import numpy as np
 
 from tinyforge.backends import wide
 from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import add_columns, blocks, contiguous, new, or_null, processors, scalar, vector
+from tinyforge.backends.cupy_backend import add_columns, contiguous, new, or_null, processors, scalar, vector
 from tinyforge.kernel import Array
 from tinyforge.ops import gelu
-from tinyforge.ops.rows_cuda import launch_elements
+from tinyforge.ops.rows_cuda import launch_elements, launch_vectors
 
 FILE = "ops/gelu.cu"
 
@@ -19,13 +19,8 @@ def gelu_fwd(x: Array, bias: Array | None, approximate: str) -> Array:
     x, exact = contiguous(x), int(approximate == "erf")
     y = new(x.shape, x.dtype)
     if bias is None:
-        launch_elements(FILE, "gelu_fwd", y, x, EXACT=exact)
-    elif x.size:
-        width = x.shape[-1]
-        vec = vector(width, x, y, bias)
-        launch = load(FILE, "gelu_fwd_bias", SCALAR=scalar(x.dtype), VEC=vec, EXACT=exact)
-        launch(blocks(x.size // vec), (256,), (y, x, bias, np.uint32(x.size // vec), np.uint32(width // vec)))
-    return y
+        return launch_elements(FILE, "gelu_fwd", y, x, EXACT=exact)
+    return launch_vectors(FILE, "gelu_fwd_bias", x.size, x.shape[-1], (y, x, bias), EXACT=exact)
 
 
 @gelu.gelu_bwd.on("cupy")
@@ -34,10 +29,8 @@ def gelu_bwd(
 ) -> Array:
     dy, x, exact = contiguous(dy), contiguous(x), int(approximate == "erf")
     dx = new(x.shape, x.dtype)
-    if bias is None:
-        launch_elements(FILE, "gelu_bwd", dx, hidden, dy, x, EXACT=exact)
     if bias is None or not x.size:
-        return dx
+        return launch_elements(FILE, "gelu_bwd", dx, hidden, dy, x, EXACT=exact)
     width = x.shape[-1]
     rows, vec = x.size // width, vector(width, x, dy, bias, dx, *(() if hidden is None else (hidden,)))
     columns = -(-width // (32 * vec))

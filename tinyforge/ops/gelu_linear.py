@@ -71,7 +71,8 @@ class GELULinear(Op):
         db_in += sum over rows of du
     """
 
-    kernels = (gelu_linear_fwd, gelu_linear_bwd)
+    fwd = gelu_linear_fwd
+    bwd = gelu_linear_bwd
     adds = True
 
     def __init__(
@@ -87,33 +88,32 @@ class GELULinear(Op):
         super().__init__(backend, name)
         self.approximate = approximate
         self.input_bias, self.weight, self.bias = input_bias, weight, bias
-        weight.by_product = True
+        weight.overwrite_grad = True
 
     def forward(self, u: Array, stash: Stash | None = None, *, add: Array | None = None) -> Array:
+        self.expect(u, self.weight.shape[1])
         if stash is not None:
             stash.push(self, u)
         bias, input_bias = (p.value if p else None for p in (self.bias, self.input_bias))
-        return self.k.gelu_linear_fwd(u, self.weight.value, bias, input_bias, add, self.approximate)
+        return self.fwd(u, self.weight.value, bias, input_bias, add, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (u,) = stash.pop(self)
         dbias, dinput_bias = (p.grad if p else None for p in (self.bias, self.input_bias))
         input_bias = self.input_bias.value if self.input_bias else None
-        dweight, accumulate = self.weight.summed_in()
-        return self.k.gelu_linear_bwd(
-            dweight, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate, accumulate
-        )
+        dweight, accumulate = self.weight.grad_with_beta()
+        return self.bwd(dweight, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate, accumulate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for (o, h), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
             for has_bias, has_input_bias in ((True, True), (True, False), (False, True), (False, False)):
-                bias = Param("bias", (o,), decay=False) if has_bias else None
-                input_bias = Param("input_bias", (h,), decay=False) if has_input_bias else None
+                bias = Param("bias", (o,), fill=0.0, decay=False) if has_bias else None
+                input_bias = Param("input_bias", (h,), fill=0.0, decay=False) if has_input_bias else None
                 weight = Param("weight", (o, h), std=1.0)
                 op = with_buffer(cls(weight, backend, bias=bias, input_bias=input_bias), backend, rng)
                 yield op, (backend.asarray(rng.normal(size=(*lead, h)) * 2),)
-        bias, input_bias = Param("bias", (3,), decay=False), Param("input_bias", (5,), decay=False)
+        bias, input_bias = Param("bias", (3,), fill=0.0, decay=False), Param("input_bias", (5,), fill=0.0, decay=False)
         weight = Param("weight", (3, 5), std=1.0)
         exact = cls(weight, backend, bias=bias, input_bias=input_bias, approximate="erf")
         yield with_buffer(exact, backend, rng), (backend.asarray(rng.normal(size=(2, 4, 5)) * 2),)

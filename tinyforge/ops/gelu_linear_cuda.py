@@ -47,7 +47,7 @@ def gelu_linear_bwd(
     hidden = None if dweight is None else new((rows, weight.shape[1]), u.dtype)
     dhidden = gemm(up, weight, tf32=backend.tf32)
     du = gelu_bwd(hidden, dinput_bias, dhidden, u.reshape(dhidden.shape), input_bias, approximate)
-    if dweight is not None:
+    if hidden is not None:
         gemm(up, hidden, dweight, transpose_a=True, accumulate=accumulate, tf32=backend.tf32)
     if dbias is not None:
         linear_bwd_bias(dbias, up)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend, wide
-from tinyforge.backends.meta import empty
-from tinyforge.kernel import Array, Kernel, kernel
+from tinyforge.backends import Backend
+from tinyforge.backends.meta import like, per_row
+from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
@@ -26,10 +26,7 @@ def layernorm_fwd(x: Array, weight: Array, bias: Array | None, eps: float) -> tu
     return y, mean, rstd
 
 
-@layernorm_fwd.on("meta")
-def layernorm_fwd_memory(x: Array) -> tuple[Array, Array, Array]:
-    kind = wide(x.dtype)
-    return empty(x.shape, x.dtype), empty(x.shape[:-1], kind), empty(x.shape[:-1], kind)
+layernorm_fwd.on("meta")(lambda x: (like(x), per_row(x), per_row(x)))
 
 
 @kernel
@@ -61,11 +58,6 @@ def layernorm_bwd(
     return g
 
 
-@layernorm_bwd.on("meta")
-def layernorm_bwd_memory(x: Array) -> Array:
-    return empty(x.shape, x.dtype)
-
-
 class LayerNorm(Op):
     """y = w * xhat + b,  xhat = (x - mean(x)) * r,  r = 1 / sqrt(var(x) + eps), over the last axis
 
@@ -80,7 +72,8 @@ class LayerNorm(Op):
     Source: Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
 
-    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (layernorm_fwd, layernorm_bwd)
+    fwd = layernorm_fwd
+    bwd = layernorm_bwd
 
     def __init__(self, weight: Param, bias: Param | None, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
         super().__init__(backend, name)
@@ -88,8 +81,9 @@ class LayerNorm(Op):
         self.eps = eps
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        self.expect(x, self.weight.size)
         bias = self.bias.value if self.bias else None
-        y, mean, rstd = self.k.layernorm_fwd(x, self.weight.value, bias, self.eps)
+        y, mean, rstd = self.fwd(x, self.weight.value, bias, self.eps)
         if stash is not None:
             stash.push(self, x, mean, rstd)
         return y
@@ -97,12 +91,12 @@ class LayerNorm(Op):
     def backward(self, dy: Array, stash: Stash, residual: Array | None = None) -> Array:
         x, mean, rstd = stash.pop(self)
         dbias = self.bias.grad if self.bias else None
-        return self.k.layernorm_bwd(self.weight.grad, dbias, dy, self.weight.value, x, mean, rstd, residual)
+        return self.bwd(self.weight.grad, dbias, dy, self.weight.value, x, mean, rstd, residual)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
-            for bias in (Param("bias", shape[-1:], decay=False), None):
+            for bias in (Param("bias", shape[-1:], fill=0.0, decay=False), None):
                 weight = Param("weight", shape[-1:], fill=1.0, decay=False)
                 op = with_buffer(cls(weight, bias, backend), backend, rng)
                 yield op, (backend.asarray(rng.normal(size=shape) + 1),)

@@ -35,6 +35,4 @@ def layernorm_bwd(
     if dweight is not None or dbias is not None:
         dweight, dbias = (new(weight.shape, rstd.dtype) if sums is None else sums for sums in (dweight, dbias))
     alone, sums = ("layernorm_columns", (dy, x, mean, rstd)), (dweight, dbias)
-    if residual is None:
-        return norm_backward(sums, FILE, "layernorm_bwd", dy, weight, x, (mean, rstd), alone)
-    return norm_backward(sums, FILE, "add_layernorm_bwd", dy, weight, x, (mean, rstd), alone, contiguous(residual))
+    return norm_backward(sums, FILE, "layernorm_bwd", dy, weight, x, (mean, rstd), alone, residual)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, overload
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
-from tinyforge.kernel import Array, Kernel, kernel
+from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
@@ -44,14 +44,11 @@ def linear_bwd_bias(dbias: Array, dy: Array) -> None:
     dbias += dy.reshape(-1, dy.shape[-1]).sum(axis=0)
 
 
-linear_bwd_bias.on("meta")(lambda: None)
-
-
 @kernel
 def linear_bwd(
     dweight: Array | None, dbias: Array | None, dy: Array, x: Array | None, weight: Array, accumulate: bool = True
 ) -> Array:
-    """x is only needed for dweight. accumulate: from `Param.summed_in`, for dweight."""
+    """x is only needed for dweight. accumulate: from `Param.grad_with_beta`, for dweight."""
     rows = dy.reshape(-1, dy.shape[-1])
     if dweight is not None and x is not None:
         add_product(dweight, rows.T, x.reshape(-1, x.shape[-1]), accumulate)
@@ -68,9 +65,14 @@ def add_product(out: Array, a: Array, b: Array, accumulate: bool) -> None:
         np.matmul(a, b, out=out)
 
 
-@linear_bwd.on("meta")
-def linear_bwd_memory(dy: Array, weight: Array) -> Array:
-    return empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
+linear_bwd.on("meta")(lambda dy, weight: empty((*dy.shape[:-1], weight.shape[1]), dy.dtype))
+
+
+def made(op: Op, shape: tuple[int, ...], bias: bool) -> tuple[Param, Param | None]:
+    """The weight of an op that was made from sizes, N(0, 1 / inputs), and its bias, 0; after the op's name, if any."""
+    prefix = "" if op.name == type(op).__name__ else f"{op.name}."
+    weight = Param(f"{prefix}weight", shape)
+    return weight, Param(f"{prefix}bias", shape[:1], fill=0.0, decay=False) if bias else None
 
 
 class Linear(Op):
@@ -83,17 +85,30 @@ class Linear(Op):
     add: (..., O), added to y, such as the residual stream: this saves a pass over memory and a rounding compared with
     adding it afterwards. Its gradient is dy.
 
+    Made from sizes, `Linear(out, inputs, backend)`, its parameters are `name`.weight, which starts at N(0, 1 / inputs),
+    and `name`.bias, which starts at 0.
+
     backward: dx = dy W, dW += dy^T x, db += sum over rows of dy, with all leading axes folded into one.
     """
 
-    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (linear_fwd, linear_bwd, linear_add_fwd)
+    fwd = linear_fwd
+    bwd = linear_bwd
+    add_fwd = linear_add_fwd
     adds = True
 
-    def __init__(self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None) -> None:
-        super().__init__(backend, name)
-        self.weight = weight
-        self.bias = bias
-        weight.by_product = True
+    @overload
+    def __init__(self, weight: Param, backend: Backend, name: str = "", *, bias: Param | None = None) -> None: ...
+    @overload
+    def __init__(self, weight: int, inputs: int, backend: Backend, name: str = "", *, bias: bool = True) -> None: ...
+    def __init__(self, weight: Any, *rest: Any, bias: Any = None, **named: Any) -> None:
+        """(weight: Param, backend, name, bias=Param or None), or (out: int, inputs: int, backend, name, bias=True)."""
+        inputs, rest = (0, rest) if isinstance(weight, Param) else (rest[0], rest[1:])
+        super().__init__(*rest, **named)
+        if not isinstance(weight, Param):
+            weight, bias = made(self, (weight, inputs), bias is None or bool(bias))
+        self.weight: Param = weight
+        self.bias: Param | None = bias
+        weight.overwrite_grad = True
 
     def forward(
         self,
@@ -106,22 +121,23 @@ class Linear(Op):
         self.keep(x, stash, recompute)
         bias = self.bias.value if self.bias else None
         if add is not None:
-            return self.k.linear_add_fwd(x, self.weight.value, bias, add)
-        return self.k.linear_fwd(x, self.weight.value, bias)
+            return self.add_fwd(x, self.weight.value, bias, add)
+        return self.fwd(x, self.weight.value, bias)
 
     def keep(self, x: Array, stash: Stash | None, recompute: Callable[[], Array] | None) -> None:
+        self.expect(x, self.weight.shape[1])
         if stash is not None:
             stash.push(self, None if self.weight.frozen else recompute or (lambda: x))
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
         dbias = self.bias.grad if self.bias else None
-        dweight, accumulate = self.weight.summed_in()
-        return self.k.linear_bwd(dweight, dbias, dy, x and x(), self.weight.value, accumulate)
+        dweight, accumulate = self.weight.grad_with_beta()
+        return self.bwd(dweight, dbias, dy, x and x(), self.weight.value, accumulate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for (o, i), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
-            for bias in (None, Param("bias", (o,), decay=False)):
+            for bias in (None, Param("bias", (o,), fill=0.0, decay=False)):
                 op = with_buffer(cls(Param("weight", (o, i), std=1.0), backend, bias=bias), backend, rng)
                 yield op, (backend.asarray(rng.normal(size=(*lead, i))),)

@@ -63,7 +63,7 @@ def linear_bwd(
     dy = contiguous(dy)
     rows, width = dy.size // dy.shape[-1], weight.shape[1]
     up = dy.reshape(rows, dy.shape[-1])
-    if dweight is not None:
+    if dweight is not None and x is not None:
         flat = contiguous(x).reshape(rows, width)
         gemm(up, flat, dweight, transpose_a=True, accumulate=accumulate, tf32=backend.tf32)
     if dbias is not None:

@@ -83,11 +83,6 @@ def lora_merge(weight: Array, a: Array, b: Array, scale: float) -> Array:
     return weight + (b @ a) * scale
 
 
-@lora_merge.on("meta")
-def lora_merge_memory(weight: Array) -> Array:
-    return empty(weight.shape, weight.dtype)
-
-
 class LoRA(Op):
     """y = h W^T + bias + s drop(h) A^T B^T,  s = alpha / R
 
@@ -102,7 +97,9 @@ class LoRA(Op):
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
     """
 
-    kernels = (lora_fwd, lora_bwd, lora_merge)
+    fwd = lora_fwd
+    bwd = lora_bwd
+    merge = lora_merge
 
     def __init__(
         self,
@@ -122,7 +119,7 @@ class LoRA(Op):
         if a.shape != (rank, inputs) or b.shape != (outputs, rank):
             raise ValueError(f"{self.name}: W {weight.shape}, A {a.shape}, B {b.shape}; want (O, I), (R, I), (O, R)")
         if not 0.0 <= rate < 1.0:
-            raise ValueError(f"{self.name}: rate is {rate}, wants 0 <= rate < 1")
+            raise ValueError(f"{self.name}: rate is {rate}, expected 0 <= rate < 1")
         self.weight, self.a, self.b, self.bias, self.activation = weight, a, b, bias, activation
         self.scale, self.rate = alpha / rank, rate
         for p in self.params():
@@ -136,41 +133,31 @@ class LoRA(Op):
         if self.activation is not None:
             recompute = partial(self.activation.forward, x)
             x = self.activation.forward(x, stash)
+        self.expect(x, self.weight.shape[1])
         key = None if stash is None else stash.key(self, self.rate)
         bias = self.bias.value if self.bias else None
-        y, u = self.k.lora_fwd(x, self.weight.value, bias, self.a.value, self.b.value, self.scale, key, self.rate)
+        y, u = self.fwd(x, self.weight.value, bias, self.a.value, self.b.value, self.scale, key, self.rate)
         if stash is not None:
             stash.push(self, recompute or (lambda: x), u, key)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         x, u, key = stash.pop(self)
-        dx = self.k.lora_bwd(
-            self.a.grad,
-            self.b.grad,
-            dy,
-            x(),
-            u,
-            self.weight.value,
-            self.a.value,
-            self.b.value,
-            self.scale,
-            key,
-            self.rate,
-        )
+        matrices = self.weight.value, self.a.value, self.b.value
+        dx = self.bwd(self.a.grad, self.b.grad, dy, x(), u, *matrices, self.scale, key, self.rate)
         return dx if self.activation is None else self.activation.backward(dx, stash)
 
     def merged(self) -> Array:
         """W + s B A, a new array: the weight of an equivalent plain linear map."""
-        return self.k.lora_merge(self.weight.value, self.a.value, self.b.value, self.scale)
+        return self.merge(self.weight.value, self.a.value, self.b.value, self.scale)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for (o, i, r), lead in (((5, 7, 3), (2, 3)), ((1, 1, 1), (1,)), ((6, 4, 2), (9,)), ((3, 2, 5), (0,))):
-            of_gelu = Param("input_bias", (i,), decay=False)
+            of_gelu = Param("input_bias", (i,), fill=0.0, decay=False)
             for rate, bias, activation in (
                 (0.0, None, None),
-                (0.4, Param("bias", (o,), decay=False), None),
+                (0.4, Param("bias", (o,), fill=0.0, decay=False), None),
                 (0.4, None, SwiGLU(backend)),
                 (0.0, None, GELU(backend, bias=of_gelu)),
             ):

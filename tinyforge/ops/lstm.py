@@ -10,7 +10,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops.linear import linear_bwd, linear_fwd
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
@@ -18,7 +18,7 @@ from tinyforge.params import with_buffer
 
 @kernel
 def lstm_fwd(gates: Array, h: Array, c: Array, weight: Array, fresh: Array | None) -> tuple[Array, Array]:
-    """Returns y and the cells, (B, T, H) each. gates: (B, T, 4 H), W x + b; overwritten with the activated i, f, g, o."""
+    """Returns y and the cells, (B, T, H) each. gates: (B, T, 4 H), W x + b, overwritten with activated i, f, g, o."""
     batch, length, four = gates.shape
     width = four // 4
     y, cells = np.empty((2, batch, length, width), gates.dtype)
@@ -107,7 +107,10 @@ class LSTM(Op):
     Forget" (2000).
     """
 
-    kernels = (linear_fwd, linear_bwd, lstm_fwd, lstm_bwd)
+    gates_fwd = linear_fwd
+    gates_bwd = linear_bwd
+    fwd = lstm_fwd
+    bwd = lstm_bwd
 
     def __init__(self, inputs: Param, recurrent: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
@@ -116,8 +119,11 @@ class LSTM(Op):
     def forward(
         self, x: Array, h: Array, c: Array, fresh: Array | None = None, stash: Stash | None = None
     ) -> tuple[Array, Array]:
-        gates = self.k.linear_fwd(x, self.inputs.value, self.bias.value)
-        y, cells = self.k.lstm_fwd(gates, h, c, self.recurrent.value, fresh)
+        self.expect(x, self.inputs.shape[1])
+        for state in (h, c):
+            self.expect(state, shape=(x.shape[0], self.recurrent.shape[1]))
+        gates = self.gates_fwd(x, self.inputs.value, self.bias.value)
+        y, cells = self.fwd(gates, h, c, self.recurrent.value, fresh)
         if stash is not None:
             stash.push(self, x, h, c, gates, y, cells, fresh)
         return y, cells[:, -1]
@@ -125,10 +131,8 @@ class LSTM(Op):
     def backward(self, dy: tuple[Array, Array | None], stash: Stash) -> tuple[Array, Array, Array, None]:
         x, h, c, gates, y, cells, fresh = stash.pop(self)
         up, dc = dy
-        dgates, dh, dc = self.k.lstm_bwd(
-            self.recurrent.grad, up, dc, gates, y, cells, h, c, self.recurrent.value, fresh
-        )
-        return self.k.linear_bwd(self.inputs.grad, self.bias.grad, dgates, x, self.inputs.value), dh, dc, None
+        dgates, dh, dc = self.bwd(self.recurrent.grad, up, dc, gates, y, cells, h, c, self.recurrent.value, fresh)
+        return self.gates_bwd(self.inputs.grad, self.bias.grad, dgates, x, self.inputs.value), dh, dc, None
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -138,4 +142,6 @@ class LSTM(Op):
             op = with_buffer(cls(inputs, recurrent, bias, backend), backend, rng)
             sizes = (batch, length, size), (batch, width), (batch, width)
             fresh = rng.random((batch, length)) < (0.3 if length > 1 else 0)
-            yield op, (*(backend.asarray(rng.normal(size=shape)) for shape in sizes), backend.asarray(fresh))
+            given = *(backend.asarray(rng.normal(size=shape)) for shape in sizes), backend.asarray(fresh)
+            yield op, given
+            yield WithKeywords(op, fresh=lambda given: None), given

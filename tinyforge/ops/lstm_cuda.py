@@ -73,12 +73,6 @@ def lstm_bwd(
     if fresh is not None:
         before *= (fresh == 0).astype(y.dtype)[..., None]
     rows = batch * length
-    gemm(
-        dgates.reshape(rows, -1),
-        before.reshape(rows, width),
-        dweight,
-        transpose_a=True,
-        accumulate=True,
-        tf32=backend.tf32,
-    )
+    up, before = dgates.reshape(rows, -1), before.reshape(rows, width)
+    gemm(up, before, dweight, transpose_a=True, accumulate=True, tf32=backend.tf32)
     return dgates, _kept(dh, fresh).astype(y.dtype), _kept(dcells, fresh).astype(y.dtype)

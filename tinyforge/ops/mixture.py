@@ -85,9 +85,6 @@ def grouped_bwd_weight(
         dweight[e] += _rows(dy, dy_tokens, rows).T @ _rows(x, x_tokens, rows)
 
 
-grouped_bwd_weight.on("meta")(lambda: None)
-
-
 def _groups(starts: Array) -> Iterator[tuple[int, slice]]:
     """The experts that have rows, and their rows."""
     for e, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
@@ -107,9 +104,7 @@ def weighted_swiglu_fwd(gu: Array, weights: Array, slots: Array) -> Array:
     return hidden
 
 
-@weighted_swiglu_fwd.on("meta")
-def weighted_swiglu_fwd_memory(gu: Array) -> Array:
-    return empty((len(gu), gu.shape[1] // 2), gu.dtype)
+weighted_swiglu_fwd.on("meta")(lambda gu: empty((len(gu), gu.shape[1] // 2), gu.dtype))
 
 
 @kernel
@@ -140,9 +135,7 @@ def sum_of_rows(rows: Array, places: Array, more: Array | None) -> Array:
     return y
 
 
-@sum_of_rows.on("meta")
-def sum_of_rows_memory(rows: Array, places: Array) -> Array:
-    return empty((len(places), rows.shape[1]), rows.dtype)
+sum_of_rows.on("meta")(lambda rows, places: empty((len(places), rows.shape[1]), rows.dtype))
 
 
 class MixtureOfExperts(Op):
@@ -161,20 +154,28 @@ class MixtureOfExperts(Op):
     Sources: Jiang et al., "Mixtral of Experts" (2024); Gale et al., "MegaBlocks" (2022), for not dropping tokens.
     """
 
-    kernels = (
-        sort_by_expert,
-        grouped_fwd,
-        grouped_bwd_input,
-        grouped_bwd_weight,
-        weighted_swiglu_fwd,
-        weighted_swiglu_bwd,
-        sum_of_rows,
-    )
+    sort = sort_by_expert
+    product = grouped_fwd
+    product_bwd_input = grouped_bwd_input
+    product_bwd_weight = grouped_bwd_weight
+    swiglu = weighted_swiglu_fwd
+    swiglu_bwd = weighted_swiglu_bwd
+    sum_rows = sum_of_rows
 
-    def __init__(self, gate: Param, gate_up: Param, down: Param, active: int, backend: Backend, name: str = "") -> None:
+    def __init__(
+        self,
+        gate: Param,
+        gate_up: Param,
+        down: Param,
+        active: int,
+        backend: Backend,
+        name: str = "",
+        *,
+        normalised: bool = True,
+    ) -> None:
         super().__init__(backend, name)
         self.gate = Linear(gate, backend, f"{self.name}.gate")
-        self.router = TopKRouter(active, backend, f"{self.name}.router")
+        self.router = TopKRouter(active, backend, f"{self.name}.router", normalised=normalised)
         self.gate_up, self.down = gate_up, down
 
     def params(self) -> list[Param]:
@@ -183,28 +184,28 @@ class MixtureOfExperts(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> tuple[Array, Array, Array]:
         logits = self.gate.forward(x, stash)  # (..., E)
         weights, chosen, usage = self.router.forward(logits, stash)  # (..., k)
-        slots, tokens, places, starts = self.k.sort_by_expert(chosen, len(self.gate_up.value))
-        gu = self.k.grouped_fwd(x.reshape(-1, x.shape[-1]), self.gate_up.value, tokens, starts)  # (R, 2H)
+        slots, tokens, places, starts = self.sort(chosen, len(self.gate_up.value))
+        gu = self.product(x.reshape(-1, x.shape[-1]), self.gate_up.value, tokens, starts)  # (R, 2H)
         if stash is not None:
             stash.push(self, x, gu, weights, slots, tokens, places, starts)
-        h = self.k.weighted_swiglu_fwd(gu, weights, slots)  # (R, H)
-        rows = self.k.grouped_fwd(h, self.down.value, None, starts)  # (R, C)
-        return self.k.sum_of_rows(rows, places, None).reshape(x.shape), usage, starts
+        h = self.swiglu(gu, weights, slots)  # (R, H)
+        rows = self.product(h, self.down.value, None, starts)  # (R, C)
+        return self.sum_rows(rows, places, None).reshape(x.shape), usage, starts
 
     def backward(self, dy: tuple[Array, Array, Any], stash: Stash) -> Array:
         up, dusage, _ = dy
         dy_rows = up.reshape(-1, up.shape[-1])  # (N, C)
         x, gu, weights, slots, tokens, places, starts = stash.pop(self)
-        dh = self.k.grouped_bwd_input(dy_rows, self.down.value, tokens, starts)  # (R, H)
-        dgu, h, dweights = self.k.weighted_swiglu_bwd(dh, gu, weights, slots)  # (R, 2H), (R, H), (..., k)
+        dh = self.product_bwd_input(dy_rows, self.down.value, tokens, starts)  # (R, H)
+        dgu, h, dweights = self.swiglu_bwd(dh, gu, weights, slots)  # (R, 2H), (R, H), (..., k)
         if self.down.grad is not None:  # None: frozen
-            self.k.grouped_bwd_weight(self.down.grad, dy_rows, h, tokens, None, starts)
+            self.product_bwd_weight(self.down.grad, dy_rows, h, tokens, None, starts)
         if self.gate_up.grad is not None:
-            self.k.grouped_bwd_weight(self.gate_up.grad, dgu, x.reshape(dy_rows.shape), None, tokens, starts)
-        rows = self.k.grouped_bwd_input(dgu, self.gate_up.value, None, starts)  # (R, C)
+            self.product_bwd_weight(self.gate_up.grad, dgu, x.reshape(dy_rows.shape), None, tokens, starts)
+        rows = self.product_bwd_input(dgu, self.gate_up.value, None, starts)  # (R, C)
         dlogits = self.router.backward((dweights, None, dusage), stash)
         dx = self.gate.backward(dlogits, stash)
-        return self.k.sum_of_rows(rows, places, dx.reshape(dy_rows.shape)).reshape(up.shape)
+        return self.sum_rows(rows, places, dx.reshape(dy_rows.shape)).reshape(up.shape)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

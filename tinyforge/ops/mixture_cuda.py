@@ -15,7 +15,7 @@ from tinyforge.backends import wide
 from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cupy_backend import blocks, contiguous, free_processors, has_wgmma, new, or_null, scalar, vector
 from tinyforge.backends.tensor_map import tensor_map
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 from tinyforge.ops import mixture
 from tinyforge.ops.mixture import INT
 
@@ -54,7 +54,7 @@ def sort_by_expert(chosen: Array, experts: int) -> tuple[Array, Array, Array, Ar
 
 def _file(outs: int, ins: int, *arrays: Array) -> str:
     """The file whose kernels compute the product. Tensor-core kernels need bf16 and rows aligned to 16 bytes."""
-    if arrays[0].dtype.name != "bfloat16" or outs % 8 or ins % 8 or any(a.data.ptr % 16 for a in arrays):
+    if arrays[0].dtype.name != "bfloat16" or outs % 8 or ins % 8 or any(pointer(a) % 16 for a in arrays):
         return PLAIN
     return HOPPER if has_wgmma() else MMA
 

@@ -39,9 +39,7 @@ def patches_bwd(dy: Array, shape: tuple[int, ...], size: int, scale: float) -> A
     return np.multiply(cut.transpose(0, 3, 1, 4, 2, 5), dy.dtype.type(scale), order="C").reshape(shape)
 
 
-@patches_bwd.on("meta")
-def patches_bwd_memory(dy: Array, shape: tuple[int, ...]) -> Array:
-    return empty(shape, dy.dtype)
+patches_bwd.on("meta")(lambda dy, shape: empty(shape, dy.dtype))
 
 
 class Patches(Op):
@@ -57,7 +55,8 @@ class Patches(Op):
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (2020).
     """
 
-    kernels = (patches_fwd, patches_bwd)
+    fwd = patches_fwd
+    bwd = patches_bwd
 
     def __init__(self, size: int, backend: Backend, name: str = "", *, mean: float = 0.5, std: float = 0.5) -> None:
         super().__init__(backend, name)
@@ -67,18 +66,18 @@ class Patches(Op):
         height, width = images.shape[2:]
         if height % self.size or width % self.size:
             raise ValueError(
-                f"{self.name}: images of {height} x {width} pixels, patches of {self.size} x {self.size}; wants a "
+                f"{self.name}: images of {height} x {width} pixels, patches of {self.size} x {self.size}; expected a "
                 "whole number of patches each way: resize or pad the images"
             )
         real = images.dtype.kind not in "iu"
         if stash is not None:
             stash.push(self, images.shape, real)
         scale, shift = (1.0, 0.0) if real else (1.0 / (255.0 * self.std), -self.mean / self.std)
-        return self.k.patches_fwd(images, self.size, scale, shift, self.backend.dtype)
+        return self.fwd(images, self.size, scale, shift, self.backend.dtype)
 
     def backward(self, dy: Array, stash: Stash) -> Array | None:
         shape, real = stash.pop(self)
-        return self.k.patches_bwd(dy, shape, self.size, 1.0) if real else None
+        return self.bwd(dy, shape, self.size, 1.0) if real else None
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops.embedding import embedding_bwd, embedding_bwd_memory
@@ -19,11 +18,6 @@ from tinyforge.params import with_buffer
 def positions_fwd(x: Array, weight: Array, positions: Array | None) -> Array:
     """positions: (B, T) int32, the row of `weight` for each token; None for 0 .. T-1 in every sequence."""
     return x + (weight[: x.shape[1]] if positions is None else weight[positions])
-
-
-@positions_fwd.on("meta")
-def positions_fwd_memory(x: Array) -> Array:
-    return empty(x.shape, x.dtype)
 
 
 @kernel
@@ -50,13 +44,15 @@ class LearnedPositions(Op):
     backward: dx = dy (the same array), dP[p] += sum of dy over the tokens at position p.
     """
 
-    kernels = (positions_fwd, positions_bwd)
+    fwd = positions_fwd
+    bwd = positions_bwd
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
 
     def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, starts: Array | None = None) -> Array:
+        self.expect(x, self.weight.shape[1])
         if offset + x.shape[1] > self.weight.shape[0]:
             raise ValueError(
                 f"{self.name}: x has positions {offset} to {offset + x.shape[1]}, the table {self.weight.shape[0]}; "
@@ -67,12 +63,12 @@ class LearnedPositions(Op):
         positions = None if starts is None else self.backend.xp.arange(x.shape[1], dtype=starts.dtype) - starts
         if stash is not None:
             stash.push(self, offset, positions)
-        return self.k.positions_fwd(x, self.weight.value[offset:], positions)
+        return self.fwd(x, self.weight.value[offset:], positions)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         offset, positions = stash.pop(self)
         if not self.weight.frozen:
-            self.k.positions_bwd(self.weight.grad[offset:], dy, positions)
+            self.bwd(self.weight.grad[offset:], dy, positions)
         return dy
 
     @classmethod

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from tinyforge.backends import Backend, wide
-from tinyforge.backends.meta import empty
-from tinyforge.kernel import Array, Kernel, kernel
+from tinyforge.backends import Backend
+from tinyforge.backends.meta import like, per_row
+from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
 
@@ -17,30 +17,35 @@ LEAST_GAIN = 2.0**-50
 """A gain nearer to 0 counts as this: y is negligible, but x r can still be recovered as y over the gain."""
 
 
-def gain_of(weight: Array) -> Array:
-    """The weight, and LEAST_GAIN where it is nearer to 0."""
+def gain_of(weight: Array, plus_one: bool = False) -> Array:
+    """The weight, or 1 + the weight, and LEAST_GAIN where that is nearer to 0."""
+    weight = weight + weight.dtype.type(1) if plus_one else weight
     return np.where(np.abs(weight) < LEAST_GAIN, weight.dtype.type(LEAST_GAIN), weight)
 
 
 @kernel
-def rmsnorm_fwd(x: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+def rmsnorm_fwd(x: Array, weight: Array, eps: float, plus_one: bool = False) -> tuple[Array, Array]:
     rstd = 1.0 / np.sqrt(np.vecdot(x, x) / x.dtype.type(x.shape[-1]) + x.dtype.type(eps))
     y = x * rstd[..., None]
-    y *= gain_of(weight)
+    y *= gain_of(weight, plus_one)
     return y, rstd
 
 
-@rmsnorm_fwd.on("meta")
-def rmsnorm_fwd_memory(x: Array) -> tuple[Array, Array]:
-    return empty(x.shape, x.dtype), empty(x.shape[:-1], wide(x.dtype))
+rmsnorm_fwd.on("meta")(lambda x: (like(x), per_row(x)))
 
 
 @kernel
 def rmsnorm_bwd(
-    dweight: Array | None, dy: Array, weight: Array, y: Array, rstd: Array, residual: Array | None
+    dweight: Array | None,
+    dy: Array,
+    weight: Array,
+    y: Array,
+    rstd: Array,
+    residual: Array | None,
+    plus_one: bool = False,
 ) -> Array:
     """Returns dx, plus `residual` if given."""
-    width, gain = y.shape[-1], gain_of(weight)
+    width, gain = y.shape[-1], gain_of(weight, plus_one)
     dys, ys, rs = dy.reshape(-1, width), y.reshape(-1, width), rstd.reshape(-1)
     product = dys * ys
     # Both sums over dy * y are matrix-vector products: BLAS makes one pass each, with no temporary.
@@ -58,11 +63,6 @@ def rmsnorm_bwd(
     return dx
 
 
-@rmsnorm_bwd.on("meta")
-def rmsnorm_bwd_memory(y: Array) -> Array:
-    return empty(y.shape, y.dtype)
-
-
 def into(out: Array | None, y: Array) -> Array:
     """y, or `out` with y written into it."""
     if out is None:
@@ -75,7 +75,8 @@ class RMSNorm(Op):
     """y = w * x * r,  r = 1 / sqrt(mean(x^2) + eps), the mean over the last axis
 
     x: (..., C); w: (C,); y: (..., C). Saves y, which the next map keeps anyway, and r: (...), but not x. A w nearer to
-    0 than LEAST_GAIN, 2^-50, counts as LEAST_GAIN.
+    0 than LEAST_GAIN, 2^-50, counts as LEAST_GAIN. plus_one: the gain is 1 + w in place of w, here and in backward, as
+    in Gemma, whose w starts at 0.
 
     backward, with xhat = y / w, and so dy * w * xhat = dy * y:
         dw += sum over rows of dy * y / w
@@ -89,22 +90,28 @@ class RMSNorm(Op):
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (rmsnorm_fwd, rmsnorm_bwd)
+    fwd = rmsnorm_fwd
+    bwd = rmsnorm_bwd
 
-    def __init__(self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "") -> None:
+    def __init__(
+        self, weight: Param, backend: Backend, eps: float = 1e-5, name: str = "", *, plus_one: bool = False
+    ) -> None:
         super().__init__(backend, name)
         self.weight = weight
         self.eps = eps
+        self.plus_one = plus_one
 
     def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
-        y, rstd = self.k.rmsnorm_fwd(x, self.weight.value, self.eps)
+        self.expect(x, self.weight.size)
+        y, rstd = self.fwd(x, self.weight.value, self.eps, self.plus_one)
         if stash is not None:
             stash.push(self, y, rstd)
         return into(out, y)
 
     def backward(self, dy: Array, stash: Stash, residual: Array | None = None, *, out: Array | None = None) -> Array:
         y, rstd = stash.pop(self)
-        return into(out, self.k.rmsnorm_bwd(self.weight.grad, dy, self.weight.value, y, rstd, residual))
+        dx = self.bwd(self.weight.grad, dy, self.weight.value, y, rstd, residual, self.plus_one)
+        return into(out, dx)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -113,3 +120,8 @@ class RMSNorm(Op):
             eps = 1.0 if shape[-1] == 1 else 1e-5
             op = with_buffer(cls(Param("weight", shape[-1:], fill=1.0, decay=False), backend, eps), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape)),)
+        weight = Param("weight", (7,), fill=0.0, decay=False)
+        yield (
+            with_buffer(cls(weight, backend, plus_one=True), backend, rng),
+            (backend.asarray(rng.normal(size=(4, 7))),),
+        )

@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, wide
-from tinyforge.backends.meta import empty
+from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 from tinyforge.ops.softmax import softmax_fwd
 
 
 @kernel
-def router_fwd(logits: Array, active: int) -> tuple[Array, Array, Array]:
+def router_fwd(logits: Array, active: int, normalised: bool = True) -> tuple[Array, Array, Array]:
     """weights and chosen: (..., active); usage: (E + 1,), see `TopKRouter`."""
     rows = logits.reshape(-1, logits.shape[-1])
     # A stable sort of the negated logits: of equal experts the first is chosen.
     chosen = np.argsort(-rows, axis=-1, kind="stable")[:, :active]
-    weights = softmax_fwd(np.take_along_axis(rows, chosen, axis=-1))
-    lse = _log_sum_exp(rows)
+    picked, lse = np.take_along_axis(rows, chosen, axis=-1), _log_sum_exp(rows)
+    weights = softmax_fwd(picked) if normalised else np.exp(picked - lse[:, None])
     usage = np.append(np.exp(rows - lse[:, None]).sum(axis=0), (lse * lse).sum())
     shape = (*logits.shape[:-1], active)
     return weights.reshape(shape), chosen.astype(np.int32).reshape(shape), usage.astype(rows.dtype)
@@ -34,23 +34,27 @@ def router_fwd_memory(logits: Array, active: int) -> tuple[Array, Array, Array]:
 
 
 @kernel
-def router_bwd(dweights: Array, dusage: Array, logits: Array, weights: Array, chosen: Array) -> Array:
+def router_bwd(
+    dweights: Array, dusage: Array, logits: Array, weights: Array, chosen: Array, normalised: bool = True
+) -> Array:
     rows = logits.reshape(-1, logits.shape[-1])
     lse = _log_sum_exp(rows)[:, None]
     p = np.exp(rows - lse)
     # All logits of a token affect usage, through its probabilities and its log-sum-exp ...
     dlogits = p * (dusage[:-1] - (p @ dusage[:-1])[:, None]) + 2 * dusage[-1] * lse * p
-    # ... and those of the chosen experts affect the weights, a softmax over these logits alone.
+    # ... and those of the chosen experts affect the weights, a softmax over these logits alone, or over all of them.
     active = weights.shape[-1]
     w, dw = weights.reshape(-1, active), dweights.reshape(-1, active)
-    at = (np.arange(len(rows))[:, None], chosen.reshape(-1, active))
-    dlogits[at] += w * (dw - (w * dw).sum(axis=-1, keepdims=True))
+    at, along = (np.arange(len(rows))[:, None], chosen.reshape(-1, active)), (w * dw).sum(axis=-1, keepdims=True)
+    if normalised:
+        dlogits[at] += w * (dw - along)
+    else:
+        dlogits[at] += w * dw
+        dlogits -= p * along
     return dlogits.reshape(logits.shape)
 
 
-@router_bwd.on("meta")
-def router_bwd_memory(logits: Array) -> Array:
-    return empty(logits.shape, logits.dtype)
+router_bwd.on("meta")(lambda logits: like(logits))
 
 
 def _log_sum_exp(rows: Array) -> Array:
@@ -65,31 +69,40 @@ class TopKRouter(Op):
     first, ties to the smaller number; usage (E + 1,): for each expert the sum of p over the tokens, followed by the sum
     of logsumexp(z)^2, for `RouterLosses`.
 
+    normalised: False leaves the weights as p, which sum to less than 1, as in OLMoE.
+
     Saves z, weights and chosen. backward, with upstream gradients dw and du (that of chosen is not read):
-        dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E logsumexp(z) p_e,  and w_j (dw_j - sum_i dw_i w_i) if e is choice j
+        dz_e = p_e (du_e - sum_i du_i p_i) + 2 du_E logsumexp(z) p_e,  and w_j (dw_j - sum_i dw_i w_i) if e is choice j;
+        not normalised, w_j dw_j if e is choice j, less p_e sum_i dw_i w_i for every e
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks" (2017); Jiang et al., "Mixtral of Experts" (2024).
     """
 
-    kernels = (router_fwd, router_bwd)
+    fwd = router_fwd
+    bwd = router_bwd
 
-    def __init__(self, active: int, backend: Backend, name: str = "") -> None:
+    def __init__(self, active: int, backend: Backend, name: str = "", *, normalised: bool = True) -> None:
         super().__init__(backend, name)
-        self.active = active
+        self.active, self.normalised = active, normalised
 
     def forward(self, logits: Array, stash: Stash | None = None) -> tuple[Array, Array, Array]:
-        weights, chosen, usage = self.k.router_fwd(logits, self.active)
+        self.expect(logits)
+        weights, chosen, usage = self.fwd(logits, self.active, self.normalised)
         if stash is not None:
             stash.push(self, logits, weights, chosen)
         return weights, chosen, usage
 
     def backward(self, dy: tuple[Array, Any, Array], stash: Stash) -> Array:
         dweights, _, dusage = dy
-        return self.k.router_bwd(dweights, dusage, *stash.pop(self))
+        logits, weights, chosen = stash.pop(self)
+        return self.bwd(dweights, dusage, logits, weights, chosen, self.normalised)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for shape, active in (((2, 3, 5), 2), ((7, 8), 3), ((4, 1), 1), ((6, 3), 3), ((0, 4), 2)):
+        for shape, active, normalised in (
+            *(((2, 3, 5), 2, True), ((7, 8), 3, True), ((4, 1), 1, True), ((6, 3), 3, True), ((0, 4), 2, True)),
+            ((5, 6), 3, False),
+        ):
             # Logits a third apart: no finite difference changes which experts are chosen.
             logits = rng.permuted(np.broadcast_to(np.arange(shape[-1]) / 3, shape), axis=-1)
-            yield cls(active, backend), (backend.asarray(logits + 0.1 * rng.random(shape)),)
+            yield cls(active, backend, normalised=normalised), (backend.asarray(logits + 0.1 * rng.random(shape)),)

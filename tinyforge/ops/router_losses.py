@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.meta import empty
+from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -22,9 +22,7 @@ def router_losses_fwd(usages: Sequence[Array], starts: Sequence[Array], active: 
     return np.array([slope[:-1] @ usage[:-1], slope[-1] * usage[-1]], usage.dtype), slope.astype(usage.dtype)
 
 
-@router_losses_fwd.on("meta")
-def router_losses_fwd_memory(usages: Sequence[Array]) -> tuple[Array, Array]:
-    return empty((2,), usages[0].dtype), empty(usages[0].shape, usages[0].dtype)
+router_losses_fwd.on("meta")(lambda usages: (empty((2,), usages[0].dtype), empty(usages[0].shape, usages[0].dtype)))
 
 
 @kernel
@@ -32,9 +30,7 @@ def router_losses_bwd(dterms: Array, slope: Array) -> Array:
     return np.append(dterms[0] * slope[:-1], dterms[1] * slope[-1])
 
 
-@router_losses_bwd.on("meta")
-def router_losses_bwd_memory(slope: Array) -> Array:
-    return empty(slope.shape, slope.dtype)
+router_losses_bwd.on("meta")(lambda slope: like(slope))
 
 
 class RouterLosses(Op):
@@ -52,21 +48,24 @@ class RouterLosses(Op):
     Sources: Fedus, Zoph and Shazeer, "Switch Transformers" (2021), equations 4 to 6; Zoph et al., "ST-MoE" (2022).
     """
 
-    kernels = (router_losses_fwd, router_losses_bwd)
+    fwd = router_losses_fwd
+    bwd = router_losses_bwd
 
     def __init__(self, active: int, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.active = active
 
     def forward(self, *layers: Array, stash: Stash | None = None) -> Array:
-        terms, slope = self.k.router_losses_fwd(layers[::2], layers[1::2], self.active)
+        for usage in layers[::2]:
+            self.expect(usage, shape=layers[0].shape)
+        terms, slope = self.fwd(layers[::2], layers[1::2], self.active)
         if stash is not None:
             stash.push(self, slope, len(layers) // 2)
         return terms
 
     def backward(self, dterms: Array, stash: Stash) -> tuple[Array | None, ...]:
         slope, layers = stash.pop(self)
-        return (self.k.router_losses_bwd(dterms, slope), None) * layers
+        return (self.bwd(dterms, slope), None) * layers
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -11,7 +11,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.sigmoid import sigmoid
+from tinyforge.ops.sigmoid import sigmoid, silu_slope
 from tinyforge.params import with_buffer
 
 TILE = 32
@@ -118,7 +118,7 @@ def selective_scan_bwd(
         decay, states = _states(start, dt, u[:, now], b[:, now], a)
         dts, us, ups, bs, cs = (x.swapaxes(0, 1) for x in (dt, u[:, now], dout[:, now], b[:, now], c[:, now]))
         inner = (cs[:, :, None] @ states)[:, :, 0].swapaxes(0, 1) + skip * u[:, now]
-        dzs[:, now] = dy[:, now] * inner * (gate[:, now] * (1 + z[:, now] * (1 - gate[:, now])))
+        dzs[:, now] = dy[:, now] * inner * silu_slope(z[:, now], gate[:, now])
         dc[:, now] = (states @ ups[..., None])[..., 0].swapaxes(0, 1)
         g = ups[:, :, None] * cs[..., None]  # becomes the gradient of each state
         for t in reversed(range(len(g))):
@@ -174,7 +174,8 @@ class SelectiveScan(Op):
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023).
     """
 
-    kernels = (selective_scan_fwd, selective_scan_bwd)
+    fwd = selective_scan_fwd
+    bwd = selective_scan_bwd
 
     def __init__(self, a_log: Param, skip: Param, bias: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
@@ -193,8 +194,11 @@ class SelectiveScan(Op):
     ) -> Array:
         if stash is not None and state is not None:
             raise ValueError("SelectiveScan: a state and a stash; training starts from zeros")
+        self.expect(u, self.skip.size)
+        for x, shape in ((delta, u.shape), (z, u.shape), *((x, (*u.shape[:2], self.a_log.shape[1])) for x in (b, c))):
+            self.expect(x, shape=shape)
         inputs = (u, delta, b, c, z, self.a_log.value, self.skip.value, self.bias.value)
-        y, kept = self.k.selective_scan_fwd(state, *inputs, stash is not None)
+        y, kept = self.fwd(state, *inputs, stash is not None)
         if stash is not None:
             stash.push(self, u, delta, b, c, z, kept)
         return y
@@ -202,9 +206,10 @@ class SelectiveScan(Op):
     def backward(
         self, dy: Array, stash: Stash, *, out: Array | None = None
     ) -> tuple[Array, Array, Array, Array, Array]:
-        *inputs, kept = stash.pop(self)
-        values, grads = ([getattr(p, what) for p in self.params()] for what in ("value", "grad"))
-        return self.k.selective_scan_bwd(out, *grads, dy, *inputs, *values, kept)
+        u, delta, b, c, z, kept = stash.pop(self)
+        a_log, skip, bias = self.params()
+        grads, values = (a_log.grad, skip.grad, bias.grad), (a_log.value, skip.value, bias.value)
+        return self.bwd(out, *grads, dy, u, delta, b, c, z, *values, kept)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -216,7 +221,10 @@ class SelectiveScan(Op):
             (2, 2 * TILE + 3, 2, 5),
         ):
             a_log = Param("a_log", (channels, size), std=1.0, decay=False)
-            skip, bias = Param("skip", (channels,), fill=1.0, decay=False), Param("bias", (channels,), decay=False)
+            skip, bias = (
+                Param("skip", (channels,), fill=1.0, decay=False),
+                Param("bias", (channels,), fill=0.0, decay=False),
+            )
             op = with_buffer(cls(a_log, skip, bias, backend), backend, rng)
             wide, narrow = (batch, length, channels), (batch, length, size)
             yield op, tuple(backend.asarray(rng.normal(size=s)) for s in (wide, wide, narrow, narrow, wide))

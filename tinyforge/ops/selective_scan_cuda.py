@@ -10,7 +10,7 @@ from tinyforge.backends import wide
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import add_columns, blocks, contiguous, new, or_null, scalar, shared_limit
 from tinyforge.errors import UserError
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 from tinyforge.ops import selective_scan
 from tinyforge.ops.causal_conv_cuda import sums_or_scratch, with_pitch
 from tinyforge.ops.selective_scan import CHANNELS, tiles
@@ -27,7 +27,7 @@ def _macros(u: Array, states: int, pitches: list[Any], *arrays: Array) -> dict[s
     """The kernels' macros. VEC: 4 if four channels, and a lane's states, can be read at once."""
     per = states_a_lane(states)
     fits = u.shape[2] % 4 == 0 and states == QUARTERS * per and not any(pitch % 4 for pitch in pitches)
-    aligned = all(a.data.ptr % min(16, 4 * a.itemsize) == 0 for a in arrays)
+    aligned = all(pointer(a) % min(16, 4 * a.itemsize) == 0 for a in arrays)
     return {"SCALAR": scalar(u.dtype), "PER": per, "VEC": 4 if fits and aligned else 1}
 
 
@@ -63,12 +63,8 @@ def selective_scan_fwd(
         shared = _within_limit(forward_bytes(states, kind.itemsize), "forward", states, kind)
         launch = load(FILE, "selective_scan_fwd", shared, **macros)
         sizes = map(np.int32, (length, channels, states))
-        launch(
-            (-(-channels // CHANNELS), batch),
-            (THREADS,),
-            (y, or_null(kept), or_null(state), *inputs, a_log, skip, bias, *sizes, *pitches),
-            shared_mem=shared,
-        )
+        grid, arrays = (-(-channels // CHANNELS), batch), (y, or_null(kept), or_null(state), *inputs, a_log, skip, bias)
+        launch(grid, (THREADS,), (*arrays, *sizes, *pitches), shared_mem=shared)
     return y, kept
 
 
@@ -104,28 +100,9 @@ def selective_scan_bwd(
     macros = _macros(u, states, [*pitches, out_pitch], *inputs, dy, written)
     launch = load(FILE, "selective_scan_bwd", shared, **macros)
     sizes = map(np.int32, (length, channels, states))
-    launch(
-        (columns, batch),
-        (THREADS,),
-        (
-            du,
-            ddelta,
-            written,
-            parts,
-            da_parts,
-            vector_parts,
-            dy,
-            *inputs,
-            a_log,
-            skip,
-            bias,
-            kept,
-            *sizes,
-            *pitches,
-            np.int32(out_pitch),
-        ),
-        shared_mem=shared,
-    )
+    outputs = (du, ddelta, written, parts, da_parts, vector_parts)
+    arrays = (*outputs, dy, *inputs, a_log, skip, bias, kept)
+    launch((columns, batch), (THREADS,), (*arrays, *sizes, *pitches, np.int32(out_pitch)), shared_mem=shared)
     load(FILE, "selective_scan_sum", **macros)(
         blocks(2 * b.size, THREADS), (THREADS,), (db, dc, parts, np.int64(b.size), np.int32(columns))
     )

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
 
@@ -21,21 +20,11 @@ def softmax_fwd(x: Array) -> Array:
     return y
 
 
-@softmax_fwd.on("meta")
-def softmax_fwd_memory(x: Array) -> Array:
-    return empty(x.shape, x.dtype)
-
-
 @kernel
 def softmax_bwd(dy: Array, y: Array) -> Array:
     dx = dy - np.vecdot(dy, y)[..., None]
     dx *= y
     return dx
-
-
-@softmax_bwd.on("meta")
-def softmax_bwd_memory(y: Array) -> Array:
-    return empty(y.shape, y.dtype)
 
 
 class Softmax(Op):
@@ -47,17 +36,19 @@ class Softmax(Op):
     gradient check with `.sum()` as the loss would find nothing.
     """
 
-    kernels = (softmax_fwd, softmax_bwd)
+    fwd = softmax_fwd
+    bwd = softmax_bwd
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
-        y = self.k.softmax_fwd(x)
+        self.expect(x)
+        y = self.fwd(x)
         if stash is not None:
             stash.push(self, y)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (y,) = stash.pop(self)
-        return self.k.softmax_bwd(dy, y)
+        return self.bwd(dy, y)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.meta import empty
+from tinyforge.backends.meta import empty, like
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
-
-# s(g) = (1 + tanh(g / 2)) / 2: unlike exp(-g), tanh never overflows.
+from tinyforge.ops.sigmoid import one_plus_exp, silu_slope
 
 
 @kernel
@@ -22,18 +21,14 @@ def swiglu_fwd(gu: Array) -> Array:
     rows = gu.reshape(-1, 2 * half)
     y = np.empty((len(rows), half), gu.dtype)
     for part in row_blocks(len(rows), rows.itemsize * 2 * half):
-        gate, up, out = rows[part, :half], rows[part, half:], y[part]
-        halved = gate * gate.dtype.type(0.5)
-        np.tanh(halved, out=out)
-        out += 1
-        out *= halved
-        out *= up
+        out = y[part]
+        out[...] = rows[part, :half]
+        out /= one_plus_exp(out)
+        out *= rows[part, half:]
     return y.reshape(*gu.shape[:-1], half)
 
 
-@swiglu_fwd.on("meta")
-def swiglu_fwd_memory(gu: Array) -> Array:
-    return empty((*gu.shape[:-1], gu.shape[-1] // 2), gu.dtype)
+swiglu_fwd.on("meta")(lambda gu: empty((*gu.shape[:-1], gu.shape[-1] // 2), gu.dtype))
 
 
 @kernel
@@ -43,26 +38,21 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
     rows, dys = gu.reshape(-1, 2 * half), dy.reshape(-1, half)
     dgu = np.empty(rows.shape, gu.dtype)
     for part in row_blocks(len(rows), rows.itemsize * 4 * half):
-        up, dgate, dup = rows[part, half:], dgu[part, :half], dgu[part, half:]
-        silu = rows[part, :half] * gu.dtype.type(0.5)
-        s = np.tanh(silu)
-        s += 1
-        silu *= s
-        s *= gu.dtype.type(0.5)
-        np.multiply(dys[part], silu, out=dup)
-        # s (1 + g (1 - s)) = s - s silu + silu
-        s -= s * silu
-        s += silu
-        s *= up
-        np.multiply(dys[part], s, out=dgate)
+        # Passes over a contiguous copy of the gate take half the time of those over every second half of a row.
+        gate, up = rows[part, :half].copy(), rows[part, half:]
+        s = one_plus_exp(gate)
+        silu = gate / s
+        np.divide(1, s, out=s)
+        slope = silu_slope(gate, s)
+        slope *= dys[part]
+        np.multiply(slope, up, out=dgu[part, :half])
+        np.multiply(dys[part], silu, out=dgu[part, half:])
         if hidden is not None:
             np.multiply(silu, up, out=hidden[part])
     return dgu.reshape(gu.shape)
 
 
-@swiglu_bwd.on("meta")
-def swiglu_bwd_memory(gu: Array) -> Array:
-    return empty(gu.shape, gu.dtype)
+swiglu_bwd.on("meta")(lambda gu: like(gu))
 
 
 class SwiGLU(Op):
@@ -74,16 +64,18 @@ class SwiGLU(Op):
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
 
-    kernels = (swiglu_fwd, swiglu_bwd)
+    fwd = swiglu_fwd
+    bwd = swiglu_bwd
 
     def forward(self, gu: Array, stash: Stash | None = None) -> Array:
+        self.expect(gu, gu.shape[-1] // 2 * 2)
         if stash is not None:
             stash.push(self, gu)
-        return self.k.swiglu_fwd(gu)
+        return self.fwd(gu)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (gu,) = stash.pop(self)
-        return self.k.swiglu_bwd(None, dy, gu)
+        return self.bwd(None, dy, gu)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -7,13 +7,13 @@ and passes it on; h is not kept. In backward the second map turns dh into the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
-from tinyforge.kernel import Array, Kernel, kernel
+from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.linear import Linear, add_product, linear_add_fwd, linear_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
@@ -69,7 +69,7 @@ class LinearSwiGLU(Linear):
     the dgu that SwiGLULinear returns includes the gradient through h.
     """
 
-    kernels = (*Linear.kernels, linear_swiglu_fwd)
+    hidden_fwd = linear_swiglu_fwd
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(weight, backend, name)
@@ -86,7 +86,7 @@ class LinearSwiGLU(Linear):
         if not hidden:
             return super().forward(x, stash, recompute=recompute, add=add)
         self.keep(x, stash, recompute)
-        return self.k.linear_swiglu_fwd(x, self.weight.value)
+        return self.hidden_fwd(x, self.weight.value)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -104,25 +104,27 @@ class SwiGLULinear(Op):
         dh = dy W,   dgu = swiglu_bwd(dh, gu),   dW += dy^T h
     """
 
-    kernels: ClassVar[tuple[Kernel[..., Any], ...]] = (swiglu_linear_fwd, swiglu_linear_bwd)
+    fwd = swiglu_linear_fwd
+    bwd = swiglu_linear_bwd
     adds = True
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         self.weight = weight
-        weight.by_product = True
+        weight.overwrite_grad = True
 
     def forward(
         self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
     ) -> Array:
+        self.expect(gu, 2 * self.weight.shape[1])
         if stash is not None:
             stash.push(self, gu)
-        return self.k.swiglu_linear_fwd(gu, hidden, self.weight.value, add)
+        return self.fwd(gu, hidden, self.weight.value, add)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (gu,) = stash.pop(self)
-        dweight, accumulate = self.weight.summed_in()
-        return self.k.swiglu_linear_bwd(dweight, dy, gu, self.weight.value, accumulate)
+        dweight, accumulate = self.weight.grad_with_beta()
+        return self.bwd(dweight, dy, gu, self.weight.value, accumulate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -3,6 +3,8 @@ shape, else matrix products around swiglu.cu."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from tinyforge.backends.cupy_backend import CupyBackend, contiguous
 from tinyforge.backends.gemm import gemm, gemm_swiglu, gemm_swiglu_backward
 from tinyforge.kernel import Array
@@ -39,6 +41,7 @@ def swiglu_linear_bwd(
     dy, gu = contiguous(dy), contiguous(gu)
     rows = dy.size // dy.shape[-1]
     up = dy.reshape(rows, dy.shape[-1])
+    hidden: Any
     made = gemm_swiglu_backward(up, weight, gu.reshape(rows, gu.shape[-1]), again=dweight is not None)
     if made is None:
         hidden = gemm(up, weight, tf32=backend.tf32)  # dh, later overwritten by h

@@ -21,9 +21,7 @@ def take_fwd(x: Array, where: Array) -> Array:
     return y
 
 
-@take_fwd.on("meta")
-def take_fwd_memory(x: Array, where: Array) -> Array:
-    return empty((*where.shape, x.shape[-1]), x.dtype)
+take_fwd.on("meta")(lambda x, where: empty((*where.shape, x.shape[-1]), x.dtype))
 
 
 @kernel
@@ -35,9 +33,7 @@ def take_bwd(dy: Array, where: Array, length: int) -> Array:
     return dx
 
 
-@take_bwd.on("meta")
-def take_bwd_memory(dy: Array, length: int) -> Array:
-    return empty((len(dy), length, dy.shape[-1]), dy.dtype)
+take_bwd.on("meta")(lambda dy, length: empty((len(dy), length, dy.shape[-1]), dy.dtype))
 
 
 class Take(Op):
@@ -48,16 +44,18 @@ class Take(Op):
     gradient is assigned, not added.
     """
 
-    kernels = (take_fwd, take_bwd)
+    fwd = take_fwd
+    bwd = take_bwd
 
     def forward(self, x: Array, where: Array, stash: Stash | None = None) -> Array:
+        self.expect(x)
         if stash is not None:
             stash.push(self, where, x.shape[1])
-        return self.k.take_fwd(x, where)
+        return self.fwd(x, where)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         where, length = stash.pop(self)
-        return self.k.take_bwd(dy, where, length), None
+        return self.bwd(dy, where, length), None
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

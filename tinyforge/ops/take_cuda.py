@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from tinyforge.backends.compile import load
-from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
+from tinyforge.backends.cupy_backend import contiguous, new
 from tinyforge.kernel import Array
 from tinyforge.ops import take
+from tinyforge.ops.rows_cuda import launch_vectors
 
 FILE = "ops/take.cu"
 
@@ -16,12 +14,7 @@ FILE = "ops/take.cu"
 def take_fwd(x: Array, where: Array) -> Array:
     x, where = contiguous(x), contiguous(where)
     y = new((*where.shape, x.shape[-1]), x.dtype)
-    if y.size:
-        vec = vector(x.shape[-1], x, y)
-        launch = load(FILE, "take_fwd", SCALAR=scalar(x.dtype), VEC=vec)
-        sizes = map(np.uint32, (y.size // vec, where.shape[1], x.shape[1], x.shape[-1] // vec))
-        launch(blocks(y.size // vec), (256,), (y, x, where, *sizes))
-    return y
+    return launch_vectors(FILE, "take_fwd", y.size, x.shape[-1], (y, x, where), where.shape[1], x.shape[1])
 
 
 @take.take_bwd.on("cupy")
@@ -29,9 +22,4 @@ def take_bwd(dy: Array, where: Array, length: int) -> Array:
     dy, where = contiguous(dy), contiguous(where)
     dx = new((len(dy), length, dy.shape[-1]), dy.dtype)
     dx.fill(0)
-    if dy.size:
-        vec = vector(dy.shape[-1], dy, dx)
-        launch = load(FILE, "take_bwd", SCALAR=scalar(dy.dtype), VEC=vec)
-        sizes = map(np.uint32, (dy.size // vec, where.shape[1], length, dy.shape[-1] // vec))
-        launch(blocks(dy.size // vec), (256,), (dx, dy, where, *sizes))
-    return dx
+    return launch_vectors(FILE, "take_bwd", dy.size, dy.shape[-1], (dx, dy, where), where.shape[1], length)

@@ -12,13 +12,9 @@ FILE = "ops/tanh.cu"
 
 @tanh.tanh_fwd.on("cupy")
 def tanh_fwd(x: Array) -> Array:
-    y = new(x.shape, x.dtype)
-    launch_elements(FILE, "tanh_fwd", y, contiguous(x))
-    return y
+    return launch_elements(FILE, "tanh_fwd", new(x.shape, x.dtype), contiguous(x))
 
 
 @tanh.tanh_bwd.on("cupy")
 def tanh_bwd(dy: Array, y: Array) -> Array:
-    dx = new(y.shape, y.dtype)
-    launch_elements(FILE, "tanh_bwd", dx, contiguous(dy), contiguous(y))
-    return dx
+    return launch_elements(FILE, "tanh_bwd", new(y.shape, y.dtype), contiguous(dy), contiguous(y))

@@ -10,7 +10,7 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
-from tinyforge.kernel import Array, bind, kernel
+from tinyforge.kernel import Array, Kernels, kernel
 from tinyforge.op import Param
 from tinyforge.params import ParamBuffer
 
@@ -58,9 +58,6 @@ def adamw_(
         w -= a
 
 
-adamw_.on("meta")(lambda: None)
-
-
 @kernel
 def square_sums(sums: Array, grads: Array, bounds: Array) -> None:
     """Writes sums, (pieces, parts) float64: each row adds up to the sum of squares of grads[start:stop], where bounds,
@@ -69,9 +66,6 @@ def square_sums(sums: Array, grads: Array, bounds: Array) -> None:
     for row, (start, stop) in zip(sums, bounds.tolist(), strict=True):
         parts = (grads[i : min(i + CHUNK, stop)] for i in range(start, stop, CHUNK))
         row[0] = sum(float(np.dot(part, part)) for part in parts)
-
-
-square_sums.on("meta")(lambda: None)
 
 
 @kernel
@@ -98,7 +92,7 @@ def clip_scale(norm: float, limit: float) -> float:
     return min(1.0, limit / norm) if limit > 0 and norm > 0 else 1.0
 
 
-class AdamW:
+class AdamW(Kernels):
     """One step t = 1, 2, ... on gradient g (already scaled by `grad_scale`):
 
         m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
@@ -107,6 +101,10 @@ class AdamW:
 
     Source: Kingma and Ba, "Adam" (2015); Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
     """
+
+    update = adamw_
+    sum_squares = square_sums
+    clip_by = clip_factor
 
     def __init__(
         self,
@@ -122,7 +120,7 @@ class AdamW:
         self.config = config or AdamWConfig()
         self.m, self.v = (backend.zeros((size,), backend.master_dtype) for size in self.moment_sizes)
         self.step_count = 0
-        self.k = bind((adamw_, square_sums, clip_factor), backend, "AdamW")
+        self.bind_kernels(backend)
         pieces = pieces or [slice(0, buffer.values.size)]
         bounds = np.array([(piece.start, piece.stop) for piece in pieces], np.int64)
         self._bounds = backend.asarray(bounds, bounds.dtype)
@@ -146,7 +144,7 @@ class AdamW:
         first norm that is not finite on, the factor is NaN, and a step with it changes nothing: a late read of the norm
         finds the weights as they were before that step.
         """
-        norm, self.factor = self.k.clip_factor(self._squares().reshape(-1), self.factor, limit)
+        norm, self.factor = self.clip_by(self._squares().reshape(-1), self.factor, limit)
         return norm, self.factor
 
     def know(self, pieces: range) -> None:
@@ -164,7 +162,7 @@ class AdamW:
     def _square(self, pieces: range) -> None:
         rows = slice(pieces.start, pieces.stop)
         if pieces:
-            self.k.square_sums(self._sums[rows], self._grads, self._bounds[rows])
+            self.sum_squares(self._sums[rows], self._grads, self._bounds[rows])
 
     def _squares(self) -> Array:
         """The sums of all pieces."""
@@ -222,8 +220,8 @@ class AdamW:
         decayed, plain = rates
 
         def update(where: slice, rates: Array = decayed) -> None:
-            flat = (self.buffer.values, self.buffer.masters, self.m, self.v, self.buffer.grads)
-            self.k.adamw_(*(a[where] for a in flat), rates, grad_scale, self.config)
+            b, m, v = self.buffer, self.m[where], self.v[where]
+            self.update(b.values[where], b.masters[where], m, v, b.grads[where], rates, grad_scale, self.config)
 
         halves = self.backend.workers
         self.backend.map(update, [slice(cut * i // halves, cut * (i + 1) // halves) for i in range(halves)])

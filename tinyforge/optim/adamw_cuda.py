@@ -9,7 +9,7 @@ import numpy as np
 
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import FLOAT64, blocks, new, scalar
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 from tinyforge.optim import adamw
 
 FILE = "optim/adamw.cu"
@@ -21,19 +21,16 @@ def adamw_(
     values: Array, masters: Array, m: Array, v: Array, grads: Array, rates: Array, grad_scale: Any, config: Any
 ) -> None:
     if masters.size % VEC:
-        raise ValueError(f"adamw_: {masters.size} weights, wants a multiple of {VEC}, as ParamBuffer pads them")
+        raise ValueError(f"adamw_: {masters.size} weights, expected a multiple of {VEC}, as ParamBuffer pads them")
     if not masters.size:
         return
     kind, vectors = masters.dtype.type, masters.size // VEC
     numbers = (config.beta1, config.beta2, config.eps)
     # A null pointer where the weights that the ops read are the masters themselves.
-    rounded = np.uintp(0) if values.data.ptr == masters.data.ptr else values
+    rounded = np.uintp(0) if pointer(values) == pointer(masters) else values
     launch = load(FILE, "adamw", SCALAR=scalar(values.dtype))
-    launch(
-        blocks(vectors),
-        (256,),
-        (rounded, masters, m, v, grads, on_device(grad_scale), rates, np.int64(vectors), *map(kind, numbers)),
-    )
+    arrays = (rounded, masters, m, v, grads, on_device(grad_scale), rates)
+    launch(blocks(vectors), (256,), (*arrays, np.int64(vectors), *map(kind, numbers)))
 
 
 def on_device(grad_scale: Any) -> Array:
@@ -44,7 +41,7 @@ def on_device(grad_scale: Any) -> Array:
 @adamw.square_sums.on("cupy")
 def square_sums(sums: Array, grads: Array, bounds: Array) -> None:
     if grads.size % VEC:
-        raise ValueError(f"square_sums: {grads.size} gradients, wants a multiple of {VEC}, as ParamBuffer pads them")
+        raise ValueError(f"square_sums: {grads.size} gradients, expected a multiple of {VEC}, as ParamBuffer pads them")
     launch = load(FILE, "square_sums", SCALAR=scalar(grads.dtype))
     launch(sums.shape[::-1], (256,), (sums, grads, bounds))
 

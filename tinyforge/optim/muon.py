@@ -12,7 +12,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import MetaBackend, empty
 from tinyforge.errors import UserError
-from tinyforge.kernel import Array, bind, kernel
+from tinyforge.kernel import Array, kernel
 from tinyforge.op import Param
 from tinyforge.optim.adamw import AdamW, AdamWConfig
 from tinyforge.params import ParamBuffer
@@ -120,9 +120,6 @@ def muon_(values: Array, masters: Array, x: Array, starts: Array, rates: Array, 
         w -= change
 
 
-muon_.on("meta")(lambda: None)
-
-
 class Muon(AdamW):
     """One step on gradient g of each matrix W, (rows, columns), that a parameter names in `Param.matrices`:
 
@@ -140,6 +137,9 @@ class Muon(AdamW):
     Scalable for LLM Training" (2025), for the scale and the weight decay.
     """
 
+    momentum = muon_momentum
+    orthogonalise = newton_schulz
+    update_matrices = muon_
     config: MuonConfig
 
     def __init__(
@@ -175,7 +175,6 @@ class Muon(AdamW):
             parts = min(len(starts), max(backend.workers, -(-len(starts) * rows * columns // MOST)))
             for part in np.array_split(np.array(starts, np.int64), parts):
                 self._batches.append((rows, columns, backend.asarray(part, part.dtype)))
-        self.of_matrices = bind((muon_momentum, newton_schulz, muon_), backend, "Muon")
 
     @property
     def moment_sizes(self) -> tuple[int, int]:
@@ -209,12 +208,10 @@ class Muon(AdamW):
     def _adamw(self, start: int, end: int, rates: Array, grad_scale: Any) -> None:
         b, place = self.buffer, slice(start, end)
         v = self.v[self._in_v(start) : self._in_v(end)]
-        self.k.adamw_(
-            b.values[place], b.masters[place], self.m[place], v, b.grads[place], rates, grad_scale, self.config
-        )
+        self.update(b.values[place], b.masters[place], self.m[place], v, b.grads[place], rates, grad_scale, self.config)
 
     def _orthogonal(self, rows: int, columns: int, starts: Array, rates: Array, grad_scale: Any) -> None:
-        b, k = self.buffer, self.of_matrices
-        x, squares = k.muon_momentum(self.m, b.grads, starts, rows, columns, grad_scale, self.config.momentum)
-        x = k.newton_schulz(x, squares)
-        k.muon_(b.values, b.masters, x, starts, rates, grad_scale, RMS * max(rows, columns) ** 0.5)
+        b = self.buffer
+        x, squares = self.momentum(self.m, b.grads, starts, rows, columns, grad_scale, self.config.momentum)
+        x = self.orthogonalise(x, squares)
+        self.update_matrices(b.values, b.masters, x, starts, rates, grad_scale, RMS * max(rows, columns) ** 0.5)

@@ -11,7 +11,7 @@ from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cublas import gemm
 from tinyforge.backends.cublaslt import gemm_batched
 from tinyforge.backends.cupy_backend import FLOAT64, CupyBackend, blocks, new, scalar
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 from tinyforge.optim import muon
 from tinyforge.optim.adamw_cuda import on_device
 
@@ -21,7 +21,7 @@ PARTS = constant(FILE, "PARTS")
 
 def _vectors(size: int) -> tuple[int, np.int32]:
     """The macro VEC, and the number of vectors in a matrix of `size` elements. A parameter begins at a multiple of 32
-    elements, and its matrices at multiples of `size` behind that."""
+    elements, and its matrices at multiples of `size` after that."""
     vec = 4 if size % 4 == 0 else 1
     return vec, np.int32(size // vec)
 
@@ -42,11 +42,8 @@ def muon_momentum(
     parts = min(PARTS, blocks(int(vectors))[0])
     x, squares = new((len(starts), rows, columns), backend.dtype), new((len(starts), parts), FLOAT64)
     launch = load(FILE, "muon_momentum", SCALAR=scalar(x.dtype), VEC=vec)
-    launch(
-        (parts, len(starts)),
-        (256,),
-        (x, squares, m, grads, starts, on_device(grad_scale), vectors, m.dtype.type(momentum)),
-    )
+    arrays = (x, squares, m, grads, starts, on_device(grad_scale))
+    launch((parts, len(starts)), (256,), (*arrays, vectors, m.dtype.type(momentum)))
     return x, squares
 
 
@@ -82,13 +79,8 @@ def _product(
     tf32: bool = False,
 ) -> None:
     """As `gemm_batched`; one by one if that has no algorithm."""
-    options: dict[str, Any] = {
-        "transpose_a": transpose_a,
-        "transpose_b": transpose_b,
-        "scale": scale,
-        "keep": keep,
-        "tf32": tf32,
-    }
+    options: dict[str, Any] = {"transpose_a": transpose_a, "transpose_b": transpose_b, "scale": scale}
+    options |= {"keep": keep, "tf32": tf32}
     if gemm_batched(a, b, out, add=add, **options):
         return
     if add is not None:
@@ -100,10 +92,7 @@ def _product(
 @muon.muon_.on("cupy")
 def muon_(values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float) -> None:
     vec, vectors = _vectors(x[0].size)
-    rounded = np.uintp(0) if values.data.ptr == masters.data.ptr else values
+    rounded = np.uintp(0) if pointer(values) == pointer(masters) else values
     launch = load(FILE, "muon_update", SCALAR=scalar(x.dtype), VEC=vec)
-    launch(
-        (*blocks(int(vectors)), len(x)),
-        (256,),
-        (rounded, masters, x, starts, rates, on_device(grad_scale), vectors, masters.dtype.type(scale)),
-    )
+    arrays, numbers = (rounded, masters, x, starts, rates, on_device(grad_scale)), (vectors, masters.dtype.type(scale))
+    launch((*blocks(int(vectors)), len(x)), (256,), (*arrays, *numbers))
