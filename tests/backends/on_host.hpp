@@ -31,6 +31,7 @@ using std::min;
 
 struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
 struct float4 { float x, y, z, w; };
 struct uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -160,6 +161,29 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     unsigned found = 0;
     for (int i = 0; i < 4; i++) found |= (both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
     return found;
+}
+
+// ldmatrix: lane l passes the address of row l % 8 of matrix l / 8, and gets two numbers of each matrix.
+static unsigned host_rows[64][32];
+template <class F> static void host_load_matrix(unsigned (&x)[4], unsigned from, F at) {
+    const int warp = current / 32, lane = threadIdx.x % 32;
+    host_rows[warp][lane] = from;
+    warps[warp].wait(32);
+    for (int i = 0; i < 4; i++) {
+        unsigned short pair[2];
+        for (int e = 0; e < 2; e++) {
+            const auto [row, column] = at(lane, e);
+            memcpy(&pair[e], host_at(host_rows[warp][i * 8 + row] + column * 2), 2);
+        }
+        memcpy(&x[i], pair, 4);
+    }
+    warps[warp].wait(32);
+}
+static void host_load_matrix(unsigned (&x)[4], unsigned from) {
+    host_load_matrix(x, from, [](int lane, int e) { return std::pair<int, int>(lane / 4, lane % 4 * 2 + e); });
+}
+static void host_load_matrix_transposed(unsigned (&x)[4], unsigned from) {
+    host_load_matrix(x, from, [](int lane, int e) { return std::pair<int, int>(lane % 4 * 2 + e, lane / 4); });
 }
 
 // The larger of two errors, and NaN for ever where one was: what was never written is NaN.

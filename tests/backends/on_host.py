@@ -7,11 +7,19 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tinyforge.backends import compile as kernels
 
 ASM = re.compile(r'\basm(?:\s+volatile)?\s*\((?:[^()"]|"[^"]*"|\((?:[^()"]|"[^"]*"|\([^()]*\))*\))*\);')
+
+
+def same_layout(struct: np.dtype) -> str:
+    """Assertions that `Arguments` of a kernel has the fields of a NumPy struct where that has them."""
+    offsets = {name: offset for name, (_, offset, *_) in (struct.fields or {}).items()}
+    checks = [f"__builtin_offsetof(Arguments, {name}) == {offset}" for name, offset in offsets.items()]
+    return "\n".join(f"static_assert({x});" for x in (*checks, f"sizeof(Arguments) == {struct.itemsize}"))
 
 
 def with_body(text: str, head: str, body: str) -> str:
@@ -70,6 +78,43 @@ def hopper() -> str:
     return Path(__file__).with_name("on_hopper.hpp").read_text(encoding="utf-8")
 
 
+# Arrays in and out of the host's program. FOLDER is replaced by a literal, with a slash at its end.
+FILES = r"""
+template <class T> static std::vector<T> from_file(const char *name) {
+    FILE *file = fopen((std::string(FOLDER) + name).c_str(), "rb");
+    if (!file) host_fault(name);
+    fseek(file, 0, SEEK_END);
+    std::vector<T> x(ftell(file) / sizeof(T));
+    rewind(file);
+    if (fread(x.data(), sizeof(T), x.size(), file) != x.size()) host_fault(name);
+    fclose(file);
+    return x;
+}
+template <class T> static void to_file(const char *name, const std::vector<T> &x) {
+    FILE *file = fopen((std::string(FOLDER) + name).c_str(), "wb");
+    fwrite(x.data(), sizeof(T), x.size(), file);
+    fclose(file);
+}
+"""
+# mma.sync on bf16, whose registers the lanes of a warp show each other. Needs `u32` before it.
+MULTIPLY_ADD = r"""
+static u32 operands[64][32][6];
+static float host_number(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
+static void host_multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    auto &all = operands[current / 32];
+    const int lane = threadIdx.x % 32;
+    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+    memcpy(all[lane], own, sizeof own);
+    warps[current / 32].wait(32);
+    for (int e = 0; e < 4; e++) {
+        const int row = lane / 4, column = lane % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; k++)  // a lane has columns 2 c and 2 c + 1, and these + 8
+            sum[e] += host_number(all[row * 4 + k % 8 / 2][e / 2 + k / 8 * 2], k % 2) *
+                      host_number(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+    }
+    warps[current / 32].wait(32);
+}
+"""
 INLINE = "__device__ __forceinline__ "
 HOPPER_BODIES = {
     f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);",

@@ -81,10 +81,10 @@ int main() {
             });
             for (int r = 0; r < rows; r++) for (int c = 0; c < pitch; c++) {
                 const double got = out[r * pitch + c];
-                double wanted = accumulate ? before[r * pitch + c] : 0;
+                double expected = accumulate ? before[r * pitch + c] : 0;
                 if (c >= columns) { if (!std::isnan(got)) return 1; continue; }
-                for (int k = 0; k < depth; k++) wanted += a[r * row_a + k * step_a] * b[c * row_b + k * step_b];
-                worst = host_worse(worst, std::abs(got - wanted));
+                for (int k = 0; k < depth; k++) expected += a[r * row_a + k * step_a] * b[c * row_b + k * step_b];
+                worst = host_worse(worst, std::abs(got - expected));
             }
         }
     printf("%g\n", worst);
@@ -144,12 +144,12 @@ int main() {
                 continue;
             }
             const int steps = ceil_div(depth, DEPTH);
-            double wanted = accumulate ? 0.5 : 0;
+            double expected = accumulate ? 0.5 : 0;
             for (int k = split * steps / splits * DEPTH; k < min((split + 1) * steps / splits * DEPTH, depth); k++)
-                wanted += double(widen(ACROSS_A ? a[k * a_pitch + r] : a[r * a_pitch + k])) *
+                expected += double(widen(ACROSS_A ? a[k * a_pitch + r] : a[r * a_pitch + k])) *
                           widen(ACROSS_B ? b[k * b_pitch + c] : b[c * b_pitch + k]);
             const double scale = sizeof(Result) == 4 ? 1 : 256 * std::sqrt(depth);  // of a rounding to bf16
-            const double error = std::abs(widen(out[i]) - wanted) / scale;
+            const double error = std::abs(widen(out[i]) - expected) / scale;
             worst = host_worse(worst, error);
         }
     }
@@ -585,9 +585,9 @@ int main() {
     });
     int wrong = 0;
     for (int c = 0; c < columns; c++) for (int r = 0; r < pitch; r++) {
-        const byte wanted = r < rows ? host_fp8(widen(x[r * columns + c]) * (1 / scale), true) : 0;
-        wrong += transposed[c * pitch + r] != wanted;
-        if (r < rows) wrong += codes[r * columns + c] != wanted;
+        const byte expected = r < rows ? host_fp8(widen(x[r * columns + c]) * (1 / scale), true) : 0;
+        wrong += transposed[c * pitch + r] != expected;
+        if (r < rows) wrong += codes[r * columns + c] != expected;
     }
     for (int i = 0; i < 64; i++) wrong += transposed[pitch * columns + i] != 0xee || codes[rows * columns + i] != 0xee;
     std::vector<byte> more(2 * rows * columns + 64, 0xee), other(2 * pitch * columns + 64, 0xee);

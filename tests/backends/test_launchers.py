@@ -26,6 +26,7 @@ import pytest
 from tinyforge import ops
 from tinyforge.backends import PRECISIONS, Backend, dtype_of, tensor_map, wide
 from tinyforge.backends import compile as kernels
+from tinyforge.backends.variants import VARIANTS
 from tinyforge.errors import UserError
 from tinyforge.infer.cuda.prompts import append
 from tinyforge.kernel import bind
@@ -42,18 +43,21 @@ from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
 from tinyforge.train.captured import Captured
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, NextTokens
 
 pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
 
 LAUNCHERS = (
+    "ops.activations",
+    "ops.add",
     "ops.add_layernorm",
     "ops.add_rmsnorm",
     "ops.attention",
     "ops.causal_conv",
     "ops.class_token",
+    "ops.conv2d",
     "ops.cross_entropy",
     "ops.dropout",
     "ops.embedding",
@@ -61,20 +65,25 @@ LAUNCHERS = (
     "ops.fp8",
     "ops.fp8_linear",
     "ops.fp8_rmsnorm",
+    "ops.geglu",
     "ops.gelu",
     "ops.gelu_linear",
+    "ops.groupnorm",
     "ops.layernorm",
     "ops.linear",
     "ops.lora",
+    "ops.losses",
     "ops.lstm",
     "ops.mixture",
     "ops.patches",
+    "ops.pooling",
     "ops.positions",
     "ops.rmsnorm",
     "ops.rope",
     "ops.router",
     "ops.router_losses",
     "ops.rows",
+    "ops.scale",
     "ops.selective_scan",
     "ops.softmax",
     "ops.swiglu",
@@ -95,6 +104,7 @@ NUMBERS = {
     "byte": np.uint8,
     "Weight": np.int64,
 }
+FREE = {"DROP", "HEAD_DIM", "TAPS"}  # macros with more values than the table has; plain attention has any masks
 SCALARS = {"double": "float64", "float": "float32", "bf16": "bfloat16"}
 
 
@@ -140,8 +150,11 @@ class Launches:
 
     def load(self, file: str, entry: str, shared_bytes: int = 0, **macros: Any) -> Callable[..., None]:
         parameters = self.parameters(file, entry, macros)
-        known = {name for v in kernels.variants(file) for name in v}
-        assert set(macros) <= known, f"{file} is never compiled with {set(macros) - known}"
+        free = FREE | ({"BAND", "DOCS", "CAP"} if "REAL" in macros else set())
+        assert set(macros) <= {name for v in VARIANTS[file] for name in v}
+        chosen = {name: value for name, value in macros.items() if name not in free}
+        listed = ({name: value for name, value in v.items() if name not in free} for v in VARIANTS[file])
+        assert chosen in listed, f"{file} is never compiled with {macros}"
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0) -> None:
             self.seen.append(entry)
@@ -156,11 +169,21 @@ class Launches:
     @staticmethod
     def parameters(file: str, entry: str, macros: dict[str, Any]) -> list[str]:
         text = kernels.read(file)
+        text = re.sub(r"\bNumber\b", "float" if "#define TF32" in text else "bf16", text)
+        if named := re.search(r"#define ENTRY\(name\) name##(\w+)", text):
+            text = re.sub(r"ENTRY\((\w+)\)", rf"\1{named[1]}", text)
         if sizes := re.search(r"#define SIZES ((?:.*\\\n)*.*)", text):  # what several entries take
             text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
         of_fp8 = re.search(r"#define FP8_ARGUMENTS (,.*)", text)
         text = re.sub(r"(?<!#define )FP8_ARGUMENTS", of_fp8[1] if of_fp8 and "FACTORS" in macros else "", text)
-        for option in ("BAND", "DOCS", "DROP", "RESTART", "TURN"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
+        for option in (
+            "BAND",
+            "DOCS",
+            "DROP",
+            "CAP",
+            "RESTART",
+            "TURN",
+        ):  # #define BAND_ARGUMENTS , i64 back, i64 forth
             defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
             added = defined[1] if defined and option in macros else ""
             text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
@@ -189,8 +212,8 @@ class Launches:
                 assert argument == 0, where
                 return
             assert isinstance(argument, OnDevice), f"{where}, got {type(argument)}"
-            wanted = dtype_of(SCALARS[kind]) if kind in SCALARS else np.dtype(NUMBERS[kind])
-            assert argument.dtype == wanted, f"{where}, got {argument.dtype}"
+            expected = dtype_of(SCALARS[kind]) if kind in SCALARS else np.dtype(NUMBERS[kind])
+            assert argument.dtype == expected, f"{where}, got {argument.dtype}"
         elif kind == "__grid_constant__ TensorMap":
             assert argument.size == 1 and argument.nbytes == 128 and argument.ctypes.data % 64 == 0, where
         elif isinstance(argument, int):  # CuPy passes it with 64 bits
@@ -244,6 +267,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         concatenate=lambda arrays: np.concatenate(arrays).view(OnDevice),
         arange=lambda count, dtype: np.arange(count, dtype=dtype).view(OnDevice),
     )
+    from tests.backends import naive_gemm
     from tinyforge.backends import cupy_backend, gemm
     from tinyforge.ops import attention_cuda
 
@@ -258,7 +282,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         gemm._plan,
     )
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
-    for module in (cupy_backend, gemm, *(importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)):
+    launchers = (importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)
+    for module in (cupy_backend, gemm, naive_gemm, *launchers):
         stand_ins = {
             "load": found.load,
             "gemm": fake_gemm,
@@ -355,11 +380,11 @@ def test_every_attention_kernel_gets_what_it_declares(
         instructions = "mma"
     elif precision == "tf32" and not options and dim != 96:
         instructions = "tf32"
-    wanted = [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
+    expected = [f"attention_{part}_{instructions}" for part in ("fwd", "bwd_q", "bwd_kv")]
     if documents:
-        wanted[1:1] = ["document_bounds"]
-        wanted[:0] = ["document_bounds"] if window else []
-    assert launches.seen == wanted
+        expected[1:1] = ["document_bounds"]
+        expected[:0] = ["document_bounds"] if window else []
+    assert launches.seen == expected
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -394,7 +419,9 @@ def test_no_upload_goes_into_a_graph() -> None:
     backend = CupyBackend.__new__(CupyBackend)
     backend.repeats = True
     for upload in (backend.asarray, partial(backend.put, None)):
-        with pytest.raises(UserError, match=r"--capture: the step uploads int64 of shape \(3,\), which a graph cannot"):
+        with pytest.raises(
+            UserError, match=r"--cuda-graph: the step uploads int64 of shape \(3,\), which a graph cannot"
+        ):
             upload(np.arange(3))
 
 
@@ -403,7 +430,7 @@ def test_attention_refuses_starts_that_its_kernels_cannot_read(launches: Launche
     k = bind((attention_fwd,), backend, "test")
     x = backend.zeros((2, 130, 2, 32))
     for wrong in (np.zeros((2, 130), np.int64), np.zeros((2, 129), np.int32), np.zeros((1, 130), np.int32)):
-        with pytest.raises(ValueError, match="attention: starts are int.. of shape .*wanted int32 of shape .2, 130."):
+        with pytest.raises(ValueError, match="attention: starts are int.. of shape .*expected int32 of shape .2, 130."):
             k.attention_fwd(x, x, x, None, wrong.view(OnDevice), True, None, None, 0.0)
 
 
@@ -471,6 +498,7 @@ def test_kernels_leave_room(launches: Launches, spared: list[int]) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("product", ["FORWARD", "INPUT", "WEIGHT"])
 def test_products_of_our_own_get_what_they_declare(product: str, splits: int, launches: Launches) -> None:
+    from tests.backends.naive_gemm import gemm_naive
     from tinyforge.backends import gemm
 
     backend, (m, n, k) = FakeCupy("bf16"), (40, 24, 200)
@@ -482,7 +510,7 @@ def test_products_of_our_own_get_what_they_declare(product: str, splits: int, la
         assert gemm.hopper(replace(variant, splits=splits), a, b, out, product) is out
         parts = product == "WEIGHT" and splits > 1
         assert launches.seen == ["gemm_hopper", *["gemm_sum"] * parts]
-        gemm.gemm_naive(a, b, out, product, splits=splits)
+        gemm_naive(a, b, out, product, splits=splits)
         # Refused: rows that do not begin at 16 bytes, another type of result, bf16 that would be added to.
         launches.seen.clear()
         odd = backend.zeros((n - 1, k) if product == "FORWARD" else (k, n - 1))
@@ -589,7 +617,7 @@ def test_swiglu_is_at_the_end_of_a_product_where_the_table_says(
         assert both_ways(20, frozen) == passes  # not by eights
     if in_table:
         x, out = backend.zeros((40, 64)), backend.zeros((40, 48))
-        with pytest.raises(ValueError, match="gemm: bfloat16 .40, 16. beside .40, 48. of SWIGLU, wants .40, 24."):
+        with pytest.raises(ValueError, match="gemm: bfloat16 .40, 16. next to .40, 48. of SWIGLU, expected .40, 24."):
             gemm.hopper(
                 gemm.compiled("SWIGLU")[0], x, backend.zeros((48, 64)), out, "SWIGLU", hidden=backend.zeros((40, 16))
             )
@@ -605,7 +633,7 @@ def test_rope_is_at_the_end_of_a_product_where_the_table_says(
     backend = FakeCupy("bf16")
     k = bind((linear_rope_fwd,), backend, "test")
     monkeypatch.setattr(gemm, "on_choice", None)
-    rows = {"ROPE 40 192 64": [128, 128, 6, 1, 1, 8, 1]} if in_table else {}
+    rows = {"ROPE 40 192 64": [128, 192, 5, 1, 1, 8, 1]} if in_table else {}
     monkeypatch.setattr(gemm, "_table", lambda: gemm.parsed(rows))
     for dim in (64, 32):
         launches.seen.clear()
@@ -671,7 +699,7 @@ def test_a_rule_takes_the_tile_that_would_finish_first(launches: Launches, monke
 def test_attention_turns_its_gradients_back(
     dim: int, documents: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the kernels for heads of 64 on a Hopper; elsewhere by a pass behind them."""
+    """In the kernels for heads of 64 on a Hopper; elsewhere by a pass after them."""
     from tinyforge.ops import attention_cuda
 
     monkeypatch.setattr(attention_cuda, "has_wgmma", lambda: True)
@@ -731,7 +759,7 @@ def test_a_row_of_logits_is_held_where_it_fits(
     k.linear_cross_entropy_fwd(backend.zeros((3, 8)), weight, targets, True)
     ((bytes_held, macros),) = asked
     assert bytes_held == shared and ("HELD" in macros) == (shared > 0)
-    assert {name: str(value) for name, value in macros.items()} in kernels.variants("ops/cross_entropy.cu")
+    assert macros in VARIANTS["ops/cross_entropy.cu"]
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
@@ -940,9 +968,9 @@ def recorded(
     monkeypatch.setattr(backend, "xp", SimpleNamespace(concatenate=joined, arange=cupy.arange))
     shape = next(iter(spec.presets.values())).override({"layers": 2, "vocab": 64, "context": 16, **changes})
     model = spec.build(shape, backend)
-    sharded = Sharded(model, backend, NextTokens(shape.head_weights))
-    optimizer = sharded.rank.make_optimizer(config)
-    captured = Captured(sharded, optimizer, 1.0)
+    parallel = DataParallel(model, backend, NextTokens(shape.head_weights))
+    optimizer = parallel.rank.make_optimizer(config)
+    captured = Captured(parallel, optimizer, 1.0)
     if fault:
         FAULTS[fault](backend, optimizer, monkeypatch)
     rng = np.random.default_rng(0)
@@ -1087,7 +1115,7 @@ def test_a_capture_ends_whatever_happens_in_it(fault: str, monkeypatch: pytest.M
         assert fake.log == ["synchronize", *entered, "begin", "work", "end", *left, "out of stream", "launch"]
     else:
         said = {"CUDA": r"captured \(cudaError", "work": r"captured \(calling cuBLAS", "upload": "uploads 8 bytes"}
-        with pytest.raises(UserError, match=f"--capture: the step .*{said[fault]}.*; use --capture off"):
+        with pytest.raises(UserError, match=f"--cuda-graph: the step .*{said[fault]}.*; use --cuda-graph off"):
             made.capture(work)
         assert "end" in fake.log and "out of stream" in fake.log and "launch" not in fake.log
     assert not fake.repeats and fake.pinned == "pinned pool" and gc.isenabled()

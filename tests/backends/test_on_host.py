@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.backends.on_host import HOPPER_BODIES, hopper, run_on_host
-from tinyforge.infer.cuda.decode_batched_plan import BatchPlan, samplers
+from tinyforge.infer.cuda.arguments import samplers
+from tinyforge.infer.cuda.decode_batched_plan import BatchPlan
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.rng import Stream
 
@@ -39,10 +40,10 @@ int main() {
             selective_scan_fwd_naive(naive_y.data(), h.data(), u.data(), delta.data(), b.data(), c.data(), z.data(),
                                      a_log.data(), skip.data(), bias.data(), batch, length, channels, states);
         });
-        std::vector<T> found[9], wanted[9];
+        std::vector<T> found[9], expected[9];
         const int of_a = batch * channels * states, of_d = batch * 2 * channels;
         const int sizes[] = {wide, wide, wide, narrow, narrow, of_a, of_d, wide};
-        for (int i = 0; i < 8; i++) found[i] = poison(sizes[i]), wanted[i] = found[i];
+        for (int i = 0; i < 8; i++) found[i] = poison(sizes[i]), expected[i] = found[i];
         auto parts = poison(2 * columns * narrow);
         host_launch(columns, batch, THREADS, [&] {
             selective_scan_bwd(found[0].data(), found[1].data(), found[2].data(), parts.data(), found[5].data(),
@@ -56,25 +57,26 @@ int main() {
         });
         found[3].assign(both.begin(), both.begin() + narrow), found[4].assign(both.begin() + narrow, both.end());
         host_launch((batch * channels + 31) / 32, 1, 32, [&] {
-            selective_scan_bwd_naive(wanted[0].data(), wanted[1].data(), wanted[2].data(), g.data(), up.data(),
-                                     wanted[5].data(), wanted[6].data(), dy.data(), u.data(), delta.data(), b.data(),
-                                     c.data(), z.data(), a_log.data(), skip.data(), bias.data(), h.data(), batch,
-                                     length, channels, states);
+            selective_scan_bwd_naive(expected[0].data(), expected[1].data(), expected[2].data(), g.data(), up.data(),
+                                     expected[5].data(), expected[6].data(), dy.data(), u.data(), delta.data(),
+                                     b.data(), c.data(), z.data(), a_log.data(), skip.data(), bias.data(), h.data(),
+                                     batch, length, channels, states);
         });
         host_launch((narrow + 31) / 32, 1, 32, [&] {
-            selective_scan_sum_naive(wanted[3].data(), wanted[4].data(), g.data(), up.data(), u.data(), delta.data(),
+            selective_scan_sum_naive(expected[3].data(), expected[4].data(), g.data(), up.data(), u.data(),
+                                     delta.data(),
                                      bias.data(), h.data(), batch * length, channels, states);
         });
-        found[7] = y, wanted[7] = naive_y, found[8] = state;
+        found[7] = y, expected[7] = naive_y, found[8] = state;
         for (int row = 0; row < batch; row++) {
             const T *last = &h[((row + 1) * length - 1) * channels * states];
-            wanted[8].insert(wanted[8].end(), last, last + channels * states);
+            expected[8].insert(expected[8].end(), last, last + channels * states);
         }
         for (int i = 0; i < 9; i++) {
             double apart = 0, size = 0;
             for (size_t k = 0; k < found[i].size(); k++) {
-                const double d = found[i][k] - wanted[i][k];
-                apart += d * d, size += double(wanted[i][k]) * wanted[i][k];
+                const double d = found[i][k] - expected[i][k];
+                apart += d * d, size += double(expected[i][k]) * expected[i][k];
             }
             const double error = std::sqrt(apart / size);
             worst = host_worse(worst, error);
@@ -117,9 +119,9 @@ def scan(macros: dict[str, int | str], cases: str, folder: Path, fault: tuple[st
     [
         ("half ? middle : start", "start"),  # the later half's first state before it
         ("int q = 1; q < QUARTERS", "int q = 2; q < QUARTERS"),  # a part of C . h is not added
-        ("fours[i] = {}", ""),  # positions behind the end go on with the state
+        ("fours[i] = {}", ""),  # positions after the end go on with the state
         ("lane % 8 * (SUMS / 8)", "lane / 4 * (SUMS / 8)"),  # sums over channels at another state
-        ("(j < some ? widen(ups.v[i].v[j]) : A(0))", "widen(ups.v[i].v[j])"),  # positions behind the end have gradients
+        ("(j < some ? widen(ups.v[i].v[j]) : A(0))", "widen(ups.v[i].v[j])"),  # positions after the end have gradients
     ],
     ids=lambda fault: fault[0],
 )
@@ -154,8 +156,8 @@ int main() {
     };
     const int blocks = 3;
     double worst = 0;
-    auto compare = [&](double got, double wanted, double scale) {
-        const double error = std::abs(got - wanted) / scale;
+    auto compare = [&](double got, double expected, double scale) {
+        const double error = std::abs(got - expected) / scale;
         worst = host_worse(worst, error);
     };
     for (int gathered = 0; gathered < 2; gathered++) {
@@ -264,7 +266,7 @@ int main() {
 
 
 def rows_drawn(samplings: list[Sampling], logits: np.ndarray, passes: int, folder: Path, **faults: Any) -> np.ndarray:
-    """What decode_batched.cu's `draw` gives each row, (passes, rows): rules and streams laid out as its launch has them."""
+    """What decode_batched.cu's `draw` gives each row, (passes, rows): rules and streams as its launch lays them out."""
     plan = BatchPlan(
         dim=64,
         hidden=26,
@@ -302,18 +304,18 @@ RULES = [
 
 def wanted_of(samplings: list[Sampling], logits: np.ndarray, passes: int) -> np.ndarray:
     """The kernel's order, most likely token first."""
-    wanted = np.zeros((passes, len(logits)), int)
+    expected = np.zeros((passes, len(logits)), int)
     for row, (s, z) in enumerate(zip(samplings, logits.astype(np.float64), strict=True)):
         if s.temperature == 0:
-            wanted[:, row] = z.argmax()
+            expected[:, row] = z.argmax()
             continue
         p = probabilities(z[None], s)[0]
         order = np.argsort(-p, kind="stable")
         running = p[order].cumsum()
         stream = Stream(s.seed, "sample", 3 * row)
         uniforms = np.array([float(stream.uniform()) for _ in range(passes)])  # a block of the stream for each
-        wanted[:, row] = order[running.searchsorted(uniforms * running[-1], side="right")]
-    return wanted
+        expected[:, row] = order[running.searchsorted(uniforms * running[-1], side="right")]
+    return expected
 
 
 def test_rows_of_a_batch_are_drawn_by_rules_of_their_own(tmp_path: Path) -> None:
@@ -353,10 +355,10 @@ int main() {
     host_launch(blocks, pieces, 256, [&] { square_sums(sums.data(), grads.data(), bounds); });
     double worst = 0;
     for (int p = 0; p < pieces; p++) {
-        double got = 0, wanted = 0;
+        double got = 0, expected = 0;
         for (int b = 0; b < blocks; b++) got += sums[p * blocks + b];
-        for (i64 i = bounds[2 * p]; i < bounds[2 * p + 1]; i++) wanted += double(grads[i]) * grads[i];
-        if (!(std::abs(got - wanted) <= worst)) worst = std::abs(got - wanted);
+        for (i64 i = bounds[2 * p]; i < bounds[2 * p + 1]; i++) expected += double(grads[i]) * grads[i];
+        if (!(std::abs(got - expected) <= worst)) worst = std::abs(got - expected);
     }
     printf("%g\n", worst);
 }

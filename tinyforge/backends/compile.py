@@ -6,15 +6,12 @@ compiled by NVRTC for each combination that is asked for:
     load("ops/rmsnorm.cu", "rmsnorm_fwd", SCALAR="float", VEC=4)
 
 A relative name is a file of this package. A kernel of your own is named by its full path, and may include both headers
-that lie beside it and those of this package:
+that lie next to it and those of this package:
 
     load(Path(__file__).with_name("mine.cu"), "mine_fwd", SCALAR="float")
 
-The head of each file lists the combinations that are used, so that all of them can be compiled ahead of time, and
-without a GPU, to see that they build and how many registers they take:
-
-    // compile: SCALAR=double|float|bf16 VEC=1          every combination of the values; several lines add up
-    // spills: none                                     no variant may spill registers to memory
+The combinations in use are listed in variants.py, so that all of them can be compiled ahead of time, and without a
+GPU, to see that they build and how many registers they take.
 
 CuPy caches compiled kernels on disk (~/.cupy/kernel_cache), under a hash of the source text. Headers
 (`#include "ops/common.cuh"`) are pasted into that text, so a change in one of them changes the hash.
@@ -22,16 +19,16 @@ CuPy caches compiled kernels on disk (~/.cupy/kernel_cache), under a hash of the
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from tinyforge.backends.variants import VARIANTS, Macros
 from tinyforge.errors import UserError
 
 FOLDERS = ("ops", "optim", "parallel", "infer/cuda")
@@ -39,10 +36,7 @@ INSTALL = 'pip install "cupy-cuda13x[ctk]" ml_dtypes'
 OPTIONS = ("-std=c++17",)
 
 _INCLUDE = re.compile(r'^#include "([\w/.]+\.cuh)"$', re.MULTILINE)
-_VARIANTS = re.compile(r"^// compile:(.*)$", re.MULTILINE)
-_NO_SPILLS = re.compile(r"^// spills: none$", re.MULTILINE)
 
-Macros = Mapping[str, int | str]
 File = str | Path  # relative to the package, or the full path of a file outside it
 
 
@@ -89,25 +83,12 @@ def specialise(file: File, macros: tuple[tuple[str, int | str], ...]) -> str:
     return f'{defines}#line 1 "{_shown(file)}"\n{read(file)}'
 
 
-def variants(file: File) -> list[dict[str, str]]:
-    """The macros of every specialisation that the head of `file` lists."""
-    found = []
-    for line in _VARIANTS.findall(read(file)):
-        keys, values = zip(*(item.split("=", 1) for item in line.split()), strict=True)
-        found += [dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*(v.split("|") for v in values))]
-    return found
-
-
 def constant(file: File, name: str) -> int:
     """The number after `#define name` in a file: a launcher reads its kernel's constants instead of repeating them."""
     found = re.search(rf"^#define {name} (\d+)", read(file), re.MULTILINE)
     if found is None:
         raise KernelError(f"{_shown(file)} has no line `#define {name} <number>`")
     return int(found[1])
-
-
-def promises_no_spills(file: File) -> bool:
-    return _NO_SPILLS.search(read(file)) is not None
 
 
 on_load: Callable[[str, float], None] | None = None
@@ -153,18 +134,24 @@ def describe(file: File, macros: Macros) -> str:
 
 
 def warm_up() -> int:
-    """Compile every specialisation of every file now; returns how many. TINYFORGE_WARMUP=1 does it at start-up."""
+    """Compile every variant for this device now; returns how many. TINYFORGE_WARMUP=1 does it at start-up."""
     import cupy
 
     count, capability = 0, cupy.cuda.Device().compute_capability
-    for file in kernel_files():
-        for macros in variants(file):
-            arch = macros.pop("arch", "")
+    for file, variants in VARIANTS.items():
+        for variant in variants:
+            macros, arch = _without_arch(variant)
             if arch in ("", f"sm_{capability}a"):
                 options = OPTIONS + ((f"-arch={arch}",) if arch else ())
                 cupy.RawModule(code=specialise(file, tuple(sorted(macros.items()))), options=options).compile()
                 count += 1
     return count
+
+
+def _without_arch(variant: Macros) -> tuple[dict[str, int | str], str]:
+    """The macros of a variant, and its architecture, "" for any."""
+    macros = dict(variant)
+    return macros, str(macros.pop("arch", ""))
 
 
 def warm_up_wanted() -> bool:
@@ -175,8 +162,8 @@ def compile_to_cubin(file: File, macros: Macros, arch: str) -> str:
     """Compile for `arch` ("sm_80") without a GPU; returns the log, with each kernel's registers and spills."""
     from cupy_backends.cuda.libs import nvrtc
 
-    macros = dict(macros)
-    arch = str(macros.pop("arch", "")) or arch
+    macros, own_arch = _without_arch(macros)
+    arch = own_arch or arch
     code = specialise(file, tuple(sorted(macros.items())))
     # The options of CuPy, and the report of the assembler.
     options = (*OPTIONS, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v", f"-I{_headers()}")

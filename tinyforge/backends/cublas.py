@@ -23,7 +23,7 @@ import numpy as np
 from cupy.cuda import device
 from cupy_backends.cuda.libs import cublas
 
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 
 # cublasOperation_t, cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t
 NO, TRANSPOSE = 0, 1
@@ -160,7 +160,7 @@ def gemm(
             raise ValueError("gemm: nothing to accumulate into; give out=")
         out = cupy.ndarray((m, n), a.dtype)
     elif out.shape != (m, n) or (out.dtype != a.dtype and (type_code(a.dtype), out.dtype) != (14, FLOAT32)):
-        raise ValueError(f"gemm: out is {out.dtype} {out.shape}, wants {(m, n)} of {a.dtype}")
+        raise ValueError(f"gemm: out is {out.dtype} {out.shape}, expected {(m, n)} of {a.dtype}")
     if m == 0 or n == 0:
         return out
     if k == 0:
@@ -185,14 +185,14 @@ def gemm(
         m,
         k,
         alpha,
-        b.data.ptr,
+        pointer(b),
         type_code(b.dtype),
         leading(b),
-        a.data.ptr,
+        pointer(a),
         type_code(a.dtype),
         leading(a),
         beta,
-        out.data.ptr,
+        pointer(out),
         type_code(out.dtype),
         leading(out),
         compute,
@@ -204,7 +204,7 @@ def gemm(
 def leading(x: Array) -> int:
     """The distance between rows, in elements."""
     if x.ndim != 2:
-        raise ValueError(f"gemm: an array of {x.ndim} axes, wants 2")
+        raise ValueError(f"gemm: an array of {x.ndim} axes, expected 2")
     rows, columns = x.shape
     step, inner = x.strides
     if (columns > 1 and inner != x.itemsize) or (rows > 1 and (step < columns * x.itemsize or step % x.itemsize)):

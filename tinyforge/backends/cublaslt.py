@@ -33,7 +33,7 @@ from tinyforge.backends.cublas import (
     load_library,
     type_code,
 )
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 
 # cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t, cublasLtMatrixLayoutAttribute_t,
 # cublasLtMatmulPreferenceAttributes_t
@@ -44,6 +44,7 @@ _MIN_ALIGNMENT_A, _MIN_ALIGNMENT_B, _MIN_ALIGNMENT_C, _MIN_ALIGNMENT_D = 5, 6, 7
 _NOT_SUPPORTED = 15  # cublasStatus_t
 
 _Handle = ctypes.c_void_p
+_Layout = tuple[tuple[int, ...], int, int]  # of a matrix: its shape, the distance between rows, the address's alignment
 
 
 class _Heuristic(ctypes.Structure):
@@ -73,22 +74,10 @@ def _library() -> Any:
             "cublasLtMatmulPreferenceDestroy": (_Handle,),
             "cublasLtMatmulAlgoGetHeuristic": (_Handle,) * 7 + (integer, pointer, pointer),
             "cublasLtMatmul": (
-                _Handle,
-                _Handle,
-                pointer,
-                pointer,
-                _Handle,
-                pointer,
-                _Handle,
-                pointer,
-                pointer,
-                _Handle,
-                pointer,
-                _Handle,
-                pointer,
-                pointer,
-                size,
-                pointer,
+                *(_Handle, _Handle),
+                *(pointer, pointer, _Handle, pointer, _Handle),  # alpha and the factors
+                *(pointer, pointer, _Handle, pointer, _Handle),  # beta, what is added, the result
+                *(pointer, pointer, size, pointer),
             ),
         },
     )
@@ -114,38 +103,26 @@ def _set(name: str, handle: _Handle, attribute: int, value: Any) -> None:
 
 @cache
 def _described(
-    shapes: tuple[tuple[int, ...], ...],
-    steps: tuple[int, ...],
-    alignments: tuple[int, ...],
-    transpose_a: bool,
-    transpose_b: bool,
-    batch: int,
-    epilogue: int,
-    dtype: np.dtype,
-    compute: int,
-    gpu: int,
+    arrays: tuple[_Layout, ...], transpose: tuple[bool, bool], batch: int, epilogue: int, dtype: np.dtype, *on: int
 ) -> tuple[Any, ...] | None:
     """(description, layouts of a, b, add and out, algorithm) of out = a b + add in cuBLAS's order, with the bias where
-    the epilogue says so, or None if the library has no algorithm for it. shapes: of the matrices a, b, add and out
-    as they lie; steps: distances between their rows; alignments: of their addresses; batch: how many of each there are,
-    without gaps one behind the other."""
+    the epilogue says so, or None if the library has no algorithm for it. arrays: a, b, add and out as they lie.
+    transpose: a and b. batch: how many of each there are, without gaps one after the other. on: `_compute_and_gpu`."""
+    (transpose_a, transpose_b), (compute, _) = transpose, on
     description = _create("cublasLtMatmulDescCreate", compute, type_code(FLOAT64 if dtype == FLOAT64 else FLOAT32))
     # Column-major, as in cublas.gemm: the factors swap places and each keeps its own flag.
     flags = (_TRANSA, TRANSPOSE if transpose_b else NO), (_TRANSB, TRANSPOSE if transpose_a else NO)
     for attribute, value in (*flags, (_EPILOGUE, epilogue)):
         _set("cublasLtMatmulDescSetAttribute", description, attribute, ctypes.c_int(value))
-    layouts = [
-        _create("cublasLtMatrixLayoutCreate", type_code(dtype), *shape[::-1], step)
-        for shape, step in zip(shapes, steps, strict=True)
-    ]
+    layouts = [_create("cublasLtMatrixLayoutCreate", type_code(dtype), *shape[::-1], step) for shape, step, _ in arrays]
     if batch > 1:
-        for layout, (rows, columns) in zip(layouts, shapes, strict=True):
+        for layout, ((rows, columns), _, _) in zip(layouts, arrays, strict=True):
             _set("cublasLtMatrixLayoutSetAttribute", layout, _BATCH_COUNT, ctypes.c_int32(batch))
             _set("cublasLtMatrixLayoutSetAttribute", layout, _BATCH_STRIDE, ctypes.c_int64(rows * columns))
     a, b, add, out = layouts
     preference = _create("cublasLtMatmulPreferenceCreate")
-    wanted = (_MIN_ALIGNMENT_B, _MIN_ALIGNMENT_A, _MIN_ALIGNMENT_C, _MIN_ALIGNMENT_D)
-    for attribute, alignment in zip(wanted, alignments, strict=True):
+    expected = (_MIN_ALIGNMENT_B, _MIN_ALIGNMENT_A, _MIN_ALIGNMENT_C, _MIN_ALIGNMENT_D)
+    for attribute, (_, _, alignment) in zip(expected, arrays, strict=True):
         _set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.c_uint32(alignment))
     found, count = _Heuristic(), ctypes.c_int()
     arguments = (description, b, a, add, out, preference, 1, ctypes.byref(found), ctypes.byref(count))
@@ -156,8 +133,8 @@ def _described(
 
 
 def _alignment(x: Array, stride: int = 0) -> int:
-    """The largest power of two that divides the address, and the stride to those behind it; at most 256."""
-    address: int = x.data.ptr | stride
+    """The largest power of two that divides the address, and the stride to those after it; at most 256."""
+    address: int = pointer(x) | stride
     return min(address & -address, 256)
 
 
@@ -176,24 +153,15 @@ def gemm_plus(
     shapes = ((b, (n, k)), (out, (m, n)), (added, (m, n)), *(() if bias is None else ((bias, (n,)),)))
     for x, shape in shapes:
         if x.dtype != a.dtype or x.shape != shape:
-            raise ValueError(f"gemm_plus: {x.dtype} {x.shape} with {a.dtype} {a.shape}, wants {shape}")
+            raise ValueError(f"gemm_plus: {x.dtype} {x.shape} with {a.dtype} {a.shape}, expected {shape}")
     arrays = (a, b, added, out)
-    described = _described(
-        tuple(x.shape for x in arrays),
-        tuple(map(leading, arrays)),
-        tuple(map(_alignment, arrays)),
-        False,
-        True,
-        1,
-        _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS,
-        a.dtype,
-        _compute(a, tf32),
-        out.device.id,
-    )
+    layouts = tuple([(x.shape, leading(x), _alignment(x)) for x in arrays])
+    epilogue = _EPILOGUE_NONE if bias is None else _EPILOGUE_BIAS
+    described = _described(layouts, (False, True), 1, epilogue, a.dtype, *_compute_and_gpu(a, tf32))
     if described is None:
         return False
     if bias is not None:
-        _set("cublasLtMatmulDescSetAttribute", described[0], _BIAS_POINTER, ctypes.c_void_p(bias.data.ptr))
+        _set("cublasLtMatmulDescSetAttribute", described[0], _BIAS_POINTER, ctypes.c_void_p(pointer(bias)))
     _multiply(described, arrays, ONE[FLOAT32], (ZERO if add is None else ONE)[FLOAT32])
     return True
 
@@ -222,18 +190,9 @@ def gemm_batched(
     fits = depth == k and many == count and arrays[2].shape == out.shape == (count, m, n)
     if not fits or any(x.dtype != a.dtype or not x.flags.c_contiguous for x in arrays):
         raise ValueError(f"gemm_batched: {', '.join(f'{x.dtype} {x.shape}' for x in arrays)}")
-    described = _described(
-        tuple(x.shape[1:] for x in arrays),
-        tuple(x.shape[2] for x in arrays),
-        tuple(_alignment(x, x.shape[1] * x.strides[1]) for x in arrays),
-        transpose_a,
-        transpose_b,
-        count,
-        _EPILOGUE_NONE,
-        a.dtype,
-        _compute(a, tf32),
-        out.device.id,
-    )
+    layouts = tuple([(x.shape[1:], x.shape[2], _alignment(x, x.shape[1] * x.strides[1])) for x in arrays])
+    on = _compute_and_gpu(a, tf32)
+    described = _described(layouts, (transpose_a, transpose_b), count, _EPILOGUE_NONE, a.dtype, *on)
     if described is None:
         return False
     # Read before the call returns.
@@ -242,32 +201,16 @@ def gemm_batched(
     return True
 
 
-def _compute(a: Array, tf32: bool) -> int:
-    if a.dtype == FLOAT64:
-        return COMPUTE_64F
-    return COMPUTE_TF32 if tf32 and a.dtype == FLOAT32 else COMPUTE_32F
+def _compute_and_gpu(a: Any, tf32: bool) -> tuple[int, int]:
+    """How a product of such factors is computed, and the device's number."""
+    single = COMPUTE_TF32 if tf32 and a.dtype == FLOAT32 else COMPUTE_32F
+    return COMPUTE_64F if a.dtype == FLOAT64 else single, a.device.id
 
 
 def _multiply(described: tuple[Any, ...], arrays: tuple[Array, ...], alpha: int, beta: int) -> None:
     """alpha, beta: addresses of numbers in the precision of sums."""
     description, layout_a, layout_b, layout_add, layout_out, found = described
-    a, b, add, out = (x.data.ptr for x in arrays)
-    _call(
-        "cublasLtMatmul",
-        device.get_cublas_handle(),
-        description,
-        alpha,
-        b,
-        layout_b,
-        a,
-        layout_a,
-        beta,
-        add,
-        layout_add,
-        out,
-        layout_out,
-        ctypes.byref(found.algorithm),
-        None,
-        0,
-        get_current_stream().ptr,
-    )
+    a, b, add, out = (pointer(x) for x in arrays)
+    factors, result = (alpha, b, layout_b, a, layout_a), (beta, add, layout_add, out, layout_out)
+    how = ctypes.byref(found.algorithm), None, 0, get_current_stream().ptr
+    _call("cublasLtMatmul", device.get_cublas_handle(), description, *factors, *result, *how)

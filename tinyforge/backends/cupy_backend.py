@@ -1,6 +1,6 @@
-"""The CuPy backend: arrays in the memory of one GPU, kernels of our own in CUDA (the .cu files beside the ops).
+"""The CuPy backend: arrays in the memory of one GPU, kernels of our own in CUDA (the .cu files next to the ops).
 
-A kernel is launched by a function with the same name and arguments as its NumPy body, in a file beside the op:
+A kernel is launched by a function with the same name and arguments as its NumPy body, in a file next to the op:
 `ops/rmsnorm_cuda.py` launches `ops/rmsnorm.cu`. Here is what they share: the storage type as a macro, how wide an
 access may be, how many blocks a launch takes. Launches return at once; nothing here waits for the device except
 `to_numpy`. Importing this module needs CuPy; making a `CupyBackend` needs a GPU.
@@ -22,14 +22,13 @@ from tinyforge.backends import Backend
 from tinyforge.backends.compile import INSTALL, load, warm_up, warm_up_wanted
 from tinyforge.backends.cublas import gemm, use_processors
 from tinyforge.errors import UserError
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 
 if TYPE_CHECKING:
     from tinyforge.backends.graphs import Graphs
 
 FLOAT64 = np.dtype(np.float64)
 _SCALARS = {"float64": "double", "float32": "float", "bfloat16": "bf16"}
-_IN_REGISTERS = {"float64": (), "float32": (1, 3, 6, 8), "bfloat16": (1, 3, 4)}
 _MAX_BLOCKS = 2**31 - 1
 
 
@@ -68,16 +67,7 @@ def key_arguments(key: Any) -> tuple[Any, np.uint32, np.uint32]:
 def vector(width: int, *arrays: Array) -> int:
     """Elements of a 16-byte access if rows of `width` and all addresses allow it, else 1. First array: storage."""
     count = 16 // arrays[0].itemsize
-    return count if width % count == 0 and all(a.data.ptr % 16 == 0 for a in arrays) else 1
-
-
-@cache
-def vectors_a_lane(width: int, vec: int, dtype: np.dtype) -> int:
-    """The macro PER for a warp that takes rows of `width`: vectors in a lane's registers, 0 if they are too many."""
-    if vec == 1:
-        return 0
-    needed = -(-width // (32 * vec))
-    return next((n for n in _IN_REGISTERS[dtype.name] if n >= needed), 0)
+    return count if width % count == 0 and all(pointer(a) % 16 == 0 for a in arrays) else 1
 
 
 def blocks(threads: int, per_block: int = 256) -> tuple[int]:
@@ -164,14 +154,14 @@ class CupyBackend(Backend):
         self._check_upload(values)
         # CUDA copies what is in pageable memory before the call returns, so the caller may overwrite it at once.
         if array.shape != values.shape or array.dtype != values.dtype or not array.flags.c_contiguous:
-            raise ValueError(f"put: {values.dtype} {values.shape} into {array.dtype} {array.shape}; wants the same")
+            raise ValueError(f"put: {values.dtype} {values.shape} into {array.dtype} {array.shape}; expected the same")
         array.data.copy_from_host_async(values.ctypes.data, values.nbytes)
 
     def _check_upload(self, array: np.ndarray) -> None:
         if self.repeats:
             raise UserError(
-                f"--capture: the step uploads {array.dtype} of shape {array.shape}, which a graph cannot repeat; "
-                "use --capture off"
+                f"--cuda-graph: the step uploads {array.dtype} of shape {array.shape}, which a graph cannot repeat; "
+                "use --cuda-graph off"
             )
 
     def to_numpy(self, array: Any) -> np.ndarray:
@@ -271,7 +261,7 @@ class PeakMemory(cupy.cuda.MemoryHook):
         self.bytes = max(self.bytes, used_bytes())
 
 
-def _usable_device(wanted: int | None) -> int:
+def _usable_device(expected: int | None) -> int:
     """The number of the GPU to use, or a UserError that says what is missing."""
     runtime = cupy.cuda.runtime
     driver, built_for = runtime.driverGetVersion(), runtime.runtimeGetVersion()
@@ -288,9 +278,9 @@ def _usable_device(wanted: int | None) -> int:
         raise UserError(f"backend cupy: CUDA finds no GPU ({error}); use --backend numpy") from error
     if count == 0:
         raise UserError("backend cupy: no GPU is visible (see CUDA_VISIBLE_DEVICES); use --backend numpy")
-    if wanted is not None and not 0 <= wanted < count:
-        raise UserError(f"--device is {wanted}, visible GPUs are 0 to {count - 1}")
-    number = wanted or 0
+    if expected is not None and not 0 <= expected < count:
+        raise UserError(f"--device is {expected}, visible GPUs are 0 to {count - 1}")
+    number = expected or 0
     major = runtime.getDeviceProperties(number)["major"]
     if major < 8:
         raise UserError(

@@ -24,18 +24,18 @@ import cupy
 import numpy as np
 
 from tinyforge.backends import cublas
-from tinyforge.backends.compile import constant, load, variants
+from tinyforge.backends.compile import constant, load
 from tinyforge.backends.cublas import FLOAT32, leading
 from tinyforge.backends.cupy_backend import blocks, free_processors, has_wgmma, new, or_null, processors, scalar, vector
 from tinyforge.backends.tensor_map import distances, encoded
-from tinyforge.kernel import Array
+from tinyforge.backends.variants import VARIANTS
+from tinyforge.kernel import Array, pointer
 
 FILE, PLAIN, TABLE = "ops/gemm_hopper.cu", "ops/gemm.cu", "gemm_table.json"
 DEPTH, THREADS, LINE, BARRIERS, PIECE, PIECES, HEAD = (
     constant(FILE, name) for name in ("DEPTH", "THREADS", "LINE", "BARRIERS", "PIECE", "PIECES", "HEAD")
 )
-SIDE = constant(PLAIN, "SIDE")
-MOST_BLOCKS = 1024  # of the plain kernel
+TILE = ("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER")  # macros of a variant
 BAND = 8  # rows of tiles that blocks work on at a time, unless a variant has another number
 
 # Whether a product transposes its factors, for those that a model and its gradient have: x W^T, dy W, dy^T x.
@@ -99,19 +99,9 @@ class Variant:
         return self.stages * (self.rows + self.columns) * LINE + gates + BARRIERS
 
     def kernel(self, product: str) -> Any:
-        return load(
-            FILE,
-            "gemm_hopper",
-            self.shared_bytes(product),
-            arch="sm_90a",
-            SCALAR="bf16",
-            **macros_of(product),
-            ROWS=self.rows,
-            COLUMNS=self.columns,
-            STAGES=self.stages,
-            PINGPONG=self.pingpong,
-            CLUSTER=self.cluster,
-        )
+        tile = {name: getattr(self, name.lower()) for name in TILE}
+        macros = {"SCALAR": "bf16", **macros_of(product), **tile}
+        return load(FILE, "gemm_hopper", self.shared_bytes(product), arch="sm_90a", **macros)
 
     def units(self, rows: int, columns: int, tile_columns: int, splits: int) -> int:
         """Units of work, each for a cluster, of a result of rows x columns."""
@@ -151,8 +141,8 @@ RULES = {
 }
 """The first rule that has a choice decides, see `by_rule`. Measured by bench/gemm.py --epilogues on an H100 and an H200
 (docs/kernels/gemm.md#which-kernel-makes-a-product). Where sums are short, cuBLAS's product is still in the cache when
-the op's pass reads it. Where they are long, the pass is little beside the product, and cuBLAS's product is the faster
-one. All tiles have 128 rows."""
+the op's pass reads it. Where they are long, the pass is short compared with the product, and cuBLAS's product is
+faster. All tiles have 128 rows."""
 
 
 def by_rule(epilogue: str, m: int, n: int, k: int) -> Variant | None:
@@ -161,14 +151,12 @@ def by_rule(epilogue: str, m: int, n: int, k: int) -> Variant | None:
 
 
 def compiled(product: str = "FORWARD") -> list[Variant]:
-    """The variants that the head of the kernel's file lists for a product or an epilogue, with the default band and
-    splits."""
-    names = ("ROWS", "COLUMNS", "STAGES", "PINGPONG", "CLUSTER")
-    wanted = macros_of(product)
+    """The variants that are compiled for a product or an epilogue, with the default band and splits."""
+    expected = macros_of(product)
     return [
-        Variant(*(int(macros[n]) for n in names))
-        for macros in variants(FILE)
-        if all(macros.get(name, "NONE") == wanted.get(name, "NONE") for name in ("PRODUCT", "EPILOGUE", "FACTORS"))
+        Variant(*(int(macros[n]) for n in TILE))
+        for macros in VARIANTS[FILE]
+        if all(macros.get(name, "NONE") == expected.get(name, "NONE") for name in ("PRODUCT", "EPILOGUE", "FACTORS"))
     ]
 
 
@@ -267,7 +255,7 @@ def hopper(
     turn: Turn | None = None,
 ) -> Array | None:
     """out = a b^T, the factors lying as `product` has them, or None, with nothing done, where the kernel cannot take
-    them: it wants bf16, rows that begin at 16 bytes, columns by eights, and adds in float32 alone. hidden, gu, turn: of
+    them: it expects bf16, rows that begin at 16 bytes, columns by eights, and adds in float32. hidden, gu, turn: of
     the epilogues; these arrays have no gaps, nor has out then."""
     if out is None:
         if product == "WEIGHT":  # it would be in bf16
@@ -275,13 +263,15 @@ def hopper(
         out = new((len(a), b.shape[product == "INPUT"]), a.dtype)
     plan = _plan(variant, product, accumulate, *((x.dtype, x.shape, x.strides) for x in (a, b, out)))
     beside = [*(x for x in (hidden, gu) if x is not None), *([turn.cosines, turn.sines] if turn else [])]
-    if plan is None or any(x.data.ptr % 16 for x in (a, b, out, *beside)):
+    if plan is None or any(pointer(x) % 16 for x in (a, b, out, *beside)):
         return None
     m, n = out.shape[0], out.shape[1] // 2
     for x, shape in ((hidden, (m, n)), (gu, (m, 2 * n))):
         if x is not None and (x.shape != shape or not x.flags.c_contiguous or x.dtype != a.dtype):
-            raise ValueError(f"gemm: {x.dtype} {x.shape} beside {out.shape} of {product}, wants {shape} of {a.dtype}")
-    maps = [encoded(x.data.ptr, *known) for x, known in zip((a, b, gu), plan.maps, strict=False)]
+            raise ValueError(
+                f"gemm: {x.dtype} {x.shape} next to {out.shape} of {product}, expected {shape} of {a.dtype}"
+            )
+    maps = [encoded(pointer(x), *known) for x, known in zip((a, b, gu), plan.maps, strict=False)]
     more: tuple[Any, ...] = ()
     if product in ("SWIGLU", "SWIGLU_BACKWARD"):
         more = or_null(hidden), *maps[2:]
@@ -334,12 +324,12 @@ def gemm_fp8(
     chosen = variant or _table().get((product, m, n, k)) or FP8_DEFAULTS[product]
     if variant is None and on_choice is not None:
         on_choice(product, m, n, k, chosen)
-    result = out if isinstance(out, cupy.ndarray) else new((m, n), out)
+    result = new((m, n), out) if isinstance(out, np.dtype) else out
     hidden = new((m, n // 2), result.dtype) if product == "FP8_SWIGLU" else None
     if not m:
         return result, hidden
     plan = _plan_fp8(chosen, product, m, n, k, leading(result), accumulate)
-    maps = (encoded(x.data.ptr, *known) for x, known in zip((a, b), plan.maps, strict=True))
+    maps = (encoded(pointer(x), *known) for x, known in zip((a, b), plan.maps, strict=True))
     more = (*(() if hidden is None else (hidden,)), scales, weight_scale, np.int32(scales.size > 1))
     _launch(chosen, plan, product, result, (*maps, *plan.numbers, *more), accumulate)
     return result, hidden
@@ -349,7 +339,7 @@ def gemm_fp8(
 def _plan_fp8(variant: Variant, product: str, m: int, n: int, k: int, stride: int, accumulate: bool) -> Plan:
     halves, adds = 2 if product == "FP8_SWIGLU" else 1, product == "FP8_WEIGHT"
     if k % 16 or n % (8 * halves):
-        raise ValueError(f"gemm_fp8: {product} wants k a multiple of 16 and n of {8 * halves}, got {k} and {n}")
+        raise ValueError(f"gemm_fp8: {product} expects k a multiple of 16 and n of {8 * halves}, got {k} and {n}")
     pairs = k // 2  # TMA copies two numbers as one of bf16
     width, columns = n // halves, variant.columns // halves
     splits = min(variant.splits, -(-pairs // DEPTH)) if adds else 1
@@ -369,7 +359,7 @@ class Plan:
     kernel: Any
     units: int  # of work, each of a cluster
     numbers: tuple[np.int32, ...]
-    maps: tuple[tuple[Any, ...], ...]  # of a, b and gu: what `encoded` takes behind the address
+    maps: tuple[tuple[Any, ...], ...]  # of a, b and gu: what `encoded` takes after the address
     splits: int
 
 
@@ -421,26 +411,6 @@ def _add_parts(out: Array, parts: Array, accumulate: bool) -> None:
     launch = load(PLAIN, "gemm_sum", SCALAR=scalar(out.dtype), RESULT=scalar(out.dtype), VEC=vec)
     sizes = map(np.uint32, (rows * columns // vec, columns // vec, leading(out) // vec))
     launch(blocks(rows * columns // vec), (256,), (out, parts, *sizes, np.int32(splits), np.int32(accumulate)))
-
-
-def gemm_naive(a: Array, b: Array, out: Array, product: str, *, accumulate: bool = False, splits: int = 1) -> Array:
-    """The result of `hopper`, computed with one thread per number, for any precision, shape and row stride."""
-    across_a, across_b = product == "WEIGHT", product != "FORWARD"
-    (rows, depth), columns = a.shape[::-1] if across_a else a.shape, b.shape[1 if across_b else 0]
-    splits = min(splits, -(-depth // DEPTH))
-    sums = np.dtype(np.float64) if out.dtype == np.float64 else FLOAT32
-    parts = new((splits, rows, columns) if splits > 1 else (1,), sums)
-    macros: dict[str, int | str] = {"SCALAR": scalar(a.dtype), "RESULT": scalar(out.dtype), "VEC": 1}
-    ways = [(1, leading(x)) if across else (leading(x), 1) for x, across in ((a, across_a), (b, across_b))]
-    sizes = map(np.int32, (rows, columns, depth, leading(out), BAND, splits, DEPTH, accumulate))
-    tiles = -(-rows // SIDE) * -(-columns // SIDE) * splits
-    launch = load(PLAIN, "gemm_naive", **macros)
-    launch((min(tiles, MOST_BLOCKS),), (SIDE * SIDE,), (out, parts, a, b, *ways[0], *ways[1], *sizes))
-    if splits > 1:
-        launch = load(PLAIN, "gemm_sum", **macros)
-        counts = map(np.uint32, (rows * columns, columns, leading(out)))
-        launch(blocks(rows * columns), (256,), (out, parts, *counts, np.int32(splits), np.int32(accumulate)))
-    return out
 
 
 @cache

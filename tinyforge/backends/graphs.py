@@ -53,7 +53,7 @@ class Graphs:
             with self._inside():
                 graph = self._captured(work)
         except RuntimeError as error:  # CUDA's, and CuPy's for what it cannot do meanwhile
-            raise UserError(f"--capture: the step cannot be captured ({error}); use --capture off") from error
+            raise UserError(f"--cuda-graph: the step cannot be captured ({error}); use --cuda-graph off") from error
         launch: Callable[[], None] = graph.launch
         return launch
 
@@ -88,4 +88,4 @@ class Graphs:
 
 def _refuse(size: int) -> Any:
     """Replaces the allocator of pinned memory, from which CuPy uploads: a replay would read that memory again."""
-    raise UserError(f"--capture: the step uploads {size} bytes, which a graph cannot repeat; use --capture off")
+    raise UserError(f"--cuda-graph: the step uploads {size} bytes, which a graph cannot repeat; use --cuda-graph off")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, pointer
 
 # CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion
 _BFLOAT16, _SWIZZLE_128B, _L2_256B = 9, 3, 3
@@ -27,12 +27,12 @@ def tensor_map(x: Array, box: tuple[int, int, int]) -> np.ndarray:
     its last axis and 256 in the others. Elements of a box outside the array read as 0.
     """
     steps = distances(x.shape, x.strides, x.itemsize)
-    if x.dtype.name != "bfloat16" or steps is None or x.data.ptr % 16:
+    if x.dtype.name != "bfloat16" or steps is None or pointer(x) % 16:
         raise ValueError(
-            f"tensor_map: {x.dtype} of shape {x.shape}, strides {x.strides}, at {x.data.ptr:#x}; wanted "
+            f"tensor_map: {x.dtype} of shape {x.shape}, strides {x.strides}, at {pointer(x):#x}; expected "
             "bfloat16, three axes, no gaps in the last, all else at multiples of 16 bytes"
         )
-    return encoded(x.data.ptr, x.shape, steps, box)
+    return encoded(pointer(x), x.shape, steps, box)
 
 
 def distances(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int] | None:
@@ -52,20 +52,9 @@ def encoded(address: int, shape: tuple[int, int, int], steps: tuple[int, int], b
     found = room[skip : skip + _WORDS].view(_MAP)  # of one element, as CuPy passes by value; keeps `room` alive
     sizes = (ctypes.c_uint64 * 3)(*shape[::-1])
     boxes, every = (ctypes.c_uint32 * 3)(*box[::-1]), (ctypes.c_uint32 * 3)(1, 1, 1)
-    status = _driver().cuTensorMapEncodeTiled(
-        found.ctypes.data,
-        _BFLOAT16,
-        3,
-        address,
-        sizes,
-        (ctypes.c_uint64 * 2)(*steps),
-        boxes,
-        every,
-        0,
-        _SWIZZLE_128B,
-        _L2_256B,
-        0,
-    )
+    array = address, sizes, (ctypes.c_uint64 * 2)(*steps), boxes, every
+    how = 0, _SWIZZLE_128B, _L2_256B, 0
+    status = _driver().cuTensorMapEncodeTiled(found.ctypes.data, _BFLOAT16, 3, *array, *how)
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled: CUDA error {status} for shape {shape}, boxes of {box}")
     return found
@@ -75,18 +64,5 @@ def encoded(address: int, shape: tuple[int, int, int], steps: tuple[int, int], b
 def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")
     integer, pointer = ctypes.c_int, ctypes.c_void_p
-    driver.cuTensorMapEncodeTiled.argtypes = (
-        pointer,
-        integer,
-        ctypes.c_uint32,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        integer,
-        integer,
-        integer,
-        integer,
-    )
+    driver.cuTensorMapEncodeTiled.argtypes = (pointer, integer, ctypes.c_uint32, *(pointer,) * 5, *(integer,) * 4)
     return driver

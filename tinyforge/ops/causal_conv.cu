@@ -11,11 +11,6 @@
 // Sums over positions: each strip leaves its own, and add_columns adds those in order.
 // Grid: a thread for each VEC channels of each strip. Block: 128 threads. No shared memory.
 // Bound by memory: forward 2 arrays of traffic, backward 3.
-//
-// compile: SCALAR=double VEC=1 TAPS=4
-// compile: SCALAR=float VEC=1|2 TAPS=4
-// compile: SCALAR=bf16 VEC=1|4 TAPS=4
-// spills: none
 
 #include "ops/common.cuh"
 
@@ -117,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(128) causal_conv_bwd(
                 ds[k][j] = k + 1 < TAPS ? ds[k + 1][j] : A(0);
                 sum += w[k][j] * window[k][j];
             }
-            const A gate = sigmoid<T>(sum), d = widen(up.v[j]) * gate * (A(1) + sum * (A(1) - gate));
+            const A d = widen(up.v[j]) * silu_slope(sum, sigmoid<T>(sum));
             ds[TAPS - 1][j] = d;
             A dsum = 0;
 #pragma unroll

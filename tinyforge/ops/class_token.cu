@@ -6,11 +6,6 @@
 // Idea. A copy that leaves room for one row. Backward stores the rows that belong to c contiguously: adding them up is
 // then the same as for the bias of a linear map, in a fixed order.
 // Grid: a thread for each vector of y or dy. Block: 256 threads. No shared memory. Bound by memory.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -9,9 +9,6 @@
 // Grid: a block for 32 columns. Block: 32 x 32 threads; warp y takes rows y, y + 32, ..., then warp 0 adds the 32 sums.
 // Shared memory: 32 x 33 numbers (the 33rd column keeps a column's numbers in different banks).
 // Bound by latency: a megabyte or two, microseconds. So a thread has BATCH loads in flight at a time.
-//
-// compile: SCALAR=double|float
-// spills: none
 
 #include "ops/common.cuh"
 

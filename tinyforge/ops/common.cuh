@@ -160,6 +160,13 @@ __device__ __forceinline__ Wide<T> sigmoid(Wide<T> x) {
     return inverse_for<T>(Wide<T>(1) + exp_for<T>(-x));
 }
 
+// The derivative of silu(x) = x s, s = sigmoid(x). It equals s (1 + x (1 - s)), which loses its digits near its zero at
+// x = -1.28.
+template <class A>
+__device__ __forceinline__ A silu_slope(A x, A s) {
+    return s * (s + (A(1) - s) * (A(1) + x));
+}
+
 template <class A>
 __device__ __forceinline__ A largest(A a, A b) {
     return a > b ? a : b;

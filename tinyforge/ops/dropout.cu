@@ -10,11 +10,6 @@
 // Bound by memory for bf16 (ten rounds for four elements stay just below it).
 //
 // Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011).
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 #include "ops/philox.cuh"

@@ -28,11 +28,6 @@
 //                                                  22.4  29.7  46.8
 // Dropped: CuPy's sort (it waits for the stream, and a step has no other wait); one kernel in which each row's block
 // looks through all ids itself, 4,096 x 64 KB from L2: 55 us.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 

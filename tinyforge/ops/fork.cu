@@ -3,11 +3,6 @@
 // Kernels:  fork_bwd
 //
 // Grid: a thread for each vector of VEC elements. Block: 256 threads. No shared memory. Bound by memory.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 

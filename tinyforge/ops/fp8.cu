@@ -14,10 +14,6 @@
 // Grid: a warp for each row; one block; tiles; (PARTS, weights); (tiles of the largest weight, weights). Block: 32 x
 // WARPS; 1,024; 256.
 // Bound by memory.
-//
-// compile: arch=sm_90a SCALAR=bf16 VEC=1 PER=0
-// compile: arch=sm_90a SCALAR=bf16 VEC=8 PER=0|1|3|4
-// spills: none
 
 #include "ops/rows.cuh"
 #include "ops/fp8.cuh"

@@ -9,11 +9,6 @@
 // With more than one part, each part stores its sums in a plane of its own, and gemm_sum adds the planes up. The order
 // of a sum depends only on the shape and the number of parts.
 // Grid: any number of blocks; a thread for each VEC numbers. Block: SIDE x SIDE; 256. Bound by loads; by memory.
-//
-// compile: SCALAR=double RESULT=double VEC=1|2
-// compile: SCALAR=float RESULT=float VEC=1|4
-// compile: SCALAR=bf16 RESULT=bf16|float VEC=1|4
-// spills: none
 
 #include "ops/gemm.cuh"
 

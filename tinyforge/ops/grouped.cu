@@ -9,9 +9,6 @@
 // (grouped.cuh), and that row r is loaded from row tokens[r], or from row r where tokens is null.
 // grouped_mma.cu does the same on tensor cores; training uses that one, and tests compare it with this one.
 // Grid: (columns / SIDE, tiles); grouped_bwd_weight (I / SIDE, O / SIDE, E). Block: SIDE x SIDE, in one dimension.
-//
-// compile: SCALAR=double|float|bf16
-// spills: none
 
 #include "ops/grouped.cuh"
 

@@ -18,9 +18,6 @@
 // rows that are not gathered, up to the expert's last whole buffer.
 // Grid: a block for each multiprocessor. Block: THREADS. Shared memory: STAGES x 48 KB, and the barriers. Bound by
 // tensor cores.
-//
-// compile: arch=sm_90a SCALAR=bf16
-// spills: none
 
 #include "ops/grouped.cuh"
 #include "ops/hopper.cuh"

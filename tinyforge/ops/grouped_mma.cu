@@ -17,9 +17,6 @@
 //              ldmatrix transposes it.
 // Grid: (columns / COLUMNS, tiles); grouped_bwd_weight (I / COLUMNS, O / ROWS, E). Block: THREADS. Shared memory:
 // STAGES x 32 KB. Bound by tensor cores.
-//
-// compile: SCALAR=bf16
-// spills: none
 
 #include "ops/grouped.cuh"
 

@@ -21,12 +21,6 @@
 //   one block of 16 warps / four of 4                     24.5 + 3.4  /  24.2 + 4.4
 //   the gain read again in each row                       26.9 + 3.6
 // Forward: 22.6, and 21.6 to 25.0 with the variants of rmsnorm.cu.
-//
-// compile: SCALAR=double|float|bf16 VEC=1 PER=0
-// compile: SCALAR=double VEC=2 PER=0
-// compile: SCALAR=float VEC=4 PER=0|1|3|6|8
-// compile: SCALAR=bf16 VEC=8 PER=0|1|3|4
-// spills: none
 
 #include "ops/rows.cuh"
 

@@ -10,11 +10,6 @@
 // depend on which block ends first.
 // Grid: forward a thread for each vector of y; backward (columns / (32 VEC), partial rows). Block: 256; 32 x 8.
 // Shared memory: backward, the eight warps' sums. Bound by memory.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -9,9 +9,6 @@
 // is sequential: two launches for each position and direction, which dominate the cost of small layers.
 // Grid: a thread for each number of h. Block: 128 threads. No shared memory.
 // Bound by the latency of launches for few rows, by the products for many.
-//
-// compile: SCALAR=double|float|bf16
-// spills: none
 
 #include "ops/common.cuh"
 

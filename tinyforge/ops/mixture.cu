@@ -14,11 +14,6 @@
 // Grid: sort_count and sort_place a thread for each slot, sort_scan one block; the others a warp for each row. Block:
 // SLOTS, 1024, 32 x 8. Shared memory: counts by expert, and by warp in sort_place. Bound by latency, the others by
 // memory.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 
@@ -116,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(256) weighted_swiglu_bwd(
             const A x = widen(g.v[j]), s = sigmoid<T>(x), silu = x * s, y = silu * widen(u.v[j]);
             const A upstream = weight * widen(d.v[j]);
             along += widen(d.v[j]) * y;
-            narrow(upstream * widen(u.v[j]) * (s + silu * (A(1) - s)), dgate.v[j]);
+            narrow(upstream * widen(u.v[j]) * silu_slope(x, s), dgate.v[j]);
             narrow(upstream * silu, dup.v[j]);
             narrow(weight * y, out.v[j]);
         }

@@ -7,11 +7,6 @@
 // of a warp are adjacent, its reads are in rows of P pixels.
 // Grid: a thread for each number. Block: 256 threads. No shared memory. Bound by memory: in a step of a vision
 // transformer less than a percent of the time, so nothing faster is tried.
-//
-// compile: SCALAR=double IN=double|int
-// compile: SCALAR=float IN=float|int
-// compile: SCALAR=bf16 IN=bf16|int
-// spills: none
 
 #include "ops/common.cuh"
 

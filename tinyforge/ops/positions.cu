@@ -10,14 +10,6 @@
 // is that of embedding.cu.
 // Grid: a thread for each vector of y; backward a block for 32 vectors of dP. Block: 256 threads; backward 32 x 8.
 // Shared memory: backward, the eight sums. Bound by memory.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// compile: SCALAR=double VEC=1|2 RESTART=1
-// compile: SCALAR=float VEC=1|4 RESTART=1
-// compile: SCALAR=bf16 VEC=1|8 RESTART=1
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -11,11 +11,6 @@
 // Tried on an H200 (bf16, 16 heads of 64, 16,384 tokens): all four loads ahead of the first use, 15.6 us, as fast as a
 // copy; the angles loaded only after testing whether the head is rotated, 19.6 us; the angles loaded once for 2, 4 or 8
 // heads, 17, 18 and 26 us (more registers, fewer threads).
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 #include "ops/rope.cuh"

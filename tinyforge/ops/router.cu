@@ -8,9 +8,6 @@
 // cache. Choices are found one after the other, each as the next in the order (z falling, number rising), which needs
 // no list of earlier choices. Blocks sum over their tokens, one expert at a time; columns.cu adds the blocks up.
 // Grid: a thread for each token. Block: 128, small, so that 16,384 tokens keep most of a GPU busy. Bound by latency.
-//
-// compile: SCALAR=double|float|bf16
-// spills: none
 
 #include "ops/common.cuh"
 
@@ -18,6 +15,10 @@ typedef SCALAR T;
 typedef Wide<T> A;
 
 #define TOKENS 128  // of a block
+
+#ifndef NORMALISED
+#define NORMALISED 1  // 0: the weights are the probabilities among all experts
+#endif
 
 // log(sum exp(z)); NaN where a logit is.
 __device__ __forceinline__ A log_sum_exp(const T *z, int experts) {
@@ -49,10 +50,10 @@ extern "C" __global__ void __launch_bounds__(TOKENS) router_fwd(
             last = widen(z[before]);
             if (j == 0) first = last;
             chosen[i64(n) * active + j] = before;
-            w[j] = exp(last - first);
+            w[j] = exp(last - (NORMALISED ? first : lse));
             sum += w[j];
         }
-        for (int j = 0; j < active; j++) w[j] /= sum;
+        for (int j = 0; NORMALISED && j < active; j++) w[j] /= sum;
     }
     A *sums = partial + i64(blockIdx.x) * (experts + 1);
     for (int e = 0; e < experts; e++) {
@@ -78,8 +79,9 @@ extern "C" __global__ void __launch_bounds__(TOKENS) router_bwd(
     for (int j = 0; j < active; j++) along_w += dw[j] * w[j];
     for (int e = 0; e < experts; e++) {
         A d = exp(widen(z[e]) - lse) * (dusage[e] - along_p + A(2) * dusage[experts] * lse);
+        if (!NORMALISED) d -= exp(widen(z[e]) - lse) * along_w;
         for (int j = 0; j < active; j++) {
-            if (mine[j] == e) d += w[j] * (dw[j] - along_w);
+            if (mine[j] == e) d += w[j] * (NORMALISED ? dw[j] - along_w : dw[j]);
         }
         narrow(d, dlogits[i64(n) * experts + e]);
     }

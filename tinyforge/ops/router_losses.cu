@@ -4,9 +4,6 @@
 //           router_losses_bwd    dusage_e = dterms_0 slope_e,  dusage_E = dterms_1 slope_E
 //
 // Idea. A few hundred numbers: one block, a thread for each expert. Bound by the launch.
-//
-// compile: SCALAR=double|float
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -34,9 +34,6 @@
 // Bound by instructions, and by exponentials: each of B T E N is one operation of the special function unit, 16 a cycle
 // and multiprocessor, and four others; softplus and silu add three and some thirty for each of B T E.
 // VEC: 4 where rows of the arrays begin at multiples of four numbers, and there are QUARTERS x PER states, else 1.
-//
-// compile: SCALAR=double|float|bf16 PER=1|2|4 VEC=1|4
-// spills: none
 
 #include "ops/common.cuh"
 
@@ -542,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(SCALAR) == 8 ? 1 : 
                 const A dstep = (in * products.v[j] + alongs.v[j] * A(0.6931471805599453)) * slope;
                 narrow(d.v[j] * up.v[j] + sh.steps[l][at.side + j].dt * products.v[j], to_u.v[j]);
                 narrow(dstep, to_delta.v[j]);
-                narrow(widen(ups.v[i].v[j]) * out * open * (A(1) + gate * (A(1) - open)), to_z.v[j]);
+                narrow(widen(ups.v[i].v[j]) * out * silu_slope(gate, open), to_z.v[j]);
                 if (j < some) dskip.v[j] += up.v[j] * in, dbias.v[j] += dstep;
             }
             write<4>(of_du(t), to_u, some);

@@ -7,12 +7,6 @@
 // than memory does: keeping it would take twice the registers in bf16.
 // Grid: a warp for each row. Block: 32 x 8 threads. No shared memory. Bound by memory: two rows of traffic forward,
 // three backward.
-//
-// compile: SCALAR=double|float|bf16 VEC=1 PER=0
-// compile: SCALAR=double VEC=2 PER=0
-// compile: SCALAR=float VEC=4 PER=0|1|3|6|8
-// compile: SCALAR=bf16 VEC=8 PER=0|1|3|4
-// spills: none
 
 #include "ops/rows.cuh"
 

@@ -13,11 +13,6 @@
 // Tried, backward, on an H200 (2048 wide, 16,384 rows, bf16; a copy of 2 GiB moves 4,280 GB/s). Ordinary stores of 16
 // bytes: 111 us, 3,020 GB/s, the same without any exponential, so it was not arithmetic. Streaming stores: 81 us, 4,130
 // GB/s. Accesses of 8 bytes: 80 us. Fewer blocks that walk over many vectors: 115 us.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 #include "ops/swiglu.cuh"

@@ -20,7 +20,7 @@ __device__ __forceinline__ void swiglu_gradient(
 #pragma unroll
     for (int j = 0; j < N; j++) {
         const Wide<T> g = widen(gate.v[j]), s = sigmoid<T>(g), silu = g * s, upstream = widen(dy.v[j]);
-        narrow(upstream * widen(up.v[j]) * (s + silu * (Wide<T>(1) - s)), dgate.v[j]);
+        narrow(upstream * widen(up.v[j]) * silu_slope(g, s), dgate.v[j]);
         narrow(upstream * silu, dup.v[j]);
         narrow(silu * widen(up.v[j]), y.v[j]);
     }

@@ -5,11 +5,6 @@
 //
 // Idea. Copies of rows. No position of a sequence is taken twice, so backward writes and adds up nothing.
 // Grid: a thread for each vector of y. Block: 256 threads. No shared memory. Bound by memory.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -14,9 +14,6 @@
 // Sums: a block's threads stride over its piece, a fixed tree adds them, and one block adds the partial sums in order.
 // Grid: adamw a thread for each 4 elements; square_sums a fixed number of blocks a piece; finish_norm one. Block: 256 threads.
 // Bound by memory: bf16 30 bytes an element (read gradient, master, m, v; write master, m, v and the rounded weight).
-//
-// compile: SCALAR=double|float|bf16
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -13,9 +13,6 @@
 // adds up the parts by the same tree.
 // Grid: muon_momentum PARTS blocks a matrix at most; the others a thread for each VEC elements. y: matrices. Block: 256.
 // Bound by memory: bf16 30 bytes an element (14, 4 and 12), as much as AdamW.
-//
-// compile: SCALAR=double|float|bf16 VEC=1|4
-// spills: none
 
 #include "ops/common.cuh"
 

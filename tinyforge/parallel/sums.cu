@@ -6,9 +6,6 @@
 // float32 addition is spelled out in PTX, where the flag does not reach.
 // Grid: a block for every 1024 elements. Block: 256 threads, each with every 256th of four.
 // Bound by memory: 12 bytes an element in float32.
-//
-// compile: SCALAR=double|float
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -5,11 +5,6 @@
 // A thread copies a vector of a key and the one at the same place of the value. k and v are parts of packed rows,
 // `stride` numbers apart; in the cache the positions of a head are adjacent.
 // Grid: a thread for each vector. Block: 256 threads. Bound by its launch: 512 tokens of `base` are 0.5 MB a layer.
-//
-// compile: SCALAR=double VEC=1|2
-// compile: SCALAR=float VEC=1|4
-// compile: SCALAR=bf16 VEC=1|8
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -3,11 +3,6 @@
 //   to[o, i] = scales[o] codes[o, i], rounded once
 //
 // Grid: a thread for every VEC numbers of a row.
-//
-// compile: SCALAR=bf16 CODE=int8|e4m3 VEC=8|1
-// compile: SCALAR=float CODE=int8|e4m3 VEC=4|1
-// compile: SCALAR=double CODE=int8|e4m3 VEC=2|1
-// spills: none
 
 #include "ops/common.cuh"
 #include "infer/cuda/codes.cuh"
