@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.backends.on_host import HOPPER_BODIES, hopper, run_on_host
+from tests.backends.on_host import FILES, HOPPER_BODIES, hopper, run_on_host
 from tinyforge.ops import attention as reference
 
 pytest.importorskip("cupy", reason="the launcher needs CuPy, not a GPU")
@@ -18,29 +18,16 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 from tinyforge.ops import attention_cuda as launcher  # noqa: E402
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-GAP = 8  # numbers behind the heads of a token
+GAP = 8  # numbers after the heads of a token
 BODIES = {
     **HOPPER_BODIES,
     "__device__ inline float exp2_fast(float x)": "return exp2f(x);",
     "__device__ inline u32 pack(": "return host_bf16(low) | u32(host_bf16(high)) << 16;",
     "__device__ inline void load_four(": "memcpy(x, host_at(from), 16);",
 }
-MAIN = r"""
-template <class T> static std::vector<T> from_file(const char *name) {
-    FILE *file = fopen((std::string(FOLDER) + name).c_str(), "rb");
-    if (!file) host_fault(name);
-    fseek(file, 0, SEEK_END);
-    std::vector<T> x(ftell(file) / sizeof(T));
-    rewind(file);
-    if (fread(x.data(), sizeof(T), x.size(), file) != x.size()) host_fault(name);
-    fclose(file);
-    return x;
-}
-template <class T> static void to_file(const char *name, const std::vector<T> &x) {
-    FILE *file = fopen((std::string(FOLDER) + name).c_str(), "wb");
-    fwrite(x.data(), sizeof(T), x.size(), file);
-    fclose(file);
-}
+MAIN = (
+    FILES
+    + r"""
 int main() {
     const int padded = ceil_div(QUERIES, 64) * 64, pitch = (HEADS + 2 * KV_HEADS) * D + GAP;
     host_jitter = true, host_limit = 150000;
@@ -101,6 +88,7 @@ int main() {
     printf("done\n");
 }
 """
+)
 PARTS = ("FORWARD", "BACKWARD_Q", "BACKWARD_KV")
 
 
@@ -125,13 +113,13 @@ def attend(
     packed = qkv[..., :-GAP].astype(np.float64).reshape(batch, keys, -1, dim)
     q, k, v = packed[:, :queries, :heads], packed[:, :, heads : heads + kv_heads], packed[:, :, heads + kv_heads :]
     out, lse = reference.attention_fwd(q, k, v, None, starts, True, window, None, 0.0)
-    wanted = {"out": out, "lse": lse}
+    expected = {"out": out, "lse": lse}
     if keys == queries:
         gradients = np.empty_like(packed)
         views = gradients[:, :, :heads], gradients[:, :, heads : heads + kv_heads], gradients[:, :, heads + kv_heads :]
         upstream = dy.astype(np.float64)
         reference.attention_bwd(*views, upstream, q, k, v, None, starts, out, lse, True, window, None, 0.0)
-        wanted |= {"dq": views[0], "dk": views[1], "dv": views[2]}
+        expected |= {"dq": views[0], "dk": views[1], "dv": views[2]}
     bounds = np.zeros((2, batch, queries), np.int32)
     if starts is not None:
         row = np.arange(queries)
@@ -145,19 +133,19 @@ def attend(
     counts = {"BATCH": batch, "QUERIES": queries, "KEYS": keys, "HEADS": heads, "KV_HEADS": kv_heads, "GAP": GAP}
     before = hopper() + "#include <string>\n"
     for part in parts:
-        macros = launcher.listed(launcher.TMA_FILE, part, dim, options)
+        macros = dict(launcher.listed(launcher.TMA_FILE, part, dim, options))
         macros.pop("arch")
         group, workers, tile = heads // kv_heads, int(macros["WORKERS"]), int(macros["TILE"])
         costs = launcher.unit_costs(part, queries, keys, group, workers, tile)
         table = launcher.dealt(costs, batch * kv_heads, 2, min(blocks, batch * kv_heads * len(costs)))
         table.tofile(folder / "schedule")
         defines = "".join(f"#define {name} {value}\n" for name, value in {**counts, "BLOCKS": table.shape[1]}.items())
-        run_on_host(launcher.TMA_FILE, dict(macros), BODIES, defines + text, folder, before=before, fault=fault)
+        run_on_host(launcher.TMA_FILE, macros, BODIES, defines + text, folder, before=before, fault=fault)
     got = {"out": np.fromfile(folder / "out", BF16).reshape(out.shape)}
     got["lse"] = np.fromfile(folder / "lse", np.float32).reshape(lse.shape)
     if len(parts) > 1:
         dqkv = np.fromfile(folder / "dqkv", BF16).reshape(qkv.shape)
-        assert (dqkv[..., -GAP:].view(np.uint16) == 0xFFFF).all(), "written beside the gradients"
+        assert (dqkv[..., -GAP:].view(np.uint16) == 0xFFFF).all(), "written next to the gradients"
         inner = dqkv[..., :-GAP].reshape(packed.shape)
         got |= {
             "dq": inner[:, :, :heads],
@@ -165,7 +153,7 @@ def attend(
             "dv": inner[:, :, heads + kv_heads :],
         }
     return {
-        name: float(np.linalg.norm(x.astype(np.float64) - wanted[name]) / np.linalg.norm(wanted[name]))
+        name: float(np.linalg.norm(x.astype(np.float64) - expected[name]) / np.linalg.norm(expected[name]))
         for name, x in got.items()
     }
 
@@ -234,7 +222,7 @@ def test_faults_of_attention_show(fault: tuple[str, str], part: str, tmp_path: P
 
 
 def test_every_unit_is_dealt_out_once_and_evenly() -> None:
-    """The longest first: no block is much behind the others, but for the last unit that it got."""
+    """The longest first: no block is much after the others, but for the last unit that it got."""
     for part, group, columns, queries, blocks, at_once in (
         ("FORWARD", 3, 4, 16384, 132, 4),
         ("BACKWARD_KV", 1, 64, 4096, 132, 12),

@@ -62,102 +62,13 @@
 //   A tile of dO and q streamed as 32 rows instead of 64: 173. The stalls are then the fixed latencies between
 //   dependent instructions (ncu: 2.4 of 5.7 cycles an instruction), with the tensor pipe at 52 %: it needs more warps,
 //   not more bandwidth.
-//
-// compile: REAL=float HEAD_DIM=32|64 ROWS=64
-// compile: REAL=float HEAD_DIM=128 ROWS=32
-// compile: REAL=double HEAD_DIM=32|64|128 ROWS=32
-// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 BLOCKS=2
-// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1
-// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=4
-// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2
-// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=3
-// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0
-// compile: REAL=bf16 HEAD_DIM=8|48 ROWS=64
-// compile: REAL=bf16 HEAD_DIM=80 ROWS=32
-// compile: REAL=bf16 HEAD_DIM=48 ROWS=64 BAND=1
-// compile: REAL=float HEAD_DIM=64 ROWS=64 BAND=1
-// compile: REAL=double HEAD_DIM=32 ROWS=32 BAND=1
-// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 BLOCKS=2 BAND=1
-// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1 BAND=1
-// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=3 BAND=1
-// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 BAND=1
-// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 BAND=1
-// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 BAND=1
-// compile: REAL=bf16 HEAD_DIM=48 ROWS=64 DROP=1
-// compile: REAL=float HEAD_DIM=64 ROWS=64 DROP=1
-// compile: REAL=double HEAD_DIM=64 ROWS=32 DROP=1
-// compile: REAL=float HEAD_DIM=64 ROWS=64 BAND=1 DROP=1
-// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 BLOCKS=2 DROP=1
-// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1 DROP=1
-// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=3 DROP=1
-// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 DROP=1
-// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DROP=1
-// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DROP=1
-// compile: REAL=bf16 HEAD_DIM=48 ROWS=64 DOCS=1
-// compile: REAL=float HEAD_DIM=64 ROWS=64 DOCS=1
-// compile: REAL=double HEAD_DIM=32 ROWS=32 DOCS=1
-// compile: REAL=float HEAD_DIM=64 ROWS=64 DOCS=1 DROP=1
-// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 BLOCKS=2 DOCS=1
-// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1 DOCS=1
-// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=3 DOCS=1
-// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 DOCS=1
-// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DOCS=1
-// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DOCS=1
-// compile: PART=FORWARD HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=32 BLOCKS=2 DOCS=1 DROP=1
-// compile: PART=FORWARD HEAD_DIM=128 ROW_TILES=1 WORKERS=8 TILE=64 BLOCKS=1 DOCS=1 DROP=1
-// compile: PART=BACKWARD_Q HEAD_DIM=32|64 ROW_TILES=1 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=3 DOCS=1 DROP=1
-// compile: PART=BACKWARD_Q HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 DOCS=1 DROP=1
-// compile: PART=BACKWARD_KV HEAD_DIM=32|64 ROW_TILES=2 WORKERS=4 TILE=64 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DOCS=1 DROP=1
-// compile: PART=BACKWARD_KV HEAD_DIM=128 ROW_TILES=1 WORKERS=4 TILE=32 PIECE=16 UNROLL=1 BLOCKS=2 HELD=0 DOCS=1 DROP=1
-// spills: none
 
 #define WORKER_WARPS 1
 #include "ops/attention.cuh"
+
+#ifdef REAL
 #include "ops/philox.cuh"
 
-#ifdef BAND
-#define BAND_ARGUMENTS , i64 back, i64 forth, const int *lengths
-constexpr bool band = true;
-#else
-#define BAND_ARGUMENTS
-constexpr bool band = false;
-constexpr int back = 0, forth = 0; // `back` is never read
-constexpr const int *lengths = nullptr;
-#endif
-
-// The number of keys of a sequence, without its padding.
-__device__ inline int unpadded(const int *lengths, int batch, int keys) {
-    return band && lengths ? min_int(keys, lengths[batch]) : keys;
-}
-
-// The first key, rounded down to a multiple of `tile`, of a block whose first query is at `position`.
-__device__ inline int first_key(int position, int back, int tile) {
-    return band && position > back ? (position - back) / tile * tile : 0;
-}
-
-#ifdef REAL
-typedef Wide<REAL> A; // the type of arithmetic and of shared memory
-#else
-typedef float A;
-#endif
-
-#ifdef DROP
-#define DROP_ARGUMENTS , const u32 *words, u32 key0, u32 key1, u32 threshold, A drop_scale
-#if DROP == 2
-#define DROP_KEY key0 = words[0], key1 = words[1];
-#else
-#define DROP_KEY (void)words;
-#endif
-constexpr bool drop = true;
-#else
-#define DROP_ARGUMENTS
-#define DROP_KEY
-constexpr bool drop = false;
-constexpr u32 key0 = 0, key1 = 0, threshold = 0; // never read
-constexpr A drop_scale = 1;
-#endif
-
-#ifdef REAL
 // ------------------------------------------------------------------------------------------------- the plain kernels
 //
 // 256 threads as 16 x 16. A thread computes PER x PER scores of a tile: rows ty + 16 i, columns tx + 16 j. The 16
@@ -186,6 +97,10 @@ struct Place {
     __device__ int column(int j) const { return tx + 16 * j; }
     __device__ int dim(int c) const { return (c / WIDE * 16 + tx) * WIDE + c % WIDE; }
 };
+
+// cap tanh(s / cap), s itself for a cap of 0, and its derivative from the result.
+__device__ inline A capped(A s, A cap) { return cap > 0 ? cap * tanh(s / cap) : s; }
+__device__ inline A slope_of(A score, A cap) { return cap > 0 ? 1 - score / cap * (score / cap) : A(1); }
 
 // Loads ROWS rows from global memory, starting at row `first`; rows from `stop` on are zeros.
 __device__ void load_tile(A *tile, const REAL *from, i64 token, int first, int stop, A scale = 1) {
@@ -280,7 +195,7 @@ __device__ void store_rows(REAL *to, i64 token, int first, int stop, const Sums 
 extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *lse, i64 q_batch, i64 q_token,
                     i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                    i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+                    i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS CAP_ARGUMENTS) {
     DROP_KEY
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
@@ -295,7 +210,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
     out += batch * queries * heads * D + head * D;
     lse += (batch * heads + head) * queries;
 
-    load_tile(q_tile, q, q_token, first, queries, 1 / sqrt(A(D)));
+    load_tile(q_tile, q, q_token, first, queries, SCORE_SCALE);
     Sums sums = {};
     A top[PER], total[PER];
     for (int i = 0; i < PER; ++i) top[i] = -INFINITY, total[i] = 0;
@@ -319,6 +234,7 @@ attention_fwd_plain(const REAL *q, const REAL *k, const REAL *v, REAL *out, A *l
             const int position = first + at.row(i) + ahead;
             for (int j = 0; j < PER; ++j) {
                 const int column = key + at.column(j);
+                if (caps) s[i][j] = capped(s[i][j], cap);
                 if (column > position + forth || band && (column < position - back || column >= there) ||
                     docs && column < starts[i])
                     s[i][j] = -INFINITY;
@@ -349,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const REAL *out, const A *lse,
                       A *stats, REAL *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
                       i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
-                      i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+                      i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS CAP_ARGUMENTS) {
     DROP_KEY
     extern __shared__ __align__(16) unsigned char shared[];
     A *const q_tile = reinterpret_cast<A *>(shared);
@@ -359,7 +275,7 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
     const int batch = blockIdx.x / heads, head = blockIdx.x % heads, kv_head = head / (heads / kv_heads);
     const int there = unpadded(lengths, batch, queries);
     const int first = (gridDim.y - 1 - blockIdx.y) * ROWS, seen = min_int(there, first + ROWS + forth);
-    const A scale = 1 / sqrt(A(D));
+    const A scale = SCORE_SCALE;
     q += batch * q_batch + head * D;
     k += batch * k_batch + kv_head * D;
     v += batch * v_batch + kv_head * D;
@@ -404,7 +320,9 @@ attention_bwd_q_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *
                 const bool seen_by_row = column <= t + forth && !(band && (column < t - back || column >= there)) &&
                                          !(docs && column < starts[i]);
                 if (drop) dp[i][j] = kept >> (PER * i + j) & 1 ? dp[i][j] * drop_scale : 0;
-                s[i][j] = seen_by_row ? exp(s[i][j] - row_lse[i]) * (dp[i][j] - delta[i]) : 0;
+                const A score = caps ? capped(s[i][j], cap) : s[i][j];
+                s[i][j] = seen_by_row ? exp(score - row_lse[i]) * (dp[i][j] - delta[i]) : 0;
+                if (caps) s[i][j] *= slope_of(score, cap);
             }
         store_scores(ds_tile, s, at);
         add_product(sums, ds_tile, k_tile, at);
@@ -417,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PLAIN_BLOCKS)
 attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL *v, const A *stats, REAL *dk,
                        REAL *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
                        i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
-                       i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
+                       i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS CAP_ARGUMENTS) {
     DROP_KEY
     extern __shared__ __align__(16) unsigned char shared[];
     A *const k_tile = reinterpret_cast<A *>(shared);
@@ -435,7 +353,7 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
         stop = bound_of(own, first + ROWS - 1, queries);
         for (int i = 0; i < PER; ++i) ends[i] = bound_of(own, first + at.row(i), queries);
     }
-    const A scale = 1 / sqrt(A(D));
+    const A scale = SCORE_SCALE;
     k += batch * k_batch + kv_head * D;
     v += batch * v_batch + kv_head * D;
 
@@ -459,10 +377,12 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
                     const int key = first + at.row(i);
                     const bool seen_by_query = key <= t + forth && t < queries &&
                                                !(band && (key < t - back || key >= there)) && !(docs && t >= ends[i]);
-                    p[i][j] = seen_by_query ? exp(p[i][j] - stat[0]) : 0;
+                    const A score = caps ? capped(p[i][j], cap) : p[i][j];
+                    p[i][j] = seen_by_query ? exp(score - stat[0]) : 0;
                     const bool stays = !drop || kept >> (PER * i + j) & 1;
                     if (drop) ds[i][j] = stays ? ds[i][j] * drop_scale : 0;
                     ds[i][j] = p[i][j] * (ds[i][j] - stat[1]);
+                    if (caps) ds[i][j] *= slope_of(score, cap);
                     if (!stays) p[i][j] = 0;
                 }
             }
@@ -478,16 +398,14 @@ attention_bwd_kv_plain(const REAL *dy, const REAL *q, const REAL *k, const REAL 
 #else
 // ------------------------------------------------------------------------------------------ the tensor-core kernels
 //
-// The unit of work is a warp that owns OWN = 16 ROW_TILES rows: each fragment of the streamed side that it loads from
-// shared memory feeds ROW_TILES products. With two row tiles ldmatrix moves half the bytes; with one there are
-// registers for twice the warps. Which is better depends on the kernel, see above.
-//
 // Fragments of mma.m16n8k16, with g = lane / 4 and c = 2 (lane % 4): a thread holds
 //   A (16 x 16): a[0] = (g, c..c+1), a[1] = (g + 8, c..), a[2] = (g, c + 8..), a[3] = (g + 8, c + 8..)
 //   B (16 x 8):  b[0] = (c..c+1, g), b[1] = (c + 8.., g)
 //   C (16 x 8):  c[0..1] = (g, c..c+1), c[2..3] = (g + 8, c..c+1)
 // Two C side by side have the layout of an A: scores become the left operand of the next product without leaving
-// registers.
+// registers. A warp owns OWN = 16 ROW_TILES rows: each fragment of the streamed side that it loads from shared memory
+// feeds ROW_TILES products. With two row tiles ldmatrix moves half the bytes; with one there are registers for twice
+// the warps. Which is better depends on the kernel, see above.
 
 // c[0] and c[1], side by side, += a b: b holds two B, as one ldmatrix loads them.
 __device__ inline void multiply_two(float (*c)[4], const u32 (&a)[4], const u32 (&b)[4]) {
@@ -497,417 +415,132 @@ __device__ inline void multiply_two(float (*c)[4], const u32 (&a)[4], const u32 
 
 typedef float Sums[ROW_TILES][D / 8][4];
 
-// sums += p b, where b is the 16 rows of a streamed tile that start at `row`.
-__device__ inline void add_product(Sums &sums, const u32 (&p)[ROW_TILES][4], u32 tile, int row, int lane) {
+// A warp's own rows, the first COUNT of their fragments in registers; the others are loaded for each piece.
+template <int COUNT> struct Own {
+    u32 tile, part[ROW_TILES][STEPS][4];
+
+    __device__ __forceinline__ explicit Own(u32 tile) : tile(tile) {}
+    __device__ __forceinline__ void load(int step, int lane) {
 #pragma unroll
-    for (int n = 0; n < STEPS; ++n) {
-        u32 b[4];
-        load_matrix_transposed(b, piece(tile, row, n, lane));
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) multiply_two(sums[m] + 2 * n, p[m], b);
+        for (int m = 0; m < ROW_TILES; ++m) load_matrix(part[m][step], piece(tile, m * 16, step, lane));
     }
-}
-
-// The masks of a band, as hide_future and hide_past. The first query sees keys low .. seen - 1, each next query one key
-// further; no query sees `end` or a later key.
-__device__ inline void hide_outside(Scores &s, int key, int low, int seen, int end, int row, int column) {
-    EACH_SCORE(m, n, i) {
-        const int at = key + n * 8 + column + i % 2, r = m * 16 + i / 2 * 8 + row;
-        if (at < low + r || at >= seen + r || at >= end) s[m][n][i] = -INFINITY;
+    __device__ __forceinline__ void hold(int lane) {
+#pragma unroll
+        for (int step = 0; step < COUNT; ++step) load(step, lane);
     }
-}
-__device__ inline void hide_outside_transposed(Scores &s, int key, int query, int back, int forth, int there, int row,
-                                               int column) {
-    EACH_SCORE(m, n, i) {
-        const int t = query + n * 8 + column + i % 2, at = key + m * 16 + i / 2 * 8 + row;
-        if (at > t + forth || at < t - back || at >= there) s[m][n][i] = -INFINITY;
-    }
-}
+};
 
-// Dropout: bit 4 n + i says whether the lane's score [n][i] in the 16 x 16 square at (row, column) is kept.
-template <bool ROWS_ARE_KEYS>
-__device__ inline u32 kept_bits(int row, int column, int head, int batch, int lane, u32 key0, u32 key1, u32 threshold) {
-    u32 bits = 0;
-    asm volatile("" : "+r"(row)); // keeps the compiler from hoisting parts of it out of a loop, into registers
+// s = a b^T: the warp's own rows and PIECE rows of a streamed tile.
+template <int COUNT>
+__device__ __forceinline__ void make_scores(Scores &s, Own<COUNT> &own, u32 rows, int lane) {
+    clear(s);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const u32 r = row / 2 + lane / 4, c = column / 2 + lane % 4 * 2 + i;
-        const uint4 words = philox(ROWS_ARE_KEYS ? r : c, ROWS_ARE_KEYS ? c : r, head, batch, key0, key1);
-        const u32 next_row = ROWS_ARE_KEYS ? words.y : words.z, next_column = ROWS_ARE_KEYS ? words.z : words.y;
-        bits |= u32(words.x >= threshold) << i | u32(next_row >= threshold) << (2 + i) |
-                u32(next_column >= threshold) << (4 + i) | u32(words.w >= threshold) << (6 + i);
-    }
-    return bits;
-}
-
-#if PART == FORWARD
-// Grid (batch * kv heads, ceil(units / WORKERS)); shared: q of each warp (later its output), two stages of k and v.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-attention_fwd_mma(const bf16 *q, const bf16 *k, const bf16 *v, bf16 *out, float *lse, i64 q_batch, i64 q_token,
-                  i64 k_batch, i64 k_token, i64 v_batch, i64 v_token, i64 queries, i64 keys, i64 heads,
-                  i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
-    DROP_KEY
-    extern __shared__ __align__(128) unsigned char shared[];
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = shared_address(shared);
-    const u32 q_tile = base + warp * WARP_BYTES, stages = base + WORKERS * WARP_BYTES;
-    const Unit unit(queries, heads, kv_heads, warp);
-    const int ahead = keys - queries, behind_last = unit.last_of_block + ahead + 1 + forth;
-    const int there = unpadded(lengths, unit.batch, keys);
-    const int seen_by_block = band ? min_int(there, behind_last) : behind_last;
-    const int seen_by_all = unit.first + ahead + 1 + forth; // one past the last key that the first row sees
-    const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
-    const int low = unit.first + ahead - back; // the first key that the first row sees, in a band
-    int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first + ahead, back, TILE) : 0;
-    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
-    RowBounds row_starts;
-    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
-    if (docs) from = starts.of_block;
-    k += unit.batch * k_batch + unit.kv_head * D;
-    v += unit.batch * v_batch + unit.kv_head * D;
-
-    if (!unit.idle)
-        load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
-    copy_commit();
-    load_pair(stages, k, k_token, v, v_token, from, keys, thread);
-    copy_wait<1>();
-    __syncwarp();
-    u32 q_part[ROW_TILES][STEPS][4];
+    for (int step = 0; step < STEPS; ++step) {
+        if (step >= COUNT) own.load(step, lane);
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
+        for (int n = 0; n < PIECE / 16; ++n) {
+            u32 b[4];
+            load_matrix(b, piece_of_rows(rows, n * 16, step, lane));
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) load_matrix(q_part[m][step], piece(q_tile, m * 16, step, lane));
-
-    const float scale = rsqrtf(float(D)) * LOG2E; // exponentials are powers of two
-    Sums sums = {};
-    RowValues top, total;
-    set_rows(top, -INFINITY), set_rows(total, 0);
-
-    u32 stage = 0;
-    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
-        copy_wait<0>();
-        __syncthreads(); // this tile has arrived, and no thread still reads the other stage
-        if (key + TILE < seen_by_block)
-            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, keys, thread);
-        if (key >= seen || band && key + TILE <= low || docs && key + TILE <= starts.of_first) continue;
-        const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
-
-        Scores s = {};
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-            for (int n = 0; n < TILE / 16; ++n) {
-                u32 b[4];
-                load_matrix(b, piece_of_rows(k_tile, n * 16, step, lane));
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m)
-                    multiply_two(s[m] + 2 * n, q_part[m][step], b);
-            }
-        // Only if the diagonal, or a border of the band, crosses this tile.
-        if (band) {
-            if (key < low + OWN - 1 || key + TILE > min_int(seen, seen_by_all))
-                hide_outside(s, key, low, seen_by_all, seen, lane / 4, lane % 4 * 2);
-        } else if (key + TILE > seen_by_all) {
-            hide_future(s, key, seen_by_all, lane / 4, lane % 4 * 2);
+            for (int m = 0; m < ROW_TILES; ++m) multiply_two(s[m] + 2 * n, own.part[m][step], b);
         }
-        if (docs && key < starts.of_last) hide_before(s, key, row_starts, lane % 4 * 2);
+    }
+}
+// Two products at once.
+template <int FIRST, int SECOND>
+__device__ __forceinline__ void start_both(Scores &s, Own<FIRST> &first, u32 rows, Scores &t, Own<SECOND> &second,
+                                           u32 others, int lane) {
+    clear(s), clear(t);
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m)
+    for (int step = 0; step < STEPS; ++step) {
+        if (step >= FIRST) first.load(step, lane);
+        if (step >= SECOND) second.load(step, lane);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float shrink = softmax_step<band || docs>(s, m, half, scale, top[m][half], total[m][half]);
-#pragma unroll
-                for (int n = 0; n < D / 8; ++n) sums[m][n][2 * half] *= shrink, sums[m][n][2 * half + 1] *= shrink;
-            }
-#pragma unroll
-        for (int step = 0; step < TILE / 16; ++step) {
-            u32 p[ROW_TILES][4];
+        for (int n = 0; n < PIECE / 16; ++n) {
+            u32 b[4], c[4];
+            load_matrix(b, piece_of_rows(rows, n * 16, step, lane));
+            load_matrix(c, piece_of_rows(others, n * 16, step, lane));
 #pragma unroll
             for (int m = 0; m < ROW_TILES; ++m) {
-                if (drop) {
-                    const u32 kept = kept_bits<false>(unit.first + m * 16, key + step * 16, unit.head, unit.batch, lane,
-                                                      key0, key1, threshold);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i)
-                        if (!(kept >> i & 1)) s[m][2 * step + i / 4][i % 4] = 0;
-                }
-                pack_scores(p[m], s, m, step);
+                multiply_two(s[m] + 2 * n, first.part[m][step], b);
+                multiply_two(t[m] + 2 * n, second.part[m][step], c);
             }
-            add_product(sums, p, v_tile, step * 16, lane);
         }
     }
-    if (unit.idle) return;
-    lse += (unit.batch * heads + unit.head) * queries;
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-            total[m][half] = finish_row(total[m][half], top[m][half], lse, unit.first, queries, m * 16 + half * 8,
-                                        lane / 4, lane % 4 * 2) * drop_scale;
-    store_rows(out + (unit.batch * queries * heads + unit.head) * D, heads * D, unit.first, queries, sums, total,
-               q_tile, lane);
 }
-#endif
 
-#if PART == BACKWARD_Q
-// Grid as in forward; shared: q and dO of each warp, two stages of k and v, statistics of each warp's rows.
-// stats: (batch, head, query) pairs (lse in powers of two, delta), for the other kernel.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-attention_bwd_q_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const bf16 *out, const float *lse,
-                    float2 *stats, bf16 *dq, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch,
-                    i64 v_token, i64 dq_batch, i64 dq_token, i64 queries, i64 heads,
-                    i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
-    DROP_KEY
-    extern __shared__ __align__(128) unsigned char shared[];
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = shared_address(shared);
-    const u32 q_tile = base + warp * 2 * WARP_BYTES, dy_tile = q_tile + WARP_BYTES;
-    const u32 stages = base + WORKERS * 2 * WARP_BYTES;
-    float2 *const row_stats =
-        reinterpret_cast<float2 *>(shared + WORKERS * 2 * WARP_BYTES + 4 * TILE_BYTES) + warp * OWN;
-    const Unit unit(queries, heads, kv_heads, warp);
-    const int behind_last = unit.last_of_block + 1 + forth, seen_by_all = unit.first + 1 + forth;
-    const int there = unpadded(lengths, unit.batch, queries);
-    const int seen_by_block = band ? min_int(there, behind_last) : behind_last;
-    const int seen = unit.idle ? 0 : min_int(there, seen_by_all + OWN - 1);
-    const int low = unit.first - back;
-    int from = band ? first_key(Unit(queries, heads, kv_heads, 0).first, back, TILE) : 0;
-    const FirstKeys starts(unit, DOCS_BOUNDS, queries, heads, kv_heads);
-    RowBounds row_starts;
-    load_bounds(row_starts, DOCS_BOUNDS + unit.batch * queries, unit.first + lane / 4, queries);
-    if (docs) from = starts.of_block;
-    k += unit.batch * k_batch + unit.kv_head * D;
-    v += unit.batch * v_batch + unit.kv_head * D;
-    const i64 row_of_outputs = heads * D, first_output = (unit.batch * queries * heads + unit.head) * D;
-
-    uint4 out_part[OWN_CHUNKS] = {}; // in flight while the copies are
-    if (!unit.idle) {
-        load_rows<OWN, 32>(q_tile, q + unit.batch * q_batch + unit.head * D, q_token, unit.first, queries, lane);
-        load_rows<OWN, 32>(dy_tile, dy + first_output, row_of_outputs, unit.first, queries, lane);
-        load_out(out_part, out + first_output, row_of_outputs, unit.first, queries, lane);
+// sums += s b over PIECE rows b of a streamed tile.
+__device__ __forceinline__ void add_product(Sums &sums, const Scores &s, u32 rows, int lane) {
+#pragma unroll
+    for (int step = 0; step < PIECE / 16; ++step) {
+        u32 p[ROW_TILES][4];
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) pack_scores(p[m], s, m, step);
+#pragma unroll
+        for (int n = 0; n < STEPS; ++n) {
+            u32 b[4];
+            load_matrix_transposed(b, piece(rows, step * 16, n, lane));
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m) multiply_two(sums[m] + 2 * n, p[m], b);
+        }
     }
-    copy_commit();
-    load_pair(stages, k, k_token, v, v_token, from, queries, thread);
-    copy_wait<1>();
-    __syncwarp();
+}
+// Both products at once.
+__device__ __forceinline__ void add_both(Sums &sums, const Scores &s, u32 rows, Sums &others, const Scores &t,
+                                         u32 other_rows, int lane) {
+#pragma unroll
+    for (int step = 0; step < PIECE / 16; ++step) {
+        u32 a[ROW_TILES][4], c[ROW_TILES][4];
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m) pack_scores(a[m], s, m, step), pack_scores(c[m], t, m, step);
+#pragma unroll
+        for (int n = 0; n < STEPS; ++n) {
+            u32 b[4], d[4];
+            load_matrix_transposed(b, piece(rows, step * 16, n, lane));
+            load_matrix_transposed(d, piece(other_rows, step * 16, n, lane));
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m) {
+                multiply_two(sums[m] + 2 * n, a[m], b);
+                multiply_two(others[m] + 2 * n, c[m], d);
+            }
+        }
+    }
+}
 
-    u32 q_part[ROW_TILES][STEPS][4], dy_part[ROW_TILES][STEPS][4];
-    RowValues row_lse, delta;
-    if (!unit.idle) {
-        make_statistics(row_stats, stats, lse, (unit.batch * heads + unit.head) * queries, unit.first, queries, lane,
-                        row_lse, delta, [&](int i, int row, int chunk) {
-                            return row_product(dy_tile + swizzled(row, chunk), out_part[i]);
-                        });
+__device__ __forceinline__ void scale_row(Sums &sums, int m, int half, float by, int) {
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) sums[m][n][2 * half] *= by, sums[m][n][2 * half + 1] *= by;
+}
+
+template <int FIRST, int SECOND>
+__device__ __forceinline__ void start_gradients(Scores &p, Own<FIRST> &k, u32 q_rows, Scores &ds, Own<SECOND> &v,
+                                                u32 dy_rows, int lane) {
+    start_both(p, k, q_rows, ds, v, dy_rows, lane);
+}
+// kept: for dropout, 8 bits for each 16 rows.
+template <int SECOND>
+__device__ __forceinline__ void add_gradients(Sums &dk, Sums &dv, Scores &p, Own<SECOND> &, Scores &ds, u32 q_rows,
+                                              u32 dy_rows, u32 pairs, float scale, u32 kept, float drop_scale,
+                                              int lane) {
+#pragma unroll
+    for (int n = 0; n < PIECE / 8; ++n) {
+        float row[4]; // lse, delta, lse, delta of two queries
+        load_four(row, pairs + n * 64);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                load_matrix(q_part[m][step], piece(q_tile, m * 16, step, lane));
-                load_matrix(dy_part[m][step], piece(dy_tile, m * 16, step, lane));
+            for (int i = 0; i < 4; ++i) {
+                p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale, -row[i % 2 * 2]));
+                const bool stays = !drop || kept >> (8 * m + 4 * n + i) & 1;
+                if (drop) ds[m][n][i] = stays ? ds[m][n][i] * drop_scale : 0;
+                ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row[i % 2 * 2 + 1]);
+                if (!stays) p[m][n][i] = 0;
             }
     }
-
-    const float scale = rsqrtf(float(D));
-    Sums sums = {};
-    u32 stage = 0;
-    for (int key = from; key < seen_by_block; key += TILE, stage ^= 1) {
-        copy_wait<0>();
-        __syncthreads();
-        if (key + TILE < seen_by_block)
-            load_pair(stages + (stage ^ 1) * 2 * TILE_BYTES, k, k_token, v, v_token, key + TILE, queries, thread);
-        const u32 k_tile = stages + stage * 2 * TILE_BYTES, v_tile = k_tile + TILE_BYTES;
-#pragma unroll UNROLL
-        for (int part = 0; part < TILE; part += PIECE) {
-            if (key + part >= seen) break;
-            if (band && key + part + PIECE <= low || docs && key + part + PIECE <= starts.of_first) continue;
-            Scores s = {}, dp = {};
-#pragma unroll
-            for (int n = 0; n < PIECE / 16; ++n)
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) {
-                    u32 b[4], c[4];
-                    load_matrix(b, piece_of_rows(k_tile, part + n * 16, step, lane));
-                    load_matrix(c, piece_of_rows(v_tile, part + n * 16, step, lane));
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m) {
-                        multiply_two(s[m] + 2 * n, q_part[m][step], b);
-                        multiply_two(dp[m] + 2 * n, dy_part[m][step], c);
-                    }
-                }
-            if (band) {
-                if (key + part < low + OWN - 1 || key + part + PIECE > min_int(seen, seen_by_all))
-                    hide_outside(s, key + part, low, seen_by_all, seen, lane / 4, lane % 4 * 2);
-            } else if (key + part + PIECE > seen_by_all) {
-                hide_future(s, key + part, seen_by_all, lane / 4, lane % 4 * 2);
-            }
-            if (docs && key + part < starts.of_last) hide_before(s, key + part, row_starts, lane % 4 * 2);
-#pragma unroll
-            for (int m = 0; drop && m < ROW_TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < PIECE / 8; n += 2) {
-                    const u32 kept = kept_bits<false>(unit.first + m * 16, key + part + n * 8, unit.head, unit.batch,
-                                                      lane, key0, key1, threshold);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) {
-                        float &x = dp[m][n + i / 4][i % 4];
-                        x = kept >> i & 1 ? x * drop_scale : 0;
-                    }
-                }
-            EACH_SCORE(m, n, i) {
-                const float p = exp2_fast(fmaf(s[m][n][i], scale * LOG2E, -row_lse[m][i / 2]));
-                s[m][n][i] = p * (dp[m][n][i] - delta[m][i / 2]);
-            }
-#pragma unroll
-            for (int step = 0; step < PIECE / 16; ++step) {
-                u32 ds[ROW_TILES][4];
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m) pack_scores(ds[m], s, m, step);
-                add_product(sums, ds, k_tile, part + step * 16, lane);
-            }
-        }
-    }
-    if (unit.idle) return;
-    RowValues scales;
-    set_rows(scales, scale);
-    store_rows(dq + unit.batch * dq_batch + unit.head * D, dq_token, unit.first, queries, sums, scales, q_tile, lane);
+    add_both(dv, p, dy_rows, dk, ds, q_rows, lane);
 }
-#endif
 
-#if PART == BACKWARD_KV
-// Grid (batch * kv heads, ceil(keys / (WORKERS * OWN))); shared: k and v of each warp, two stages of q and dO with the
-// statistics of their rows. Longest blocks first: the first keys. HELD: how many of the left operands' 2 STEPS
-// fragments (those of k, then those of v) stay in registers; the others are loaded again for every piece of queries.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-attention_bwd_kv_mma(const bf16 *dy, const bf16 *q, const bf16 *k, const bf16 *v, const float2 *stats, bf16 *dk,
-                     bf16 *dv, i64 q_batch, i64 q_token, i64 k_batch, i64 k_token, i64 v_batch, i64 v_token,
-                     i64 dk_batch, i64 dk_token, i64 dv_batch, i64 dv_token, i64 queries, i64 heads,
-                     i64 kv_heads BAND_ARGUMENTS DOCS_ARGUMENTS DROP_ARGUMENTS) {
-    DROP_KEY
-    extern __shared__ __align__(128) unsigned char shared[];
-    constexpr int STAGE_BYTES = 2 * TILE_BYTES + TILE * 8;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 base = shared_address(shared);
-    const u32 k_tile = base + warp * 2 * WARP_BYTES, v_tile = k_tile + WARP_BYTES;
-    const u32 stages = base + WORKERS * 2 * WARP_BYTES;
-    const int batch = blockIdx.x / kv_heads, kv_head = blockIdx.x % kv_heads, group = heads / kv_heads;
-    const int first_of_block = blockIdx.y * WORKERS * OWN, first = first_of_block + warp * OWN;
-    const int there = unpadded(lengths, batch, queries);
-    const bool idle = first >= queries;
-    const int start = band ? first_key(first_of_block, forth, TILE) : first_of_block / TILE * TILE;
-    const LastQueries ends(DOCS_BOUNDS, batch, queries, first_of_block, first);
-    RowBounds row_ends;
-    load_bounds(row_ends, DOCS_BOUNDS + batch * queries, first + lane / 4, queries);
-    QueryTiles tiles(q + batch * q_batch + kv_head * group * D, dy + (batch * queries * heads + kv_head * group) * D,
-                     stats + (batch * heads + kv_head * group) * queries, q_token, heads * D, queries, start,
-                     docs ? ends.of_block : queries);
-    const auto load_next = [&](u32 stage) { tiles.load_next(stage, stage + 2 * TILE_BYTES, 0, thread); };
-
-    load_rows<OWN, 32>(k_tile, k + batch * k_batch + kv_head * D, k_token, first, queries, lane);
-    load_rows<OWN, 32>(v_tile, v + batch * v_batch + kv_head * D, v_token, first, queries, lane);
-    copy_commit();
-    load_next(stages);
-    copy_wait<1>();
-    __syncwarp();
-    u32 k_part[ROW_TILES][STEPS][4], v_part[ROW_TILES][STEPS][4];
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            if (step < HELD) load_matrix(k_part[m][step], piece(k_tile, m * 16, step, lane));
-            if (STEPS + step < HELD) load_matrix(v_part[m][step], piece(v_tile, m * 16, step, lane));
-        }
-
-    const float scale = rsqrtf(float(D));
-    Sums dk_sums = {}, dv_sums = {};
-    u32 stage = 0;
-    for (int head = 0; head < group; ++head)
-        for (int query = start; query < (docs ? ends.of_block : queries); query += TILE, stage ^= 1) {
-            copy_wait<0>();
-            __syncthreads();
-            if (tiles.head < group) load_next(stages + (stage ^ 1) * STAGE_BYTES);
-            if (idle || band && first >= there) continue;
-            const u32 q_tile = stages + stage * STAGE_BYTES, dy_tile = q_tile + TILE_BYTES;
-            const u32 stats_tile = dy_tile + TILE_BYTES;
-#pragma unroll UNROLL
-            for (int part = 0; part < TILE; part += PIECE) {
-                if (query + part + PIECE + forth <= first) continue; // all of these queries come before the warp's keys
-                if (band && query + part - back > first + OWN - 1 || docs && query + part >= ends.of_last) continue;
-                // Rows are keys, columns queries: P^T and dS^T come out in the layout of left operands.
-                Scores p = {}, ds = {};
-#pragma unroll
-                for (int step = 0; step < STEPS; ++step) {
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m) {
-                        if (step >= HELD) load_matrix(k_part[m][step], piece(k_tile, m * 16, step, lane));
-                        if (STEPS + step >= HELD) load_matrix(v_part[m][step], piece(v_tile, m * 16, step, lane));
-                    }
-#pragma unroll
-                    for (int n = 0; n < PIECE / 16; ++n) {
-                        u32 b[4], c[4];
-                        load_matrix(b, piece_of_rows(q_tile, part + n * 16, step, lane));
-                        load_matrix(c, piece_of_rows(dy_tile, part + n * 16, step, lane));
-#pragma unroll
-                        for (int m = 0; m < ROW_TILES; ++m) {
-                            multiply_two(p[m] + 2 * n, k_part[m][step], b);
-                            multiply_two(ds[m] + 2 * n, v_part[m][step], c);
-                        }
-                    }
-                }
-                // Only if the diagonal, or a border of the band, crosses this piece.
-                if (band) {
-                    if (query + part + forth < first + OWN - 1 || query + part + PIECE - 1 - back > first ||
-                        first + OWN > there)
-                        hide_outside_transposed(p, first, query + part, back, forth, there, lane / 4, lane % 4 * 2);
-                } else if (query + part < first + OWN - 1) {
-                    hide_past(p, first, query + part, lane / 4, lane % 4 * 2);
-                }
-                if (docs && query + part + PIECE > ends.of_first) hide_behind(p, query + part, row_ends, lane % 4 * 2);
-                static_assert(!drop || PIECE == 16, "a piece is one square for each 16 rows");
-                u32 kept = 0; // 8 bits for each 16 rows
-#pragma unroll
-                for (int m = 0; drop && m < ROW_TILES; ++m)
-                    kept |= kept_bits<true>(first + m * 16, query + part, kv_head * group + head, batch, lane, key0,
-                                            key1, threshold)
-                            << (8 * m);
-#pragma unroll
-                for (int n = 0; n < PIECE / 8; ++n) {
-                    float row[4]; // lse, delta, lse, delta of two queries
-                    load_four(row, stats_tile + (part + n * 8 + lane % 4 * 2) * 8);
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale * LOG2E, -row[i % 2 * 2]));
-                            const bool stays = !drop || kept >> (8 * m + 4 * n + i) & 1;
-                            if (drop) ds[m][n][i] = stays ? ds[m][n][i] * drop_scale : 0;
-                            ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - row[i % 2 * 2 + 1]);
-                            if (!stays) p[m][n][i] = 0;
-                        }
-                }
-#pragma unroll
-                for (int step = 0; step < PIECE / 16; ++step) {
-                    u32 a[ROW_TILES][4], c[ROW_TILES][4];
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m) pack_scores(a[m], p, m, step), pack_scores(c[m], ds, m, step);
-#pragma unroll
-                    for (int n = 0; n < STEPS; ++n) {
-                        u32 b[4], d[4];
-                        load_matrix_transposed(b, piece(dy_tile, part + step * 16, n, lane));
-                        load_matrix_transposed(d, piece(q_tile, part + step * 16, n, lane));
-#pragma unroll
-                        for (int m = 0; m < ROW_TILES; ++m) {
-                            multiply_two(dv_sums[m] + 2 * n, a[m], b);
-                            multiply_two(dk_sums[m] + 2 * n, c[m], d);
-                        }
-                    }
-                }
-            }
-        }
-    if (idle) return;
-    RowValues scales, dv_scales;
-    set_rows(scales, scale), set_rows(dv_scales, drop_scale);
-    store_rows(dk + batch * dk_batch + kv_head * D, dk_token, first, queries, dk_sums, scales, k_tile, lane);
-    store_rows(dv + batch * dv_batch + kv_head * D, dv_token, first, queries, dv_sums, dv_scales, v_tile, lane);
-}
-#endif
+#define ENTRY(name) name##_mma
+#define BY_MMA_SYNC
+#include "ops/attention_stream.cuh"
 #endif

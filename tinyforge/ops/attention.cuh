@@ -1,15 +1,14 @@
-// What the attention kernels on tensor cores share: attention.cu, attention_hopper.cu, attention_tma.cu
-// and attention_tf32.cu.
+// What the attention kernels share: the plain ones only the options; those on tensor cores, which are attention_tma.cu
+// and the three files of attention_stream.cuh, all of it.
 //
 // A worker is one warp (mma.sync) or a warpgroup of four warps (wgmma). It owns OWN rows, WARP_ROWS in each of its
-// warps, and streams the rows of the other side past them. In the order of this file: the layout of rows in shared
-// memory, loads of fragments, loads of tiles, units of work, masks, the online softmax, the statistics (lse, delta),
-// stores.
+// warps, and streams the rows of the other side past them. In the order of this file: options, the layout of rows in
+// shared memory, loads of fragments, masks, the online softmax, factors, stores, the gradients of scores.
 //
 // Macros: PART (FORWARD, BACKWARD_Q, BACKWARD_KV); HEAD_DIM; WORKERS of a block; WORKER_WARPS; ROW_TILES, the tiles of
 // 16 rows that a warp owns; TILE, the rows streamed at a time; PIECE, the rows of a tile whose scores a warp holds at a
-// time, TILE if undefined; TF32 for float numbers in place of bf16; DOCS for rows of several documents; BY_TMA leaves
-// out what copies rows. The plain kernels define REAL and use only D and DOCS.
+// time, TILE if undefined; TF32 for float numbers in place of bf16; DOCS, BAND, DROP: see attention.cu. The plain
+// kernels define REAL.
 
 #include "ops/common.cuh"
 
@@ -28,6 +27,60 @@ enum : bool { docs = true };
 #define DOCS_ARGUMENTS
 #define DOCS_BOUNDS static_cast<const int *>(nullptr) // never read
 enum : bool { docs = false }; // not a constexpr variable, which would be stored in the cubin
+#endif
+
+#ifdef BAND
+#define BAND_ARGUMENTS , i64 back, i64 forth, const int *lengths
+enum : bool { band = true };
+#else
+#define BAND_ARGUMENTS
+enum : bool { band = false };
+constexpr int back = 0, forth = 0; // `back` is never read
+constexpr const int *lengths = nullptr;
+#endif
+
+// The number of keys of a sequence, without its padding.
+__device__ inline int unpadded(const int *lengths, int batch, int keys) {
+    return band && lengths ? min_int(keys, lengths[batch]) : keys;
+}
+
+// The first key, rounded down to a multiple of `tile`, of a block whose first query is at `position`.
+__device__ inline int first_key(int position, int back, int tile) {
+    return band && position > back ? (position - back) / tile * tile : 0;
+}
+
+#ifdef REAL
+typedef Wide<REAL> A; // the type of arithmetic and of shared memory
+#else
+typedef float A;
+#endif
+
+#ifdef DROP
+#define DROP_ARGUMENTS , const u32 *words, u32 key0, u32 key1, u32 threshold, A drop_scale
+#if DROP == 2
+#define DROP_KEY key0 = words[0], key1 = words[1];
+#else
+#define DROP_KEY (void)words;
+#endif
+enum : bool { drop = true };
+#else
+#define DROP_ARGUMENTS
+#define DROP_KEY
+enum : bool { drop = false };
+constexpr u32 key0 = 0, key1 = 0, threshold = 0; // never read
+constexpr A drop_scale = 1;
+#endif
+
+// Scores with a scale of their own, and with cap > 0 bounded: s = cap tanh(s / cap). Plain kernels alone.
+#ifdef CAP
+#define CAP_ARGUMENTS , A score_scale, A cap
+#define SCORE_SCALE score_scale
+enum : bool { caps = true };
+#else
+#define CAP_ARGUMENTS
+#define SCORE_SCALE (1 / sqrt(A(D)))
+enum : bool { caps = false };
+constexpr A cap = 0; // never read
 #endif
 
 // The bound of a row; past the end, that of the last of `rows`.
@@ -66,6 +119,13 @@ constexpr float LOG2E = 1.4426950408889634f;
 typedef float Scores[ROW_TILES][PIECE / 8][4];
 // One number for each of the rows of which a lane holds scores.
 typedef float RowValues[ROW_TILES][2];
+
+__device__ inline void clear(Scores &s) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < PIECE / 8; ++n) s[m][n][0] = s[m][n][1] = s[m][n][2] = s[m][n][3] = 0;
+}
 
 // The bounds of their documents.
 typedef int RowBounds[ROW_TILES][2];
@@ -121,6 +181,9 @@ __device__ inline void load_four(float (&x)[4], u32 from) {
                  : "memory");
 }
 
+__device__ inline void store_word(u32 to, u32 x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
 __device__ inline uint4 load_chunk(u32 from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -141,79 +204,6 @@ __device__ inline u32 piece_of_rows(u32 tile, int row, int step, int lane) {
     return tile + row * ROW_BYTES + (swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ (step * 32));
 }
 
-#ifndef BY_TMA
-// Copies COUNT rows, starting at row `first`, into a swizzled tile; rows from `stop` on are zeros. By BY threads.
-template <int COUNT, int BY>
-__device__ inline void load_rows(u32 tile, const Number *from, int token, int first, int stop, int thread) {
-    static_assert(BY % CHUNKS == 0, "whole rows");
-    const int row = thread / CHUNKS, chunk = thread % CHUNKS;
-    const u32 to = tile + swizzled(row, chunk);
-    int offset = (first + row) * token + chunk * CHUNK;
-#pragma unroll
-    for (int i = 0; i < ceil_div(COUNT * CHUNKS, BY); ++i) {
-        constexpr int ROWS = BY / CHUNKS; // at a time
-        if (COUNT % ROWS != 0 && row + i * ROWS >= COUNT) break;
-        const bool valid = first + row + i * ROWS < stop;
-        // The swizzle repeats every 8 rows.
-        const u32 place = ROWS % 8 == 0 ? to + i * ROWS * ROW_BYTES : tile + swizzled(row + i * ROWS, chunk);
-        copy_async(place, from + (valid ? offset : 0), valid);
-        offset += ROWS * token;
-    }
-}
-
-// Two streamed tiles, one after the other, as one group of copies: k and v.
-__device__ inline void load_pair(u32 stage, const Number *k, i64 k_token, const Number *v, i64 v_token, int first,
-                                 int stop, int thread) {
-    load_rows<TILE, THREADS>(stage, k, k_token, first, stop, thread);
-    load_rows<TILE, THREADS>(stage + TILE_BYTES, v, v_token, first, stop, thread);
-    copy_commit();
-}
-
-// The work of a worker in the kernels that own queries: OWN positions of one head. Units run through the heads of a
-// group at the same positions, then to the next positions. The workers of a block therefore need nearly the same keys,
-// whatever the size of the group: little is wasted at the diagonal, and keys and values are loaded once for all heads
-// of a group.
-struct Unit {
-    int batch, kv_head, head, first; // first: its first position
-    int last_of_block;               // the highest position in the block
-    bool idle;                       // more workers than units: this one only helps with loads
-    __device__ Unit(int queries, int heads, int kv_heads, int worker) {
-        const int group = heads / kv_heads, units = ceil_div(queries, OWN) * group;
-        const int start = (gridDim.y - 1 - blockIdx.y) * WORKERS; // longest blocks first
-        batch = blockIdx.x / kv_heads;
-        kv_head = blockIdx.x % kv_heads;
-        head = kv_head * group + (start + worker) % group;
-        first = (start + worker) / group * OWN;
-        last_of_block = min_int(queries, (min_int(start + WORKERS, units) - 1) / group * OWN + OWN) - 1;
-        idle = start + worker >= units;
-    }
-};
-
-// Where the documents begin of the queries that a worker owns: the first keys that these see, in the kernels that
-// stream keys. 0 without documents.
-struct FirstKeys {
-    int of_block = 0;              // the block's first query, rounded down to a multiple of TILE
-    int of_first = 0, of_last = 0; // the worker's first query, and its last
-    __device__ __forceinline__ FirstKeys(const Unit &unit, const int *bounds, i64 queries, i64 heads, i64 kv_heads) {
-        if (!docs) return;
-        const int *const own = bounds + unit.batch * queries;
-        of_block = bound_of(own, Unit(queries, heads, kv_heads, 0).first, queries) / TILE * TILE;
-        of_first = bound_of(own, unit.first, queries), of_last = bound_of(own, unit.first + OWN - 1, queries);
-    }
-};
-// Where the documents end of the keys that a worker owns: one past the last queries that see these, in the kernels that
-// stream queries. The number of queries without documents.
-struct LastQueries {
-    int of_block, of_first, of_last; // the block's last key; the worker's first key, and its last
-    __device__ __forceinline__ LastQueries(const int *bounds, int batch, i64 queries, int first_of_block, int first)
-        : of_block(queries), of_first(queries), of_last(queries) {
-        if (!docs) return;
-        const int *const own = bounds + batch * queries;
-        of_block = bound_of(own, first_of_block + WORKERS * OWN - 1, queries);
-        of_first = bound_of(own, first, queries), of_last = bound_of(own, first + OWN - 1, queries);
-    }
-};
-#endif
 
 // For each score s[m][n][i] that a lane holds: that of row 16 m + i / 2 * 8 and column 8 n + i % 2, counted from the
 // lane's first row, g, and its first column, c. A macro, since a function with a lambda compiles to slightly other
@@ -287,64 +277,12 @@ __device__ inline float finish_row(float total, float top, float *lse, int first
     return 1 / total;
 }
 
-#ifndef BY_TMA
-// Computes (lse in powers of two, delta) of each of a warp's rows, and stores it in `stats` for the kernel that owns
-// keys, and by way of shared memory (`mine`) in this lane's registers. delta_of(i, row, chunk): delta of a row, in all
-// lanes that hold chunks of it.
-template <class Delta>
-__device__ inline void make_statistics(float2 *mine, float2 *stats, const float *lse, i64 first_row, int first,
-                                       i64 stop, int lane, RowValues &row_lse, RowValues &delta, Delta delta_of) {
-#pragma unroll
-    for (int i = 0; i < OWN_CHUNKS; ++i) {
-        const int row = (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS, t = first + row;
-        const float sum = delta_of(i, row, chunk);
-        if (chunk == 0) {
-            const float2 stat = {t < stop ? lse[first_row + t] * LOG2E : 0, sum};
-            mine[row] = stat;
-            if (t < stop) stats[first_row + t] = stat;
-        }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int m = 0; m < ROW_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float2 stat = mine[m * 16 + half * 8 + lane / 4];
-            row_lse[m][half] = stat.x, delta[m][half] = stat.y;
-        }
+#ifdef TF32
+__device__ inline float dot(uint4 x, uint4 y) {
+    return __uint_as_float(x.x) * __uint_as_float(y.x) + __uint_as_float(x.y) * __uint_as_float(y.y) +
+           __uint_as_float(x.z) * __uint_as_float(y.z) + __uint_as_float(x.w) * __uint_as_float(y.w);
 }
-
-// For the kernel that owns keys: the next tile of q and dO to load, with its rows' statistics; head after head of a
-// group.
-struct QueryTiles {
-    const Number *q, *dy; // of the group's first head
-    const float2 *stats;
-    i64 q_token, dy_token, queries;
-    int start, query, head; // start: the first query that sees any of the block's keys
-    i64 stop;               // one past the last
-
-    __device__ QueryTiles(const Number *q, const Number *dy, const float2 *stats, i64 q_token, i64 dy_token,
-                          i64 queries, int start, i64 stop)
-        : q(q), dy(dy), stats(stats), q_token(q_token), dy_token(dy_token), queries(queries), start(start), head(0),
-          query(start), stop(stop) {}
-
-    __device__ inline void load_next(u32 tiles, u32 pairs, int first_pair, int thread) {
-        static_assert(TILE <= THREADS, "a thread for each pair of statistics");
-        load_rows<TILE, THREADS>(tiles, q + head * D, q_token, query, queries, thread);
-        load_rows<TILE, THREADS>(tiles + TILE_BYTES, dy + head * D, dy_token, query, queries, thread);
-        if (thread < TILE) {
-            const bool valid = query + thread < queries;
-            const float2 *const from = stats + head * queries + query + thread;
-            copy_async_8(pairs + (first_pair + thread) * 8, valid ? from : stats, valid);
-        }
-        copy_commit();
-        query += TILE;
-        if (query >= stop) query = start, ++head;
-    }
-};
-#endif
-
-#ifndef TF32
+#else
 __device__ inline u32 pack(float low, float high) {
     u32 x;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
@@ -374,7 +312,6 @@ __device__ inline void round_scores(Rounded &p, const Scores &s) {
     for (int step = 0; step < PIECE / 16; ++step) pack_scores(p[step], s, 0, step);
 }
 
-#ifndef BY_TMA
 // Writes the sums of a warp's rows, scaled and rounded to bf16, to the warp's own part of shared memory.
 __device__ inline void stage_rows(const float (&x)[ROW_TILES][D / 8][4], const RowValues &scale, u32 tile, int lane) {
     __syncwarp();
@@ -386,12 +323,12 @@ __device__ inline void stage_rows(const float (&x)[ROW_TILES][D / 8][4], const R
             for (int half = 0; half < 2; ++half) {
                 const u32 pair = pack(x[m][n][2 * half] * scale[m][half], x[m][n][2 * half + 1] * scale[m][half]);
                 const u32 place = tile + swizzled(m * 16 + half * 8 + lane / 4, n) + lane % 4 * 4;
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(pair) : "memory");
+                store_word(place, pair);
             }
     __syncwarp();
 }
 // Stores them to global memory by way of shared memory, so that each store has 16 bytes.
-__device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
+__device__ inline void store_sums(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
                                   const RowValues &scale, u32 tile, int lane) {
     stage_rows(x, scale, tile, lane);
 #pragma unroll
@@ -401,9 +338,17 @@ __device__ inline void store_rows(bf16 *to, i64 token, int first, int stop, cons
         if (first + row < stop) *reinterpret_cast<uint4 *>(to + (first + row) * token + chunk * 8) = line;
     }
 }
+__device__ inline void store_sums(bf16 *to, i64 token, int first, int stop, const float (&x)[ROW_TILES][D / 8][4],
+                                  float scale, u32 tile, int lane) {
+    RowValues scales;
+    set_rows(scales, scale);
+    store_sums(to, token, first, stop, x, scales, tile, lane);
+}
+#endif
 
 // Loads a warp's rows of `out`, for delta; CHUNKS lanes hold a row.
-__device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const bf16 *out, i64 token, int first, i64 stop, int lane) {
+__device__ inline void load_out(uint4 (&part)[OWN_CHUNKS], const Number *out, i64 token, int first, i64 stop,
+                                int lane) {
 #pragma unroll
     for (int i = 0; i < OWN_CHUNKS; ++i) {
         const int t = first + (i * 32 + lane) / CHUNKS, chunk = lane % CHUNKS;
@@ -418,6 +363,32 @@ __device__ inline float row_product(u32 place, uint4 y) {
     for (int lane = 1; lane < CHUNKS; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
     return sum;
 }
-#endif
-#endif
+
+// The kernel that owns keys: P = exp(s - lse) of scores whose columns are queries; `pairs`, in shared memory: (lse,
+// delta) of the lane's first column on. scale: of the scores, to powers of two.
+__device__ inline void make_probabilities(Scores &s, u32 pairs, float scale) {
+#pragma unroll
+    for (int n = 0; n < PIECE / 8; ++n) {
+        float row[4]; // lse, delta, lse, delta of two queries
+        load_four(row, pairs + n * 64);
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[m][n][i] = as_factor(exp2_fast(fmaf(s[m][n][i], scale, -row[i % 2 * 2])));
+    }
+}
+// dS = P (dP - delta). probability(m, n, i): of P.
+template <class Probability>
+__device__ inline void make_gradients(Scores &ds, u32 pairs, Probability probability) {
+#pragma unroll
+    for (int n = 0; n < PIECE / 8; ++n) {
+        float row[4];
+        load_four(row, pairs + n * 64); // loaded again: registers are scarcer than time
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                ds[m][n][i] = as_factor(probability(m, n, i) * (ds[m][n][i] - row[i % 2 * 2 + 1]));
+    }
+}
 #endif

@@ -8,9 +8,6 @@
 // t - w + 1, and no query from s + w on sees key s.
 // Grid: a thread for each token. Block: THREADS threads. No shared memory. Runs once for each layer and pass, and takes
 // microseconds.
-//
-// compile: THREADS=256
-// spills: none
 
 #include "ops/common.cuh"
 

@@ -33,18 +33,9 @@
 //
 // Grid: a block for each multiprocessor, or for each unit, where documents decide how long a unit takes. Block: 128
 // (WORKERS + 1) threads. Shared memory: see Ring. Registers of a worker: 240.
-//
-// compile: arch=sm_90a PART=FORWARD HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=3
-// compile: arch=sm_90a PART=BACKWARD_Q HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=2
-// compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=96|128 WORKERS=2 TILE=64 STAGES=4
-// compile: arch=sm_90a PART=FORWARD HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=3 DOCS=1
-// compile: arch=sm_90a PART=BACKWARD_Q HEAD_DIM=96|128 WORKERS=2 TILE=128 STAGES=2 DOCS=1
-// compile: arch=sm_90a PART=BACKWARD_KV HEAD_DIM=96|128 WORKERS=2 TILE=64 STAGES=4 DOCS=1
-// spills: none
 
 #define WORKER_WARPS 4
 #define ROW_TILES 1
-#define BY_TMA
 #include "ops/attention.cuh"
 #include "ops/hopper.cuh"
 
