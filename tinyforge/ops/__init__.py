@@ -6,6 +6,7 @@ from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention
 from tinyforge.ops.causal_conv import CausalConv
 from tinyforge.ops.class_token import ClassToken
+from tinyforge.ops.conv2d import Conv2d
 from tinyforge.ops.cross_entropy import CrossEntropy, LinearCrossEntropy
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
@@ -14,12 +15,14 @@ from tinyforge.ops.fp8_linear import FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear
 from tinyforge.ops.fp8_rmsnorm import FP8AddRMSNorm, FP8RMSNorm
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.gelu_linear import GELULinear
+from tinyforge.ops.groupnorm import GroupNorm
 from tinyforge.ops.layernorm import LayerNorm
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
 from tinyforge.ops.lstm import LSTM
 from tinyforge.ops.mixture import MixtureOfExperts
 from tinyforge.ops.patches import Patches
+from tinyforge.ops.pooling import AveragePool2d, MaxPool2d, Upsample
 from tinyforge.ops.positions import LearnedPositions
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
