@@ -43,8 +43,8 @@ def test_numbers_round_to_the_nearest_of_the_format(kind: str, mantissa: int, lo
     rng = np.random.default_rng(0)
     x = (rng.normal(size=20000) * np.exp(rng.normal(size=20000) * 5)).astype(np.float32)
     step = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - 1, lowest) - mantissa)
-    wanted = np.clip(np.round(x / step) * step, -largest, largest)
-    assert np.array_equal(rounded(x, kind, FP8).astype(np.float64), wanted)
+    expected = np.clip(np.round(x / step) * step, -largest, largest)
+    assert np.array_equal(rounded(x, kind, FP8).astype(np.float64), expected)
     ties = np.array([1 + 2.0 ** -(mantissa + 1), 1 + 3 * 2.0 ** -(mantissa + 1)], np.float32)
     assert rounded(ties, kind, FP8).astype(float).tolist() == [1.0, 1 + 2.0 ** (1 - mantissa)]
     assert np.isnan(rounded(np.float32([np.nan]), kind, FP8).astype(float)).all()
@@ -78,9 +78,9 @@ def test_an_op_is_its_reference_but_for_the_rounding(kind: Any, reference: Any, 
         y = op.forward(x, stash)
         dx = op.backward(rng.normal(size=y.shape).astype(np.float32), stash)
         found.append((y, dx, op.weight.grad.copy()))
-    for got, wanted in zip(*found, strict=True):
-        assert np.linalg.norm(got - wanted) < 0.07 * np.linalg.norm(wanted)
-    exact = [np.array_equal(got, wanted) for got, wanted in zip(*found, strict=True)]
+    for got, expected in zip(*found, strict=True):
+        assert np.linalg.norm(got - expected) < 0.07 * np.linalg.norm(expected)
+    exact = [np.array_equal(got, expected) for got, expected in zip(*found, strict=True)]
     # Of y, dx and dW, those in FP8 differ:
     assert (
         exact
@@ -96,7 +96,7 @@ def test_an_input_that_is_quantised_already_gives_the_same_bits() -> None:
     rng = np.random.default_rng(2)
     op = with_buffer(FP8Linear(Param("w", (16, 32), std=1.0), FP8), FP8, rng)
     x = rng.normal(size=(3, 32)).astype(np.float32)
-    scaled = Scaled(x, *op.k.quantise_rows(x))
+    scaled = Scaled(x, *op.quantise(x))
     assert np.array_equal(op.forward(x), op.forward(scaled))
 
 
@@ -115,9 +115,9 @@ def gradients(backend: Any, config: Config, recompute: Any = "") -> tuple[float,
 
 def test_a_models_gradients_are_near_those_without_rounding_and_the_same_when_recomputed() -> None:
     loss, grads = gradients(FP8, PRESETS["small"])
-    wanted_loss, wanted = gradients(FP32, PRESETS["small"])
+    wanted_loss, expected = gradients(FP32, PRESETS["small"])
     assert 0 < abs(loss - wanted_loss) < 2e-3
-    assert 0.01 < np.linalg.norm(grads - wanted) / np.linalg.norm(wanted) < 0.1
+    assert 0.01 < np.linalg.norm(grads - expected) / np.linalg.norm(expected) < 0.1
     for way in ("norms", "blocks"):
         again = gradients(FP8, PRESETS["small"], way)
         assert again[0] == loss and np.array_equal(again[1], grads)
@@ -146,8 +146,8 @@ def test_transposed_rows(shape: tuple[int, ...]) -> None:
         assert codes is None or np.array_equal(codes.reshape(rows.shape), transposed.T[: len(rows)])
     gu, dy = rng.normal(size=(*shape[:-1], 2 * shape[-1])).astype(np.float32), x.copy()
     codes, transposed = k.swiglu_bwd_fp8(None, dy, gu, scale)
-    wanted, wanted_transposed = k.quantise_transposed(swiglu_bwd(None, dy, gu), scale, True)
-    assert np.array_equal(codes.astype(float), wanted.astype(float))
+    expected, wanted_transposed = k.quantise_transposed(swiglu_bwd(None, dy, gu), scale, True)
+    assert np.array_equal(codes.astype(float), expected.astype(float))
     assert np.array_equal(transposed.astype(float), wanted_transposed.astype(float))
 
 

@@ -16,9 +16,10 @@ from tinyforge.gradcheck import TOLERANCE, check_op
 from tinyforge.kernel import Array, override
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, dropout_mask
-from tinyforge.ops.cross_entropy import CHUNK_BYTES, masked_targets, sum_tokens
+from tinyforge.ops.cross_entropy import CHUNK_BYTES, SoftTargets, masked_targets, row_pitch, sum_tokens
 from tinyforge.ops.mixture import sort_by_expert
 from tinyforge.ops.selective_scan import TILE as SCAN_TILE
+from tinyforge.ops.sigmoid import sigmoid, silu_slope
 from tinyforge.ops.swiglu_linear import swiglu_mlp
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream, philox
@@ -40,8 +41,8 @@ def param(name: str, value: Array) -> Param:
     return p
 
 
-def close(got: Array, wanted: Array, tolerance: float = 1e-12) -> None:
-    np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
+def close(got: Array, expected: Array, tolerance: float = 1e-12) -> None:
+    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
 
 
 def naive_attention(
@@ -146,6 +147,13 @@ def test_packed_documents_attend_as_if_alone(window: int | None, length: int, rn
                 assert before.tobytes() == after.tobytes()
 
 
+def test_a_document_of_one_token_is_hidden_from_the_next(rng: np.random.Generator) -> None:
+    """It begins the only row, so that no other document begins after position 1."""
+    qkv, op = rng.normal(size=(1, 5, 3, 4)), ops.Attention(1, 1, FP64)
+    packed = op.forward(qkv, starts=np.array([[0, 1, 1, 1, 1]], np.int32))
+    close(packed[:, 1:], op.forward(qkv[:, 1:]))
+
+
 @pytest.mark.parametrize("kind", ["sees its neighbour", "begins a token early", "begins a token late"])
 def test_a_fault_of_both_passes_shows_in_the_values(kind: str, rng: np.random.Generator) -> None:
     """Forward and backward agree, so the gradient check has nothing to say."""
@@ -213,7 +221,7 @@ def test_attention_keeps_the_stated_share_independently() -> None:
         for step in (1, 8, 16) if len(along) > 16 else (1,):
             one, other = along[:-step].ravel(), along[step:].ravel()
             assert abs(np.corrcoef(one, other)[0, 1]) < 4 / math.sqrt(one.size), (axis, step)
-    with pytest.raises(ValueError, match="dropout is 1.0, wants 0 <= dropout < 1"):
+    with pytest.raises(ValueError, match="dropout is 1.0, expected 0 <= dropout < 1"):
         ops.Attention(2, 1, FP64, dropout=1.0)
 
 
@@ -255,11 +263,11 @@ def naive_conv(x: Array, weight: Array, bias: Array) -> Array:
 def test_causal_conv_is_the_sum_over_the_last_positions(length: int, taps: int, rng: np.random.Generator) -> None:
     x, weight, bias = rng.normal(size=(2, length, 5)), rng.normal(size=(5, 1, taps)), rng.normal(size=5)
     op = ops.CausalConv(param("w", weight), param("b", bias), FP64)
-    wanted = naive_conv(x, weight, bias)
-    close(op.forward(x), wanted)
+    expected = naive_conv(x, weight, bias)
+    close(op.forward(x), expected)
     tail = np.zeros((2, taps - 1, 5))  # in pieces, the tail in between
     pieces = [op.forward(part, tail=tail) for part in np.split(x, [1, 2] if length > 2 else [], axis=1)]
-    close(np.concatenate(pieces, axis=1), wanted)
+    close(np.concatenate(pieces, axis=1), expected)
     with pytest.raises(ValueError, match="a tail and a stash"):
         op.forward(x, Stash(), tail=tail)
 
@@ -283,12 +291,12 @@ def test_selective_scan_is_the_recurrence(length: int, rng: np.random.Generator)
     inputs = tuple(rng.normal(size=(2, length, width)) for width in (3, 3, 4, 4, 3))
     values = rng.normal(size=(3, 4)), rng.normal(size=3), rng.normal(size=3)
     op = ops.SelectiveScan(*(param(name, v) for name, v in zip("abc", values, strict=True)), FP64)
-    wanted = naive_scan(inputs, *values)
-    close(op.forward(*inputs), wanted)
+    expected = naive_scan(inputs, *values)
+    close(op.forward(*inputs), expected)
     state = np.zeros((2, 3, 4))  # in pieces, the state in between
     cuts = [1, length // 2] if length > 2 else []
     pieces = [op.forward(*part, state=state) for part in zip(*(np.split(x, cuts, 1) for x in inputs), strict=True)]
-    close(np.concatenate(pieces, axis=1), wanted)
+    close(np.concatenate(pieces, axis=1), expected)
     with pytest.raises(ValueError, match="a state and a stash"):
         op.forward(*inputs, Stash(), state=state)
 
@@ -346,7 +354,7 @@ def test_attention_refuses_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="4 query heads do not divide among 3"):
         ops.Attention(4, 3, FP64)
     for options in ({"window": 0}, {"window": 3, "causal": False}):
-        with pytest.raises(ValueError, match="wants a causal window of 1 or more"):
+        with pytest.raises(ValueError, match="expected a causal window of 1 or more"):
             ops.Attention(4, 2, FP64, **options)  # type: ignore[arg-type]
 
 
@@ -423,41 +431,54 @@ def naive_frequencies(dim: int, theta: float, scaling: ops.RopeScaling) -> list[
 )
 def test_rope_scalings_change_the_frequencies(scaling: ops.RopeScaling) -> None:
     op = ops.RoPE(32, 7, 1, FP64, theta=500.0, scaling=scaling)
-    wanted = np.arange(7)[:, None] * naive_frequencies(32, 500.0, scaling)
-    close(op.cos, np.cos(wanted))
-    close(op.sin, np.sin(wanted))
+    expected = np.arange(7)[:, None] * naive_frequencies(32, 500.0, scaling)
+    close(op.cos, np.cos(expected))
+    close(op.sin, np.sin(expected))
     plain = ops.RoPE(32, 7, 1, FP64, theta=500.0)
     assert np.array_equal(op.cos[:, 0], plain.cos[:, 0]) == (scaling.kind == "llama3")  # fast turns stay as they are
     assert not np.array_equal(op.sin[:, -1], plain.sin[:, -1])
 
 
-def test_rope_llama3_is_that_of_transformers() -> None:
+LONG = {"short_factor": [1.0 + i / 8 for i in range(32)], "long_factor": [1.5 + i for i in range(32)]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "ours"),
+    [
+        ("llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, {}),
+        ("yarn", {}, {"low_freq_factor": 1.0, "high_freq_factor": 32.0}),
+        ("yarn", {"attention_factor": 0.7, "beta_fast": 9.0}, {"attention": 0.7, "high_freq_factor": 9.0}),
+        ("longrope", LONG, {"short": tuple(LONG["short_factor"]), "long": tuple(LONG["long_factor"])}),
+    ],
+)
+def test_rope_scalings_are_those_of_transformers(kind: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     config = pytest.importorskip("transformers").LlamaConfig(
         hidden_size=128,
         num_attention_heads=2,
         max_position_embeddings=1024,
         rope_parameters={
-            "rope_type": "llama3",
+            "rope_type": kind,
             "rope_theta": 500000.0,
             "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 128,
+            **theirs,
         },
     )
-    wanted, attention_factor = utils.ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    op = ops.RoPE(64, 2, 1, FP64, theta=500000.0, scaling=ops.RopeScaling("llama3", 8.0, original_context=128))
-    np.testing.assert_allclose(np.arctan2(op.sin[1], op.cos[1]), wanted.numpy(), rtol=1e-5)
-    assert attention_factor == 1.0
+    expected, attention_factor = utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=1024)
+    scaling = ops.RopeScaling(kind, 8.0, original_context=128, context=1024, **ours)
+    op = ops.RoPE(64, 2, 1, FP64, theta=500000.0, scaling=scaling)
+    np.testing.assert_allclose(np.arctan2(op.sin[1], op.cos[1]), expected.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(np.hypot(op.sin[1], op.cos[1]), attention_factor, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("yarn", 2.0), "RoPE scaling 'yarn' is unknown; use linear or llama3"),
-        (("linear", 0.0), "factor is 0.0, wants a number above 0"),
-        (("llama3", 8.0, 4.0, 1.0), "wants 0 < low < high and a context"),
+        (("ntk", 2.0), "RoPE scaling 'ntk' is unknown; use linear, llama3, yarn"),
+        (("longrope", 2.0, 1.0, 4.0, 9, 0.0, 0, (0.0,)), "longrope: a factor of 0 or less"),
+        (("linear", 0.0), "factor is 0.0, expected a number above 0"),
+        (("llama3", 8.0, 4.0, 1.0), "expected 0 < low < high and a context"),
     ],
 )
 def test_rope_scalings_that_make_no_sense_are_refused(arguments: tuple[Any, ...], message: str) -> None:
@@ -536,38 +557,151 @@ def test_frozen_heads_give_the_same_gradient_and_keep_no_logits(
     learned, frozen = (ops.LinearCrossEntropy(param("heads", weight), FP64) for _ in range(2))
     frozen.weight.frozen = True
     stash = Stash()
-    wanted = learned.forward(h, targets, stash)
+    expected = learned.forward(h, targets, stash)
     dh = learned.backward(dnll, stash)[0]
-    assert np.array_equal(frozen.forward(h, targets), wanted)
-    assert np.array_equal(frozen.forward(h, targets, stash), wanted)
+    assert np.array_equal(frozen.forward(h, targets), expected)
+    assert np.array_equal(frozen.forward(h, targets, stash), expected)
     assert [x.size for _, saved in stash for x in saved if isinstance(x, np.ndarray)] == [rows * heads * dim]
     close(frozen.backward(dnll, stash)[0], dh)
     frozen.forward(h[:, None], targets[:, None], stash)
     assert frozen.backward(dnll if shared else dnll[:, None], stash)[0].shape == (rows, 1, dim)
 
 
+def test_pixels_of_floats_stay_as_they_are(rng: np.random.Generator) -> None:
+    images = rng.normal(size=(1, 1, 4, 4))
+    assert np.array_equal(ops.Patches(4, FP64, mean=0.2, std=0.3).forward(images)[0, 0], images.reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32])
+def test_pixels_of_integers_run_from_0_to_255(dtype: Any) -> None:
+    images = np.arange(256, dtype=dtype).reshape(1, 1, 16, 16)
+    for mean, std in ((0.5, 0.5), (0.25, 0.125)):
+        y = ops.Patches(16, FP64, mean=mean, std=std).forward(images)
+        np.testing.assert_allclose(y[0, 0], (np.arange(256) / 255 - mean) / std, rtol=1e-14, atol=1e-14)
+
+
+def test_a_teachers_logits_may_be_large(rng: np.random.Generator) -> None:
+    """exp(1000) overflows: the maxima of both sides are subtracted first."""
+    h, hidden = rng.normal(size=(4, 3)) * 300, rng.normal(size=(4, 2)) * 300
+    weight, teacher = rng.normal(size=(5, 3)) * 3, rng.normal(size=(1, 5, 2)) * 3
+    ids = np.array([[0], [4], [-1], [2]])
+    op = with_buffer(ops.LinearCrossEntropy(Param("w", (5, 3)), FP64), FP64, rng)
+    op.weight.value[...] = weight
+    stash = Stash()
+    nll = op.forward(h, SoftTargets(ids, hidden, teacher, 0.7), stash)
+    dh, _ = op.backward(np.ones_like(nll), stash)
+
+    def log_softmax(x: Any) -> Any:
+        x = x - x.max(axis=-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+    q = 0.7 * np.exp(log_softmax(hidden @ teacher[0].T)) + 0.3 * np.eye(5)[ids[:, 0]]
+    logp, there = log_softmax(h @ weight.T), ids >= 0
+    np.testing.assert_allclose(nll, -(q * logp).sum(axis=-1, keepdims=True) * there, rtol=1e-12)
+    np.testing.assert_allclose(dh, (np.exp(logp) - q) * there @ weight, rtol=1e-10, atol=1e-12)
+
+
 def test_gelu_erf_is_the_math_librarys(rng: np.random.Generator) -> None:
     x = np.concatenate([np.linspace(-10, 10, 4001), rng.normal(size=2000), [0.0, 1e-300, -1e-20, 5e3, -5e3]])
     root = 0.5**0.5
-    wanted = [0.5 * v * (1 + math.erf(v * root)) for v in x.tolist()]
-    np.testing.assert_allclose(ops.GELU(FP64, "erf").forward(x), wanted, rtol=1e-15, atol=2e-15)
+    expected = [0.5 * v * (1 + math.erf(v * root)) for v in x.tolist()]
+    np.testing.assert_allclose(ops.GELU(FP64, "erf").forward(x), expected, rtol=1e-15, atol=2e-15)
+
+
+def worst_relative_error(found: Any, exact: Any) -> float:
+    return float(np.max(np.abs(found - exact) / np.abs(exact)))
+
+
+def test_the_tails_of_the_gates_keep_their_digits() -> None:
+    """In float32 from -30 to 30, compared with the formulas in long double; (1 + tanh) / 2 was off by 13 times at -20.
+    The slope of silu is 0 at -1.2785, so its error there is relative to 0.001."""
+    x = np.linspace(-30, 30, 6001).astype(np.float32)
+    exact = x.astype(np.longdouble)
+    s = 1 / (1 + np.exp(-exact))
+    slope = s * (1 + exact / (1 + np.exp(exact)))
+    assert worst_relative_error(sigmoid(x), s) < 4e-7
+    for dtype, bound in ((np.float32, 4e-7), (np.float64, 1e-15)):
+        backend = get_backend("numpy", "fp32" if dtype == np.float32 else "fp64", workers=1)
+        op, stash = ops.SwiGLU(backend), Stash()
+        gu = np.stack([x, np.ones_like(x)], axis=-1).astype(dtype)
+        y = op.forward(gu, stash)
+        dgate, dup = op.backward(np.ones((len(x), 1), dtype), stash).T
+        assert worst_relative_error(y[x != 0, 0], (exact * s)[x != 0]) < bound
+        assert worst_relative_error(dup[x != 0], (exact * s)[x != 0]) < bound
+        assert (
+            np.max(np.abs(dgate - slope) / np.maximum(np.abs(slope), np.where(np.abs(x + 1.28) < 0.1, 1e-3, 0)))
+            < 20 * bound
+        )
+    assert silu_slope(np.float32([-1e4, 1e4]), np.float32([0, 1])).tolist() == [0, 1]
+    u = math.sqrt(2 / math.pi) * (-6 - 0.044715 * 6**3)
+    assert ops.GELU(FP64, "tanh").forward(np.array([-6.0]))[0] == pytest.approx(-6 / (1 + math.exp(-2 * u)), rel=1e-14)
+
+
+def test_gradients_in_float32_are_as_good_as_torchs() -> None:
+    torch = pytest.importorskip("torch")
+    fp32 = get_backend("numpy", "fp32", workers=1)
+    x = np.linspace(-30, 30, 60001).astype(np.float32)
+    exact = x.astype(np.longdouble)
+
+    def theirs(function: Any) -> Any:
+        leaf = torch.tensor(x, requires_grad=True)
+        function(leaf).sum().backward()
+        return leaf.grad.numpy()
+
+    def ours(op: Op, given: Any) -> Any:
+        stash = Stash()
+        return op.backward(np.ones_like(op.forward(given, stash)), stash)
+
+    s, phi = 1 / (1 + np.exp(-exact)), np.array([math.erfc(-v / math.sqrt(2)) / 2 for v in x.tolist()])
+    gate = ours(ops.SwiGLU(fp32), np.stack([x, np.ones_like(x)], axis=-1))[:, 0]
+    normal = np.exp(-exact * exact / 2) / np.sqrt(2 * np.longdouble(np.pi))
+    for found, peer, right in (
+        (gate, theirs(torch.nn.functional.silu), s * (1 + exact / (1 + np.exp(exact)))),
+        (ours(ops.GELU(fp32, "erf"), x), theirs(torch.nn.functional.gelu), phi + exact * normal),
+    ):
+        seen = np.abs(right) > 1e-37  # below, float32 is denormal
+        assert worst_relative_error(found[seen], right[seen]) <= 2 * worst_relative_error(peer[seen], right[seen])
+
+
+@pytest.mark.parametrize("ends", [(3, 130), (TILE + 2, TILE + 9), (2 * TILE, 5)])
+def test_attention_to_padded_sequences_is_that_to_each_alone(ends: tuple[int, int], rng: np.random.Generator) -> None:
+    """Padding within a tile, in the second tile alone, and of whole tiles."""
+    qkv = rng.normal(size=(2, 2 * TILE + 7, 4, 4))
+    op = ops.Attention(2, 1, FP64, causal=False)
+    padded = op.forward(qkv, lengths=np.array(ends))
+    for row, end in enumerate(ends):
+        close(padded[row, :end], op.forward(qkv[row : row + 1, :end])[0])
+
+
+def test_attention_keeps_its_probabilities_at_scores_of_a_million(rng: np.random.Generator) -> None:
+    """There float32 holds log-sum-exp to 0.03. One key has all the weight, so dv is a sum of rows of dy."""
+    qkv, dy = rng.normal(size=(2, 70, 3, 16)).astype(np.float32), rng.normal(size=(2, 70, 1, 16)).astype(np.float32)
+    qkv[:, :, :2] *= 700
+    found = []
+    for precision in ("fp32", "fp64"):
+        backend, stash = get_backend("numpy", precision, workers=1), Stash()
+        op = ops.Attention(1, 1, backend)
+        y = op.forward(qkv.astype(backend.dtype), stash)
+        found.append((y, op.backward(dy.astype(backend.dtype).reshape(y.shape), stash)[:, :, 2]))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max())
 
 
 def test_gelu_tanh_is_gpt2s(rng: np.random.Generator) -> None:
     x = np.linspace(-8, 8, 1001)
-    wanted = [0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x.tolist()]
+    expected = [0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x.tolist()]
     got = ops.GELU(FP64, "tanh").forward(x)
-    close(got, wanted, 1e-15)
+    close(got, expected, 1e-15)
     apart = np.abs(got - ops.GELU(FP64, "erf").forward(x)).max()
     assert 1e-5 < apart < 1e-3  # close, but not the same formula
-    with pytest.raises(ValueError, match="approximate is 'sigmoid', wants 'tanh' or 'erf'"):
+    with pytest.raises(ValueError, match="approximate is 'sigmoid', expected 'tanh' or 'erf'"):
         ops.GELU(FP64, "sigmoid")
 
 
 def test_swiglu(rng: np.random.Generator) -> None:
     gate, up = rng.normal(size=(2, 5, 3)) * 3
-    wanted = [g / (1 + math.exp(-g)) * u for g, u in zip(gate.flat, up.flat, strict=True)]
-    close(ops.SwiGLU(FP64).forward(np.concatenate([gate, up], axis=-1)).reshape(-1), wanted)
+    expected = [g / (1 + math.exp(-g)) * u for g, u in zip(gate.flat, up.flat, strict=True)]
+    close(ops.SwiGLU(FP64).forward(np.concatenate([gate, up], axis=-1)).reshape(-1), expected)
 
 
 def test_norms(rng: np.random.Generator) -> None:
@@ -667,9 +801,9 @@ def test_rmsnorm_of_the_heads_of_a_packed_array_in_place(rng: np.random.Generato
     assert inside.forward(heads, stash, out=heads) is heads
     dheads = dpacked[:, :, 1:4]
     assert inside.backward(dheads, stash, out=dheads) is dheads
-    wanted = apart.forward(np.ascontiguousarray(qkv[:, :, 1:4]), stash)
+    expected = apart.forward(np.ascontiguousarray(qkv[:, :, 1:4]), stash)
     dwanted = apart.backward(np.ascontiguousarray(dqkv[:, :, 1:4]), stash)
-    for got, given, inner in ((packed, qkv, wanted), (dpacked, dqkv, dwanted)):
+    for got, given, inner in ((packed, qkv, expected), (dpacked, dqkv, dwanted)):
         close(got[:, :, 1:4], inner)
         assert np.array_equal(got[:, :, :1], given[:, :, :1]) and np.array_equal(got[:, :, 4:], given[:, :, 4:])
     close(inside.weight.grad, apart.weight.grad)
@@ -697,7 +831,7 @@ def test_dropout_draws_its_mask_from_the_stashs_noise(rng: np.random.Generator) 
     assert np.array_equal(y > 0, (words >= 2**31).reshape(x.shape))
     off = ops.Dropout(0.0, FP64)
     assert off.forward(x, stash) is x and off.backward(dy, stash) is dy  # no kernel runs
-    with pytest.raises(ValueError, match="rate is 1.0, wants 0 <= rate < 1"):
+    with pytest.raises(ValueError, match="rate is 1.0, expected 0 <= rate < 1"):
         ops.Dropout(1.0, FP64)
 
 
@@ -745,8 +879,8 @@ def test_h_is_handed_on_and_changes_no_bit(adapted: str, rng: np.random.Generato
     x, dy = rng.normal(size=(2, 3, 6)), rng.normal(size=(2, 3, 4))
     before = with_buffer(ops.LinearSwiGLU(Param("b", (10, 6), std=1.0), FP64), FP64, rng)
     behind = with_buffer(ops.SwiGLULinear(Param("w", (4, 5), std=1.0), FP64), FP64, rng)
-    plain, right, handed = ops.Linear(before.weight, FP64), before.k.linear_swiglu_fwd, []
-    before.k.linear_swiglu_fwd = lambda *a: handed.append(right(*a)) or handed[0]
+    plain, right, handed = ops.Linear(before.weight, FP64), before.hidden_fwd, []
+    before.hidden_fwd = lambda *a: handed.append(right(*a)) or handed[0]
     found = []
     for first, second in (
         (plain, None),
@@ -839,7 +973,7 @@ def test_a_mixture_is_a_loop_over_tokens_and_their_experts(rng: np.random.Genera
     assert starts[-1] == 24
 
     gate, gate_up, down = (p.value for p in op.params())
-    wanted, grads = np.zeros_like(y), [np.zeros_like(p.value) for p in op.params()]
+    expected, grads = np.zeros_like(y), [np.zeros_like(p.value) for p in op.params()]
     dx_wanted = np.zeros_like(dx)
     for at in np.ndindex(3, 4):
         z = gate @ x[at]
@@ -856,12 +990,150 @@ def test_a_mixture_is_a_loop_over_tokens_and_their_experts(rng: np.random.Genera
             dx_wanted[at] += first.backward(swiglu.backward(dh, apart), apart)[0]
             grads[1][e] += a.grad
             grads[2][e] += b.grad
-        wanted[at] = sum(outs)
+        expected[at] = sum(outs)
         dz = np.zeros(experts)
         dz[best] = w * (np.array(dws) - w @ dws)
         grads[0] += np.outer(dz, x[at])
         dx_wanted[at] += gate.T @ dz
-    close(y, wanted)
+    close(y, expected)
     close(dx, dx_wanted)
     for p, grad in zip(op.params(), grads, strict=True):
         close(p.grad, grad)
+
+
+def test_relu_sigmoid_silu_are_their_formulas(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(3, 4)) * 5
+    s = np.array([1 / (1 + math.exp(-v)) for v in x.flat]).reshape(x.shape)
+    close(ops.ReLU(FP64).forward(x), np.where(x > 0, x, 0))
+    close(ops.Sigmoid(FP64).forward(x), s)
+    close(ops.SiLU(FP64).forward(x), x * s)
+    assert np.isnan(ops.ReLU(FP64).forward(np.array([np.nan]))).all()
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "erf"])
+def test_geglu_is_a_gelu_times_the_other_half(approximate: str, rng: np.random.Generator) -> None:
+    gu = rng.normal(size=(5, 6))
+    close(ops.GeGLU(FP64, approximate).forward(gu), ops.GELU(FP64, approximate).forward(gu[:, :3]) * gu[:, 3:])
+
+
+def test_mse_and_binary_cross_entropy_are_means_over_each_row(rng: np.random.Generator) -> None:
+    x, t = rng.normal(size=(3, 2, 5)), rng.random((3, 2, 5))
+    close(ops.MSE(FP64).forward(x, t), np.array([sum((x[b] - t[b]).ravel() ** 2) / 10 for b in range(3)]))
+    p = 1 / (1 + np.exp(-x))
+    close(ops.BinaryCrossEntropy(FP64).forward(x, t), -(t * np.log(p) + (1 - t) * np.log(1 - p)).mean(axis=(1, 2)))
+    far = np.array([[1e3], [-1e3]])
+    close(
+        ops.BinaryCrossEntropy(FP64).forward(far, np.array([[0.0], [1.0]])), np.array([1e3, 1e3])
+    )  # nothing overflows
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (1, 1), (2, 1), (3, 2)])
+def test_conv2d_is_a_sum_over_taps(stride: int, padding: int, rng: np.random.Generator) -> None:
+    x, weight, bias = rng.normal(size=(2, 6, 5, 3)), rng.normal(size=(4, 3, 2, 3)), rng.normal(size=4)
+    op = ops.Conv2d(param("w", weight), FP64, bias=param("b", bias), stride=stride, padding=padding)
+    down, across = (6 + 2 * padding - 3) // stride + 1, (5 + 2 * padding - 2) // stride + 1
+    expected = np.tile(bias, (2, down, across, 1))
+    for b, r, c, o, i, j in np.ndindex(2, down, across, 4, 3, 2):
+        p, q = r * stride + i - padding, c * stride + j - padding
+        if 0 <= p < 6 and 0 <= q < 5:
+            expected[b, r, c, o] += weight[o, i, j] @ x[b, p, q]
+    close(op.forward(x), expected)
+    add = rng.normal(size=expected.shape)
+    close(op.forward(x, add=add), expected + add)
+
+
+def test_conv2d_without_an_input_gradient_gives_none(rng: np.random.Generator) -> None:
+    op, stash = with_buffer(ops.Conv2d(2, 1, 3, FP64, padding=1, input_gradient=False), FP64, rng), Stash()
+    y = op.forward(rng.normal(size=(1, 4, 4, 1)), stash)
+    assert op.backward(np.ones_like(y), stash) is None and op.weight.grad.any() and op.bias.grad.all()
+
+
+def test_groupnorm_has_mean_0_and_deviation_1_in_each_group(rng: np.random.Generator) -> None:
+    x, shift, w, b = (
+        rng.normal(size=(2, 4, 3, 6)) * 3 + 1,
+        rng.normal(size=(2, 6)),
+        rng.normal(size=6),
+        rng.normal(size=6),
+    )
+    v = x + shift[:, None, None]
+    expected = np.empty_like(x)
+    for n, g in np.ndindex(2, 3):
+        part = v[n, :, :, 2 * g : 2 * g + 2]
+        expected[n, :, :, 2 * g : 2 * g + 2] = (part - part.mean()) / np.sqrt(part.var() + 1e-5)
+    z = expected * w + b
+    close(ops.GroupNorm(param("w", w), param("b", b), 3, FP64).forward(x, shift=shift), z)
+    silu = ops.GroupNorm(param("w2", w), param("b2", b), 3, FP64, silu=True)
+    close(silu.forward(x, shift=shift), z / (1 + np.exp(-z)))
+
+
+def test_pools_and_upsampling_are_loops(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(2, 5, 7, 3))
+    for size, stride in ((2, 2), (3, 1), (2, 3)):
+        mean, most = (
+            ops.AveragePool2d(size, FP64, stride=stride).forward(x),
+            ops.MaxPool2d(size, FP64, stride=stride).forward(x),
+        )
+        for n, r, c, k in np.ndindex(*mean.shape):
+            seen = x[n, r * stride : r * stride + size, c * stride : c * stride + size, k]
+            assert mean[n, r, c, k] == pytest.approx(seen.mean()) and most[n, r, c, k] == seen.max()
+    y = ops.Upsample(3, FP64).forward(x)
+    for n, r, c in np.ndindex(*y.shape[:3]):
+        assert np.array_equal(y[n, r, c], x[n, r // 3, c // 3])
+
+
+def test_sequential_is_its_ops_and_numbers_their_parameters(rng: np.random.Generator) -> None:
+    op = with_buffer(
+        ops.Sequential(ops.Linear(4, 3, FP64), ops.ReLU(FP64), ops.Linear(2, 4, FP64, bias=False)), FP64, rng
+    )
+    x = rng.normal(size=(5, 3))
+    first, _, last = op.ops
+    close(op.forward(x), np.maximum(x @ first.weight.value.T + first.bias.value, 0) @ last.weight.value.T)
+    assert [p.name for p in op.params()] == ["0.weight", "0.bias", "2.weight"]
+
+
+def test_layers_made_from_sizes_keep_the_scale_of_what_they_read(rng: np.random.Generator) -> None:
+    """A parameter starts at 0 only where it was asked to."""
+    for op, x in (
+        (ops.Linear(200, 300, FP64), rng.normal(size=(50, 300))),
+        (ops.Conv2d(40, 30, 3, FP64), rng.normal(size=(4, 8, 8, 30))),
+    ):
+        ParamBuffer(op.params(), FP64).initialise(0)
+        assert op.forward(x).std() == pytest.approx(1, rel=0.1) and not op.bias.value.any()
+    assert Param("any", (4, 9)).std == 1 / 3 and Param("vector", (4,)).std == 1 / 2
+    assert Param("told", (4, 9), fill=0.0).std == 0 and Param("gain", (4,), fill=1.0).std == 0
+
+
+@pytest.mark.parametrize(
+    ("op", "x", "message"),
+    [
+        (
+            ops.Conv2d(2, 3, 3, FP64, "first"),
+            (1, 5, 5, 2),
+            r"first: an input of \(1, 5, 5, 2\), expected \(B, H, W, 3\)",
+        ),
+        (ops.Conv2d(2, 3, 3, FP64, "first"), (1, 2, 5, 3), r"first: .* at least \(3, 3\)"),
+        (ops.MaxPool2d(3, FP64), (1, 2, 5, 3), "MaxPool2d: .* at least 3 x 3"),
+        (ops.GeGLU(FP64), (2, 3), r"GeGLU: an input of shape \(2, 3\), expected \(..., 2\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_name_the_op(op: Op, x: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        op.forward(np.zeros(x))
+
+
+def test_a_gain_of_1_plus_w_and_capped_scores(rng: np.random.Generator) -> None:
+    x, w = rng.normal(size=(5, 6)), rng.normal(size=6)
+    expected = (1 + w) * x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-5)
+    close(ops.RMSNorm(param("w", w), FP64, plus_one=True).forward(x), expected)
+    close(ops.AddRMSNorm(param("w2", w), FP64, plus_one=True).forward(x - 1, np.ones_like(x))[1], expected)
+    qkv, scale, cap = rng.normal(size=(1, 9, 3, 4)) * 3, 0.7, 2.0
+    q, k, v = (qkv[0, :, i] for i in range(3))
+    s = cap * np.tanh(q @ k.T * scale / cap)
+    p = np.exp(np.where(np.tri(9) > 0, s, -np.inf))
+    got = ops.Attention(1, 1, FP64, scale=scale, softcap=cap).forward(qkv)
+    close(got[0, :, 0], p / p.sum(axis=-1, keepdims=True) @ v)
+
+
+def test_rows_of_logits_are_padded_for_one_head_with_a_large_odd_vocabulary() -> None:
+    sizes = ((1, 1025, 2), (1, 1025, 4), (1, 1023, 2), (1, 1024, 2), (1, 1032, 2), (2, 1025, 2), (3, 7, 4))
+    assert [row_pitch(*size) for size in sizes] == [1088, 1056, 1023, 1024, 1032, 2050, 21]

@@ -12,39 +12,16 @@
 // Grid: a thread for each vector; gelu_bwd_bias (columns / (32 VEC), partial rows). Block: 256 threads; 32 x 8.
 // Shared memory: gelu_bwd_bias, the eight warps' sums.
 // Bound by memory (two arrays of traffic forward, three backward), with erf in float close to arithmetic.
-//
-// compile: SCALAR=double VEC=1|2 EXACT=0|1
-// compile: SCALAR=float VEC=1|4 EXACT=0|1
-// compile: SCALAR=bf16 VEC=1|8 EXACT=0|1
-// spills: none
 
 #include "ops/common.cuh"
 
 typedef SCALAR T;
 typedef Wide<T> A;
 
-#define SQRT_2_OVER_PI A(0.7978845608028654)
-#define CUBIC A(0.044715)
+#include "ops/gelu.cuh"
+
 #define ROWS 2                    // that a thread of gelu_bwd_bias has in flight
 #define RESIDENT (EXACT ? 1 : 4)  // of its blocks, on each multiprocessor; erf takes more registers
-
-__device__ __forceinline__ A phi(A x) {
-#if EXACT
-    return A(0.5) * (A(1) + erf(x * A(0.7071067811865476)));
-#else
-    // (1 + tanh u) / 2 = 1 / (1 + exp(-2u)): an exponential and a quotient, which bf16 has from the hardware.
-    return inverse_for<T>(A(1) + exp_for<T>(A(-2) * SQRT_2_OVER_PI * (x + CUBIC * x * x * x)));
-#endif
-}
-
-__device__ __forceinline__ A slope_of_phi(A x, A p) {
-#if EXACT
-    return exp(A(-0.5) * x * x) * (A(0.5) * SQRT_2_OVER_PI);
-#else
-    // Phi = (1 + tanh u) / 2, and 1 - tanh^2 u = 4 Phi (1 - Phi)
-    return A(2) * p * (A(1) - p) * SQRT_2_OVER_PI * (A(1) + A(3) * CUBIC * x * x);
-#endif
-}
 
 extern "C" __global__ void __launch_bounds__(256) gelu_fwd(T *y, const T *x, u32 total) {
     const u32 i = blockIdx.x * 256 + threadIdx.x;
