@@ -1,0 +1,478 @@
+"""The contract of `tinyforge/op.py`, held against the cases of an op: everything but the values of its gradients.
+
+`violations(kind, backend)` yields a sentence for each rule that an op breaks, beginning with the rule's name:
+
+    inference      forward gives the same bits with and without a stash, and each time
+    untouched      forward and backward write to no input, no parameter, no `dy`, and to nothing that they have returned
+    gradients      backward returns a gradient of the shape and dtype of each floating-point input, None for integers
+    stash          backward pops what forward has pushed, no more and no less; what it needs is kept there alone
+    accumulation   parameter gradients are added (+=), into the memory that they have
+    frozen         a frozen parameter gets no gradient, and all else stays as it was
+    strides        inputs and `dy` may have gaps, be transposed, or be read backwards
+    precision      the backend's dtype throughout; the other precisions agree with float64
+    parameters     `params()` lists every parameter that the op holds
+    cases          there are some with more than one row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tinyforge.backends import Backend, get_backend
+from tinyforge.errors import UserError
+from tinyforge.kernel import Array
+from tinyforge.model import Model
+from tinyforge.op import Op, Param, Stash
+from tinyforge.params import ParamBuffer
+from tinyforge.rng import Stream
+
+Arrays = tuple[Array, ...]
+
+
+class ContractError(UserError):
+    """An op that breaks a rule of the contract. The message names the op and each rule."""
+
+
+def outputs_of(op: Op, inputs: Sequence[Any], stash: Stash | None = None) -> Arrays:
+    """What forward returns, as a tuple. Raises ContractError for anything but arrays."""
+    result = op.forward(*inputs, stash=stash)
+    found = result if isinstance(result, tuple) else (result,)
+    for y in found:
+        if not (hasattr(y, "dtype") and hasattr(y, "shape")):
+            raise ContractError(
+                f"gradients: forward returned {type(y).__name__}; return an array, or a tuple of arrays"
+            )
+    return found
+
+
+def gradients_of(inputs: Sequence[Any], grads: Any) -> tuple[Any, ...]:
+    """What backward returned, as a tuple with an entry for each input. Raises ContractError where it cannot be that."""
+    if isinstance(grads, list):
+        raise ContractError("gradients: backward returned a list; return a tuple, with a gradient for each input")
+    if not isinstance(grads, tuple):
+        grads = (grads,) + (None,) * (len(inputs) - 1)  # the rest are ids or targets
+    if len(grads) != len(inputs):
+        raise ContractError(
+            f"gradients: backward returned {len(grads)} gradients for {len(inputs)} inputs; return one for each, None "
+            "for integers"
+        )
+    for i, (x, dx) in enumerate(zip(inputs, grads, strict=True)):
+        if x.dtype.kind in "iub" and dx is not None:
+            raise ContractError(f"gradients: backward returned a gradient for input {i}, whose numbers are integers")
+        if x.dtype.kind not in "iub" and dx is None:
+            raise ContractError(f"gradients: backward returned no gradient for input {i}")
+        if dx is not None and (dx.shape, dx.dtype) != (x.shape, x.dtype):
+            raise ContractError(
+                f"gradients: that of input {i} is {dx.dtype} {dx.shape}, expected {x.dtype} {x.shape} as the input"
+            )
+    return grads
+
+
+def violations(kind: type[Op], backend: Backend, seed: int = 0) -> Iterator[str]:
+    """A sentence for each rule that an op breaks: the first time that one of its cases shows it."""
+    said: set[str] = set()
+    rows = 0
+    for op, inputs in kind.cases(backend, np.random.default_rng(seed)):
+        rows = max(rows, *(_rows(x) for x in inputs), 0)
+        for sentence in _of_case(op, inputs, np.random.default_rng(seed)):
+            if (rule := sentence.split(":")[0]) not in said:
+                said.add(rule)
+                yield sentence
+    if rows < 2:
+        yield "cases: none has two rows; yield one, since some faults show only between rows"
+    if not said and backend.precision.name == "fp64":
+        yield from _other_precisions(kind, backend, seed)
+
+
+def _rows(x: Array) -> int:
+    """The length of the first axis; that of a vector is its size."""
+    return int(x.shape[0]) if x.shape else 1
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Copies on the host of what one forward and backward gave."""
+
+    outputs: list[np.ndarray]
+    inputs: list[np.ndarray | None]
+    params: dict[str, np.ndarray]
+
+    def all(self) -> list[np.ndarray]:
+        return [*self.outputs, *(dx for dx in self.inputs if dx is not None), *self.params.values()]
+
+
+class _Case:
+    """One case of an op, run in different ways."""
+
+    def __init__(self, op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> None:
+        self.op, self.inputs, self.host = op, inputs, op.backend.to_numpy
+        self.broken: set[str] = set()
+        self.upstream = tuple(
+            op.backend.asarray(rng.normal(size=y.shape), y.dtype) for y in outputs_of(op, inputs, Stash())
+        )
+
+    def learned(self) -> list[Param]:
+        return [p for p in self.op.params() if not p.frozen]
+
+    def copies(self, arrays: Sequence[Any]) -> list[np.ndarray]:
+        return [np.array(self.host(a)) for a in arrays]
+
+    def forward(self, stash: Stash | None = None, inputs: Sequence[Any] | None = None) -> Arrays:
+        """On copies: an op that writes to its inputs breaks one rule, not all."""
+        return outputs_of(self.op, [x.copy() for x in self.inputs] if inputs is None else inputs, stash)
+
+    def backward(self, stash: Stash, dy: Sequence[Any] | None = None) -> tuple[Any, ...]:
+        dy = [d.copy() for d in self.upstream] if dy is None else dy
+        return gradients_of(self.inputs, self.op.backward(dy[0] if len(dy) == 1 else tuple(dy), stash))
+
+    def run(
+        self, inputs: Sequence[Any] | None = None, dy: Sequence[Any] | None = None, noise: Stream | None = None
+    ) -> _Run:
+        """Forward and backward with gradients that start at 0."""
+        for p in self.learned():
+            p.grad[...] = 0
+        stash = Stash(noise)
+        outputs = self.copies(self.forward(stash, inputs))
+        dx = self.backward(stash, dy)
+        grads = {p.name: np.array(self.host(p.grad)) for p in self.learned()}
+        return _Run(outputs, [None if d is None else np.array(self.host(d)) for d in dx], grads)
+
+    def same(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
+        """Bitwise on NumPy; elsewhere to rounding, since another order of summation is allowed."""
+        if self.op.backend.name == "numpy":
+            return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+        return self.near(a, b)
+
+    def near(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
+        return all(_distance(x, y) <= 1e-11 for x, y in zip(a, b, strict=True))
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, relative to the largest number expected or to 1; infinite for NaN and other shapes."""
+    if found.shape != expected.shape:
+        return np.inf
+    if not found.size:
+        return 0.0
+    found, expected = found.astype(np.float64), expected.astype(np.float64)
+    difference = float(np.abs(found - expected).max()) / max(1.0, float(np.abs(expected).max()))
+    return difference if np.isfinite(difference) else np.inf
+
+
+def _of_case(op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> Iterator[str]:
+    """The rules on one case. An error that the op raises ends them, and is a sentence too."""
+    hidden = [p.name for p in _held(op) if p not in op.params()]
+    if hidden:
+        yield f"parameters: the op holds {', '.join(hidden)}, which params() does not list"
+    rule = "forward"
+    try:
+        case = _Case(op, inputs, rng)
+        for rule, check in _CHECKS.items():
+            for what in check(case, rng):
+                case.broken.add(rule)
+                yield f"{rule}: {what}"
+    except ContractError as error:
+        yield str(error)
+    except NotImplementedError:  # nothing to check yet
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(x.shape) for x in inputs)
+        yield f"{rule}: {_WHERE.get(rule, 'a pass')} raises {type(error).__name__} for inputs of {shapes}: {error}"
+
+
+def _held(op: Op) -> list[Param]:
+    """Every Param that can be reached from the attributes of an op, through other ops and containers."""
+    found: dict[int, Param] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Param):
+            found[id(value)] = value
+        elif id(value) not in seen and isinstance(value, (Op, list, tuple, dict)):
+            seen.add(id(value))
+            parts = vars(value).values() if isinstance(value, Op) else value
+            for part in list(parts.values() if isinstance(parts, dict) else parts):
+                visit(part)
+
+    visit(op)
+    return list(found.values())
+
+
+def _inference(case: _Case, rng: np.random.Generator) -> Iterator[str]:
+    kept, again = (case.copies(case.forward(Stash())) for _ in range(2))
+    if not case.same(kept, again):
+        yield "two forward passes on the same inputs differ"
+    elif not case.same(kept, case.copies(case.forward())):
+        yield "forward without a stash gives another result than with one"
+    noisy = (case.copies(case.forward(Stash(Stream(5, "noise")))) for _ in range(2))
+    if not case.same(*noisy):
+        yield "two forward passes with one noise differ; take random numbers from stash.key(self, rate) alone"
+
+
+def _untouched(case: _Case, rng: np.random.Generator) -> Iterator[str]:
+    op, stash = case.op, Stash()
+    arrays = {
+        **{f"input {i}": x for i, x in enumerate(case.inputs)},
+        **{f"parameter {p.name}": p.value for p in op.params()},
+    }
+    before = dict(zip(arrays, case.copies(list(arrays.values())), strict=True))
+
+    def changed(where: str) -> Iterator[str]:
+        for name, copy in before.items():
+            if case.host(arrays[name]).tobytes() != copy.tobytes():
+                arrays[name][...] = op.backend.xp.asarray(copy)
+                yield f"{where} writes to {name}"
+
+    y = case.forward(stash, case.inputs)
+    yield from changed("forward")
+    dy = tuple(d.copy() for d in case.upstream)
+    arrays.update({"dy": dy[0]} if len(dy) == 1 else {f"dy[{i}]": d for i, d in enumerate(dy)})
+    arrays.update({f"output {i}, which is the caller's": part for i, part in enumerate(y)})
+    before = dict(zip(arrays, case.copies(list(arrays.values())), strict=True))
+    dx = case.backward(stash, dy)
+    yield from changed("backward")
+    arrays = {f"gradient of input {i}, which it returned before": d for i, d in enumerate(dx) if d is not None}
+    arrays.update({f"output {i}, which it returned before": part for i, part in enumerate(y)})
+    before = dict(zip(arrays, case.copies(list(arrays.values())), strict=True))
+    stash = Stash()
+    case.forward(stash, _moved(case, rng))
+    case.backward(stash, [2 * d for d in case.upstream])
+    yield from changed("the next pass")
+
+
+def _moved(case: _Case, rng: np.random.Generator) -> list[Any]:
+    """The inputs, the floating-point ones changed a little."""
+    asarray = case.op.backend.asarray
+    return [x * 0.99 + asarray(0.01 * rng.normal(size=x.shape)) if x.dtype.kind == "f" else x for x in case.inputs]
+
+
+def _gradients(case: _Case, rng: np.random.Generator) -> Iterator[str]:
+    first = case.run()
+    if not case.same(first.all(), case.run().all()):
+        yield "a second backward on the same inputs gives other gradients"
+    for i, dx in enumerate(first.inputs):
+        if dx is not None and not np.isfinite(dx).all():
+            yield f"that of input {i} is not finite"
+
+
+def _stash(case: _Case, rng: np.random.Generator) -> Iterator[str]:
+    stranger, stash = Op(case.op.backend, "the caller"), Stash()
+    stash.push(stranger, "record")
+    case.forward(stash)
+    if next(owner for owner, _ in [*stash, (None, ())]) is not stranger:
+        yield "forward takes a record that another op has pushed"
+        return
+    case.backward(stash)
+    owners = [owner for owner, _ in stash]
+    if owners != [stranger]:
+        left = len(owners) - (stranger in owners)
+        yield f"backward left {left} records" if left else "backward popped the record of another op"
+        return
+    if case.broken & {"untouched", "gradients", "accumulation"}:
+        return
+    other = _moved(case, rng)
+    runs, stash = (case.run(), case.run(other)), Stash()
+    for p in case.learned():
+        p.grad[...] = 0
+    case.forward(stash)
+    case.forward(stash, other)
+    case.backward(stash)
+    dx = [d for d in case.backward(stash) if d is not None]
+    found = case.copies([*dx, *(p.grad for p in case.learned())])
+    sums = [runs[0].params[p.name] + runs[1].params[p.name] for p in case.learned()]
+    if not case.near(found, [*(d for d in runs[0].inputs if d is not None), *sums]):
+        yield "after two forward passes backward gives other gradients; keep what it needs on the stash, not in the op"
+
+
+def _accumulation(case: _Case, rng: np.random.Generator) -> Iterator[str]:
+    first, memory = case.run(), {p.name: p._grad for p in case.learned()}
+    start = {p.name: rng.normal(size=p.shape) for p in case.learned()}
+
+    def again(stash: Stash) -> None:
+        case.forward(stash)
+        case.backward(stash)
+
+    for p in case.learned():
+        p.grad[...] = case.op.backend.xp.asarray(start[p.name])
+    again(Stash())
+    for p in case.learned():
+        if p._grad is not memory[p.name] or p._grad.dtype != case.op.backend.master_dtype:
+            yield f"backward replaces the array of {p.name}.grad; write into it: grad[...] += ..."
+            return
+        found, own = case.host(p.grad), first.params[p.name]
+        if case.near([found], [own]) and not case.near([found], [own + start[p.name]]):
+            yield f"the gradient of {p.name} is assigned; parameter gradients are added: grad += ..."
+        elif not case.near([found], [own + start[p.name]]):
+            yield f"backward does not add its gradient to what {p.name}.grad holds: grad += ..."
+    for p in case.learned():
+        p._grad.fill(np.nan)
+        p.grad_is_zero = True  # 0, whatever its memory says
+    again(Stash())
+    for p in case.learned():
+        if not case.near([case.host(p.grad)], [first.params[p.name]]):
+            yield f"grad_with_beta said that {p.name}.grad is undefined, and not all of it was assigned"
+
+
+def _frozen(case: _Case, rng: np.random.Generator) -> Iterator[str]:
+    """All parameters frozen, then every second."""
+    params = case.op.params()
+    expected = case.run(noise=Stream(5, "noise"))
+    before = [(p.frozen, p._value, vars(p).get("_grad")) for p in params]
+    values = [p.value.copy() for p in params]
+    try:
+        for kept in (0, 1) if case.learned() else ():
+            for i, p in enumerate(params):
+                p.frozen = not (kept and i % 2)
+            ParamBuffer(params, case.op.backend)
+            for p, value in zip(params, values, strict=True):
+                p.value[...] = value
+            yield from _frozen_like(case, expected)
+    finally:
+        for p, (frozen, value, grad) in zip(params, before, strict=True):
+            p.frozen, p._value, p._grad = frozen, value, grad
+
+
+def _frozen_like(case: _Case, expected: _Run) -> Iterator[str]:
+    found = case.run(noise=Stream(5, "noise"))
+    left = {name: grad for name, grad in expected.params.items() if name in found.params}
+    names = ", ".join(p.name for p in case.op.params() if p.frozen)
+    if not case.near(found.outputs, expected.outputs):
+        yield f"with {names} frozen forward gives another result"
+    elif not case.near(*([d for d in run.inputs if d is not None] for run in (found, expected))):
+        yield f"with {names} frozen the gradients of the inputs are others"
+    elif not case.near([found.params[name] for name in left], list(left.values())):
+        yield f"with {names} frozen the gradients of the other parameters are others"
+    elif any(p.grad is not None for p in case.op.params() if p.frozen):
+        yield f"backward gives {names} a gradient, though frozen"
+
+
+def _strides(case: _Case, rng: np.random.Generator) -> Iterator[str]:
+    xp, expected = case.op.backend.xp, case.run()
+
+    def every_second(x: Any) -> Any:
+        """x as every second element of a larger array, the gaps NaN (or an id far out of range)."""
+        if not x.shape:
+            return x
+        wide = xp.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan if x.dtype.kind == "f" else 2**30, x.dtype)
+        wide[..., ::2] = x
+        return wide[..., ::2]
+
+    layouts: dict[str, Callable[[Any], Any]] = {
+        "gaps between their numbers": every_second,
+        "their axes in another order": lambda x: xp.ascontiguousarray(x.T).T,
+        "a negative stride": lambda x: xp.ascontiguousarray(x[::-1])[::-1] if x.shape else x,
+    }
+    for what, layout in layouts.items():
+        found = case.run([layout(x) for x in case.inputs], [layout(d) for d in case.upstream])
+        if not case.near(found.all(), expected.all()):
+            yield f"inputs and dy with {what} give another result; do not reshape or take the address without a copy"
+            return
+
+
+def _precision(case: _Case, rng: np.random.Generator) -> Iterator[str]:
+    """A change of 1e-11 is far below the resolution of float32, and far above that of float64."""
+    dtype = case.op.backend.dtype
+    y = case.forward(Stash())
+    if odd := {str(part.dtype) for part in y if part.dtype.kind == "f" and part.dtype not in (dtype, np.float64)}:
+        yield f"forward returns {', '.join(odd)}, expected {dtype}"
+    if dtype != np.float64:
+        return
+    base, run = case.copies(y), case.run()
+    for i, (x, dx) in enumerate(zip(case.inputs, run.inputs, strict=True)):
+        if dx is None or not x.size or not np.abs(dx).max() > 1e-3:
+            continue
+        direction = case.op.backend.asarray(np.sign(dx) * max(1.0, float(np.abs(case.host(x)).max())))
+
+        def moves(step: float, i: int = i, x: Any = x, direction: Any = direction) -> bool:
+            moved = [*case.inputs[:i], x + step * direction, *case.inputs[i + 1 :]]
+            now = case.copies(case.forward(Stash(), moved))
+            return any(a.tobytes() != b.tobytes() for a, b in zip(base, now, strict=True))
+
+        if not moves(1e-11) and moves(1e-5):
+            yield f"forward computes in less than float64: a change of input {i} by 1e-11 changes nothing"
+
+
+_CHECKS: dict[str, Callable[[_Case, np.random.Generator], Iterator[str]]] = {
+    "untouched": _untouched,
+    "inference": _inference,
+    "gradients": _gradients,
+    "accumulation": _accumulation,
+    "stash": _stash,
+    "strides": _strides,
+    "precision": _precision,
+    "frozen": _frozen,
+}
+_WHERE = {
+    "stash": "backward after another op's record",
+    "accumulation": "backward on gradients that are not 0",
+    "strides": "a pass on arrays with gaps",
+    "frozen": "a pass with frozen parameters",
+}
+
+
+class _Lower(Stash):
+    """Notes saved float64 arrays: where a precision is doubled without anyone asking for it."""
+
+    found = ""
+
+    def push(self, owner: Op, *saved: Any) -> None:
+        if any(getattr(a, "dtype", None) == np.float64 for a in saved):
+            self.found = owner.name
+        super().push(owner, *saved)
+
+
+LOWER = {"numpy": {"fp32": 1e-4}, "cupy": {"fp32": 1e-4, "bf16": 0.1}}
+"""The precisions that are compared with float64, and their tolerances, relative to the largest number of an array."""
+
+
+def _other_precisions(kind: type[Op], backend: Backend, seed: int) -> Iterator[str]:
+    """Precisions, and sizes, that the backend refuses are left out."""
+    for precision, tolerance in LOWER.get(backend.name, {}).items():
+        if precision == "bf16" and issubclass(kind, Model):
+            continue  # its errors add up over the layers: tests/gpu compares whole models
+        try:
+            lower = get_backend(backend.name, precision, workers=1)
+            pairs = zip(*(kind.cases(b, np.random.default_rng(seed)) for b in (lower, backend)), strict=True)
+            found = (_difference(low, exact, tolerance, np.random.default_rng(seed)) for low, (exact, _) in pairs)
+            what = next(filter(None, found), "")
+        except ContractError as error:
+            what = f"{error}"
+        except UserError:
+            continue
+        if what:
+            yield f"precision: in {precision} {what}"
+            return
+
+
+def _difference(low: tuple[Op, Sequence[Any]], exact: Op, tolerance: float, rng: np.random.Generator) -> str:
+    """How a case in a lower precision differs from the same one in float64; empty if it does not."""
+    op, host = low[0], low[0].backend.to_numpy
+    # A case may make its inputs with NumPy's float64 and leave their precision to the op's backend.
+    inputs = [op.backend.asarray(host(x)) if x.dtype == np.float64 else x for x in low[1]]
+    for p, q in zip(op.params(), exact.params(), strict=True):
+        q.value[...] = exact.backend.asarray(host(p.value).astype(np.float64))
+    rounded = [x if x.dtype.kind == "i" else exact.backend.asarray(host(x).astype(np.float64)) for x in inputs]
+    cases = _Case(op, inputs, rng), _Case(exact, rounded, rng)
+    cases[1].upstream = tuple(
+        exact.backend.xp.asarray(host(d).astype(np.float64) if d.dtype.kind != "i" else host(d))
+        for d in cases[0].upstream
+    )
+    stash = _Lower()
+    y = cases[0].forward(stash)
+    if odd := [str(part.dtype) for part in y if part.dtype.kind != "i" and part.dtype == np.float64]:
+        return f"forward returns {odd[0]}"
+    if stash.found:
+        return f"{stash.found} saves float64"
+    found, expected = (case.run() for case in cases)
+    names = (
+        *(f"output {i}" for i in range(len(found.outputs))),
+        *(f"the gradient of input {i}" for i, dx in enumerate(found.inputs) if dx is not None),
+        *(f"the gradient of {name}" for name in found.params),
+    )
+    for name, a, b in zip(names, found.all(), expected.all(), strict=True):
+        if not (distance := _distance(a, b)) <= tolerance:
+            return f"{name} is off by {distance:.0e} of the largest number in float64"
+    return ""
