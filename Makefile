@@ -13,6 +13,7 @@ SPEEDRUN_FLAGS ?= --config small
 FUZZ_SECONDS ?= 600
 CHAOS_SECONDS ?= 1200
 SOAK_SECONDS ?= 3600
+MUTANTS ?= 500
 DEMO := runs/demo
 
 RUN := $(VENV)/bin/python
@@ -80,6 +81,9 @@ chaos: $(VENV)/.stamp-dev ## kill every command that writes files, resume, compa
 
 soak: $(VENV)/.stamp-dev ## train and chat for an hour in little memory
 	$(RUN) -m tests.soak --seconds $(SOAK_SECONDS)
+
+mutants: $(VENV)/.stamp-dev ## change ops, models, optimizers, objectives a token at a time; the tests must notice: hours
+	$(RUN) -m tests.mutants --number $(MUTANTS)
 
 bench: $(VENV)/.stamp-dev ## time a training step
 	$(RUN) bench/train_step.py $(BENCH_FLAGS)
