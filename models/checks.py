@@ -21,4 +21,4 @@ def check_rates(config: Any, *names: str) -> None:
     """Dropout's rates are at least 0, and below 1."""
     for name in names:
         if not 0 <= getattr(config, name) < 1:
-            raise UserError(f"config: {name} is {getattr(config, name)}, wants 0 to below 1")
+            raise UserError(f"config: {name} is {getattr(config, name)}, expected 0 to below 1")

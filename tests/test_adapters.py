@@ -19,6 +19,8 @@ from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config as LlamaConfig
 from tinyforge.models.llama import Llama
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import Config as NanoEulerConfig
 from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.op import Stash
@@ -137,11 +139,20 @@ def test_a_target_that_is_not_there() -> None:
         adapted("gpt2", Adapters(2, 4.0, 0.0, ("gate_up",)))
 
 
+def test_maps_in_branches_and_in_their_ops_are_found() -> None:
+    """An op's name leaves out the branch that holds it: model.blocks[0].attention.qkv is blocks.0.qkv."""
+    config = MoEConfig(dim=12, heads=3, kv_heads=1, layers=1, context=9, vocab=11, hidden=10, experts=3)
+    model = Adapted(partial(MoE, config, FP64), SETTINGS)
+    assert list(model.adapters) == ["blocks.0.qkv", "blocks.0.out", "blocks.0.experts.gate"]
+    block = model.blocks[0]
+    assert [block.attention.qkv, block.attention.out, block.mlp.experts.gate] == list(model.adapters.values())
+
+
 def test_an_op_whose_name_is_not_its_path() -> None:
     class Renamed(Llama):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.blocks[0].qkv.name = "blocks.5.qkv"
+            self.blocks[0].attention.qkv.name = "blocks.5.qkv"
 
     with pytest.raises(UserError, match="Renamed: blocks.5.qkv is not the path of that op in the model"):
         Adapted(partial(Renamed, LLAMA, FP64), SETTINGS)

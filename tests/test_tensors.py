@@ -24,10 +24,10 @@ def test_every_type_that_is_read(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "x.safetensors")
     found = tensors.read_header(tmp_path / "x.safetensors")
     assert found.keys() == stored.keys()
-    for name, wanted in stored.items():
+    for name, expected in stored.items():
         got = found[name].read()
         assert got.dtype == (np.float64 if name == "f64" else np.float32)
-        assert got.shape == found[name].shape == wanted.shape and np.array_equal(got, wanted)
+        assert got.shape == found[name].shape == expected.shape and np.array_equal(got, expected)
 
 
 def test_bfloat16_both_ways(tmp_path: Path) -> None:
@@ -39,9 +39,9 @@ def test_bfloat16_both_ways(tmp_path: Path) -> None:
     x = np.concatenate([bits, ties]).view(np.float32)
     tensors.write(tmp_path / "x.safetensors", {"x": (x.shape, lambda: x)}, "bf16")
     with np.errstate(invalid="ignore"):  # signalling NaNs are among the bits
-        wanted = x.astype(ml_dtypes.bfloat16)
+        expected = x.astype(ml_dtypes.bfloat16)
     got = tensors.read_header(tmp_path / "x.safetensors")["x"].read()
-    assert np.array_equal(got, wanted.astype(np.float32), equal_nan=True)
+    assert np.array_equal(got, expected.astype(np.float32), equal_nan=True)
     assert load_file(tmp_path / "x.safetensors")["x"].dtype == ml_dtypes.bfloat16
 
 
@@ -54,7 +54,7 @@ def test_what_is_written_the_package_reads(tmp_path: Path) -> None:
 
 
 def test_only_what_is_asked_for_is_read(tmp_path: Path) -> None:
-    """A tensor of a gigabyte that lies in a hole of the file is listed, and the small one beside it read."""
+    """A tensor of a gigabyte that lies in a hole of the file is listed, and the small one next to it read."""
     header = json.dumps(
         {
             "big": {"dtype": "F32", "shape": [1 << 28], "data_offsets": [0, 1 << 30]},
@@ -119,7 +119,7 @@ def test_a_type_that_is_no_float_is_refused_when_it_is_read(tmp_path: Path) -> N
 
 
 def test_codes_and_their_scales_are_one_tensor(tmp_path: Path) -> None:
-    """Beside them a tensor that is only named like a scale."""
+    """Next to them a tensor that is only named like a scale."""
     codes, scales = np.arange(-6, 6, dtype=np.int8).reshape(2, 2, 3), np.array([1, 0.1, 3, 0], np.float32)
     stored = {
         "a": codes,
@@ -151,7 +151,7 @@ def test_codes_without_good_scales_are_refused(scales: np.ndarray | None, messag
     save_file(stored, tmp_path / "x.safetensors")
     found = tensors.read_header(tmp_path / "x.safetensors")
     assert list(found) == ["w"]
-    wanted = rf"x\.safetensors: w is of type I8, and its scales, w_scale, are {message}; wanted finite F32 of"
-    with pytest.raises(UserError, match=wanted) as caught:
+    expected = rf"x\.safetensors: w is of type I8, and its scales, w_scale, are {message}; expected finite F32 of"
+    with pytest.raises(UserError, match=expected) as caught:
         found["w"].read()
     assert "\n" not in str(caught.value)

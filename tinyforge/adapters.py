@@ -9,7 +9,7 @@ buffer is made: frozen weights take no memory for masters, gradients or moments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,11 @@ class Adapted:
     """
 
     def __init__(
-        self, make: Callable[..., Any], settings: Adapters, values: Array = None, frozen_values: Array = None
+        self,
+        make: Callable[..., Any],
+        settings: Adapters,
+        values: Array | None = None,
+        frozen_values: Array | None = None,
     ) -> None:
         self._make, self.settings = make, settings
         self.model = make(values=UNPLACED)
@@ -59,7 +63,7 @@ class Adapted:
         chosen = [op for op in found if not settings.targets or _last(op) in settings.targets]
         most = max((min(op.weight.shape) for op in chosen), default=settings.rank)
         if settings.rank > most:
-            raise UserError(f"--lora is {settings.rank}, wants at most {most}: no linear map here has a higher rank")
+            raise UserError(f"--lora is {settings.rank}, expected at most {most}: no linear map here has a higher rank")
         self.adapters: dict[str, LoRA] = {}
         for op in chosen:
             self.adapters[op.name] = _adapter(op, settings, backend)
@@ -97,34 +101,37 @@ def _adapter(op: Any, settings: Adapters, backend: Backend) -> LoRA:
     """A LoRA around `op`'s weight. A starts with PEFT's variance, 1 / 3I, and B at 0."""
     (outputs, inputs), rank = op.weight.shape, settings.rank
     a = Param(f"{op.name}.lora_a", (rank, inputs), std=(3 * inputs) ** -0.5)
-    b = Param(f"{op.name}.lora_b", (outputs, rank))
+    b = Param(f"{op.name}.lora_b", (outputs, rank), fill=0.0)
     activation: Op | None = None
     if isinstance(op, SwiGLULinear):
         activation = SwiGLU(backend, f"{op.name}.swiglu")
     elif isinstance(op, GELULinear):
         activation = GELU(backend, name=f"{op.name}.gelu", bias=op.input_bias)
-    return LoRA(
-        op.weight,
-        a,
-        b,
-        backend,
-        op.name,
-        bias=getattr(op, "bias", None),
-        alpha=settings.alpha,
-        rate=settings.dropout,
-        activation=activation,
-    )
+    how: dict[str, Any] = {"bias": getattr(op, "bias", None), "alpha": settings.alpha, "rate": settings.dropout}
+    return LoRA(op.weight, a, b, backend, op.name, activation=activation, **how)
 
 
 def _exchange(model: Any, old: Op, new: Op) -> None:
-    """Put `new` where the model has `old`: an op's name is its path, "blocks.0.qkv" for model.blocks[0].qkv."""
-    *path, last = old.name.split(".")
+    """Put `new` where the model has `old`: an op's name is its path, "blocks.0.qkv" for an op that model.blocks[0] or
+    one of its branches holds."""
     holder = model
-    for part in path:
-        holder = dict(enumerate(holder or ())).get(int(part)) if part.isdigit() else getattr(holder, part, None)
-    if getattr(holder, last, None) is not old:
+    for part in old.name.split(".")[:-1]:
+        if part.isdigit():
+            holder = dict(enumerate(holder or ())).get(int(part))
+        else:
+            holder = next((value for _, name, value in _held(holder) if name == part), None)
+    places = [(owner, name) for owner, name, value in _held(holder) if value is old]
+    if not places:
         raise UserError(
             f"{type(model).__name__}: {old.name} is not the path of that op in the model; leave it out of "
             "the targets, or name it by its path"
         )
-    setattr(holder, last, new)
+    for owner, name in places:
+        setattr(owner, name, new)
+
+
+def _held(holder: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Each attribute of the holder, then of what it holds: its owner, its name and its value."""
+    for owner in (holder, *getattr(holder, "__dict__", {}).values()):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            yield owner, name, value

@@ -240,38 +240,6 @@ Recompute = Literal["", "norms", "blocks"]
 """The parts that a model recomputes in backward instead of keeping them: none, its norms, or whole blocks."""
 
 
-class Again(Op):
-    """A block whose forward is recomputed in backward: only its input is kept.
-
-    run(block, x, h, normed, stash) = block(x, h, stash), with h = normed(x), the norm before the block. Saves x,
-    and drops what the ops of the block have saved. `restore` reruns the block on the same stash, which then has the
-    records that the block's own backward pops; dropout draws from the same streams. This takes the memory of one block
-    at a time, and the time of another forward: a third more. The bits are the same.
-
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
-    """
-
-    def run(
-        self,
-        block: Callable[..., Any],
-        x: Array,
-        h: Array,
-        normed: Callable[[Array], Array],
-        stash: Stash | None = None,
-    ) -> Any:
-        if stash is None:
-            return block(x, h, None)
-        before = len(stash)
-        result = block(x, h, stash)
-        stash.drop(before)
-        stash.push(self, block, x, normed)
-        return result
-
-    def restore(self, stash: Stash) -> None:
-        block, x, normed = stash.pop(self)
-        block(x, normed(x), stash)
-
-
 class WithKeywords(Op):
     """Wraps an op for gradient-check cases, where inputs have no names: its last inputs become keywords of forward.
 

@@ -1,7 +1,7 @@
 """The models that commands and recipes work with. Each is registered once; nothing else lists models.
 
-A model registers as a `ModelSpec`. The package `models` beside `tinyforge`, which comes with a wheel, lists its own in
-`models.SPECS`; another package brings its own by an entry point of the group `tinyforge.models`:
+A model registers as a `ModelSpec`. The package `tinyforge.models` lists its own in `SPECS`; another package brings its
+own by an entry point of the group `tinyforge.models`:
 
     [project.entry-points."tinyforge.models"]
     mymodel = "mypackage.mymodel:SPEC"
@@ -18,11 +18,26 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 
 GROUP = "tinyforge.models"
 HOME = "tinyforge.models"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Settings with which a preset trains well, e.g. {"lr": 1e-3}, and where they come from, for the user to read."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+
+def gpt3_rate(rate: float, size: str) -> Defaults:
+    """The peak rate of GPT-3's model of that size.
+
+    Source: Brown et al., "Language Models are Few-Shot Learners" (2020), table 2.1; from 0.5 million tokens a batch.
+    """
+    return Defaults({"lr": rate, "warmup": 0.05}, f"as GPT-3's model of {size} parameters")
 
 
 @dataclass(frozen=True)
@@ -36,10 +51,11 @@ class ModelSpec:
     architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
     `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". fp8: whether --precision
     fp8 applies to it. bundled: a small trained checkpoint that comes with the model's code, for commands that need a
-    model when nothing has been trained yet; storyteller: another, which chat takes then. learns: "text", next tokens,
-    for recipes/pretrain.py; "masked text", masked tokens there, and classes of texts in recipes/classify.py; "images",
-    classes of images there. pretraining: settings of recipes/pretrain.py with another default for this model, e.g.
-    {"lr": 5e-4}.
+    model when nothing has been trained yet; bundled_for_chat: another, which chat takes then. learns: "text", next
+    tokens, for recipes/pretrain.py; "masked text", masked tokens there, and classes of texts in recipes/classify.py;
+    "images", classes of images there; or what another recipe teaches it, in words. use: for such a model, the command
+    that uses it, which messages of other commands name. pretraining: by preset, the defaults of recipes/pretrain.py
+    that differ from its own; under "" those of presets that are not listed.
 
     For docs/models.md, and required by the tests for every model in the checkout: source, the paper; backward, what is
     new in its gradients, a sentence or two. trained: training results by name, each "FILE#a/b/c", a place in a JSON
@@ -49,8 +65,8 @@ class ModelSpec:
     name: str
     title: str
     build: Callable[..., Any]
-    config: type[ModelConfig]
-    presets: Mapping[str, ModelConfig]
+    config: type[Any]
+    presets: Mapping[str, Any]
     summary: str = ""
     hf: str = ""
     architectures: tuple[str, ...] = field(default=())
@@ -58,12 +74,21 @@ class ModelSpec:
     blocks: bool = False
     fp8: bool = False
     bundled: Path | None = None
-    storyteller: Path | None = None
+    bundled_for_chat: Path | None = None
     learns: str = "text"
-    pretraining: Mapping[str, Any] = field(default_factory=dict)
+    use: str = ""
+    pretraining: Mapping[str, Defaults] = field(default_factory=dict)
     source: str = ""
     backward: str = ""
     trained: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def advice(self) -> str:
+        """For a command that this model is not for: what to do."""
+        return f"use it by {self.use}" if self.use else "use recipes/classify.py, or another model"
+
+    def pretraining_of(self, preset: str) -> Defaults:
+        return self.pretraining.get(preset) or self.pretraining.get("") or Defaults()
 
     def check_recompute(self, how: str) -> None:
         """Raise UserError if the model cannot be built with this recomputation."""
@@ -106,9 +131,7 @@ def next_token_model(name: str) -> ModelSpec:
     """The model of that name. Raises UserError unless it predicts next tokens."""
     spec = find_model(name)
     if spec.learns != "text":
-        raise UserError(
-            f"{spec.title} learns {spec.learns} and cannot continue text; use recipes/classify.py, or another model"
-        )
+        raise UserError(f"{spec.title} learns {spec.learns} and cannot continue text; {spec.advice}")
     return spec
 
 

@@ -2,7 +2,7 @@
 
 from tinyforge.models.bert.config import PRESETS, Config
 from tinyforge.models.bert.model import BERT
-from tinyforge.registry import ModelSpec
+from tinyforge.registry import Defaults, ModelSpec
 
 SPEC = ModelSpec(
     "bert",
@@ -12,10 +12,14 @@ SPEC = ModelSpec(
     PRESETS,
     "Post-norm blocks that look both ways, masked words, a classifier",
     hf=f"{__name__}.hf",
-    architectures=("BertForMaskedLM", "BertForSequenceClassification"),
+    architectures=("BertForMaskedLM", "BertForSequenceClassification", "BertModel"),
     learns="masked text",
     # At the learning rate of the pre-norm models it learns no more than word frequencies: docs/models/bert.md.
-    pretraining={"lr": 5e-4, "warmup": 0.1},
+    pretraining={
+        "": Defaults({"lr": 5e-4, "warmup": 0.1}, "as in this project's runs"),
+        "base": (published := Defaults({"lr": 1e-4, "warmup": 0.01}, "as BERT was trained")),
+        "large": published,
+    },
     source='Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding" (2018)',
     backward="The norms are in the residual stream: a gradient on its way down passes the Jacobian of each norm above, "
     "and a fork adds the branch's to it. Padding has no gradient: no query attends to its keys, and its outputs are "

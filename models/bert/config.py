@@ -14,7 +14,8 @@ class Config(ModelConfig):
     """The shape of a BERT.
 
     dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the MLP. segments:
-    kinds of text in a row, 2 for pairs. classes: number of classes; 0 for masked words. dropout: rate in training,
+    kinds of text in a row, 2 for pairs. classes: number of classes; 0 for masked words. trunk: without an
+    output for those, as models of text embeddings are. dropout: rate in training,
     after the embedding, on both additions to the stream, and before the classes. attention_dropout: on the attention
     probabilities; on a GPU it requires attention's slow kernels. masked: share of a row's words that is masked in
     pretraining; 15 % in the paper.
@@ -27,6 +28,7 @@ class Config(ModelConfig):
     vocab: int = 8192
     segments: int = 2
     classes: int = 0
+    trunk: bool = False
     dropout: float = 0.1
     attention_dropout: float = 0.0
     norm_eps: float = 1e-12
@@ -37,10 +39,10 @@ class Config(ModelConfig):
         self.require_positive("dim", "heads", "layers", "hidden", "segments")
         check_heads(self)
         if self.classes < 0:
-            raise UserError(f"config: classes is {self.classes}, wants 0 or more")
+            raise UserError(f"config: classes is {self.classes}, expected 0 or more")
         check_rates(self, "dropout", "attention_dropout")
         if not 0 < self.masked < 1:
-            raise UserError(f"config: masked is {self.masked}, wants a share between 0 and 1")
+            raise UserError(f"config: masked is {self.masked}, expected a share between 0 and 1")
 
     @property
     def head_dim(self) -> int:

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tinyforge.layout import Entry, require, setting
+from tinyforge.layout import Entry, Fields, class_count, class_names, read_fields, require, write_fields
 from tinyforge.models.bert.config import Config
 
+FIELDS: Fields = {
+    "dim": ("hidden_size", int),
+    "heads": ("num_attention_heads", int),
+    "layers": ("num_hidden_layers", int),
+    "hidden": ("intermediate_size", int),
+    "context": ("max_position_embeddings", int),
+    "vocab": ("vocab_size", int),
+    "segments": ("type_vocab_size", int, 2),
+    "dropout": ("hidden_dropout_prob", float, 0.1),
+    "attention_dropout": ("attention_probs_dropout_prob", float, 0.1),
+    "norm_eps": ("layer_norm_eps", float, 1e-12),
+}
 PREFIX = "bert."
 # Position numbers; the tied output matrix, written twice; the head for next-sentence prediction; a pooler that masked
 # words do not use.
@@ -21,47 +33,17 @@ def read_config(given: Mapping[str, Any]) -> Config:
     require(given, "position_embedding_type", "absolute")
     require(given, "is_decoder", False)
     require(given, "tie_word_embeddings", True)
-    labels = given.get("id2label")
     classifies = given.get("architectures") == ["BertForSequenceClassification"]
-    return Config(
-        dim=setting(given, "hidden_size", int),
-        heads=setting(given, "num_attention_heads", int),
-        layers=setting(given, "num_hidden_layers", int),
-        hidden=setting(given, "intermediate_size", int),
-        context=setting(given, "max_position_embeddings", int),
-        vocab=setting(given, "vocab_size", int),
-        segments=setting(given, "type_vocab_size", int, 2),
-        # transformers writes no labels for its default, two.
-        classes=(len(labels) if isinstance(labels, dict) and labels else 2) if classifies else 0,
-        dropout=setting(given, "hidden_dropout_prob", float, 0.1),
-        attention_dropout=setting(given, "attention_probs_dropout_prob", float, 0.1),
-        norm_eps=setting(given, "layer_norm_eps", float, 1e-12),
-    )
+    trunk = given.get("architectures") == ["BertModel"]
+    return Config(classes=class_count(given) if classifies else 0, trunk=trunk, **read_fields(given, FIELDS))
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    c = config
-    written: dict[str, Any] = {
-        "architectures": ["BertForSequenceClassification" if c.classes else "BertForMaskedLM"],
-        "model_type": "bert",
-        "hidden_act": "gelu",
-        "hidden_size": c.dim,
-        "num_attention_heads": c.heads,
-        "num_hidden_layers": c.layers,
-        "intermediate_size": c.hidden,
-        "max_position_embeddings": c.context,
-        "vocab_size": c.vocab,
-        "type_vocab_size": c.segments,
-        "hidden_dropout_prob": c.dropout,
-        "attention_probs_dropout_prob": c.attention_dropout,
-        "layer_norm_eps": c.norm_eps,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-    }
-    if c.classes:
-        written["id2label"] = {str(i): f"LABEL_{i}" for i in range(c.classes)}
-        written["label2id"] = {f"LABEL_{i}": i for i in range(c.classes)}
-    return written
+    architecture = "BertForSequenceClassification" if config.classes else "BertForMaskedLM"
+    architecture = "BertModel" if config.trunk and not config.classes else architecture
+    kind = {"architectures": [architecture], "model_type": "bert", "hidden_act": "gelu"}
+    written = kind | write_fields(config, FIELDS) | {"tie_word_embeddings": True, "pad_token_id": 0}
+    return written | (class_names(config.classes) if config.classes else {})
 
 
 def entries(config: Config) -> Iterator[Entry]:
@@ -88,7 +70,7 @@ def entries(config: Config) -> Iterator[Entry]:
     if c.classes:
         yield from both("bert.pooler.dense", "pooler", c.dim, c.dim)
         yield from both("classifier", "head", c.classes, c.dim)
-    else:
+    elif not c.trunk:
         yield from both("cls.predictions.transform.dense", "transform", c.dim, c.dim)
         yield from both("cls.predictions.transform.LayerNorm", "transform.norm", c.dim)
         yield Entry("cls.predictions.bias", (c.vocab,), "head.bias")

@@ -1,4 +1,4 @@
-"""BERT, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+"""BERT, forward and backward. Read `hidden` and `forward`, then `backward` next to them from the bottom up.
 
 Differences from GPT-2: every token attends to every other except padding, segments are embedded besides words and
 positions, norms come after each addition instead of before each branch, and the model predicts masked words, or the
@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
+from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.model import Model
-from tinyforge.models.bert.block import STD, Block, linear, norm
+from tinyforge.models.bert.block import Block
 from tinyforge.models.bert.config import Config
+from tinyforge.models.gpt2.parts import STD, linear, norm
 from tinyforge.op import Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, CrossEntropy, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, Take, Tanh
 from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.residual import AttentionContext
 
 
 def sines(rows: int, columns: int) -> np.ndarray:
@@ -50,7 +53,9 @@ class BERT(Model):
 
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         super().__init__(backend)
         self.config = c = config
         table = Param("embedding.weight", (c.vocab, c.dim), std=STD)
@@ -61,7 +66,7 @@ class BERT(Model):
         self.dropout = Dropout(c.dropout, backend, "dropout")
         self.blocks = [Block(c, i, backend) for i in range(c.layers)]
         self.take = Take(backend, "take")
-        self.head: list[Op]
+        self.head: list[Op] = []
         if c.classes:
             self.head = [
                 linear("pooler", c.dim, c.dim, backend),
@@ -69,14 +74,14 @@ class BERT(Model):
                 Dropout(c.dropout, backend, "pooler.dropout"),
                 linear("head", c.classes, c.dim, backend, matrices=0),
             ]
-        else:
+        elif not c.trunk:
             gain = Param("transform.norm.weight", (c.dim,), fill=1.0, decay=False)
-            bias = Param("transform.norm.bias", (c.dim,), decay=False)
+            bias = Param("transform.norm.bias", (c.dim,), fill=0.0, decay=False)
             self.head = [
                 linear("transform", c.dim, c.dim, backend),
                 GELU(backend, "erf", "transform.gelu"),
                 LayerNorm(gain, bias, backend, c.norm_eps, "transform.norm"),
-                Linear(table, backend, "head", bias=Param("head.bias", (c.vocab,), decay=False)),
+                Linear(table, backend, "head", bias=Param("head.bias", (c.vocab,), fill=0.0, decay=False)),
             ]
         self.loss = CrossEntropy(backend, "loss")
         self.buffer = ParamBuffer(self.params(), backend, values)
@@ -92,8 +97,13 @@ class BERT(Model):
         _, x = self.norm.forward(x, self.segments.forward(segments, stash), stash)
         x = self.dropout.forward(x, stash)
         for block in self.blocks:
-            x = block.forward(x, lengths, stash)
+            x = block.forward(x, stash, AttentionContext(lengths=lengths))
         return x
+
+    def encode(self, ids: Array) -> Array:
+        """Texts of equal length, (B, T), with [CLS] and [SEP], to the stream, (B, T, C)."""
+        lengths = self.backend.asarray(np.full(len(ids), ids.shape[1], np.int32))
+        return self.hidden(ids, self.backend.zeros(ids.shape, np.dtype(np.int32)), lengths)
 
     def predict(self, x: Array, places: Array, stash: Stash | None = None) -> Array:
         """The stream, (B, T, C), at its places, (B, M), to logits: (B, M, words or classes)."""
@@ -115,11 +125,16 @@ class BERT(Model):
         targets: Array,
         segments: Array,
         lengths: Array,
-        places: Array = None,
+        places: Array | None = None,
         stash: Stash | None = None,
     ) -> Array:
+        if not self.head:
+            raise UserError("this BERT has no output layer and cannot be trained; use another one as --base")
         x = self.hidden(ids, segments, lengths, stash)
-        z = self.predict(x, self._first(ids) if self.config.classes else places, stash)
+        if self.config.classes:
+            places = self._first(ids)
+        assert places is not None, "without classes, places are given"
+        z = self.predict(x, places, stash)
         return self.loss.forward(z[:, :, None], targets, stash)  # of (B, M, 1, words or classes)
 
     def backward(self, dy: Array, stash: Stash) -> None:

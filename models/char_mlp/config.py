@@ -20,7 +20,7 @@ class Config(ModelConfig):
         super().__post_init__()
         self.require_positive("window", "dim", "hidden")
         if self.window > MOST_REPEATED:
-            raise UserError(f"config: window is {self.window:,}, wants at most {MOST_REPEATED:,}")
+            raise UserError(f"config: window is {self.window:,}, expected at most {MOST_REPEATED:,}")
 
 
 PRESETS = {"char": Config(), "wide": Config(window=16, dim=24, hidden=512)}

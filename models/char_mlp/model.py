@@ -52,13 +52,18 @@ class CharMLP(Model):
 
     per_head, prediction_heads = True, 1
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         """recompute: ignored, nothing here would be worth it."""
         super().__init__(backend)
         self.config, inputs, hidden = config, config.window * config.dim, config.hidden
         self.embedding = Embedding(Param("embedding", (config.vocab + 1, config.dim), std=0.1), backend, "embedding")
         self.inner = Linear(Param("inner", (hidden, inputs), std=inputs**-0.5, matrices=1), backend, "inner")
-        gain, bias = Param("norm.gain", (hidden,), fill=1.0, decay=False), Param("norm.bias", (hidden,), decay=False)
+        gain, bias = (
+            Param("norm.gain", (hidden,), fill=1.0, decay=False),
+            Param("norm.bias", (hidden,), fill=0.0, decay=False),
+        )
         self.norm = LayerNorm(gain, bias, backend, name="norm")
         self.gelu = GELU(backend, name="gelu")
         self.head = LinearCrossEntropy(Param("outer", (config.vocab, hidden), std=0.1 * hidden**-0.5), backend, "head")

@@ -2,7 +2,7 @@
 
 from tinyforge.models.gpt2.config import PRESETS, Config
 from tinyforge.models.gpt2.model import GPT2
-from tinyforge.registry import ModelSpec
+from tinyforge.registry import Defaults, ModelSpec, gpt3_rate
 
 SPEC = ModelSpec(
     "gpt2",
@@ -12,6 +12,14 @@ SPEC = ModelSpec(
     PRESETS,
     "LayerNorm, learned positions, GELU, tied head",
     hf=f"{__name__}.hf",
+    pretraining={
+        "char": Defaults(
+            {"lr": 1e-3, "schedule": "cosine", "batch_size": 64, "steps": 5000, "keep_best": True},
+            "as nanoGPT's train_shakespeare_char",
+        ),
+        "124m": gpt3_rate(6e-4, "125 million"),
+        "355m": gpt3_rate(3e-4, "350 million"),
+    },
     documents=True,
     blocks=True,
     architectures=("GPT2LMHeadModel",),

@@ -10,9 +10,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tinyforge.errors import UserError
-from tinyforge.layout import Entry, require, setting
+from tinyforge.layout import Entry, Fields, read_fields, require, setting, write_fields
 from tinyforge.models.gpt2.config import Config
 
+FIELDS: Fields = {
+    "dim": ("n_embd", int),
+    "heads": ("n_head", int),
+    "layers": ("n_layer", int),
+    "context": ("n_positions", int),
+    "vocab": ("vocab_size", int),
+    "dropout": ("resid_pdrop", float, 0.1),
+    "norm_eps": ("layer_norm_epsilon", float, 1e-5),
+}
 PREFIX = "transformer."
 IGNORED = r".*\.attn\.(masked_)?bias"  # the causal mask, which older files hold
 
@@ -26,34 +35,14 @@ def read_config(given: Mapping[str, Any]) -> Config:
     dim = setting(given, "n_embd", int)
     if (inner := setting(given, "n_inner", int, 4 * dim)) != 4 * dim:
         raise UserError(f"config.json: n_inner is {inner}; supported: 4 n_embd, {4 * dim}")
-    return Config(
-        dim=dim,
-        heads=setting(given, "n_head", int),
-        layers=setting(given, "n_layer", int),
-        context=setting(given, "n_positions", int),
-        vocab=setting(given, "vocab_size", int),
-        dropout=setting(given, "resid_pdrop", float, 0.1),
-        norm_eps=setting(given, "layer_norm_epsilon", float, 1e-5),
-    )
+    return Config(**read_fields(given, FIELDS))
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    c = config
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": "gelu_new",
-        "n_embd": c.dim,
-        "n_head": c.heads,
-        "n_layer": c.layers,
-        "n_positions": c.context,
-        "vocab_size": c.vocab,
-        "embd_pdrop": c.dropout,
-        "resid_pdrop": c.dropout,
-        "attn_pdrop": c.dropout,
-        "layer_norm_epsilon": c.norm_eps,
-        "tie_word_embeddings": True,
-    }
+    dropout = {name: config.dropout for name in ("embd_pdrop", "attn_pdrop")}
+    fixed = {"activation_function": "gelu_new", "tie_word_embeddings": True}
+    kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    return kind | fixed | write_fields(config, FIELDS) | dropout
 
 
 def entries(config: Config) -> Iterator[Entry]:

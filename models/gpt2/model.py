@@ -1,4 +1,4 @@
-"""GPT-2, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+"""GPT-2, forward and backward. Read `hidden` and `forward`, then `backward` from the bottom up.
 
 What differs from NanoEuler: LayerNorm, learned positions, GELU, biases, dropout, and an output head that is the
 embedding. The blocks are in block.py.
@@ -6,7 +6,7 @@ embedding. The blocks are in block.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,12 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.gpt2.block import Block
 from tinyforge.models.gpt2.config import Config
-from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
-from tinyforge.ops import AddLayerNorm, Dropout, Embedding, LayerNorm, LearnedPositions, LinearCrossEntropy
+from tinyforge.models.gpt2.parts import STD, norm
+from tinyforge.op import Op, Param, Recompute, Stash, WithKeywords
+from tinyforge.ops import Dropout, Embedding, LearnedPositions, LinearCrossEntropy
 from tinyforge.ops.attention import Documents
 from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.residual import AttentionContext, PreNorm, ResidualStream, layers_of
 
 
 class GPT2(Model):
@@ -40,26 +42,22 @@ class GPT2(Model):
     prediction_heads = 1
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         super().__init__(backend)
         self.config, self.recompute = config, recompute
 
-        def gain_and_bias(name: str) -> tuple[Param, Param | None]:
-            gain = Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
-            return gain, Param(f"{name}.bias", (config.dim,), decay=False) if config.bias else None
-
-        table = Param("embedding.weight", (config.vocab, config.dim), std=0.02)
+        table = Param("embedding.weight", (config.vocab, config.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
         self.positions = LearnedPositions(
-            Param("positions.weight", (config.context, config.dim), std=0.02), backend, "positions"
+            Param("positions.weight", (config.context, config.dim), std=STD), backend, "positions"
         )
         self.dropout = Dropout(config.dropout, backend, "dropout")
-        self.blocks = [Block(config, i, backend) for i in range(config.layers)]
-        self.again = [Again(backend, f"blocks.{i}") for i in range(config.layers)]
-        # One norm before the first block, and one at each residual addition; the last is the final norm.
-        names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
-        self.first_norm = LayerNorm(*gain_and_bias(names[0]), backend, config.norm_eps, names[0])
-        self.joints = [AddLayerNorm(*gain_and_bias(name), backend, config.norm_eps, name) for name in names[1:]]
+        norms = recompute == "norms"
+        self.blocks = [Block(config, i, backend, recompute=norms) for i in range(config.layers)]
+        self.layers = layers_of(self.blocks, backend, recompute)
+        self.final_norm = PreNorm(norm("final_norm", config, backend, bias=config.bias))
         self.head = LinearCrossEntropy(table, backend, "head")
         self.buffer = ParamBuffer(self.params(), backend, values)
 
@@ -79,25 +77,12 @@ class GPT2(Model):
             x, stash, offset=cache.length if cache else 0, starts=starts if documents and documents.restart else None
         )
         x = self.dropout.forward(x, stash)
-        h = self.first_norm.forward(x, stash)
-        normed: Callable[[Array], Array] = self.first_norm.forward  # recomputes h from x
-        for i, block in enumerate(self.blocks):
-            joints = self.joints[2 * i : 2 * i + 2]
-            layer = partial(
-                block.forward,
-                joints=joints,
-                normed=normed if self.recompute == "norms" else None,
-                cache=cache.layer(i) if cache else None,
-                starts=starts,
-            )
-            if self.recompute == "blocks":
-                x, h = self.again[i].run(layer, x, h, normed, stash)
-            else:
-                x, h = layer(x, h, stash)
-            normed = joints[1].normed
+        stream = ResidualStream(x)
+        for i, layer in enumerate(self.layers):
+            layer.forward(stream, stash, AttentionContext(cache.layer(i) if cache else None, starts=starts))
         if cache:
             cache.advance(ids.shape[1])
-        return h
+        return self.final_norm.forward(stream, stash)
 
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
@@ -106,13 +91,9 @@ class GPT2(Model):
 
     def backward(self, dy: Array, stash: Stash) -> None:
         dh, _ = self.head.backward(dy, stash)
-        # Only the final norm reads the stream here.
-        dx: Array | None = None
-        for i in reversed(range(self.config.layers)):
-            if self.recompute == "blocks":
-                self.again[i].restore(stash)
-            dx, dh = self.blocks[i].backward(dx, dh, stash, self.joints[2 * i : 2 * i + 2])
-        dx = self.first_norm.backward(dh, stash, residual=dx)
+        dx = self.final_norm.backward(dh, stash)
+        for layer in reversed(self.layers):
+            dx = layer.backward(dx, stash)
         dx = self.dropout.backward(dx, stash)
         dx = self.positions.backward(dx, stash)
         self.embedding.backward(dx, stash)
@@ -136,11 +117,8 @@ class GPT2(Model):
         return 6 * (self.buffer.count - c.context * c.dim) + 3 * 2 * 2 * c.dim * c.layers * pairs
 
     def ops(self) -> list[Op]:
-        ops: list[Op] = [self.embedding, self.positions, self.dropout, self.first_norm]
-        for i, b in enumerate(self.blocks):
-            ops += [b.qkv, b.attention, b.out, b.out_dropout, self.joints[2 * i]]
-            ops += [b.up, b.down, b.down_dropout, self.joints[2 * i + 1]]
-        return [*ops, self.head]
+        blocks = [op for block in self.blocks for op in block.ops()]
+        return [self.embedding, self.positions, self.dropout, *blocks, self.final_norm.op, self.head]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

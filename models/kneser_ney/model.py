@@ -51,7 +51,7 @@ class KneserNey:
 
     def __init__(self, tokens: npt.NDArray[np.integer], vocab: int, order: int = 5) -> None:
         if not len(tokens):
-            raise UserError("Kneser-Ney: got no tokens to count, wanted some; give a longer text")
+            raise UserError("Kneser-Ney: got no tokens to count, expected some; give a longer text")
         self.vocab = vocab
         stream = tokens.astype(np.int64)
         # numbers[n][j] is the number of the n-gram that starts at token j; the empty one is everywhere.

@@ -1,16 +1,22 @@
-"""Llama's sizes, and those of its kin: Mistral, Qwen2, Qwen3, SmolLM2."""
+"""Llama's sizes and options, and those of its kin. hf.py says which of them each published architecture has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.models.checks import check_rates
 
-ROPE_SCALINGS = ("none", "linear", "llama3")
+CHOICES = {
+    "norms": ("before", "both", "after"),
+    "norm": ("rms", "layer"),
+    "activation": ("silu", "gelu_tanh"),
+    "rope_scaling": ("none", "linear", "llama3", "yarn", "dynamic", "longrope"),
+}
+"""The values of the fields that are texts; the first is the default."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +26,28 @@ class Config(ModelConfig):
     dim: width C of the residual stream. heads, kv_heads: query and key/value heads, each of size head_dim; 0 stands for
     dim / heads. layers: blocks. hidden: width of SwiGLU. tied: the output head is the embedding. qkv_bias: Qwen2's
     biases on queries, keys and values. qk_norm: Qwen3's norms on each query and key head. window: positions that a
-    token attends to, including itself, as in Mistral; 0 for all.
+    token attends to, including itself, as in Mistral; 0 for all. full_every: of that many layers the last has no
+    window, as in Gemma; 0 where all layers have it.
 
-    rope_scaling stretches the rotary angles to a longer context: "none"; "linear" divides all frequencies by
-    rope_factor (Chen et al., 2023); "llama3" divides those with a wavelength above original_context / rope_low_freq,
-    leaves those below original_context / rope_high_freq, and blends between (Llama 3.1).
+    norms: where a branch has its norm: "before" it; "both", another one after it, before the addition, as in Gemma 2;
+    "after" it only, as in OLMo 2. norm: "rms", or "layer" for LayerNorm, with norm_bias a bias too. parallel: both
+    branches of a block read its one norm, as in Cohere. norm_plus_one: the norms' gain is 1 + w, w from 0. activation:
+    of the gate, "silu", or "gelu_tanh" for GeGLU. qk_norm_width: qk_norm is one norm over all query heads together, and
+    one over all key heads, as in OLMo 2. out_bias, mlp_bias: biases on attention's output, and on the MLP's maps.
 
-    dropout: rate in training, on the outputs of a block's two halves, before they are added to the stream.
+    embedding_scale, residual_scale, logit_scale: factors of the embeddings, of a branch before it is added, and of the
+    logits, as in Granite. attention_scale: of the scores, 0 for 1 / sqrt(head_dim). attention_softcap, logit_softcap:
+    c, scores and logits z become c tanh(z / c), as in Gemma 2; 0 for none.
+
+    local_rope_theta: rope_theta of the layers with a window, without rope_scaling, as in Gemma 3; 0 for the same in
+    all. no_rope_every: of that many layers the last has no RoPE, as in SmolLM3; 0 where all have it.
+
+    rope_scaling stretches the rotary angles to a longer context, see `RopeScaling`, which has rope_factor, the bounds
+    rope_low_freq and rope_high_freq, rope_attention, rope_short and rope_long under names without rope_.
+    original_context: of training. rotary_dim: numbers of a head that RoPE turns, 0 for all.
+
+    dropout: rate in training, on the outputs of a block's two halves, before they are added to the stream. family: the
+    model_type of config.json where the options alone do not tell it; see families.py.
     """
 
     dim: int = 64
@@ -41,14 +62,42 @@ class Config(ModelConfig):
     qkv_bias: bool = False
     qk_norm: bool = False
     window: int = 0
+    full_every: int = 0
+    norms: str = "before"
+    norm: str = "rms"
+    norm_bias: bool = False
+    parallel: bool = False
+    norm_plus_one: bool = False
+    activation: str = "silu"
+    qk_norm_width: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    local_rope_theta: float = 0.0
+    no_rope_every: int = 0
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: str = "none"
     rope_factor: float = 1.0
     rope_low_freq: float = 1.0
     rope_high_freq: float = 4.0
+    rope_attention: float = 0.0
+    rope_short: tuple[float, ...] = ()
+    rope_long: tuple[float, ...] = ()
+    rotary_dim: int = 0
     original_context: int = 8192
     dropout: float = 0.0
+    family: str = ""
+
+    NONE_OR_MORE: ClassVar = (
+        *("window", "full_every", "attention_scale", "attention_softcap", "logit_softcap"),
+        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,17 +109,31 @@ class Config(ModelConfig):
         self.require_positive("head_dim")
         if self.head_dim % 2:
             raise UserError(f"config: head_dim {self.head_dim} is odd; RoPE turns pairs, make it even")
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise UserError(f"config: rotary_dim is {self.rotary_dim}, expected an even number up to {self.head_dim}")
+        pairs = (self.rotary_dim or self.head_dim) // 2
+        if self.rope_scaling == "longrope" and not len(self.rope_short) == len(self.rope_long) == pairs:
+            raise UserError(
+                f"config: rope_short has {len(self.rope_short)} factors, rope_long {len(self.rope_long)}, expected "
+                f"one for each of {pairs} pairs"
+            )
+        if self.norms != "before" and (self.norm == "layer" or self.parallel):
+            raise UserError(f"config: norms is {self.norms!r} with a LayerNorm or parallel branches; expected 'before'")
+        if self.norm_bias and self.norm == "rms" or self.norm_plus_one and self.norm == "layer":
+            raise UserError(f"config: norm is {self.norm!r}; norm_bias goes with 'layer', norm_plus_one with 'rms'")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         check_rates(self, "dropout")
-        if self.window < 0:
-            raise UserError(f"config: window is {self.window}, wants 0 (none) or more")
-        if self.rope_scaling not in ROPE_SCALINGS:
-            raise UserError(f"config: rope_scaling is {self.rope_scaling!r}; supported: {', '.join(ROPE_SCALINGS)}")
+        for name in self.NONE_OR_MORE:
+            if getattr(self, name) < 0:
+                raise UserError(f"config: {name} is {getattr(self, name)}, expected 0 (none) or more")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UserError(f"config: {name} is {getattr(self, name)!r}; supported: {', '.join(known)}")
         if not self.rope_factor >= 1 or not 0 < self.rope_low_freq < self.rope_high_freq:
             raise UserError(
                 f"config: rope_factor {self.rope_factor}, rope_low_freq {self.rope_low_freq}, rope_high_freq "
-                f"{self.rope_high_freq}; wants a factor of 1 or more, and low below high"
+                f"{self.rope_high_freq}; expected a factor of 1 or more, and low below high"
             )
 
     def override(self, values: Mapping[str, Any]) -> Self:
@@ -78,7 +141,28 @@ class Config(ModelConfig):
         follows = self.head_dim * self.heads == self.dim
         return super().override({"head_dim": 0, **values} if follows else values)
 
+    def window_of(self, layer: int) -> int:
+        """The window of a layer, 0 for none."""
+        return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
+    def has_rope(self, layer: int) -> bool:
+        return not self.no_rope_every or (layer + 1) % self.no_rope_every > 0
+
+    def options(self) -> dict[str, Any]:
+        """The fields other than sizes that differ from a plain Llama's, without those of subclasses."""
+        plain = {f.name: f.default for f in fields(Config) if f.name not in SIZES}
+        return {name: getattr(self, name) for name, usual in plain.items() if getattr(self, name) != usual}
+
+
+SIZES = (
+    *("dim", "heads", "kv_heads", "head_dim", "layers", "context", "vocab", "hidden", "tied", "norm_eps", "dropout"),
+    *("rope_theta", "rope_scaling", "rope_factor", "rope_low_freq", "rope_high_freq", "original_context"),
+    *("rope_attention", "rope_short", "rope_long", "family"),
+)
+"""Fields that are no options of the architecture: the fused decoders and every architecture have them."""
+FUSED = {"rotary_dim"}
+"""Options that the fused decoders have too."""
+QWEN2: dict[str, Any] = {"qkv_bias": True, "rope_theta": 1000000.0, "norm_eps": 1e-6}
 PRESETS = {
     # llama2.c's models, trained on TinyStories.
     "stories260K": Config(),
@@ -91,16 +175,5 @@ PRESETS = {
     "TinyLlama-1.1B": Config(
         dim=2048, heads=32, kv_heads=4, layers=22, context=2048, vocab=32000, hidden=5632, tied=False
     ),
-    "Qwen2.5-0.5B": Config(
-        dim=896,
-        heads=14,
-        kv_heads=2,
-        layers=24,
-        context=32768,
-        vocab=151936,
-        hidden=4864,
-        qkv_bias=True,
-        rope_theta=1000000.0,
-        norm_eps=1e-6,
-    ),
+    "Qwen2.5-0.5B": Config(dim=896, heads=14, kv_heads=2, layers=24, context=32768, vocab=151936, hidden=4864, **QWEN2),
 }

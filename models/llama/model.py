@@ -1,12 +1,11 @@
-"""Llama and its kin, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+"""Llama and its kin, forward and backward. Read `trunk` and `forward`, then `backward` from the bottom up.
 
 The blocks are in block.py. NanoEuler is the same model with several output heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,15 @@ from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.model import Model
-from tinyforge.models.llama.block import STD, Block, gain
-from tinyforge.models.llama.config import Config
-from tinyforge.op import Again, Op, Param, Recompute, Stash, WithKeywords
-from tinyforge.ops import AddRMSNorm, Embedding, FP8RMSNorm, LinearCrossEntropy, RMSNorm
+from tinyforge.models.llama.block import Block, ParallelBlock
+from tinyforge.models.llama.config import FUSED, Config
+from tinyforge.models.llama.parts import STD
+from tinyforge.op import Op, Param, Recompute, Stash, WithKeywords
+from tinyforge.ops import CappedCrossEntropy, Embedding, LinearCrossEntropy, Scale
 from tinyforge.ops.attention import Documents
 from tinyforge.ops.fp8_linear import FP8Weights
 from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.residual import AttentionContext, ResidualStream, layers_of
 
 
 class LlamaLike(Model):
@@ -42,18 +43,20 @@ class LlamaLike(Model):
         shape: Config,
         heads: Param | None,
         backend: Backend,
-        values: Array,
+        values: Array | None,
         recompute: Recompute,
     ) -> None:
         super().__init__(backend)
         self.config, self.shape, self.recompute = config, shape, recompute
         table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
-        norm = FP8RMSNorm if backend.fp8 and self.block.in_fp8 else RMSNorm
-        self.first_norm = norm(gain("blocks.0.norm1", shape.dim), backend, shape.norm_eps, "blocks.0.norm1")
-        self.blocks = [self.block(shape, i, backend) for i in range(shape.layers)]
-        self.again = [Again(backend, f"blocks.{i}") for i in range(shape.layers)]
-        self.heads = LinearCrossEntropy(heads or table, backend, "heads")
+        kind: Any = ParallelBlock if shape.parallel else self.block
+        self.blocks = [kind(shape, i, backend) for i in range(shape.layers)]
+        self.layers = layers_of(self.blocks, backend, recompute)
+        self.final_norm = self.block.final_norm(shape, backend)
+        self.heads = output_heads(shape, heads or table, backend)
+        self.embedding_scale = scale("embedding_scale", shape.embedding_scale, backend)
+        self.logit_scale = scale("logit_scale", shape.logit_scale, backend)
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
         self.fp8_weights = FP8Weights(self.ops(), backend)
@@ -68,46 +71,43 @@ class LlamaLike(Model):
     ) -> Array:
         """ids: (B, T) to the final-normed stream, (B, T, C). With a cache, ids continue the positions in it. documents:
         a token attends to its own document only; restarting positions makes no difference to RoPE."""
-        return self.trunk(ids, stash, cache, documents)[0]
+        return self.normed(self.trunk(ids, stash, cache=cache, documents=documents), stash)
 
-    def trunk(
-        self, ids: Array, stash: Stash | None, cache: KVCache | None = None, documents: Documents | None = None
-    ) -> tuple[Array, list[Array]]:
-        """The final-normed stream, and the further outputs of the blocks."""
-        more: list[Array] = []
-        self.fp8_weights.refresh()
-        x = self.embedding.forward(ids, stash)
-        h = self.first_norm.forward(x, stash)
-        normed: Callable[[Array], Array] = self.first_norm.forward  # recomputes h from x
-        for i, block in enumerate(self.blocks):
-            layer = partial(
-                block.forward,
-                cache=cache.layer(i) if cache else None,
-                offset=cache.length if cache else 0,
-                starts=documents.starts if documents else None,
-            )
-            if self.recompute == "blocks":
-                x, h, *beside = self.again[i].run(layer, x, h, normed, stash)
-            else:
-                x, h, *beside = layer(x, h, stash)
-            normed = block.next_norm.normed
-            more += beside
-        if cache:
-            cache.advance(ids.shape[1])
-        return h, more
+    def normed(self, stream: ResidualStream, stash: Stash | None) -> Array:
+        """What the output heads read: the final norm's value, with the scale of the logits."""
+        h: Array = self.final_norm.forward(stream, stash)
+        return self.logit_scale.forward(h, stash) if self.logit_scale else h
 
     def fill(self, ids: Array, cache: KVCache) -> Array:
         """Append ids to the cache, as `hidden` does, but end at the last layer's keys and values; returns the stream
         that this layer reads, (B, T, C)."""
+        return self.trunk(ids, cache=cache, fill=True).x
+
+    def trunk(
+        self,
+        ids: Array,
+        stash: Stash | None = None,
+        *,
+        cache: KVCache | None = None,
+        documents: Documents | None = None,
+        fill: bool = False,
+    ) -> ResidualStream:
+        """The stream after the blocks. fill: of the last block, compute the keys and values only."""
         self.fp8_weights.refresh()
-        x = self.embedding.forward(ids)
-        h = self.first_norm.forward(x)
-        *blocks, last = self.blocks
-        for i, block in enumerate(blocks):
-            x, h, *_ = block.forward(x, h, None, cache=cache.layer(i), offset=cache.length)
-        last.fill(h, cache.layer(len(blocks)), cache.length)
-        cache.advance(ids.shape[1])
-        return x
+        x, offset = self.embedding.forward(ids, stash), cache.length if cache else 0
+        if self.embedding_scale:
+            x = self.embedding_scale.forward(x, stash)
+        stream = ResidualStream(x)
+        starts = documents.starts if documents else None
+        for i, layer in enumerate(self.layers):
+            context = AttentionContext(cache.layer(i) if cache else None, offset, starts)
+            if fill and i == len(self.blocks) - 1:
+                self.blocks[i].fill(stream, context)
+            else:
+                layer.forward(stream, stash, context)
+        if cache:
+            cache.advance(ids.shape[1])
+        return stream
 
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
@@ -118,15 +118,15 @@ class LlamaLike(Model):
         dh, _ = self.heads.backward(dy, stash)
         self.trunk_backward(dh, stash)
 
-    def trunk_backward(self, dh: Array, stash: Stash, *beside: Array) -> None:
-        """beside: the gradients of the further outputs of each block."""
-        # Only the final norm reads the stream here.
-        dx: Array | None = None
-        for block, again in zip(reversed(self.blocks), reversed(self.again), strict=True):
-            if self.recompute == "blocks":
-                again.restore(stash)
-            dx, dh = block.backward(dx, dh, stash, *beside)
-        dx = self.first_norm.backward(dh, stash, residual=dx)
+    def trunk_backward(self, dh: Array, stash: Stash, *doutputs: Array) -> None:
+        """dh: the gradient of `normed`. doutputs: those of each block's further outputs."""
+        if self.logit_scale:
+            dh = self.logit_scale.backward(dh, stash)
+        dx = self.final_norm.backward(dh, stash)
+        for layer in reversed(self.layers):
+            dx = layer.backward(dx, stash, *doutputs)
+        if self.embedding_scale:
+            dx = self.embedding_scale.backward(dx, stash)
         self.embedding.backward(dx, stash)
 
     def logits(self, h: Array, head: int = 0) -> Array:
@@ -137,28 +137,14 @@ class LlamaLike(Model):
         return KVCache(self.backend, c.layers, batch, capacity, c.kv_heads, c.head_dim)
 
     def fused_weights(self) -> FusedWeights | None:
-        c, rope = self.shape, self.blocks[0].rope
-        if c.qkv_bias or c.qk_norm or c.window:
+        c, rope = self.shape, self.blocks[0].attention.rope
+        if c.options().keys() - FUSED:
             return None
-        norms: list[RMSNorm | AddRMSNorm] = [self.first_norm]
-        for block in self.blocks:
-            norms += [block.norm2, block.next_norm]
-        return FusedWeights(
-            c.dim,
-            c.hidden,
-            c.heads,
-            c.kv_heads,
-            c.head_dim,
-            c.context,
-            c.vocab,
-            c.norm_eps,
-            [block.fused() for block in self.blocks],
-            [norm.weight.value for norm in norms],
-            self.embedding.weight.value,
-            self.heads.weight.stored.reshape(*self.heads.shape),
-            rope.cos,
-            rope.sin,
-        )
+        norms = [norm for block in self.blocks for norm in (block.norm1, block.norm2)] + [self.final_norm]
+        sizes = (c.dim, c.hidden, c.heads, c.kv_heads, c.head_dim, c.context, c.vocab, c.norm_eps)
+        layers, gains = [block.fused() for block in self.blocks], [norm.op.weight.value for norm in norms]
+        heads = self.heads.weight.stored.reshape(*self.heads.shape)
+        return FusedWeights(*sizes, layers, gains, self.embedding.weight.value, heads, rope.cos, rope.sin)
 
     def flop_per_token(self, seq_len: int) -> float:
         """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product, and
@@ -169,14 +155,25 @@ class LlamaLike(Model):
         (seq_len + 1) / 2 pairs on average.
         """
         c = self.shape
-        window = min(c.window or seq_len, seq_len)
-        pairs = window - window * (window - 1) / (2 * seq_len)
+        windows = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.layers)]
+        pairs = sum(window - window * (window - 1) / (2 * seq_len) for window in windows)
         multiplied = self.buffer.count - (0 if c.tied else c.vocab * c.dim)
-        return 6 * multiplied + 3 * 2 * 2 * c.head_dim * c.heads * c.layers * pairs
+        return 6 * multiplied + 3 * 2 * 2 * c.head_dim * c.heads * pairs
 
     def ops(self) -> list[Op]:
         blocks = [op for block in self.blocks for op in block.ops()]
-        return [self.embedding, self.first_norm, *blocks, self.heads]
+        scales = [[op] if op else [] for op in (self.embedding_scale, self.logit_scale)]
+        return [self.embedding, *scales[0], *blocks, self.final_norm.op, *scales[1], self.heads]
+
+
+def scale(name: str, factor: float, backend: Backend) -> Scale | None:
+    return None if factor == 1 else Scale(factor, backend, name)
+
+
+def output_heads(c: Config, weight: Param, backend: Backend) -> LinearCrossEntropy:
+    if c.logit_softcap:
+        return CappedCrossEntropy(weight, c.logit_softcap, backend, "heads")
+    return LinearCrossEntropy(weight, backend, "heads")
 
 
 class Llama(LlamaLike):
@@ -191,59 +188,51 @@ class Llama(LlamaLike):
     Qwen3 (2025) technical reports.
     """
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         own = None if config.tied else Param("heads.weight", (1, config.vocab, config.dim), std=STD)
         super().__init__(config, config, own, backend, values, recompute)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        tiny = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10)
+        odd = Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7)
+        linear = {"tied": False, "qkv_bias": True, "rope_scaling": "linear", "rope_factor": 2.0}
+        qwen = Config(dim=10, heads=2, kv_heads=1, head_dim=8, layers=2, context=9, vocab=5, hidden=7, qk_norm=True)
+        llama3 = {"window": 3, "rope_scaling": "llama3", "rope_factor": 4.0, "original_context": 12, "rope_theta": 50.0}
         shapes = (
-            (Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10), 2, 9),
-            (
-                Config(
-                    dim=12,
-                    heads=3,
-                    kv_heads=1,
-                    head_dim=6,
-                    layers=1,
-                    context=9,
-                    vocab=5,
-                    hidden=7,
-                    tied=False,
-                    qkv_bias=True,
-                    rope_scaling="linear",
-                    rope_factor=2.0,
-                ),
-                3,
-                5,
-            ),
-            (
-                Config(
-                    dim=10,
-                    heads=2,
-                    kv_heads=1,
-                    head_dim=8,
-                    layers=2,
-                    context=9,
-                    vocab=5,
-                    hidden=7,
-                    qk_norm=True,
-                    window=3,
-                    rope_scaling="llama3",
-                    rope_factor=4.0,
-                    original_context=12,
-                    rope_theta=50.0,
-                ),
-                2,
-                7,
-            ),
+            (tiny, 2, 9),
+            (odd.override(linear), 3, 5),
+            (qwen.override(llama3), 2, 7),
             (Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, norm_eps=0.1), 3, 1),
             (Config(dim=4, heads=2, kv_heads=1, layers=1, context=132, vocab=7, hidden=3, window=100), 1, 131),
             (Config(dim=12, heads=2, kv_heads=1, layers=2, context=9, vocab=5, hidden=7, dropout=0.3), 2, 7),
         )
         yield from cls.cases_of(shapes, backend, rng, std=0.2)
-        config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10, window=4)
-        packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
+        gemma = {"norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "embedding_scale": 3.5}
+        gemma |= {"window": 3, "full_every": 2, "attention_scale": 0.3}
+        granite = {"residual_scale": 0.3, "logit_scale": 0.4, "out_bias": True, "mlp_bias": True, "no_rope_every": 2}
+        families: tuple[dict[str, Any], ...] = (
+            {**gemma, "layers": 2, "attention_softcap": 1.5, "logit_softcap": 2.5},
+            {
+                **gemma,
+                "layers": 2,
+                "qk_norm": True,
+                "local_rope_theta": 50.0,
+                "rope_scaling": "yarn",
+                "rope_factor": 2.0,
+            },
+            {"norms": "after", "qk_norm": True, "qk_norm_width": True, "rotary_dim": 4},
+            {**granite, "layers": 2},
+            {"norm": "layer", "norm_bias": True, "parallel": True, "layers": 2},
+            {"rotary_dim": 4, "rope_scaling": "yarn", "rope_factor": 2.0, "original_context": 4},  # fused decoders too
+        )
+        # The norm of a small branch is steep: a large eps gives it a gradient that can be measured.
+        steady = odd.override({"norm_eps": 0.05})
+        yield from cls.cases_of([(steady.override(options), 2, 6) for options in families], backend, rng, std=0.2)
+        windowed = with_buffer(cls(tiny.override({"window": 4}), backend), backend, rng, std=0.2)
+        packed = WithKeywords(windowed, documents=Documents)
         ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))
         starts = np.array([[0, 0, 0, 3, 3, 3, 3, 3, 8], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
         yield packed, (backend.asarray(ids), backend.asarray(targets), backend.asarray(starts))

@@ -25,7 +25,7 @@ class Config(ModelConfig):
         self.require_positive("dim", "layers")
         check_rates(self, "dropout")
         if not -1 <= self.reset < self.vocab:
-            raise UserError(f"config: reset is {self.reset}, wants an id below vocab {self.vocab}, or -1 for none")
+            raise UserError(f"config: reset is {self.reset}, expected an id below vocab {self.vocab}, or -1 for none")
 
 
 PRESETS = {"char": Config(vocab=65), "wide": Config(dim=512, layers=2, dropout=0.2, vocab=65)}

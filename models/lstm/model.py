@@ -36,7 +36,9 @@ class LSTMModel(Model):
     prediction_heads = 1
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         """recompute: ignored, nothing here would be worth it."""
         super().__init__(backend)
         self.config, self.recompute, width = config, recompute, config.dim
@@ -47,7 +49,7 @@ class LSTMModel(Model):
             inputs, recurrent = (
                 Param(f"layers.{i}.{name}", (4 * width, width), std=std, matrices=4) for name in ("inputs", "recurrent")
             )
-            bias = Param(f"layers.{i}.bias", (4 * width,), decay=False)
+            bias = Param(f"layers.{i}.bias", (4 * width,), fill=0.0, decay=False)
             self.layers.append(LSTM(inputs, recurrent, bias, backend, f"layers.{i}"))
             self.dropouts.append(Dropout(config.dropout, backend, f"layers.{i}.dropout"))
         self.last_dropout = Dropout(config.dropout, backend, "dropout")
@@ -127,6 +129,6 @@ class LSTMModel(Model):
         shapes = (
             (Config(dim=5, layers=2, context=9, vocab=11, dropout=0.3), 2, 9),
             (Config(dim=3, layers=1, context=7, vocab=3, reset=1), 3, 7),
-            (Config(dim=4, layers=3, context=1, vocab=5), 2, 1),
+            (Config(dim=4, layers=3, context=4, vocab=5), 2, 4),
         )
         yield from cls.cases_of(shapes, backend, rng)

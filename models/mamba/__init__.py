@@ -2,7 +2,7 @@
 
 from tinyforge.models.mamba.config import PRESETS, Config
 from tinyforge.models.mamba.model import Mamba
-from tinyforge.registry import ModelSpec
+from tinyforge.registry import ModelSpec, gpt3_rate
 
 SPEC = ModelSpec(
     "mamba",
@@ -12,6 +12,7 @@ SPEC = ModelSpec(
     PRESETS,
     "Selective state spaces in place of attention; linear in the length",
     hf=f"{__name__}.hf",
+    pretraining={"130m": gpt3_rate(6e-4, "125 million"), "370m": gpt3_rate(3e-4, "350 million")},
     architectures=("MambaForCausalLM",),
     source='Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023)',
     backward="The gradient of the state is a recurrence too, with the same decays, run from the last position to the "

@@ -30,9 +30,9 @@ class Config(ModelConfig):
         super().__post_init__()
         self.require_positive("dim", "layers", "expand", "state", "taps")
         if self.rank < 0:
-            raise UserError(f"config: rank is {self.rank}, wants at least 1, or 0 for a sixteenth of dim")
+            raise UserError(f"config: rank is {self.rank}, expected at least 1, or 0 for a sixteenth of dim")
         if self.state > 64:
-            raise UserError(f"config: state is {self.state}, wants at most 64")
+            raise UserError(f"config: state is {self.state}, expected at most 64")
 
     @property
     def channels(self) -> int:

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tinyforge.layout import Entry, require, setting
+from tinyforge.layout import Entry, Fields, read_fields, require, setting, write_fields
 from tinyforge.models.mamba.config import Config
 
+FIELDS: Fields = {
+    "dim": ("hidden_size", int),
+    "layers": ("num_hidden_layers", int),
+    "state": ("state_size", int, 16),
+    "taps": ("conv_kernel", int, 4),
+    "context": ("max_position_embeddings", int, 2048),  # theirs has no limit; it was trained on 2,048
+    "vocab": ("vocab_size", int),
+    "norm_eps": ("layer_norm_epsilon", float, 1e-5),
+}
 PREFIX = "backbone."
 IGNORED = r"(?!)"  # nothing
 
@@ -19,39 +28,15 @@ def read_config(given: Mapping[str, Any]) -> Config:
     require(given, "tie_word_embeddings", True)
     dim, rank = setting(given, "hidden_size", int), given.get("time_step_rank")
     channels = setting(given, "intermediate_size", int, setting(given, "expand", int, 2) * dim)
-    return Config(
-        dim=dim,
-        layers=setting(given, "num_hidden_layers", int),
-        expand=channels // max(dim, 1),
-        state=setting(given, "state_size", int, 16),
-        taps=setting(given, "conv_kernel", int, 4),
-        rank=0 if rank in (None, "auto") else setting(given, "time_step_rank", int),
-        context=setting(given, "max_position_embeddings", int, 2048),  # theirs has no limit; it was trained on 2,048
-        vocab=setting(given, "vocab_size", int),
-        norm_eps=setting(given, "layer_norm_epsilon", float, 1e-5),
-    )
+    rank = 0 if rank in (None, "auto") else setting(given, "time_step_rank", int)
+    return Config(expand=channels // max(dim, 1), rank=rank, **read_fields(given, FIELDS))
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    c = config
-    return {
-        "architectures": ["MambaForCausalLM"],
-        "model_type": "mamba",
-        "hidden_act": "silu",
-        "hidden_size": c.dim,
-        "num_hidden_layers": c.layers,
-        "expand": c.expand,
-        "intermediate_size": c.channels,
-        "state_size": c.state,
-        "conv_kernel": c.taps,
-        "time_step_rank": c.step_rank,
-        "vocab_size": c.vocab,
-        "layer_norm_epsilon": c.norm_eps,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": c.context,
-    }
+    kind = {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "hidden_act": "silu"}
+    fixed = {"use_bias": False, "use_conv_bias": True, "tie_word_embeddings": True}
+    sizes = {"expand": config.expand, "intermediate_size": config.channels, "time_step_rank": config.step_rank}
+    return kind | write_fields(config, FIELDS) | sizes | fixed
 
 
 def entries(config: Config) -> Iterator[Entry]:

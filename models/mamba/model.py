@@ -1,4 +1,4 @@
-"""Mamba, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+"""Mamba, forward and backward. Read `hidden` and `forward`, then `backward` from the bottom up.
 
 Differences from GPT-2 and Llama: a block has one half instead of two, and instead of attention a convolution over a few
 positions and a recurrence over all of them. The state for generation has a constant size.
@@ -17,16 +17,17 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.mamba.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
-from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCrossEntropy, RMSNorm, SelectiveScan
+from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCrossEntropy, SelectiveScan
 from tinyforge.params import ParamBuffer
+from tinyforge.residual import PreNorm, ResidualStream
 from tinyforge.rng import Stream
 
 STEP_MIN, STEP_MAX = 1e-3, 1e-1  # range of the initial step sizes dt
 
 
-class Block:
-    """One layer: out(scan(u, delta, B, C, z)), with (u', z) = input(h), u = conv(u'), (low, B, C) = select(u) and
-    delta = step(low)."""
+class Mixer:
+    """The branch of a block: out(scan(u, delta, B, C, z)), with (u', z) = input(h), u = conv(u'),
+    (low, B, C) = select(u) and delta = step(low)."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         c, channels, at = config, config.channels, f"blocks.{layer}"
@@ -45,11 +46,11 @@ class Block:
         self.conv = CausalConv(kernel, vector("conv.bias"), backend, f"{at}.conv")
         self.select = linear("select", (c.step_rank, c.state, c.state), channels)
         self.step = linear("step", (channels,), c.step_rank)
-        a_log = Param(f"{at}.scan.a_log", (channels, c.state), decay=False)
+        a_log = Param(f"{at}.scan.a_log", (channels, c.state), fill=0.0, decay=False)
         self.scan = SelectiveScan(a_log, vector("scan.skip", 1.0), vector("scan.bias"), backend, f"{at}.scan")
         self.out = linear("out", (c.dim,), channels, c.layers**-0.5)  # keeps the stream's variance from growing
 
-    def forward(self, h: Array, stash: Stash | None, tail: Array, state: Array) -> Array:
+    def forward(self, h: Array, stash: Stash | None, tail: Array | None, state: Array | None) -> Array:
         uz = self.input.forward(h, stash)  # (B, T, 2 E)
         channels = uz.shape[-1] // 2
         u = self.conv.forward(uz[..., :channels], stash, tail=tail)  # (B, T, E)
@@ -76,6 +77,31 @@ class Block:
         return [self.input, self.conv, self.select, self.step, self.scan, self.out]
 
 
+class Block:
+    """x = x + mixer(norm(x)), with x the residual stream, (B, T, C)."""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        self.norm = pre_norm(f"blocks.{layer}.norm", config, backend)
+        self.mixer = Mixer(config, layer, backend)
+
+    def forward(self, stream: ResidualStream, stash: Stash | None, tail: Array | None, state: Array | None) -> None:
+        """tail, state: of the positions before these, overwritten; None for none."""
+        stream.add(self.mixer.forward(self.norm.forward(stream, stash), stash, tail, state))
+
+    def backward(self, dx: Array, stash: Stash) -> Array:
+        """The gradient of the stream before the block, from that after it."""
+        return self.norm.backward(self.mixer.backward(dx, stash), stash, residual=dx)
+
+    def ops(self) -> list[Op]:
+        """In the order of forward."""
+        return [self.norm.op, *self.mixer.ops()]
+
+
+def pre_norm(name: str, config: Config, backend: Backend) -> PreNorm:
+    gain = Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False)
+    return PreNorm(AddRMSNorm(gain, backend, config.norm_eps, name))
+
+
 class Mamba(Model):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
@@ -89,19 +115,15 @@ class Mamba(Model):
     prediction_heads = 1
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         super().__init__(backend)
         self.config, self.recompute = config, recompute
         table = Param("embedding.weight", (config.vocab, config.dim), std=0.02)
         self.embedding = Embedding(table, backend, "embedding")
         self.blocks = [Block(config, i, backend) for i in range(config.layers)]
-        # A norm before the first block, and one at the addition after each block; the last is the final norm.
-        names = [f"blocks.{i}.norm" for i in range(config.layers)] + ["final_norm"]
-        gains = [Param(f"{name}.weight", (config.dim,), fill=1.0, decay=False) for name in names]
-        self.first_norm = RMSNorm(gains[0], backend, config.norm_eps, names[0])
-        self.joints = [
-            AddRMSNorm(gain, backend, config.norm_eps, name) for gain, name in zip(gains[1:], names[1:], strict=True)
-        ]
+        self.final_norm = pre_norm("final_norm", config, backend)
         self.head = LinearCrossEntropy(table, backend, "head")
         self.buffer = ParamBuffer(self.params(), backend, values)
 
@@ -111,7 +133,7 @@ class Mamba(Model):
         rates = np.log(np.arange(1, self.config.state + 1))
         span = np.log(STEP_MAX / STEP_MIN)
         for block in self.blocks:
-            scan = block.scan
+            scan = block.mixer.scan
             drawn = Stream(seed, "init").fork(scan.bias.name).uniform((self.config.channels,))
             step = STEP_MIN * np.exp(span * drawn)
             self.buffer.set_master(scan.a_log, np.broadcast_to(rates, scan.a_log.shape))
@@ -120,27 +142,22 @@ class Mamba(Model):
 
     def hidden(self, ids: Array, stash: Stash | None = None, *, cache: StateCache | None = None) -> Array:
         """(B, T) ids to the final-normed stream, (B, T, C). With a cache, ids continue the text in it."""
-        x = self.embedding.forward(ids, stash)
-        h = self.first_norm.forward(x, stash)
-        for i, (block, joint) in enumerate(zip(self.blocks, self.joints, strict=True)):
+        stream = ResidualStream(self.embedding.forward(ids, stash))
+        for i, block in enumerate(self.blocks):
             tail, state = cache.states[i] if cache else (None, None)
-            delta = block.forward(h, stash, tail, state)
-            x, h = joint.forward(x, delta, stash)
+            block.forward(stream, stash, tail, state)
         if cache:
             cache.length += ids.shape[1]
-        return h
+        return self.final_norm.forward(stream, stash)
 
     def forward(self, ids: Array, targets: Array, stash: Stash | None = None) -> Array:
         return self.head.forward(self.hidden(ids, stash), targets, stash)
 
     def backward(self, dy: Array, stash: Stash) -> None:
         dh, _ = self.head.backward(dy, stash)
-        # Only the final norm reads the stream here.
-        dx: Array | None = None
-        for block, joint in zip(reversed(self.blocks), reversed(self.joints), strict=True):
-            dx, ddelta = joint.backward((dx, dh), stash)
-            dh = block.backward(ddelta, stash)
-        dx = self.first_norm.backward(dh, stash, residual=dx)
+        dx = self.final_norm.backward(dh, stash)
+        for block in reversed(self.blocks):
+            dx = block.backward(dx, stash)
         self.embedding.backward(dx, stash)
 
     def logits(self, h: Array, head: int = 0) -> Array:
@@ -165,8 +182,7 @@ class Mamba(Model):
         return 6 * self.buffer.count + 3 * 6 * c.layers * c.channels * c.state
 
     def ops(self) -> list[Op]:
-        pairs = zip(self.blocks, self.joints, strict=True)
-        return [self.embedding, self.first_norm, *(op for b, j in pairs for op in (*b.ops(), j)), self.head]
+        return [self.embedding, *(op for block in self.blocks for op in block.ops()), self.final_norm.op, self.head]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:

@@ -13,19 +13,20 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
-from tinyforge.models.llama.block import STD, AttentionHalf, residual_std
+from tinyforge.models.llama import block as llama
 from tinyforge.models.llama.model import LlamaLike
+from tinyforge.models.llama.parts import STD, residual_std
 from tinyforge.models.moe.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
-from tinyforge.ops import MixtureOfExperts, RouterLosses
-from tinyforge.ops.attention import Documents, LayerCache
+from tinyforge.ops import Dropout, MixtureOfExperts, RouterLosses
+from tinyforge.ops.attention import Documents
+from tinyforge.residual import NO_CONTEXT, AttentionContext, ResidualStream
 
 
-class Block(AttentionHalf):
-    """One layer: x = x + attention(norm1(x));   x = x + experts(norm2(x))."""
+class Experts:
+    """The branch in place of the MLP: each token passes through some of the experts."""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
-        super().__init__(config, layer, backend)
         c, at = config, f"blocks.{layer}"
         self.experts = MixtureOfExperts(
             Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD, matrices=1),
@@ -34,34 +35,43 @@ class Block(AttentionHalf):
             c.active,
             backend,
             f"{at}.experts",
+            normalised=c.normalised,
         )
+        self.dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
 
-    def forward(
-        self,
-        x: Array,
-        h: Array,
-        stash: Stash | None,
-        *,
-        cache: LayerCache | None = None,
-        offset: int = 0,
-        starts: Array | None = None,
-    ) -> tuple[Array, Array, Array, Array]:
-        """x and h after the block, (B, T, C) each, and its router's usage and starts, (E + 1,) each. Arguments as of
-        Llama's block."""
-        x, h = self.attend(x, h, stash, cache=cache, offset=offset, starts=starts)
-        f, usage, bounds = self.experts.forward(h, stash)
-        x, h = self.next_norm.forward(x, self.down_dropout.forward(f, stash), stash)
-        return x, h, usage, bounds
+    def forward(self, h: Array, stash: Stash | None, outputs: list[Array]) -> Array:
+        """outputs: receives the router's usage and starts, (E + 1,) each."""
+        f, *used = self.experts.forward(h, stash)
+        outputs += used
+        return self.dropout.forward(f, stash)
 
-    def backward(self, dx: Array | None, dh: Array, stash: Stash, dusage: Array) -> tuple[Array, Array]:
-        dx, df = self.next_norm.backward((dx, dh), stash)
-        dh = self.experts.backward((self.down_dropout.backward(df, stash), dusage, None), stash)
-        return self.attend_backward(dx, dh, stash)
+    def backward(self, dy: Array, stash: Stash, dusage: Array) -> Array:
+        dh: Array = self.experts.backward((self.dropout.backward(dy, stash), dusage, None), stash)
+        return dh
 
     def ops(self) -> list[Op]:
         """In the order of forward."""
-        e = self.experts
-        return [*self.attend_ops(), e.gate, e.router, e, self.down_dropout, self.next_norm]
+        return [self.experts.gate, self.experts.router, self.experts, self.dropout]
+
+
+class Block(llama.Block):
+    """x = x + attention(norm1(x));   x = x + experts(norm2(x)), with x the residual stream, (B, T, C)."""
+
+    in_fp8 = False
+
+    def make_mlp(self, config: Config, layer: int, backend: Backend) -> Experts:
+        return Experts(config, layer, backend)
+
+    def forward(
+        self, stream: ResidualStream, stash: Stash | None = None, context: AttentionContext = NO_CONTEXT
+    ) -> None:
+        stream.add(self.attention.forward(self.norm1.forward(stream, stash), stash, context))
+        stream.add(self.mlp.forward(self.norm2.forward(stream, stash), stash, stream.outputs))
+
+    def backward(self, dx: Array, stash: Stash, dusage: Array) -> Array:
+        """dusage: the gradient of the router's usage."""
+        dx = self.norm2.backward(self.mlp.backward(dx, stash, dusage), stash, residual=dx)
+        return self.norm1.backward(self.attention.backward(dx, stash), stash, residual=dx)
 
 
 class MoE(LlamaLike):
@@ -78,7 +88,9 @@ class MoE(LlamaLike):
     block = Block
     config: Config
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         shape = (config.mtp_heads, config.vocab, config.dim)
         heads = None if config.tied else Param("heads.weight", shape, std=STD)
         self.losses = RouterLosses(config.active, backend, "router_losses") if config.term_weights else None
@@ -87,13 +99,15 @@ class MoE(LlamaLike):
     def forward(
         self, ids: Array, targets: Array, stash: Stash | None = None, *, documents: Documents | None = None
     ) -> Any:
-        h, used = self.trunk(ids, stash, documents=documents)  # usage and starts of each layer's router in turn
+        stream = self.trunk(ids, stash, documents=documents)
+        h = self.normed(stream, stash)
         if self.losses is None:
             return self.heads.forward(h, targets, stash)
-        terms = self.losses.forward(*used, stash=stash)
+        terms = self.losses.forward(*stream.outputs, stash=stash)  # usage and starts of each layer's router
         return self.heads.forward(h, targets, stash), terms
 
     def backward(self, dy: Any, stash: Stash) -> None:
+        dterms: Any
         dnll, dterms = (dy, None) if self.losses is None else dy
         dh, _ = self.heads.backward(dnll, stash)
         if self.losses is None:
@@ -117,61 +131,14 @@ class MoE(LlamaLike):
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        tiny = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=6, experts=5)
+        odd = Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7, experts=3)
+        one = Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, experts=2, norm_eps=0.1)
+        single = {"mtp_heads": 1, "mtp_weights": (1,)}
         shapes = (
-            (
-                Config(
-                    dim=16,
-                    heads=4,
-                    kv_heads=2,
-                    layers=2,
-                    context=9,
-                    vocab=11,
-                    hidden=6,
-                    experts=5,
-                    mtp_heads=3,
-                    mtp_weights=(1, 1, 1),
-                ),
-                2,
-                9,
-            ),
-            (
-                Config(
-                    dim=12,
-                    heads=3,
-                    kv_heads=1,
-                    head_dim=6,
-                    layers=1,
-                    context=9,
-                    vocab=5,
-                    hidden=7,
-                    experts=3,
-                    active=1,
-                    mtp_heads=1,
-                    mtp_weights=(1,),
-                    tied=True,
-                    window=3,
-                ),
-                3,
-                5,
-            ),
-            (
-                Config(
-                    dim=4,
-                    heads=1,
-                    kv_heads=1,
-                    layers=1,
-                    context=1,
-                    vocab=3,
-                    hidden=3,
-                    experts=2,
-                    mtp_heads=1,
-                    mtp_weights=(1,),
-                    norm_eps=0.1,
-                    balance=0.0,
-                    router_z=0.0,
-                ),
-                3,
-                1,
-            ),
+            (tiny.override({"mtp_heads": 3, "mtp_weights": (1, 1, 1)}), 2, 9),
+            (odd.override({**single, "active": 1, "tied": True, "window": 3}), 3, 5),
+            (odd.override({**single, "normalised": False, "qk_norm": True, "qk_norm_width": True}), 2, 4),
+            (one.override({**single, "balance": 0.0, "router_z": 0.0}), 3, 1),
         )
         yield from cls.cases_of(shapes, backend, rng, std=0.2)

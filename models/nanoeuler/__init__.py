@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tinyforge.models.nanoeuler.config import PRESETS, Config
 from tinyforge.models.nanoeuler.model import NanoEuler
-from tinyforge.registry import ModelSpec
+from tinyforge.registry import ModelSpec, gpt3_rate
 
 SPEC = ModelSpec(
     "nanoeuler",
@@ -14,11 +14,17 @@ SPEC = ModelSpec(
     PRESETS,
     "Llama-like blocks with multi-token prediction heads",
     hf=f"{__name__}.hf",
+    pretraining={
+        "base": gpt3_rate(6e-4, "125 million"),
+        "large": gpt3_rate(3e-4, "350 million"),
+        "xl": gpt3_rate(2.5e-4, "760 million"),
+        "2b": gpt3_rate(2e-4, "1.3 billion"),
+    },
     documents=True,
     blocks=True,
     fp8=True,
     bundled=Path(__file__).parent / "small",
-    storyteller=Path(__file__).parent / "storyteller",
+    bundled_for_chat=Path(__file__).parent / "storyteller",
     source='this project; several heads as in Gloeckle et al., "Better & Faster Large Language Models via Multi-token '
     'Prediction" (2024)',
     backward="Several heads read one stream: its gradient is the sum over the heads, each weighed by its share of the "

@@ -27,7 +27,7 @@ class MultiToken(ModelConfig):
                 f"config: mtp_weights has {len(self.mtp_weights)} numbers for {self.mtp_heads} heads; give one a head"
             )
         if min(self.mtp_weights) < 0 or self.mtp_weights[0] <= 0:
-            raise UserError(f"config: mtp_weights {self.mtp_weights} wants no negative number and a positive first")
+            raise UserError(f"config: mtp_weights {self.mtp_weights} expects no negative number and a positive first")
 
     @property
     def prediction_heads(self) -> int:
@@ -85,19 +85,8 @@ class Config(MultiToken):
     @property
     def trunk(self) -> LlamaConfig:
         """The model without its heads: a Llama."""
-        return LlamaConfig(
-            dim=self.dim,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            layers=self.layers,
-            context=self.context,
-            vocab=self.vocab,
-            hidden=self.hidden,
-            tied=False,
-            norm_eps=self.norm_eps,
-            rope_theta=self.rope_theta,
-            dropout=self.dropout,
-        )
+        own = {name: value for name, value in vars(self).items() if not name.startswith("mtp_")}
+        return LlamaConfig(tied=False, **own)
 
 
 PRESETS = {

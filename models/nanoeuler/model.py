@@ -28,80 +28,27 @@ class NanoEuler(LlamaLike):
     "blocks": keep only the stream before each block, and run the block again in backward.
     """
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         heads = Param("heads.weight", (config.mtp_heads, config.vocab, config.dim), std=0.02)
         super().__init__(config, config.trunk, heads, backend, values, recompute)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        tiny = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10)
+        one = Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, norm_eps=0.1)
+        long = Config(dim=12, heads=2, kv_heads=1, layers=3, context=132, vocab=7, hidden=5)
+        two = {"mtp_heads": 2, "mtp_weights": (1, 1)}
+        dropped = Config(dim=12, heads=2, kv_heads=2, layers=2, context=9, vocab=5, hidden=5, dropout=0.3)
         shapes = (
-            (
-                Config(
-                    dim=16,
-                    heads=4,
-                    kv_heads=2,
-                    layers=2,
-                    context=9,
-                    vocab=11,
-                    mtp_heads=3,
-                    hidden=10,
-                    mtp_weights=(1, 1, 1),
-                ),
-                2,
-                9,
-            ),
-            (
-                Config(
-                    dim=4,
-                    heads=1,
-                    kv_heads=1,
-                    layers=1,
-                    context=1,
-                    vocab=3,
-                    mtp_heads=1,
-                    hidden=3,
-                    mtp_weights=(1,),
-                    norm_eps=0.1,
-                ),
-                3,
-                1,
-            ),
-            (
-                Config(
-                    dim=12,
-                    heads=2,
-                    kv_heads=1,
-                    layers=3,
-                    context=132,
-                    vocab=7,
-                    mtp_heads=2,
-                    hidden=5,
-                    mtp_weights=(1, 1),
-                ),
-                1,
-                131,
-            ),
-            (
-                Config(
-                    dim=12,
-                    heads=2,
-                    kv_heads=2,
-                    layers=2,
-                    context=9,
-                    vocab=5,
-                    mtp_heads=2,
-                    hidden=5,
-                    mtp_weights=(1, 1),
-                    dropout=0.3,
-                ),
-                2,
-                7,
-            ),
+            (tiny.override({"mtp_heads": 3, "mtp_weights": (1, 1, 1)}), 2, 9),
+            (one.override({"mtp_heads": 1, "mtp_weights": (1,)}), 3, 1),
+            (long.override(two), 1, 131),
+            (dropped.override(two), 2, 7),
         )
         yield from cls.cases_of(shapes, backend, rng, std=0.2)
-        config = Config(
-            dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, mtp_heads=2, hidden=10, mtp_weights=(1, 1)
-        )
+        config = tiny.override(two)
         packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
         ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 2))
         starts = np.array([[0, 0, 0, 3, 3, 3, 3, 3, 8], [0, 1, 1, 1, 1, 1, 1, 1, 1]])

@@ -6,9 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tinyforge.layout import Entry, require, setting
+from tinyforge.layout import Entry, Fields, class_count, class_names, read_fields, require, write_fields
 from tinyforge.models.vit.config import Config
 
+FIELDS: Fields = {
+    "image": ("image_size", int, 224),
+    "patch": ("patch_size", int, 16),
+    "channels": ("num_channels", int, 3),
+    "dim": ("hidden_size", int),
+    "heads": ("num_attention_heads", int),
+    "layers": ("num_hidden_layers", int),
+    "hidden": ("intermediate_size", int),
+    "dropout": ("hidden_dropout_prob", float, 0.0),
+    "norm_eps": ("layer_norm_eps", float, 1e-12),
+}
 PREFIX = "vit."
 IGNORED = r"vit\.pooler\..*"
 
@@ -16,41 +27,13 @@ IGNORED = r"vit\.pooler\..*"
 def read_config(given: Mapping[str, Any]) -> Config:
     require(given, "hidden_act", "gelu")
     require(given, "qkv_bias", True)
-    labels = given.get("id2label")
-    return Config(
-        image=setting(given, "image_size", int, 224),
-        patch=setting(given, "patch_size", int, 16),
-        channels=setting(given, "num_channels", int, 3),
-        classes=len(labels) if isinstance(labels, dict) and labels else 2,  # transformers writes none for its default
-        dim=setting(given, "hidden_size", int),
-        heads=setting(given, "num_attention_heads", int),
-        layers=setting(given, "num_hidden_layers", int),
-        hidden=setting(given, "intermediate_size", int),
-        dropout=setting(given, "hidden_dropout_prob", float, 0.0),
-        norm_eps=setting(given, "layer_norm_eps", float, 1e-12),
-    )
+    return Config(classes=class_count(given), **read_fields(given, FIELDS))
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    c = config
-    return {
-        "architectures": ["ViTForImageClassification"],
-        "model_type": "vit",
-        "hidden_act": "gelu",
-        "qkv_bias": True,
-        "image_size": c.image,
-        "patch_size": c.patch,
-        "num_channels": c.channels,
-        "hidden_size": c.dim,
-        "num_attention_heads": c.heads,
-        "num_hidden_layers": c.layers,
-        "intermediate_size": c.hidden,
-        "hidden_dropout_prob": c.dropout,
-        "attention_probs_dropout_prob": c.dropout,
-        "layer_norm_eps": c.norm_eps,
-        "id2label": {str(i): f"LABEL_{i}" for i in range(c.classes)},
-        "label2id": {f"LABEL_{i}": i for i in range(c.classes)},
-    }
+    kind = {"architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_act": "gelu", "qkv_bias": True}
+    written = kind | write_fields(config, FIELDS) | {"attention_probs_dropout_prob": config.dropout}
+    return written | class_names(config.classes)
 
 
 def entries(config: Config) -> Iterator[Entry]:

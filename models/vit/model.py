@@ -1,4 +1,4 @@
-"""ViT, forward and backward. Read `hidden` and `forward`, then `backward` beside them from the bottom up.
+"""ViT, forward and backward. Read `hidden` and `forward`, then `backward` from the bottom up.
 
 Differences from GPT-2: the tokens are patches of an image, a learned class token precedes them, every token attends to
 every other, and there is one prediction for the whole sequence, from the class token. The block is GPT-2's
@@ -7,7 +7,7 @@ every other, and there is one prediction for the whole sequence, from the class 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,28 +17,21 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.gpt2 import block as gpt2
 from tinyforge.models.gpt2.config import Config as GPT2Config
+from tinyforge.models.gpt2.parts import linear, norm
 from tinyforge.models.vit.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
-from tinyforge.ops import (
-    AddLayerNorm,
-    ClassToken,
-    CrossEntropy,
-    Dropout,
-    LayerNorm,
-    LearnedPositions,
-    Linear,
-    Patches,
-    Take,
-)
+from tinyforge.ops import ClassToken, CrossEntropy, Dropout, LearnedPositions, Patches, Take
 from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.residual import PreNorm, ResidualStream
 
 
 class Block(gpt2.Block):
     """GPT-2's, without a causal mask, and with the exact GELU."""
 
-    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
-        shape = GPT2Config(dim=config.dim, heads=config.heads, layers=config.layers, dropout=config.dropout)
-        super().__init__(shape, layer, backend, hidden=config.hidden, causal=False, gelu="erf")
+    def __init__(self, config: Config, layer: int, backend: Backend, recompute: bool) -> None:
+        c = config
+        shape = GPT2Config(dim=c.dim, heads=c.heads, layers=c.layers, dropout=c.dropout, norm_eps=c.norm_eps)
+        super().__init__(shape, layer, backend, c.hidden, causal=False, gelu="erf", recompute=recompute)
 
 
 class ViT(Model):
@@ -57,33 +50,24 @@ class ViT(Model):
 
     per_head = True
 
-    def __init__(self, config: Config, backend: Backend, *, values: Array = None, recompute: Recompute = "") -> None:
+    def __init__(
+        self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
+    ) -> None:
         super().__init__(backend)
         self.config, self.recompute = config, recompute
         dim, pixels = config.dim, config.channels * config.patch**2
 
-        def gain_and_bias(name: str) -> tuple[Param, Param]:
-            gain = Param(f"{name}.weight", (dim,), fill=1.0, decay=False)
-            return gain, Param(f"{name}.bias", (dim,), decay=False)
-
-        def linear(name: str, rows: int, columns: int, std: float) -> Linear:
-            bias = Param(f"{name}.bias", (rows,), decay=False)
-            return Linear(Param(f"{name}.weight", (rows, columns), std=std), backend, name, bias=bias)
-
         self.patches = Patches(config.patch, backend, "patches")
-        self.embedding = linear("embedding", dim, pixels, pixels**-0.5)
+        self.embedding = linear("embedding", dim, pixels, backend, std=pixels**-0.5, matrices=0)
         self.class_token = ClassToken(Param("class_token", (dim,), std=0.02, decay=False), backend, "class_token")
         self.positions = LearnedPositions(
             Param("positions.weight", (config.context, dim), std=0.02), backend, "positions"
         )
         self.dropout = Dropout(config.dropout, backend, "dropout")
-        self.blocks = [Block(config, i, backend) for i in range(config.layers)]
-        # One norm before the first block, one at each joint after it, the last of them the final norm.
-        names = [f"blocks.{i}.norm{half}" for i in range(config.layers) for half in (1, 2)] + ["final_norm"]
-        self.first_norm = LayerNorm(*gain_and_bias(names[0]), backend, config.norm_eps, names[0])
-        self.joints = [AddLayerNorm(*gain_and_bias(name), backend, config.norm_eps, name) for name in names[1:]]
+        self.blocks = [Block(config, i, backend, bool(recompute)) for i in range(config.layers)]
+        self.final_norm = PreNorm(norm("final_norm", config, backend))
         self.take = Take(backend, "take")
-        self.head = linear("head", config.classes, dim, 0.02)
+        self.head = linear("head", config.classes, dim, backend, matrices=0)
         self.loss = CrossEntropy(backend, "loss")
         self.buffer = ParamBuffer(self.params(), backend, values)
 
@@ -93,13 +77,10 @@ class ViT(Model):
         x = self.class_token.forward(self.embedding.forward(p, stash), stash)  # (B, 1 + N, C)
         x = self.positions.forward(x, stash)
         x = self.dropout.forward(x, stash)
-        h = self.first_norm.forward(x, stash)
-        normed: Callable[[Array], Array] = self.first_norm.forward  # what computes h again from x
-        for i, block in enumerate(self.blocks):
-            joints = self.joints[2 * i : 2 * i + 2]
-            x, h = block.forward(x, h, stash, joints=joints, normed=normed if self.recompute else None)
-            normed = joints[1].normed
-        return h
+        stream = ResidualStream(x)
+        for block in self.blocks:
+            block.forward(stream, stash)
+        return self.final_norm.forward(stream, stash)
 
     def classify(self, images: Array, stash: Stash | None = None) -> Array:
         """Logits of the classes, (B, 1, classes)."""
@@ -113,11 +94,9 @@ class ViT(Model):
     def backward(self, dy: Array, stash: Stash) -> tuple[Array | None, None]:
         dlogits, _ = self.loss.backward(dy, stash)
         dh, _ = self.take.backward(self.head.backward(dlogits[:, :, 0], stash), stash)
-        # The stream ends at the final norm: nothing else reads it.
-        dx: Array | None = None
-        for i in reversed(range(self.config.layers)):
-            dx, dh = self.blocks[i].backward(dx, dh, stash, self.joints[2 * i : 2 * i + 2])
-        dx = self.first_norm.backward(dh, stash, residual=dx)
+        dx = self.final_norm.backward(dh, stash)
+        for block in reversed(self.blocks):
+            dx = block.backward(dx, stash)
         dx = self.dropout.backward(dx, stash)
         dx = self.class_token.backward(self.positions.backward(dx, stash), stash)
         return self.patches.backward(self.embedding.backward(dx, stash), stash), None
@@ -130,14 +109,16 @@ class ViT(Model):
         return 6.0 * matrices + 12.0 * c.layers * c.dim * c.context
 
     def ops(self) -> list[Op]:
-        blocks = [op for block in self.blocks for op in block.ops()]
-        first: list[Op] = [self.patches, self.embedding, self.class_token, self.positions, self.dropout]
-        return [*first, self.first_norm, *blocks, *self.joints, self.take, self.head, self.loss]
+        """Norms but the first come after all blocks, as in the buffers and optimizer states of earlier checkpoints."""
+        first, *norms = [norm.op for block in self.blocks for norm in (block.norm1, block.norm2)] + [self.final_norm.op]
+        branches = [op for block in self.blocks for branch in (block.attention, block.mlp) for op in branch.ops()]
+        start: list[Op] = [self.patches, self.embedding, self.class_token, self.positions, self.dropout]
+        return [*start, first, *branches, *norms, self.take, self.head, self.loss]
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         tiny = Config(image=6, patch=2, channels=3, classes=4, dim=6, heads=2, layers=2, hidden=5)
-        one = Config(image=3, patch=3, classes=2, dim=4, heads=1, layers=1, hidden=3, dropout=0.3)
+        one = Config(image=3, patch=3, classes=2, dim=4, heads=1, layers=1, hidden=3, dropout=0.3, norm_eps=0.1)
         for config, batch in ((tiny, 2), (tiny.override({"patch": 3, "channels": 1}), 3), (one, 1)):
             model = with_buffer(cls(config, backend), backend, rng, std=0.3)
             images = rng.normal(size=(batch, config.channels, config.image, config.image))

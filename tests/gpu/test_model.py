@@ -14,7 +14,7 @@ from tinyforge.backends import get_backend
 from tinyforge.backends.compile import kernel_files
 from tinyforge.errors import UserError
 from tinyforge.formats import load
-from tinyforge.gradcheck import TOLERANCE, check_op, known_ops
+from tinyforge.gradcheck import TOLERANCE, check_op, examine, known_ops
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import override
@@ -23,7 +23,7 @@ from tinyforge.op import Op
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded, evaluate_nll
+from tinyforge.train.data_parallel import DataParallel, evaluate_nll
 from tinyforge.train.distil import Distilled, Ensemble
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.run import Task, train
@@ -68,7 +68,7 @@ def test_a_gradient_that_is_one_percent_off_is_caught(kernel: str) -> None:
         return right(*arguments) * factor
 
     with override(KERNELS[kernel], "cupy", wrong):
-        assert max(row.error for row in check_op(FAULTS[kernel], backend)) > TOLERANCE
+        assert max(row.error for row in examine(FAULTS[kernel], backend, contract=False).rows) > TOLERANCE
 
 
 def gradients(backend_name: str, precision: str, teachers: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -80,7 +80,7 @@ def gradients(backend_name: str, precision: str, teachers: int = 0) -> tuple[np.
     rng = np.random.default_rng(5)
     ids = rng.integers(0, CONFIG.vocab, (4, 96), dtype=np.int32)
     batch = Batch(ids, rng.integers(-1, CONFIG.vocab, (4, 96, 3), dtype=np.int32))
-    sums = Sharded(learner, backend, NextTokens(CONFIG.head_weights)).gradients([batch]).sums
+    sums = DataParallel(learner, backend, NextTokens(CONFIG.head_weights)).gradients([batch]).sums
     return backend.to_numpy(sums), {p.name: backend.to_numpy(p.grad).copy() for p in model.buffer.params}
 
 
@@ -88,10 +88,10 @@ def gradients(backend_name: str, precision: str, teachers: int = 0) -> tuple[np.
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-5), ("tf32", 1e-2), ("bf16", 5e-2)])
 @pytest.mark.parametrize("teachers", [0, 3])
 def test_gradients_are_those_of_numpy(precision: str, tolerance: float, teachers: int) -> None:
-    wanted_nll, wanted = gradients("numpy", precision if precision in ("fp64", "fp32") else "fp64", teachers)
+    wanted_nll, expected = gradients("numpy", precision if precision in ("fp64", "fp32") else "fp64", teachers)
     nll, got = gradients("cupy", precision, teachers)
     np.testing.assert_allclose(nll, wanted_nll, rtol=tolerance)
-    for name, w in wanted.items():
+    for name, w in expected.items():
         assert np.linalg.norm(got[name] - w) <= tolerance * np.linalg.norm(w), name
 
 
@@ -120,20 +120,20 @@ class Trial:
         self.data = PackedTokens(TOKENS, 32, 2, seed=0)
         meta = {"kind": "pretrain", "config": TINY.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
         self.task = Task(
-            self.model,
-            TOKENIZER,
-            NextTokens(TINY.head_weights, TOKENIZER.byte_lengths),
-            self.batches,
-            self.evaluate,
-            lambda: "a sample",
-            meta,
+            model=self.model,
+            tokenizer=TOKENIZER,
+            objective=NextTokens(TINY.head_weights, TOKENIZER.byte_lengths),
+            batches=self.batches,
+            evaluate=self.evaluate,
+            sample=lambda: "a sample",
+            meta=meta,
         )
 
     def batches(self, step: int) -> list[Batch]:
         return [self.data.batch(2 * step, 4), self.data.batch(2 * step + 1, 4)]
 
-    def evaluate(self, sharded: Sharded) -> dict[str, float]:
-        return {"val_bits_per_byte": evaluate_nll(sharded, self.data.in_order(4, 200), TOKENIZER.byte_lengths)}
+    def evaluate(self, parallel: DataParallel) -> dict[str, float]:
+        return {"val_bits_per_byte": evaluate_nll(parallel, self.data.in_order(4, 200), TOKENIZER.byte_lengths)}
 
     def train(self, resume: bool = False) -> Path:
         return train(self.task, self.settings, self.backend, resume)
@@ -162,10 +162,10 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_read_on_the_cpu(tmp_path: Path,
     assert {w.dtype for w in weights.values()} == {np.dtype(np.float32)}
     on_cpu = load(last, get_backend("numpy", "fp32", workers=1))
     evaluated = evaluate_nll(
-        Sharded(on_cpu.model, on_cpu.model.backend), whole.data.in_order(4, 200), TOKENIZER.byte_lengths
+        DataParallel(on_cpu.model, on_cpu.model.backend), whole.data.in_order(4, 200), TOKENIZER.byte_lengths
     )
     assert evaluated == pytest.approx(
-        whole.evaluate(Sharded(whole.model, whole.backend))["val_bits_per_byte"],
+        whole.evaluate(DataParallel(whole.model, whole.backend))["val_bits_per_byte"],
         rel=1e-5 if precision == "fp32" else 2e-2,
     )
     on_gpu = load(last, get_backend("cupy", "fp32"))
@@ -179,8 +179,8 @@ def test_a_run_learns_resumes_bit_for_bit_and_is_read_on_the_cpu(tmp_path: Path,
 def test_a_nan_stops_the_run_and_leaves_the_weights_before_it(tmp_path: Path) -> None:
     trial = Trial(tmp_path, save_every=100)
     good = trial.batches
-    op = trial.model.blocks[1].down
-    right = op.k.swiglu_linear_bwd
+    op = trial.model.blocks[1].mlp.down
+    right = op.bwd
 
     def poisoned(*arguments: Any) -> Any:
         result = right(*arguments)
@@ -189,7 +189,7 @@ def test_a_nan_stops_the_run_and_leaves_the_weights_before_it(tmp_path: Path) ->
 
     def batches(step: int) -> list[Batch]:
         if step == 13:
-            op.k.swiglu_linear_bwd = poisoned
+            op.bwd = poisoned
         return good(step)
 
     object.__setattr__(trial.task, "batches", batches)

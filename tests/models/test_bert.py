@@ -37,10 +37,10 @@ def test_positions_begin_as_sines_and_projections_small() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"masked": 0.0}, "masked is 0.0, wants a share between 0 and 1"),
-        ({"masked": 1.0}, "masked is 1.0, wants a share between 0 and 1"),
-        ({"dropout": 1.0}, "dropout is 1.0, wants 0 to below 1"),
-        ({"attention_dropout": -0.1}, "attention_dropout is -0.1, wants 0 to below 1"),
+        ({"masked": 0.0}, "masked is 0.0, expected a share between 0 and 1"),
+        ({"masked": 1.0}, "masked is 1.0, expected a share between 0 and 1"),
+        ({"dropout": 1.0}, "dropout is 1.0, expected 0 to below 1"),
+        ({"attention_dropout": -0.1}, "attention_dropout is -0.1, expected 0 to below 1"),
     ],
 )
 def test_config_says_what_is_wrong(change: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from tinyforge.models.char_mlp import CharMLP, Config
 from tinyforge.models.char_mlp import model as source
 from tinyforge.optim import AdamW
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import NextTokens
 
 CPU = get_backend("numpy", "fp64", workers=1)
@@ -40,14 +40,14 @@ def test_it_learns_a_small_language() -> None:
     model = CharMLP(Config(context=32, vocab=int(ids.max()) + 1, window=3, dim=6, hidden=24), backend)
     model.initialise(0)
     data, optimizer = PackedTokens(ids, 32, 1, seed=0), AdamW(model.buffer, backend)
-    sharded = Sharded(model, backend, NextTokens())
+    parallel = DataParallel(model, backend, NextTokens())
 
     def loss() -> float:
         return float(model.forward(ids[None, :-1], ids[None, 1:, None]).mean())
 
     start = loss()
     for step in range(120):
-        sharded.gradients([data.batch(step, 4)])
+        parallel.gradients([data.batch(step, 4)])
         optimizer.step(1e-2, optimizer.clip(1.0)[1])
     assert abs(start - math.log(6)) < 0.1  # untrained, it knows nothing of the six letters
     # Which word comes next is chance, worth ln 4 nats; given the last three letters all the rest is certain.
@@ -68,7 +68,7 @@ def test_a_token_sees_its_window_and_nothing_else(window: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_with_a_cache_it_computes_the_same(window: int) -> None:
-    """In pieces of any length, and again behind a rewind."""
+    """In pieces of any length, and again after a rewind."""
     model, ids = random_model(window), np.random.default_rng(0).integers(0, 5, (2, 20))
     whole, cache = model.hidden(ids), model.make_cache(2, 20)
     for start, stop in ((0, 1), (1, 2), (2, 9), (9, 10), (10, 20)):
@@ -80,10 +80,10 @@ def test_with_a_cache_it_computes_the_same(window: int) -> None:
 
 def test_it_generates() -> None:
     model, prompt = random_model(3), [1, 2]
-    wanted = list(prompt)
+    expected = list(prompt)
     for _ in range(10):
-        wanted.append(int(np.argmax(model.logits(model.hidden(np.array([wanted]))[0, -1]))))
-    assert list(generate(model, prompt, Sampling(temperature=0.0, max_tokens=10))) == wanted[2:]
+        expected.append(int(np.argmax(model.logits(model.hidden(np.array([expected]))[0, -1]))))
+    assert list(generate(model, prompt, Sampling(temperature=0.0, max_tokens=10))) == expected[2:]
 
 
 def test_it_stays_short() -> None:

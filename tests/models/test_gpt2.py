@@ -78,17 +78,17 @@ def test_flop_of_a_model_small_enough_to_count_by_hand() -> None:
     config = Config(dim=4, heads=1, layers=1, context=3, vocab=5)
     block = 4 * 12 + 12 + 4 * 4 + 4 + 2 * 8 + 4 * 16 + 16 + 16 * 4 + 4
     scores_and_values = 2 * (2 * 4) * (1 + 2 + 3)
-    wanted = 6 * (block + 8 + 5 * 4) * 3 + 3 * scores_and_values
-    assert GPT2(config, FP64).flop_per_token(3) * 3 == wanted
+    expected = 6 * (block + 8 + 5 * 4) * 3 + 3 * scores_and_values
+    assert GPT2(config, FP64).flop_per_token(3) * 3 == expected
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"dim": 13}, "dim 13 is not divisible by heads 12; use dim 12"),
-        ({"dropout": 1.0}, "dropout is 1.0, wants 0 to below 1"),
-        ({"dropout": "much"}, "dropout is 'much', wants a number"),
-        ({"layers": 0}, "layers is 0, wants at least 1"),
+        ({"dropout": 1.0}, "dropout is 1.0, expected 0 to below 1"),
+        ({"dropout": "much"}, "dropout is 'much', expected a number"),
+        ({"layers": 0}, "layers is 0, expected at least 1"),
     ],
 )
 def test_a_bad_config_is_a_one_line_error(values: dict[str, Any], message: str) -> None:

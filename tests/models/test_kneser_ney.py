@@ -56,8 +56,8 @@ def test_it_is_the_formula(order: int, length: int) -> None:
     highest = min(order, length)
     for i, value in enumerate(found):
         context = tuple(held_out[max(0, i - highest + 1) : i].tolist())
-        wanted = slow_probability(tokens.tolist(), context, int(held_out[i]), highest)
-        assert value == pytest.approx(math.log(wanted), abs=1e-12)
+        expected = slow_probability(tokens.tolist(), context, int(held_out[i]), highest)
+        assert value == pytest.approx(math.log(expected), abs=1e-12)
 
 
 def test_it_is_a_probability() -> None:

@@ -34,6 +34,10 @@ MOE = moe.Config(
     router_z=0.0,
 )
 LLAMA3: dict[str, Any] = {"rope_scaling": "llama3", "rope_factor": 4.0, "original_context": 12, "rope_theta": 50.0}
+GEMMA: dict[str, Any] = {"norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "embedding_scale": 3.5}
+GEMMA |= {"attention_scale": 0.3, "window": 5, "full_every": 2}
+GRANITE: dict[str, Any] = {"embedding_scale": 3.0, "residual_scale": 0.3, "logit_scale": 0.4, "attention_scale": 0.3}
+GRANITE |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "no_rope_every": 2}
 KINDS: dict[str, tuple[Any, Any]] = {
     "nanoeuler": (
         nanoeuler.NanoEuler,
@@ -48,6 +52,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "llama-qwen2": (llama.Llama, LLAMA.override({"qkv_bias": True})),
     "llama-qwen3": (llama.Llama, LLAMA.override({"qk_norm": True, **LLAMA3})),
     "llama-mistral": (llama.Llama, LLAMA.override({"window": 5})),
+    "llama-gemma2": (llama.Llama, LLAMA.override({**GEMMA, "attention_softcap": 1.5, "logit_softcap": 2.0})),
+    "llama-gemma3": (llama.Llama, LLAMA.override({**GEMMA, "qk_norm": True, "local_rope_theta": 50.0})),
+    "llama-olmo2": (llama.Llama, LLAMA.override({"norms": "after", "qk_norm": True, "qk_norm_width": True})),
+    "llama-granite": (llama.Llama, LLAMA.override(GRANITE)),
+    "llama-cohere": (llama.Llama, LLAMA.override({"norm": "layer", "norm_bias": True, "parallel": True})),
     "moe": (moe.MoE, MOE),
     "moe-mixtral": (moe.MoE, MOE.override({"mtp_heads": 1, "window": 5, "active": 1})),
     "mamba": (mamba.Mamba, mamba.Config(dim=12, layers=2, state=3, context=140, vocab=11)),
@@ -74,9 +83,9 @@ def batch(model: Any, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, 11, (rows, length), dtype=np.int32), targets
 
 
-def same(kind: str, got: np.ndarray, wanted: np.ndarray) -> bool:
+def same(kind: str, got: np.ndarray, expected: np.ndarray) -> bool:
     """Bit for bit. With experts, how many tokens share one's product is up to all of them, and so is the rounding."""
-    return np.allclose(got, wanted, rtol=1e-12, atol=1e-14) if "moe" in kind else np.array_equal(got, wanted)
+    return np.allclose(got, expected, rtol=1e-12, atol=1e-14) if "moe" in kind else np.array_equal(got, expected)
 
 
 @EVERY
@@ -117,20 +126,20 @@ def test_gradients_do_not_come_from_the_future_either(kind: str) -> None:
 
 @EVERY
 def test_a_cache_gives_the_same_as_the_whole_text(kind: str) -> None:
-    """In pieces of any size, also behind a rewind where there is one."""
+    """In pieces of any size, also after a rewind where there is one."""
     model = tiny(kind)
     ids, _ = batch(model, 2, 60)
-    wanted = model.hidden(ids)
+    expected = model.hidden(ids)
     cache = model.make_cache(2, 60)
     parts = [model.hidden(part, cache=cache) for part in np.split(ids, [1, 2, 20, 40], axis=1)]
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, rtol=1e-10, atol=1e-12)
     assert cache.length == 60 and cache.can_rewind == (kind not in RECURRENT)
     if not cache.can_rewind:
         with pytest.raises(ValueError, match="holds 60 positions and cannot drop any, asked to keep 17"):
             cache.rewind(17)
         return
     cache.rewind(17)
-    np.testing.assert_allclose(model.hidden(ids[:, 17:], cache=cache), wanted[:, 17:], rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(model.hidden(ids[:, 17:], cache=cache), expected[:, 17:], rtol=1e-10, atol=1e-12)
 
 
 @EVERY
@@ -142,8 +151,8 @@ def test_logits_are_those_that_the_loss_is_of(kind: str) -> None:
     for k in range(model.prediction_heads):
         z = model.logits(model.hidden(ids), k)
         picked = np.take_along_axis(z, np.maximum(targets[..., k, None], 0), axis=-1)[..., 0]
-        wanted = np.where(targets[..., k] < 0, 0, np.log(np.exp(z).sum(axis=-1)) - picked)
-        np.testing.assert_allclose(nll[..., k], wanted, rtol=1e-12, atol=1e-14)
+        expected = np.where(targets[..., k] < 0, 0, np.log(np.exp(z).sum(axis=-1)) - picked)
+        np.testing.assert_allclose(nll[..., k], expected, rtol=1e-12, atol=1e-14)
 
 
 @EVERY
@@ -225,7 +234,7 @@ def test_a_block_that_is_not_run_again_is_found() -> None:
     ids, targets = batch(model, 2, 5)
     stash = Stash()
     nll = model.forward(ids, targets, stash)
-    model.recompute = ""
+    model.layers = model.blocks
     with pytest.raises(RuntimeError, match="popped the record of blocks.1"):
         model.backward(np.ones_like(nll), stash)
 
@@ -246,7 +255,8 @@ def test_the_start_is_gpt2s(kind: str) -> None:
     model.initialise(seed=0)
     for p in model.buffer.params:
         if len(p.shape) == 1:
-            assert (p.value == (0 if p.name.endswith("bias") else 1)).all(), p.name
+            plus_one = getattr(model.config, "norm_plus_one", False)
+            assert (p.value == (0 if p.name.endswith("bias") or plus_one else 1)).all(), p.name
         else:
             into_residual = p.name.endswith(("out.weight", "down.weight"))
             std = 0.02 / math.sqrt(2 * model.config.layers) if into_residual else 0.02

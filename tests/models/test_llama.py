@@ -48,11 +48,20 @@ def test_the_head_size_follows_dim_and_heads_unless_it_is_given() -> None:
     [
         ({"dim": 65}, "dim 65 is not divisible by heads 8; give head_dim"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
-        ({"head_dim": -2}, "head_dim is -2, wants at least 1"),
+        ({"head_dim": -2}, "head_dim is -2, expected at least 1"),
         ({"kv_heads": 3}, "heads 8 is not divisible by kv_heads 3"),
-        ({"window": -1}, "window is -1, wants 0"),
-        ({"rope_theta": -5.0}, "rope_theta is -5.0, wants a number above 0"),
-        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; supported: none, linear, llama3"),
+        ({"window": -1}, "window is -1, expected 0"),
+        ({"rope_theta": -5.0}, "rope_theta is -5.0, expected a number above 0"),
+        (
+            {"norm": "layer", "norms": "both"},
+            "norms is 'both' with a LayerNorm or parallel branches; expected 'before'",
+        ),
+        ({"norm_bias": True}, "norm is 'rms'; norm_bias goes with 'layer'"),
+        ({"norms": "none"}, "norms is 'none'; supported: before, both, after"),
+        ({"attention_softcap": -1.0}, "attention_softcap is -1.0, expected 0"),
+        ({"rope_scaling": "ntk"}, "rope_scaling is 'ntk'; supported: none, linear, llama3, yarn, dynamic, longrope"),
+        ({"rope_scaling": "longrope", "rope_short": [1.0]}, "rope_short has 1 factors, rope_long 0, expected one for"),
+        ({"rotary_dim": 10}, "rotary_dim is 10, expected an even number up to 8"),
         ({"rope_factor": 0.5}, "rope_factor 0.5"),
         ({"rope_low_freq": 4.0}, "low below high"),
     ],
@@ -83,7 +92,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     np.testing.assert_allclose(tied.logits(h), h @ tied.embedding.weight.value.T, rtol=1e-14)
 
 
-@pytest.mark.parametrize("values", [{"qkv_bias": True}, {"qk_norm": True}, {"window": 5}], ids=str)
+@pytest.mark.parametrize("values", [{"qkv_bias": True}, {"qk_norm": True}, {"window": 5}, {"norms": "both"}], ids=str)
 def test_the_fused_decoders_are_for_the_plain_shape(values: dict[str, Any]) -> None:
     assert Llama(TINY.override(values), FP64).fused_weights() is None
 
@@ -96,16 +105,16 @@ def test_a_cache_is_filled_without_the_rest_of_the_last_layer(
     model = Llama(TINY.override(values), FP64)
     model.initialise(seed=0)
     ids = np.random.default_rng(1).integers(0, 11, (2, 30), dtype=np.int32)
-    wanted, cache = model.make_cache(2, 40), model.make_cache(2, 40)
+    expected, cache = model.make_cache(2, 40), model.make_cache(2, 40)
     last = model.blocks[-1]
     for piece in (ids[:, :17], ids[:, 17:]):
-        model.hidden(piece, cache=wanted)
+        model.hidden(piece, cache=expected)
         with monkeypatch.context() as patched:
-            for op in (last.attention, last.out, last.norm2, last.gate_up, last.down, last.next_norm):
+            for op in (last.attention.attention, last.attention.out, last.norm2, last.mlp, model.final_norm):
                 patched.setattr(op, "forward", None)
             model.fill(piece, cache)
-    assert cache.length == wanted.length == 30
-    for ours, theirs in ((cache.keys, wanted.keys), (cache.values, wanted.values)):
+    assert cache.length == expected.length == 30
+    for ours, theirs in ((cache.keys, expected.keys), (cache.values, expected.values)):
         assert np.array_equal(ours[:, :, :30], theirs[:, :, :30])
 
 

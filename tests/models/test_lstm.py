@@ -67,13 +67,13 @@ def test_the_gradient_ends_at_the_window() -> None:
 def test_a_reset_begins_anew_also_at_the_end_of_a_window() -> None:
     model = tiny(reset=2)
     text = np.array([[4, 1, 2, 5, 3, 3]])
-    wanted = model.hidden(text[:, 3:])  # what follows the reset, alone
-    np.testing.assert_allclose(model.hidden(text)[:, 3:], wanted, rtol=1e-12, atol=1e-14)
+    expected = model.hidden(text[:, 3:])  # what follows the reset, alone
+    np.testing.assert_allclose(model.hidden(text)[:, 3:], expected, rtol=1e-12, atol=1e-14)
     for cut in (2, 3, 4):
         state = np.zeros(model.state_shape(1))
         parts = [model.hidden(part, state=state) for part in np.split(text, [cut], axis=1)]
-        np.testing.assert_allclose(np.concatenate(parts, axis=1)[:, 3:], wanted, rtol=1e-12, atol=1e-14)
-    assert np.abs(tiny().hidden(text)[:, 3:] - wanted).max() > 1e-3
+        np.testing.assert_allclose(np.concatenate(parts, axis=1)[:, 3:], expected, rtol=1e-12, atol=1e-14)
+    assert np.abs(tiny().hidden(text)[:, 3:] - expected).max() > 1e-3
 
 
 def test_dropout_is_between_layers_and_decided_by_the_noise() -> None:
@@ -88,9 +88,9 @@ def test_dropout_is_between_layers_and_decided_by_the_noise() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"dropout": 1.0}, "dropout is 1.0, wants 0 to below 1"),
-        ({"layers": 0}, "layers is 0, wants at least 1"),
-        ({"reset": 512}, "reset is 512, wants an id below vocab 512, or -1 for none"),
+        ({"dropout": 1.0}, "dropout is 1.0, expected 0 to below 1"),
+        ({"layers": 0}, "layers is 0, expected at least 1"),
+        ({"reset": 512}, "reset is 512, expected an id below vocab 512, or -1 for none"),
     ],
 )
 def test_a_bad_config_is_a_one_line_error(values: dict[str, Any], message: str) -> None:

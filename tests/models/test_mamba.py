@@ -32,8 +32,8 @@ def test_presets_have_the_published_sizes(preset: str, count: int) -> None:
 
 def test_it_starts_with_the_published_rates_and_steps() -> None:
     for block in tiny().blocks:
-        np.testing.assert_allclose(np.exp(block.scan.a_log.value), np.tile([1.0, 2.0, 3.0], (12, 1)))
-        steps = np.log1p(np.exp(block.scan.bias.value))
+        np.testing.assert_allclose(np.exp(block.mixer.scan.a_log.value), np.tile([1.0, 2.0, 3.0], (12, 1)))
+        steps = np.log1p(np.exp(block.mixer.scan.bias.value))
         assert (steps >= STEP_MIN).all() and (steps <= STEP_MAX).all() and steps.max() / steps.min() > 3
 
 
@@ -59,9 +59,9 @@ def test_a_changed_prompt_is_read_again_from_its_beginning() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"state": 65}, "state is 65, wants at most 64"),
-        ({"rank": -1}, "rank is -1, wants at least 1, or 0 for a sixteenth of dim"),
-        ({"taps": 0}, "taps is 0, wants at least 1"),
+        ({"state": 65}, "state is 65, expected at most 64"),
+        ({"rank": -1}, "rank is -1, expected at least 1, or 0 for a sixteenth of dim"),
+        ({"taps": 0}, "taps is 0, expected at least 1"),
     ],
 )
 def test_a_bad_config_is_a_one_line_error(values: dict[str, Any], message: str) -> None:

@@ -23,7 +23,7 @@ from tinyforge.op import Stash
 from tinyforge.parallel import part_of
 from tinyforge.recipes import pretrain
 from tinyforge.registry import find_model
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, NextTokens, WithTerms, with_terms
 from tinyforge.train.plan import plan_step
 
@@ -82,10 +82,10 @@ def test_a_config_survives_its_dictionary() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"experts": 0}, "experts is 0, wants at least 1"),
-        ({"active": 9}, "active is 9, wants at most the 8 experts"),
+        ({"experts": 0}, "experts is 0, expected at least 1"),
+        ({"active": 9}, "active is 9, expected at most the 8 experts"),
         ({"tied": True}, "a tied head is one, mtp_heads is 4; use tied=false or mtp_heads=1"),
-        ({"balance": -1.0}, "balance -1.0, router_z 0.001; wants 0 or more"),
+        ({"balance": -1.0}, "balance -1.0, router_z 0.001; expected 0 or more"),
         ({"mtp_weights": [1.0]}, "mtp_weights has 1 numbers for 4 heads"),
         ({"heads": 3}, "dim 128 is not divisible by heads 3"),
     ],
@@ -156,15 +156,15 @@ def test_ranks_weigh_their_terms_by_their_tokens(workers: int) -> None:
     """Of one row, some ranks have none; each part's terms are those that it would have alone."""
     whole = batch(5, 0)
     net = model(workers=workers)
-    sharded = Sharded(net, net.backend, NextTokens(TINY.head_weights))
-    totals = sharded.gradients([whole, batch(1, 1)])
+    parallel = DataParallel(net, net.backend, NextTokens(TINY.head_weights))
+    totals = parallel.gradients([whole, batch(1, 1)])
     terms = np.zeros(2)
     for b in (whole, batch(1, 1)):
         for part in (b[part_of(rank, workers, len(b.ids))] for rank in range(workers)):
             if len(part.ids):
                 terms += len(part.ids) / 6 * model().forward(part.ids, part.targets)[1]
     assert totals.sums[-2:] == pytest.approx(terms, rel=1e-10)
-    assert sharded.nll(whole).shape == (2,)
+    assert parallel.nll(whole).shape == (2,)
 
 
 def test_terms_without_weight_are_not_computed() -> None:

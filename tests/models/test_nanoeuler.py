@@ -86,7 +86,7 @@ def test_the_seed_decides_the_start() -> None:
         ({"dim": 2}, "dim 2 is not divisible by heads 4; use dim 4"),
         ({"dim": 12}, "head size 3 .* is odd"),
         ({"kv_heads": 3}, "heads 4 is not divisible by kv_heads 3"),
-        ({"layers": 0}, "layers is 0, wants at least 1"),
+        ({"layers": 0}, "layers is 0, expected at least 1"),
         ({"width": 128}, "unknown key 'width'; known: context, vocab, dim"),
         ({"mtp_weights": (1.0, 0.5)}, "mtp_weights has 2 numbers for 4 heads"),
         ({"mtp_weights": (0.0, 1, 1, 1)}, "positive first"),

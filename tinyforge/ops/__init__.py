@@ -15,7 +15,7 @@ from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Embedding
 from tinyforge.ops.fork import Fork
 from tinyforge.ops.fp8_linear import FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear
-from tinyforge.ops.fp8_rmsnorm import FP8AddRMSNorm, FP8RMSNorm
+from tinyforge.ops.fp8_rmsnorm import FP8AddRMSNorm
 from tinyforge.ops.geglu import GeGLU
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.gelu_linear import GELULinear

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Key, Op, Stash
 from tinyforge.rng import philox
@@ -23,11 +22,6 @@ def dropout(x: Array, key: Key, rate: float) -> Array:
     return x * (kept.reshape(x.shape) * x.dtype.type(1.0 / (1.0 - rate)))
 
 
-@dropout.on("meta")
-def dropout_memory(x: Array) -> Array:
-    return empty(x.shape, x.dtype)
-
-
 class Dropout(Op):
     """y = x * m / (1 - p), m[i] = 1 with probability 1 - p
 
@@ -39,33 +33,28 @@ class Dropout(Op):
     Source: Srivastava et al., "Dropout" (2014); masks without memory as in Salmon et al., Philox (2011).
     """
 
-    kernels = (dropout,)
+    drop = dropout
 
     def __init__(self, rate: float, backend: Backend, name: str = "") -> None:
         super().__init__(backend, name)
         if not 0.0 <= rate < 1.0:
-            raise ValueError(f"Dropout: rate is {rate}, wants 0 <= rate < 1")
+            raise ValueError(f"Dropout: rate is {rate}, expected 0 <= rate < 1")
         self.rate = rate
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        self.expect(x)
         if stash is None:
             return x
         key = stash.key(self, self.rate)
         stash.push(self, key)
-        return x if key is None else self.k.dropout(x, key, self.rate)
+        return x if key is None else self.drop(x, key, self.rate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (key,) = stash.pop(self)
-        return dy if key is None else self.k.dropout(dy, key, self.rate)
+        return dy if key is None else self.drop(dy, key, self.rate)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for rate in (0.4, 0.0):
             for shape in ((2, 3, 9), (1,), (0, 4)):
                 yield cls(rate, backend), (backend.asarray(rng.normal(size=shape)),)
-
-
-def adding(op: Op, dropout: Dropout, x: Array) -> dict[str, Array]:
-    """The keyword that makes op's forward add x to its result. Empty if dropout comes in between, or if op cannot add
-    because an adapter has replaced it: then the next norm adds."""
-    return {"add": x} if op.adds and not dropout.rate else {}

@@ -10,7 +10,7 @@ from tinyforge.kernel import Array, kernel
 from tinyforge.op import Param, Stash
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.fp8 import BYTE, Scaled, quantise_rows
-from tinyforge.ops.rmsnorm import RMSNorm, into, rmsnorm_bwd, rmsnorm_fwd
+from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
 
 @kernel
@@ -42,18 +42,6 @@ def rmsnorm_scaled_bwd(
 
 
 rmsnorm_scaled_bwd.on("meta")(lambda y: (like(y), empty(y.shape, BYTE), per_row(y)))
-
-
-class FP8RMSNorm(RMSNorm):
-    """RMSNorm that returns y as a `Scaled`."""
-
-    scaled_fwd = rmsnorm_scaled_fwd
-
-    def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Any:
-        y, codes, scale, rstd = self.scaled_fwd(x, self.weight.value, self.eps)
-        if stash is not None:
-            stash.push(self, y, rstd)
-        return Scaled(into(out, y), codes, scale)
 
 
 class FP8AddRMSNorm(AddRMSNorm):
