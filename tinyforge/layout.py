@@ -16,10 +16,12 @@ The first three are for models with `ModelSpec.architectures`, which can be read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from tinyforge.config import WANTED, fits
+import numpy as np
+
+from tinyforge.config import WANTED, ModelConfig, fits
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 
@@ -31,6 +33,7 @@ class Entry:
     theirs, shape: its name and shape in the file. ours: our parameter's name; empty if we have none, and the tensor is
     zeros. part: a slice of rows, an index (which drops the axis), or an index and a slice; None for the whole
     parameter. transposed: theirs is the transpose. axes: our shape, if theirs has the same numbers with other axes.
+    order: the numbers of their rows in the order of ours; None for the same.
     """
 
     theirs: str
@@ -39,15 +42,22 @@ class Entry:
     part: slice | int | tuple[int, slice] | None = None
     transposed: bool = False
     axes: tuple[int, ...] | None = None
+    order: np.ndarray | None = field(default=None, compare=False)
 
     def put(self, ours: Array, theirs: Array) -> None:
         """Write their tensor into its place in our parameter."""
         place = self.at(ours)
-        place[...] = theirs.T if self.transposed else theirs.reshape(place.shape)
+        place[...] = theirs.T if self.transposed else self.in_our_order(theirs).reshape(place.shape)
 
     def take(self, ours: Array) -> Array:
-        """Their tensor, a view of our parameter."""
-        return self.at(ours).T if self.transposed else self.at(ours).reshape(self.shape)
+        """Their tensor, a view of our parameter, or a copy if the rows have another order."""
+        return self.at(ours).T if self.transposed else self.in_their_order(self.at(ours)).reshape(self.shape)
+
+    def in_our_order(self, theirs: Array) -> Array:
+        return theirs if self.order is None else theirs[self.order]
+
+    def in_their_order(self, ours: Array) -> Array:
+        return ours if self.order is None else ours[np.argsort(self.order)]
 
     def at(self, ours: Array) -> Array:
         """A view of the part of our parameter, or of an array with the same rows, that is this tensor."""
@@ -63,8 +73,34 @@ def setting(given: Mapping[str, Any], name: str, kind: type, default: Any = None
             raise UserError(f"config.json has no {name}; get the file again")
         return default
     if not fits(value, kind()):
-        raise UserError(f"config.json: {name} is {value!r}, wants {WANTED[kind]}")
+        raise UserError(f"config.json: {name} is {value!r}, expected {WANTED[kind]}")
     return kind(value)
+
+
+Fields = Mapping[str, tuple[Any, ...]]
+"""Fields of a Config, each with the name, the type and perhaps the default of the same number in config.json."""
+
+
+def read_fields(given: Mapping[str, Any], names: Fields) -> dict[str, Any]:
+    """The values of the fields in config.json. Raises UserError as `setting`."""
+    return {ours: setting(given, *theirs) for ours, theirs in names.items()}
+
+
+def write_fields(config: ModelConfig, names: Fields) -> dict[str, Any]:
+    """The reverse."""
+    return {theirs: getattr(config, ours) for ours, (theirs, *_) in names.items()}
+
+
+def class_names(count: int) -> dict[str, Any]:
+    """The labels of a classifier whose classes have no names, as transformers writes them."""
+    names = [f"LABEL_{i}" for i in range(count)]
+    return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+
+
+def class_count(given: Mapping[str, Any]) -> int:
+    """The number of a classifier's labels; transformers writes none for its default, two."""
+    labels = given.get("id2label")
+    return len(labels) if isinstance(labels, dict) and labels else 2
 
 
 def require(given: Mapping[str, Any], name: str, *supported: Any) -> None:

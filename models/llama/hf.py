@@ -1,148 +1,190 @@
 """Llama and its kin in Hugging Face's names and layout.
 
 Queries, keys and values are one matrix here, rows in this order, and so are gate and up. Rotary halves, (x_i, x_i+D/2),
-are Hugging Face's own layout: no row moves. A config's options decide its architecture, and the reverse.
+are Hugging Face's own layout: no row moves. families.py has what the architectures differ in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from tinyforge.errors import UserError
-from tinyforge.layout import Entry, require, setting
-from tinyforge.models.llama.config import Config
+import numpy as np
 
+from tinyforge.config import fits
+from tinyforge.errors import UserError
+from tinyforge.layout import Entry, Fields, read_fields, require, setting, write_fields
+from tinyforge.models.llama.config import Config
+from tinyforge.models.llama.families import BY_NAME, FULL, LAYER, Family, Given, family_of, written_rope
+from tinyforge.ops.rope import SCALINGS
+
+FIELDS: Fields = {
+    "dim": ("hidden_size", int),
+    "hidden": ("intermediate_size", int),
+    "layers": ("num_hidden_layers", int),
+    "heads": ("num_attention_heads", int),
+    "vocab": ("vocab_size", int),
+    "context": ("max_position_embeddings", int),
+    "norm_eps": ("rms_norm_eps", float, 1e-6),
+    "tied": ("tie_word_embeddings", bool, False),
+}
 PREFIX = "model."
 IGNORED = r".*\.rotary_emb\.inv_freq"
 
 
-def read_config(given: Mapping[str, Any]) -> Config:
-    architecture = given["architectures"][0]
-    qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
-    require(given, "hidden_act", "silu")
-    require(given, "attention_bias", False)
-    require(given, "mlp_bias", False)
+def read_config(given: Mapping[str, Any], family: Family | None = None) -> Config:
+    """family: of the options, if it is not that of config.json's architecture."""
+    architecture, own = given["architectures"][0], family is None
+    family = family or BY_NAME[architecture]
+    given = Given((given, family.defaults))
+    if "activation" not in family.fixed:
+        require(given, "hidden_act", "silu")
     dim, heads = setting(given, "hidden_size", int), setting(given, "num_attention_heads", int)
     context = setting(given, "max_position_embeddings", int)
     if heads < 1:
-        raise UserError(f"config.json: num_attention_heads is {heads}, wants at least 1")
-    return Config(
-        dim=dim,
-        heads=heads,
-        kv_heads=setting(given, "num_key_value_heads", int, heads),
-        head_dim=setting(given, "head_dim", int, 128 if qwen3 else dim // heads),
-        layers=setting(given, "num_hidden_layers", int),
-        context=context,
-        vocab=setting(given, "vocab_size", int),
-        hidden=setting(given, "intermediate_size", int),
-        tied=setting(given, "tie_word_embeddings", bool, False),
-        qkv_bias=qwen2,
-        qk_norm=qwen3,
-        window=_window(given, architecture),
-        norm_eps=setting(given, "rms_norm_eps", float, 1e-6),
-        **_rope(given, context),
-    )
+        raise UserError(f"config.json: num_attention_heads is {heads}, expected at least 1")
+    kv_heads = setting(given, "num_key_value_heads", int, heads)
+    head_dim = setting(given, "head_dim", int, dim // heads)
+    fields = {**FIELDS, "norm_eps": (family.eps, float, 1e-6)}
+    known = read_fields(given, fields) | _rope(given, context, head_dim) | family.options(given)
+    config = Config(kv_heads=kv_heads, head_dim=head_dim, **known)
+    if lacks := family.lacks(config):
+        raise UserError(f"config.json: a {architecture} has no {', '.join(lacks)}; get the file again")
+    # Without options and tensors of its own a family is a Llama.
+    plain = not (config.options() or family.layer or family.merged or family.interleaved)
+    if not own or plain or family_of(config) is family:
+        return config
+    return replace(config, family=family.kind)
 
 
-def _window(given: Mapping[str, Any], architecture: str) -> int:
-    """The sliding window of all layers, 0 for none. Mistral has it in all layers; Qwen from max_window_layers on."""
-    layers, kinds = setting(given, "num_hidden_layers", int), given.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise UserError("config.json: layer_types is not a list of texts; get the file again")
-    if architecture == "MistralForCausalLM":
-        sliding = given.get("sliding_window") is not None
-    elif architecture.startswith("Qwen") and given.get("use_sliding_window"):
-        first = setting(given, "max_window_layers", int, 28)
-        kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(min(layers, 1 << 10))]
-        sliding = "sliding_attention" in kinds
-    else:
-        sliding, kinds = False, None
-    if kinds and len(set(kinds)) > 1:
-        raise UserError("config.json: layers with and without a sliding window; supported: all, or none")
-    return setting(given, "sliding_window", int) if sliding else 0
-
-
-def _rope(given: Mapping[str, Any], context: int) -> dict[str, Any]:
+def _rope(given: Mapping[str, Any], context: int, head_dim: int) -> dict[str, Any]:
     """Our rope_ fields: from rope_parameters, or, as older files have it, rope_theta and rope_scaling."""
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise UserError(f"config.json: rope_scaling is {rope!r}, wants an object")
+        raise UserError(f"config.json: rope_scaling is {rope!r}, expected an object")
+    if isinstance(rope.get(FULL), dict):  # one for each kind of layer
+        rope = rope[FULL]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise UserError(f"config.json: rope_type is {kind!r}; supported: 'default', 'linear', 'llama3'")
-    require({**given, **rope}, "partial_rotary_factor", 1.0, None)
-    theta = setting({**given, **rope}, "rope_theta", float, 10000.0)
+    if kind not in ("default", *SCALINGS):
+        raise UserError(f"config.json: rope_type is {kind!r}; supported: 'default', {', '.join(map(repr, SCALINGS))}")
+    both = Given((rope, given))
+    found: dict[str, Any] = {"rope_theta": setting(both, "rope_theta", float, 10000.0)}
+    rotary = int(head_dim * setting(both, "partial_rotary_factor", float, 1.0))
+    if rotary != head_dim:
+        found["rotary_dim"] = rotary
     if kind == "default":
-        return {"rope_theta": theta}
-    found = {"rope_theta": theta, "rope_scaling": kind, "rope_factor": setting(rope, "factor", float)}
+        return found
+    found |= {"rope_scaling": kind}
+    original = setting(both, "original_max_position_embeddings", int, context)
+    if kind == "dynamic":
+        original = context  # transformers reads max_position_embeddings alone
+    factor = setting(rope, "factor", float, context / max(original, 1) if kind in ("yarn", "longrope") else None)
+    found |= {"rope_factor": factor} | ({} if kind == "linear" else {"original_context": original})
     if kind == "llama3":
         found["rope_low_freq"] = setting(rope, "low_freq_factor", float)
         found["rope_high_freq"] = setting(rope, "high_freq_factor", float)
-        found["original_context"] = setting(rope, "original_max_position_embeddings", int, context)
+    if kind == "yarn":
+        require(rope, "truncate", True)
+        found["rope_low_freq"] = setting(rope, "beta_slow", float, 1.0)
+        found["rope_high_freq"] = setting(rope, "beta_fast", float, 32.0)
+    if kind in ("yarn", "longrope"):
+        found["rope_attention"] = setting(rope, "attention_factor", float, _attention_factor(rope, factor))
+    if kind == "longrope":
+        found["rope_short"], found["rope_long"] = (_factors(rope, f"{name}_factor") for name in ("short", "long"))
     return found
 
 
-def write_config(config: Config) -> dict[str, Any]:
-    if config.qkv_bias and config.qk_norm:
-        raise UserError("no Hugging Face architecture has both qkv_bias and qk_norm; keep the model in our own format")
-    rope: dict[str, Any] | None = None
-    if config.rope_scaling != "none":
-        rope = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
-    if rope and config.rope_scaling == "llama3":
-        rope |= {
-            "low_freq_factor": config.rope_low_freq,
-            "high_freq_factor": config.rope_high_freq,
-            "original_max_position_embeddings": config.original_context,
-        }
-    given = {
-        "hidden_act": "silu",
-        "hidden_size": config.dim,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab,
-        "max_position_embeddings": config.context,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope,
-        "tie_word_embeddings": config.tied,
-    }
-    if config.qkv_bias or config.qk_norm:
-        kind = "qwen2" if config.qkv_bias else "qwen3"
-        given |= {"use_sliding_window": config.window > 0, "max_window_layers": 0}
-        if config.qkv_bias and config.head_dim * config.heads != config.dim:
-            raise UserError(f"Qwen2ForCausalLM has head_dim = dim / heads, the model {config.head_dim}")
-    else:
-        kind = "mistral" if config.window else "llama"
-    if config.window:
-        given["sliding_window"] = config.window
-    architecture = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind] + "ForCausalLM"
-    return {"architectures": [architecture], "model_type": kind, **given}
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """Of YaRN as DeepSeek writes it; 0 where that is absent, for the default."""
+    over, under = (setting(rope, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
+    growth = 0.1 * math.log(max(factor, 1.0))
+    return (1 + over * growth) / (1 + under * growth) if over and under else 0.0
 
 
-def entries(config: Config) -> Iterator[Entry]:
-    c = config
+def _factors(rope: Mapping[str, Any], name: str) -> tuple[float, ...]:
+    given: Any = rope.get(name)
+    if not fits(given, ()):
+        raise UserError(f"config.json: {name} is {given!r:.80}, expected a list of numbers")
+    return tuple(map(float, given))
+
+
+def write_config(config: Config, family: Family | None = None) -> dict[str, Any]:
+    family, c = family or family_of(config), config
+    fields = {**FIELDS, "norm_eps": (family.eps, float)}
+    given = {"hidden_act": "silu", **write_fields(config, fields), "num_key_value_heads": config.kv_heads}
+    given |= {"head_dim": config.head_dim, "rope_theta": config.rope_theta, "rope_scaling": written_rope(config)}
+    if c.rotary_dim or "partial_rotary_factor" in family.defaults:
+        given["partial_rotary_factor"] = (c.rotary_dim or c.head_dim) / c.head_dim
+    given |= family.written(config)
+    return {"architectures": [family.architecture], "model_type": family.kind, **given}
+
+
+def entries(config: Config, family: Family | None = None) -> Iterator[Entry]:
+    c, family = config, family or family_of(config)
+    names, merged, interleaved = {**LAYER, **family.layer}, family.merged, family.interleaved
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    head_norms = {"q_norm": q, "k_norm": kv} if c.qk_norm_width else dict.fromkeys(("q_norm", "k_norm"), c.head_dim)
+    norms = {
+        "before": ("norm1",) if c.parallel else ("norm1", "norm2"),
+        "both": ("norm1", "attention_norm", "norm2", "mlp_norm"),
+        "after": ("attention_norm", "mlp_norm"),
+    }[c.norms]
+
+    def linear(i: int, name: str, rows: slice, columns: int, ours: str, bias: bool) -> Iterator[Entry]:
+        theirs, ours = f"model.layers.{i}.{names[name]}", f"blocks.{i}.{ours}"
+        height, part = rows.stop - rows.start, rows if rows != whole[ours.rpartition(".")[2]] else None
+        order = rotary_order(c, interleaved, rows) if ours.endswith(".qkv") else None
+        yield Entry(f"{theirs}.weight", (height, columns), f"{ours}.weight", part, order=order)
+        if bias:
+            yield Entry(f"{theirs}.bias", (height,), f"{ours}.bias", part, order=order)
+
+    def norm(theirs: str, ours: str) -> Iterator[Entry]:
+        for kind in ("weight", "bias") if c.norm_bias else ("weight",):
+            yield Entry(f"{theirs}.{kind}", (c.dim,), f"{ours}.{kind}")
+
+    whole = {
+        "qkv": slice(0, q + 2 * kv),
+        "out": slice(0, c.dim),
+        "gate_up": slice(0, 2 * c.hidden),
+        "down": slice(0, c.dim),
+    }
+    heads = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
+    halves = {"gate": slice(0, c.hidden), "up": slice(c.hidden, 2 * c.hidden)}
     yield Entry("model.embed_tokens.weight", (c.vocab, c.dim), "embedding.weight")
     for i in range(c.layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        for name, start, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-            part = slice(start, start + rows)
-            yield Entry(f"{theirs}.self_attn.{name}_proj.weight", (rows, c.dim), f"{ours}.qkv.weight", part)
-            if c.qkv_bias:
-                yield Entry(f"{theirs}.self_attn.{name}_proj.bias", (rows,), f"{ours}.qkv.bias", part)
-        if c.qk_norm:
-            yield Entry(f"{theirs}.self_attn.q_norm.weight", (c.head_dim,), f"{ours}.q_norm.weight")
-            yield Entry(f"{theirs}.self_attn.k_norm.weight", (c.head_dim,), f"{ours}.k_norm.weight")
-        yield Entry(f"{theirs}.self_attn.o_proj.weight", (c.dim, q), f"{ours}.out.weight")
-        yield Entry(f"{theirs}.input_layernorm.weight", (c.dim,), f"{ours}.norm1.weight")
-        yield Entry(f"{theirs}.post_attention_layernorm.weight", (c.dim,), f"{ours}.norm2.weight")
-        for name, part in (("gate", slice(0, c.hidden)), ("up", slice(c.hidden, 2 * c.hidden))):
-            yield Entry(f"{theirs}.mlp.{name}_proj.weight", (c.hidden, c.dim), f"{ours}.gate_up.weight", part)
-        yield Entry(f"{theirs}.mlp.down_proj.weight", (c.dim, c.hidden), f"{ours}.down.weight")
-    yield Entry("model.norm.weight", (c.dim,), "final_norm.weight")
+        for name, rows in ({"qkv": whole["qkv"]} if "qkv" in merged else heads).items():
+            yield from linear(i, name, rows, c.dim, "qkv", c.qkv_bias)
+        for name, size in head_norms.items() if c.qk_norm else ():
+            order = rotary_order(c, interleaved, slice(0, size))
+            yield Entry(f"{theirs}.{names[name]}.weight", (size,), f"{ours}.{name}.weight", order=order)
+        yield from linear(i, "out", whole["out"], q, "out", c.out_bias)
+        for name in norms:
+            yield from norm(f"{theirs}.{names[name]}", f"{ours}.{name}")
+        for name, rows in ({"gate_up": whole["gate_up"]} if "gate_up" in merged else halves).items():
+            yield from linear(i, name, rows, c.dim, "gate_up", c.mlp_bias)
+        yield from linear(i, "down", whole["down"], c.hidden, "down", c.mlp_bias)
+    yield from norm("model.norm", "final_norm")
     if not c.tied:
         yield Entry("lm_head.weight", (c.vocab, c.dim), "heads.weight", 0)
+
+
+def rotary_order(c: Config, interleaved: bool, rows: slice) -> np.ndarray | None:
+    """The numbers of their rows of q, k and v in our order; None where it is the same.
+
+    Here a head's pairs are (i, i + D/2). Theirs lie within the first rotary_dim numbers R, as (i, i + R/2), or as
+    neighbours, (2i, 2i + 1); the rest of a head is not rotated, and takes the places of the slowest pairs.
+    """
+    size, turned = c.head_dim, c.rotary_dim or c.head_dim
+    keys = (c.heads + c.kv_heads) * size
+    if rows.start >= keys or (turned == size and not interleaved):
+        return None
+    head, half = np.arange(size), turned // 2
+    first, second = (head[0:turned:2], head[1:turned:2]) if interleaved else (head[:half], head[half:turned])
+    middle = (turned + size) // 2
+    order = np.concatenate([first, head[turned:middle], second, head[middle:]])
+    numbers = np.arange(rows.stop - rows.start)
+    ours = numbers[: max(0, min(len(numbers), keys - rows.start))]
+    return np.concatenate([ours.reshape(-1, size)[:, order].reshape(-1), numbers[len(ours) :]])

@@ -2,7 +2,7 @@
 
 from tinyforge.models.moe.config import PRESETS, Config
 from tinyforge.models.moe.model import MoE
-from tinyforge.registry import ModelSpec
+from tinyforge.registry import ModelSpec, gpt3_rate
 
 SPEC = ModelSpec(
     "moe",
@@ -12,10 +12,14 @@ SPEC = ModelSpec(
     PRESETS,
     "Llama with a mixture of experts in each layer, Mixtral's shape",
     hf=f"{__name__}.hf",
+    pretraining={
+        "base": gpt3_rate(6e-4, "125 million"),  # the parameters that a token uses
+        "Mixtral-8x7B": gpt3_rate(1e-4, "13 billion"),
+    },
     documents=True,
     blocks=True,
-    architectures=("MixtralForCausalLM",),
-    source='Jiang et al., "Mixtral of Experts" (2024)',
+    architectures=("MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
+    source='Jiang et al., "Mixtral of Experts" (2024); Qwen3-MoE, OLMoE',
     backward="The choice of experts has no gradient; the weights of the chosen ones have a softmax's. Rows sorted by "
     "expert go through grouped products. The router's two losses send one gradient to all layers.",
 )

@@ -1,72 +1,124 @@
-"""A MoE with Hugging Face's names: a MixtralForCausalLM. All but the experts is laid out as in Llama.
+"""A MoE with Hugging Face's names: a MixtralForCausalLM, Qwen3MoeForCausalLM or OlmoeForCausalLM. All but the experts
+is laid out as in Llama.
 
-Files hold an expert's matrices separately: w1 is the gate, w3 up, w2 down. Here the experts of a layer are one array,
-with gate and up as one matrix. transformers merges them likewise when it reads, and splits them when it writes.
+Files hold an expert's matrices separately: gate, up and down, which Mixtral calls w1, w3 and w2. Here the experts of a
+layer are one array, with gate and up as one matrix. transformers merges them likewise when it reads, and splits them
+when it writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tinyforge.errors import UserError
-from tinyforge.layout import Entry, require, setting
+from tinyforge.layout import Entry, Fields, read_fields, require, setting, write_fields
 from tinyforge.models.llama import hf as llama
+from tinyforge.models.llama.families import BY_NAME, Family, Given, every_layer, every_layer_written
 from tinyforge.models.moe.config import Config
 from tinyforge.report import count_of
 
 PREFIX, IGNORED = llama.PREFIX, llama.IGNORED
 
 
-def read_config(given: Mapping[str, Any]) -> Config:
-    require(given, "router_jitter_noise", 0.0, 0)
-    shared = asdict(llama.read_config(given))
-    return Config(
-        **shared
-        | {
-            "window": setting(given, "sliding_window", int, 0),
-            "experts": setting(given, "num_local_experts", int, 8),
-            "active": setting(given, "num_experts_per_tok", int, 2),
-            "balance": setting(given, "router_aux_loss_coef", float, 0.001),
-            "router_z": 0.0,
-            "mtp_heads": 1,
-            "mtp_weights": (1.0,),
+@dataclass(frozen=True)
+class Experts:
+    """What an architecture calls its experts. base: all but them. hidden: the key of their width. block: the layer's
+    name. names: of gate, up and down. count: the key and the default of their number, and the default of the active
+    ones."""
+
+    base: Family
+    hidden: str
+    block: str
+    names: tuple[str, str, str]
+    count: tuple[str, int, int]
+
+    @property
+    def fields(self) -> Fields:
+        key, experts, active = self.count
+        return {
+            "hidden": (self.hidden, int),
+            "experts": (key, int, experts),
+            "active": ("num_experts_per_tok", int, active),
+            "balance": ("router_aux_loss_coef", float, 0.001),
         }
-    )
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_OLMOE = Family(
+    "OlmoeForCausalLM",
+    "olmoe",
+    {"qk_norm": True, "qk_norm_width": True},
+    defaults={"rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.01},
+    biases=True,
+)
+_MIXTRAL = Family("MixtralForCausalLM", "mixtral", free=("window",), read=every_layer, write=every_layer_written)
+ARCHITECTURES = {
+    "MixtralForCausalLM": Experts(
+        _MIXTRAL, "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), ("num_local_experts", 8, 2)
+    ),
+    "Qwen3MoeForCausalLM": Experts(
+        BY_NAME["Qwen3ForCausalLM"], "moe_intermediate_size", "mlp", _PROJECTIONS, ("num_experts", 128, 8)
+    ),
+    "OlmoeForCausalLM": Experts(_OLMOE, "intermediate_size", "mlp", _PROJECTIONS, ("num_experts", 64, 8)),
+}
+
+
+def read_config(given: Mapping[str, Any]) -> Config:
+    architecture = given["architectures"][0]
+    experts, more = ARCHITECTURES[architecture], {"router_z": 0.0, "mtp_heads": 1, "mtp_weights": (1.0,)}
+    require(given, "router_jitter_noise", 0.0, 0)
+    require(given, "decoder_sparse_step", 1)
+    require(given, "mlp_only_layers", None, [])
+    require(given, "clip_qkv", None)
+    if architecture != "MixtralForCausalLM":
+        more["normalised"] = setting(given, "norm_topk_prob", bool, False)
+    also = {"intermediate_size": given.get(experts.hidden), "num_experts": given.get("num_local_experts")}
+    given = Given((given, also))
+    shared = asdict(llama.read_config(given, experts.base))
+    return Config(**shared | read_fields(Given((given, experts.base.defaults)), experts.fields) | more)
+
+
+def architecture_of(config: Config) -> str:
+    """The first that has the options of the config. UserError if none has."""
+    for name, experts in ARCHITECTURES.items():
+        if experts.base.fits(config) and (config.normalised or name != "MixtralForCausalLM"):
+            return name
+    options = [*config.options(), *["weights that are not normalised"] * (not config.normalised)]
+    raise UserError(f"no Hugging Face mixture of experts has {', '.join(options)}; keep the model in our own format")
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    if config.qkv_bias or config.qk_norm:
-        raise UserError("MixtralForCausalLM has neither qkv_bias nor qk_norm; keep the model in our own format")
-    return {
-        **llama.write_config(config),
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "sliding_window": config.window or None,
-        "num_local_experts": config.experts,
-        "num_experts_per_tok": config.active,
-        "router_aux_loss_coef": config.balance,
-    }
+    name = architecture_of(config)
+    experts = ARCHITECTURES[name]
+    kind = {"architectures": [name], "model_type": name.removesuffix("ForCausalLM").lower()}
+    written = {**llama.write_config(config, experts.base), **kind, **write_fields(config, experts.fields)}
+    if name != "MixtralForCausalLM":
+        written |= {"norm_topk_prob": config.normalised, "pad_token_id": None}
+    if name == "Qwen3MoeForCausalLM":
+        written |= {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return written
 
 
 def entries(config: Config) -> Iterator[Entry]:
-    c = config
-    for entry in llama.entries(config):
+    c, experts = config, ARCHITECTURES[architecture_of(config)]
+    gate, up, down = experts.names
+    for entry in llama.entries(config, experts.base):
         at, found, tensor = entry.theirs.partition(".mlp.")
         if not found:
             yield entry
         elif tensor == "down_proj.weight":  # the last of Llama's feed-forward layer: here the experts are
-            layer, theirs = entry.ours.rpartition(".down")[0], f"{at}.block_sparse_moe"
+            layer, theirs = entry.ours.rpartition(".down")[0], f"{at}.{experts.block}"
             yield Entry(f"{theirs}.gate.weight", (c.experts, c.dim), f"{layer}.gate.weight")
             for e in range(c.experts):
-                for name, rows in (("w1", slice(0, c.hidden)), ("w3", slice(c.hidden, 2 * c.hidden))):
+                for name, rows in ((gate, slice(0, c.hidden)), (up, slice(c.hidden, 2 * c.hidden))):
                     yield Entry(
                         f"{theirs}.experts.{e}.{name}.weight", (c.hidden, c.dim), f"{layer}.gate_up.weight", (e, rows)
                     )
-                yield Entry(f"{theirs}.experts.{e}.w2.weight", (c.dim, c.hidden), f"{layer}.down.weight", e)
+                yield Entry(f"{theirs}.experts.{e}.{down}.weight", (c.dim, c.hidden), f"{layer}.down.weight", e)
 
 
 def left_out(config: Config) -> str:
     extra = config.mtp_heads - 1
-    return f"the {count_of(extra, 'later output head')}: Mixtral predicts one token" if extra else ""
+    return f"the {count_of(extra, 'later output head')}: such a model predicts one token" if extra else ""
