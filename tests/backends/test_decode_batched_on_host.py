@@ -1,4 +1,4 @@
-"""decode_batched.cu, whole, on the host, in teams of two blocks: rows that take given tokens beside rows that draw, as
+"""decode_batched.cu, whole, on the host, in teams of two blocks: rows that take given tokens next to rows that draw, as
 `BatchDecoder` launches them; and logits in bf16, with the products of tensor cores."""
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.backends.on_host import INLINE, hopper, run_on_host
+from tests.backends.on_host import INLINE, hopper, run_on_host, same_layout
 from tests.backends.test_decode_single_on_host import BEFORE
 from tinyforge.backends import get_backend
 from tinyforge.infer.causal_lm import FusedLayer
-from tinyforge.infer.cuda.decode_batched_plan import SAMPLER, BatchPlan
-from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
+from tinyforge.infer.cuda.arguments import SAMPLER, batched_arguments
+from tinyforge.infer.cuda.decode_batched_plan import BatchPlan
+from tinyforge.infer.decoder import Decoder, ReferenceDecoder, SequenceStart
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.rng import Stream
@@ -65,12 +66,11 @@ int main() {
         auto first = host_taken<u32>(batch);
         std::vector<int> drawn(passes * batch, -9);
         std::vector<u32> counters(teams * 32, 0);
-        host_launch(teams * TEAM, 1, THREADS, [&] {
-            decode_batch(weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(), keys.data(),
-                         values.data(), past.data(), given.data(), ids.data(), drawn.data(), memory.data(),
-                         counters.data(), logits.data(), lengths.data(), stride, layers, 1, batch, capacity, passes,
-                         eps, samplers.data(), first.data());
-        }, TEAM);
+        const Arguments args = {weights.data(), embedding.data(), gains.data(), cosines.data(), sines.data(),
+                                keys.data(), values.data(), past.data(), given.data(), ids.data(), drawn.data(),
+                                memory.data(), counters.data(), logits.data(), lengths.data(), samplers.data(),
+                                first.data(), eps, stride, layers, 1, batch, capacity, passes};
+        host_launch(teams * TEAM, 1, THREADS, [&] { decode_batch(args); }, TEAM);
         for (int id : drawn) printf("%d ", id);
     }
     for (int i = 0; i < batch * VOCAB_ROWS; i++) printf("%.9g ", logits[i]);
@@ -78,10 +78,11 @@ int main() {
 """
 
 
-def without_a_device(model: NanoEuler, batch: int, patch: pytest.MonkeyPatch) -> tuple[Any, list[tuple[Any, ...]]]:
+def without_a_device(model: NanoEuler, batch: int, patch: pytest.MonkeyPatch) -> tuple[Any, list[dict[str, Any]]]:
     """A BatchDecoder, and what its launches give the kernel."""
     module = pytest.importorskip("tinyforge.infer.cuda.decode_batched", reason="the launcher imports CuPy")
     patch.setattr(module, "cupy", SimpleNamespace(empty=np.zeros, asarray=np.asarray))
+    patch.setattr(module, "packed", lambda struct, **fields: fields)
     w = model.fused_weights()
     assert w is not None
     plan = BatchPlan(
@@ -98,21 +99,19 @@ def without_a_device(model: NanoEuler, batch: int, patch: pytest.MonkeyPatch) ->
         warps=4,
         shared=1 << 17,
     )
-    launches: list[tuple[Any, ...]] = []
+    launches: list[dict[str, Any]] = []
     launcher: Any = module.BatchLauncher.__new__(module.BatchLauncher)
     launcher.plan, launcher.exchange, memory = plan, None, SimpleNamespace(memset_async=lambda value, count: None)
     launcher.counters = SimpleNamespace(data=memory, nbytes=0)
+    matrices, tables = plan.arrange(w.layers, w.lm_heads, np), {"cosines": w.cos, "sines": w.sin}
     launcher.weights = SimpleNamespace(
-        matrices=plan.arrange(w.layers, w.lm_heads, np),
-        embedding=w.embedding,
+        matrices=matrices,
+        arguments={"weights": matrices, "embedding": w.embedding, **tables, "eps": np.float32(w.norm_eps)},
         gains=np.stack(w.gains),
-        cos=w.cos,
-        sin=w.sin,
         lengths=plan.lengths,
         wide=np.dtype(np.float32),
-        norm_eps=np.float32(w.norm_eps),
     )
-    launcher.kernel = lambda grid, block, args, shared_mem: launches.append(args)
+    launcher.kernel = lambda grid, block, args, shared_mem: launches.append(*args)
     decoder: Any = module.BatchDecoder.__new__(module.BatchDecoder)
     Decoder.__init__(decoder, model, batch)
     decoder.launcher = launcher
@@ -132,7 +131,7 @@ def by_the_kernel(plan: BatchPlan, parts: list[Any], batch: int, folder: Path, *
         "infer/cuda/decode_batched.cu",
         macros,
         BODIES,
-        MAIN.replace("PATH", str(path)),
+        same_layout(batched_arguments(np.dtype(np.float32))) + MAIN.replace("PATH", str(path)),
         folder,
         before=hopper() + BEFORE,
         changes=(MEMORY,),
@@ -142,17 +141,20 @@ def by_the_kernel(plan: BatchPlan, parts: list[Any], batch: int, folder: Path, *
     return np.array(found[:-count], int), np.array(found[-count:], float).reshape(batch, -1)[:, : plan.vocab]
 
 
-def drawn_by_the_kernel(plan: BatchPlan, launches: list[tuple[Any, ...]], folder: Path, **fault: Any) -> Any:
+def drawn_by_the_kernel(plan: BatchPlan, launches: list[dict[str, Any]], folder: Path, **fault: Any) -> Any:
     """What each launch draws, (passes, rows)."""
-    matrices, embedding, gains, cosines, sines = launches[0][:5]
-    lengths, stride, layers, _, batch, capacity, _, eps = launches[0][14:22]
-    sizes = [matrices.size, layers, batch, capacity, len(launches), plan.teams, stride]
-    parts: list[Any] = [np.array(sizes, np.int32), matrices, embedding, gains, cosines, sines, lengths, eps]
+    one = launches[0]
+    layers, batch, capacity, stride = (one[name] for name in ("layers", "batch", "capacity", "stride"))
+    sizes = [one["weights"].size, layers, batch, capacity, len(launches), plan.teams, stride]
+    parts: list[Any] = [np.array(sizes, np.int32)]
+    parts += [one[name] for name in ("weights", "embedding", "gains", "cosines", "sines", "lengths", "eps")]
     for launch in launches:
-        past, given, samplers, first = (launch[i] for i in (7, 8, 22, 23))
-        parts += [launch[20], past, given, samplers, first]
+        parts.append(np.int32(launch["passes"]))
+        parts += [launch[name] for name in ("past", "given", "samplers", "first")]
     ids, _ = by_the_kernel(plan, parts, batch, folder, **fault)
-    return [part.reshape(-1, batch) for part in np.split(ids, np.cumsum([launch[8].size for launch in launches])[:-1])]
+    return [
+        part.reshape(-1, batch) for part in np.split(ids, np.cumsum([launch["given"].size for launch in launches])[:-1])
+    ]
 
 
 def alone(model: NanoEuler, prompt: list[int], sampling: Sampling, count: int) -> list[int]:
@@ -193,41 +195,41 @@ def served(
         if launch == 2:
             decoder.rewind_row(5, 0)
             requests[5] = again
-        rows: dict[int, Start | None] = {}
+        rows: dict[int, SequenceStart | None] = {}
         for row, (prompt, sampling) in requests.items():
             left = prompt[decoder.lengths[row] :][:6]
-            rows[row] = Start(left, sampling, Stream(sampling.seed, "sample")) if left else None
+            rows[row] = SequenceStart(left, sampling, Stream(sampling.seed, "sample")) if left else None
         decoder.queue(rows, 6)
     found = drawn_by_the_kernel(decoder.launcher.plan, launches, folder, **fault)
-    got, wanted = [], []
+    got, expected = [], []
     for row, (prompt, sampling) in requests.items():
         first = 2 if row == 5 else 0
         got.append(np.concatenate(found[first:])[len(prompt) - 1 :, row].tolist())
-        wanted.append(alone(model, prompt, sampling, len(got[-1])))
+        expected.append(alone(model, prompt, sampling, len(got[-1])))
     prompt, sampling = ended
     got.append(np.concatenate(found[:2])[len(prompt) - 1 :, 5].tolist())
-    wanted.append(alone(model, prompt, sampling, len(got[-1])))
-    return got, wanted
+    expected.append(alone(model, prompt, sampling, len(got[-1])))
+    return got, expected
 
 
 def test_prompts_pass_beside_other_rows_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    got, wanted = served(tmp_path, monkeypatch, replace(CONFIG, layers=2))
-    assert got == wanted
+    got, expected = served(tmp_path, monkeypatch, replace(CONFIG, layers=2))
+    assert got == expected
     assert len({tuple(text) for text in got}) == len(got) and sum(map(len, got)) > 180
 
 
 @pytest.mark.parametrize(
     "fault",
     [
-        ("told < 0 ? drawn_last : told", "drawn_last"),
-        ("first[at] + pass", "first[at]"),
-        ("given[pass * batch + row]", "given[row]"),
+        ("next < 0 ? drawn_last : next", "drawn_last"),
+        ("args.first[at] + pass", "args.first[at]"),
+        ("args.given[pass * args.batch + row]", "args.given[row]"),
     ],
     ids=lambda fault: fault[0],
 )
 def test_faults_show(fault: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    got, wanted = served(tmp_path, monkeypatch, fault=fault)
-    assert got != wanted
+    got, expected = served(tmp_path, monkeypatch, fault=fault)
+    assert got != expected
 
 
 def cut(x: np.ndarray) -> np.ndarray:
@@ -286,8 +288,8 @@ def logits_in_bf16(folder: Path, passes: list[int], warps: int, **fault: Any) ->
     return got, model.heads.logits(model.hidden(tokens.T.astype(np.int32)), 0)[:, -1]
 
 
-def off(got: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+def off(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 def test_bf16_on_tensor_cores_has_the_logits_of_the_model(tmp_path: Path) -> None:
@@ -306,8 +308,8 @@ def test_bf16_on_tensor_cores_has_the_logits_of_the_model(tmp_path: Path) -> Non
 )
 def test_faults_in_bf16_show(fault: tuple[str, str], tmp_path: Path) -> None:
     try:
-        got, wanted = logits_in_bf16(tmp_path, [5], warps=4, fault=fault)
+        got, expected = logits_in_bf16(tmp_path, [5], warps=4, fault=fault)
     except AssertionError as error:
         assert "wait for ever" in str(error) or "trap" in str(error)
         return
-    assert not off(got, wanted) <= 0.03
+    assert not off(got, expected) <= 0.03

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.backends.on_host import HOPPER_BODIES, INLINE, hopper, run_on_host
+from tests.backends.on_host import HOPPER_BODIES, INLINE, MULTIPLY_ADD, hopper, run_on_host, same_layout
 from tinyforge.backends import get_backend
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.arguments import single_arguments
 from tinyforge.infer.cuda.decode_single_plan import RowPlan
 from tinyforge.infer.cuda.prompts import RowCache
 from tinyforge.infer.sampling import Sampling, probabilities
@@ -35,7 +36,7 @@ BODIES = {
     f"{INLINE}void publish(float": "*to = there(x) ? x : NAN;",
     f"{INLINE}void publish(double": "*to = x;",
     **{
-        f"{INLINE}void peek(const {x} *from, Pack<{x}, {n}>": f"if (wanted) to = load<{n}>(from);"
+        f"{INLINE}void peek(const {x} *from, Pack<{x}, {n}>": f"if (needed) to = load<{n}>(from);"
         for x, sizes in (("float", (1, 2, 4)), ("double", (1, 2)))
         for n in sizes
     },
@@ -49,36 +50,25 @@ BODIES = {
     f"{INLINE}void copy_line(": "host_line(to % HOST_ROOM, from, bytes, barrier);",
     f"{INLINE}void sync(": "static Meeting meetings[HOST_BLOCKS]; meetings[host_rank()].wait(THREADS);",
 }
-BEFORE = r"""
+BEFORE = (
+    r"""
 #define NAN __int_as_float(0x7fffffff)
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
 inline long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }
 inline double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); return y; }
 inline void __threadfence() {}
-static u32 operands[64][32][6];
-static float host_number(u32 pair, int i) { return __uint_as_float(i ? pair & 0xffff0000 : pair << 16); }
+"""
+    + MULTIPLY_ADD
+    + r"""
 static u32 host_fma_pair(u32 a, u32 b, u32 c) {
     u32 both = 0;
     for (int i = 0; i < 2; i++)
         both |= u32(host_bf16(host_number(a, i) * host_number(b, i) + host_number(c, i))) << 16 * i;
     return both;
 }
-static void host_multiply_add(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    auto &all = operands[current / 32];
-    const int lane = threadIdx.x % 32;
-    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
-    memcpy(all[lane], own, sizeof own);
-    warps[current / 32].wait(32);
-    for (int e = 0; e < 4; e++) {
-        const int row = lane / 4, column = lane % 4 * 2 + e % 2;
-        for (int k = 0; k < 16; k++)  // a lane has columns 2 c and 2 c + 1, and these + 8
-            sum[e] += host_number(all[row * 4 + k % 8 / 2][e / 2 + k / 8 * 2], k % 2) *
-                      host_number(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
-    }
-    warps[current / 32].wait(32);
-}
 inline long long clock() { static long long now; return now += 7; }
 """
+)
 MEMORY = (
     "extern __shared__ __align__(128) unsigned char memory[];",
     "unsigned char *const memory = host_shared + host_rank() * HOST_ROOM;",
@@ -116,15 +106,18 @@ int main() {
         std::vector<int> report((passes + 1) * (1 + ROWS), -9);
         const bool last = launch == 0 && given_words;
         const int first = last ? layers - 1 : 0, at = first * KV_HEADS * capacity * HEAD_DIM;
-        host_launch(BLOCKS, 1, THREADS + PRODUCERS * 32, [&] {
-            decode(weights.data(), embedding.data(), gains.data() + 2 * first * DIM, cosines.data(), sines.data(),
-                   keys.data() + at, values.data() + at, tokens.data(), exchange.data() + first * LAYER,
-                   last ? left.data() : lengths.data(), stride, layers - first, outputs, capacity, past, passes, eps,
-                   sampled, drawn * 0.7f, drawn * 8, drawn * 0.9f, drawn * 0.02f, how[3], how[4], past,
-                   speculates ? begin.data() : nullptr, report.data(),
-                   scales.data() + (last && sizes[8] ? 8 * tiles : 0),
-                   last ? given.data() : nullptr, last ? skipped.data() : nullptr, last ? tiles % BLOCKS : 0);
-        }, BLOCKS);
+        Arguments args = {};
+        args.weights = weights.data(), args.embedding = embedding.data(), args.gains = gains.data() + 2 * first * DIM;
+        args.cosines = cosines.data(), args.sines = sines.data();
+        args.keys = keys.data() + at, args.values = values.data() + at, args.tokens = tokens.data();
+        args.exchange = exchange.data() + first * LAYER, args.lengths = last ? left.data() : lengths.data();
+        args.begin = speculates ? begin.data() : nullptr, args.report = report.data();
+        args.scales = scales.data() + (last && sizes[8] ? 8 * tiles : 0);
+        if (last) args.given = given.data(), args.skipped = skipped.data(), args.dealt = tiles % BLOCKS;
+        args.eps = eps, args.stride = stride, args.layers = layers - first, args.heads = outputs;
+        args.capacity = capacity, args.past = past, args.passes = passes, args.sampled = sampled, args.draw = past;
+        args.how = {drawn * 0.7f, drawn * 0.9f, drawn * 0.02f, drawn * 8, u32(how[3]), u32(how[4])};
+        host_launch(BLOCKS, 1, THREADS + PRODUCERS * 32, [&] { decode(args); }, BLOCKS);
         if (speculates) {
             for (int pass = 0; pass < passes; pass++)
                 for (int i = 0; i < report[pass * (1 + ROWS)]; i++) printf("%d ", report[pass * (1 + ROWS) + 1 + i]);
@@ -226,7 +219,7 @@ def by_the_kernel(
         "infer/cuda/decode_single.cu",
         {"SCALAR": "bf16" if bf16 else "float", **plan.macros},
         BODIES,
-        MAIN.replace("PATH", str(path)),
+        same_layout(single_arguments(np.dtype(np.float32))) + MAIN.replace("PATH", str(path)),
         folder,
         before=hopper() + BEFORE,
         changes=(MEMORY,),
@@ -275,8 +268,8 @@ def some_tokens(count: int) -> list[int]:
 )
 def test_logits_are_those_of_the_model(model: NanoEuler, rows: int, tuning: dict[str, int], tmp_path: Path) -> None:
     tokens = some_tokens(12)
-    got, wanted = logits_of(model, rows, tokens, tmp_path, **tuning), forward(model, tokens)
-    assert np.abs(got - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    got, expected = logits_of(model, rows, tokens, tmp_path, **tuning), forward(model, tokens)
+    assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def bf16_model() -> NanoEuler:
@@ -295,9 +288,9 @@ def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path)
     # With six blocks each has all of its tiles at one time, and takes weights a step ahead.
     kinds = ((1, {"producers": 1, "blocks": 6}), (4, {"producers": 4}))
     one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16, **kind) for rows, kind in kinds)
-    wanted = forward(model, tokens)
+    expected = forward(model, tokens)
     assert one.tobytes() == four.tobytes()
-    assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
+    assert np.abs(one - expected).max() <= 0.02 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
@@ -318,17 +311,17 @@ def test_faults_show(right: str, wrong: str, producers: int, tmp_path: Path) -> 
     except AssertionError as error:
         assert any(said in str(error) for said in ("wait for ever", "trap", "barrier"))
         return
-    wanted = forward(model, tokens)
-    assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
+    expected = forward(model, tokens)
+    assert not np.abs(got - expected).max() <= 0.02 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_weights_of_one_byte_in_float(model: NanoEuler, kind: str, tmp_path: Path) -> None:
     """The reference has the same codes: nothing but the order of sums differs."""
     tokens, small = some_tokens(8), quantised_copy(model, kind)
-    got, wanted = logits_of(small, 2, tokens, tmp_path), forward(small, tokens)
-    tolerance = 1e-5 * np.abs(wanted).max()
-    assert np.abs(got - wanted).max() <= tolerance < 0.1 * np.abs(wanted - forward(model, tokens)).max()
+    got, expected = logits_of(small, 2, tokens, tmp_path), forward(small, tokens)
+    tolerance = 1e-5 * np.abs(expected).max()
+    assert np.abs(got - expected).max() <= tolerance < 0.1 * np.abs(expected - forward(model, tokens)).max()
 
 
 @pytest.mark.parametrize("producers", [0, 4])
@@ -337,9 +330,9 @@ def test_weights_of_one_byte_in_bf16(kind: str, producers: int, tmp_path: Path) 
     tokens, small = some_tokens(12), quantised_copy(bf16_model(), kind)
     kinds = {"bf16": True, "depth": 16, "producers": producers}
     one, four = (logits_of(small, rows, tokens, tmp_path, **kinds) for rows in (1, 4))
-    wanted = forward(small, tokens)
+    expected = forward(small, tokens)
     assert one.tobytes() == four.tobytes()
-    assert np.abs(one - wanted).max() <= 0.02 * np.abs(wanted).max()
+    assert np.abs(one - expected).max() <= 0.02 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
@@ -356,8 +349,8 @@ def test_weights_of_one_byte_in_bf16(kind: str, producers: int, tmp_path: Path) 
 )
 def test_faults_of_codes_show(kind: str, fault: tuple[str, str], tmp_path: Path) -> None:
     tokens, small = some_tokens(4), quantised_copy(bf16_model(), kind)
-    got, wanted = logits_of(small, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault), forward(small, tokens)
-    assert not np.abs(got - wanted).max() <= 0.02 * np.abs(wanted).max()
+    got, expected = logits_of(small, 4, tokens, tmp_path, bf16=True, depth=16, fault=fault), forward(small, tokens)
+    assert not np.abs(got - expected).max() <= 0.02 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("producers", [0, 4])
@@ -377,13 +370,13 @@ def test_greedy_text_and_speculation_up_to_a_full_cache(
     producers: int, model: NanoEuler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RowPlan, "draws", producers == 0)  # and as with a vocabulary too large to sort
-    wanted = greedy(model, 5, 12)
+    expected = greedy(model, 5, 12)
     found = by_the_kernel(model, 1, 1, [5], [(3, 0, 1), (9, 3, 1)], tmp_path, producers=producers)
-    assert [int(x) for x in found] == wanted
+    assert [int(x) for x in found] == expected
     # More passes than the cache has room for: the launch ends early.
     found = by_the_kernel(model, 2, 2, [5], [(2, 0, 0), (12, 0, 0)], tmp_path, speculates=True, producers=producers)
     ids = [int(x) for x in found]
-    assert len(ids) >= 11 and ids == wanted[: len(ids)]
+    assert len(ids) >= 11 and ids == expected[: len(ids)]
 
 
 PROMPT = [5, 3, 8, 1, 20, 13]
@@ -399,20 +392,20 @@ def test_text_behind_a_prompt_of_which_one_layer_is_left(
     past, text = len(PROMPT) - 1, list(PROMPT)
     while len(text) < CONFIG.context + 1:
         text.append(int(forward(model, text)[-1, 0].argmax()))
-    wanted, known = text[len(PROMPT) :], {"prompt": len(PROMPT), "producers": producers}
-    plain = [(1, past, 1), (len(wanted) - 1, past + 1, 1)]
-    assert [int(x) for x in by_the_kernel(model, 1, 1, PROMPT, plain, tmp_path, **known)] == wanted
+    expected, known = text[len(PROMPT) :], {"prompt": len(PROMPT), "producers": producers}
+    plain = [(1, past, 1), (len(expected) - 1, past + 1, 1)]
+    assert [int(x) for x in by_the_kernel(model, 1, 1, PROMPT, plain, tmp_path, **known)] == expected
     found = by_the_kernel(model, 2, 2, PROMPT, [(1, 0, 0), (12, 0, 0)], tmp_path, speculates=True, **known)
     ids = [int(x) for x in found]
-    assert len(ids) >= len(wanted) - 1 and ids == wanted[: len(ids)]
+    assert len(ids) >= len(expected) - 1 and ids == expected[: len(ids)]
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("const A *stream = given;", "const A *stream = nullptr;"),  # begins at the token's embedding
-        ("block.dealt = dealt;", "block.dealt = 0;"),  # other blocks' tiles
-        ("(skipped ? skipped[blockIdx.x] : 0)", "0"),  # the first layer's weights
+        ("args.given, args.gains}", "nullptr, args.gains}"),  # begins at the token's embedding
+        ("block.dealt = args.dealt;", "block.dealt = 0;"),  # other blocks' tiles
+        ("(args.skipped ? args.skipped[blockIdx.x] : 0)", "0"),  # the first layer's weights
     ],
 )
 def test_faults_of_the_first_pass_show(right: str, wrong: str, tmp_path: Path) -> None:
@@ -420,14 +413,14 @@ def test_faults_of_the_first_pass_show(right: str, wrong: str, tmp_path: Path) -
     model.initialise(3)
     model.buffer.values[: model.buffer.decay_end] *= 8
     past, launches = len(PROMPT) - 1, [(1, len(PROMPT) - 1, 0)]
-    wanted = forward(model, PROMPT)[past]
+    expected = forward(model, PROMPT)[past]
 
     def error(fault: tuple[str, str] | None) -> float:
         """Of the logits of the first pass."""
         found = by_the_kernel(model, 1, 2, PROMPT, launches, tmp_path, fault=fault, prompt=len(PROMPT), blocks=3)
-        return float(np.abs(np.array(found, float).reshape(2, -1)[:, : model.config.vocab] - wanted).max())
+        return float(np.abs(np.array(found, float).reshape(2, -1)[:, : model.config.vocab] - expected).max())
 
-    tolerance = 1e-5 * np.abs(wanted).max()
+    tolerance = 1e-5 * np.abs(expected).max()
     assert error(None) <= tolerance
     try:
         assert not error((right, wrong)) <= tolerance

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs beside plain ones: the same bits of all that is learned, and the memory that they take."""
+"""Steps as CUDA graphs next to plain ones: the same bits of all that is learned, and the memory that they take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.captured import MOST, Captured
-from tinyforge.train.data_parallel import Sharded, evaluate_nll
+from tinyforge.train.data_parallel import DataParallel, evaluate_nll
 from tinyforge.train.distil import Distilled, Ensemble
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
@@ -152,7 +152,7 @@ def test_each_shape_has_a_graph_and_evaluation_comes_between() -> None:
     for number in range(4 * kinds):
         for each in both:
             each.step(number, [batch(number, 2, rows=2 + number % kinds)])
-            each.found.append((each.sharded.nll(batch(number, 2, rows=9)), 0.0))
+            each.found.append((each.parallel.nll(batch(number, 2, rows=9)), 0.0))
     for each in both:
         each.found = [(each.backend.xp.asarray(sums), norm) for sums, norm in each.found]
     assert plain.bits() == graph.bits()
@@ -170,7 +170,7 @@ def test_an_upload_in_a_captured_step_is_an_error_and_the_next_step_is_plain_aga
 
     graph.step(0, [batch(0, 2)])
     graph.model.forward = uploads
-    with pytest.raises(UserError, match="--capture: the step uploads 8000 bytes"):
+    with pytest.raises(UserError, match="--cuda-graph: the step uploads 8000 bytes"):
         graph.step(1, [batch(1, 2)])
     graph.model.forward = right
     graph.captured = None
@@ -189,8 +189,8 @@ def test_the_plan_is_within_five_percent_of_the_peak(name: str) -> None:
     with PeakMemory() as peak:
         model = NanoEuler(config, backend)
         model.initialise(0)
-        sharded = Sharded(model, backend, NextTokens(config.head_weights))
-        captured = Captured(sharded, sharded.rank.make_optimizer(None), 1.0)
+        parallel = DataParallel(model, backend, NextTokens(config.head_weights))
+        captured = Captured(parallel, parallel.rank.make_optimizer(None), 1.0)
         rng = np.random.default_rng(0)
         for number in range(5):
             ids = rng.integers(0, config.vocab, (rows, config.context), dtype=np.int32)
@@ -220,7 +220,7 @@ class Trial:
             out=str(out),
             backend="cupy",
             precision="bf16",
-            capture=capture,
+            cuda_graph=capture,
         )
         self.backend = get_backend("cupy", "bf16")
         self.model = NanoEuler(TINY, self.backend)
@@ -228,17 +228,17 @@ class Trial:
         self.data = PackedTokens(TOKENS, 32, 2, seed=0)
         meta = {"kind": "pretrain", "config": TINY.to_dict(), "tokenizer_hash": TOKENIZER.hash()}
         self.task = Task(
-            self.model,
-            TOKENIZER,
-            NextTokens(TINY.head_weights, TOKENIZER.byte_lengths),
-            lambda step: [self.data.batch(2 * step, 4), self.data.batch(2 * step + 1, 4)],
-            self.evaluate,
-            lambda: "a sample",
-            meta,
+            model=self.model,
+            tokenizer=TOKENIZER,
+            objective=NextTokens(TINY.head_weights, TOKENIZER.byte_lengths),
+            batches=lambda step: [self.data.batch(2 * step, 4), self.data.batch(2 * step + 1, 4)],
+            evaluate=self.evaluate,
+            sample=lambda: "a sample",
+            meta=meta,
         )
 
-    def evaluate(self, sharded: Sharded) -> dict[str, float]:
-        return {"val_bits_per_byte": evaluate_nll(sharded, self.data.in_order(4, 200), TOKENIZER.byte_lengths)}
+    def evaluate(self, parallel: DataParallel) -> dict[str, float]:
+        return {"val_bits_per_byte": evaluate_nll(parallel, self.data.in_order(4, 200), TOKENIZER.byte_lengths)}
 
     def train(self, resume: bool = False) -> Path:
         return train(self.task, self.settings, self.backend, resume)

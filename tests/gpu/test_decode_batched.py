@@ -48,16 +48,16 @@ def test_every_row_has_the_logits_of_the_model(precision: str, batch: int) -> No
     assert got.shape == (batch, 3, CONFIG.mtp_heads, CONFIG.vocab)
     assert decoder.lengths == [len(text) for text in texts] and decoder.lengths[-1] == CONFIG.context
     for row, text in enumerate(texts):
-        wanted = forward(model, text)[-3:]
-        assert np.abs(got[row] - wanted).max() <= TOLERANCE[precision] * np.abs(wanted).max(), row
+        expected = forward(model, text)[-3:]
+        assert np.abs(got[row] - expected).max() <= TOLERANCE[precision] * np.abs(expected).max(), row
 
 
 def test_no_position_is_missed_from_the_first_on() -> None:
     model, tokens = trained_like(CONFIG, "fp64"), np.random.default_rng(5).integers(0, CONFIG.vocab, (2, 160))
     got = decoder_of(model, 2).step(tokens, CONFIG.mtp_heads)
     for row in range(2):
-        wanted = forward(model, tokens[row].astype(np.int32))
-        assert np.abs(got[row] - wanted).max() <= 1e-10 * np.abs(wanted).max()
+        expected = forward(model, tokens[row].astype(np.int32))
+        assert np.abs(got[row] - expected).max() <= 1e-10 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("resident", [1, 2])
@@ -81,8 +81,8 @@ def test_the_spread_over_the_device_does_not_change_the_answer(tuning: dict[str,
     model, texts = trained_like(CONFIG, "fp64"), texts_of(CONFIG, 18, 2)
     got = stepped(decoder_of(model, 18, **tuning), texts, 2)
     for row in (0, 7, 17):
-        wanted = forward(model, texts[row])[-2:]
-        assert np.abs(got[row] - wanted).max() <= 1e-10 * np.abs(wanted).max()
+        expected = forward(model, texts[row])[-2:]
+        assert np.abs(got[row] - expected).max() <= 1e-10 * np.abs(expected).max()
 
 
 def test_what_the_launch_reads_before_it_is_written_shows(poisoned_memory: None) -> None:
@@ -110,7 +110,7 @@ PROMPTS = [[5], [7, 8, 9], list(range(100)), list(range(3, 158)), [1] * 40]
 
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_greedy_text_is_that_of_each_prompt_alone(precision: str) -> None:
-    """The text of 155 tokens leaves room for 5; the others go on beside it."""
+    """The text of 155 tokens leaves room for 5; the others go on next to it."""
     model, sampling = trained_like(CONFIG, precision), Sampling(temperature=0, max_tokens=50)
     decoder = decoder_of(model, len(PROMPTS))
     texts: list[list[int]] = [[] for _ in PROMPTS]
@@ -159,7 +159,7 @@ def test_a_row_draws_what_it_would_alone() -> None:
 
 
 def test_rows_of_one_launch_draw_by_rules_of_their_own() -> None:
-    """Greedy, cut and hot rows side by side: each has the ids that it has beside others of its kind."""
+    """Greedy, cut and hot rows side by side: each has the ids that it has next to others of its kind."""
     model, batch = trained_like(CONFIG, "fp32"), 20
     rules = [
         Sampling(temperature=0),
@@ -182,7 +182,7 @@ def test_rows_of_one_launch_draw_by_rules_of_their_own() -> None:
 
 
 def test_a_full_row_stays_in_its_place() -> None:
-    """A row at full capacity beside one that goes on; the cache of a third lies behind its."""
+    """A row at full capacity next to one that goes on; the cache of a third lies after its."""
     model = trained_like(CONFIG, "fp32")
     texts = [np.arange(30), np.arange(8, 39), np.arange(10)]
     decoder = decoder_of(model, 3, capacity=32)
@@ -224,8 +224,8 @@ def test_what_is_forgotten_leaves_no_trace() -> None:
     decoder.rewind([20, 9, 30])
     got = decoder.step([texts[0][20:22], texts[1][9:11], texts[2][30:32]], CONFIG.mtp_heads)
     for row, length in ((0, 22), (1, 11), (2, 32)):
-        wanted = forward(model, texts[row][:length])[-2:]
-        assert np.abs(got[row] - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        expected = forward(model, texts[row][:length])[-2:]
+        assert np.abs(got[row] - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
 def test_what_it_is_for_and_what_not() -> None:
@@ -239,7 +239,7 @@ def test_what_it_is_for_and_what_not() -> None:
     assert isinstance(make_decoder(trained_like(CONFIG, "bf16"), 3), ReferenceDecoder)
     with pytest.raises(ValueError, match="row 1 holds 0 of 8 positions, no room for 9 more"):
         decoder_of(model, 2, capacity=8).prefill(1, list(range(9)))
-    with pytest.raises(UserError, match="BatchDecoder: the model is on backend numpy, wants cupy"):
+    with pytest.raises(UserError, match="BatchDecoder: the model is on backend numpy, expected cupy"):
         decoder_of(trained_like(CONFIG, "fp32", "numpy"), 2)
 
 

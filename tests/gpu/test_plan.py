@@ -1,4 +1,4 @@
-"""The plan of a step's memory beside what the device says; and a device that has not enough."""
+"""The plan of a step's memory next to what the device says; and a device that has not enough."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_plan_is_within_five_percent_of_the_measured_peak(
     with PeakMemory() as peak:
         make = partial(kind, config, backend, recompute=recompute)
         model: Any = Adapted(make, adapters) if adapters else make()
-        model = teachers.beside(model, backend) if teachers else model
+        model = teachers.wrap_with_teachers(model, backend) if teachers else model
         model.buffer.initialise(Stream(0, "init"))
         optimizer = AdamW(model.buffer, backend)
         ids = rng.integers(0, config.vocab, (rows, 512), dtype=np.int32)
@@ -108,5 +108,5 @@ def test_out_of_memory_in_a_run_leaves_its_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--resume"], cwd=tmp_path, env=environment, capture_output=True, timeout=120)
     assert done.returncode == 2 and b"Traceback" not in done.stderr
     last = done.stderr.decode().splitlines()[-1]
-    assert last.startswith("error: out of memory: ") and "the last checkpoint is intact" in last
+    assert last.startswith("error: out of memory: ") and "a checkpoint that was saved is intact" in last
     assert checkpoint.load(run).meta["step"] == 3

@@ -91,11 +91,11 @@ def test_a_prompt_that_is_fed_gives_the_tokens_of_one_that_is_computed() -> None
     prompts = [[rng.randrange(CONFIG.vocab) for _ in range(n)] for n in (1, 2, 15, 16, 17, 18, 33, 100, 150)]
     for sampling in (Sampling(temperature=0, max_tokens=30), Sampling(temperature=1, top_k=50, max_tokens=30, seed=5)):
         decoder = BatchDecoder(model, len(prompts))
-        wanted: list[list[int]] = [[] for _ in prompts]
+        expected: list[list[int]] = [[] for _ in prompts]
         for i, token in generate_batch(model, prompts, sampling, decoder=decoder):
-            wanted[i].append(token.id)
+            expected[i].append(token.id)
         scheduler = Scheduler(model, len(prompts), decoder=decoder)
         requests = [scheduler.submit(p, replace(sampling, seed=sampling.seed + i)) for i, p in enumerate(prompts)]
         while scheduler.busy:
             scheduler.step()
-        assert [request.tokens for request in requests] == wanted
+        assert [request.tokens for request in requests] == expected

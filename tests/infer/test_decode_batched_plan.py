@@ -145,15 +145,15 @@ def test_teams_share_the_device_and_blocks_the_tiles(plan: BatchPlan) -> None:
 
 
 def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:
-    with pytest.raises(UserError, match="head size 48 at 2 bytes a number, wanted one of 32, 64, 128"):
+    with pytest.raises(UserError, match="head size 48 at 2 bytes a number, expected one of 32, 64, 128"):
         replace(BASE, dim=576)
-    with pytest.raises(UserError, match="head size 8 at 4 bytes a number, wanted one of 16, 32, 64, 128"):
+    with pytest.raises(UserError, match="head size 8 at 4 bytes a number, expected one of 16, 32, 64, 128"):
         replace(SMALL, heads=8)
-    with pytest.raises(UserError, match="head size 16 at 2 bytes a number, wanted one of 32, 64, 128"):
+    with pytest.raises(UserError, match="head size 16 at 2 bytes a number, expected one of 32, 64, 128"):
         replace(BASE, dim=192)
-    with pytest.raises(UserError, match="24 heads share 1 key heads, wanted at most 16 to a key head"):
+    with pytest.raises(UserError, match="24 heads share 1 key heads, expected at most 16 to a key head"):
         replace(BASE, heads=24, kv_heads=1)
-    with pytest.raises(UserError, match="50 rows, wanted at most 48 on this device"):
+    with pytest.raises(UserError, match="50 rows, expected at most 48 on this device"):
         replace(ALONE, batch=50, blocks=3)
     with pytest.raises(UserError, match="60000 bytes of shared memory per block do not hold 8 rows of 2048 numbers"):
         replace(BASE, shared=60000)

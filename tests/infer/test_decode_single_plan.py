@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from tinyforge.backends.compile import read
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
+from tinyforge.infer.cuda.arguments import POINTER, SAMPLER, packed, sampler
 from tinyforge.infer.cuda.decode_single_plan import QUEUE_BARRIERS, RowPlan
 from tinyforge.infer.cuda.plan import MOST_PLACES, TILE
+from tinyforge.infer.sampling import Sampling
 
 SMALL = RowPlan(
     dim=64,
@@ -164,11 +167,26 @@ def test_a_vocabulary_too_large_to_sort_is_not_drawn_from() -> None:
 
 
 def test_shapes_that_the_kernel_cannot_take_are_refused() -> None:
-    with pytest.raises(UserError, match="head size 48 at 2 bytes a number, wanted a power of 2"):
+    with pytest.raises(UserError, match="head size 48 at 2 bytes a number, expected a power of 2"):
         replace(BASE, dim=576)
-    with pytest.raises(UserError, match="head size 16 at 2 bytes a number, wanted a power of 2 of at least 32"):
+    with pytest.raises(UserError, match="head size 16 at 2 bytes a number, expected a power of 2 of at least 32"):
         replace(BASE, dim=192)
-    with pytest.raises(UserError, match="24 heads share 1 key heads, wanted at most 16 to a key head"):
+    with pytest.raises(UserError, match="24 heads share 1 key heads, expected at most 16 to a key head"):
         replace(BASE, heads=24, kv_heads=1)
     with pytest.raises(UserError, match="20000 bytes of shared memory per block do not hold a row of 2048 numbers"):
         replace(BASE, shared=20000)
+
+
+def test_arguments_are_packed_by_name_and_arrays_by_address() -> None:
+    struct = np.dtype([("x", POINTER), ("y", POINTER), ("count", np.int32), ("how", SAMPLER)], align=True)
+    array = SimpleNamespace(data=SimpleNamespace(ptr=4096))
+    fields = {
+        "how": sampler(Sampling(temperature=0.5, top_p=1.0, top_k=10**19), (1, 2)),
+        "count": 3,
+        "y": None,
+        "x": array,
+    }
+    words = packed(struct, **fields).view(np.uint32).tolist()
+    assert words == [4096, 0, 0, 0, 3, *np.array([0.5, 1, 0], np.float32).view(np.uint32), 2**31 - 1, 1, 2, 0]
+    with pytest.raises(TypeError, match=r"arguments \['count', 'x'\], expected \['count', 'how', 'x', 'y'\]"):
+        packed(struct, x=array, count=3)

@@ -24,9 +24,6 @@
 // dropped, with times: docs/kernels/decode-batch.md.
 //
 // Grid: teams x TEAM blocks, at most what fits at once (cooperative launch). Block: WARPS x 32 threads.
-//
-// compile: SCALAR=bf16 TEAM=66|264 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=16 RESIDENT=2
-// compile: SCALAR=bf16|float|double TEAM=3 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
 
 #include "infer/cuda/decode.cuh"
 
@@ -452,21 +449,31 @@ __device__ __noinline__ int draw(unsigned char *scratch, const A *logits, Sample
     return next_token(scratch, take, how, number);
 }
 
-// weights: for each block of a team and each warp `stride` units of 32 pieces, in the order of use; lengths: how many
-// of them a pass uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
-// values: (layers, batch, KV_HEADS, capacity, HEAD_DIM). past: how many positions of a row were filled before the first
-// pass. A row whose cache is full stays at its last position, and its further tokens mean nothing. given, (passes,
-// batch): the token that a row takes in a pass, or -1 for the last one that it drew, which may be of the launch before:
-// `ids`, (batch,), keeps it. memory: Exchange::BYTES for each team, zeros at first. counters: 32 words for each team,
-// zeros. logits: (teams * ROWS, heads, VOCAB_ROWS), of the last pass. samplers, (batch,), or null: how each row's
-// tokens are drawn, into `drawn`, (passes, batch). first, (batch,): the number of its random stream that the first pass
-// draws with.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
-    const T *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
-    const int *past, const int *given, int *ids, int *drawn, unsigned char *memory, u32 *counters, A *logits,
-    const int *lengths, int stride, int layers, int heads, int batch, int capacity, int passes, A eps,
-    const Sampler *samplers, const u32 *first
-) {
+// What a launch is given; `batched_arguments` of arguments.py has the same fields.
+struct Arguments {
+    const T *weights;    // for each block of a team and each warp `stride` units of 32 pieces, in the order of use
+    const T *embedding;  // (VOCAB, DIM)
+    const A *gains;      // (2 * layers + 1, DIM)
+    const A *cosines, *sines;  // (positions, HEAD_DIM / 2)
+    T *keys, *values;    // (layers, batch, KV_HEADS, capacity, HEAD_DIM)
+    // How many positions of a row were filled before the first pass, (batch,). A row whose cache is full stays at its
+    // last position, and its further tokens mean nothing.
+    const int *past;
+    const int *given;       // (passes, batch): the token that a row takes in a pass, -1 for the last that it sampled
+    int *ids;               // (batch,): the last token of each row, which may be of the launch before
+    int *drawn;             // (passes, batch): the sampled tokens
+    unsigned char *memory;  // Exchange::BYTES for each team, zeros at first
+    u32 *counters;          // 32 words for each team, zeros
+    A *logits;              // (teams * ROWS, heads, VOCAB_ROWS), of the last pass
+    const int *lengths;     // units of weights that a pass uses, for each block of a team
+    const Sampler *samplers;  // (batch,), or null: how the tokens of each row are sampled, into `drawn`
+    const u32 *first;       // (batch,): the number of each row's random stream that the first pass samples with
+    A eps;
+    int stride, layers, heads, batch, capacity, passes;
+};
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+decode_batch(const __grid_constant__ Arguments args) {
     extern __shared__ __align__(128) unsigned char shared_memory[];
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, team = blockIdx.x / TEAM;
     const int first_row = team * ROWS;
@@ -475,60 +482,60 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
     Shared &shared = block.shared;
     block.rank = blockIdx.x % TEAM;
     block.parity = 0;
-    block.counter = counters + team * 32;
+    block.counter = args.counters + team * 32;
     block.meeting = 0;
     shared.scratch = shared_memory + DEPTH * THREADS * 16;
     shared.sums = reinterpret_cast<A *>(shared.scratch);
     shared.stream = reinterpret_cast<A *>(shared.scratch + SCRATCH);
     shared.gains = shared.stream + ROWS * OWN;
-    shared.turns = shared.gains + (2 * layers + 1) * OWN;
+    shared.turns = shared.gains + (2 * args.layers + 1) * OWN;
     shared.scale = shared.turns + ROWS * HEAD_DIM;
     shared.position = reinterpret_cast<int *>(shared.scale + ROWS);
     shared.token = shared.position + ROWS;
-    const Exchange exchange(memory + i64(team) * Exchange::BYTES);
+    const Exchange exchange(args.memory + i64(team) * Exchange::BYTES);
 
     queue.slots = reinterpret_cast<Piece *>(shared_memory) + thread;
-    queue.source = weights + (i64(block.rank) * WARPS + warp) * stride * (32 * PIECE) + lane * PIECE;
-    queue.length = lengths[block.rank];
-    queue.left = queue.length * passes;
+    queue.source = args.weights + (i64(block.rank) * WARPS + warp) * args.stride * (32 * PIECE) + lane * PIECE;
+    queue.length = args.lengths[block.rank];
+    queue.left = queue.length * args.passes;
     queue.taken = queue.requested = queue.next = 0;
     queue.refill();
 
     const int dim_begin = block.first(DIM_TILES), dim_end = block.end(DIM_TILES);
-    for (int i = thread; i < (2 * layers + 1) * OWN; i += THREADS) {
+    for (int i = thread; i < (2 * args.layers + 1) * OWN; i += THREADS) {
         const int column = dim_begin * 8 + i % OWN;
-        if (column < DIM) shared.gains[i] = gains[i / OWN * DIM + column];
+        if (column < DIM) shared.gains[i] = args.gains[i / OWN * DIM + column];
     }
     const int crew = warp / CREW, member = warp % CREW, units_end = block.end(UNITS);
-    for (int pass = 0; pass < passes; pass++) {
+    for (int pass = 0; pass < args.passes; pass++) {
         // Tokens, angles and embeddings.
         if (thread < ROWS) {
             const int row = first_row + thread;
             int position = 0, token = 0;
-            if (row < batch) {
-                const int told = given[pass * batch + row], drawn_last = __ldcg(ids + row);
-                position = min(past[row] + pass, capacity - 1), token = told < 0 ? drawn_last : told;
+            if (row < args.batch) {
+                const int next = args.given[pass * args.batch + row], drawn_last = __ldcg(args.ids + row);
+                position = min(args.past[row] + pass, args.capacity - 1), token = next < 0 ? drawn_last : next;
             }
             shared.position[thread] = position, shared.token[thread] = token;
         }
         __syncthreads();
         for (int i = thread; i < ROWS * HALF; i += THREADS) {
             const int at = shared.position[i / HALF] * HALF + i % HALF, to = i / HALF * HEAD_DIM + i % HALF;
-            shared.turns[to] = cosines[at], shared.turns[to + HALF] = sines[at];
+            shared.turns[to] = args.cosines[at], shared.turns[to + HALF] = args.sines[at];
         }
         for (int task = thread; task < (dim_end - dim_begin) * 64; task += THREADS) {
             const int tile = dim_begin + task / 64, row = task % 64 / 4, c = task % 4;
-            const Pack<T, 2> x = load<2>(embedding + i64(shared.token[row]) * DIM + tile * 8 + c * 2);
+            const Pack<T, 2> x = load<2>(args.embedding + i64(shared.token[row]) * DIM + tile * 8 + c * 2);
             block.put(exchange, 0, tile, row, c, Pair{{widen(x.v[0]), widen(x.v[1])}});
         }
         block.arrive();
 
-        for (int layer = 0; layer < layers; layer++) {
-            const i64 line = i64(capacity) * HEAD_DIM, layer_start = i64(layer) * batch * KV_HEADS * line;
+        for (int layer = 0; layer < args.layers; layer++) {
+            const i64 line = i64(args.capacity) * HEAD_DIM, layer_start = i64(layer) * args.batch * KV_HEADS * line;
             // q|k|v, RoPE, and the new keys and values.
             block.wait();
             block.product<DIM, WIDTH / 8>(
-                exchange.normed, exchange.squares, eps, [&](int tile, int row, int c, Pair sum) {
+                exchange.normed, exchange.squares, args.eps, [&](int tile, int row, int c, Pair sum) {
                     // A tile holds the pairs that RoPE rotates: d and d + HALF of a head.
                     const int head = tile / (HEAD_DIM / 8), d = tile % (HEAD_DIM / 8) * 4 + c;
                     const A scale = shared.scale[row];
@@ -541,10 +548,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
                     }
                     T *to = exchange.queries + row * DIM + head * HEAD_DIM;
                     if (head >= HEADS) {
-                        if (first_row + row >= batch) return;
+                        if (first_row + row >= args.batch) return;
                         const bool is_value = head >= HEADS + KV_HEADS;
                         const int kv_head = (head - HEADS) % KV_HEADS;
-                        to = (is_value ? values : keys) + layer_start +
+                        to = (is_value ? args.values : args.keys) + layer_start +
                              (i64(first_row + row) * KV_HEADS + kv_head) * line + shared.position[row] * HEAD_DIM;
                     }
                     narrow(a, to[d]);
@@ -556,20 +563,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
             bool queries_are_there = false;
             for (int unit = block.first(UNITS) + crew; unit < units_end; unit += CREWS) {
                 const int row = unit / KV_HEADS, kv_head = unit % KV_HEADS, position = shared.position[row];
-                if (first_row + row >= batch) break;
+                if (first_row + row >= args.batch) break;
                 const i64 start = layer_start + (i64(first_row) * KV_HEADS + unit) * line;
                 const T *const queries = exchange.queries + row * DIM + kv_head * GROUP * HEAD_DIM;
                 const Scratch scratch(shared.scratch);
                 // Old positions do not depend on this pass: their first keys and values are in flight before the
                 // queries arrive. Every warp waits once, here or after the loop.
                 CacheSlab slab{};
-                if constexpr (TENSOR_CORES) slab.take(keys + start, values + start, member * 16, 0, position);
+                if constexpr (TENSOR_CORES) slab.take(args.keys + start, args.values + start, member * 16, 0, position);
                 if (!queries_are_there) block.wait();
                 queries_are_there = true;
                 if constexpr (TENSOR_CORES) {
-                    attend_slabs(scratch, slab, queries, keys + start, values + start, member * 16, position);
+                    attend_slabs(scratch, slab, queries, args.keys + start, args.values + start, member * 16, position);
                 } else {
-                    attend_plainly(scratch, queries, keys + start, values + start, member, position);
+                    attend_plainly(scratch, queries, args.keys + start, args.values + start, member, position);
                 }
                 sync_crew(crew);
                 merge(scratch, crew, row, kv_head, exchange.attended);
@@ -580,7 +587,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
 
             // Attention's projection, and the residual.
             block.wait();
-            block.product<DIM, DIM_TILES>(exchange.attended, nullptr, eps, [&](int tile, int row, int c, Pair sum) {
+            block.product<DIM, DIM_TILES>(exchange.attended, nullptr, args.eps, [&](int tile, int row, int c, Pair sum) {
                 block.add(exchange, 2 * layer + 1, tile, row, c, sum);
             });
             block.arrive();
@@ -588,7 +595,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
             // Gate, up and SwiGLU.
             block.wait();
             block.product<DIM, HIDDEN_TILES>(
-                exchange.normed, exchange.squares, eps, [&](int tile, int row, int c, Pair sum) {
+                exchange.normed, exchange.squares, args.eps, [&](int tile, int row, int c, Pair sum) {
                     const A scale = shared.scale[row], gate = sum.v[0] * scale, up = sum.v[1] * scale;
                     const A gated = gate * inverse_for<T>(A(1) + exp_for<T>(-gate)) * up;
                     const A next = __shfl_down_sync(~0u, gated, 1);
@@ -599,7 +606,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
 
             // Down, and the residual.
             block.wait();
-            block.product<HIDDEN, DIM_TILES>(exchange.gated, nullptr, eps, [&](int tile, int row, int c, Pair sum) {
+            block.product<HIDDEN, DIM_TILES>(exchange.gated, nullptr, args.eps, [&](int tile, int row, int c, Pair sum) {
                 block.add(exchange, 2 * layer + 2, tile, row, c, sum);
             });
             block.arrive();
@@ -607,25 +614,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) decode_batch(
 
         // The output heads.
         block.wait();
-        for (int head = 0; head < heads; head++) {
+        for (int head = 0; head < args.heads; head++) {
             block.product<DIM, VOCAB_TILES>(
-                exchange.normed, head ? nullptr : exchange.squares, eps, [&](int tile, int row, int c, Pair sum) {
+                exchange.normed, head ? nullptr : exchange.squares, args.eps, [&](int tile, int row, int c, Pair sum) {
                     const int token = tile * 8 + c * 2;
                     const A scale = shared.scale[row];
-                    store(logits + (i64(first_row + row) * heads + head) * VOCAB_ROWS + token,
+                    store(args.logits + (i64(first_row + row) * args.heads + head) * VOCAB_ROWS + token,
                           Pair{{token < VOCAB ? sum.v[0] * scale : A(-INFINITY),
                                 token + 1 < VOCAB ? sum.v[1] * scale : A(-INFINITY)}});
                 });
         }
         // The next tokens.
-        if (!samplers) continue;
+        if (!args.samplers) continue;
         block.arrive();
         block.wait();
-        for (int row = block.rank; row < ROWS && first_row + row < batch; row += TEAM) {
+        for (int row = block.rank; row < ROWS && first_row + row < args.batch; row += TEAM) {
             const int at = first_row + row;
-            const A *const from = logits + i64(at) * heads * VOCAB_ROWS;
-            const int id = draw(shared.scratch, from, samplers[at], first[at] + pass);
-            if (thread == 0) ids[at] = id, drawn[pass * batch + at] = id;
+            const A *const from = args.logits + i64(at) * args.heads * VOCAB_ROWS;
+            const int id = draw(shared.scratch, from, args.samplers[at], args.first[at] + pass);
+            if (thread == 0) args.ids[at] = id, args.drawn[pass * args.batch + at] = id;
         }
         block.arrive();
         block.wait();

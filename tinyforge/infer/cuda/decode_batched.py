@@ -17,9 +17,10 @@ from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.cuda.decode_batched_plan import SAMPLER, TEAM_ROWS, BatchPlan, samplers
+from tinyforge.infer.cuda.arguments import SAMPLER, batched_arguments, packed, samplers
+from tinyforge.infer.cuda.decode_batched_plan import TEAM_ROWS, BatchPlan
 from tinyforge.infer.cuda.device import BLOCK, DeviceDecoder, DeviceWeights
-from tinyforge.infer.decoder import Drawn, Start
+from tinyforge.infer.decoder import SampledBlock, SequenceStart
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
 from tinyforge.rng import Stream
@@ -39,8 +40,8 @@ class BatchCache:
 
 
 class Draw(NamedTuple):
-    """How each row's tokens are drawn. samplers: (batch,) SAMPLER. first: the position in each row's stream of the next
-    pass's number, (batch,) uint32."""
+    """How each row's tokens are sampled. samplers: (batch,) SAMPLER. first: the position in each row's stream of the
+    next pass's number, (batch,) uint32."""
 
     samplers: np.ndarray
     first: np.ndarray
@@ -56,25 +57,20 @@ class BatchLauncher:
     def __init__(self, weights: DeviceWeights[BatchPlan]) -> None:
         self.weights, self.plan = weights, weights.plan
         plan = self.plan
-        self.kernel = load(
-            "infer/cuda/decode_batched.cu",
-            "decode_batch",
-            plan.shared_bytes,
-            cooperative=True,
-            SCALAR=scalar(weights.dtype),
-            **plan.macros,
-        )
+        macros = {"SCALAR": scalar(weights.dtype), **plan.macros}
+        file = "infer/cuda/decode_batched.cu"
+        self.kernel = load(file, "decode_batch", plan.shared_bytes, cooperative=True, **macros)
         self.kernel.preferred_shared_memory_carveout = 100  # percent: so that all `resident` blocks fit
         self.exchange = cupy.zeros((plan.teams, plan.exchange_bytes), np.uint8)
         self.counters = cupy.empty((plan.teams, 32), np.uint32)
 
-    def logits(self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, tokens: np.ndarray, outputs: int) -> Array:
+    def logits(self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, tokens: np.ndarray, outputs: int) -> Any:
         """The logits of a pass over one token per row, (batch,), after `lengths` cached positions: (batch, outputs,
         vocab), on the device. Does not wait."""
         return self._launch(cache, lengths, tokens[None], outputs, None)[0][: self.plan.batch, :, : self.plan.vocab]
 
     def drawn(self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, given: np.ndarray, draw: Draw) -> Array:
-        """The tokens drawn in passes after `lengths` cached positions of each row: (passes, batch), on the device. Does
+        """The tokens sampled in passes after `lengths` cached positions of each row: (passes, batch), on device. Does
         not wait.
 
         given: (passes, batch), the token that a row takes in a pass, -1 for the one it drew last.
@@ -84,8 +80,8 @@ class BatchLauncher:
     def _launch(
         self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, given: np.ndarray, outputs: int, draw: Draw | None
     ) -> tuple[Array, Array]:
-        """The logits of the last pass, and the drawn tokens."""
-        plan, weights, null = self.plan, self.weights, np.uintp(0)
+        """The logits of the last pass, and the sampled tokens."""
+        plan, weights = self.plan, self.weights
         passes, batch = given.shape
         logits = cupy.empty((plan.teams * TEAM_ROWS, outputs, plan.vocab_rows), weights.wide)
         ids = cupy.empty((passes, batch), np.int32)
@@ -94,33 +90,33 @@ class BatchLauncher:
         parts += [part.view(np.int32) for part in draw or ()]
         told = cupy.asarray(np.concatenate(parts))
         ends = np.cumsum([part.size for part in parts]).tolist()
-        past, tokens, *how = (told[start:end] for start, end in pairwise([0, *ends]))
+        past, tokens, *draws = (told[start:end] for start, end in pairwise([0, *ends]))
         self.counters.data.memset_async(0, self.counters.nbytes)
-        self.kernel(
-            (plan.teams * plan.team,),
-            (plan.warps * 32,),
-            (
-                weights.matrices,
-                weights.embedding,
-                weights.gains,
-                weights.cos,
-                weights.sin,
-                cache.keys,
-                cache.values,
-                past,
-                tokens,
-                cache.drawn,
-                ids,
-                self.exchange,
-                self.counters,
-                logits,
-                weights.lengths[outputs - 1],
-                *map(np.int32, (weights.matrices.shape[2], plan.layers, outputs, batch, cache.capacity, passes)),
-                weights.norm_eps,
-                *(how or (null, null)),
-            ),
-            shared_mem=plan.shared_bytes,
+        rules, first = draws or (None, None)
+        arguments = packed(
+            batched_arguments(weights.wide),
+            **weights.arguments,
+            gains=weights.gains,
+            keys=cache.keys,
+            values=cache.values,
+            past=past,
+            given=tokens,
+            ids=cache.drawn,
+            drawn=ids,
+            memory=self.exchange,
+            counters=self.counters,
+            logits=logits,
+            lengths=weights.lengths[outputs - 1],
+            samplers=rules,
+            first=first,
+            stride=weights.matrices.shape[2],
+            layers=plan.layers,
+            heads=outputs,
+            batch=batch,
+            capacity=cache.capacity,
+            passes=passes,
         )
+        self.kernel((plan.teams * plan.team,), (plan.warps * 32,), (arguments,), shared_mem=plan.shared_bytes)
         return logits, ids
 
 
@@ -178,7 +174,7 @@ class BatchDecoder(DeviceDecoder):
 
     def stream(
         self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
-    ) -> Iterator[Drawn]:
+    ) -> Iterator[SampledBlock]:
         """See `Decoder.stream`; in blocks of 1, 2, 4, 8 tokens, then BLOCK. A row whose cache is full yields
         meaningless tokens while the others go on."""
         for row, new in enumerate(tokens):
@@ -200,9 +196,9 @@ class BatchDecoder(DeviceDecoder):
         for ids in self._two_under_way(launch, left, BLOCK):
             done += len(ids)
             self.lengths = np.minimum(past + done, self.capacity).tolist()
-            yield Drawn(ids.T, None)
+            yield SampledBlock(ids.T, None)
 
-    def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+    def queue(self, rows: Mapping[int, SequenceStart | None], count: int) -> Callable[[], np.ndarray]:
         given, (rules, first) = np.full((count, self.batch), -1, np.int32), self._draw
         for row, start in rows.items():
             if start is not None:

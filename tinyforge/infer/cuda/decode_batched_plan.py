@@ -1,8 +1,8 @@
-"""The plan of decode_batched.cu: which block takes which rows of which matrix, and the order of its weights in memory."""
+"""The plan of decode_batched.cu: which block computes which rows of a matrix, and the order of weights in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,23 +13,10 @@ import numpy as np
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.plan import TILE, DecodePlan
-from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
-from tinyforge.rng import Stream
 
 TEAM_ROWS = 16
 """Rows of the batch that go through the layers together: those of a tensor core product."""
-SAMPLER = np.dtype([("temperature", "<f4"), ("top_p", "<f4"), ("min_p", "<f4"), ("top_k", "<i4"), ("key", "<u4", 2)])
-"""`Sampler` of sampler.cuh."""
-
-
-def samplers(samplings: Sequence[Sampling], streams: Sequence[Stream]) -> np.ndarray:
-    """How each row's tokens are drawn, in the kernel's layout: (rows,) SAMPLER."""
-    rules = [
-        (s.temperature, s.top_p, s.min_p, min(s.top_k, 2**31 - 1), stream.key)
-        for s, stream in zip(samplings, streams, strict=True)
-    ]
-    return np.array(rules, SAMPLER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +35,18 @@ class BatchPlan(DecodePlan):
         sizes = [size for size in (8, 16, 32, 64, 128) if size >= {2: 32, 4: 16}.get(self.itemsize, 8)]
         if self.head_dim not in sizes:
             raise UserError(
-                f"decode of a batch on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, wanted one "
+                f"decode of a batch on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, expected one "
                 f"of {', '.join(map(str, sizes))}; use --backend numpy"
             )
         if self.heads > 16 * self.kv_heads:
             raise UserError(
-                f"decode of a batch on cupy: {self.heads} heads share {self.kv_heads} key heads, wanted at most 16 to "
+                f"decode of a batch on cupy: {self.heads} heads share {self.kv_heads} key heads, "
+                f"expected at most 16 to "
                 "a key head; use --backend numpy"
             )
         if self.teams > self.blocks:
             raise UserError(
-                f"decode of a batch on cupy: {self.batch} rows, wanted at most {self.blocks * TEAM_ROWS} on this "
+                f"decode of a batch on cupy: {self.batch} rows, expected at most {self.blocks * TEAM_ROWS} on this "
                 "device; use a smaller batch"
             )
         if self.slots < max(self.steps(self.dim), self.steps(self.hidden)):
@@ -97,7 +85,7 @@ class BatchPlan(DecodePlan):
 
     @property
     def _other_bytes(self) -> int:
-        """Shared memory beside the queues."""
+        """Shared memory in addition to the queues."""
         wide, group = max(self.itemsize, 4), self.heads // self.kv_heads
         sums = 2 * self.warps * self.tiles * 128 * wide
         attention = self.warps * group * (self.head_dim + 2) * wide
@@ -114,19 +102,7 @@ class BatchPlan(DecodePlan):
 
     @property
     def macros(self) -> dict[str, int]:
-        return {
-            "TEAM": self.team,
-            "DIM": self.dim,
-            "HIDDEN": self.hidden,
-            "HEADS": self.heads,
-            "KV_HEADS": self.kv_heads,
-            "HEAD_DIM": self.head_dim,
-            "VOCAB": self.vocab,
-            "WARPS": self.warps,
-            "TILES": self.tiles,
-            "DEPTH": self.slots,
-            "RESIDENT": self.resident,
-        }
+        return self._macros("team", "resident")
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -34,16 +34,6 @@
 //
 // Grid: at most what fits at once (cooperative launch). Block: (WARPS + PRODUCERS) x 32 threads, one block per
 // multiprocessor.
-//
-// compile: SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
-// compile: SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
-// compile: SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
-// compile: arch=sm_90a PRODUCERS=4 SCALAR=float WEIGHT=int8|e4m3 ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
-// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 WEIGHT=int8|e4m3 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=64 ONCE=1
-// compile: SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
-// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16 ROWS=1|4 DIM=768 HIDDEN=2048 HEADS=12 KV_HEADS=4 HEAD_DIM=64 VOCAB=4096 DEPTH=32 ONCE=1
-// compile: arch=sm_90a PRODUCERS=4 SCALAR=bf16|float|double ROWS=2 DIM=64 HIDDEN=152 HEADS=2 KV_HEADS=1 HEAD_DIM=32 VOCAB=301 DEPTH=16
-// spills: none
 
 #include "infer/cuda/decode.cuh"
 
@@ -146,48 +136,48 @@ __device__ __forceinline__ void publish_narrow(A *to, A x, bool mine) {
         if (mine && threadIdx.x % 2 == 0) publish(to, reinterpret_cast<const A &>(pair));
     }
 }
-// Reads what may not have arrived yet, if it is wanted: a predicated load, without a branch.
-__device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to, bool wanted = true) {
+// Reads what may not have arrived yet, if it is needed: a predicated load, without a branch.
+__device__ __forceinline__ void peek(const float *from, Pack<float, 4> &to, bool needed = true) {
     asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];}"
                  : "+f"(to.v[0]), "+f"(to.v[1]), "+f"(to.v[2]), "+f"(to.v[3])
-                 : "l"(from), "r"(u32(wanted))
+                 : "l"(from), "r"(u32(needed))
                  : "memory");
 }
-__device__ __forceinline__ void peek(const float *from, Pack<float, 2> &to, bool wanted = true) {
+__device__ __forceinline__ void peek(const float *from, Pack<float, 2> &to, bool needed = true) {
     asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];}"
                  : "+f"(to.v[0]), "+f"(to.v[1])
-                 : "l"(from), "r"(u32(wanted))
+                 : "l"(from), "r"(u32(needed))
                  : "memory");
 }
-__device__ __forceinline__ void peek(const float *from, Pack<float, 1> &to, bool wanted = true) {
+__device__ __forceinline__ void peek(const float *from, Pack<float, 1> &to, bool needed = true) {
     asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.relaxed.gpu.global.f32 %0, [%1];}"
                  : "+f"(to.v[0])
-                 : "l"(from), "r"(u32(wanted))
+                 : "l"(from), "r"(u32(needed))
                  : "memory");
 }
-__device__ __forceinline__ void peek(const double *from, Pack<double, 2> &to, bool wanted = true) {
+__device__ __forceinline__ void peek(const double *from, Pack<double, 2> &to, bool needed = true) {
     asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.f64 {%0, %1}, [%2];}"
                  : "+d"(to.v[0]), "+d"(to.v[1])
-                 : "l"(from), "r"(u32(wanted))
+                 : "l"(from), "r"(u32(needed))
                  : "memory");
 }
-__device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to, bool wanted = true) {
+__device__ __forceinline__ void peek(const double *from, Pack<double, 1> &to, bool needed = true) {
     asm volatile("{.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.relaxed.gpu.global.f64 %0, [%1];}"
                  : "+d"(to.v[0])
-                 : "l"(from), "r"(u32(wanted))
+                 : "l"(from), "r"(u32(needed))
                  : "memory");
 }
 
-// COUNT packs computed by other blocks, pack i at the address at(i), if wanted(i). All loads are issued before the
+// COUNT packs computed by other blocks, pack i at the address at(i), if needed(i). All loads are issued before the
 // first is checked.
 template <int COUNT, int N>
 struct Awaited {
     u32 missing[COUNT];  // 0 or 1 in a register; a bool would be a byte
 
-    template <class Wanted>
-    __device__ __forceinline__ explicit Awaited(Wanted wanted) {
+    template <class Needed>
+    __device__ __forceinline__ explicit Awaited(Needed needed) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) missing[i] = wanted(i);
+        for (int i = 0; i < COUNT; i++) missing[i] = needed(i);
     }
     template <class At>
     __device__ __forceinline__ void request(Pack<A, N> (&got)[COUNT], At at) const {
@@ -205,18 +195,18 @@ struct Awaited {
         return any;
     }
 };
-template <int COUNT, int N, class At, class Wanted>
-__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
-    Awaited<COUNT, N> awaited(wanted);
+template <int COUNT, int N, class At, class Needed>
+__device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
+    Awaited<COUNT, N> awaited(needed);
     for (u32 polls = 0;; pause(polls)) {
         awaited.request(got, at);
         if (!awaited.check(got)) return;
     }
 }
 // The same by whole warps, whose lanes stay together.
-template <int COUNT, int N, class At, class Wanted>
-__device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
-    Awaited<COUNT, N> awaited(wanted);
+template <int COUNT, int N, class At, class Needed>
+__device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
+    Awaited<COUNT, N> awaited(needed);
     for (u32 polls = 0;; pause(polls)) {
         awaited.request(got, at);
         if (!__any_sync(~0u, awaited.check(got))) return;
@@ -235,7 +225,7 @@ struct Residual {
     const A *from;
     Awaited<1, 1> awaited;
 
-    __device__ __forceinline__ Residual(const A *from, bool wanted) : from(from), awaited([&](int) { return wanted; }) {}
+    __device__ __forceinline__ Residual(const A *from, bool needed) : from(from), awaited([&](int) { return needed; }) {}
     __device__ __forceinline__ void await() {
         for (u32 polls = 0;; pause(polls)) {
             request();
@@ -246,9 +236,9 @@ struct Residual {
         awaited.request(word, [&](int) { return from; });
     }
     __device__ __forceinline__ u32 check() { return awaited.check(word); }
-    template <int COUNT, int N, class At, class Wanted>
-    __device__ __forceinline__ void await_with(Pack<A, N> (&got)[COUNT], At at, Wanted wanted) {
-        Awaited<COUNT, N> others(wanted);
+    template <int COUNT, int N, class At, class Needed>
+    __device__ __forceinline__ void await_with(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
+        Awaited<COUNT, N> others(needed);
         for (u32 polls = 0;; pause(polls)) {
             others.request(got, at);
             request();
@@ -416,6 +406,16 @@ struct Block {
             for (int i = 0; i < MOST * STEPS; i++) p.held[i] = decoded<T>(queue[i]);
             queue.used(p.count * STEPS);
         }
+    }
+
+    // A product is prepared a step ahead, or when its turn comes.
+    template <class Product, class Aim>
+    __device__ __forceinline__ void prepare_ahead(Product &p, Aim aim) {
+        if constexpr (AHEAD) prepare(p, aim);
+    }
+    template <class Product, class Aim>
+    __device__ __forceinline__ void prepare_late(Product &p, Aim aim) {
+        if constexpr (!AHEAD) prepare(p, aim);
     }
 
     // Runs a product that was prepared. Calls take(x), which waits for the input, then finish(row, n, sum) for each row
@@ -909,7 +909,7 @@ struct Attention {
     u32 kv_head, split, first_row;
     u32 from[TURNS];    // a task's first half in `exchange`; the other half is HALF / 8 lines further
     u32 to[TURNS];      // its place in `scratch`
-    u32 wanted[TURNS];  // whether this thread has the task
+    u32 needed[TURNS];  // whether this thread has the task
     Parcel cosines[TURNS], sines[TURNS];
     u32 part[EACH], stat[EACH];
 
@@ -938,9 +938,9 @@ struct Attention {
         for (u32 turn = 0; turn < TURNS; turn++) {
             const Task t = task(turn);
             const u32 position = past + t.n;
-            wanted[turn] = t.is_query ? t.n < ROWS : t.n < ROWS && position % SPLITS == split;
-            if (BY_WARP && !t.is_query) wanted[turn] &= position / SPLITS / 16 % WARPS == warp;
-            const u32 n = wanted[turn] ? t.n : 0;
+            needed[turn] = t.is_query ? t.n < ROWS : t.n < ROWS && position % SPLITS == split;
+            if (BY_WARP && !t.is_query) needed[turn] &= position / SPLITS / 16 % WARPS == warp;
+            const u32 n = needed[turn] ? t.n : 0;
             const u32 line = t.is_query ? kv_head * GROUP + t.head % GROUP : HEADS + t.is_value * KV_HEADS + kv_head;
             from[turn] = settled(place(n, line * HEAD_DIM + t.column));
             to[turn] = settled((t.is_query ? t.head * Q_PITCH : FRESH + (t.n * 2 + t.is_value) * HEAD_DIM) + t.column);
@@ -967,7 +967,7 @@ struct Attention {
         Pack<T, PARCEL> rotated[TURNS][2];
         Parcel x[TURNS * 2] = {};
         await_together(
-            x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return wanted[i / 2]; }
+            x, [&](int i) { return qkv + from[i / 2] + i % 2 * (HALF * 4); }, [&](int i) { return needed[i / 2]; }
         );
 #pragma unroll
         for (u32 turn = 0; turn < TURNS; turn++) {
@@ -979,7 +979,7 @@ struct Attention {
             }
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                if (wanted[turn]) store(scratch.queries + to[turn] + half * HALF, rotated[turn][half]);
+                if (needed[turn]) store(scratch.queries + to[turn] + half * HALF, rotated[turn][half]);
         }
         if constexpr (BY_WARP) {
             __syncwarp();
@@ -1025,7 +1025,7 @@ struct Attention {
 #pragma unroll
         for (u32 turn = 0; turn < TURNS; turn++) {  // stored for later passes
             const Task t = task(turn);
-            if (!wanted[turn] || t.is_query) continue;
+            if (!needed[turn] || t.is_query) continue;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 T *const cache = t.is_value ? values : keys;
@@ -1086,43 +1086,241 @@ __device__ __forceinline__ void most_likely(unsigned char *scratch, At at, int (
     sync();
 }
 
-// weights: for each block `stride` units, a piece for each thread, in the order of use; lengths: how many of them a
-// pass uses, for each block. gains: (2 * layers + 1, DIM). cosines, sines: (positions, HEAD_DIM / 2). keys,
-// values: (layers, KV_HEADS, capacity, HEAD_DIM), `past` positions of them filled. tokens: of all positions; read at
-// past to past + ROWS - 1; where `sampled`, each pass writes the one after them. exchange: for each pass layers * LAYER
-// words and the logits, (ROWS, heads, VOCAB_ROWS), all absent. key0, key1: of the random stream, draw: its first number
-// to use.
-// begin: null, or for speculation (1 + ROWS): positions filled, in place of `past`, the token at the next one, and a
-// draft for each position after it, -1 for none. Then `heads` is ROWS. A pass accepts the drafts that head 0 would have
-// chosen itself, and adds head 0's choice after them; the other heads at the last of these positions give the next
-// drafts.
-// given: null, or, for one pass behind a prompt whose first layers have been computed, the residual stream of its rows
-// in the order of AFTER. gains, keys, values, scales, lengths and `layers` are then of the layers that are left; skipped
-// has each block's units of weights before these, and dealt is the number of tiles before them, modulo BLOCKS.
-// report: (passes + 1, 1 + ROWS): for each pass the number of tokens that it added, 0 where the cache had no room for
-// it, and the tokens; in the last row, the next launch's `begin`.
-// scales: of weights that are codes, 8 for each unit that `deal` counts, in its order; attention's are not read.
+// What a launch is given; `single_arguments` of arguments.py has the same fields.
+struct Arguments {
+    const W *weights;    // for each block `stride` units, a piece for each thread, in the order of use
+    const T *embedding;  // (VOCAB, DIM)
+    const A *gains;      // (2 * layers + 1, DIM)
+    const A *cosines, *sines;  // (positions, HEAD_DIM / 2)
+    T *keys, *values;    // (layers, KV_HEADS, capacity, HEAD_DIM), `past` positions of them filled
+    int *tokens;         // of all positions: a pass reads ROWS from `past` on; where `sampled`, it writes the next one
+    A *exchange;         // for each pass layers * LAYER words and the logits, (ROWS, heads, VOCAB_ROWS), all absent
+    const int *lengths;  // units of weights that a pass uses, for each block
+    // Null, or for speculation (1 + ROWS): positions filled, in place of `past`, the token at the next one, and a draft
+    // for each position after it, -1 for none. Then `heads` is ROWS. A pass accepts the drafts that head 0 would have
+    // chosen itself, and adds head 0's choice after them; the other heads at the last of these positions give the next
+    // drafts.
+    const int *begin;
+    // (passes + 1, 1 + ROWS): for each pass the number of tokens that it added, 0 where the cache had no room for it,
+    // and the tokens; in the last row, the next launch's `begin`.
+    int *report;
+    const float *scales;  // of weights that are codes: 8 for each unit that `deal` counts, attention too, in its order
+    // Null, or, for one pass after a prompt whose first layers have been computed, the residual stream of its rows in
+    // the order of AFTER. gains, keys, values, scales, lengths and `layers` are then of the layers that are left.
+    const A *given;
+    const int *skipped;  // with `given`, for each block: the units of weights before these layers
+    A eps;
+    int dealt;           // with `given`: the tiles before these layers, modulo BLOCKS
+    int stride, layers, heads, capacity, past, passes, sampled;
+    u32 draw;            // number of the random stream that the first pass samples with
+    Sampler how;
+};
+
+// One pass: ROWS new positions after `past` through all layers and the output heads. `exchange` moves on from layer to
+// layer.
+struct Pass {
+    const Arguments &args;
+    Block &block;
+    int (&ids)[ROWS];  // the tokens of the pass; afterwards those of the next
+    int past;
+    A *exchange;
+    const A *stream;  // the residual stream in `exchange`; null where it is the embeddings of `ids`
+    const A *gain;    // of the layer's first norm
+    const u32 n = threadIdx.x / 8 % ROWS;  // the row of the numbers that this thread finishes
+    Matrix<DIM, WIDTH / 8> qkv;
+
+    __device__ __forceinline__ auto at_row() const {
+        return [n = n](u32 row) { return place(n, row); };
+    }
+    __device__ __forceinline__ auto at_unit() const {
+        return [n = n](u32 row) { return place(n, (first_unit(row / 8) + row % 8) / SHARED_BY); };
+    }
+
+    __device__ __forceinline__ void run_layers() {
+        block.deal(qkv);
+        block.prepare_ahead(qkv, at_row());
+        for (int layer = 0; layer < args.layers; layer++, exchange += LAYER, gain += 2 * DIM) {
+            Matrix<DIM, DIM / 8> out;
+            Matrix<DIM, HIDDEN_TILES> gate_up;
+            Matrix<HIDDEN, DIM / 8> down;
+            const int attends = block.deal(ATTENTION);
+            block.deal(out);
+            block.deal(gate_up);
+            block.deal(down);
+            attend(layer, attends);
+            project(out, gate_up, attends);
+            gate(gate_up, down);
+            if (layer + 1 < args.layers) {
+                block.deal(qkv);
+            } else {
+                qkv.first = WIDTH / 8;
+            }
+            block.prepare_ahead(qkv, at_row());
+            add_hidden(down);
+            stream = exchange + AFTER;
+        }
+    }
+
+    // q|k|v, and attention. attends: this block's first unit of attention.
+    __device__ __forceinline__ void attend(int layer, int attends) {
+        block.prepare_late(qkv, at_row());
+        T *const keys = args.keys + i64(layer) * KV_HEADS * args.capacity * HEAD_DIM;
+        T *const values = args.values + i64(layer) * KV_HEADS * args.capacity * HEAD_DIM;
+        Attention attention;
+        constexpr bool EARLY_ATTENTION = AHEAD && ROWS == 1;
+        if (EARLY_ATTENTION && attends < UNITS) attention.prepare(attends, args.cosines, args.sines, past);
+        const auto take = [&](auto &x) { block.take_stream(x, stream, args.embedding, ids, gain); };
+        block.template run<true>(qkv, block.shared.by_dim, take, at_row(), [&](int row, int, A sum) {
+            if (row >= 0) publish(exchange + QKV + qkv.at, sum);
+        }, [] {});
+        for (int unit = attends; unit < UNITS; unit += BLOCKS) {
+            attention.load_old(unit, keys, values, args.capacity, past);
+            if (!EARLY_ATTENTION || unit != attends) attention.prepare(unit, args.cosines, args.sines, past);
+            attention.run(Scratch(block.shared.scratch), exchange + QKV, keys, values, exchange + PARTS,
+                          exchange + STATS, args.capacity, past);
+            if constexpr (UNITS <= BLOCKS) break;
+            sync();  // the next unit overwrites shared memory that a thread may still read
+        }
+    }
+
+    // Attention's projection, and the residual.
+    __device__ __forceinline__ void project(Matrix<DIM, DIM / 8> &out, Matrix<DIM, HIDDEN_TILES> &gate_up,
+                                            int attends) {
+        block.prepare_ahead(out, at_row());
+        block.prepare_ahead(gate_up, at_unit());
+        if (attends >= UNITS) {
+            block.poll(exchange + QKV, WIDTH);
+            if (AHEAD && ROWS == 1) rest(QUIET);  // attention takes at least as long
+        }
+        // One row has few words to poll: blocks that need them poll them directly.
+        if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
+        if (out.mine()) {
+            block.prepare_late(out, at_row());
+            const auto residual_of = [&] {
+                Residual residual(stream + out.at, stream && out.row >= 0);
+                if (!stream && out.row >= 0) {
+                    residual.word[0].v[0] = widen(args.embedding[i64(id_of_row(ids, n)) * DIM + out.row]);
+                }
+                return residual;
+            };
+            Residual residual = residual_of();
+            const auto take = [&](auto &x) { block.take_attended(x, exchange + PARTS, exchange + STATS, residual); };
+            block.template run<false>(out, block.shared.by_dim, take, at_row(), [&](int row, int, A sum) {
+                if (row >= 0) publish(exchange + MIDDLE + out.at, residual.word[0].v[0] + sum);
+            }, [&] { residual = residual_of(), residual.await(); });
+        }
+        block.queue.refill(DEPTH);
+    }
+
+    // Gate, up and SwiGLU.
+    __device__ __forceinline__ void gate(Matrix<DIM, HIDDEN_TILES> &gate_up, Matrix<HIDDEN, DIM / 8> &down) {
+        block.prepare_late(gate_up, at_unit());
+        block.prepare_ahead(down, at_row());
+        const auto take = [&](auto &x) { block.take_stream(x, exchange + MIDDLE, args.embedding, ids, gain + DIM); };
+        block.template run<true>(gate_up, block.shared.by_dim, take, at_unit(), [&](int row, int, A sum) {
+            const A up = __shfl_down_sync(~0u, sum, 4);
+            const A gated = sum * inverse_for<T>(A(1) + exp_for<T>(-sum)) * up;
+            publish_narrow(exchange + GATED + gate_up.at, gated, row >= 0 && row % 8 < 4);
+        }, [] {});
+    }
+
+    // Down, and the residual.
+    __device__ __forceinline__ void add_hidden(Matrix<HIDDEN, DIM / 8> &down) {
+        if (!down.mine()) return block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
+        block.prepare_late(down, at_row());
+        const auto residual_of = [&] { return Residual(exchange + MIDDLE + down.at, down.row >= 0); };
+        Residual residual = residual_of();
+        const auto take = [&](auto &x) { block.take_gated(x, exchange + GATED, residual); };
+        block.template run<false>(down, block.shared.by_hidden, take, at_row(), [&](int row, int, A sum) {
+            if (row >= 0) publish(exchange + AFTER + down.at, residual.word[0].v[0] + sum);
+        }, [&] { residual = residual_of(), residual.await(); });
+    }
+
+    // The output heads. Publishes all logits, unless drafts are verified; where `best`, the most likely tokens.
+    __device__ __forceinline__ void run_heads(bool best) {
+        const bool verifies = args.begin;
+        // Blocks of different rows of a split write the same keys and values, drafts included. What another block
+        // writes there in the next pass must come later; it waits for the logits that follow this fence.
+        if (verifies && UNITS > KV_HEADS * SPLITS) __threadfence();
+        Input<TENSOR_CORES ? DIM : 1> last;
+        for (int head = 0; head < args.heads; head++) {
+            const auto take = [&](auto &x) {
+                if (head == 0) block.take_stream(last, stream, args.embedding, ids, gain);
+                x = last;
+            };
+            const auto at_logit = [&](u32 row) { return BEST + u32((n * args.heads + head) * VOCAB_ROWS) + row; };
+            Matrix<DIM, VOCAB_TILES> logits;
+            block.deal(logits);
+            block.prepare(logits, at_logit);
+            block.template run<true>(logits, block.shared.by_dim, take, at_logit, [&](int row, int n, A logit) {
+                if (!verifies) {
+                    if (row >= 0) publish(exchange + logits.at, row < VOCAB ? logit : A(-INFINITY));
+                    if (!best) return;
+                }
+                u64 top = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
+#pragma unroll
+                for (int gap = 1; gap < 8; gap *= 2) top = largest(top, __shfl_xor_sync(~0u, top, gap));
+                if (row < 0 || row % 8) return;
+                A *const to = exchange + best_at(head, row / 8, n);
+                publish(to, A(logit_of(top)));
+                publish(to + 1, A(id_of(top)));
+            }, [] {});
+            block.queue.refill(DEPTH);
+        }
+    }
+
+    // Samples the token after the only row.
+    __device__ __forceinline__ void sample_next(bool greedy, int pass) {
+        if (greedy) {
+            most_likely(block.shared.scratch, [&](int, int tile) { return exchange + best_at(0, tile, 0); }, ids);
+        } else if constexpr (DRAWS) {
+            ids[0] = sample(block.shared.scratch, exchange + BEST, args.how, args.draw + pass);
+        }
+        if (blockIdx.x == 0 && threadIdx.x == 0) args.tokens[past + 1] = ids[0];
+    }
+
+    // Speculation: accepts drafts, writes the pass's line of the report, and takes the next drafts. Returns the number
+    // of tokens that the pass added.
+    __device__ __forceinline__ int verify(int pass) {
+        unsigned char *const scratch = block.shared.scratch;
+        int choices[ROWS], drafts[ROWS - (ROWS > 1)], added = 1;
+        most_likely(scratch, [&](int n, int tile) { return exchange + best_at(0, tile, n); }, choices);
+#pragma unroll
+        for (int n = 1; n < ROWS; n++) added += added == n && choices[n - 1] == ids[n];
+        most_likely(scratch, [&](int k, int tile) { return exchange + best_at(k + 1, tile, added - 1); }, drafts);
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            int *const line = args.report + pass * (1 + ROWS);
+            line[0] = added;
+#pragma unroll
+            for (int n = 0; n < ROWS; n++) line[1 + n] = choices[n];
+        }
+#pragma unroll
+        for (int n = 0; n < ROWS; n++)
+            if (n == added - 1) ids[0] = choices[n];
+#pragma unroll
+        for (int n = 1; n < ROWS; n++) ids[n] = drafts[n - 1];
+        return added;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode(
-    const W *weights, const T *embedding, const A *gains, const A *cosines, const A *sines, T *keys, T *values,
-    int *tokens, A *exchange, const int *lengths, int stride, int layers, int heads, int capacity, int past, int passes,
-    A eps, int sampled, float temperature, int top_k, float top_p, float min_p, u32 key0, u32 key1, u32 draw,
-    const int *begin, int *report, const float *scales, const A *given, const int *skipped, int dealt
+    const __grid_constant__ Arguments args
 ) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int thread = threadIdx.x;
-    const i64 unit = i64(blockIdx.x) * stride + (skipped ? skipped[blockIdx.x] : 0);
+    const i64 unit = i64(blockIdx.x) * args.stride + (args.skipped ? args.skipped[blockIdx.x] : 0);
 #if PRODUCERS
     Block block{{}, Weights(memory)};
     if (thread == 0) block.queue.make();
     __syncthreads();
     if (thread >= THREADS) {
-        const auto *const source = reinterpret_cast<const unsigned char *>(weights) + unit * UNIT;
+        const auto *const source = reinterpret_cast<const unsigned char *>(args.weights) + unit * UNIT;
 #if PRODUCERS % 4 == 0  // a warpgroup gives up registers to the others
         fewer_registers<24>();
 #endif
         const u32 filler = (thread - THREADS) / 32;
         if (thread % 32 == 0 && filler < FILLERS) {
-            block.queue.fill<FILLERS>(source, lengths[blockIdx.x], passes, FILLERS > 1 ? filler : 0);
+            block.queue.fill<FILLERS>(source, args.lengths[blockIdx.x], args.passes, FILLERS > 1 ? filler : 0);
         }
         return;
     }
@@ -1132,13 +1330,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
 #else
     Block block;
     block.queue.slots = reinterpret_cast<Stored *>(memory + QUEUE_BARRIERS) + thread;
-    block.queue.source = weights + (unit * THREADS + thread) * PIECE;
-    block.queue.length = lengths[blockIdx.x];
-    block.queue.left = block.queue.length * passes;
+    block.queue.source = args.weights + (unit * THREADS + thread) * PIECE;
+    block.queue.length = args.lengths[blockIdx.x];
+    block.queue.left = block.queue.length * args.passes;
     block.queue.taken = block.queue.requested = block.queue.next = 0;
     block.queue.refill(DEPTH);
 #endif
-    Weights &queue = block.queue;
     Shared &shared = block.shared;
     shared.by_dim = reinterpret_cast<T *>(memory + QUEUE_BARRIERS + DEPTH * UNIT);
     shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);
@@ -1149,189 +1346,38 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
     sync();
 
     int ids[ROWS];
-    if (begin) past = begin[0];
+    int past = args.begin ? args.begin[0] : args.past;
+    A *exchange = args.exchange;
 #pragma unroll
-    for (int n = 0; n < ROWS; n++) ids[n] = begin ? begin[1 + n] : tokens[past + n];
+    for (int n = 0; n < ROWS; n++) ids[n] = args.begin ? args.begin[1 + n] : args.tokens[past + n];
     block.parity = 0;
-    block.eps = eps;
-    const Sampler how = {temperature, top_p, min_p, top_k, key0, key1};
-    const bool greedy = ROWS == 1 && sampled && temperature == 0;
+    block.eps = args.eps;
+    const bool greedy = ROWS == 1 && args.sampled && args.how.temperature == 0;
     int pass = 0;
-    for (; pass < passes && past + ROWS <= capacity; pass++) {
-        block.dealt = dealt;
-        block.scales = scales;
-        const A *stream = given;
-        const A *gain = gains;
-        const u32 n = threadIdx.x / 8 % ROWS;
-        const auto at_row = [&](u32 row) { return place(n, row); };
-        const auto at_unit = [&](u32 row) { return place(n, (first_unit(row / 8) + row % 8) / SHARED_BY); };
-        Matrix<DIM, WIDTH / 8> qkv;
-        block.deal(qkv);
-        if (AHEAD) block.prepare(qkv, at_row);
-        for (int layer = 0; layer < layers; layer++, exchange += LAYER, gain += 2 * DIM) {
-            Matrix<DIM, DIM / 8> out;
-            Matrix<DIM, HIDDEN_TILES> gate_up;
-            Matrix<HIDDEN, DIM / 8> down;
-            const int attends = block.deal(ATTENTION);
-            block.deal(out);
-            block.deal(gate_up);
-            block.deal(down);
-            if (!AHEAD) block.prepare(qkv, at_row);
-            T *const layer_keys = keys + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
-            T *const layer_values = values + i64(layer) * KV_HEADS * capacity * HEAD_DIM;
-            Attention attention;
-            constexpr bool EARLY_ATTENTION = AHEAD && ROWS == 1;
-            if (EARLY_ATTENTION && attends < UNITS) attention.prepare(attends, cosines, sines, past);
-            // q|k|v.
-            const auto take = [&](auto &x) { block.take_stream(x, stream, embedding, ids, gain); };
-            block.template run<true>(qkv, shared.by_dim, take, at_row, [&](int row, int, A sum) {
-                if (row >= 0) publish(exchange + QKV + qkv.at, sum);
-            }, [] {});
-
-            // Attention.
-            for (int unit = attends; unit < UNITS; unit += BLOCKS) {
-                attention.load_old(unit, layer_keys, layer_values, capacity, past);
-                if (!EARLY_ATTENTION || unit != attends) attention.prepare(unit, cosines, sines, past);
-                attention.run(Scratch(shared.scratch), exchange + QKV, layer_keys, layer_values, exchange + PARTS,
-                              exchange + STATS, capacity, past);
-                if constexpr (UNITS <= BLOCKS) break;
-                sync();  // the next unit overwrites shared memory that a thread may still read
-            }
-
-            // Attention's projection, and the residual.
-            if (AHEAD) block.prepare(out, at_row), block.prepare(gate_up, at_unit);
-            if (attends >= UNITS) {
-                block.poll(exchange + QKV, WIDTH);
-                if (AHEAD && ROWS == 1) rest(QUIET);  // attention takes at least as long
-            }
-            // One row has few words to poll: blocks that need them poll them directly.
-            if (ROWS > 1 || !out.mine()) block.poll(exchange + PARTS, SPLITS * DIM / SHARED_BY);
-            if (out.mine()) {
-                if (!AHEAD) block.prepare(out, at_row);
-                const auto residual_of = [&] {
-                    Residual residual(stream + out.at, stream && out.row >= 0);
-                    if (!stream && out.row >= 0) {
-                        residual.word[0].v[0] = widen(embedding[i64(id_of_row(ids, n)) * DIM + out.row]);
-                    }
-                    return residual;
-                };
-                Residual residual = residual_of();
-                const auto take = [&](auto &x) {
-                    block.take_attended(x, exchange + PARTS, exchange + STATS, residual);
-                };
-                block.template run<false>(out, shared.by_dim, take, at_row, [&](int row, int, A sum) {
-                    if (row >= 0) publish(exchange + MIDDLE + out.at, residual.word[0].v[0] + sum);
-                }, [&] { residual = residual_of(), residual.await(); });
-            }
-            queue.refill(DEPTH);
-
-            // Gate, up and SwiGLU.
-            if (!AHEAD) block.prepare(gate_up, at_unit);
-            if (AHEAD) block.prepare(down, at_row);
-            const auto take_middle = [&](auto &x) {
-                block.take_stream(x, exchange + MIDDLE, embedding, ids, gain + DIM);
-            };
-            block.template run<true>(gate_up, shared.by_dim, take_middle, at_unit, [&](int row, int, A sum) {
-                const A up = __shfl_down_sync(~0u, sum, 4);
-                const A gated = sum * inverse_for<T>(A(1) + exp_for<T>(-sum)) * up;
-                publish_narrow(exchange + GATED + gate_up.at, gated, row >= 0 && row % 8 < 4);
-            }, [] {});
-
-            // Down, and the residual.
-            if (layer + 1 < layers) {
-                block.deal(qkv);
-            } else {
-                qkv.first = WIDTH / 8;
-            }
-            if (AHEAD) block.prepare(qkv, at_row);
-            if (down.mine()) {
-                if (!AHEAD) block.prepare(down, at_row);
-                const auto residual_of = [&] { return Residual(exchange + MIDDLE + down.at, down.row >= 0); };
-                Residual residual = residual_of();
-                const auto take = [&](auto &x) { block.take_gated(x, exchange + GATED, residual); };
-                block.template run<false>(down, shared.by_hidden, take, at_row, [&](int row, int, A sum) {
-                    if (row >= 0) publish(exchange + AFTER + down.at, residual.word[0].v[0] + sum);
-                }, [&] { residual = residual_of(), residual.await(); });
-            } else {
-                block.poll(exchange + GATED, HIDDEN_ROWS / SHARED_BY);
-            }
-            stream = exchange + AFTER;
+    for (; pass < args.passes && past + ROWS <= args.capacity; pass++) {
+        block.dealt = args.dealt;
+        block.scales = args.scales;
+        Pass now{args, block, ids, past, exchange, args.given, args.gains};
+        now.run_layers();
+        now.run_heads(greedy);
+        if (ROWS == 1 && args.sampled) now.sample_next(greedy, pass);
+        if constexpr (ROWS > 1) {
+            past += args.begin ? now.verify(pass) : ROWS;
+        } else {
+            past++;
         }
-
-        // The output heads.
-        // Blocks of different rows of a split write the same keys and values, drafts included. What another block
-        // writes there in the next pass must come later; it waits for the logits that follow this fence.
-        if (begin && UNITS > KV_HEADS * SPLITS) __threadfence();
-        Input<TENSOR_CORES ? DIM : 1> last;
-        for (int head = 0; head < heads; head++) {
-            const auto take = [&](auto &x) {
-                if (head == 0) block.take_stream(last, stream, embedding, ids, gain);
-                x = last;
-            };
-            const auto at_logit = [&](u32 row) { return BEST + u32((n * heads + head) * VOCAB_ROWS) + row; };
-            Matrix<DIM, VOCAB_TILES> logits;
-            block.deal(logits);
-            block.prepare(logits, at_logit);
-            block.template run<true>(logits, shared.by_dim, take, at_logit, [&](int row, int n, A logit) {
-                if (!begin) {
-                    if (row >= 0) publish(exchange + logits.at, row < VOCAB ? logit : A(-INFINITY));
-                    if (!greedy) return;
-                }
-                u64 best = row >= 0 && row < VOCAB ? sort_key(float(logit), row) : 0;
-#pragma unroll
-                for (int gap = 1; gap < 8; gap *= 2) best = largest(best, __shfl_xor_sync(~0u, best, gap));
-                if (row < 0 || row % 8) return;
-                A *const to = exchange + best_at(head, row / 8, n);
-                publish(to, A(logit_of(best)));
-                publish(to + 1, A(id_of(best)));
-            }, [] {});
-            queue.refill(DEPTH);
-        }
-        // The next token.
-        if (ROWS == 1 && sampled) {
-            if (greedy) {
-                most_likely(shared.scratch, [&](int, int tile) { return exchange + best_at(0, tile, 0); }, ids);
-            } else if constexpr (DRAWS) {
-                ids[0] = sample(shared.scratch, exchange + BEST, how, draw + pass);
-            }
-            if (blockIdx.x == 0 && thread == 0) tokens[past + 1] = ids[0];
-        }
-        // Speculation: which drafts are accepted, and the next ones.
-        int added = ROWS;
-        if (ROWS > 1 && begin) {
-            int choices[ROWS], drafts[ROWS - (ROWS > 1)];
-            most_likely(shared.scratch, [&](int n, int tile) { return exchange + best_at(0, tile, n); }, choices);
-            added = 1;
-#pragma unroll
-            for (int n = 1; n < ROWS; n++) added += added == n && choices[n - 1] == ids[n];
-            most_likely(
-                shared.scratch, [&](int k, int tile) { return exchange + best_at(k + 1, tile, added - 1); }, drafts
-            );
-            if (blockIdx.x == 0 && thread == 0) {
-                int *const line = report + pass * (1 + ROWS);
-                line[0] = added;
-#pragma unroll
-                for (int n = 0; n < ROWS; n++) line[1 + n] = choices[n];
-            }
-#pragma unroll
-            for (int n = 0; n < ROWS; n++)
-                if (n == added - 1) ids[0] = choices[n];
-#pragma unroll
-            for (int n = 1; n < ROWS; n++) ids[n] = drafts[n - 1];
-        }
-        past += added;
-        exchange += BEST + i64(heads) * ROWS * VOCAB_ROWS;
+        exchange = now.exchange + BEST + i64(args.heads) * ROWS * VOCAB_ROWS;
         sync();  // the next pass overwrites shared memory that a thread may still read
     }
-    if (begin && blockIdx.x == 0 && thread == 0) {
-        for (; pass < passes; pass++) report[pass * (1 + ROWS)] = 0;
-        int *const next = report + passes * (1 + ROWS);
+    if (args.begin && blockIdx.x == 0 && thread == 0) {
+        for (; pass < args.passes; pass++) args.report[pass * (1 + ROWS)] = 0;
+        int *const next = args.report + args.passes * (1 + ROWS);
         next[0] = past;
 #pragma unroll
         for (int n = 0; n < ROWS; n++) next[1 + n] = ids[n];
     }
 #if PRODUCERS
-    if (thread == 0) *queue.stop = 1;
+    if (thread == 0) *block.queue.stop = 1;
 #else
     copy_wait<0>();
 #endif

@@ -15,9 +15,10 @@ import numpy as np
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
 from tinyforge.infer.causal_lm import CausalLM
+from tinyforge.infer.cuda.arguments import packed, sampler, single_arguments
 from tinyforge.infer.cuda.decode_single_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.cuda.device import BLOCK, DeviceDecoder, DeviceWeights
-from tinyforge.infer.decoder import Drawn
+from tinyforge.infer.decoder import SampledBlock
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
 from tinyforge.quantised import FORMATS, Quantised
@@ -34,16 +35,6 @@ class Draw(NamedTuple):
     key: tuple[int, int]
     first: int
 
-    def args(self) -> tuple[Any, ...]:
-        s = self.sampling
-        return (
-            np.float32(s.temperature),
-            np.int32(min(s.top_k, 2**31 - 1)),
-            np.float32(s.top_p),
-            np.float32(s.min_p),
-            *map(np.uint32, (*self.key, self.first)),
-        )
-
 
 NO_DRAW = Draw(Sampling(temperature=0), (0, 0), 0)
 
@@ -59,20 +50,14 @@ class RowCache:
 
 
 class RowLauncher:
-    """Launches decode_single.cu for one number of new positions per pass. `exchange` holds the last launch's results."""
+    """Launches decode_single.cu for one number of new positions per pass. `exchange`: the last launch's results."""
 
     def __init__(self, weights: DeviceWeights[RowPlan], rows: int) -> None:
         self.weights, self.plan = weights, replace(weights.plan, rows=rows)
-        self.kernel = load(
-            "infer/cuda/decode_single.cu",
-            "decode",
-            self.plan.shared_bytes,
-            cooperative=True,
-            arch="sm_90a" if self.plan.producers else "",
-            SCALAR=scalar(weights.dtype),
-            ONCE=int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"]),
-            **self.plan.macros,
-        )
+        once = int(weights.matrices.nbytes > cupy.cuda.Device().attributes["L2CacheSize"])
+        how = {"cooperative": True, "arch": "sm_90a" if self.plan.producers else ""}
+        macros = {"SCALAR": scalar(weights.dtype), "ONCE": once, **self.plan.macros}
+        self.kernel = load("infer/cuda/decode_single.cu", "decode", self.plan.shared_bytes, **how, **macros)
         self.exchange = cupy.empty(0, weights.wide)
         plan = weights.plan  # its layout is that of any number of rows
         units, tiles = plan.before(plan.layers - 1)
@@ -103,9 +88,9 @@ class RowLauncher:
         if draw and draw.sampling.temperature and not plan.draws:
             raise ValueError(f"decode: temperature {draw.sampling.temperature}, no room to sort {plan.vocab} logits")
         if passes > 1 and not draw:
-            raise ValueError(f"decode: {passes} passes without a draw, wanted 1")
+            raise ValueError(f"decode: {passes} passes without a draw, expected 1")
         if given is not None and passes > 1:
-            raise ValueError(f"decode: {passes} passes behind a given stream, wanted 1")
+            raise ValueError(f"decode: {passes} passes after a given stream, expected 1")
         region = self._launch(cache, past, passes, outputs, draw, given)
         found = self.exchange[: passes * region].reshape(passes, region)[:, -plan.rows * outputs * plan.vocab_rows :]
         return found.reshape(passes, plan.rows, outputs, plan.vocab_rows)[..., : plan.vocab]
@@ -120,7 +105,9 @@ class RowLauncher:
         """
         rows = self.plan.rows
         if not 2 <= rows <= self.plan.outputs:
-            raise ValueError(f"decode: {rows} positions a pass, wanted 2 to {self.plan.outputs}, a head for each draft")
+            raise ValueError(
+                f"decode: {rows} positions a pass, expected 2 to {self.plan.outputs}, a head for each draft"
+            )
         report = cupy.empty((passes + 1, 1 + rows), np.int32)
         self._launch(cache, 0, passes, rows, None, given, begin, report)
         return report
@@ -151,29 +138,32 @@ class RowLauncher:
             exchange = exchange[region - replace(plan, layers=1).exchange(outputs) :]
             given = _for_all_rows(given, weights.wide)
         how = draw or NO_DRAW
-        self.kernel(
-            (plan.blocks,),
-            (plan.threads,),
-            (
-                weights.matrices,
-                weights.embedding,
-                gains,
-                weights.cos,
-                weights.sin,
-                keys,
-                values,
-                cache.tokens,
-                exchange,
-                lengths[outputs - 1],
-                *map(np.int32, (weights.matrices.shape[1], len(keys), outputs, cache.capacity, past, passes)),
-                weights.norm_eps,
-                np.int32(draw is not None),
-                *how.args(),
-                *(np.uintp(0) if x is None else x for x in (begin, report, scales, given, skipped)),
-                np.int32(tiles % plan.blocks),
-            ),
-            shared_mem=plan.shared_bytes,
+        arguments = packed(
+            single_arguments(weights.wide),
+            **weights.arguments,
+            gains=gains,
+            keys=keys,
+            values=values,
+            tokens=cache.tokens,
+            exchange=exchange,
+            lengths=lengths[outputs - 1],
+            begin=begin,
+            report=report,
+            scales=scales,
+            given=given,
+            skipped=skipped,
+            dealt=tiles % plan.blocks,
+            stride=weights.matrices.shape[1],
+            layers=len(keys),
+            heads=outputs,
+            capacity=cache.capacity,
+            past=past,
+            passes=passes,
+            sampled=draw is not None,
+            draw=how.first,
+            how=sampler(how.sampling, how.key),
         )
+        self.kernel((plan.blocks,), (plan.threads,), (arguments,), shared_mem=plan.shared_bytes)
         return region
 
 
@@ -254,7 +244,7 @@ class RowDecoder(DeviceDecoder):
 
     def stream(
         self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
-    ) -> Iterator[Drawn]:
+    ) -> Iterator[SampledBlock]:
         """See `Decoder.stream`. The first blocks are short, so that the first tokens come early: 1, 2, 4, 8 tokens,
         then BLOCK. Greedy text is decoded with drafts, in blocks of 1, 2, 4 passes, then PASSES, and stays the same
         text. Sampled text, and the last tokens that fit the cache, are decoded without drafts.
@@ -273,7 +263,7 @@ class RowDecoder(DeviceDecoder):
 
     def _draw(
         self, token: int, given: Array | None, sampling: Sampling, numbers: Stream, count: int
-    ) -> Iterator[Drawn]:
+    ) -> Iterator[SampledBlock]:
         """Yield one token per pass."""
         launcher, start, done = self.launcher(1), self.lengths[0], 0
         self.cache.tokens[start : start + 1] = token
@@ -290,9 +280,9 @@ class RowDecoder(DeviceDecoder):
         for ids in self._two_under_way(launch, left, BLOCK):
             done += len(ids)
             self.lengths[0] += len(ids)
-            yield Drawn(ids[None], None)
+            yield SampledBlock(ids[None], None)
 
-    def _speculate(self, token: int, given: Array | None, drafts: int, count: int) -> Iterator[Drawn]:
+    def _speculate(self, token: int, given: Array | None, drafts: int, count: int) -> Iterator[SampledBlock]:
         """Greedy, up to `drafts` + 1 tokens per pass; ends at `count` tokens, or when a pass has no room in the cache.
 
         Only the device knows how far a block got: the next one begins where its report says.
@@ -320,6 +310,6 @@ class RowDecoder(DeviceDecoder):
             count -= len(ids)
             self.lengths[0] += len(ids)
             if ids:
-                yield Drawn(np.array([ids], np.int32), None, tuple(sizes))
+                yield SampledBlock(np.array([ids], np.int32), None, tuple(sizes))
             if not found[-1, 0]:
                 return

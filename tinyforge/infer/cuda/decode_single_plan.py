@@ -1,4 +1,4 @@
-"""The plan of decode_single.cu: which block takes which rows of which matrix, and the order of its weights in memory."""
+"""The plan of decode_single.cu: which block computes which rows of which matrix, and the order of weights in memory."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ class RowPlan(DecodePlan):
         lanes, least = self.head_dim * self.itemsize / 16, 32 if self.itemsize == 2 else 16
         if lanes not in (1, 2, 4, 8, 16, 32) or self.head_dim < least:
             raise UserError(
-                f"decode on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, wanted a power of 2 of "
+                f"decode on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, "
+                f"expected a power of 2 of "
                 f"at least {least} that takes at most 512 bytes; use --backend numpy"
             )
         if self.heads > 16 * self.kv_heads:
             raise UserError(
-                f"decode on cupy: {self.heads} heads share {self.kv_heads} key heads, wanted at most 16 to a key "
+                f"decode on cupy: {self.heads} heads share {self.kv_heads} key heads, expected at most 16 to a key "
                 "head; use --backend numpy"
             )
         if self.slots < self._least_slots:
@@ -100,7 +101,7 @@ class RowPlan(DecodePlan):
         return self._bytes_beside(self.draw_bytes if self.rows == 1 and self.draws else 512)
 
     def _bytes_beside(self, sampling: int) -> int:
-        """Shared memory beside the queues, with sums of four tiles, and `sampling` bytes to draw a token."""
+        """Shared memory in addition to the queues: sums of four tiles, `sampling` bytes to sample a token."""
         wide = max(self.itemsize, 4)
         group = self.heads // self.kv_heads
         queries = group * (max(1, min(self.rows, 8 // group)) if self.itemsize == 2 else 1)
@@ -115,38 +116,15 @@ class RowPlan(DecodePlan):
     def macros(self) -> dict[str, int | str]:
         code = {"WEIGHT": self.code} if self.code else {}
         refill = self.refill * self.itemsize // self.weight_bytes  # in pieces
-        return {
-            "ROWS": self.rows,
-            "DIM": self.dim,
-            "HIDDEN": self.hidden,
-            "HEADS": self.heads,
-            "KV_HEADS": self.kv_heads,
-            "HEAD_DIM": self.head_dim,
-            "VOCAB": self.vocab,
-            "BLOCKS": self.blocks,
-            "WARPS": self.warps,
-            "DEPTH": self.slots,
-            "TILES": self.tiles,
-            "SPLITS": self.splits,
-            "REFILL": refill,
-            "SPIN": self.spin,
-            "PRODUCERS": self.producers,
-            "DRAWS": int(self.draws),
-            **code,
-        }
+        own = self._macros("rows", "blocks", "splits", "spin", "producers")
+        return {**own, "REFILL": refill, "DRAWS": int(self.draws), **code}
 
     def exchange(self, outputs: int) -> int:
         """Words that blocks compute for each other in a pass. The last rows x outputs x vocab_rows are the logits; with
         one row, the most likely token of each tile and its logit come before them."""
         per_word = max(self.itemsize, 4) // self.itemsize
-        arrays = (
-            self.width,
-            self.splits * self.dim // per_word,
-            self.splits * self.heads,
-            self.dim,
-            self.hidden_rows // per_word,
-            self.dim,
-        )
+        attention = (self.splits * self.dim // per_word, self.splits * self.heads)
+        arrays = (self.width, *attention, self.dim, self.hidden_rows // per_word, self.dim)
         lines = sum(-(-words // 8) for words in arrays)  # of 8 words for each of 4 rows
         best = -(-2 * self.vocab_rows // TILE // 8) * 8 if self.rows == 1 else 0
         return self.layers * lines * 32 + best + self.rows * outputs * self.vocab_rows
@@ -221,7 +199,7 @@ class RowPlan(DecodePlan):
                 parts[-1][: len(scales)] = scales[:, 0]
         return xp.concatenate(parts)
 
-    def _matrices(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Iterator[Array]:
+    def _matrices(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Iterator[Array | None]:
         """The matrices in the order of `deals`, None for attention."""
         for layer in layers:
             yield layer.qkv

@@ -59,12 +59,13 @@ class DeviceWeights(Generic[AnyPlan]):
             # Layer by layer: quantised weights are dequantised here.
             layers = (FusedLayer(*map(plain, layer)) for layer in weights.layers)
             self.matrices = plan.arrange(layers, plain(weights.lm_heads), cupy)
-        self.embedding = weights.embedding
         gains = cupy.stack([gain.astype(self.wide, copy=False) for gain in weights.gains])
-        self.gains, self.cos, self.sin = (
+        self.gains, self.cos, sines = (
             cupy.ascontiguousarray(x.astype(self.wide, copy=False)) for x in (gains, weights.cos, weights.sin)
         )
-        self.norm_eps = self.wide.type(weights.norm_eps)
+        # What both kernels take of them in every launch; the gains come apart.
+        tables = {"embedding": weights.embedding, "cosines": self.cos, "sines": sines}
+        self.arguments = {"weights": self.matrices, **tables, "eps": self.wide.type(weights.norm_eps)}
         self.lengths = cupy.asarray(plan.lengths)
 
 
@@ -75,7 +76,7 @@ class DeviceDecoder(Decoder):
         super().__init__(model, batch, capacity)
         name, weights = type(self).__name__, model.fused_weights()
         if model.backend.name != "cupy":
-            raise UserError(f"{name}: the model is on backend {model.backend.name}, wants cupy; use --backend cupy")
+            raise UserError(f"{name}: the model is on backend {model.backend.name}, expected cupy; use --backend cupy")
         if weights is None:
             raise UserError(f"{name}: {type(model).__name__} has no fused weights; use make_decoder")
         if weights.heads * weights.head_dim != weights.dim:
@@ -89,16 +90,8 @@ class DeviceDecoder(Decoder):
     def _shape(self) -> dict[str, Any]:
         """The fields of `DecodePlan` that describe the model."""
         w = self.fused
-        return {
-            "dim": w.dim,
-            "hidden": w.hidden,
-            "heads": w.heads,
-            "kv_heads": w.kv_heads,
-            "layers": len(w.layers),
-            "vocab": w.vocab,
-            "outputs": len(w.lm_heads),
-            "itemsize": w.embedding.dtype.itemsize,
-        }
+        shape = {name: getattr(w, name) for name in ("dim", "hidden", "heads", "kv_heads", "vocab")}
+        return shape | {"layers": len(w.layers), "outputs": len(w.lm_heads), "itemsize": w.embedding.dtype.itemsize}
 
     def _prefill(self, row: int, keys: Array, values: Array, tokens: Sequence[int]) -> Array | None:
         """Append to a row by `Prompts.append`, without waiting; returns what that does.
@@ -133,7 +126,7 @@ class DeviceDecoder(Decoder):
             ahead -= len(found)
             yield found
 
-    def _copy_out(self, found: Array) -> tuple[np.ndarray, Any]:
+    def _copy_out(self, found: Any) -> tuple[np.ndarray, Any]:
         """Start copying to the host; returns the host array and the event that ends the copy."""
         pinned = cupy.cuda.alloc_pinned_memory(found.nbytes)
         host = np.frombuffer(pinned, found.dtype, found.size).reshape(found.shape)

@@ -91,7 +91,12 @@ class DecodePlan(ABC):
     def shared_bytes(self) -> int:
         return self.slots * self.place_bytes + self._other_bytes
 
+    def _macros(self, *names: str) -> dict[str, int]:
+        """The macros of both kernels, each named as its field here, and those of `names`."""
+        common = ("dim", "hidden", "heads", "kv_heads", "head_dim", "vocab", "warps", "tiles", *names)
+        return {name.upper(): int(getattr(self, name)) for name in common} | {"DEPTH": self.slots}
+
     @property
     @abstractmethod
     def _other_bytes(self) -> int:
-        """Shared memory beside the queues."""
+        """Shared memory in addition to the queues."""

@@ -125,7 +125,7 @@ class Prompts:
                 mine[:, :, :past] = row[:, :, :past]
 
         def work() -> None:
-            self._fill(self.told[: 1 + size], *own, past)
+            self._fill(self.told[: 1 + size], own[0], own[1], past)
 
         if times == 2:
             self.graphs.run(work)
@@ -140,7 +140,7 @@ class Prompts:
         return self.stream
 
     def _fill(self, told: Array, keys: Array, values: Array, past: int) -> None:
-        """told: the index of the last token, then the ids, which may go on behind it, (1 + T,)."""
+        """told: the index of the last token, then the ids, which may go on after it, (1 + T,)."""
         ids, cache = told[None, 1:], RowCache(self.backend, keys, values, past)
         if self.fill is None:
             self.model.hidden(ids, cache=cache)

@@ -10,7 +10,7 @@
 // Needs: common.cuh; THREADS of a block; VOCAB and VOCAB_ROWS (padded with -infinity); `A`, the type of logits;
 // `Parcel`, the Pack of PARCEL of them that a thread reads at once.
 
-// How the tokens of a row are drawn; for a batch, an array of them (SAMPLER in decode_batched_plan.py).
+// How the tokens of a row are drawn; for a batch, an array of them (SAMPLER in arguments.py).
 struct Sampler {
     float temperature, top_p, min_p;
     int top_k;
