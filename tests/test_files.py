@@ -98,7 +98,7 @@ def test_json_of_the_wanted_type_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "wanted"),
+    ("content", "expected"),
     [
         (b"", "is not JSON (line 1"),
         (b"{\n\n", "is not JSON (line 3"),
@@ -108,19 +108,19 @@ def test_json_of_the_wanted_type_is_read(tmp_path: Path) -> None:
         (b'{"a":' * 200_000, "is nested too deeply"),
         (b"[" * 300 + b"]" * 300, "is nested too deeply"),
         (b'{"a": 1} x', "is not JSON (line 1: Extra data)"),
-        (b'{"a": ' + b"9" * 21 + b"}", "got a whole number of 21 digits, wanted 20 at most"),
+        (b'{"a": ' + b"9" * 21 + b"}", "got a whole number of 21 digits, expected 20 at most"),
         (b'{"a": -' + b"9" * 10_000 + b"}", "got a whole number of 10000 digits"),
-        (b"[1]", "got a list, wanted an object"),
-        (b'"a"', "got a string, wanted an object"),
-        (b"1", "got a number, wanted an object"),
-        (b"null", "got null, wanted an object"),
+        (b"[1]", "got a list, expected an object"),
+        (b'"a"', "got a string, expected an object"),
+        (b"1", "got a number, expected an object"),
+        (b"null", "got null, expected an object"),
     ],
     ids=lambda value: ascii(value[:12]),
 )
-def test_json_that_is_refused(content: bytes, wanted: str, tmp_path: Path) -> None:
+def test_json_that_is_refused(content: bytes, expected: str, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    assert wanted in refusal(path)
+    assert expected in refusal(path)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

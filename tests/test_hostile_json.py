@@ -138,5 +138,5 @@ def test_a_field_of_another_type_in_the_meta_data_is_refused(tmp_path: Path, fie
     shutil.copytree(BUNDLED, path)
     meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     (path / "meta.json").write_text(json.dumps(meta | {field: [1]}), encoding="utf-8")
-    with pytest.raises(UserError, match=f"got {field} .1., wanted"):
+    with pytest.raises(UserError, match=f"got {field} .1., expected"):
         checkpoint.read_meta(path)

@@ -215,13 +215,16 @@ def swap(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes()[:-2]), "got 262 bytes, wanted 264 for its 100 ids"),
-        (lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes() + b"\0\0"), "got 266 bytes, wanted 264"),
+        (
+            lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes()[:-2]),
+            "got 262 bytes, expected 264 for its 100 ids",
+        ),
+        (lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes() + b"\0\0"), "got 266 bytes, expected 264"),
         (lambda f: (f / SHARD).write_bytes((f / SHARD).read_bytes()[:30]), f"{SHARD}: got b'TFTOKENS' at its start"),
-        (lambda f: (f / SHARD).write_bytes(b""), f"{SHARD}: got b'' at its start, wanted b'TFTOKENS'"),
+        (lambda f: (f / SHARD).write_bytes(b""), f"{SHARD}: got b'' at its start, expected b'TFTOKENS'"),
         (lambda f: (f / SHARD).unlink(), f"{SHARD}: the shard is missing; copy it here again, or make"),
         (lambda f: patch(f / SHARD, 0, b"NOTOKENS"), "got b'NOTOKENS' at its start"),
-        (lambda f: patch(f / SHARD, 8, b"\2"), "got version 2 with 2 bytes per id, wanted version 1 with 2 or 4"),
+        (lambda f: patch(f / SHARD, 8, b"\2"), "got version 2 with 2 bytes per id, expected version 1 with 2 or 4"),
         (lambda f: patch(f / SHARD, 12, b"\3"), "got version 1 with 3 bytes per id"),
         (lambda f: patch(f / SHARD, 32, bytes(32)), f"{SHARD}: made with the tokenizer 000000000000..., the folder's"),
         (lambda f: patch(f / SHARD, 100, b"\1\0"), f"{SHARD}: got SHA-256 "),
@@ -230,7 +233,7 @@ def swap(folder: Path) -> None:
         (lambda f: (f / "tokenizer.json").unlink(), "cannot read the tokenizer"),
         (lambda f: (f / "manifest.json").unlink(), "manifest.json: cannot be read (No such file or directory)"),
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json: it is not JSON"),
-        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: got a list, wanted an object"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: got a list, expected an object"),
         (lambda f: edit_manifest(f, lambda m: m.update(version=2)), "got version 2, this program reads 1; make the"),
         (lambda f: edit_manifest(f, lambda m: m.update(format="x")), "got format 'x', this program reads 'tinyforge-"),
         (lambda f: edit_manifest(f, lambda m: m.pop("sources")), "has no tokenizer_hash or no list of sources"),
@@ -261,7 +264,7 @@ def test_an_id_outside_the_vocabulary_with_the_right_hash(tmp_path: Path, ids: n
     patch(folder / SHARD, 80, (300).to_bytes(2, "little"))
     digest = hashlib.sha256((folder / SHARD).read_bytes()).hexdigest()
     edit_manifest(folder, lambda m: m["sources"][0]["train"]["files"][1].update(sha256=digest))
-    assert f"{SHARD}: got the id 300, wanted ids below 258" in fault(folder)
+    assert f"{SHARD}: got the id 300, expected ids below 258" in fault(folder)
 
 
 def test_folders_that_do_not_go_together(tmp_path: Path, ids: np.ndarray) -> None:

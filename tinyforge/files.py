@@ -9,8 +9,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tinyforge.errors import UserError
 LOCK = ".lock"
 MOST_BYTES = 64 << 20  # of a text or JSON file that is read whole
 MOST_DIGITS = 20  # of a whole number in JSON: 64 bits need no more
+MORE_DIGITS = 40  # in tokenizer_config.json, where a model_max_length of 31 digits means that there is none
 MOST_DEPTH = 100  # of JSON's objects and lists; deeper nesting leads to a RecursionError somewhere
 GET_AGAIN = "get or make the file again"
 JSON_NAMES: dict[type, str] = {
@@ -66,7 +69,7 @@ def write_as(name: str) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; it is synced to disk and renamed to `path` when the block ends well.
+    """Yields a temporary path next to `path`; it is synced to disk and renamed to `path` when the block ends well.
 
     The block may write the file by any means. After an error the old file stays and the temporary one is removed; one
     left by a killed run is overwritten. A link is replaced by the file. Raises OSError, also if `path` is a folder or
@@ -91,13 +94,23 @@ def write_whole(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8", newline="\n")
 
 
+REMEDIES = {
+    errno.ENOSPC: "free some space or choose another place",
+    errno.EDQUOT: "free some space or choose another place",
+    errno.ENOENT: "make its folder, or choose another place",
+    errno.EISDIR: "it is a folder; name a file in it",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
 @contextmanager
-def writing(what: object, fix: str = "free some space or choose another place") -> Iterator[None]:
-    """Around a write: turns an OSError into a UserError of one line."""
+def writing(what: object, fix: str = "") -> Iterator[None]:
+    """Around a write: turns an OSError into a UserError of one line. fix: what to do (default: by the error)."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"cannot write {what}: {error.strerror or error}; {fix}") from error
+        remedy = fix or REMEDIES.get(error.errno or 0, "choose another place")
+        raise UserError(f"cannot write {what}: {error.strerror or error}; {remedy}") from error
 
 
 @contextmanager
@@ -201,14 +214,20 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def read_json(
-    path: str | Path, what: str, wanted_type: type = dict, max_bytes: int = MOST_BYTES, fix: str = GET_AGAIN
+    path: str | Path,
+    what: str,
+    wanted_type: type = dict,
+    max_bytes: int = MOST_BYTES,
+    fix: str = GET_AGAIN,
+    digits: int = MOST_DIGITS,
 ) -> Any:
     """The value in a JSON file, which must be of `wanted_type` (dict, list, ...). fix: the end of the error message.
+    digits: the most that a whole number may have.
 
     Raises UserError, one line that names the file, if it cannot be read, is larger than `max_bytes`, is not UTF-8, has
     another type, or is refused by `json_value`.
     """
-    return parse_json(read_bytes(path, what, max_bytes), path, what, wanted_type, fix)
+    return parse_json(read_bytes(path, what, max_bytes), path, what, wanted_type, fix, digits=digits)
 
 
 def parse_json(
@@ -218,11 +237,12 @@ def parse_json(
     wanted_type: type = dict,
     fix: str = GET_AGAIN,
     can_be_written: bool = False,
+    digits: int = MOST_DIGITS,
 ) -> Any:
     """As `read_json`, for the bytes of a file that has been read; `path` is for the error. can_be_written: refuse lone
     surrogates, which JSON can spell as escapes but UTF-8 cannot encode."""
     try:
-        content = json_value(_decode(data, path, what))
+        content = json_value(_decode(data, path, what), digits)
         if can_be_written:
             _check_characters(content)
     except ValueError as error:
@@ -230,22 +250,23 @@ def parse_json(
     else:
         if isinstance(content, wanted_type):
             return content
-        cause = f"got {JSON_NAMES[type(content)]}, wanted {JSON_NAMES[wanted_type]}"
+        cause = f"got {JSON_NAMES[type(content)]}, expected {JSON_NAMES[wanted_type]}"
     raise UserError(f"cannot read {what} {path}: {cause}; {fix}")
 
 
-def json_value(text: str | bytes) -> Any:
+def json_value(text: str | bytes, digits: int = MOST_DIGITS) -> Any:
     """The value of a JSON text; bytes are UTF-8.
 
     All JSON from outside is read by this function or `next_json_value`. A fault is a ValueError of one line, never a
     RecursionError or seconds spent in `int`. Raises it for text that is not UTF-8 or not JSON, is nested deeper than
-    MOST_DEPTH, or holds a whole number of more than MOST_DIGITS digits.
+    MOST_DEPTH, or holds a whole number of more than `digits` digits.
     """
     if isinstance(text, bytes):
         text = text.decode()
     start = _BLANKS.match(text).end()  # type: ignore[union-attr]  # it also matches the empty string
     try:
-        value, end = next_json_value(text, start)
+        # Python's own reading of numbers is much faster, and safe where no number can be long.
+        value, end = next_json_value(text, start, digits if _has_long_number(text) else 0)
         if (rest := _BLANKS.match(text, end).end()) < len(text):  # type: ignore[union-attr]
             raise json.JSONDecodeError("Extra data", text, rest)
     except json.JSONDecodeError as error:
@@ -253,25 +274,26 @@ def json_value(text: str | bytes) -> Any:
     return value
 
 
-def next_json_value(text: str, start: int) -> tuple[Any, int]:
+def next_json_value(text: str, start: int, digits: int = MOST_DIGITS) -> tuple[Any, int]:
     """The value that begins at text[start], and where it ends. Raises ValueError as `json_value`; a JSONDecodeError has
     the position of what is not JSON."""
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = _decoder(digits).raw_decode(text, start)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    level = [value]
+    level = [value] if type(value) in (dict, list) else []
     for _ in range(MOST_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if type(outer) in (dict, list)
-            for inner in (outer.values() if type(outer) is dict else outer)
-            if type(inner) in (dict, list)
-        ]
+        within = chain.from_iterable(map(_with_inner, level))
+        level = [inner for inner in within if type(inner) in (dict, list)]
         if not level:
             return value, end
     raise ValueError("it is nested too deeply")
+
+
+def _with_inner(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    """The values in an object or a list; none of a long one that holds no other."""
+    values = outer.values() if type(outer) is dict else outer
+    return () if len(outer) > 99 and {dict, list}.isdisjoint(map(type, values)) else values
 
 
 def _check_characters(content: Any) -> None:
@@ -294,11 +316,24 @@ def _decode(data: bytes, path: str | Path, what: str) -> str:
         raise UserError(f"cannot read {what} {path}: it is not UTF-8 at byte {error.start}; check the path") from error
 
 
-def _to_int(digits: str) -> int:
-    if (count := len(digits.lstrip("-"))) > MOST_DIGITS:
-        raise ValueError(f"got a whole number of {count} digits, wanted {MOST_DIGITS} at most")
-    return int(digits)
+@cache
+def _decoder(most: int) -> json.JSONDecoder:
+    """most: digits; 0 for any number."""
+    if not most:
+        return json.JSONDecoder()
+
+    def to_int(digits: str) -> int:
+        if (count := len(digits.lstrip("-"))) > most:
+            raise ValueError(f"got a whole number of {count} digits, expected {most} at most")
+        return int(digits)
+
+    return json.JSONDecoder(parse_int=to_int)
 
 
+def _has_long_number(text: str) -> bool:
+    """Whether more than MOST_DIGITS digits follow each other anywhere."""
+    return b"0" * (MOST_DIGITS + 1) in text.encode("utf-8", "surrogatepass").translate(_DIGITS)
+
+
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _BLANKS = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder(parse_int=_to_int)

@@ -283,15 +283,16 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); fix its permissions") from None
     if len(head) < _HEADER.size or not head.startswith(MAGIC):
-        raise UserError(f"{path}: got {head[:8]!r} at its start, wanted {MAGIC!r}: not a token shard; {_REMAKE}")
+        raise UserError(f"{path}: got {head[:8]!r} at its start, expected {MAGIC!r}: not a token shard; {_REMAKE}")
     _, version, width, count, first, digest = _HEADER.unpack(head)
     if version != VERSION or width not in _DTYPES:
         raise UserError(
-            f"{path}: got version {version} with {width} bytes per id, wanted version {VERSION} with 2 or 4; {_REMAKE}"
+            f"{path}: got version {version} with {width} bytes per id, expected version {VERSION} "
+            f"with 2 or 4; {_REMAKE}"
         )
     if size != _HEADER.size + width * count:
         raise UserError(
-            f"{path}: got {size:,} bytes, wanted {_HEADER.size + width * count:,} for its {count:,} ids; the file is "
+            f"{path}: got {size:,} bytes, expected {_HEADER.size + width * count:,} for its {count:,} ids; the file is "
             f"truncated or damaged: copy it again, or {_REMAKE}"
         )
     return Header(width, count, first, digest.hex())
@@ -412,7 +413,7 @@ def _verify_file(path: Path, entry: ShardFile, vocab_size: int) -> int:
             f"changed or damaged: copy it again, or {_REMAKE}"
         )
     if largest >= vocab_size:
-        raise UserError(f"{path}: got the id {largest}, wanted ids below {vocab_size}, the tokenizer's; {_REMAKE}")
+        raise UserError(f"{path}: got the id {largest}, expected ids below {vocab_size}, the tokenizer's; {_REMAKE}")
     return entry.bytes
 
 
@@ -430,9 +431,9 @@ def _read_manifest(folder: Path) -> tuple[bytes, dict[str, Any]]:
             "python -m data.shards again, it continues where it stopped"
         ) from None
     content = parse_json(raw, path, "the manifest")
-    for key, wanted in (("format", FORMAT), ("version", VERSION)):
-        if (got := content.get(key)) != wanted:
-            raise UserError(f"{path}: got {key} {got!r}, this program reads {wanted!r}; {_REMAKE}")
+    for key, expected in (("format", FORMAT), ("version", VERSION)):
+        if (got := content.get(key)) != expected:
+            raise UserError(f"{path}: got {key} {got!r}, this program reads {expected!r}; {_REMAKE}")
     if not isinstance(content.get("tokenizer_hash"), str) or not isinstance(content.get("sources"), list):
         raise UserError(f"{path}: has no tokenizer_hash or no list of sources; copy it again, or {_REMAKE}")
     return raw, content

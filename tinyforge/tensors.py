@@ -3,7 +3,7 @@
 A file has the length of its header (8 bytes, little-endian), the header (JSON: type, shape and place of each tensor),
 and the tensors' bytes. Nothing in it is executed.
 
-A tensor W of type I8 holds codes c. Beside it, `W_scale` (F32) has one scale per row: W[..., i] = s[..., 0] c[..., i].
+A tensor W of type I8 holds codes c. Next to it, `W_scale` (F32) has one scale per row: W[..., i] = s[..., 0] c[..., i].
 The name and the shape of the scales are those of the compressed-tensors library. Only W is seen by readers.
 """
 
@@ -52,6 +52,11 @@ class Tensor:
     start: int
     scale: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file, without the scales; for an unknown type one a number."""
+        return math.prod(self.shape) * np.dtype(_STORED.get(self.dtype, "u1")).itemsize
+
     def read(self) -> np.ndarray:
         """The tensor as float32, or as float64 if it is stored so; both are exact. Codes times their scales are rounded
         to float32."""
@@ -72,16 +77,25 @@ class Tensor:
 
     def _scales(self) -> np.ndarray:
         """The scales of codes, (..., 1). UserError if they are missing, are of another type or shape, or not finite."""
-        wanted, scale = (*self.shape[:-1], 1), self.scale
+        expected, scale = (*self.shape[:-1], 1), self.scale
         got = f"of {scale.dtype} and shape {scale.shape}" if scale else "missing"
-        if scale and (scale.dtype, scale.shape) == ("F32", wanted):
+        if scale and (scale.dtype, scale.shape) == ("F32", expected):
             if np.isfinite(scales := scale.read()).all():
                 return scales
             got = "not finite"
         raise UserError(
             f"{self.file}: {self.name} is of type I8, and its scales, {self.name}{SCALE}, are {got}; "
-            f"wanted finite F32 of shape {wanted}; get the file again"
+            f"expected finite F32 of shape {expected}; get the file again"
         )
+
+
+def read_into(read: Callable[[], np.ndarray], out: np.ndarray) -> None:
+    """Write what `read` returns into an array; piece by piece where `read` is a method of a tensor that can."""
+    write: Callable[[np.ndarray], None] | None = getattr(getattr(read, "__self__", None), "read_into", None)
+    if write is None:
+        out[...] = read()
+    else:
+        write(out)
 
 
 class Tensors(Mapping[str, np.ndarray]):
@@ -137,7 +151,7 @@ def read_entries(file: Path) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
         found = {name: _tensor(name, file, entry, 8 + length) for name, entry in header.items()}
         for name, tensor in found.items():
-            end = tensor.start + math.prod(tensor.shape) * np.dtype(_STORED.get(tensor.dtype, "u1")).itemsize
+            end = tensor.start + tensor.nbytes
             if end > size:
                 raise ValueError(f"{name} ends at byte {end} of {size}")
     except OSError as error:

@@ -15,7 +15,6 @@ import pytest
 from tinyforge.errors import UserError
 from tinyforge.tokenizers import SentencePiece, Tokenizer, command
 from tinyforge.tokenizers.command import main
-from tinyforge.tokenizers.huggingface import ImportedBPE
 from tinyforge.tokenizers.pieces import PATTERNS
 from tinyforge.tokenizers.sentencepiece import BYTES, SPACE
 
@@ -69,15 +68,15 @@ def test_a_large_file_is_read_in_blocks_and_gives_the_same(
     rng = random.Random(1)
     for data in (("the 👍 é\r\n  the " * 300).encode(), rng.randbytes(3000), b"the \xe2\x82", b"", b"a" * 1000):
         large.write_bytes(data)
-        wanted = tokenizer.encode_bytes(data)
+        expected = tokenizer.encode_bytes(data)
         main(["encode", str(large), "--tokenizer", tokenizer_file, "--workers", "2"])
         printed = capfdbinary.readouterr().out
-        assert [int(word) for word in printed.split()] == wanted
-        assert [len(line.split()) for line in printed.splitlines()[:-1]] == [32] * ((len(wanted) - 1) // 32)
+        assert [int(word) for word in printed.split()] == expected
+        assert [len(line.split()) for line in printed.splitlines()[:-1]] == [32] * ((len(expected) - 1) // 32)
         main(["encode", str(large), "--tokenizer", tokenizer_file, "--out", str(ids)])
-        assert capfdbinary.readouterr().out == f"{ids}: {len(wanted)} ids, 2 bytes each\n".encode()
+        assert capfdbinary.readouterr().out == f"{ids}: {len(expected)} ids, 2 bytes each\n".encode()
         array = np.load(ids)
-        assert array.dtype == np.uint16 and array.tolist() == wanted
+        assert array.dtype == np.uint16 and array.tolist() == expected
         main(["decode", str(ids), "--tokenizer", tokenizer_file])
         assert capfdbinary.readouterr().out == data
     text = "the cat sat on the mat, the hat\r\n  and a bat é 👍; that the cat " * 50
@@ -151,16 +150,16 @@ def test_inspect_without_colour(tokenizer_file: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("token", "wanted"),
+    ("token", "expected"),
     [
         ("256", "token 256 'th' is made by 1 merge, in the order learned:\n  merge 0: 't' + 'h' -> 'th', id 256\n"),
         ("27", "token 27 '\\x1b' is a byte: no merge makes it\n"),
         ("259", "token 259 '</s>' is a special token: no merge makes it\n"),
     ],
 )
-def test_inspect_a_token(token: str, wanted: str, tokenizer_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_a_token(token: str, expected: str, tokenizer_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspect", "", "--token", token, "--tokenizer", tokenizer_file])
-    assert capsys.readouterr().out.endswith("\n\n" + wanted)
+    assert capsys.readouterr().out.endswith("\n\n" + expected)
     main(["inspect", "", "--tokenizer", tokenizer_file])
     assert "token " not in capsys.readouterr().out
 
@@ -185,7 +184,7 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     bad.write_bytes(b"ok \xff")
     use = ["--tokenizer", tokenizer_file]
     train = ["--vocab-size", "260", "--out", out]
-    for argv, wanted in [
+    for argv, expected in [
         (["train", str(bad), *train], f"{bad}: byte 3 is not UTF-8"),
         (["train", str(tmp_path / "none"), *train], "none: No such file"),
         (["train", tokenizer_file, "--vocab-size", "9", "--out", out], "got vocab_size 9"),
@@ -194,7 +193,7 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["encode", str(tmp_path), *use], "Is a directory"),
         (["encode", str(bad), "--tokenizer", str(bad)], "is not UTF-8"),
         (["encode", str(bad), *use, "--out", str(tmp_path / "no" / "x")], "is not a folder"),
-        (["encode", str(bad), *use, "--workers", "0"], "workers: got 0, wanted 1 or more"),
+        (["encode", str(bad), *use, "--workers", "0"], "workers: got 0, expected 1 or more"),
         (["train", tokenizer_file, *train, "--workers", "-1"], "workers: got -1"),
         (["decode", str(bad), *use], "got 'ok' as id number 1"),
         (["inspect", "a", "--token", "260", *use], "token id 260 is not in the vocabulary"),
@@ -202,16 +201,16 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]:
         with pytest.raises(UserError) as caught:
             main(argv)
-        assert wanted in str(caught.value) and "\n" not in str(caught.value)
+        assert expected in str(caught.value) and "\n" not in str(caught.value)
     assert not Path(out).exists()
-    for ids, wanted in [
+    for ids, expected in [
         (b"1 260", "token id 260"),
         (b"1 -1", "got '-1' as id number 2"),
         (b"\xff", "standard input: got '\\ufffd'"),
         (b"9" * 5000, "as id number 1"),
         (b"1.0", "got '1.0'"),
         (npy(np.array([1, 260])), "token id 260"),
-        (npy(np.array([1.0])), "standard input: got 1 dimensions of float64, wanted one dimension of whole numbers"),
+        (npy(np.array([1.0])), "standard input: got 1 dimensions of float64, expected one dimension of whole numbers"),
         (npy(np.array([[1]])), "got 2 dimensions of int64"),
         (npy(np.array([1, 2]))[:-1], "standard input: a damaged .npy file"),
         (npy(np.array([1, 2]))[:20], "standard input: a damaged .npy file"),
@@ -219,7 +218,7 @@ def test_faults(tokenizer_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         feed(ids, monkeypatch)
         with pytest.raises(UserError) as caught:
             main(["decode", *use])
-        assert wanted in str(caught.value)
+        assert expected in str(caught.value)
 
 
 def test_tokenizers_of_others(
@@ -228,7 +227,7 @@ def test_tokenizers_of_others(
     monkeypatch.setattr(command, "BLOCK", 7)
     words = SentencePiece(["<s>", *BYTES, SPACE, "a", f"{SPACE}a"], {"<s>": 0}, 0, merges=[(257, 258)])
     tokens = [*(bytes([byte]) for byte in range(256)), b".\n", b""]
-    code = ImportedBPE(tokens, [(46, 10)], {"</s>": 257}, pattern=PATTERNS["qwen2"])
+    code = Tokenizer([(46, 10)], {"</s>": 257}, pattern=PATTERNS["qwen2"], tokens=tokens)
     path = tmp_path / "tokenizer.json"
     data = ("a a. \n" + "a.\n" * 50 + "é a\n").encode()
     for tokenizer in (words, code):

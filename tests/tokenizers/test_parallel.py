@@ -91,7 +91,7 @@ def test_errors_are_passed_on(kind: str) -> None:
 
     with pytest.raises(UserError, match="the input is damaged"):
         list(ordered_map(abs, broken(), 2))
-    with pytest.raises(UserError, match="workers: got 0, wanted 1 or more"):
+    with pytest.raises(UserError, match="workers: got 0, expected 1 or more"):
         list(ordered_map(abs, range(3), 0))
     assert not worker_pids()
 

@@ -82,10 +82,10 @@ def test_gpt2_ids_over_real_text(source: Any, gpt2: Tokenizer, theirs: Any) -> N
 def test_gpt2_ids_of_ten_thousand_random_strings(gpt2: Tokenizer, theirs: Any) -> None:
     rng = random.Random(20)
     texts = [assigned_text(rng, rng.randrange(1, 200)) for _ in range(10_000)]
-    wanted = [theirs.encode_ordinary(text) for text in texts]
-    assert [gpt2.encode(text) for text in texts] == wanted
-    assert [ids.tolist() for ids in gpt2.encode_many(texts)] == wanted
-    assert [gpt2.decode(ids) for ids in wanted] == texts
+    expected = [theirs.encode_ordinary(text) for text in texts]
+    assert [gpt2.encode(text) for text in texts] == expected
+    assert [ids.tolist() for ids in gpt2.encode_many(texts)] == expected
+    assert [gpt2.decode(ids) for ids in expected] == texts
 
 
 def test_gpt2_ids_of_random_bytes(gpt2: Tokenizer, theirs: Any) -> None:

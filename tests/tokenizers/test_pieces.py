@@ -58,9 +58,9 @@ def random_unicode(rng: random.Random, length: int) -> str:
 # --- the pattern
 
 
-@pytest.mark.parametrize(("string", "wanted"), TRICKY.items(), ids=ascii)
-def test_pattern_on_tricky_strings(string: str, wanted: str) -> None:
-    assert split_all(string) == [piece for piece in wanted.split("|") if piece]
+@pytest.mark.parametrize(("string", "expected"), TRICKY.items(), ids=ascii)
+def test_pattern_on_tricky_strings(string: str, expected: str) -> None:
+    assert split_all(string) == [piece for piece in expected.split("|") if piece]
 
 
 def assigned_text(rng: random.Random, length: int) -> str:
@@ -124,7 +124,7 @@ def test_a_wrong_pattern_is_caught(wrong: Callable[[str], str], monkeypatch: pyt
 
     right_pattern = pieces.split_pattern
     monkeypatch.setattr(pieces, "split_pattern", split_pattern)
-    assert any(split_all(string) != [p for p in wanted.split("|") if p] for string, wanted in TRICKY.items())
+    assert any(split_all(string) != [p for p in expected.split("|") if p] for string, expected in TRICKY.items())
 
 
 # --- the same on arrays
@@ -174,15 +174,15 @@ DENSE = [
 ]
 
 
-@pytest.mark.parametrize(("string", "wanted"), TRICKY.items(), ids=ascii)
-def test_arrays_on_tricky_strings(string: str, wanted: str) -> None:
-    assert pieces_by_arrays([string]) == [[piece.encode() for piece in wanted.split("|") if piece]]
+@pytest.mark.parametrize(("string", "expected"), TRICKY.items(), ids=ascii)
+def test_arrays_on_tricky_strings(string: str, expected: str) -> None:
+    assert pieces_by_arrays([string]) == [[piece.encode() for piece in expected.split("|") if piece]]
 
 
-@pytest.mark.parametrize(("string", "wanted"), SINGLE_DIGITS.items(), ids=ascii)
-def test_single_digits(string: str, wanted: str) -> None:
-    assert split_all(string, pieces.DIGITS) == wanted.split("|")
-    assert pieces_by_arrays([string], pattern=pieces.DIGITS) == [[piece.encode() for piece in wanted.split("|")]]
+@pytest.mark.parametrize(("string", "expected"), SINGLE_DIGITS.items(), ids=ascii)
+def test_single_digits(string: str, expected: str) -> None:
+    assert split_all(string, pieces.DIGITS) == expected.split("|")
+    assert pieces_by_arrays([string], pattern=pieces.DIGITS) == [[piece.encode() for piece in expected.split("|")]]
 
 
 @pytest.mark.parametrize("pattern", [pieces.GPT2, pieces.DIGITS], ids=lambda pattern: pattern.name)
@@ -246,12 +246,12 @@ def test_equal_pieces_have_equal_numbers_and_others_others(monkeypatch: pytest.M
     words += ["\x00" * length for length in range(1, 20)] + ["a" * 8 + "b" * length for length in range(9)]
     rng = random.Random(4)
     texts = ["\n".join(rng.choices(words, k=400)) for _ in range(4)]
-    wanted = [name for text in texts for name in (*in_utf8(text), b"")]
+    expected = [name for text in texts for name in (*in_utf8(text), b"")]
     for bits in (1, 4, 18):
         monkeypatch.setattr(pieces, "SLOT_BITS", bits)
         table = pieces.PieceTable()
         for _ in range(2):
-            assert names(table, texts) == wanted
+            assert names(table, texts) == expected
         assert len(set(table.pieces)) == len(table.pieces)
         assert table.size == sum(map(len, table.pieces))
 
@@ -260,16 +260,16 @@ def test_short_texts_and_surrogates_take_the_pattern_and_agree(monkeypatch: pyte
     table = pieces.PieceTable()
     long = "the cat's hat " * 200
     assert len(long) > pieces.SHORT
-    wanted = [*in_utf8(long), b""]
-    assert names(table, [long]) == wanted
+    expected = [*in_utf8(long), b""]
+    assert names(table, [long]) == expected
     count = len(table.pieces)
     monkeypatch.setattr(pieces, "SHORT", 10**6)
-    assert names(table, [long]) == wanted and len(table.pieces) == count  # the same numbers either way
+    assert names(table, [long]) == expected and len(table.pieces) == count  # the same numbers either way
     monkeypatch.setattr(pieces, "SHORT", 0)
     # A raw byte, a lone surrogate, and the bytes that would spell the edge.
     for broken in ("a\udcff b", "a\ud800b\ud83d", "\udced\udca0\udc80"):
         found = names(table, [broken, long, ""])
-        assert found == [*(pieces.to_utf8(piece) for piece in split_all(broken)), b"", *wanted, b""]
+        assert found == [*(pieces.to_utf8(piece) for piece in split_all(broken)), b"", *expected, b""]
 
 
 @pytest.mark.parametrize("size", [1, 10, 100, 10**6])

@@ -109,7 +109,7 @@ def test_words_are_cut_at_signs_and_spaces() -> None:
         ("vocab.txt", "[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n", "lacks [MASK]"),
         ("vocab.txt", "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nthe\nthe\n", "has a token twice"),
         ("tokenizer.json", '{"format": "tinyforge-wordpiece", "version": 1, "tokens": [3], "lower": true}', "damaged"),
-        ("tokenizer.json", '{"model": {"type": "WordPiece", "vocab": {"a": 1}}}', "wanted a BertNormalizer"),
+        ("tokenizer.json", '{"model": {"type": "WordPiece", "vocab": {"a": 1}}}', "expected a BertNormalizer"),
         ("tokenizer.json", '{"model": {"type": "WordPiece", "unk_token": "?"}}', "got model.unk_token '?'"),
     ],
 )

@@ -24,27 +24,47 @@ page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import chain, pairwise
 from pathlib import Path
 from threading import get_ident
-from typing import Any
-from unicodedata import normalize
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, read_text
+from tinyforge.files import GET_AGAIN, read_json, read_text
 from tinyforge.tokenizers.parallel import ordered_map
-from tinyforge.tokenizers.pieces import DIGITS, GPT2, OWN_PATTERNS, Batch, Pattern, PieceTable, batches, to_utf8
-from tinyforge.tokenizers.vocabulary import MOST_VOCABULARY_BYTES, After, Vocabulary, are_texts, is_pair
+from tinyforge.tokenizers.pieces import (
+    DIGITS,
+    GPT2,
+    OWN_PATTERNS,
+    PATTERNS,
+    Batch,
+    Pattern,
+    PieceTable,
+    batches,
+    nfc,
+    to_utf8,
+)
+from tinyforge.tokenizers.vocabulary import (
+    MOST_VOCABULARY_BYTES,
+    After,
+    Vocabulary,
+    are_texts,
+    check_tokenizer,
+    fault_in_specials,
+    is_pair,
+)
 
 Pair = tuple[int, int]
 
 FORMAT = "tinyforge-bpe"
+IMPORTED = "tinyforge-imported-bpe"  # ids in another order
 VERSION = 1
 
 # GPT-2's order has the printable bytes first, then the rest: its files spell each byte as a visible character.
@@ -53,60 +73,91 @@ BYTE_ORDERS: dict[str, tuple[int, ...]] = {
     "plain": tuple(range(256)),
     "gpt2": (*GPT2_PRINTABLE, *(b for b in range(256) if b not in GPT2_PRINTABLE)),
 }
+SPELLING = dict(
+    zip(BYTE_ORDERS["gpt2"], map(chr, [*GPT2_PRINTABLE, *range(256, 512 - len(GPT2_PRINTABLE))]), strict=True)
+)
+"""How GPT-2's files spell a byte: a printable byte as itself, the n-th other one as U+0100 + n."""
+SPELT = {character: byte for byte, character in SPELLING.items()}
 
 COUNTED_PIECES = 1 << 20  # distinct pieces that training counts; beyond that the rarest are dropped
 NO_MERGE = 1 << 60
+MOST_PAIRS = 1 << 20  # pairs of ids whose rank is kept
 LONG = 100  # bytes of a piece from which a heap finds the next merge faster than a scan over all pairs
 
 
 # --- merging ------------------------------------------------------------------------------------------------
 
 
-def apply_merges(ids: list[int], ranks: dict[Pair, int], made: Sequence[int]) -> list[int]:
+class PairRanks(dict[Pair, int]):
+    """Pair of ids -> rank of its merge, NO_MERGE if it has none.
+
+    known: the ranks. find(left, right): the rank of a pair not among them, called once for each. joined: where several
+    merges have one rank, the id that each pair becomes.
+    """
+
+    def __init__(self, known: Mapping[Pair, int] | None = None, find: Callable[[int, int], int] | None = None) -> None:
+        super().__init__(known or {})
+        self.find = find
+        self.joined: dict[Pair, int] = {}
+
+    def __missing__(self, pair: Pair) -> int:
+        if self.find is None:
+            return NO_MERGE
+        rank = self.find(*pair)
+        if len(self) < MOST_PAIRS:
+            self[pair] = rank
+        return rank
+
+
+def apply_merges(ids: list[int], ranks: PairRanks, made: Sequence[int] | None) -> list[int]:
     """Apply all merges to one piece: always the pair of lowest rank, the leftmost of equals.
 
-    `ranks` maps a pair of ids to its rank, and `made[rank]` is the id that replaces it.
+    `ranks` maps a pair of ids to its rank, and `made[rank]` is the id that replaces it; without `made`, `ranks.joined`
+    has that id by pair.
     """
     if len(ids) >= LONG:
         return apply_merges_by_heap(ids, ranks, made)
     ids = ids.copy()
-    found = [ranks.get(pair, NO_MERGE) for pair in pairwise(ids)]
+    known = ranks.find is None  # then `get` is faster: most pairs have no rank
+    found = [ranks.get(pair, NO_MERGE) if known else ranks[pair] for pair in pairwise(ids)]
     while found and (rank := min(found)) < NO_MERGE:
         at = found.index(rank)
-        new = made[rank]
+        new = made[rank] if made is not None else ranks.joined[ids[at], ids[at + 1]]
         ids[at : at + 2] = [new]
         del found[at]
         if at > 0:
-            found[at - 1] = ranks.get((ids[at - 1], new), NO_MERGE)
+            pair = ids[at - 1], new
+            found[at - 1] = ranks.get(pair, NO_MERGE) if known else ranks[pair]
         if at < len(found):
-            found[at] = ranks.get((new, ids[at + 1]), NO_MERGE)
+            pair = new, ids[at + 1]
+            found[at] = ranks.get(pair, NO_MERGE) if known else ranks[pair]
     return ids
 
 
-def apply_merges_by_heap(ids: list[int], ranks: dict[Pair, int], made: Sequence[int]) -> list[int]:
+def apply_merges_by_heap(ids: list[int], ranks: PairRanks, made: Sequence[int] | None) -> list[int]:
     """`apply_merges` in O(n log n) for n tokens, with a linked list of tokens and a heap of candidates, so that a long
     run without a space stays cheap."""
     ids = ids.copy()
     end = len(ids)
     following = list(range(1, end + 1))
     preceding = list(range(-1, end - 1))
-    heap = [(ranks[pair], at) for at, pair in enumerate(pairwise(ids)) if pair in ranks]
+    heap = [(rank, at) for at, pair in enumerate(pairwise(ids)) if (rank := ranks[pair]) < NO_MERGE]
     heapify(heap)
     while heap:
         rank, left = heappop(heap)
         right = following[left]
-        if right == end or ranks.get((ids[left], ids[right])) != rank:
+        if ids[left] < 0 or right == end or ranks[ids[left], ids[right]] != rank:
             continue  # another merge has taken one of the two
-        new = made[rank]
+        new = made[rank] if made is not None else ranks.joined[ids[left], ids[right]]
         ids[left], ids[right] = new, -1
         following[left] = after = following[right]
         if after < end:
             preceding[after] = left
-            if (pair := (new, ids[after])) in ranks:
-                heappush(heap, (ranks[pair], left))
+            if (rank := ranks[new, ids[after]]) < NO_MERGE:
+                heappush(heap, (rank, left))
         before = preceding[left]
-        if before >= 0 and (pair := (ids[before], new)) in ranks:
-            heappush(heap, (ranks[pair], before))
+        if before >= 0 and (rank := ranks[ids[before], new]) < NO_MERGE:
+            heappush(heap, (rank, before))
     return [token for token in ids if token >= 0]
 
 
@@ -115,11 +166,11 @@ class Merging:
     """How a text becomes ids: the pattern that splits it, the ids of the 256 bytes, and the merges (`apply_merges`).
 
     nfc: the text is normalised to Unicode's form C first. whole: pieces, by their bytes, that are tokens whatever the
-    merges give.
+    merges give. A byte whose id is -1 is not in the vocabulary, and is left out of every text.
     """
 
     byte_ids: list[int]
-    ranks: dict[Pair, int]
+    ranks: PairRanks
     made: Sequence[int]
     pattern: Pattern = GPT2
     nfc: bool = False
@@ -129,7 +180,8 @@ class Merging:
         """The ids of one piece."""
         if (id := self.whole.get(piece)) is not None:
             return [id]
-        return apply_merges([self.byte_ids[byte] for byte in piece], self.ranks, self.made)
+        ids = [self.byte_ids[byte] for byte in piece]
+        return apply_merges([id for id in ids if id >= 0] if -1 in ids else ids, self.ranks, self.made)
 
 
 class Encoder:
@@ -152,7 +204,7 @@ class Encoder:
             self.forget()
         parts = [part for part, _ in batch]
         if self.merging.nfc:
-            parts = [normalize("NFC", part) for part in parts]
+            parts = [nfc(part) for part in parts]
         numbers = self.table.number(parts)
         self._merge_new_pieces()
         known_ids, known_lengths, known_firsts = self.known
@@ -298,13 +350,174 @@ def learn_merges(counts: dict[bytes, int], limit: int, progress: bool) -> list[P
 # --- the tokenizer ------------------------------------------------------------------------------------------
 
 
-class ByteLevelBPE(Vocabulary):
-    """Byte-level BPE of any origin: text to ids by a `Merging`, on all cores, and back to text."""
+def tokens_in_order(
+    merges: Sequence[Pair], specials: Sequence[str], order: Sequence[int]
+) -> tuple[list[bytes], dict[str, int]]:
+    """The tokens by id of `Tokenizer`'s own order, and the ids of the special ones."""
+    if not all(specials) or len(set(specials)) < len(specials):
+        raise UserError(f"special tokens: got {specials}, expected distinct texts, none empty; name each once")
+    tokens = [bytes([byte]) for byte in order]
+    merged: set[Pair] = set()
+    size = len(tokens)
+    for pair in merges:
+        if not (min(pair) >= 0 and max(pair) < len(tokens)) or pair in merged:
+            raise UserError(
+                f"tokenizer merge {len(merged)}: got {pair}, expected a pair of ids below {len(tokens)} not "
+                "merged before; the file is damaged, train the tokenizer again"
+            )
+        # Each merge can double a token: some sixty of them could exhaust any memory.
+        size += len(tokens[pair[0]]) + len(tokens[pair[1]])
+        if size > MOST_VOCABULARY_BYTES:
+            raise UserError(
+                f"tokenizer merge {len(merged)}: got tokens of {size:,} bytes in all, expected "
+                f"{MOST_VOCABULARY_BYTES:,} at most; train the tokenizer again"
+            )
+        merged.add(pair)
+        tokens.append(tokens[pair[0]] + tokens[pair[1]])
+    ids = {text: id for id, text in enumerate(specials, len(tokens))}
+    return [*tokens, *map(to_utf8, specials)], ids
 
-    def __init__(self, tokens: Sequence[bytes], specials: dict[str, int], bos: int | None, merging: Merging) -> None:
-        super().__init__(tokens, specials, bos)
-        self.merging = merging
+
+def ids_by_bytes(tokens: Sequence[bytes], special_ids: set[int]) -> dict[bytes, int]:
+    """The id of each token but the special ones and those without bytes, which no text has."""
+    texts = list(tokens)
+    for id in special_ids:
+        texts[id] = b""
+    ids = dict(zip(texts, range(len(texts)), strict=True))
+    ids.pop(b"", None)
+    if len(ids) + texts.count(b"") < len(texts):
+        for id, token in enumerate(tokens):
+            if token and id not in special_ids and ids[token] != id:
+                raise UserError(f"token {id}: got {token[:40]!r}, which is token {ids[token]} too; {GET_AGAIN}")
+    return ids
+
+
+def made_by(merges: Sequence[Pair], tokens: Sequence[bytes], ids: dict[bytes, int], special_ids: set[int]) -> list[int]:
+    """The id that each merge makes: that of the token with the bytes of both."""
+    made: list[int] = []
+    seen: set[Pair] = set()
+    for rank, pair in enumerate(merges):
+        left, right = pair
+        joint = tokens[left] + tokens[right] if 0 <= min(pair) <= max(pair) < len(tokens) else b""
+        if joint not in ids or not special_ids.isdisjoint(pair) or pair in seen:
+            raise UserError(
+                f"merge {rank}: got the ids {left} and {right}, expected a new pair of tokens that "
+                f"makes one; {GET_AGAIN}"
+            )
+        seen.add(pair)
+        made.append(ids[joint])
+    return made
+
+
+@dataclass(frozen=True)
+class SpeltMerges:
+    """Merges as a tokenizer.json has them, each two tokens in its spelling: their ids are looked up on use, as a
+    published vocabulary has up to half a million.
+
+    order: the rank of each merge, by its two tokens with `gap` between them. made: the id that each makes. spelt: the
+    tokens by id. ids: the id of each.
+    """
+
+    order: dict[str, int]
+    made: Sequence[int]
+    spelt: Sequence[str]
+    ids: Mapping[str, int]
+    gap: str
+
+    def ranks(self) -> PairRanks:
+        order, spelt, gap = self.order, self.spelt, self.gap
+        return PairRanks(find=lambda left, right: order.get(f"{spelt[left]}{gap}{spelt[right]}", NO_MERGE))
+
+    def by_id(self) -> list[Pair]:
+        pairs = (merge.split(self.gap) for merge in self.order)
+        return [(self.ids[left], self.ids[right]) for left, right in pairs]
+
+
+@dataclass(frozen=True)
+class JointMerges:
+    """The merges of a list of ranks, as tiktoken has it: any two neighbours whose joint bytes are a token make it, the
+    token of the lowest id first.
+
+    tokens: by id. ids: the id of each token that text can become.
+    """
+
+    tokens: Sequence[bytes]
+    ids: Mapping[bytes, int]
+
+    def ranks(self) -> PairRanks:
+        ids, tokens = self.ids, self.tokens
+        return PairRanks(find=lambda left, right: ids.get(tokens[left] + tokens[right], NO_MERGE))
+
+    @property
+    def made(self) -> Sequence[int]:
+        return range(len(self.tokens))
+
+    def by_id(self) -> list[Pair]:
+        """Every way to split a token into two tokens, in the order of the tokens."""
+        found = []
+        for token in sorted(self.ids, key=self.ids.__getitem__):
+            cuts = [(self.ids.get(token[:at]), self.ids.get(token[at:])) for at in range(1, len(token))]
+            found += sorted((left, right) for left, right in cuts if left is not None and right is not None)
+        return found
+
+
+class Tokenizer(Vocabulary):
+    """A byte-level BPE vocabulary: the 256 bytes, the merges, the special tokens, with ids in this order.
+
+    `merges[i]` is the pair of ids that becomes id 256 + i. `byte_order` is "plain" (id b is byte b) or "gpt2", and
+    `pattern` one of OWN_PATTERNS.
+
+    With `tokens`, as published models have them, the ids are in another order, and byte_order is None: `tokens[id]` are
+    the bytes of a token, those of special tokens being ignored; `specials` maps texts to ids; `merges[rank]` becomes
+    the token with its bytes, and several merges may make one; `pattern` is one of PATTERNS. nfc: text is normalised to
+    Unicode's form C first. ignore_merges: a piece that is a token is that token, whatever the merges give. A byte that
+    is not a token is left out of every text. user_defined: see `Vocabulary`.
+
+    Raises UserError if a merge uses a later id or is repeated, or a special token is empty or repeated; with `tokens`,
+    if two tokens have the same bytes, or a merge does not make a token or is repeated.
+    """
+
+    def __init__(
+        self,
+        merges: Iterable[Pair] | SpeltMerges | JointMerges,
+        specials: Iterable[str] | dict[str, int],
+        byte_order: str = "plain",
+        pattern: Pattern = GPT2,
+        *,
+        tokens: Sequence[bytes] | None = None,
+        bos: int | None = None,
+        nfc: bool = False,
+        ignore_merges: bool = False,
+        user_defined: dict[str, int] | None = None,
+    ) -> None:
+        lazy = merges if isinstance(merges, SpeltMerges | JointMerges) else None
+        self.joint = isinstance(merges, JointMerges)
+        self._merges = lazy or list(cast("Iterable[Pair]", merges))
+        self.byte_order = byte_order if tokens is None else None
+        whole: dict[bytes, int] = {}
+        if tokens is None:
+            tokens, ids = tokens_in_order(self.merges, list(specials), BYTE_ORDERS[byte_order])
+            byte_ids = [BYTE_ORDERS[byte_order].index(byte) for byte in range(256)]
+            made: Sequence[int] = range(256, len(tokens))
+        else:
+            assert isinstance(specials, dict)
+            ids = specials
+            by_bytes = ids_by_bytes(tokens, {*ids.values(), *(user_defined or {}).values()})
+            for id in (user_defined or {}).values():
+                by_bytes.setdefault(tokens[id], id)
+            byte_ids = [by_bytes.get(bytes([byte]), -1) for byte in range(256)]
+            made = lazy.made if lazy else made_by(self.merges, tokens, by_bytes, set(ids.values()))
+            whole = by_bytes if ignore_merges else {}
+        super().__init__(tokens, ids, bos, user_defined)
+        ranks = lazy.ranks() if lazy else PairRanks({pair: rank for rank, pair in enumerate(self.merges)})
+        self.merging = Merging(byte_ids, ranks, made, pattern, nfc, whole)
         self._encoders: dict[int, Encoder] = {}  # one for each thread
+
+    @property
+    def merges(self) -> list[Pair]:
+        if not isinstance(self._merges, list):
+            self._merges = self._merges.by_id()
+        return self._merges
 
     @property
     def _encoder(self) -> Encoder:
@@ -330,6 +543,11 @@ class ByteLevelBPE(Vocabulary):
         one long text both keep them busy; their number changes no id. Only a batch per worker and the current text are
         in memory. Raises UserError if a worker dies.
         """
+        if self.user_defined:
+            return self._between_user_defined(partial(self._encode_many, workers=workers), texts)
+        return self._encode_many(texts, workers)
+
+    def _encode_many(self, texts: Iterable[str], workers: int | None) -> Iterator[npt.NDArray[Any]]:
         parts: list[npt.NDArray[Any]] = []
         for ids, ends in ordered_map(self._encoder.encode, batches(texts, pattern=self.merging.pattern), workers):
             start = 0
@@ -341,48 +559,6 @@ class ByteLevelBPE(Vocabulary):
     def encode_bytes(self, data: bytes) -> list[int]:
         """Token ids of any bytes, valid UTF-8 or not; `decode_bytes` returns the same bytes."""
         return self.encode(data.decode("utf-8", "surrogateescape"))
-
-
-class Tokenizer(ByteLevelBPE):
-    """A byte-level BPE vocabulary: 256 bytes, the merges, the special tokens, with ids in this order.
-
-    `merges[i]` is the pair of ids that becomes id 256 + i. `byte_order` is "plain" (id b is byte b) or "gpt2", and
-    `pattern` one of OWN_PATTERNS. Raises UserError if a merge uses a later id or is repeated, or a special token is
-    empty or repeated.
-    """
-
-    def __init__(
-        self, merges: Iterable[Pair], specials: Iterable[str], byte_order: str = "plain", pattern: Pattern = GPT2
-    ) -> None:
-        self.merges = list(merges)
-        self.byte_order = byte_order
-        special_texts = list(specials)
-        if not all(special_texts) or len(set(special_texts)) < len(special_texts):
-            raise UserError(f"special tokens: got {special_texts}, wanted distinct texts, none empty; name each once")
-
-        order = BYTE_ORDERS[byte_order]
-        vocab = [bytes([byte]) for byte in order]
-        merged: dict[Pair, int] = {}
-        size = len(vocab)
-        for pair in self.merges:
-            if not (min(pair) >= 0 and max(pair) < len(vocab)) or pair in merged:
-                raise UserError(
-                    f"tokenizer merge {len(merged)}: got {pair}, wanted a pair of ids below {len(vocab)} not "
-                    "merged before; the file is damaged, train the tokenizer again"
-                )
-            # Each merge can double a token: some sixty of them could exhaust any memory.
-            size += len(vocab[pair[0]]) + len(vocab[pair[1]])
-            if size > MOST_VOCABULARY_BYTES:
-                raise UserError(
-                    f"tokenizer merge {len(merged)}: got tokens of {size:,} bytes in all, wanted "
-                    f"{MOST_VOCABULARY_BYTES:,} at most; train the tokenizer again"
-                )
-            merged[pair] = len(vocab)
-            vocab.append(vocab[pair[0]] + vocab[pair[1]])
-        ids = {text: len(vocab) + index for index, text in enumerate(special_texts)}
-        byte_ids = [order.index(byte) for byte in range(256)]
-        merging = Merging(byte_ids, merged, range(len(vocab)), pattern)
-        super().__init__([*vocab, *map(to_utf8, special_texts)], ids, None, merging)
 
     # --- making one
 
@@ -416,7 +592,7 @@ class Tokenizer(ByteLevelBPE):
         smallest = 256 + len(specials)
         if vocab_size < smallest:
             raise UserError(
-                f"vocabulary too small for the bytes: got vocab_size {vocab_size}, wanted at least "
+                f"vocabulary too small for the bytes: got vocab_size {vocab_size}, expected at least "
                 f"{smallest} (256 bytes and {len(specials)} special tokens); raise vocab_size"
             )
         if size is None and isinstance(texts, Sequence):
@@ -437,7 +613,7 @@ class Tokenizer(ByteLevelBPE):
             merges = merges[: max(0, (smallest + len(merges)) // 64 * 64 - smallest)]
         elif len(merges) < vocab_size - smallest:
             raise UserError(
-                f"too little text for vocab_size {vocab_size}: got {len(merges)} possible merges, wanted "
+                f"too little text for vocab_size {vocab_size}: got {len(merges)} possible merges, expected "
                 f"{vocab_size - smallest}; ask for vocab_size {smallest + len(merges)} or give more text"
             )
         return cls(merges, specials, pattern=pattern)
@@ -450,9 +626,7 @@ class Tokenizer(ByteLevelBPE):
         visible character. Raises UserError if a file cannot be read, or the two do not belong together.
         """
         encoder = read_json(encoder_json, "GPT-2's tokens")
-        # A printable byte is spelt as itself, the n-th of the others as the character 256 + n.
-        spelt = [*GPT2_PRINTABLE, *range(256, 512 - len(GPT2_PRINTABLE))]
-        ids = {chr(code): index for index, code in enumerate(spelt)}
+        ids = {SPELLING[byte]: id for id, byte in enumerate(BYTE_ORDERS["gpt2"])}
         merges: list[Pair] = []
         for number, line in enumerate(read_text(vocab_bpe, "GPT-2's merges").splitlines(), start=1):
             if not line or (number == 1 and line.startswith("#version")):
@@ -460,7 +634,7 @@ class Tokenizer(ByteLevelBPE):
             left, _, right = line.partition(" ")
             if left not in ids or right not in ids:
                 raise UserError(
-                    f"{vocab_bpe} line {number}: got {line[:80]!r}, wanted two earlier tokens; "
+                    f"{vocab_bpe} line {number}: got {line[:80]!r}, expected two earlier tokens; "
                     "get GPT-2's vocab.bpe again"
                 )
             if left + right not in encoder:  # before it is stored, as each merge can double a token
@@ -478,13 +652,29 @@ class Tokenizer(ByteLevelBPE):
     # --- on disk
 
     def _content(self) -> dict[str, Any]:
+        merging, merges = self.merging, [list(pair) for pair in self.merges] if not self.joint else []
+        if self.byte_order is not None:
+            return {
+                "format": FORMAT,
+                "version": VERSION,
+                "pattern": merging.pattern.name,
+                "byte_order": self.byte_order,
+                "specials": list(self.specials),
+                "merges": merges,
+            }
+        special_ids = set(self.specials.values())
         return {
-            "format": FORMAT,
+            "format": IMPORTED,
             "version": VERSION,
-            "pattern": self.merging.pattern.name,
-            "byte_order": self.byte_order,
-            "specials": list(self.specials),
-            "merges": [list(pair) for pair in self.merges],
+            "pattern": merging.pattern.name,
+            "nfc": merging.nfc,
+            "ignore_merges": bool(merging.whole),
+            "specials": self.specials,
+            "bos": self.bos,
+            **({"user_defined": self.user_defined} if self.user_defined else {}),
+            **({"joint": True} if self.joint else {}),
+            "tokens": ["" if id in special_ids else spell(self.token_bytes(id)) for id in range(self.vocab_size)],
+            "merges": merges,
         }
 
     @classmethod
@@ -495,25 +685,79 @@ class Tokenizer(ByteLevelBPE):
     @classmethod
     def from_content(cls, content: dict[str, Any], path: str | Path) -> Tokenizer:
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
-        patterns = {pattern.name: pattern for pattern in OWN_PATTERNS}
-        for key, wanted in (("format", (FORMAT,)), ("version", (VERSION,)), ("pattern", tuple(patterns))):
-            if content.get(key) not in wanted:
+        ours = content.get("format") != IMPORTED
+        patterns = {pattern.name: pattern for pattern in OWN_PATTERNS} if ours else PATTERNS
+        formats = (FORMAT if ours else IMPORTED,)
+        for key, known in (("format", formats), ("version", (VERSION,)), ("pattern", tuple(patterns))):
+            if content.get(key) not in known:
                 raise UserError(
-                    f"{path} is not a tokenizer that this version reads: got {key} {content.get(key)!r:.80}, "
-                    f"wanted {' or '.join(map(repr, wanted))}; train one again"
+                    f"{path} is not a tokenizer that this version reads: got {key} {content.get(key)!r:.80}, expected "
+                    f"{' or '.join(map(repr, known))}; {'train one again' if ours else GET_AGAIN}"
                 )
-        byte_order, specials, merges = (content.get(key) for key in ("byte_order", "specials", "merges"))
-        damaged = "the file is damaged, train the tokenizer again"
-        if not isinstance(byte_order, str) or byte_order not in BYTE_ORDERS:
-            raise UserError(f"{path}: byte_order {byte_order!r} is none of {', '.join(BYTE_ORDERS)}; {damaged}")
-        if not are_texts(specials):
-            raise UserError(f"{path}: specials is not a list of texts; {damaged}")
-        if not isinstance(merges, list) or not all(is_pair(merge) for merge in merges):
-            raise UserError(f"{path}: merges is not a list of pairs of ids; {damaged}")
+        check = partial(check_tokenizer, path)
+        merges: Any = content.get("merges")
+        check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
+        fields = fields_in_our_order(content, check) if ours else fields_by_bytes(content, check)
         try:
-            return cls([(left, right) for left, right in merges], specials, byte_order, patterns[content["pattern"]])
+            if content.get("joint") is True and not ours:
+                used = {*fields["specials"].values(), *fields["user_defined"].values()}
+                made: Any = JointMerges(fields["tokens"], ids_by_bytes(fields["tokens"], used))
+            else:
+                made = [(left, right) for left, right in merges]
+            return cls(made, pattern=patterns[content["pattern"]], **fields)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+
+
+def fields_in_our_order(content: dict[str, Any], check: Callable[[bool, str], None]) -> dict[str, Any]:
+    """Further arguments of a `Tokenizer` in a file; check: raises UserError with a cause."""
+    order, specials = content.get("byte_order"), content.get("specials")
+    known = isinstance(order, str) and order in BYTE_ORDERS
+    check(known, f"byte_order {order!r} is none of {', '.join(BYTE_ORDERS)}")
+    check(are_texts(specials), "specials is not a list of texts")
+    return {"specials": specials, "byte_order": order}
+
+
+def fields_by_bytes(content: dict[str, Any], check: Callable[[bool, str], None]) -> dict[str, Any]:
+    """The same for ids in another order."""
+    spelt: Any = content.get("tokens")
+    flags = {key: content.get(key) for key in ("nfc", "ignore_merges")}
+    check(all(isinstance(flag, bool) for flag in flags.values()), "nfc or ignore_merges is not true or false")
+    check(are_texts(spelt), "tokens is not a list of texts")
+    tokens = unspell_all(spelt)
+    check(None not in tokens, "tokens holds a character that does not spell a byte")
+    check(not (fault := fault_in_specials(content, len(tokens))), fault)
+    return {
+        "specials": content["specials"],
+        "tokens": tokens,
+        "bos": content.get("bos"),
+        "user_defined": content.get("user_defined", {}),
+        **flags,
+    }
+
+
+def spell(token: bytes) -> str:
+    """`token` with each byte as one visible character."""
+    return "".join(map(SPELLING.__getitem__, token))
+
+
+def unspell(spelt: str) -> bytes | None:
+    """The bytes that `spelt` stands for; None when a character of it stands for no byte."""
+    return bytes(SPELT[c] for c in spelt) if SPELT.keys() >= set(spelt) else None
+
+
+def unspell_all(spelt: Sequence[str]) -> list[bytes | None]:
+    """`unspell` of each, all at once in NumPy."""
+    table = np.full(
+        max(map(ord, SPELT)) + 2, 256, np.uint16
+    )  # 256: no byte; so for the last entry, all other characters
+    table[[*map(ord, SPELT)]] = [*SPELT.values()]
+    codes = np.frombuffer("".join(spelt).encode("utf-32-le", "surrogatepass"), np.uint32)
+    found = table[np.minimum(codes, len(table) - 1)]
+    stops = np.cumsum(np.fromiter(map(len, spelt), np.int64, len(spelt)))
+    damaged = set(np.searchsorted(stops, np.flatnonzero(found == 256), "right").tolist())
+    data, edges = found.astype(np.uint8).tobytes(), [0, *stops.tolist()]
+    return [None if id in damaged else data[a:b] for id, (a, b) in enumerate(pairwise(edges))]
 
 
 def byte_order_of(byte_ids: Sequence[int | None]) -> str | None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain, cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -125,7 +125,7 @@ def decode_blocks(blocks: Iterable[bytes], errors: str, name: str) -> Iterator[s
             yield decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{name}: byte {decoded + error.start} is not UTF-8, wanted text; convert the file to UTF-8"
+                f"{name}: byte {decoded + error.start} is not UTF-8, expected text; convert the file to UTF-8"
             ) from error
         decoded += held + len(block) - len(decoder.getstate()[0])
 
@@ -158,12 +158,17 @@ def run_train(
     )
 
 
+def is_ours(tokenizer: TextTokenizer) -> TypeGuard[Tokenizer]:
+    """Whether it is a byte-level BPE vocabulary whose ids are in our order."""
+    return isinstance(tokenizer, Tokenizer) and tokenizer.byte_order is not None
+
+
 def run_encode(tokenizer: TextTokenizer, file: str, out: str | None, workers: int | None) -> None:
     if out:
         check_folder(out, "ids")
     parts = read_text(file, "surrogateescape")
     # Only the pieces of our own patterns are known never to cross the edge of a part.
-    arrays = tokenizer.encode_many(parts if isinstance(tokenizer, Tokenizer) else ["".join(parts)], workers)
+    arrays = tokenizer.encode_many(parts if is_ours(tokenizer) else ["".join(parts)], workers)
     if out:
         count = write_npy(Path(out), arrays, tokenizer.id_dtype)
         print(f"{out}: {count} ids, {tokenizer.id_dtype.itemsize} bytes each")
@@ -209,14 +214,14 @@ def read_ids(data: bytes, name: str) -> list[int]:
             raise UserError(f"{name}: a damaged .npy file ({' '.join(str(error).split())}); {fix}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             got = f"{array.ndim} dimensions of {array.dtype}"
-            raise UserError(f"{name}: got {got}, wanted one dimension of whole numbers; {fix}")
+            raise UserError(f"{name}: got {got}, expected one dimension of whole numbers; {fix}")
         return array.tolist()
     ids = []
     for number, word in enumerate(data.split(), start=1):
         if not word.isdigit() or len(word) > 18:
             got = ascii(word[:40].decode("utf-8", "replace"))
             raise UserError(
-                f"{name}: got {got} as id number {number}, wanted whole numbers separated by white space; {fix}"
+                f"{name}: got {got} as id number {number}, expected whole numbers separated by white space; {fix}"
             )
         ids.append(int(word))
     return ids
@@ -276,8 +281,10 @@ def merges_of(tokenizer: Tokenizer, id: int) -> list[int]:
 
 
 def run_inspect(tokenizer: TextTokenizer, text: str, token: int | None) -> None:
-    if not isinstance(tokenizer, Tokenizer):
-        raise UserError("inspect: got another program's tokenizer, wanted one that train wrote; use encode for its ids")
+    if not is_ours(tokenizer):
+        raise UserError(
+            "inspect: got another program's tokenizer, expected one that train wrote; use encode for its ids"
+        )
     colour = use_colour()
     pieces = list(chain.from_iterable(split(text, tokenizer.merging.pattern)))
     tokens = [tokenizer.encode(piece) for piece in pieces]

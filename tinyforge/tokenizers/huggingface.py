@@ -5,7 +5,7 @@
 
 It reads the two kinds of BPE in published models:
 
-- byte-level, as in GPT-2, Llama 3, Qwen2 and SmolLM2: a `Tokenizer` if its ids are in our order, else an `ImportedBPE`;
+- byte-level, as in GPT-2, Llama 3, Qwen2 and SmolLM2: a `Tokenizer`, whose ids may be in our order;
 - over characters with byte fallback, as in Llama 2, TinyLlama and Mistral: a `SentencePiece`.
 
 Both sides give the same ids for any text. A vocabulary or an option that one side does not have is refused with a
@@ -16,134 +16,24 @@ Source: the serialisation of the `tokenizers` package (version "1.0" of its JSON
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from functools import partial
+from contextlib import suppress
+from itertools import chain, repeat
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tinyforge.errors import UserError
 from tinyforge.files import GET_AGAIN, read_json
 from tinyforge.tokenizers import wordpiece
-from tinyforge.tokenizers.bpe import BYTE_ORDERS, GPT2_PRINTABLE, ByteLevelBPE, Merging, Pair, Tokenizer, byte_order_of
+from tinyforge.tokenizers.bpe import SPELLING, SpeltMerges, Tokenizer, byte_order_of, spell, unspell, unspell_all
+from tinyforge.tokenizers.foreign import Foreign, read_foreign
 from tinyforge.tokenizers.pieces import GPT2, OWN_PATTERNS, PATTERNS, Pattern
 from tinyforge.tokenizers.sentencepiece import SPACE, SentencePiece, Spaces
-from tinyforge.tokenizers.vocabulary import TextTokenizer, are_texts, check_tokenizer, fault_in_specials, is_pair
+from tinyforge.tokenizers.vocabulary import TextTokenizer
 
-FORMAT = "tinyforge-imported-bpe"
-VERSION = 1
-
-# A byte is spelt as in GPT-2's files: a printable byte as itself, the n-th other one as U+0100 + n.
-HIDDEN = 256 - len(GPT2_PRINTABLE)
-SPELLING = dict(zip(BYTE_ORDERS["gpt2"], map(chr, [*GPT2_PRINTABLE, *range(256, 256 + HIDDEN)]), strict=True))
+MOST_ADDED = 256  # characters of an added token that is not special
+MOST_GAP = 1 << 16  # ids that no token has
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-SPELT = {character: byte for byte, character in SPELLING.items()}
-
-
-def spell(token: bytes) -> str:
-    """`token` with each byte as one visible character."""
-    return "".join(map(SPELLING.__getitem__, token))
-
-
-def unspell(spelt: str) -> bytes | None:
-    """The bytes that `spelt` stands for; None when a character of it stands for no byte."""
-    return bytes(SPELT[c] for c in spelt) if SPELT.keys() >= set(spelt) else None
-
-
-class ImportedBPE(ByteLevelBPE):
-    """Byte-level BPE with ids in any order, any number of merges for a token, and a pattern of PATTERNS.
-
-    `tokens[id]` are the bytes of a token; those of special tokens are ignored. The pair `merges[rank]` becomes the
-    token with its bytes. nfc: text is normalised to form C first. ignore_merges: a piece that is a token is that token,
-    whatever the merges give.
-
-    Raises UserError if two tokens have the same bytes, a byte is not a token, or a merge does not make a token or is
-    repeated.
-    """
-
-    def __init__(
-        self,
-        tokens: Sequence[bytes],
-        merges: Sequence[Pair],
-        specials: dict[str, int],
-        bos: int | None = None,
-        pattern: Pattern = GPT2,
-        nfc: bool = False,
-        ignore_merges: bool = False,
-    ) -> None:
-        self.merges = merges
-        self.ignore_merges = ignore_merges
-        special_ids = set(specials.values())
-        ids: dict[bytes, int] = {}
-        for id, token in enumerate(tokens):
-            if id not in special_ids and ids.setdefault(token, id) != id:
-                raise UserError(f"token {id}: got {token[:40]!r}, which is token {ids[token]} too; {GET_AGAIN}")
-        missing = next((byte for byte in range(256) if bytes([byte]) not in ids), None)
-        if missing is not None:
-            raise UserError(
-                f"got no token for the byte {missing:#04x}, wanted one for each byte; "
-                "only such a vocabulary can be read"
-            )
-        ranks: dict[Pair, int] = {}
-        made: list[int] = []
-        for rank, (left, right) in enumerate(merges):
-            joint = tokens[left] + tokens[right] if 0 <= min(left, right) <= max(left, right) < len(tokens) else b""
-            if joint not in ids or not special_ids.isdisjoint((left, right)) or (left, right) in ranks:
-                raise UserError(
-                    f"merge {rank}: got the ids {left} and {right}, wanted a new pair of tokens that makes "
-                    f"one; {GET_AGAIN}"
-                )
-            ranks[left, right] = rank
-            made.append(ids[joint])
-        byte_ids = [ids[bytes([byte])] for byte in range(256)]
-        merging = Merging(byte_ids, ranks, made, pattern, nfc, ids if ignore_merges else {})
-        super().__init__(tokens, specials, bos, merging)
-
-    def _content(self) -> dict[str, Any]:
-        special_ids = set(self.specials.values())
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "pattern": self.merging.pattern.name,
-            "nfc": self.merging.nfc,
-            "ignore_merges": self.ignore_merges,
-            "specials": self.specials,
-            "bos": self.bos,
-            "tokens": ["" if id in special_ids else spell(self.token_bytes(id)) for id in range(self.vocab_size)],
-            "merges": [list(pair) for pair in self.merges],
-        }
-
-    @classmethod
-    def from_content(cls, content: dict[str, Any], path: str | Path) -> ImportedBPE:
-        """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
-
-        check = partial(check_tokenizer, path)
-        check(content.get("version") == VERSION, f"got version {content.get('version')!r}, wanted {VERSION}")
-        pattern, nfc, ignore_merges = map(content.get, ("pattern", "nfc", "ignore_merges"))
-        check(isinstance(pattern, str) and pattern in PATTERNS, f"pattern {pattern!r} is none of {', '.join(PATTERNS)}")
-        check(isinstance(nfc, bool) and isinstance(ignore_merges, bool), "nfc or ignore_merges is not true or false")
-        parts: list[Any] = [content.get(key) for key in ("specials", "bos", "tokens", "merges")]
-        specials, bos, spelt, merges = parts
-        check(are_texts(spelt), "tokens is not a list of texts")
-        tokens = [unspell(token) for token in spelt]
-        check(None not in tokens, "tokens holds a character that does not spell a byte")
-        check(not (fault := fault_in_specials(content, len(tokens))), fault)
-        check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
-        pairs = [(left, right) for left, right in merges]
-        try:
-            return cls(
-                [token or b"" for token in tokens],
-                pairs,
-                specials,
-                bos,
-                PATTERNS[str(pattern)],
-                bool(nfc),
-                bool(ignore_merges),
-            )
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-
 
 # --- writing ------------------------------------------------------------------------------------------------
 
@@ -151,10 +41,10 @@ class ImportedBPE(ByteLevelBPE):
 def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -> dict[str, Any]:
     """Content of a tokenizer.json that gives the same ids; write it with `json.dump`.
 
-    The special tokens of a `Tokenizer` are vocabulary entries that no merge makes, so that, as here, text that spells
-    one does not become its id. With `recognise_specials` they are listed as "added_tokens", where most programs look
-    for them; then text that spells one does become its id, unless the caller sets `encode_special_tokens`. An
-    `ImportedBPE` and a `SentencePiece` always list them.
+    The special tokens of a `Tokenizer` in its own order are vocabulary entries that no merge makes, so that, as here,
+    text that spells one does not become its id. With `recognise_specials` they are listed as "added_tokens", where most
+    programs look for them; then text that spells one does become its id, unless the caller sets
+    `encode_special_tokens`. A `Tokenizer` in another order and a `SentencePiece` always list them.
 
     Where two overlapping pairs make the same token, a `SentencePiece` with scores joins the left pair, and Hugging
     Face's tokenizer the one listed first. The tests have found no text where this matters.
@@ -166,20 +56,23 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
         return _write_sentencepiece(tokenizer)
     if isinstance(tokenizer, wordpiece.WordPiece):
         return wordpiece.to_huggingface(tokenizer)
-    if not isinstance(tokenizer, (Tokenizer, ImportedBPE)):
-        raise UserError(f"tokenizer.json cannot hold a {type(tokenizer).__name__}, wanted a BPE tokenizer")
+    if isinstance(tokenizer, Foreign):
+        return tokenizer.content
+    if not isinstance(tokenizer, Tokenizer):
+        raise UserError(f"tokenizer.json cannot hold a {type(tokenizer).__name__}, expected a BPE tokenizer")
     merging = tokenizer.merging
-    added = recognise_specials or isinstance(tokenizer, ImportedBPE)
-    special_ids = set(tokenizer.specials.values())
+    added = recognise_specials or tokenizer.byte_order is None
+    special_ids = {*tokenizer.specials.values(), *tokenizer.user_defined.values()}
     vocab: dict[str, int] = {}
     for id in range(tokenizer.vocab_size):
-        if id in special_ids:
+        token = tokenizer.token_bytes(id)
+        if id in special_ids or not token:  # published vocabularies have ids without a token
             continue
-        spelt = spell(tokenizer.token_bytes(id))
+        spelt = spell(token)
         if spelt in vocab:
             raise UserError(
                 f"tokenizer.json cannot hold this vocabulary: got the bytes {tokenizer.token_bytes(id)!r} as ids "
-                f"{vocab[spelt]} and {id}, wanted one id for them; train the tokenizer again"
+                f"{vocab[spelt]} and {id}, expected one id for them; train the tokenizer again"
             )
         vocab[spelt] = id
     specials: dict[str, int] = {}
@@ -188,7 +81,7 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
             data = text.encode()
         except UnicodeEncodeError:
             raise UserError(
-                f"tokenizer.json cannot hold the special token {text!r}: got a lone surrogate, wanted "
+                f"tokenizer.json cannot hold the special token {text!r}: got a lone surrogate, expected "
                 "text that UTF-8 can hold; give it another name"
             ) from None
         key = text if added else spell(data)
@@ -196,7 +89,7 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
         if taken is not None:
             raise UserError(
                 f"tokenizer.json cannot hold the special token {text!r}: got the spelling of token "
-                f"{taken}, wanted one of its own; give it another name"
+                f"{taken}, expected one of its own; give it another name"
             )
         if unspell(key) not in (None, data):
             raise UserError(
@@ -204,8 +97,10 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
                 "bytes there; give it a name in ASCII"
             )
         specials[key] = id
-    if not added:
-        vocab |= specials
+    listed = {**tokenizer.user_defined, **specials}
+    # The `tokenizers` package numbers added tokens that are not in the vocabulary itself, after it.
+    if not added or sorted(listed.values()) != list(range(len(vocab), len(vocab) + len(listed))):
+        vocab |= listed
 
     spelt_merges = [
         [spell(tokenizer.token_bytes(left)), spell(tokenizer.token_bytes(right))] for left, right in tokenizer.merges
@@ -214,6 +109,7 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
         tokenizer,
         model=_model(vocab, spelt_merges) | {"ignore_merges": bool(merging.whole)},
         added=specials if added else {},
+        user_defined=tokenizer.user_defined,
         normalizer={"type": "NFC"} if merging.nfc else None,
         pre_tokenizer=cut_by(merging.pattern),
         decoder=BYTE_LEVEL,
@@ -226,9 +122,9 @@ def cut_by(pattern: Pattern) -> dict[str, Any]:
         return BYTE_LEVEL
     if pattern.name == "digits":
         return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]}
-    regex = {"Regex": pattern.published}
-    split = {"type": "Split", "pattern": regex, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
+    rest = {"behavior": "Isolated", "invert": False}
+    splits = [{"type": "Split", "pattern": {"Regex": regex}, **rest} for regex in pattern.steps]
+    return {"type": "Sequence", "pretokenizers": [*splits, BYTE_LEVEL | {"use_regex": False}]}
 
 
 def _write_sentencepiece(tokenizer: SentencePiece) -> dict[str, Any]:
@@ -237,7 +133,7 @@ def _write_sentencepiece(tokenizer: SentencePiece) -> dict[str, Any]:
     if spaces.collapsed or (spaces.doubled and (spaces.split or spaces.prefix == "first")) or merges is None:
         raise UserError(
             "tokenizer.json cannot hold this SentencePiece vocabulary: got spaces that are removed, or "
-            "tokens with characters that are not tokens, wanted a vocabulary like Llama's"
+            "tokens with characters that are not tokens, expected a vocabulary like Llama's"
         )
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = {"type": "Prepend", "prepend": SPACE}
@@ -250,6 +146,7 @@ def _write_sentencepiece(tokenizer: SentencePiece) -> dict[str, Any]:
         tokenizer,
         model=_model(vocab, [[pieces[left], pieces[right]] for left, right in merges]) | {"byte_fallback": True},
         added=tokenizer.specials,
+        user_defined=tokenizer.user_defined,
         normalizer={"type": "Sequence", "normalizers": steps} if spaces.doubled else None,
         pre_tokenizer=None if spaces.doubled else metaspace,
         decoder={"type": "Sequence", "decoders": [unspace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
@@ -275,11 +172,15 @@ def _content(
     tokenizer: TextTokenizer,
     model: dict[str, Any],
     added: dict[str, int],
+    user_defined: dict[str, int],
     normalizer: dict[str, Any] | None,
     pre_tokenizer: dict[str, Any] | None,
     decoder: dict[str, Any],
 ) -> dict[str, Any]:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    listed = [
+        (text, id, id in added.values()) for text, id in sorted({**user_defined, **added}.items(), key=itemgetter(1))
+    ]
     post_processor = None
     if tokenizer.bos is not None:
         name = next(text for text, id in tokenizer.specials.items() if id == tokenizer.bos)
@@ -295,7 +196,7 @@ def _content(
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": id, "content": text, **flags} for text, id in sorted(added.items(), key=itemgetter(1))],
+        "added_tokens": [{"id": id, "content": text, **flags, "special": special} for text, id, special in listed],
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
         "post_processor": post_processor,
@@ -306,20 +207,22 @@ def _content(
 
 # --- reading ------------------------------------------------------------------------------------------------
 
-# Added tokens that are not marked as special, but could be: <tool_call>, [INST]. Others, such as runs of spaces, are
-# split off before all else, which is not supported here.
-MARK = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+
+class NotCovered(UserError):
+    """A tokenizer.json that the package tokenizers reads, but not this module."""
 
 
 def from_huggingface(path: str | Path) -> TextTokenizer:
-    """The tokenizer in a tokenizer.json of BPE, byte-level or with byte fallback, with the same ids.
+    """The tokenizer in a tokenizer.json, with the same ids.
 
-    Special tokens are the "added_tokens" and, in a vocabulary in our order, the tokens that no merge makes. Text that
-    spells one never becomes its id here; Hugging Face's tokenizer does that for an added token, unless
-    `encode_special_tokens` is set. The token that the post-processor puts before every text is `bos`; `encode` leaves
-    it out.
+    Special tokens are the "added_tokens" that are marked as special and, in a vocabulary in our order, the tokens that
+    no merge makes. Text that spells one never becomes its id here; Hugging Face's tokenizer does that for an added
+    token, unless `encode_special_tokens` is set. Other added tokens are `user_defined`. The token that the
+    post-processor puts before every text is `bos`; `encode` leaves it out. Truncation and padding say nothing about
+    how text is split, and are ignored.
 
-    Raises UserError, naming the file, if it is damaged or has an unsupported model, normaliser, pattern or added token.
+    A model, normaliser, pattern or added token that is not covered here goes through the package tokenizers, with a
+    line on stderr. Raises UserError, naming the file, if it is damaged, and where that package is needed but missing.
     """
     return read_huggingface(read_json(path, "the tokenizer"), path)
 
@@ -330,14 +233,16 @@ def read_huggingface(content: dict[str, Any], path: str | Path) -> TextTokenizer
         if _kind(content.get("model")) == "WordPiece":
             return wordpiece.from_huggingface(content)
         return _Reader(content).read()
+    except NotCovered as error:
+        return read_foreign(content, path, str(error))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _refuse(key: str, got: object, wanted: str) -> UserError:
+def _refuse(key: str, got: object, expected: str) -> NotCovered:
     shown = repr(got)
     shown = shown if len(shown) <= 120 else shown[:117] + "..."
-    return UserError(f"got {key} {shown}, wanted {wanted}; no other tokenizer.json can be read")
+    return NotCovered(f"got {key} {shown}, expected {expected}")
 
 
 def _kind(part: object) -> object:
@@ -350,8 +255,13 @@ def _steps(part: object, key: str) -> list[dict[str, Any]]:
         return []
     steps = part.get(key) if isinstance(part, dict) and _kind(part) == "Sequence" else [part]
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise UserError(f"got {part!r:.80}, wanted a step or a list of steps; {GET_AGAIN}")
+        raise UserError(f"got {part!r:.80}, expected a step or a list of steps; {GET_AGAIN}")
     return steps
+
+
+def _parts(merges: list[Any], gap: str) -> set[str]:
+    """The tokens that merges join."""
+    return set(gap.join(merges).split(gap) if gap and merges else chain.from_iterable(merges))
 
 
 class _Reader:
@@ -359,18 +269,19 @@ class _Reader:
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
-        for key in ("truncation", "padding"):
-            if content.get(key) is not None:
-                raise _refuse(key, content[key], "none")
         model = content.get("model")
         # Files from before 2021 do not name the type; the merges give it away.
         if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or "merges" not in model:
             raise _refuse("model", _kind(model) if isinstance(model, dict) else model, "'BPE' with its merges")
-        for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get("dropout"):
+            raise UserError(
+                f"got model.dropout {model['dropout']!r:.40}, expected none: it makes ids random; remove it"
+            )
+        for key in ("continuing_subword_prefix", "end_of_word_suffix"):
             if model.get(key):
                 raise _refuse(f"model.{key}", model[key], "none")
         self.model = model
-        self.specials = self._specials()
+        self.specials, self.user_defined = self._added()
         self.spelt = self._spelt()
         self.bos = self._bos()
 
@@ -387,57 +298,91 @@ class _Reader:
 
     # --- both kinds
 
-    def _specials(self) -> dict[str, int]:
+    def _added(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The special tokens, and the other added ones."""
         added = self.content.get("added_tokens") or []
         if not isinstance(added, list):
             raise UserError(f"added_tokens is not a list; {GET_AGAIN}")
-        specials: dict[str, int] = {}
+        found: dict[str, int] = {}
+        specials, others = {}, {}
         for entry in added:
             if not (isinstance(entry, dict) and type(entry.get("id")) is int and isinstance(entry.get("content"), str)):
-                raise UserError(f"got the added token {entry!r:.80}, wanted an id and a content; {GET_AGAIN}")
+                raise UserError(f"got the added token {entry!r:.80}, expected an id and a content; {GET_AGAIN}")
             text, id = entry["content"], entry["id"]
-            if entry.get("special") is not True and not MARK.fullmatch(text):
-                raise UserError(
-                    f"got the added token {text!r:.80}, which is not special, wanted special ones or marks such as "
-                    "<tool>: others are split off before all else, which is not supported here"
-                )
-            if not text or specials.setdefault(text, id) != id or id < 0:
-                raise UserError(f"got the added token {text!r:.80} with two ids, wanted one; {GET_AGAIN}")
-        return specials
+            if not text or found.setdefault(text, id) != id or id < 0:
+                raise UserError(f"got the added token {text!r:.80} with two ids, expected one; {GET_AGAIN}")
+            if entry.get("special") is True:
+                specials[text] = id
+                continue
+            others[text] = id
+            odd = [key for key in ("single_word", "lstrip", "rstrip") if entry.get(key)]
+            normalized = entry.get("normalized") and _steps(self.content.get("normalizer"), "normalizers")
+            if odd or normalized or len(text) > MOST_ADDED:
+                raise _refuse("added token", entry, "one that is found in a text as it is")
+        return specials, others
 
     def _spelt(self) -> list[str]:
-        """The tokens by id, as the file spells them; special ones by their text."""
+        """The tokens by id, as the file spells them, added ones by their text, and "" where no token has an id."""
         vocab = self.model.get("vocab")
-        if not isinstance(vocab, dict) or not all(type(id) is int for id in vocab.values()):
+        if not isinstance(vocab, dict) or not set(map(type, vocab.values())) <= {int}:
             raise UserError(f"model.vocab does not map tokens to ids; {GET_AGAIN}")
-        texts: dict[int, str] = {}
-        for text, id in [*self.specials.items(), *vocab.items()]:
-            if texts.setdefault(id, text) != text:
-                raise UserError(
-                    f"got id {id} for both {texts[id]!r:.80} and {text!r:.80}, wanted one token for an id; {GET_AGAIN}"
-                )
-        for text, id in self.specials.items():
+        added = self.specials | self.user_defined
+        every = vocab | added
+        texts = dict(zip(every.values(), every, strict=True))
+        if len(texts) < len(every):
+            seen: dict[int, str] = {}
+            for text, id in [*added.items(), *vocab.items()]:
+                if seen.setdefault(id, text) != text:
+                    raise UserError(
+                        f"got id {id} for both {seen[id]!r:.80} and {text!r:.80}, expected one token "
+                        f"for an id; {GET_AGAIN}"
+                    )
+        for text, id in added.items():
             if vocab.get(text, id) != id:
-                raise UserError(f"got the added token {text!r:.80} with two ids, wanted one; {GET_AGAIN}")
-        missing = next((id for id in range(len(texts)) if id not in texts), None)
-        if missing is not None:
-            raise UserError(
-                f"got no token with id {missing}, but {len(texts)} tokens, wanted ids without a gap; only "
-                "such a vocabulary can be read"
-            )
-        return [texts[id] for id in range(len(texts))]
+                raise UserError(f"got the added token {text!r:.80} with two ids, expected one; {GET_AGAIN}")
+        size = max(texts, default=-1) + 1
+        if min(texts, default=0) < 0 or size > len(texts) + MOST_GAP:
+            odd = min(texts) if min(texts) < 0 else size - 1
+            raise UserError(f"got the id {odd} for one of {len(texts)} tokens, expected ids that follow; {GET_AGAIN}")
+        return list(map(texts.get, range(size), repeat("")))
 
-    def _merges(self, ids: dict[str, int]) -> list[Pair]:
-        merges: list[Pair] = []
-        if not isinstance(self.model["merges"], list):
+    def _merges(self) -> SpeltMerges:
+        merges = self.model["merges"]
+        ids: dict[str, int] = dict(self.model["vocab"])
+        for text in self.specials:
+            if ids.pop(text, None) is not None and len(text) == 1:
+                raise self._ordinary(text)
+        if not isinstance(merges, list):
             raise UserError(f"model.merges is not a list; {GET_AGAIN}")
-        for number, merge in enumerate(self.model["merges"]):
-            # Files from before 2024 hold "left right", newer ones ["left", "right"].
+        # Files from before 2024 hold "left right", newer ones ["left", "right"].
+        gap = " " if set(map(type, merges)) <= {str} else ""
+        with suppress(TypeError):  # what is neither
+            joint = map(str.replace, merges, repeat(" "), repeat("")) if gap else map("".join, merges)
+            sizes = map(str.count, merges, repeat(" ")) if gap else map(len, merges)
+            made: Any = list(map(ids.get, joint))
+            if None not in made and set(sizes) <= {1 if gap else 2} and ids.keys() >= _parts(merges, gap):
+                keys = merges if gap else map("\0".join, merges)
+                order = dict(zip(keys, range(len(merges)), strict=True))
+                if len(order) == len(merges):
+                    return SpeltMerges(order, made, self.spelt, ids, gap or "\0")
+        seen: set[tuple[str, ...]] = set()
+        for number, merge in enumerate(merges):
             pair = merge.split(" ") if isinstance(merge, str) else merge
-            if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) and t in ids for t in pair)):
-                raise UserError(f"merge {number}: got {merge!r:.80}, wanted two tokens; {GET_AGAIN}")
-            merges.append((ids[pair[0]], ids[pair[1]]))
-        return merges
+            pair = pair if isinstance(pair, list) and all(isinstance(token, str) for token in pair) else []
+            if special := next((token for token in [*pair, "".join(pair)] if token in self.specials), ""):
+                raise self._ordinary(special)
+            if len(pair) != 2 or not all(token in ids for token in pair):
+                raise UserError(f"merge {number}: got {merge!r:.80}, expected two tokens; {GET_AGAIN}")
+            if "".join(pair) not in ids or tuple(pair) in seen:
+                raise UserError(
+                    f"merge {number}: got {merge!r:.80}, expected a new pair that makes a token; {GET_AGAIN}"
+                )
+            seen.add(tuple(pair))
+        raise UserError(f"got merges as texts and as pairs, expected one of them; {GET_AGAIN}")
+
+    @staticmethod
+    def _ordinary(special: str) -> NotCovered:
+        return NotCovered(f"got the special token {special!r:.80}, which other text becomes too, expected one apart")
 
     def _bos(self) -> int | None:
         """The special token that the post-processor puts before every text."""
@@ -476,38 +421,57 @@ class _Reader:
             return GPT2
         if len(cuts) == 2 and own_pattern is True and cuts[0] == {"type": "Digits", "individual_digits": True}:
             return PATTERNS["digits"]
-        if len(cuts) == 2 and own_pattern is False and _kind(cuts[0]) == "Split":
-            split = cuts[0]
-            text = split["pattern"].get("Regex") if isinstance(split.get("pattern"), dict) else None
-            found = next((pattern for pattern in PATTERNS.values() if text and pattern.published == text), None)
-            if found and split.get("behavior") == "Isolated" and split.get("invert", False) is False:
-                return found
+        if own_pattern is not False:
+            raise refuse()
+        # A pattern that matches every character is spelt either way: its matches, or what is between them, removed.
+        whole = (("Isolated", False), ("Removed", True))
+        splits = [cut.get("pattern") for cut in cuts[:-1] if _kind(cut) == "Split"]
+        ways = [(cut.get("behavior"), cut.get("invert", False)) for cut in cuts[:-1]]
+        texts = [split.get("Regex") if isinstance(split, dict) else None for split in splits]
+        for pattern in PATTERNS.values():
+            allowed = whole if len(pattern.steps) == 1 else whole[:1]
+            if texts == list(pattern.steps) and len(ways) == len(texts) and all(way in allowed for way in ways):
+                return pattern
         raise refuse()
 
     def _byte_level(self, pattern: Pattern, nfc: bool) -> TextTokenizer:
-        special_ids = set(self.specials.values())
-        ids = {text: id for id, text in enumerate(self.spelt) if id not in special_ids}
-        merges = self._merges(ids)
         ignore_merges = self.model.get("ignore_merges", False)
         if not isinstance(ignore_merges, bool):
             raise _refuse("model.ignore_merges", ignore_merges, "true or false")
-        plain = pattern in OWN_PATTERNS and not nfc and not ignore_merges and self.bos is None
-        order = byte_order_of([ids.get(SPELLING[byte]) for byte in range(256)]) if plain else None
-        first = 256 + len(merges)
-        made = {self.spelt[left] + self.spelt[right]: None for left, right in merges} if order else {}
-        in_order = all(max(pair) < 256 + rank for rank, pair in enumerate(merges))
-        if order and in_order and list(made) == self.spelt[256:first] and min(special_ids, default=first) >= first:
-            return Tokenizer(merges, [self._text(id) for id in range(first, len(self.spelt))], order, pattern)
-        tokens = []
-        for id, text in enumerate(self.spelt):
-            token = b"" if id in special_ids else unspell(text)
-            if token is None:
-                raise UserError(
-                    f"token {id}: got {text!r:.80}, which does not spell bytes, wanted bytes as visible "
-                    f"characters, or an added token; {GET_AGAIN}"
-                )
-            tokens.append(token)
-        return ImportedBPE(tokens, merges, self.specials, self.bos, pattern, nfc, ignore_merges)
+        merges, added = self._merges(), {*self.specials.values(), *self.user_defined.values()}
+        plain = pattern in OWN_PATTERNS and not (nfc or ignore_merges or self.user_defined) and self.bos is None
+        order = byte_order_of([merges.ids.get(SPELLING[byte]) for byte in range(256)]) if plain else None
+        if order and (in_order := self._in_order(merges, order, pattern)):
+            return in_order
+        tokens = unspell_all(["" if id in added else text for id, text in enumerate(self.spelt)])
+        if (damaged := next((id for id, token in enumerate(tokens) if token is None), None)) is not None:
+            raise UserError(
+                f"token {damaged}: got {self.spelt[damaged]!r:.80}, which does not spell bytes, expected bytes as "
+                f"visible characters, or an added token; {GET_AGAIN}"
+            )
+        if self.model.get("unk_token") is not None and any(SPELLING[byte] not in merges.ids for byte in range(256)):
+            raise _refuse("model.unk_token", self.model["unk_token"], "none where a byte is not a token")
+        for text, id in self.user_defined.items():
+            tokens[id] = text.encode()
+        return Tokenizer(
+            merges,
+            self.specials,
+            pattern=pattern,
+            tokens=cast("list[bytes]", tokens),
+            bos=self.bos,
+            nfc=nfc,
+            ignore_merges=ignore_merges,
+            user_defined=self.user_defined,
+        )
+
+    def _in_order(self, merges: SpeltMerges, order: str, pattern: Pattern) -> Tokenizer | None:
+        """The tokenizer if its ids are in our order."""
+        pairs, first = merges.by_id(), 256 + len(merges.made)
+        made = [self.spelt[id] for id in dict.fromkeys(merges.made)]
+        in_order = all(max(pair) < 256 + rank for rank, pair in enumerate(pairs)) and "" not in self.spelt
+        if in_order and made == self.spelt[256:first] and min(self.specials.values(), default=first) >= first:
+            return Tokenizer(pairs, [self._text(id) for id in range(first, len(self.spelt))], order, pattern)
+        return None
 
     def _text(self, id: int) -> str:
         """The text of a special token, which may be spelt as bytes."""
@@ -517,7 +481,7 @@ class _Reader:
             return spelt if data is None else data.decode()
         except UnicodeDecodeError:
             raise UserError(
-                f"got the token {spelt!r}, which no merge makes and which is not a text, wanted only "
+                f"got the token {spelt!r}, which no merge makes and which is not a text, expected only "
                 f"bytes, merges and special tokens; {GET_AGAIN}"
             ) from None
 
@@ -528,20 +492,23 @@ class _Reader:
             raise _refuse("model.ignore_merges", self.model["ignore_merges"], "false, where there is byte fallback")
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         prepend = {"type": "Prepend", "prepend": SPACE}
+        # Gemma's, which finds no space: they have been replaced.
+        nothing = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
         if normalizers not in ([], [replace], [prepend, replace]):
             raise _refuse("normalizer", self.content.get("normalizer"), "that of Llama: spaces as U+2581, one before")
-        if normalizers and not cuts:
+        if normalizers and cuts in ([], [nothing]):
             spaces = Spaces(prefix="always" if prepend in normalizers else "never")
         elif not normalizers and len(cuts) == 1 and _kind(cuts[0]) == "Metaspace":
             spaces = self._metaspace(cuts[0])
         else:
             raise _refuse("pre_tokenizer", self.content.get("pre_tokenizer"), "Metaspace alone, or a normaliser alone")
         decoders = [_kind(step) for step in _steps(self.content.get("decoder"), "decoders")]
-        if "ByteFallback" not in decoders:
-            raise _refuse("decoder", self.content.get("decoder"), "a Sequence with ByteFallback")
-        special_ids = set(self.specials.values())
-        ids = {text: id for id, text in enumerate(self.spelt) if id not in special_ids}
-        return SentencePiece(self.spelt, self.specials, self.bos, merges=self._merges(ids), spaces=spaces)
+        if "ByteFallback" not in decoders or ("Strip" in decoders) == (spaces.prefix == "never"):
+            expected = "a Sequence with ByteFallback, and with Strip where a text has a space before it"
+            raise _refuse("decoder", self.content.get("decoder"), expected)
+        if "" in self.spelt:
+            raise NotCovered(f"got no token with id {self.spelt.index('')}, expected ids without a gap")
+        return SentencePiece(self.spelt, self.specials, self.bos, None, self._merges(), spaces, self.user_defined)
 
     def _metaspace(self, step: dict[str, Any]) -> Spaces:
         old = {True: "always", False: "never"}.get(step.get("add_prefix_space", True))

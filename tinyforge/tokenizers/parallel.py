@@ -32,7 +32,7 @@ def ordered_map(
     if workers is None:
         workers = cores()
     if workers < 1:
-        raise UserError(f"workers: got {workers}, wanted 1 or more; leave it out for one on each core")
+        raise UserError(f"workers: got {workers}, expected 1 or more; leave it out for one on each core")
     items = iter(items)
     yield from map(function, islice(items, 1))
     few = list(islice(items, FEW - 1))

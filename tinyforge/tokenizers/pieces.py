@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
+from unicodedata import is_normalized, normalize
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +43,9 @@ WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 class Pattern:
     r"""One way to split text into pieces.
 
-    `published` is the pattern as models' files spell it; it is compared, never compiled here. `regex` is the same for
-    Python's `re`, with {L}, {N} and {S} inside classes for \p{L}, \p{N} and \s, which `re` lacks or defines otherwise.
+    `published` is the pattern as models' files spell it, or the last of several in `parts`; it is compared, never
+    compiled here. `regex` is the same for Python's `re`, with {L}, {N} and {S} inside classes for \p{L}, \p{N} and \s,
+    which `re` lacks or defines otherwise, and the other names of `Classes`.
     Text can be cut into parts where a character of `safe` follows one that is not white space: no piece and no
     look-ahead crosses such a place.
     """
@@ -52,7 +54,24 @@ class Pattern:
     published: str
     regex: str
     safe: str = WHITE_SPACE
+    parts: tuple[str, ...] = ()
 
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The published patterns, each of which splits what the one before has left."""
+        return self.parts or (self.published,)
+
+
+CODES = {
+    name: chr(0x100 + i)
+    for i, name in enumerate(
+        "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Cs Co Cn".split()
+    )
+}
+"""A character for each of Unicode's categories."""
+CLASSES = {"UPPER": ("Lu", "Lt", "Lm", "Lo", "M"), "LOWER": ("Ll", "Lm", "Lo", "M"), "SIGN": ("P", "S")}
+"""The categories of the classes in patterns that are not one category."""
+CJK = "\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff"  # DeepSeek's
 
 # A sign and the line ends after it are one piece, so text for Llama 3 and Qwen2 must not be cut before a line end.
 NO_LINE_END = WHITE_SPACE.replace("\t-\r", "\t\v\f")
@@ -89,7 +108,45 @@ _PATTERNS = (
         r"'s|'t|'re|'ve|'m|'ll|'d| ?[{L}]+|[{N}]| ?[^{S}{L}{N}]+|[{S}]+(?![^{S}{N}])|[{S}]+",
     ),
 )
-PATTERNS = {pattern.name: pattern for pattern in _PATTERNS}
+_O200K_UPPER, _O200K_LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_O200K = (
+    r"[^\r\n{L}{N}]?[{UPPER}]*[{LOWER}]+END|[^\r\n{L}{N}]?[{UPPER}]+[{LOWER}]*END"
+    r"|DIGITS| ?[^{S}{L}{N}]+[\r\n/]*|[{S}]*[\r\n]+|[{S}]+(?![^{S}])|[{S}]+"
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    f"[{CJK}]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^CRLF\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[CRLF]*|\s*[CRLF]+|\s+(?!\S)|\s+".replace("CRLF", "\r\n"),
+)
+# The three steps as one. A step sees the end of a text where the ones before it have cut; what no step matches, such as
+# control characters, is a piece up to the next match.
+_DEEPSEEK_MATCH = (
+    r"[{N}]{{1,3}}|[{CJK}]+|[!-/:-@\[-`{{-~][A-Za-z]+|(?:(?![{CJK}])[^\r\n{N}{L}{SIGN}])?(?:(?![{CJK}])[{L}{M}])+"
+    r"| ?(?:(?![{CJK}])[{SIGN}])+[\r\n]*|[{S}]*[\r\n]+|[{S}]+(?![^{S}{N}{CJK}])|[{S}]+"
+)
+_BORDERED = (
+    # GPT-4o, gpt-oss: a word begins with capitals and goes on in small letters, and a contraction belongs to it.
+    Pattern(
+        "o200k",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_O200K_UPPER}*{_O200K_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        rf"|[^\r\n\p{{L}}\p{{N}}]?{_O200K_UPPER}+{_O200K_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}{_O200K_REST}",
+        _O200K.replace("END", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace("DIGITS", "[{N}]{{1,3}}"),
+        NO_LINE_END,
+    ),
+    # Mistral's tekken: the same with single digits, and contractions as pieces of their own.
+    Pattern(
+        "tekken",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_O200K_UPPER}*{_O200K_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_O200K_UPPER}+{_O200K_LOWER}*"
+        rf"|\p{{N}}{_O200K_REST}",
+        _O200K.replace("END", "").replace("DIGITS", "[{N}]"),
+        NO_LINE_END,
+    ),
+    Pattern("deepseek", _DEEPSEEK[-1], rf"{_DEEPSEEK_MATCH}|(?:(?!{_DEEPSEEK_MATCH})(?s:.))+", NO_LINE_END, _DEEPSEEK),
+)
+PATTERNS = {pattern.name: pattern for pattern in (*_PATTERNS, *_BORDERED)}
 GPT2, DIGITS = PATTERNS["gpt2"], PATTERNS["digits"]
 OWN_PATTERNS = (GPT2, DIGITS)  # those of our own vocabularies: on arrays too, and text may come in parts (`recut`)
 
@@ -175,28 +232,57 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
+# Marks that Unicode has had since its version 10.
+_LATER_MARKS = (
+    "7fd 897 898-89f 8ca-8d3 9fe c3c d3b-d3c eba ece 1715 1abf-1ace 1df6-1dfa a82c 10d24-10d27 10d69-10d6d "
+    "10eab-10eac 10efc-10eff 10f46-10f50 10f82-10f85 11070 1133b 113ce-113d0 113e1-113e2 1145e 11839-1183a "
+    "11930 1193d-1193e 11943 119e0 11a34 11a47 11a99 11d42 11d44-11d45 11d97 11f41-11f42 1612f 16ff0-16ff1 "
+    "1e08f 1e130-1e136 1e2ae 1e2ec-1e2ef 1e4ec-1e4ef 1e5ee-1e5ef"
+)
+LATER_MARK = re.compile(
+    f"([{''.join('-'.join(chr(int(code, 16)) for code in codes.split('-')) for codes in _LATER_MARKS.split())}])"
+)
+
+
+def nfc(text: str) -> str:
+    """`text` in Unicode's form C as the package tokenizers has it, whose tables are those of version 9: later marks
+    keep their places, and nothing is joined across them."""
+    if is_normalized("NFC", text):
+        return text
+    return "".join(normalize("NFC", part) for part in LATER_MARK.split(text))
+
+
 # --- the pattern as a regular expression ---------------------------------------------------------------------
 
 
-def class_body(categories: str, wanted: str) -> str:
-    """The body of a regular expression's class: the code points whose category is `wanted`."""
-    runs = (match.span() for match in re.finditer(f"{wanted}+", categories))
-    return "".join(f"{chr(first)}-{chr(stop - 1)}" for first, stop in runs)
+class Classes(dict[str, str]):
+    """The bodies of a regular expression's classes for code points below `end`, by the names that patterns use: a
+    category such as L or Lu, or one of CLASSES. `re` has no \\p{L}, so they are spelt out from Python's tables."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(S=WHITE_SPACE, CJK=CJK)
+        self.categories = categories(end)
+
+    def __missing__(self, name: str) -> str:
+        expected = [code for category, code in CODES.items() if category.startswith(CLASSES.get(name, (name,)))]
+        runs = (match.span() for match in re.finditer(f"[{''.join(expected)}]+", self.categories))
+        self[name] = "".join(f"{re.escape(chr(first))}-{re.escape(chr(stop - 1))}" for first, stop in runs)
+        return self[name]
+
+
+@cache
+def categories(end: int) -> str:
+    """One character per code point below `end`: its category's in CODES."""
+    return "".join(CODES[category] for category in map(unicodedata.category, map(chr, range(end))))
+
+
+classes = cache(Classes)
 
 
 @cache
 def split_pattern(end: int, pattern: Pattern = GPT2) -> re.Pattern[str]:
     """The pattern for text with code points below `end`."""
-    # `re` has no \p{L}, so the classes are spelt out from Python's Unicode tables.
-    letters, numbers = classes(end)
-    return re.compile(pattern.regex.format(L=letters, N=numbers, S=WHITE_SPACE))
-
-
-@cache
-def classes(end: int) -> tuple[str, str]:
-    """The letters and the numbers below `end`, as the bodies of two classes."""
-    categories = major_categories(end)
-    return class_body(categories, "L"), class_body(categories, "N")
+    return re.compile(pattern.regex.format_map(classes(end)))
 
 
 def split(text: str, pattern: Pattern = GPT2) -> Iterator[list[str]]:

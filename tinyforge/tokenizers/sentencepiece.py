@@ -20,19 +20,19 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
 from tinyforge.files import GET_AGAIN, read_bytes, writing, written_whole
-from tinyforge.tokenizers.bpe import Pair, apply_merges
+from tinyforge.tokenizers.bpe import NO_MERGE, Pair, PairRanks, SpeltMerges, apply_merges
 from tinyforge.tokenizers.parallel import ordered_map
 from tinyforge.tokenizers.pieces import batches, replace_surrogates, to_utf8
 from tinyforge.tokenizers.vocabulary import After, Vocabulary, are_texts, check_tokenizer, fault_in_specials, is_pair
@@ -89,15 +89,26 @@ class Words(dict[str, tuple[int, ...]]):
         return ids
 
 
+class Joins(NamedTuple):
+    """What `apply_merges` takes, the ids of characters and other texts, and how a character without one is spelt in
+    bytes, by an id that stands for it during the joins."""
+
+    ranks: PairRanks
+    made: Sequence[int] | None
+    ids: Mapping[str, int]
+    fallback: Mapping[int, list[int]] = {}
+
+
 class SentencePiece(Vocabulary):
     """A SentencePiece vocabulary of type BPE with byte fallback.
 
     `pieces[id]` is the text of a token, with U+2581 for a space, or <0x00> .. <0xFF> for a byte. The order of joins
-    comes from `scores`, one per token, the highest first (as in SentencePiece), or from `merges`, pairs of ids, the
-    first in the list first (as in Hugging Face). Text never becomes one of `specials`.
+    comes from `scores`, one per token, the highest first, of equal ones the leftmost in the text (as in SentencePiece),
+    or from `merges`, pairs of ids, the first in the list first (as in Hugging Face). Text never becomes one of
+    `specials`. user_defined: see `Vocabulary`; with `prefix_once` a text has its space before it is split at them.
 
-    Raises UserError if a byte is missing, a token is empty, too long or repeated, two tokens have the same score, or a
-    merge does not make a token.
+    Raises UserError if a byte is missing, a token is empty, too long or repeated, a score is not finite, or a merge
+    does not make a token.
     """
 
     def __init__(
@@ -106,87 +117,106 @@ class SentencePiece(Vocabulary):
         specials: dict[str, int],
         bos: int | None,
         scores: Sequence[float] | None = None,
-        merges: Sequence[Pair] | None = None,
+        merges: Sequence[Pair] | SpeltMerges | None = None,
         spaces: Spaces = Spaces(),  # noqa: B008 (frozen)
+        user_defined: dict[str, int] | None = None,
+        prefix_once: bool = False,
     ) -> None:
-        self.pieces, self.scores, self.merges, self.spaces = list(pieces), scores, merges, spaces
-        special_ids = set(specials.values())
+        self.pieces, self.scores, self._merges, self.spaces = list(pieces), scores, merges, spaces
+        self.prefix_once = prefix_once
         if scores is not None and len(scores) != len(pieces):
-            raise UserError(f"got {len(scores)} scores for {len(pieces)} tokens, wanted one for each; {GET_AGAIN}")
-        self._ids: dict[str, int] = {}
-        for id, piece in enumerate(pieces):
-            if not 0 < len(piece) <= MOST_CHARACTERS:
-                raise UserError(f"token {id}: got {len(piece)} characters, wanted 1 to {MOST_CHARACTERS}; {GET_AGAIN}")
-            if id in special_ids:
-                continue
-            if piece in self._ids:
-                raise UserError(f"token {id}: got {piece!r}, which is token {self._ids[piece]} too; {GET_AGAIN}")
-            self._ids[piece] = id
+            raise UserError(f"got {len(scores)} scores for {len(pieces)} tokens, expected one for each; {GET_AGAIN}")
+        self._ids = ids_of_pieces(self.pieces, set(specials.values()))
         missing = next((byte for byte in BYTES if byte not in self._ids), None)
         if missing:
             raise UserError(
-                f"there is no token {missing}, wanted one for each byte: only vocabularies with byte "
+                f"there is no token {missing}, expected one for each byte: only vocabularies with byte "
                 "fallback can be read"
             )
         self.byte_ids = [self._ids.pop(byte) for byte in BYTES]
-        tokens = [to_utf8(piece.replace(SPACE, " ")) for piece in pieces]
-        for byte, id in enumerate(self.byte_ids):
-            tokens[id] = bytes([byte])
-        super().__init__(tokens, specials, bos)
-
-        self._ranks: dict[Pair, int] = {}
-        self._made: list[int] = []
-        self._hidden: list[str] = []
-        if merges is not None:
-            self._rank_by_merges(merges)
-        else:
-            assert scores is not None
-            self._rank_by_scores(scores)
-        self._characters = {piece: id for piece, id in self._ids.items() if len(piece) == 1}
-        self._fallback = {
-            id: [self.byte_ids[byte] for byte in to_utf8(self._hidden[id - len(pieces)])]
-            for id in range(len(pieces), len(pieces) + len(self._hidden))
-        }
+        super().__init__(self._bytes_of_tokens, specials, bos, user_defined, len(self.pieces))
         self._words = Words(self)
-        # If a token has a space after another character, a text cannot be split into words before the joins.
-        crossing = any(re.search(f"[^{SPACE}]{SPACE}", piece) for piece in self._ids)
-        word = f"{SPACE}?[^{SPACE}]+|{SPACE}" if spaces.split else f"{SPACE}*[^{SPACE}]+|{SPACE}+"
-        self._find_words = None if crossing and not spaces.split else re.compile(word).findall
+        if scores is not None and not np.isfinite(np.array(scores, np.float64)).all():
+            odd = next(
+                (id for piece, id in self._ids.items() if len(piece) > 1 and not math.isfinite(scores[id])), None
+            )
+            if odd is not None:
+                got = f"token {odd} {pieces[odd]!r}: got the score {scores[odd]}"
+                raise UserError(f"{got}, expected a number; {GET_AGAIN}")
+        elif merges is not None and not isinstance(merges, SpeltMerges):
+            self._joins = self._joins_by_merges(merges)  # which checks them
 
-    def _rank_by_scores(self, scores: Sequence[float]) -> None:
-        """Every way to split a token into two tokens is a merge, ranked by the token's score."""
-        long = [(piece, id) for piece, id in self._ids.items() if len(piece) > 1]
+    def _bytes_of_tokens(self) -> list[bytes]:
+        found = bytes_of_pieces(self.pieces)
+        for byte, id in enumerate(self.byte_ids):
+            found[id] = bytes([byte])
+        return found
+
+    @cached_property
+    def _joins(self) -> Joins:
+        """How texts are joined, made for the first text."""
+        if isinstance(self._merges, SpeltMerges):
+            return Joins(self._merges.ranks(), self._merges.made, self._ids)
+        return self._joins_by_scores() if self._merges is None else self._joins_by_merges(self._merges)
+
+    def _joins_by_scores(self) -> Joins:
+        """Any two neighbours whose joint text is a token make it, ranked by the token's score."""
+        long = [id for piece, id in self._ids.items() if len(piece) > 1]
         # A character that occurs only inside tokens takes part in joins, and is spelt in bytes if it is left over.
-        self._hidden = sorted(set().union(*(piece for piece, _ in long)) - self._ids.keys()) if long else []
-        self._ids |= {character: len(self.pieces) + number for number, character in enumerate(self._hidden)}
-        seen: set[float] = set()
-        for rank, (piece, id) in enumerate(sorted(long, key=lambda item: -scores[item[1]])):
-            if not math.isfinite(scores[id]) or scores[id] in seen:
-                raise UserError(
-                    f"token {id} {piece!r}: got the score {scores[id]}, wanted a number that is no other "
-                    f"token's; {GET_AGAIN}"
-                )
-            seen.add(scores[id])
-            self._made.append(id)
-            for at in range(1, len(piece)):
-                left, right = self._ids.get(piece[:at]), self._ids.get(piece[at:])
-                if left is not None and right is not None:
-                    self._ranks[left, right] = rank
+        hidden = sorted(set("".join(self.pieces[id] for id in long)) - self._ids.keys())
+        pieces = [*self.pieces, *hidden]
+        ids = self._ids | {character: len(self.pieces) + number for number, character in enumerate(hidden)}
+        order, rank_of = np.unique(-np.array(self.scores, np.float64)[long], return_inverse=True)
+        found = dict(zip(long, rank_of.tolist(), strict=True))
+        by_rank = dict(zip(rank_of.tolist(), long, strict=True))
+        tied = len(order) < len(long)
 
-    def _rank_by_merges(self, merges: Sequence[Pair]) -> None:
+        def find(left: int, right: int) -> int:
+            id = ids.get(pieces[left] + pieces[right])
+            if id is None:
+                return NO_MERGE
+            if tied:
+                ranks.joined[left, right] = id
+            return found[id]
+
+        ranks = PairRanks(find=find)
+        fallback = {ids[text]: [self.byte_ids[byte] for byte in to_utf8(text)] for text in hidden}
+        return Joins(ranks, None if tied else [by_rank[rank] for rank in range(len(order))], ids, fallback)
+
+    def _joins_by_merges(self, merges: Sequence[Pair]) -> Joins:
+        ranks: dict[Pair, int] = {}
+        made: list[int] = []
         for rank, (left, right) in enumerate(merges):
             if not (0 <= left < len(self.pieces) and 0 <= right < len(self.pieces)):
                 raise UserError(
-                    f"merge {rank}: got the ids {left} and {right}, wanted 0..{len(self.pieces) - 1}; {GET_AGAIN}"
+                    f"merge {rank}: got the ids {left} and {right}, expected 0..{len(self.pieces) - 1}; {GET_AGAIN}"
                 )
             joint = self.pieces[left] + self.pieces[right]
-            if joint not in self._ids or (left, right) in self._ranks:
+            if joint not in self._ids or (left, right) in ranks:
                 what = "twice" if joint in self._ids else "which is not a token"
                 raise UserError(
-                    f"merge {rank}: got {joint!r} {what}, wanted a new pair that makes a token; {GET_AGAIN}"
+                    f"merge {rank}: got {joint!r} {what}, expected a new pair that makes a token; {GET_AGAIN}"
                 )
-            self._made.append(self._ids[joint])
-            self._ranks[left, right] = rank
+            made.append(self._ids[joint])
+            ranks[left, right] = rank
+        return Joins(PairRanks(ranks), made, self._ids)
+
+    @cached_property
+    def _find_words(self) -> Callable[[str], list[str]] | None:
+        """The words of a text. If a token has a space after another character, a text cannot be split before the
+        joins."""
+        edge = absent("".join(self._ids))
+        if not self.spaces.split and re.search(f"[^{SPACE}{edge}]{SPACE}", edge.join(self._ids)):
+            return None
+        return re.compile(
+            f"{SPACE}?[^{SPACE}]+|{SPACE}" if self.spaces.split else f"{SPACE}*[^{SPACE}]+|{SPACE}+"
+        ).findall
+
+    @property
+    def merges(self) -> Sequence[Pair] | None:
+        if isinstance(self._merges, SpeltMerges):
+            self._merges = self._merges.by_id()
+        return self._merges
 
     # --- text to ids and back
 
@@ -196,7 +226,21 @@ class SentencePiece(Vocabulary):
         `after` decides whether the text gets a space before it, see `Spaces`. U+DC80..U+DCFF stand for raw bytes; any
         other lone surrogate becomes U+FFFD. U+2581 in the text is a space.
         """
-        text = self.spaces.apply(replace_surrogates(text), after)
+        text = replace_surrogates(text)
+        if not self.user_defined:
+            return self._encode(self.spaces.apply(text, after))
+        if self.prefix_once:
+            text = self.spaces.apply(text, after)
+        ids: list[int] = []
+        for number, part in enumerate(self._split_user_defined(text)):
+            if number % 2:
+                ids.append(self.user_defined[part])
+            else:
+                after = "special" if number else after
+                ids += self._encode(part if self.prefix_once else self.spaces.apply(part, after))
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
         if self._find_words is None:
             return list(self.encode_word(text))
         return list(chain.from_iterable(map(self._words.__getitem__, self._find_words(text))))
@@ -204,14 +248,15 @@ class SentencePiece(Vocabulary):
     def encode_word(self, word: str) -> tuple[int, ...]:
         """The ids of a text without further splitting."""
         ids: list[int] = []
+        ranks, made, of_text, fallback = self._joins
         for character in word:
-            if (id := self._characters.get(character)) is not None:
+            if (id := of_text.get(character)) is not None:
                 ids.append(id)
             else:
                 ids += [self.byte_ids[byte] for byte in to_utf8(character)]
-        ids = apply_merges(ids, self._ranks, self._made)
-        if self._hidden:
-            ids = list(chain.from_iterable(self._fallback.get(id, (id,)) for id in ids))
+        ids = apply_merges(ids, ranks, made)
+        if fallback:
+            ids = list(chain.from_iterable(fallback.get(id, (id,)) for id in ids))
         return tuple(ids)
 
     def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
@@ -244,7 +289,13 @@ class SentencePiece(Vocabulary):
 
     def pairs(self) -> list[Pair] | None:
         """All pairs of tokens that make a token, in the order of joins; None if some character is not a token."""
-        return None if self._hidden else sorted(self._ranks, key=self._ranks.__getitem__)
+        if self.merges is not None:
+            return list(self.merges)
+        if self._joins.fallback:
+            return None
+        cuts = ((piece[:at], piece[at:]) for piece in self._ids for at in range(1, len(piece)))
+        found = [(self._ids[a], self._ids[b]) for a, b in cuts if a in self._ids and b in self._ids]
+        return sorted(found, key=self._joins.ranks.__getitem__)
 
     # --- on disk
 
@@ -255,6 +306,8 @@ class SentencePiece(Vocabulary):
             "specials": self.specials,
             "bos": self.bos,
             "spaces": asdict(self.spaces),
+            **({"user_defined": self.user_defined} if self.user_defined else {}),
+            **({"prefix_once": True} if self.prefix_once else {}),
         }
         if self.merges is not None:
             return content | {"pieces": self.pieces, "merges": [list(pair) for pair in self.merges]}
@@ -266,7 +319,7 @@ class SentencePiece(Vocabulary):
         """The tokenizer in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
 
         check = partial(check_tokenizer, path)
-        check(content.get("version") == VERSION, f"got version {content.get('version')!r}, wanted {VERSION}")
+        check(content.get("version") == VERSION, f"got version {content.get('version')!r}, expected {VERSION}")
         parts: list[Any] = [content.get(key) for key in ("pieces", "merges", "specials", "bos", "spaces")]
         pieces, merges, specials, bos, spaces = parts
         check(isinstance(pieces, list), "pieces is not a list")
@@ -290,9 +343,43 @@ class SentencePiece(Vocabulary):
             f"got {spaces!r:.80} as spaces",
         )
         try:
-            return cls(pieces, specials, bos, scores, merges, Spaces(**spaces))
+            given = content.get("user_defined"), content.get("prefix_once") is True
+            return cls(pieces, specials, bos, scores, merges, Spaces(**spaces), *given)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+
+
+def ids_of_pieces(pieces: Sequence[str], special_ids: set[int]) -> dict[str, int]:
+    """The id of each token but the special ones."""
+    ids = dict(zip(pieces, range(len(pieces)), strict=True))
+    if len(ids) == len(pieces) and not set(map(len, pieces)) - set(range(1, MOST_CHARACTERS + 1)):
+        for id in special_ids:
+            del ids[pieces[id]]
+        return ids
+    ids = {piece: id for id, piece in enumerate(pieces) if id not in special_ids}
+    seen: dict[str, int] = {}
+    for id, piece in enumerate(pieces):
+        if not 0 < len(piece) <= MOST_CHARACTERS:
+            raise UserError(f"token {id}: got {len(piece)} characters, expected 1 to {MOST_CHARACTERS}; {GET_AGAIN}")
+        if id not in special_ids and seen.setdefault(piece, id) != id:
+            raise UserError(f"token {id}: got {piece!r}, which is token {seen[piece]} too; {GET_AGAIN}")
+    return ids
+
+
+def bytes_of_pieces(pieces: Sequence[str]) -> list[bytes]:
+    """The bytes of each token, with a space for U+2581."""
+    edge = absent("".join(pieces))
+    joined = edge.join(pieces)
+    try:
+        data = joined.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        data = to_utf8(joined)
+    return data.replace(SPACE.encode(), b" ").split(edge.encode()) if pieces else []
+
+
+def absent(text: str) -> str:
+    """A character that is not in the text."""
+    return next(character for character in map(chr, range(0xE000, 0x110000)) if character not in text)
 
 
 # --- llama2.c -----------------------------------------------------------------------------------------------
@@ -302,7 +389,7 @@ LLAMA2C_SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2}
 
 def read_llama2c(path: str | Path) -> SentencePiece:
     """The tokenizer.bin of llama2.c: int32 length of the longest token; for each token float32 score, int32 length,
-    bytes. The number of tokens and the special ones are not in it: ids 0, 1, 2 are <unk>, <s>, </s>.
+    bytes. The number of tokens and the special ones are not in it: ids 0, 1, 2 are `<unk>`, `<s>`, `</s>`.
 
     Raises UserError if the file cannot be read, is truncated, or is not such a vocabulary.
     """
@@ -360,57 +447,92 @@ MODEL_PIECES, MODEL_TRAINER, MODEL_NORMALIZER = 1, 2, 3
 PIECE_TEXT, PIECE_SCORE, PIECE_TYPE = 1, 2, 3
 TRAINER_TYPE, TRAINER_SUFFIX, TRAINER_BOS = 3, 24, 41
 NORMALIZER_CHARSMAP, NORMALIZER_PREFIX, NORMALIZER_COLLAPSE, NORMALIZER_ESCAPE = 2, 3, 4, 5
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+KINDS = (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE)
 BPE = 2
 
 
 def read_model(path: str | Path) -> SentencePiece:
     """SentencePiece's own tokenizer.model, of type BPE with byte fallback and no normalisation of characters.
 
-    Raises UserError if the file cannot be read or is damaged, and for what is not supported: another type of model, a
-    normalisation (such as nmt_nfkc, the trainer's default), user-defined tokens.
+    Raises UserError if the file cannot be read or is damaged, and for what is not supported: another type of model, and
+    a normalisation (such as nmt_nfkc, the trainer's default).
     """
 
-    def check(supported: bool, got: str, wanted: str) -> None:
+    def check(supported: bool, got: str, expected: str) -> None:
         if not supported:
-            raise UserError(f"{path}: got {got}, wanted {wanted}; other SentencePiece models cannot be read")
+            raise UserError(f"{path}: got {got}, expected {expected}; other SentencePiece models cannot be read")
 
-    pieces: list[str] = []
-    scores: list[float] = []
-    specials: dict[str, int] = {}
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}
     try:
-        for number, value in protobuf(read_bytes(path, "the tokenizer")):
+        data = read_bytes(path, "the tokenizer")
+        pieces, scores, kinds, end = usual_pieces(data)
+        for number, value in protobuf(data[end:]):
             if number == MODEL_PIECES:
                 piece = dict(protobuf(value))
-                text, kind = piece[PIECE_TEXT].decode(), piece.get(PIECE_TYPE, NORMAL)
-                check(
-                    kind in (NORMAL, UNKNOWN, CONTROL, BYTE),
-                    f"the token {text!r} of type {kind}",
-                    "normal, unknown, control and byte tokens only",
-                )
-                if kind in (UNKNOWN, CONTROL):
-                    specials[text] = len(pieces)
-                pieces.append(text)
+                pieces.append(piece[PIECE_TEXT].decode())
                 scores.append(struct.unpack("<f", piece.get(PIECE_SCORE, bytes(4)))[0])
+                kinds.append(piece.get(PIECE_TYPE, NORMAL))
             elif number in (MODEL_TRAINER, MODEL_NORMALIZER):
                 (trainer if number == MODEL_TRAINER else normalizer).update(protobuf(value))
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a SentencePiece model ({error}); {GET_AGAIN}") from None
+    types = np.array(kinds)
+    if (odd := np.flatnonzero(~np.isin(types, KINDS))).size:
+        check(False, f"the token {pieces[odd[0]]!r} of type {kinds[odd[0]]}", "no unused tokens")
+    specials = {pieces[id]: id for id in np.flatnonzero(np.isin(types, (UNKNOWN, CONTROL))).tolist()}
+    user_defined = {pieces[id]: id for id in np.flatnonzero(types == USER_DEFINED).tolist()}
     check(trainer.get(TRAINER_TYPE, 1) == BPE, f"model type {trainer.get(TRAINER_TYPE, 1)}", "2 (BPE)")
     check(not normalizer.get(NORMALIZER_CHARSMAP), "a normalisation of characters", "the one named identity")
     check(normalizer.get(NORMALIZER_ESCAPE, 1) == 1, "spaces that stay as they are", "spaces as U+2581")
-    check(not trainer.get(TRAINER_SUFFIX), "spaces behind words", "spaces before words")
+    check(not trainer.get(TRAINER_SUFFIX), "spaces after words", "spaces before words")
     spaces = Spaces(
         prefix="always" if normalizer.get(NORMALIZER_PREFIX, 1) else "never",
         collapsed=bool(normalizer.get(NORMALIZER_COLLAPSE, 1)),
     )
     bos = trainer.get(TRAINER_BOS, 1)
     try:
-        return SentencePiece(pieces, specials, bos if bos in specials.values() else None, scores, spaces=spaces)
+        first = bos if bos in specials.values() else None
+        return SentencePiece(pieces, specials, first, scores, None, spaces, user_defined, bool(user_defined))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def usual_pieces(data: bytes) -> tuple[list[str], list[float], list[int], int]:
+    """The pieces that a message begins with: their texts, scores and types, and where they end.
+
+    Of a piece with a text of at most 115 bytes, a score and at most a type, every field has its place, so that all are
+    read at once.
+    """
+    octets = np.frombuffer(data + bytes(300), np.uint8)
+    at = np.flatnonzero((octets[: max(0, len(data) - 11)] == 10) & (octets[2 : max(2, len(data) - 9)] == 10))
+    size, length = octets[at + 1].astype(np.int64), octets[at + 3].astype(np.int64)
+    after = at + 4 + length  # the text
+    typed = size == length + 9
+    usual = (size < 128) & (octets[after] == 21) & (typed & (octets[after + 5] == 24) | (size == length + 7))
+    begins = np.append(at[usual], -1)
+    # Each begins where the last one ends; what only looks like a piece, inside a text or after the pieces, does not.
+    ends = at[usual] + 2 + size[usual]
+    follows = np.concatenate([begins[:1] == 0, ends == begins[1:]])
+    count = int(np.argmin(follows))
+    if not count:
+        return [], [], [], 0
+    begin, after, length = begins[:count], after[usual][:count], length[usual][:count]
+    kinds = np.where(typed[usual][:count], octets[after + 6], NORMAL).tolist()
+    with np.errstate(invalid="ignore"):  # a score that is not a number is refused later
+        scores = np.stack([octets[after + n] for n in range(1, 5)], 1).view("<f4")[:, 0].astype(float).tolist()
+    # The texts, each with a zero after it, in one array: split at these, they need no loop.
+    joined = octets.copy()
+    joined[after] = 0
+    before = np.cumsum(length + 1) - (length + 1)
+    places = np.repeat(begin + 4 - before, length + 1)
+    places += np.arange(len(places))
+    texts = joined[places].tobytes().decode().split("\0")[:-1]
+    if len(texts) != count:  # a text with a zero in it
+        edges = zip((begin + 4).tolist(), after.tolist(), strict=True)
+        texts = [data[a:b].decode() for a, b in edges]
+    return texts, scores, kinds, int(ends[count - 1])
 
 
 def protobuf(data: bytes) -> Iterator[tuple[int, Any]]:

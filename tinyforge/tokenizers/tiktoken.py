@@ -15,11 +15,21 @@ import base64
 import binascii
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_text
-from tinyforge.tokenizers.bpe import Pair, Tokenizer, apply_merges, byte_order_of
-from tinyforge.tokenizers.pieces import GPT2, Pattern, split
+from tinyforge.files import GET_AGAIN, read_text, shown
+from tinyforge.tokenizers.bpe import (
+    NO_MERGE,
+    JointMerges,
+    Pair,
+    PairRanks,
+    Tokenizer,
+    apply_merges,
+    byte_order_of,
+    ids_by_bytes,
+)
+from tinyforge.tokenizers.pieces import GPT2, PATTERNS, Pattern, split
 
 
 def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
@@ -44,10 +54,17 @@ def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
         if parts != [id]:
             raise UserError(
                 f"tiktoken's ranks cannot express this vocabulary: got token {id} {token!r}, whose bytes encode to "
-                f"{parts}, wanted [{id}]; train the tokenizer again"
+                f"{parts}, expected [{id}]; train the tokenizer again"
             )
         lines.append(f"{base64.b64encode(token).decode()} {id}\n")
     return lines
+
+
+class Growing(PairRanks):
+    """Ranks that are still being read: a pair without one may get one."""
+
+    def __missing__(self, pair: Pair) -> int:
+        return NO_MERGE
 
 
 def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Pattern = GPT2) -> Tokenizer:
@@ -70,19 +87,19 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
             token, rank = base64.b64decode(encoded, validate=True), int(rank_text)
         except (ValueError, binascii.Error):
             raise UserError(
-                f"{path} line {number}: got {line[:80]!r}, wanted a token in base64 and its rank; get or "
+                f"{path} line {number}: got {line[:80]!r}, expected a token in base64 and its rank; get or "
                 "make the file again"
             ) from None
         if not token or rank < 0 or rank in tokens or token in lines:
             raise UserError(
-                f"{path} line {number}: got {token!r} with rank {rank}, wanted a token and a rank not "
+                f"{path} line {number}: got {token!r} with rank {rank}, expected a token and a rank not "
                 "given before; get or make the file again"
             )
         tokens[rank], lines[token] = token, number
     gap = next((rank for rank in range(len(tokens)) if rank not in tokens), None)
     if gap is not None or len(tokens) < 256:
         raise UserError(
-            f"{path}: got {len(tokens)} ranks without rank {len(tokens) if gap is None else gap}, wanted all from 0 "
+            f"{path}: got {len(tokens)} ranks without rank {len(tokens) if gap is None else gap}, expected all from 0 "
             "on, at least the 256 bytes; only such a vocabulary can be read"
         )
 
@@ -91,27 +108,73 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
     if (byte_order := byte_order_of(byte_ids)) is None:
         byte, id = next((b, id) for b, id in enumerate(byte_ids) if id is None or id > 255 or id != b)
         raise UserError(
-            f"{path}: got id {id} for the byte {byte:#04x}, wanted ids 0..255 for the 256 bytes, in their own or "
+            f"{path}: got id {id} for the byte {byte:#04x}, expected ids 0..255 for the 256 bytes, in their own or "
             "GPT-2's order; only a vocabulary that starts with them can be read"
         )
-    merged: dict[Pair, int] = {}
+    merged = Growing()
     for rank in range(256, len(tokens)):
         token = tokens[rank]
         parts = apply_merges([ranks[bytes([byte])] for byte in token], merged, range(rank))
         if len(parts) != 2:
             raise UserError(
-                f"{path} line {lines[token]}: got {token!r}, which is {len(parts)} tokens of lower rank, wanted 2; "
+                f"{path} line {lines[token]}: got {token!r}, which is {len(parts)} tokens of lower rank, expected 2; "
                 "get or make the file again"
             )
         # Only ASCII: which other characters are letters depends on the version of Unicode.
         if token.isascii() and _is_cut(token.decode(), pattern):
             raise UserError(
-                f"{path} line {lines[token]}: got {token!r}, which the pattern {pattern.name} splits, wanted the ranks "
+                f"{path} line {lines[token]}: got {token!r}, which the pattern {pattern.name} "
+                f"splits, expected the ranks "
                 "of a vocabulary with that pattern; give the pattern that it was made with"
             )
         merged[parts[0], parts[1]] = rank
     try:
         return Tokenizer(merged, specials, byte_order, pattern)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+TEKKEN_SPECIALS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+"""The first special tokens of Mistral's tekken.json before it listed them."""
+
+
+def read_tekken(content: dict[str, Any], path: str | Path) -> Tokenizer:
+    """The tokenizer of a tekken.json, Mistral's format: ranks as tiktoken's, after ids for special tokens.
+
+    Raises UserError, naming `path`, if it is damaged or has another pattern.
+    """
+
+    def check(sound: bool, cause: str) -> None:
+        if not sound:
+            raise UserError(f"{path} is not a tekken.json that can be read: {cause}; {GET_AGAIN}")
+
+    config, vocab = content.get("config"), content.get("vocab")
+    check(isinstance(config, dict) and isinstance(vocab, list), "it lacks config or vocab")
+    assert isinstance(config, dict) and isinstance(vocab, list)
+    size: Any = config.get("default_vocab_size")
+    count: Any = config.get("default_num_special_tokens")
+    check(type(size) is int and type(count) is int and 0 < count < size <= count + len(vocab), f"got {size} ids")
+    pattern = next((known for known in PATTERNS.values() if known.published == config.get("pattern")), None)
+    if pattern is None:
+        raise UserError(f"{path}: got the pattern {shown(config.get('pattern'))}; known: {', '.join(PATTERNS)}")
+    listed = content.get("special_tokens")
+    try:
+        given = {item["rank"]: item["token_str"] for item in listed} if listed else dict(enumerate(TEKKEN_SPECIALS))
+        ranks = [item["rank"] for item in vocab[: size - count]]
+        tokens = [binascii.a2b_base64(item["token_bytes"]) for item in vocab[: size - count]]
+    except (KeyError, TypeError, binascii.Error) as error:
+        raise UserError(f"{path} is damaged ({error!r}); {GET_AGAIN}") from None
+    check(ranks == list(range(size - count)) and b"" not in tokens, "its ranks do not follow each other")
+    specials = {str(given.get(id, f"<SPECIAL_{id}>")): id for id in range(count)}
+    check(len(specials) == count, "two special tokens have one name")
+    every = [*([b""] * count), *tokens]
+    try:
+        merges = JointMerges(every, ids_by_bytes(every, set()))
+        return Tokenizer(merges, specials, pattern=pattern, tokens=every, bos=specials.get("<s>"), ignore_merges=True)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 

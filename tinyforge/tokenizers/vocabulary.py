@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -16,6 +19,7 @@ from tinyforge.files import GET_AGAIN, write_whole, writing
 from tinyforge.tokenizers.pieces import to_utf8
 
 MOST_VOCABULARY_BYTES = 1 << 26  # all tokens together; real vocabularies have a few million
+MOST_NESTED = 50  # groups in a regular expression
 
 ENDS = ("<|endoftext|>", "</s>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>")
 """Special tokens that end a text or a reply, as published models call them."""
@@ -28,16 +32,18 @@ After = Literal["start", "special", "text"]
 class TextTokenizer(Protocol):
     """A tokenizer of any kind, as training, chat, evaluation and checkpoints use it.
 
-    `specials` maps the text of each special token to its id; `bos` is the id that every text begins with, or None;
-    `byte_lengths[id]` is the number of bytes of a token's text, 0 for a special token; `id_dtype` is the smallest of
-    uint16 and uint32 that holds all ids.
+    `specials` maps the text of each special token to its id, `user_defined` that of each token which its text becomes
+    before all else; `bos` is the id that every text begins with, or None; `byte_lengths[id]` is the number of bytes of
+    a token's text, 0 for a special token; `id_dtype` is the smallest of uint16 and uint32 that holds all ids.
     """
 
     specials: dict[str, int]
+    user_defined: dict[str, int]
     bos: int | None
-    byte_lengths: npt.NDArray[np.int64]
     id_dtype: np.dtype[Any]
 
+    @property
+    def byte_lengths(self) -> npt.NDArray[np.int64]: ...
     @property
     def vocab_size(self) -> int: ...
     def reserve(self, ids: int) -> None: ...
@@ -55,18 +61,74 @@ def start_ids(tokenizer: TextTokenizer) -> list[int]:
     return [] if tokenizer.bos is None else [tokenizer.bos]
 
 
+def id_of(tokenizer: TextTokenizer, text: object) -> int | None:
+    """The id of a special or user-defined token. Published vocabularies have the ends of replies as either."""
+    return tokenizer.specials.get(text, tokenizer.user_defined.get(text)) if isinstance(text, str) else None
+
+
 class Vocabulary:
     """The tokens of a tokenizer: their bytes by id, the special ones, and the file format."""
 
-    def __init__(self, tokens: Sequence[bytes], specials: dict[str, int], bos: int | None = None) -> None:
-        """`tokens[id]` are the bytes of a token; those of a special token are the UTF-8 of its text."""
+    def __init__(
+        self,
+        tokens: Sequence[bytes] | Callable[[], Sequence[bytes]],
+        specials: dict[str, int],
+        bos: int | None = None,
+        user_defined: dict[str, int] | None = None,
+        size: int = 0,
+    ) -> None:
+        """`tokens[id]` are the bytes of a token; those of a special token are the UTF-8 of its text. A function makes
+        `size` of them when the first are asked for: text is encoded without them.
+
+        user_defined: tokens by text that are split off before all else, the longest of those that begin first. Unlike a
+        special token's, their text in a text becomes their id.
+        """
         self.specials = specials
         self.bos = bos
-        # A dict, not a list: a negative id must be an error, not an index from the end.
-        self._vocab = dict(enumerate(tokens)) | {id: to_utf8(text) for text, id in specials.items()}
-        self.byte_lengths: npt.NDArray[np.int64] = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        self.byte_lengths[list(specials.values())] = 0
-        self.id_dtype = np.dtype(np.uint16 if len(self._vocab) <= 1 << 16 else np.uint32)
+        self.user_defined = user_defined or {}
+        self._tokens = tokens
+        self._size = size if callable(tokens) else len(tokens)
+        self.id_dtype = np.dtype(np.uint16 if self._size <= 1 << 16 else np.uint32)
+
+    @cached_property
+    def _vocab(self) -> dict[int, bytes]:
+        """A dict, not a list: a negative id must be an error, not an index from the end."""
+        found = dict(enumerate(self._tokens() if callable(self._tokens) else self._tokens))
+        found.update((id, to_utf8(text)) for text, id in self.specials.items())
+        return found
+
+    @cached_property
+    def byte_lengths(self) -> npt.NDArray[np.int64]:
+        found = np.fromiter(map(len, self._vocab.values()), np.int64, self._size)
+        found[list(self.specials.values())] = 0
+        return found
+
+    @cached_property
+    def _split_user_defined(self) -> Callable[[str], list[str]]:
+        """A text as other text and user-defined tokens in turn, the former first and last."""
+        return re.compile(f"({any_of(self.user_defined)})").split
+
+    def _between_user_defined(
+        self, encode: Callable[[Iterable[str]], Iterator[npt.NDArray[Any]]], texts: Iterable[str]
+    ) -> Iterator[npt.NDArray[Any]]:
+        """The ids of texts, where `encode` has no user-defined tokens."""
+        layouts: deque[list[str]] = deque()
+
+        def others() -> Iterator[str]:
+            for text in texts:
+                parts = self._split_user_defined(text)
+                layouts.append(parts[1::2])
+                yield from parts[::2]
+
+        found: list[Any] = []
+        for ids in encode(others()):
+            found.append(ids)
+            if len(layouts[0]) * 2 < len(found):
+                layouts.popleft()
+                yield np.concatenate(found).astype(self.id_dtype, copy=False)
+                found = []
+            else:
+                found.append([self.user_defined[layouts[0][len(found) // 2]]])
 
     def reserve(self, ids: int) -> None:
         """Accept `ids` ids, as published models often have a few beyond the vocabulary: those have no text."""
@@ -75,7 +137,7 @@ class Vocabulary:
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
-        return len(self._vocab)
+        return self._size
 
     def decode(self, ids: Iterable[int], after: After = "start") -> str:
         """Text of `ids`; bytes that are not UTF-8, such as half a character, become U+FFFD."""
@@ -96,7 +158,7 @@ class Vocabulary:
             if self.vocab_size <= id < len(self.byte_lengths):
                 return b""
             raise UserError(
-                f"token id {id} is not in the vocabulary: wanted 0..{self.vocab_size - 1}; "
+                f"token id {id} is not in the vocabulary: expected 0..{self.vocab_size - 1}; "
                 "use the tokenizer that the ids were made with"
             ) from None
 
@@ -142,6 +204,42 @@ def fault_in_specials(content: dict[str, Any], tokens: int) -> str:
     specials, bos = content.get("specials"), content.get("bos")
     if not isinstance(specials, dict) or not all(type(id) is int and 0 <= id < tokens for id in specials.values()):
         return "specials does not map texts to ids of tokens"
+    added = content.get("user_defined", {})
+    if not isinstance(added, dict) or not all(t and type(id) is int and 0 <= id < tokens for t, id in added.items()):
+        return "user_defined does not map texts to ids of tokens"
     if bos is not None and (type(bos) is not int or bos not in specials.values()):
         return f"bos {bos!r:.40} is not the id of a special token"
     return ""
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """A regular expression that matches the longest of the texts at a place. They share their beginnings in it, so
+    that thousands of texts cost what their letters do."""
+    tree: dict[str, Any] = {}
+    for text in texts:
+        at = tree
+        for character in text:
+            at = at.setdefault(character, {})
+        at[""] = {}
+
+    def written(tree: dict[str, Any], depth: int = 0) -> str:
+        straight = ""
+        while len(tree) == 1 and "" not in tree:
+            ((character, tree),) = tree.items()
+            straight += re.escape(character)
+        if depth == MOST_NESTED:  # as deep as groups may be; below, the longest text first
+            return f"{straight}(?:{'|'.join(map(re.escape, sorted(_texts(tree), key=len, reverse=True)))})"
+        branches = [re.escape(character) + written(rest, depth + 1) for character, rest in tree.items() if character]
+        return straight + (f"(?:{'|'.join(branches)}){'?' * ('' in tree)}" if branches else "")
+
+    return written(tree)
+
+
+def _texts(tree: dict[str, Any]) -> list[str]:
+    """The texts of a tree of `any_of`."""
+    found, left = [], [("", tree)]
+    while left:
+        text, tree = left.pop()
+        found += [text] * ("" in tree)
+        left += [(text + character, rest) for character, rest in tree.items() if character]
+    return found

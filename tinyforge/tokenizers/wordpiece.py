@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, read_text
-from tinyforge.tokenizers.bpe import apply_merges, learn_merges
+from tinyforge.files import MORE_DIGITS, read_json, read_text
+from tinyforge.tokenizers.bpe import PairRanks, apply_merges, learn_merges
 from tinyforge.tokenizers.pieces import to_utf8
 from tinyforge.tokenizers.vocabulary import After, Vocabulary, are_texts
 
@@ -102,7 +102,7 @@ class WordPiece(Vocabulary):
         missing = [special for special in SPECIALS if special not in ids]
         if missing or len(ids) != len(self.tokens):
             fault = f"lacks {missing[0]}" if missing else "has a token twice"
-            raise UserError(f"the vocabulary {fault}; wanted BERT's, with {', '.join(SPECIALS)} and every token once")
+            raise UserError(f"the vocabulary {fault}; expected BERT's, with {', '.join(SPECIALS)} and every token once")
         super().__init__([to_utf8(token) for token in self.tokens], {special: ids[special] for special in SPECIALS})
         self._starts = {token: id for token, id in ids.items() if token not in SPECIALS}
         self._known: dict[str, list[int]] = {}
@@ -170,11 +170,11 @@ class WordPiece(Vocabulary):
         alphabet = sorted(char for char, count in characters.items() if count >= RARE) or sorted(characters)
         if len(SPECIALS) + len(alphabet) > vocab_size:
             raise UserError(
-                f"vocabulary too small for the characters: got vocab_size {vocab_size}, wanted at least "
+                f"vocabulary too small for the characters: got vocab_size {vocab_size}, expected at least "
                 f"{len(SPECIALS) + len(alphabet)}; raise vocab_size"
             )
         merges = learn_merges(words, vocab_size, progress)
-        ranks = {pair: rank for rank, pair in enumerate(merges)}
+        ranks = PairRanks({pair: rank for rank, pair in enumerate(merges)})
         spelt = [bytes([byte]) for byte in range(256)]
         for left, right in merges:
             spelt.append(spelt[left] + spelt[right])
@@ -220,29 +220,30 @@ def _named(path: Path, tokens: Any, lower: Any) -> WordPiece:
 
 
 def read_vocab(path: Path) -> WordPiece:
-    """BERT's vocab.txt, one token per line; tokenizer_config.json beside it says whether it is lower case."""
+    """BERT's vocab.txt, one token per line; tokenizer_config.json next to it says whether it is lower case."""
     tokens = read_text(path, "the vocabulary").split("\n")
     settings = path.parent / "tokenizer_config.json"
-    lower = read_json(settings, "the tokenizer's config").get("do_lower_case", True) if settings.is_file() else True
-    return _named(path, [t.rstrip("\r") for t in tokens[: -1 if not tokens[-1] else None]], bool(lower))
+    given = read_json(settings, "the tokenizer's config", digits=MORE_DIGITS) if settings.is_file() else {}
+    lower = bool(given.get("do_lower_case", True))
+    return _named(path, [t.rstrip("\r") for t in tokens[: -1 if not tokens[-1] else None]], lower)
 
 
 def from_huggingface(content: dict[str, Any]) -> WordPiece:
     """From a tokenizer.json with a WordPiece model. UserError for one that splits text differently."""
     model, normal = content["model"], content.get("normalizer") or {}
     vocab = model.get("vocab")
-    wanted = {"unk_token": UNK, "continuing_subword_prefix": PREFIX, "max_input_chars_per_word": LONGEST}
-    for key, value in wanted.items():
+    expected = {"unk_token": UNK, "continuing_subword_prefix": PREFIX, "max_input_chars_per_word": LONGEST}
+    for key, value in expected.items():
         if model.get(key, value) != value:
-            raise UserError(f"got model.{key} {model[key]!r}, wanted {value!r}; no other WordPiece can be read")
+            raise UserError(f"got model.{key} {model[key]!r}, expected {value!r}; no other WordPiece can be read")
     if not isinstance(normal, dict) or normal.get("type") != "BertNormalizer":
-        raise UserError(f"got normalizer {str(normal)[:60]}, wanted a BertNormalizer; no other WordPiece can be read")
+        raise UserError(f"got normalizer {str(normal)[:60]}, expected a BertNormalizer; no other WordPiece can be read")
     lower = normal.get("lowercase") is True
     accents = normal.get("strip_accents")
     if not (normal.get("clean_text") and normal.get("handle_chinese_chars")) or accents not in (None, lower):
         raise UserError("got a BertNormalizer whose clean_text, handle_chinese_chars or strip_accents is not BERT's")
     if not isinstance(cut := content.get("pre_tokenizer"), dict) or cut.get("type") != "BertPreTokenizer":
-        raise UserError("wanted a BertPreTokenizer; no other WordPiece can be read")
+        raise UserError("expected a BertPreTokenizer; no other WordPiece can be read")
     if not isinstance(vocab, dict) or sorted(vocab.values(), key=str) != sorted(range(len(vocab)), key=str):
         raise UserError("got a vocab whose ids are not 0 and up; the file is damaged, get it again")
     return WordPiece(sorted(vocab, key=vocab.__getitem__), lower)

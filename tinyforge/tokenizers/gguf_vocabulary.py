@@ -3,9 +3,10 @@
     metadata = to_gguf(tokenizer, ids=model.config.vocab)
     tokenizer = from_gguf(metadata, path)
 
-Supported are two of llama.cpp's kinds: "gpt2", byte-level BPE by merges, and "llama", SentencePiece by scores. A
-byte-level vocabulary is that of a tokenizer.json under other names, and goes through `tinyforge.tokenizers.huggingface`. The
-pattern that splits text is named by `tokenizer.ggml.pre`; llama.cpp has the patterns in its code.
+Supported are three of llama.cpp's kinds: "gpt2", byte-level BPE by merges, "llama", SentencePiece by scores, and
+"none", a model that takes ids. A byte-level vocabulary is that of a tokenizer.json under other names, and goes through
+`tokenizers.huggingface`. The pattern that splits text is named by `tokenizer.ggml.pre`; llama.cpp has the patterns in
+its code.
 
 Text that spells a special token becomes its id in llama.cpp if the caller asks for it (`parse_special`), never here.
 
@@ -23,8 +24,9 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.files import GET_AGAIN
-from tinyforge.tokenizers.bpe import ByteLevelBPE
-from tinyforge.tokenizers.huggingface import BYTE_LEVEL, MARK, cut_by, read_huggingface, to_huggingface
+from tinyforge.tokenizers.bpe import Tokenizer
+from tinyforge.tokenizers.huggingface import BYTE_LEVEL, cut_by, read_huggingface, to_huggingface
+from tinyforge.tokenizers.ids import Ids
 from tinyforge.tokenizers.pieces import PATTERNS
 from tinyforge.tokenizers.sentencepiece import SentencePiece, Spaces
 from tinyforge.tokenizers.vocabulary import TextTokenizer
@@ -32,14 +34,21 @@ from tinyforge.tokenizers.vocabulary import TextTokenizer
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 
-PRE = {
-    "gpt-2": ("gpt2", False),
-    "llama-bpe": ("llama3", True),
-    "smaug-bpe": ("llama3", False),
-    "qwen2": ("qwen2", False),
-    "smollm": ("digits", False),
-}
+_NAMES = (
+    ("gpt2", False, ("gpt-2", "phi-2", "mpt", "olmo")),
+    ("llama3", True, ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")),
+    ("llama3", False, ("smaug-bpe", "dbrx")),
+    ("qwen2", False, ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez")),
+    ("digits", False, ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")),
+    ("tekken", True, ("tekken",)),
+    ("o200k", False, ("gpt-4o", "llama4")),
+    ("deepseek", False, ("deepseek-v3",)),
+)
+PRE = {name: (pattern, whole) for pattern, whole, names in _NAMES for name in names}
 """llama.cpp's name, to our pattern and whether a piece that is a token stays whole."""
+
+NONE = ("none", "no_vocab")  # as the package gguf writes it, and as llama.cpp calls it
+_KINDS = {"Foreign": "tokenizer that only the package tokenizers reads"}
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -51,6 +60,8 @@ def to_gguf(tokenizer: TextTokenizer, ids: int) -> dict[str, Any]:
     Raises UserError for a tokenizer that llama.cpp cannot represent: of characters, with an unknown pattern or
     treatment of spaces, or with merges that no scores can express.
     """
+    if isinstance(tokenizer, Ids):
+        return {PREFIX + "model": NONE[0]}
     found = _scored(tokenizer) if isinstance(tokenizer, SentencePiece) else _byte_level(tokenizer)
     missing = range(tokenizer.vocab_size, ids)
     found["tokens"] += [f"[PAD{id}]" for id in missing]
@@ -67,7 +78,7 @@ def lost_in_gguf(tokenizer: TextTokenizer) -> str:
     """What llama.cpp does differently with this tokenizer: a few words, or ""."""
     if isinstance(tokenizer, SentencePiece) and _plain(tokenizer.spaces) != tokenizer.spaces:
         return "every text gets a space before it, even where this tokenizer adds none, and tokens may cross spaces"
-    if isinstance(tokenizer, ByteLevelBPE) and tokenizer.merging.nfc:
+    if isinstance(tokenizer, Tokenizer) and tokenizer.merging.nfc:
         return "text is not normalised to Unicode's form C"
     return ""
 
@@ -78,8 +89,12 @@ def _plain(spaces: Spaces) -> Spaces:
 
 
 def _byte_level(tokenizer: TextTokenizer) -> dict[str, Any]:
-    content = to_huggingface(tokenizer, recognise_specials=True)  # refuses what is not BPE
-    assert isinstance(tokenizer, ByteLevelBPE)
+    if not isinstance(tokenizer, Tokenizer):
+        kind = type(tokenizer).__name__
+        raise UserError(
+            f"a .gguf file cannot hold a {_KINDS.get(kind, kind)}, expected a BPE tokenizer; use --format hf"
+        )
+    content = to_huggingface(tokenizer, recognise_specials=True)
     merging = tokenizer.merging
     cut = merging.pattern.name, bool(merging.whole)
     pre = next((name for name, known in PRE.items() if known == cut), None)
@@ -90,9 +105,12 @@ def _byte_level(tokenizer: TextTokenizer) -> dict[str, Any]:
             f"{'kept' if cut[1] else 'merged'}; use --format hf"
         )
     texts = {id: text for text, id in content["model"]["vocab"].items()}
-    specials = {entry["id"]: entry["content"] for entry in content["added_tokens"]}
-    tokens = [specials.get(id) or texts[id] for id in range(tokenizer.vocab_size)]
-    types = [CONTROL if id in specials else NORMAL for id in range(tokenizer.vocab_size)]
+    added = {entry["id"]: entry for entry in content["added_tokens"]}
+    tokens = [
+        added[id]["content"] if id in added else texts.get(id, f"[PAD{id}]") for id in range(tokenizer.vocab_size)
+    ]
+    kinds = {id: CONTROL if entry["special"] else USER_DEFINED for id, entry in added.items()}
+    types = [kinds.get(id, NORMAL if id in texts else UNUSED) for id in range(tokenizer.vocab_size)]
     return {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": merges}
 
 
@@ -105,6 +123,8 @@ def _scored(tokenizer: SentencePiece) -> dict[str, Any]:
         types[id] = BYTE
     for text, id in tokenizer.specials.items():
         types[id] = UNKNOWN if text == "<unk>" else CONTROL
+    for id in tokenizer.user_defined.values():
+        types[id] = USER_DEFINED
     found = {
         "model": "llama",
         "tokens": list(tokenizer.pieces),
@@ -134,8 +154,11 @@ def _scores_of(tokenizer: SentencePiece) -> list[float]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def from_gguf(metadata: Mapping[str, Any], path: Path) -> TextTokenizer:
-    """The tokenizer in a file's metadata. UserError, naming `path`, if it is damaged or not supported."""
+def from_gguf(metadata: Mapping[str, Any], path: Path, ids: int = 0) -> TextTokenizer:
+    """The tokenizer in a file's metadata. ids: those of the model, for a file without a tokenizer. UserError, naming
+    `path`, if it is damaged or not supported."""
+    if metadata.get(PREFIX + "model") in NONE:
+        return Ids(ids)
     try:
         return _Reader(metadata).read(path)
     except UserError as error:
@@ -150,19 +173,17 @@ class _Reader:
         while types and types[-1] == UNUSED:
             types.pop()
         self.tokens, self.types = tokens[: len(types)], types
-        for id, (text, kind) in enumerate(zip(self.tokens, types, strict=True)):
-            known = kind in (NORMAL, UNKNOWN, CONTROL, BYTE) or (kind == USER_DEFINED and MARK.fullmatch(text))
-            if not known:
-                raise UserError(
-                    f"token {id} {text!r:.80} is of type {kind}; supported are normal, unknown, control, "
-                    "byte tokens, and marks such as <tool>"
-                )
-        special = (UNKNOWN, CONTROL, USER_DEFINED)
-        self.specials = {text: id for id, text in enumerate(self.tokens) if types[id] in special}
-        # By default a text begins with bos in SentencePiece models, and not in byte-level ones.
+        wrong = next((id for id, kind in enumerate(types) if not NORMAL <= kind <= BYTE), None)
+        if wrong is not None:
+            raise UserError(f"token {wrong} {self.tokens[wrong]!r:.80} is of type {types[wrong]}; {GET_AGAIN}")
+        self.specials = {text: id for id, text in enumerate(self.tokens) if types[id] in (UNKNOWN, CONTROL)}
+        self.user_defined = {text: id for id, text in enumerate(self.tokens) if types[id] == USER_DEFINED}
+        # By default a text begins with bos in SentencePiece models, and in the byte-level ones of Llama 3 and tekken,
+        # those whose pieces stay whole.
         self.kind = self.one("model", str, "")
+        begins = PRE.get(self.one("pre", str, ""), ("", False))[1] and f"{PREFIX}bos_token_id" in metadata
         bos = self.one("bos_token_id", int, 1)
-        says = self.one("add_bos_token", bool, self.kind == "llama")
+        says = self.one("add_bos_token", bool, self.kind == "llama" or begins)
         if says and bos not in self.specials.values():
             raise UserError(f"its bos_token_id is {bos}, which is not a special token; {GET_AGAIN}")
         self.bos = bos if says else None
@@ -171,12 +192,11 @@ class _Reader:
         if self.kind == "llama":
             prefix = self.one("add_space_prefix", bool, True)
             scores = [float(score) for score in self.numbers("scores", len(self.tokens))]
-            return SentencePiece(
-                self.tokens, self.specials, self.bos, scores, spaces=Spaces(prefix="always" if prefix else "never")
-            )
+            spaces = Spaces(prefix="always" if prefix else "never")
+            return SentencePiece(self.tokens, self.specials, self.bos, scores, None, spaces, self.user_defined)
         if self.kind == "gpt2":
             return read_huggingface(self.content(), path)
-        raise UserError(f"its tokenizer is of kind {self.kind!r:.40}; supported: 'gpt2', 'llama'")
+        raise UserError(f"its tokenizer is of kind {self.kind!r:.40}; supported: 'gpt2', 'llama', 'none'")
 
     def content(self) -> dict[str, Any]:
         """The same as the content of a tokenizer.json."""
@@ -184,26 +204,24 @@ class _Reader:
         if pre not in PRE:
             raise UserError(f"{PREFIX}pre is {pre!r:.80}; supported: {', '.join(PRE)}")
         pattern, whole = PRE[pre]
-        special = set(self.specials.values())
+        special = {*self.specials.values(), *self.user_defined.values()}
+        texts = {text: id for id, text in enumerate(self.tokens) if id not in special and self.types[id] != UNUSED}
+        added = [(text, id, True) for text, id in self.specials.items()]
+        added += [(text, id, False) for text, id in self.user_defined.items()]
         bos = [{"SpecialToken": {"id": self.tokens[self.bos]}}] if self.bos is not None else []
         return {
-            "added_tokens": [{"id": id, "content": text, "special": True} for text, id in self.specials.items()],
+            "added_tokens": [{"id": id, "content": text, "special": special} for text, id, special in added],
             "pre_tokenizer": cut_by(PATTERNS[pattern]),
             "post_processor": {"type": "TemplateProcessing", "single": [*bos, {"Sequence": {"id": "A"}}]},
             "decoder": BYTE_LEVEL,
-            "model": {
-                "type": "BPE",
-                "ignore_merges": whole,
-                "merges": self.texts("merges"),
-                "vocab": {text: id for id, text in enumerate(self.tokens) if id not in special},
-            },
+            "model": {"type": "BPE", "ignore_merges": whole, "merges": self.texts("merges"), "vocab": texts},
         }
 
     def one(self, key: str, kind: type, default: Any) -> Any:
         """The value of that name, or the default."""
         found = self.metadata.get(PREFIX + key, default)
         if type(found) is not kind:
-            raise UserError(f"its {PREFIX}{key} is {found!r:.40}, wanted {kind.__name__}; {GET_AGAIN}")
+            raise UserError(f"its {PREFIX}{key} is {found!r:.40}, expected {kind.__name__}; {GET_AGAIN}")
         return found
 
     def texts(self, key: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tokenizers as GGUF's metadata, there and back; tests/formats/test_gguf.py asks llama.cpp itself."""
+"""Tokenizers as GGUF's metadata, there and back; tests/formats/test_gguf_model.py asks llama.cpp itself."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tokenizers.test_huggingface import LLAMA, METASPACE, byte_level, llama_model, strings
+from tests.tokenizers.test_huggingface import FALLBACK, LLAMA, METASPACE, STRIP, byte_level, llama_model, strings
 from tests.tokenizers.test_sentencepiece import SPECIALS, tiny, train
 from tinyforge.errors import UserError
 from tinyforge.tokenizers import CharTokenizer, SentencePiece, TextTokenizer, Tokenizer, load_tokenizer
-from tinyforge.tokenizers.gguf import PRE, from_gguf, lost_in_gguf, to_gguf
-from tinyforge.tokenizers.huggingface import ImportedBPE, read_huggingface
+from tinyforge.tokenizers.gguf_vocabulary import PRE, from_gguf, lost_in_gguf, to_gguf
+from tinyforge.tokenizers.huggingface import read_huggingface
 from tinyforge.tokenizers.pieces import PATTERNS
 from tinyforge.tokenizers.sentencepiece import BYTES, SPACE, Spaces, read_model
 
@@ -40,7 +40,7 @@ def test_byte_level_tokenizers_come_back(kind: str, tmp_path: Path) -> None:
     byte_level(kind).save(str(tmp_path / "tokenizer.json"))
     ours = load_tokenizer(tmp_path / "tokenizer.json")
     metadata = to_gguf(ours, ours.vocab_size)
-    assert PRE[metadata["tokenizer.ggml.pre"]] == (kind, kind == "llama3")
+    assert PRE[metadata["tokenizer.ggml.pre"]] == (kind, kind in ("llama3", "tekken"))
     back = from_gguf(as_read(metadata), FILE)
     assert back.specials == ours.specials and back.bos == ours.bos
     nfc = kind == "qwen2"
@@ -49,21 +49,31 @@ def test_byte_level_tokenizers_come_back(kind: str, tmp_path: Path) -> None:
         assert back.hash() == ours.hash()
     for text in ["Zoë's 12 \u00e9 dogs", "x=1;\r\n\tb++", " WE'LL  "]:
         assert back.encode(text) == ours.encode(text)
-    assert not isinstance(back, ImportedBPE) or back.merging.nfc is False
+    assert not isinstance(back, Tokenizer) or back.merging.nfc is False
 
 
 def test_pieces_that_are_tokens_stay_whole_where_the_model_wants_it(tmp_path: Path) -> None:
     byte_level("llama3").save(str(tmp_path / "tokenizer.json"))
     whole = load_tokenizer(tmp_path / "tokenizer.json")
-    assert isinstance(whole, ImportedBPE) and whole.ignore_merges
+    assert isinstance(whole, Tokenizer) and whole.byte_order is None and whole.merging.whole
     tokens = [whole.token_bytes(id) for id in range(whole.vocab_size)]
-    merged = ImportedBPE(tokens, whole.merges, whole.specials, 900, PATTERNS["llama3"])
+    merged = Tokenizer(whole.merges, whole.specials, pattern=PATTERNS["llama3"], tokens=tokens, bos=900)
     names = [to_gguf(tokenizer, 902)["tokenizer.ggml.pre"] for tokenizer in (merged, whole)]
     assert names == ["smaug-bpe", "llama-bpe"]
     assert again(whole).hash() == whole.hash() and again(merged).hash() == merged.hash()
-    gpt2 = ImportedBPE(tokens, merged.merges, merged.specials, None, PATTERNS["gpt2"], ignore_merges=True)
+    gpt2 = Tokenizer(merged.merges, merged.specials, tokens=tokens, ignore_merges=True)
     with pytest.raises(UserError, match="no tokenizer with 644 merges, the pattern gpt2 and whole pieces kept"):
         to_gguf(gpt2, 902)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "tekken", "qwen2"])
+def test_a_text_begins_as_in_llama_cpp_where_the_file_does_not_say(kind: str, tmp_path: Path) -> None:
+    byte_level(kind).save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path / "tokenizer.json")
+    metadata = as_read(to_gguf(ours, ours.vocab_size)) | {"tokenizer.ggml.bos_token_id": 900}
+    del metadata["tokenizer.ggml.add_bos_token"]
+    assert from_gguf(metadata, FILE).bos == (None if kind == "qwen2" else 900)
+    assert from_gguf(metadata | {"tokenizer.ggml.add_bos_token": False}, FILE).bos is None
 
 
 def test_scores_come_back(tmp_path: Path) -> None:
@@ -82,7 +92,7 @@ def test_scores_come_back(tmp_path: Path) -> None:
 )
 def test_merges_become_scores_that_encode_alike(normalizer: Any, cut: Any, lost: bool) -> None:
     content = {**llama_model(), "normalizer": normalizer, "pre_tokenizer": cut}
-    content["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}]}
+    content["decoder"] = {"type": "Sequence", "decoders": [*FALLBACK, STRIP]}
     ours = read_huggingface(content, FILE)
     assert isinstance(ours, SentencePiece) and ours.scores is None
     merges = ours.pairs()
@@ -123,22 +133,21 @@ SCORED = as_read(to_gguf(tiny(["a", "b", "ab"]), 262))
     ("change", "message"),
     [
         ({"model": "bert"}, "its tokenizer is of kind 'bert'; supported: 'gpt2', 'llama'"),
-        ({"model": ["gpt2", "llama"]}, r"its tokenizer.ggml.model is \['gpt2', 'llama'\], wanted str"),
-        ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre is 'deepseek-llm'; supported: gpt-2, llama-bpe, smaug-bpe"),
-        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\], wanted str"),
+        ({"model": ["gpt2", "llama"]}, r"its tokenizer.ggml.model is \['gpt2', 'llama'\], expected str"),
+        ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre is 'deepseek-llm'; supported: gpt-2, phi-2, mpt"),
+        ({"pre": ["gpt-2"]}, r"tokenizer.ggml.pre is \['gpt-2'\], expected str"),
         ({"tokens": None}, "its tokenizer.ggml.tokens is not a list of texts"),
         ({"tokens": np.arange(259)}, "its tokenizer.ggml.tokens is not a list of texts"),
         ({"tokens": ["a"] * 259}, "model.gguf: "),
         ({"merges": None}, "its tokenizer.ggml.merges is not a list of texts"),
-        ({"merges": ["h i x"]}, "merge 0: got 'h i x', wanted two tokens"),
+        ({"merges": ["h i x"]}, "merge 0: got 'h i x', expected two tokens"),
         ({"token_type": np.ones(7, np.int32)}, "its tokenizer.ggml.token_type is not an array of 259 numbers"),
         ({"token_type": "all"}, "its tokenizer.ggml.token_type is not an array of 259 numbers"),
-        ({"token_type": np.array([5] + [1] * 258)}, "token 0 '.*' is of type 5; supported are normal"),
-        ({"token_type": np.array([4] + [1] * 258)}, "token 0 '.*' is of type 4"),
+        ({"token_type": np.array([0] + [1] * 258)}, "token 0 '.*' is of type 0"),
         ({"token_type": np.array([77] + [1] * 258)}, "token 0 '.*' is of type 77"),
         ({"add_bos_token": True, "bos_token_id": 3}, "its bos_token_id is 3, which is not a special token"),
-        ({"bos_token_id": np.arange(2)}, r"its tokenizer.ggml.bos_token_id is array\(\[0, 1\]\), wanted int"),
-        ({"add_bos_token": np.arange(2)}, "its tokenizer.ggml.add_bos_token is array.*, wanted bool"),
+        ({"bos_token_id": np.arange(2)}, r"its tokenizer.ggml.bos_token_id is array\(\[0, 1\]\), expected int"),
+        ({"add_bos_token": np.arange(2)}, "its tokenizer.ggml.add_bos_token is array.*, expected bool"),
     ],
 )
 def test_faulty_metadata_is_one_line(change: dict[str, Any], message: str) -> None:

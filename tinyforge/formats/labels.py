@@ -1,4 +1,4 @@
-"""The names of an image model's classes, in the place of a tokenizer."""
+"""The names of an image model's classes: its checkpoints and exports hold them where other models have a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinyforge.errors import UserError
+from tinyforge.files import read_json
 from tinyforge.tokenizers.vocabulary import After, Vocabulary, are_texts
 
 FORMAT, VERSION = "tinyforge-labels", 1
@@ -33,9 +34,10 @@ class Labels(Vocabulary):
         return {"format": FORMAT, "version": VERSION, "labels": list(self.names)}
 
     @classmethod
-    def from_content(cls, content: dict[str, Any], path: Path) -> Labels:
-        """The labels in a file that `save` wrote, as JSON read it. Raises UserError, naming `path`."""
+    def load(cls, path: Path) -> Labels:
+        """The labels in a file that `save` wrote. Raises UserError, naming `path`."""
+        content = read_json(path, "the names of classes")
         names = content.get("labels")
-        if content.get("version") != VERSION or not are_texts(names):
+        if (content.get("format"), content.get("version")) != (FORMAT, VERSION) or not are_texts(names):
             raise UserError(f"{path} does not hold names of classes; the file is damaged, use another checkpoint")
         return cls(names)
