@@ -9,7 +9,7 @@
 Ctrl-C stops a reply and keeps the conversation; Ctrl-D or /bye leaves; """ begins and ends a text of several lines;
 /help lists the commands. With --prompt or piped input only the reply is printed.
 
-By default the temperature, the cuts, the penalty and the longest reply are those of the generation_config.json beside
+By default the temperature, the cuts, the penalty and the longest reply are those of the generation_config.json next to
 the model's weights, if there is one, as in transformers and vLLM. A flag changes one setting and keeps the others.
 '''
 
@@ -25,14 +25,15 @@ from pathlib import Path
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, load, trained_model
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, hub, load, resolve_checkpoint
 from tinyforge.formats.generation import FIELDS, FILE
+from tinyforge.formats.runs import add_template_flag, with_template
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
 from tinyforge.registry import models
 from tinyforge.report import count_of
 from tinyforge.terminal import printable
-from tinyforge.tokenizers.chat_templates import TEMPLATES
+from tinyforge.tokenizers.chat_templates import ChatTemplate
 
 BLOCK = '"""'
 DEFAULTS = Sampling(max_tokens=400)  # the storyteller's stories take up to 350
@@ -48,10 +49,8 @@ SETTINGS = {
 }
 
 
-def conversation_with(loaded: Loaded) -> Conversation:
-    if loaded.template not in TEMPLATES:
-        raise UserError(f"{loaded.path}: its chat template is {loaded.template!r}; known: {', '.join(TEMPLATES)}")
-    return Conversation(loaded.model, loaded.tokenizer, TEMPLATES[loaded.template])
+def conversation_with(loaded: Loaded, system: str = "") -> Conversation:
+    return Conversation(loaded.model, loaded.tokenizer, loaded.template, system)
 
 
 def show(pieces: Iterable[str]) -> None:
@@ -66,9 +65,9 @@ class Leave(Exception):
 class Repl:
     """The loop on a terminal: reads lines, prints replies, runs commands."""
 
-    def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
+    def __init__(self, loaded: Loaded, sampling: Sampling, system: str = "") -> None:
         self.loaded = loaded
-        self.conversation = conversation_with(loaded)
+        self.conversation = conversation_with(loaded, system)
         self.sampling = sampling
         self.asked = 0  # added to the seed: every reply draws other numbers, and every session the same
         self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -137,8 +136,9 @@ class Repl:
     # --- commands
 
     def obey(self, line: str) -> None:
+        name, _, text = line[1:].partition(" ")
         try:
-            name, *arguments = shlex.split(line[1:]) or [""]
+            arguments = [text.strip()] * bool(text.strip()) if name == "system" else shlex.split(text)
         except ValueError as error:
             raise UserError(f"{line}: {error}; close the quotation mark") from error
         if name not in self.commands:
@@ -160,6 +160,15 @@ class Repl:
         """forget the conversation"""
         self.conversation.clear()
         self.note("forgotten")
+
+    def do_system(self, arguments: list[str]) -> None:
+        """/system TEXT sets the system prompt; alone, it shows it; /system "" removes it"""
+        if arguments:
+            text = arguments[0]
+            quoted = text[0] == text[-1] == '"' and text.count('"') == 2
+            self.conversation.system = text[1:-1] if quoted else text
+        shown = self.conversation.system or "none is given, so the template's own holds, if it has one"
+        self.note(f"system prompt: {shown}")
 
     def do_undo(self, arguments: list[str]) -> None:
         """take the last question and its reply back"""
@@ -184,7 +193,7 @@ class Repl:
             self.sampling = dataclasses.replace(self.sampling, **{name: kind(value)})
         except ValueError:
             raise UserError(
-                f"/set {name}: got {value!r}, wanted a number, e.g. /set {name} {getattr(self.sampling, name)}"
+                f"/set {name}: got {value!r}, expected a number, e.g. /set {name} {getattr(self.sampling, name)}"
             ) from None
         if name == "seed":
             self.asked = 0
@@ -192,7 +201,7 @@ class Repl:
     def do_show(self, arguments: list[str]) -> None:
         """the model, the settings, and how full the context is"""
         conversation = self.conversation
-        self.note(f"  model               {self.loaded.path}")
+        self.note(f"  model               {hub.called(self.loaded.path)}")
         for name, meaning in SETTINGS.items():
             self.note(f"  {name:<19} {getattr(self.sampling, name)!s:<6} {meaning}".rstrip())
         if own := self.own():
@@ -237,13 +246,20 @@ class Repl:
 
     def file(self, arguments: list[str], command: str) -> Path:
         if len(arguments) != 1:
-            raise UserError(f"/{command} wants one file name, e.g. /{command} talk.json")
+            raise UserError(f"/{command} expects one file name, e.g. /{command} talk.json")
         return Path(arguments[0]).expanduser()
 
 
-def once(loaded: Loaded, text: str, sampling: Sampling) -> None:
-    """Print one reply, and nothing else, on standard output."""
-    conversation = conversation_with(loaded)
+def once(loaded: Loaded, text: str, sampling: Sampling, system: str = "", asked: str | None = None) -> None:
+    """Print one reply, and nothing else, on standard output. asked: the template of --template, for the note."""
+    loaded.model.only_decodes = True  # one decoder, and no other use of the weights
+    conversation = conversation_with(loaded, system)
+    if asked:
+        print(f"note: chat template: {asked}", file=sys.stderr)
+    elif isinstance(loaded.template, ChatTemplate):
+        print("note: chat template: the model's own; --template takes another", file=sys.stderr)
+    elif loaded.template.name == "plain":
+        print("note: the model has no chat template and continues the text; --template takes one", file=sys.stderr)
     show(conversation.ask(text, sampling))
     print(flush=True)
     if conversation.notice:
@@ -254,7 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tinyforge.chat", description=__doc__)
     add_checkpoint_flag(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
-    parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: the chat template's own)")
+    add_template_flag(parser)
+    parser.add_argument(
+        "--backend",
+        default="numpy",
+        help="numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto (default: %(default)s)",
+    )
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
     add_weights_flag(parser)
     for name, meaning in SETTINGS.items():
@@ -266,24 +288,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     given = {name: value for name in SETTINGS if (value := getattr(args, name)) is not None}
     dataclasses.replace(DEFAULTS, **given)  # reports a wrong value before the model is loaded
-    path = trained_model(args.checkpoint, for_chat=True)
+    path = resolve_checkpoint(args.checkpoint, for_chat=True)
     backend = get_backend(args.backend, args.precision, workers=1)
-    loaded = load(path, backend, frozen=True, weights=args.weights)
+    loaded = with_template(
+        load(path, backend, frozen=True, weights=args.weights), args.template, args.template_variables
+    )
     sampling = loaded.generation.sampling(DEFAULTS, **given)
     if args.prompt is not None:
-        once(loaded, args.prompt, sampling)
+        once(loaded, args.prompt, sampling, args.system, args.template)
     elif not sys.stdin.isatty():
-        once(loaded, _piped(), sampling)
+        once(loaded, _piped(), sampling, args.system, args.template)
     else:
-        base = loaded.template == "plain"
-        note = "a base model, not fine-tuned: it continues your text" if base else "fine-tuned"
+        base = loaded.template.name == "plain"
+        note = "a base model without a chat template: it continues your text" if base else "fine-tuned"
         for spec in models().values():
             if loaded.path == spec.bundled:
                 note = "comes with the repository; it knows a small world of people, things and numbers"
-            elif loaded.path == spec.storyteller:
+            elif loaded.path == spec.bundled_for_chat:
                 note = "comes with the repository; it tells stories: Tell me a story about a dog named Max"
-        repl = Repl(loaded, sampling)
-        repl.note(f"{loaded.path} ({note}). /help lists the commands; Ctrl-C stops a reply; Ctrl-D or /bye leaves.")
+        repl = Repl(loaded, sampling, args.system)
+        called = hub.called(loaded.path)
+        repl.note(f"{called} ({note}). /help lists the commands; Ctrl-C stops a reply; Ctrl-D or /bye leaves.")
         repl.note(repl.own())
         repl.run()
     return 0

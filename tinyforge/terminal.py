@@ -4,6 +4,7 @@ is printed through `printable`, or as a part of one line through `one_line`.
 
 from __future__ import annotations
 
+import re
 import sys
 import unicodedata
 
@@ -17,6 +18,12 @@ def one_line(text: str) -> str:
     """`printable` text on one line, so that it cannot pass for the program's own output; cut to LONGEST characters."""
     line = printable(" ".join(text.splitlines())).replace("\t", " ")
     return line if len(line) <= LONGEST else line[: LONGEST - 3] + "..."
+
+
+def readable_argument(text: str) -> str:
+    """`text` on one line as an argument of a shell's command: in double quotes, without what has a meaning in them."""
+    plain = re.sub(r'["$`\\\\!]', "", one_line(text)).strip()
+    return f'"{plain}"'
 
 
 def printable(text: str) -> str:

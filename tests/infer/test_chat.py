@@ -28,7 +28,6 @@ from tinyforge.infer.sampling import Sampling
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer
-from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 pty = pytest.importorskip("pty", reason="pseudo-terminals are Unix's")
 
@@ -60,7 +59,7 @@ def save_parrot(out: Path, says: bytes, kind: str = "sft", context: int = 300, *
         chain.pop()
     follows[chain[:-1]] = chain[1:]
     model.embedding.weight.value[...] = np.eye(config.vocab, config.dim)
-    model.blocks[0].out.weight.value[...] = model.blocks[0].down.weight.value[...] = 0
+    model.blocks[0].attention.out.weight.value[...] = model.blocks[0].mlp.down.weight.value[...] = 0
     model.heads.weight.value[...] = 0
     for k, target in enumerate((follows, follows[follows])):
         model.heads.weight.value[k, target, np.arange(config.vocab)] = 1
@@ -71,7 +70,7 @@ def save_parrot(out: Path, says: bytes, kind: str = "sft", context: int = 300, *
 
 def conversation(path: Path) -> Conversation:
     loaded = load(path, get_backend("numpy", "fp32", workers=1))
-    return Conversation(loaded.model, loaded.tokenizer, TEMPLATES[loaded.template])
+    return Conversation(loaded.model, loaded.tokenizer, loaded.template)
 
 
 def say(talk: Conversation, text: str, sampling: Sampling = GREEDY) -> str:
@@ -86,7 +85,7 @@ def test_turns_share_the_cache(tmp_path: Path) -> None:
     assert say(talk, "Hello") == WORLD
     first = talk.stats.prefilled
     assert say(talk, "again") == WORLD
-    # Of the first turn, the last token of its reply and the </s> behind it were not in the cache yet.
+    # Of the first turn, the last token of its reply and the </s> after it were not in the cache yet.
     assert talk.stats.prefilled - first == len(TOKENIZER.encode("### Instruction:\nagain\n\n### Response:\n")) + 2
     assert talk.stats.reused >= first + len(WORLD.encode()) - 2
 
@@ -99,6 +98,24 @@ def test_the_model_sees_the_turns_in_the_form_it_was_trained_on(tmp_path: Path) 
     seen = TOKENIZER.decode_bytes(talk.session.tokens)
     assert seen == (turn.format("one") + "ok</s>" + turn.format("two </s>") + "ok").encode()
     assert talk.session.tokens.count(END) == 1  # what was typed is text, not the token
+
+
+def test_a_system_prompt_stands_before_the_turns(tmp_path: Path) -> None:
+    loaded = load(save_parrot(tmp_path, b"ok"), get_backend("numpy", "fp32", workers=1))
+    talk = chat.conversation_with(loaded, "Be brief.")
+    say(talk, "one")
+    assert TOKENIZER.decode(talk.session.tokens) == "Be brief.\n\n### Instruction:\none\n\n### Response:\nok"
+
+
+def test_a_flag_takes_another_template(tmp_path: Path) -> None:
+    path = save_parrot(tmp_path, b"ok")
+    (path / "t.jinja").write_text("{{ messages[0].content + '</s>' }}{% if stern %}{{ '\\n' }}{% endif %}")
+    flags = ("--checkpoint", str(path), "--prompt", "Hi", "--template", str(path / "t.jinja"))
+    done = run_chat(*flags, "--template-variables", '{"stern": true}', cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, b"ok\n")
+    for variables, message in (("{", b"--template-variables"), ("[1]", b"got a list, expected an object")):
+        done = run_chat(*flags, "--template-variables", variables, cwd=tmp_path)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count(b"\n") == 1
 
 
 def test_a_base_model_continues_the_plain_text(tmp_path: Path) -> None:
@@ -189,14 +206,17 @@ def test_save_and_load(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("no json", "cannot read the saved conversation .*: it is not JSON"),
-        ("[]", "got a list, wanted an object"),
+        ("[]", "got a list, expected an object"),
         ("{}", "no format tinyforge-chat"),
         ("[" * 9999, "nested too deeply"),
         ('{"x": 1' + "0" * 9999 + "}", "digits"),
         ('{"format": []}', "no format tinyforge-chat"),
         ('{"format": "tinyforge-chat", "version": 9}', "has version 9, this program reads 1"),
         ('{"format": "tinyforge-chat", "version": 1}', "got no list of turns"),
-        ('{"format": "tinyforge-chat", "version": 1, "turns": [{"user": "x", "reply": 3}]}', "turn 1 wants the texts"),
+        (
+            '{"format": "tinyforge-chat", "version": 1, "turns": [{"user": "x", "reply": 3}]}',
+            "turn 1 expects the texts",
+        ),
     ],
 )
 def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
@@ -210,10 +230,16 @@ def test_a_file_that_is_no_conversation_is_neither_read_nor_replaced(
         with pytest.raises(UserError, match=message):
             talk.save(file)
         assert file.read_text() == content
-    with pytest.raises(UserError, match="cannot write .*: No such file or directory; free some space or choose"):
+    with pytest.raises(UserError, match="cannot write .*: No such file or directory; make its folder"):
         talk.save(tmp_path / "absent" / "talk.json")
     with pytest.raises(UserError, match="cannot read .*: No such file"):
         talk.load(tmp_path / "absent.json")
+    for name, cause in (
+        ("", "Is a directory; it is a folder; name a file"),
+        ("x" * 300, "File name too long; choose a sh"),
+    ):
+        with pytest.raises(UserError, match=f"cannot write .*: {cause}"):
+            talk.save(tmp_path / name)
 
 
 def test_a_conversation_of_an_earlier_version_is_read(tmp_path: Path) -> None:
@@ -303,7 +329,7 @@ def test_weights_of_one_byte_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "wanted"),
+    ("flags", "expected"),
     [
         ("", Sampling(1.0, 0, 0.8, max_tokens=7)),
         ("--temperature 0.5", Sampling(0.5, 0, 0.8, max_tokens=7)),
@@ -312,20 +338,20 @@ def test_weights_of_one_byte_answer(tmp_path: Path) -> None:
     ],
 )
 def test_a_flag_changes_one_of_the_models_own_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, wanted: Sampling
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, expected: Sampling
 ) -> None:
     path, drawn = save_parrot(tmp_path, b"ok"), list[Sampling]()
-    monkeypatch.setattr(chat, "once", lambda loaded, text, sampling: drawn.append(sampling))
+    monkeypatch.setattr(chat, "once", lambda loaded, text, sampling, *more: drawn.append(sampling))
     own = {"temperature": 1, "top_k": 0, "top_p": 0.8, "max_new_tokens": 7, "eos_token_id": 2}
     (path / "generation_config.json").write_text(json.dumps(own))
     chat.main(["--checkpoint", str(path), "--prompt", "Hi", *flags.split()])
-    assert drawn == [wanted]
+    assert drawn == [expected]
 
 
 def test_the_shipped_models_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/results/storyteller.md has measured them; `small` has none."""
     drawn: list[Sampling] = []
-    monkeypatch.setattr(chat, "once", lambda loaded, text, sampling: drawn.append(sampling))
+    monkeypatch.setattr(chat, "once", lambda loaded, text, sampling, *more: drawn.append(sampling))
     for name in ("storyteller", "small"):
         chat.main(["--checkpoint", name, "--prompt", "Hi"])
     assert drawn == [Sampling(0.95, top_k=0, top_p=1.0, min_p=0.05, max_tokens=400), Sampling(max_tokens=400)]
@@ -337,7 +363,7 @@ def test_a_wrong_generation_config_is_one_line(tmp_path: Path) -> None:
     done = run_chat("--prompt", "Hi", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
     assert done.stderr == (
-        b"error: runs/sft/step-00000001/generation_config.json: top_p is 7, wants a number above 0 "
+        b"error: runs/sft/step-00000001/generation_config.json: top_p is 7, expected a number above 0 "
         b"and at most 1; correct it, or remove the file\n"
     )
 
@@ -348,8 +374,8 @@ def test_a_wrong_generation_config_is_one_line(tmp_path: Path) -> None:
         ((), b"caf\xe9", b"standard input is not utf-8 text at byte 3"),
         ((), b"", b"the prompt is empty"),
         (("--prompt", " "), b"", b"the prompt is empty"),
-        (("--prompt", "x", "--top-p", "0"), b"", b"--top-p is 0.0, wants"),
-        (("--prompt", "x", "--temperature", "nan"), b"", b"--temperature is nan, wants"),
+        (("--prompt", "x", "--top-p", "0"), b"", b"--top-p is 0.0, expected"),
+        (("--prompt", "x", "--temperature", "nan"), b"", b"--temperature is nan, expected"),
         (("--prompt", "x", "--checkpoint", "absent"), b"", b"no checkpoint in absent"),
         (("--prompt", "x", "--weights", "int4"), b"", b"argument --weights: invalid choice: 'int4' (choose from"),
     ],
@@ -393,12 +419,12 @@ class Terminal:
 
     def wait_for(self, text: str, seconds: float = 30.0) -> str:
         """What has come since the last wait, up to and with `text`."""
-        wanted, end = text.encode(), time.monotonic() + seconds
-        while wanted not in self.seen:
+        expected, end = text.encode(), time.monotonic() + seconds
+        while expected not in self.seen:
             if not select.select([self.fd], [], [], max(0, end - time.monotonic()))[0]:
                 raise AssertionError(f"{text!r} did not come; on the screen: {self.seen[-2000:]!r}")
-            self.seen += self._read() or b"[end of output]" + wanted
-        before, found, self.seen = self.seen.partition(wanted)
+            self.seen += self._read() or b"[end of output]" + expected
+        before, found, self.seen = self.seen.partition(expected)
         assert b"[end of output]" not in before, before
         return (before + found).decode()
 
@@ -480,11 +506,17 @@ def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
         ("/retry", "the reply will be the same"),
         ("/set top_k 5", "> "),
         ("/show", "top_k               5 "),
-        ("/set top_k many", "error: /set top_k: got 'many', wanted a number"),
-        ("/set top_p 7", "error: --top-p is 7.0, wants"),
+        ("/set top_k many", "error: /set top_k: got 'many', expected a number"),
+        ("/set top_p 7", "error: --top-p is 7.0, expected"),
         ("/set colour 1", "error: /set colour: no such setting"),
+        ("/system Don't rhyme", "system prompt: Don't rhyme"),
+        ("/system", "system prompt: Don't rhyme"),
+        ('/system Say "yes"', 'system prompt: Say "yes"'),
+        ('/system "Be brief."', "system prompt: Be brief."),
+        ('/system "yes" or "no"', 'system prompt: "yes" or "no"'),
+        ('/system ""', "system prompt: none is given"),
         ("/dance", "error: /dance is not a command; /help lists them"),
-        ("/save", "error: /save wants one file name"),
+        ("/save", "error: /save expects one file name"),
         ('/save "x', "close the quotation mark"),
         ("/load talk.jsn", "error: cannot read the saved conversation talk.jsn"),
         ("/help", "/retry   answer the last question again"),

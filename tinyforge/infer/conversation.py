@@ -10,7 +10,9 @@ that a turn costs only its own tokens. When the context is full, the oldest turn
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.infer.stream import stream_text
 from tinyforge.tokenizers import TextTokenizer
-from tinyforge.tokenizers.chat_templates import Template
+from tinyforge.tokenizers.chat_templates import AnyTemplate
 from tinyforge.tokenizers.chat_templates import Turn as Message
 
 FORMAT, VERSION = "tinyforge-chat", 1
@@ -42,10 +44,10 @@ class Turn:
 class Conversation:
     """The turns with a model, oldest first. `notice` says what was left out in the last turn, or is empty.
 
-    system: the system prompt, for templates that have one.
+    system: the system prompt; without one a template may have its own.
     """
 
-    def __init__(self, model: CausalLM, tokenizer: TextTokenizer, template: Template, system: str = "") -> None:
+    def __init__(self, model: CausalLM, tokenizer: TextTokenizer, template: AnyTemplate, system: str = "") -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.system = system
@@ -153,8 +155,11 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Write the turns as JSON. Never replaces a file that is not a saved conversation."""
-        if path.exists():
-            _read(path)
+        with writing(path):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if path.exists():
+                _check_replaceable(path)
         turns = [{"user": turn.user, "reply": turn.reply} for turn in self.turns]
         content = json.dumps({"format": FORMAT, "version": VERSION, "turns": turns}, indent=1) + "\n"
         with writing(path):
@@ -164,6 +169,14 @@ class Conversation:
         """Replace the turns by those of a file written by `save`."""
         self.turns = [Turn(user, reply) for user, reply in _read(path)]
         self._first = 0
+
+
+def _check_replaceable(path: Path) -> None:
+    try:
+        _read(path)
+    except UserError as error:
+        cause = str(error).partition(";")[0]
+        raise UserError(f"not saved: another file has this name ({cause}); choose another name") from error
 
 
 def _read(path: Path) -> list[tuple[str, str]]:
@@ -177,5 +190,5 @@ def _read(path: Path) -> list[tuple[str, str]]:
         raise UserError(f"{path}: got no list of turns; the file is damaged, choose another")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or not all(isinstance(turn.get(name), str) for name in ("user", "reply")):
-            raise UserError(f"{path}: turn {number} wants the texts 'user' and 'reply'; fix or remove it")
+            raise UserError(f"{path}: turn {number} expects the texts 'user' and 'reply'; fix or remove it")
     return [(turn["user"], turn["reply"]) for turn in turns]

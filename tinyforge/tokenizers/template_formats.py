@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from tinyforge.tokenizers.chat_templates import END_OF_REPLY, Frame, Piece, Special, Template
 
 
-def jinja(template: Template) -> str:
-    """The template as a `chat_template`: a program over `messages`, `add_generation_prompt` and `eos_token`."""
+def jinja(template: Template, bos: bool = False) -> str:
+    """The template as a `chat_template`: a program over `messages`, `add_generation_prompt` and `eos_token`. bos: it
+    begins with `bos_token`."""
     content = "m['content'] | trim" if template.strips else "m['content']"
 
     def terms(pieces: Iterable[Piece]) -> list[str]:
@@ -29,19 +30,15 @@ def jinja(template: Template) -> str:
 
     kinds = (("if", "system", template.system), ("elif", "user", template.user), ("elif", "assistant", template.reply))
     branches = "".join(f"{{% {word} m['role'] == '{role}' %}}{around(frame, content)}" for word, role, frame in kinds)
-    first = ""
-    if template.default_system:
-        default = around(template.system, json.dumps(template.default_system))
-        first = f"{{% if messages[0]['role'] != 'system' %}}{default}{{% endif %}}"
     return (
-        f"{first}{{% for m in messages %}}{branches}{{% endif %}}{{% endfor %}}"
+        f"{'{{ bos_token }}' * bos}{{% for m in messages %}}{branches}{{% endif %}}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{written(terms(template.reply.before))}{{% endif %}}"
     )
 
 
-def modelfile(template: Template, model: str, stops: Sequence[str], parameters: Mapping[str, float]) -> str:
-    """Ollama's Modelfile. model: the name of the .gguf file beside it. stops: the texts that end a reply. parameters:
-    others, num_ctx, the context, among them.
+def modelfile(template: Template | None, model: str, stops: Sequence[str], parameters: Mapping[str, float]) -> str:
+    """Ollama's Modelfile. template: None leaves it to the .gguf file's. model: the name of that file, next to it.
+    stops: the texts that end a reply. parameters: others, num_ctx, the context, among them.
 
     Ollama renders each turn with TEMPLATE, and begins a reply at .Response.
     """
@@ -49,13 +46,13 @@ def modelfile(template: Template, model: str, stops: Sequence[str], parameters: 
     def around(frame: Frame, name: str) -> str:
         return f"{''.join(map(_text, frame.before))}{{{{ {name} }}}}{''.join(map(_text, frame.after))}"
 
-    turn = (
-        f"{{{{ if .System }}}}{around(template.system, '.System')}{{{{ end }}}}"
-        f"{{{{ if .Prompt }}}}{around(template.user, '.Prompt')}{{{{ end }}}}{around(template.reply, '.Response')}"
-    )
-    lines = [f"FROM ./{model}", f'TEMPLATE """{turn}"""']
-    if template.default_system:
-        lines.append(f'SYSTEM """{template.default_system}"""')
+    lines = [f"FROM ./{model}"]
+    if template is not None:
+        turn = (
+            f"{{{{ if .System }}}}{around(template.system, '.System')}{{{{ end }}}}"
+            f"{{{{ if .Prompt }}}}{around(template.user, '.Prompt')}{{{{ end }}}}{around(template.reply, '.Response')}"
+        )
+        lines.append(f'TEMPLATE """{turn}"""')
     lines += [f'PARAMETER stop "{text}"' for text in stops]
     lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
     return "\n".join([*lines, ""])

@@ -1,0 +1,130 @@
+"""The form of tool calls in a reply, learned from the model's own chat template.
+
+    form = learn(template, tokenizer)            None where the template has no tools
+
+A template is asked instead of recognised: it renders a reply with a call, and what surrounds the call's name and its
+arguments is the form. Hermes and Qwen begin it with `<tool_call>`, Mistral with `[TOOL_CALLS]`; Llama 3's is only the
+JSON. Forms whose arguments are not a JSON object are not supported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from tinyforge.errors import UserError
+from tinyforge.tokenizers.chat_templates import AnyTemplate, ChatTemplate
+from tinyforge.tokenizers.vocabulary import TextTokenizer
+
+ID, OTHER_ID = "a1B2c3D4e", "f5G6h7I8j"  # nine characters, as Mistral's templates demand
+NAMES, KEYS = ("probe_one", "probe_two"), ("key_one", "key_two")
+MARK = "\ue000"  # stands for a reply's text
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAMES[0],
+        "description": "a function",
+        "parameters": {
+            "type": "object",
+            "properties": {KEYS[0]: {"type": "string", "description": "a text"}},
+            "required": [KEYS[0]],
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a reply calls tools: before NAME between ARGUMENTS (separator NAME between ARGUMENTS)* after.
+
+    separator: None where a reply has at most one call. An id in these texts is spelt `ID`. as_text: the template takes
+    the arguments of earlier calls as text, not as an object.
+    """
+
+    before: str
+    between: str
+    after: str
+    separator: str | None
+    as_text: bool = False
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether a call is only its JSON."""
+        return self.before.lstrip().startswith("{")
+
+    @property
+    def head(self) -> str:
+        """What a call begins with."""
+        found = re.match(r"\[?[^\s{\[]*", self.before.lstrip())
+        return "{" if self.is_bare else (found[0] if found else "").partition(ID)[0]
+
+
+def learn(template: AnyTemplate, tokenizer: TextTokenizer) -> CallForm | None:
+    """The form of a template's calls; None if it does not render tools, or no calls with arguments in JSON."""
+    if not isinstance(template, ChatTemplate):
+        return None
+    try:
+        return _learn(template, tokenizer, as_text=False)
+    except ValueError:
+        return None
+    except UserError:  # it may add the arguments to a text
+        with suppress(UserError, ValueError):
+            return _learn(template, tokenizer, as_text=True)
+    return None
+
+
+def _learn(template: ChatTemplate, tokenizer: TextTokenizer, as_text: bool) -> CallForm:
+    """ValueError where the template does not show a form."""
+
+    def render(*messages: Mapping[str, Any], reply_to_come: bool = False) -> str:
+        asked = {"role": "user", "content": "Hello"}
+        return template.text(tokenizer, [asked, *messages], reply_to_come, tools=[TOOL])
+
+    if NAMES[0] not in render(reply_to_come=True):
+        raise ValueError("it does not render tools")
+    plain, single = render({"role": "assistant", "content": MARK}), render(_calling(1, as_text))
+    start = _tag_start(single, len(commonprefix([plain, single])))
+    ending = single[_tag_end(single, len(single) - len(commonprefix([plain[::-1], single[::-1]]))) :]
+    before, between, after = _parts(single, start, ending, 0)
+    if not before.strip():
+        raise ValueError("nothing shows where a call begins")
+    separator = None
+    with suppress(UserError, ValueError):  # it may refuse several calls
+        rest = render(_calling(2, as_text))
+        second = rest.index("}", rest.rindex(KEYS[0])) + 1
+        found, again, last = _parts(rest, second, ending, 1)
+        if (again, last.replace(OTHER_ID, ID)) == (between, after):
+            separator = found.replace(OTHER_ID, ID)
+    return CallForm(before, between, after, separator, as_text)
+
+
+def _calling(count: int, as_text: bool) -> dict[str, Any]:
+    calls = []
+    for name, key, id in zip(NAMES[:count], KEYS, (ID, OTHER_ID), strict=False):
+        arguments: Any = f'{{"{key}": "value"}}' if as_text else {key: "value"}
+        calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _parts(text: str, start: int, ending: str, number: int) -> tuple[str, str, str]:
+    """What stands before a call's name, between the name and the arguments, and after them, up to the ending."""
+    before, _, rest = text[start : len(text) - len(ending)].partition(NAMES[number])
+    arguments = re.search(rf'\{{\s*"{KEYS[number]}"\s*:\s*"value"\s*\}}', rest)
+    if arguments is None or not text.endswith(ending):
+        raise ValueError("it renders no call with arguments in JSON")
+    return before, rest[: arguments.start()], rest[arguments.end() :]
+
+
+def _tag_start(text: str, at: int) -> int:
+    """`at`, or where the <tag> begins that it lies in."""
+    opened = text.rfind("<", 0, at)
+    return opened if opened >= 0 and not re.search(r"[>\s]", text[opened:at]) else at
+
+
+def _tag_end(text: str, at: int) -> int:
+    """`at`, or where the <tag> ends that it lies in."""
+    return at if _tag_start(text, at) == at else text.find(">", at) + 1 or len(text)
