@@ -56,6 +56,19 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert Tokenizer.load(found.tokenizer_path).hash() == TOKENIZER.hash()
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [{"images": "many"}, {"images_per_second": "fast"}, {"base": {"images_per_second": [1]}}],
+    ids=["read", "rate", "of the base"],
+)
+def test_a_meta_of_other_types_is_refused_in_any_unit(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    path = save(tmp_path, 7)
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps({**meta, "images": 64, "images_per_second": 9, **damaged}))
+    with pytest.raises(UserError, match="meta.json is damaged: got images.*, expected a"):
+        checkpoint.read_meta(path)
+
+
 def test_a_run_loads_its_newest(tmp_path: Path) -> None:
     for step in (900, 1000, 20):
         save(tmp_path, step)

@@ -3,7 +3,7 @@
     step-00000500/
         model.safetensors       weights by parameter name; in int8, codes and scales (`tinyforge.tensors`)
         optimizer.safetensors   the moments, `m.` and `v.` + parameter name; `carried`, a recurrent model's state
-        tokenizer.json
+        tokenizer.json          unless the model reads no tokens
         meta.json               model (its registered name), config, step, settings, seed, tokenizer hash, elapsed time
         hashes.json             SHA-256 of each file above, written last
 
@@ -41,27 +41,22 @@ FORMAT = 1
 _PREFIX = "step-"
 _NAME = re.compile(r"step-\d{8,}")  # other names in a run's folder, such as `step-7-good`, are not ours to remove
 CARD = "README.md"
+PUBLISHED = "published"
+"""The folder of a checkpoint with the files of its tokenizer and its template as its base was published."""
 MODEL, OPTIMIZER = "model", "optimizer"
 _SHARD = re.compile(rf"({MODEL}|{OPTIMIZER})-(\d{{5}})-of-(\d{{5}})\.safetensors")
-_HASHED = ("tokenizer.json", "meta.json")  # required, as are the weights
+TOKENIZER = "tokenizer.json"
 _USE_ANOTHER = "use another checkpoint of the run"
 # The types of values in meta.json, and in its "base", that are used elsewhere without a check.
-_TYPES: dict[str, type] = {
-    "base": dict,
-    "config": dict,
-    "settings": dict,
-    "step": int,
-    "tokens": int,
-    "corpus": list,
-    "elapsed": float,
-    "joules": float,
-    "tokens_per_second": float,
-    "machine": str,
-    "template": str,
-    "stages": list,
-    "reference": dict,
-    "inputs": list,
+_NAMES: dict[type, str] = {
+    dict: "base config settings chat_template reference",
+    list: "corpus stages inputs",
+    int: "step tokens",
+    float: "elapsed joules",
+    str: "machine source template",
 }
+_TYPES = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_RATE = "_per_second"
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,7 @@ class Checkpoint:
 
     @property
     def tokenizer_path(self) -> Path:
-        return self.path / "tokenizer.json"
+        return self.path / TOKENIZER
 
 
 Write = Callable[[Path], Mapping[str, str]]
@@ -106,13 +101,28 @@ def save(
     return save_with(out, step, write, tokenizer, meta, keep)
 
 
-def save_with(out: Path, step: int, write: Write, tokenizer: Any, meta: Mapping[str, Any], keep: int) -> Path:
-    """Write out/step-N, then remove all but the newest `keep` checkpoints (0 keeps all). Raises UserError if a file
-    cannot be written, and whatever else `write` raises."""
+def how_to_go_on(out: Path) -> str:
+    """What to do after a run in `out` was ended by an error."""
+    return "continue with --resume" if steps(out) else "run the same command again"
+
+
+def save_with(
+    out: Path,
+    step: int,
+    write: Write,
+    tokenizer: Any,
+    meta: Mapping[str, Any],
+    keep: int,
+    published: Mapping[str, bytes] | None = None,
+    best: int | None = None,
+) -> Path:
+    """Write out/step-N, then `prune`. published: further files, for
+    its folder PUBLISHED. Raises UserError if a file cannot be written, and whatever else `write` raises."""
     final = out / f"{_PREFIX}{step:08d}"
     try:
         sweep(out)
-        _write_directory(final, write, tokenizer, {"format": FORMAT, **meta, "step": step})
+        files = {f"{PUBLISHED}/{name}": data for name, data in (published or {}).items()}
+        _write_directory(final, write, tokenizer, {"format": FORMAT, **meta, "step": step}, files)
     except Lost:
         raise
     except (OSError, UserError) as error:
@@ -122,9 +132,9 @@ def save_with(out: Path, step: int, write: Write, tokenizer: Any, meta: Mapping[
         stays = f"the last good checkpoint, {left[-1]}, is untouched" if left else "nothing was saved before"
         raise UserError(
             f"cannot save a checkpoint in {out}: {getattr(cause, 'strerror', None) or error}; {stays}. Free some "
-            "space, then continue with --resume"
+            f"space, then {how_to_go_on(out)}"
         ) from error
-    prune(out, keep)
+    prune(out, keep, best)
     return final
 
 
@@ -148,9 +158,12 @@ def write_shard(
     return {name: _write(folder / name, chunks(tensors, dtype))}
 
 
-def prune(out: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints (0 keeps all). Prints a warning for one that cannot be removed."""
+def prune(out: Path, keep: int, best: int | None = None) -> None:
+    """Remove all but the newest `keep` checkpoints (0 keeps all) and that of step `best`. Prints a warning for one that
+    cannot be removed."""
     for old in steps(out)[:-keep] if keep else []:
+        if step_of(old) == best:
+            continue
         # Rename first: a kill in between leaves a hidden directory, never half a checkpoint.
         doomed = out / f".partial-{old.name}"
         try:
@@ -174,28 +187,26 @@ def export(
     weights: Mapping[str, np.ndarray],
     tokenizer: Any,
     meta: Mapping[str, Any],
-    texts: Mapping[str, str],
+    files: Mapping[str, bytes],
     dtype: str,
 ) -> None:
-    """Write a checkpoint for others: no optimizer, weights in `dtype`, and `texts`, files by name, such as the card.
+    """Write a checkpoint for others: no optimizer, weights in `dtype`, and `files` by name, such as the card.
 
     dtype: one of `tensors.DTYPES`, or "int8": every tensor with two or more axes as codes, with a scale for each row.
 
-    `load` reads it like any other; the texts have no hashes, so that they may be edited. Raises UserError if `out`
+    `load` reads it like any other; the files have no hashes, so that they may be edited. Raises UserError if `out`
     exists, cannot be written, or if int8 is to hold a weight that is not finite.
     """
     if out.exists():
         raise UserError(f"{out} exists already; remove it, or choose another name")
 
     def write(folder: Path) -> dict[str, str]:
-        for name, text in texts.items():
-            _write(folder / name, [text.encode()])
         if dtype == "int8":
             return write_shard(folder, MODEL, *lazy(_coded(weights)))
         return write_shard(folder, MODEL, lazy(weights)[0], dtype)
 
     try:
-        _write_directory(out, write, tokenizer, meta)
+        _write_directory(out, write, tokenizer, meta, files)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; free some space or choose another place") from error
 
@@ -212,15 +223,20 @@ def _coded(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return others | codes  # the wider type first keeps every tensor aligned in the file
 
 
-def _write_directory(final: Path, write: Write, tokenizer: Any, meta: Mapping[str, Any]) -> None:
-    """Make a directory with the files of `write`, tokenizer.json, meta.json and hashes.json; it appears atomically."""
+def _write_directory(
+    final: Path, write: Write, tokenizer: Any, meta: Mapping[str, Any], files: Mapping[str, bytes]
+) -> None:
+    """Make a directory with the files of `write`, tokenizer.json, meta.json and hashes.json, and `files` by name, which
+    have no hashes and may be edited; it appears atomically."""
     partial = final.parent / f".partial-{final.name}"
     try:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
         partial.mkdir(parents=True)
+        write_files(partial, files)
         hashes = dict(write(partial))
-        tokenizer.save(partial / "tokenizer.json")
-        hashes["tokenizer.json"] = sha256_of(partial / "tokenizer.json")
+        if tokenizer is not None:
+            tokenizer.save(partial / "tokenizer.json")
+            hashes["tokenizer.json"] = sha256_of(partial / "tokenizer.json")
         hashes["meta.json"] = _write(partial / "meta.json", [_to_json(meta)])
         _write(partial / "hashes.json", [_to_json(hashes)])
         sync(partial)
@@ -229,6 +245,13 @@ def _write_directory(final: Path, write: Write, tokenizer: Any, meta: Mapping[st
     except Exception:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by name, which may have a folder before it. Raises OSError."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        _write(folder / name, [data])
 
 
 def steps(out: Path) -> list[Path]:
@@ -248,7 +271,7 @@ def latest(path: Path) -> Path:
     found = steps(path)
     if not found and path.is_file():
         raise UserError(
-            f"{path} is a file, but not a model; wanted a run, a Hugging Face directory, or a .gguf or .bin file"
+            f"{path} is a file, but not a model; expected a run, a Hugging Face directory, or a .gguf or .bin file"
         )
     if not found and path.is_dir() and any(path.iterdir()):
         raise UserError(f"no checkpoint in {path}: it has no {_PREFIX}* folder and no config.json; check the path")
@@ -270,23 +293,25 @@ def verify(path: Path) -> None:
     A file that this process has verified before, and that has not changed since, is not read again.
     """
     hashes = _hashes(path)
-    for name in dict.fromkeys([*_files(hashes, MODEL), *_files(hashes, OPTIMIZER, needed=False), *_HASHED, *hashes]):
-        wanted = hashes.get(name)
-        if not isinstance(wanted, str) or name != os.path.basename(name):
+    tokenizer = [TOKENIZER] if os.path.isfile(path / TOKENIZER) else []
+    weights = [*_files(hashes, MODEL), *_files(hashes, OPTIMIZER, needed=False)]
+    for name in dict.fromkeys([*weights, *tokenizer, "meta.json", *hashes]):
+        expected = hashes.get(name)
+        if not isinstance(expected, str) or name != os.path.basename(name):
             raise UserError(f"checkpoint {path}: hashes.json has no hash of a file {name!r}; {_USE_ANOTHER}")
         file = path / name
         if not os.path.isfile(file):  # also False for an invalid name
             raise UserError(f"checkpoint {path}: {name} is missing; {_USE_ANOTHER}")
         stat = file.stat()
-        state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, wanted)
+        state = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, expected)
         if state in _whole:
             continue
         got = sha256_of(file)
-        if got == wanted:
+        if got == expected:
             _whole.add(state)
         else:
             raise UserError(
-                f"checkpoint {path}: {name} has SHA-256 {got[:12]}..., hashes.json says {wanted[:12]}...; "
+                f"checkpoint {path}: {name} has SHA-256 {got[:12]}..., hashes.json says {expected[:12]}...; "
                 f"the file was altered or damaged, {_USE_ANOTHER}"
             )
 
@@ -301,9 +326,11 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint {path}: format {shown(meta.get('format'))}, this program reads {FORMAT}")
     require(path, meta, "kind", "step", "config")
     for part in (meta, meta.get("base", {})):
-        for name, wanted in _TYPES.items():
-            if name in part and not isinstance(part[name], (int, float) if wanted is float else wanted):
-                got = f"got {name} {shown(part[name])}, wanted {JSON_NAMES[wanted]}"
+        units = [name for name in part if name.endswith(_RATE)]  # what a run of images has read is "images"
+        types = _TYPES | dict.fromkeys(units, float) | {name.removesuffix(_RATE): int for name in units}
+        for name, expected in types.items():
+            if name in part and not isinstance(part[name], (int, float) if expected is float else expected):
+                got = f"got {name} {shown(part[name])}, expected {JSON_NAMES[expected]}"
                 raise UserError(f"checkpoint {path}: meta.json is damaged: {got}; {_USE_ANOTHER}")
     return meta
 
@@ -327,8 +354,8 @@ def _files(hashes: Mapping[str, Any], what: str, needed: bool = True) -> list[st
     if not found:
         return [single] if needed or single in hashes else []
     count = max(int(shard[3]) for shard in found)
-    wanted = [f"{what}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-    return wanted + [shard[0] for shard in found if shard[0] not in wanted]
+    expected = [f"{what}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    return expected + [shard[0] for shard in found if shard[0] not in expected]
 
 
 def _tensors(path: Path, what: str) -> Tensors:

@@ -75,8 +75,8 @@ def test_a_mean_is_numpys(flags: str, shares: tuple[float, ...], capsys: pytest.
     of_each, got = [weights(name) for name in "abc"], weights("out")
     assert got.keys() == of_each[0].keys()
     for name, value in got.items():
-        wanted = np.average([each[name].astype(np.float64) for each in of_each], axis=0, weights=shares)
-        np.testing.assert_array_max_ulp(value, wanted.astype(np.float32), maxulp=1)
+        expected = np.average([each[name].astype(np.float64) for each in of_each], axis=0, weights=shares)
+        np.testing.assert_array_max_ulp(value, expected.astype(np.float32), maxulp=1)
     assert any((got[name] != of_each[2][name]).any() for name in got)
     meta = open_model(Path("out")).meta
     assert [one["share"] for one in meta["average"]] == pytest.approx(shares)
@@ -86,7 +86,7 @@ def test_a_mean_is_numpys(flags: str, shares: tuple[float, ...], capsys: pytest.
 def test_what_is_kept_of_the_models() -> None:
     mean("a b c out")
     found, last = open_model(Path("out")), open_model(Path("c"))
-    assert found.template == "alpaca" and found.meta["kind"] == "sft"
+    assert found.template.name == "alpaca" and found.meta["kind"] == "sft"
     assert found.tokenizer.hash() == TOKENIZER.hash() and found.config == CONFIG
     fingerprints = [open_model(Path(name)).fingerprint() for name in "abc"]
     assert [one["sha256"] for one in found.meta["average"]] == fingerprints
@@ -95,13 +95,13 @@ def test_what_is_kept_of_the_models() -> None:
     assert "weighted mean of those of 3 models" in card
     assert all(f"| {name} | 0.333333 | `{sha[:16]}` |" in card for name, sha in zip("abc", fingerprints, strict=True))
     mean("c b swapped")
-    assert open_model(Path("swapped")).template == "plain"
+    assert open_model(Path("swapped")).template.name == "plain"
 
 
 @pytest.mark.parametrize("damaged", [{"inputs": 5}, {"base": {"inputs": "aa"}}])
 def test_a_damaged_list_of_what_a_model_has_read_is_refused(damaged: dict[str, Any]) -> None:
     save_run("damaged", 1, **damaged)
-    with pytest.raises(UserError, match="meta.json is damaged: got inputs .*, wanted a list; use another checkpoint"):
+    with pytest.raises(UserError, match="meta.json is damaged: got inputs .*, expected a list; use another checkpoint"):
         mean("a damaged out")
     save_run("odd", 1, inputs=[{}, 3])
     mean("a odd out")
@@ -113,8 +113,8 @@ def test_every_form_of_a_model_can_be_averaged_and_int8_written() -> None:
     assert convert.main("a a8 --format tinyforge --dtype int8".split()) == 0
     mean("a8 b out")
     for name, value in weights("out").items():
-        wanted = (weights("a8")[name].astype(np.float64) + weights("b")[name]) / 2
-        assert np.array_equal(value, wanted.astype(np.float32)), name
+        expected = (weights("a8")[name].astype(np.float64) + weights("b")[name]) / 2
+        assert np.array_equal(value, expected.astype(np.float32)), name
     mean("a8 b out8 --dtype int8")
     assert "Weights are int8, with a float32 scale" in Path("out8/README.md").read_text()
     assert convert.main("out8 out16 --format tinyforge --dtype bf16".split()) == 0
@@ -158,10 +158,13 @@ def test_models_that_do_not_fit_together_are_refused() -> None:
     save_run("other", 1, tokenizer=Tokenizer(TOKENIZER.merges, ["<|endoftext|>", "<|stop|>"]))
     assert convert.main("a llama".split()) == 0
     for flags, message in (
-        ("wide a out", "wide/step-00000001 has hidden 12, wanted 10 as in a/step-00000001; give models of one config"),
-        ("a b wide out", "a/step-00000001 has hidden 10, wanted 12 as in wide/step-00000001"),
+        (
+            "wide a out",
+            "wide/step-00000001 has hidden 12, expected 10 as in a/step-00000001; give models of one config",
+        ),
+        ("a b wide out", "a/step-00000001 has hidden 10, expected 12 as in wide/step-00000001"),
         ("other a out", "other/step-00000001 has another tokenizer than a/step-00000001; give models with the same"),
-        ("llama a out", "llama is a Llama, a/step-00000001 a NanoEuler; wanted one model"),
+        ("llama a out", "llama is a Llama, a/step-00000001 a NanoEuler; expected one model"),
     ):
         with pytest.raises(UserError, match=message) as caught:
             mean(flags)
@@ -171,17 +174,17 @@ def test_models_that_do_not_fit_together_are_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("a out", "got 1 model to average, wanted two or more; give them before OUT"),
+        ("a out", "got 1 model to average, expected two or more; give them before OUT"),
         ("a", "arguments are required: OUT"),
         ("a b c", "c exists already; remove it, or choose another name"),
         ("a b absent out", "no checkpoint in absent"),
         ("a b out.gguf", "out.gguf is not a name for --format tinyforge"),
-        ("a b out --weights 1", "--weights: got 1 for 2 models, wanted one for each"),
-        ("a b out --weights 1 2 3", "--weights: got 3 for 2 models, wanted one for each"),
-        ("a b out --weights 1 -1", "--weights: their sum is 0, wanted a finite one above 0"),
-        ("a b out --weights 1 -2", "--weights: their sum is -1, wanted"),
-        ("a b out --weights 1 nan", "--weights: their sum is nan, wanted"),
-        ("a b out --weights 1e308 1e308", "--weights: their sum is inf, wanted"),
+        ("a b out --weights 1", "--weights: got 1 for 2 models, expected one for each"),
+        ("a b out --weights 1 2 3", "--weights: got 3 for 2 models, expected one for each"),
+        ("a b out --weights 1 -1", "--weights: their sum is 0, expected a finite one above 0"),
+        ("a b out --weights 1 -2", "--weights: their sum is -1, expected"),
+        ("a b out --weights 1 nan", "--weights: their sum is nan, expected"),
+        ("a b out --weights 1e308 1e308", "--weights: their sum is inf, expected"),
         ("a b out --weights 1 half", "argument --weights: invalid float value: 'half'"),
         ("a b out --dtype q8_0", "argument --dtype: invalid choice: 'q8_0'"),
     ],

@@ -18,6 +18,7 @@ from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, load, load_pretrained, save_pretrained
 from tinyforge.formats.tokenizers import TEMPLATE
+from tinyforge.infer import Sampling, generate
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config as LlamaConfig
@@ -135,7 +136,7 @@ def test_weights_int8_of_an_int8_checkpoint_are_its_codes(run: Path, tmp_path: P
 
 def test_int8_of_a_weight_that_is_not_finite_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = nanoeuler()
-    model.blocks[1].out.weight.value[3, 4] = np.inf
+    model.blocks[1].attention.out.weight.value[3, 4] = np.inf
     with pytest.raises(UserError, match="a weight is not finite, and int8 cannot represent it; leave out --weights or"):
         save_pretrained(model, tokenizer, tmp_path / "own", format="tinyforge", dtype="int8")
     assert list(tmp_path.iterdir()) == []
@@ -175,24 +176,24 @@ def test_transformers_reads_model_and_tokenizer(run: Path, tokenizer: Tokenizer,
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     ours, _ = load_pretrained(run, FP32)
     prompt = tokenizer.encode("Once upon")
-    wanted = list(prompt)
+    expected = list(prompt)
     for _ in range(8):
-        wanted.append(int(ours.logits(ours.hidden(np.array([wanted])))[0, -1].argmax()))
+        expected.append(int(ours.logits(ours.hidden(np.array([expected])))[0, -1].argmax()))
     with torch.no_grad():
         got = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert got[0].tolist() == wanted
+    assert got[0].tolist() == expected
 
 
 def test_a_chat_template_is_kept(run: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """By our own reader and by transformers; a base model has none."""
     meta = checkpoint.steps(run)[-1] / "meta.json"
     assert convert.main([str(run), str(tmp_path / "base")]) == 0
-    assert not (tmp_path / "base" / TEMPLATE).exists() and load(tmp_path / "base", FP32).template == "plain"
+    assert not (tmp_path / "base" / TEMPLATE).exists() and load(tmp_path / "base", FP32).template.name == "plain"
     model = nanoeuler()
     kept = {**json.loads(meta.read_text()), "kind": "sft"}
     save_pretrained(model, tokenizer, tmp_path / "hf", meta=kept)
     found = load(tmp_path / "hf", FP32)
-    assert found.template == "alpaca" and found.meta["kind"] == "sft"
+    assert found.template.name == "alpaca" and found.meta["kind"] == "sft"
     save_pretrained(found.model, found.tokenizer, tmp_path / "again", meta=found.meta)
     assert (tmp_path / "again" / TEMPLATE).read_text() == (tmp_path / "hf" / TEMPLATE).read_text()
     transformers = pytest.importorskip("transformers", reason="the peer is transformers")
@@ -205,7 +206,7 @@ def test_a_chat_template_is_kept(run: Path, tokenizer: Tokenizer, tmp_path: Path
 @pytest.mark.parametrize("name", ["small", pytest.param("storyteller", marks=pytest.mark.slow)])
 def test_models_that_come_with_the_repository_are_known_by_name(name: str, tmp_path: Path) -> None:
     assert convert.main([name, str(tmp_path / "hf")]) == 0
-    assert load(tmp_path / "hf", FP32).template == "alpaca"
+    assert load(tmp_path / "hf", FP32).template.name == "alpaca"
 
 
 def test_gpt2s_tokenizer_as_it_was_first_published(tmp_path: Path) -> None:
@@ -249,13 +250,37 @@ def test_what_is_asked_wrongly_is_one_line(
     assert "\n" not in str(caught.value) and [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = make(Llama, LlamaConfig(dim=4, heads=1, kv_heads=1, layers=1, context=8, vocab=299, hidden=3))
     save_pretrained(model, tokenizer, tmp_path / "hf")
     with pytest.raises(UserError, match="its tokenizer has 300 ids, the model 299; give its own with --tokenizer"):
         load(tmp_path / "hf", FP32)
     (tmp_path / "hf" / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="no tokenizer there"):
+    found = load(tmp_path / "hf", FP32)  # takes ids
+    assert "note: " in capsys.readouterr().err and found.tokenizer.vocab_size == 299
+    assert next(generate(found.model, [1, 2], Sampling(temperature=0.0))) < 299
+    assert found.tokenizer.decode([1, 298]) == ""
+    with pytest.raises(UserError, match="no tokenizer: it takes ids, not text"):
+        found.tokenizer.encode("a")
+    for name, format in (("again", "tinyforge"), ("m.gguf", "gguf")):
+        save_pretrained(found.model, found.tokenizer, tmp_path / name, format=format)
+        again = load(tmp_path / name, FP32)
+        assert again.tokenizer.hash() == found.tokenizer.hash()
+        assert next(generate(again.model, [1, 2], Sampling(temperature=0.0))) < 299
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
+def test_weights_that_others_have_quantised_are_refused_by_name(
+    method: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model = make(Llama, LlamaConfig(dim=4, heads=1, kv_heads=1, layers=1, context=8, vocab=300, hidden=3))
+    save_pretrained(model, tokenizer, tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"in the format of {method!r}, which is not read; get the model that they"):
         load(tmp_path / "hf", FP32)
 
 

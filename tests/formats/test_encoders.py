@@ -76,7 +76,7 @@ def inputs_for(name: str) -> tuple[tuple[np.ndarray, ...], np.ndarray, dict[str,
         }
         if name == "bert-classes":
             return (ids, segments, lengths), np.array([[[4]], [[-1]], [[0]]]), theirs
-        # A place for each token of a text, in an order of its own; none behind its end.
+        # A place for each token of a text, in an order of its own; none after its end.
         order = np.stack([rng.permutation(17) for _ in lengths])
         places = np.where(order < lengths[:, None], order, -1)
         targets = np.where(places < 0, -1, rng.integers(-1, 37, places.shape))[..., None]
@@ -114,10 +114,10 @@ def gradients_by_file_name(peer: Any, folder: Path) -> dict[str, np.ndarray]:
     return load_file(folder / "model.safetensors")
 
 
-def worst(got: np.ndarray, wanted: np.ndarray, floor: float = 0.0) -> float:
-    """The largest difference, relative to the largest number wanted."""
-    assert got.shape == wanted.shape
-    return float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), floor))
+def worst(got: np.ndarray, expected: np.ndarray, floor: float = 0.0) -> float:
+    """The largest difference, relative to the largest number expected."""
+    assert got.shape == expected.shape
+    return float(np.abs(got - expected).max() / max(np.abs(expected).max(), floor))
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -140,14 +140,14 @@ def test_logits_and_gradients_are_those_of_transformers(name: str, tmp_path: Pat
     )
     loss.backward()
     assert nll.sum() / count == pytest.approx(loss.item(), rel=1e-12)
-    wanted = gradients_by_file_name(peer, tmp_path / "gradients")
+    expected = gradients_by_file_name(peer, tmp_path / "gradients")
     ours = {p.name: p.grad for p in model.buffer.params}
     found = {entry.theirs: entry.take(ours[entry.ours]) for entry in entries_of(model)}
-    assert found.keys() == wanted.keys()
+    assert found.keys() == expected.keys()
     # The bias of the keys adds the same to all scores of a query, which softmax does not see: its gradient is 0, and
-    # what is computed is rounding. So an error counts beside a thousandth of the largest gradient at least.
-    floor = 1e-3 * max(np.abs(g).max() for g in wanted.values())
-    parity(model, "gradients", max(worst(found[name], wanted[name], floor) for name in found), 1e-8)
+    # what is computed is rounding. So an error counts next to a thousandth of the largest gradient at least.
+    floor = 1e-3 * max(np.abs(g).max() for g in expected.values())
+    parity(model, "gradients", max(worst(found[name], expected[name], floor) for name in found), 1e-8)
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -161,8 +161,25 @@ def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
     assert not any(said[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     inputs, _, theirs = inputs_for(name)
     with torch.no_grad():
-        wanted = again.eval()(**theirs).logits.numpy()
-    assert worst(*(unpadded(z, inputs) for z in (our_logits(model, inputs), wanted))) < 1e-9
+        expected = again.eval()(**theirs).logits.numpy()
+    assert worst(*(unpadded(z, inputs) for z in (our_logits(model, inputs), expected))) < 1e-9
+
+
+def test_a_bert_without_an_output_comes_back(tmp_path: Path) -> None:
+    """BertModel, as models of text embeddings are: tensors without a prefix, a pooler that nothing reads."""
+    peer = random_peer("BertModel", BERT, seed="trunk")
+    peer.float().save_pretrained(tmp_path / "theirs")
+    model = load_weights(open_directory(tmp_path / "theirs"), FP64)
+    assert model.config.trunk and model.head == []
+    write_directory(tmp_path / "ours", weights_of(model), "f32")
+    again = transformers.BertModel.from_pretrained(tmp_path / "ours", dtype=torch.float64).eval()
+    ids = np.random.default_rng(0).integers(1, 37, (2, 17))
+    with torch.no_grad():
+        for each in (peer.double().eval(), again):
+            expected = each(torch.from_numpy(ids)).last_hidden_state.numpy()
+            assert worst(model.encode(ids.astype(np.int32)), expected) < 1e-9
+    with pytest.raises(UserError, match="no output layer"):
+        model.forward(ids, ids[..., None], ids, np.array([17, 17]))
 
 
 @pytest.mark.parametrize("preset", ["base", "large"])
@@ -171,8 +188,8 @@ def test_sizes_of_vit_are_transformers_sizes(preset: str) -> None:
     given = {k: v for k, v in vit_hf.write_config(config).items() if k != "architectures"}
     with torch.device("meta"):
         peer = transformers.ViTForImageClassification(transformers.ViTConfig(**given))
-    wanted = sum(p.numel() for p in peer.parameters())
-    assert sum(int(np.prod(entry.shape)) for entry in vit_hf.entries(config)) == wanted
+    expected = sum(p.numel() for p in peer.parameters())
+    assert sum(int(np.prod(entry.shape)) for entry in vit_hf.entries(config)) == expected
 
 
 def test_a_vit_that_is_none_of_ours_is_refused() -> None:

@@ -75,23 +75,23 @@ def test_greedy_and_what_says_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"temperature": "hot"}, "temperature is 'hot', wants a number, 0 (greedy) or more"),
-        ({"temperature": -1}, "temperature is -1, wants a number, 0 (greedy) or more"),
-        ({"temperature": True}, "temperature is True, wants a number"),
-        ('{"temperature": NaN}', "temperature is nan, wants a number"),
-        ('{"temperature": 1e999}', "temperature is inf, wants a number"),
-        ({"top_k": -1}, "top_k is -1, wants a whole number, 0 (no limit) or more"),
-        ({"top_k": 5.5}, "top_k is 5.5, wants a whole number, 0 (no limit) or more"),
-        ({"top_p": 0}, "top_p is 0, wants a number above 0 and at most 1"),
+        ({"temperature": "hot"}, "temperature is 'hot', expected a number, 0 (greedy) or more"),
+        ({"temperature": -1}, "temperature is -1, expected a number, 0 (greedy) or more"),
+        ({"temperature": True}, "temperature is True, expected a number"),
+        ('{"temperature": NaN}', "temperature is nan, expected a number"),
+        ('{"temperature": 1e999}', "temperature is inf, expected a number"),
+        ({"top_k": -1}, "top_k is -1, expected a whole number, 0 (no limit) or more"),
+        ({"top_k": 5.5}, "top_k is 5.5, expected a whole number, 0 (no limit) or more"),
+        ({"top_p": 0}, "top_p is 0, expected a number above 0 and at most 1"),
         ({"top_p": [0.9] * 99}, "top_p is [0.9, 0.9, "),
-        ({"min_p": 1.5}, "min_p is 1.5, wants a number from 0 to 1"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0, wants a number above 0; 1 for none"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0, wants a whole number, at least 1"),
-        ({"max_new_tokens": {}}, "max_new_tokens is {}, wants a whole number, at least 1"),
-        ({"do_sample": 0}, "do_sample is 0, wants true or false"),
-        ({"do_sample": "yes", "temperature": 1}, "do_sample is 'yes', wants true or false"),
+        ({"min_p": 1.5}, "min_p is 1.5, expected a number from 0 to 1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0, expected a number above 0; 1 for none"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a whole number, at least 1"),
+        ({"max_new_tokens": {}}, "max_new_tokens is {}, expected a whole number, at least 1"),
+        ({"do_sample": 0}, "do_sample is 0, expected true or false"),
+        ({"do_sample": "yes", "temperature": 1}, "do_sample is 'yes', expected true or false"),
         ('{"temperature": 1', "it is not JSON (line 1: "),
-        ("[1]", "got a list, wanted an object"),
+        ("[1]", "got a list, expected an object"),
         ('{"top_k": 1' + "0" * 99 + "}", "got a whole number of 100 digits"),
     ],
 )
@@ -113,7 +113,7 @@ def test_conversions_keep_the_file(tmp_path: Path, name: str) -> None:
     assert content(tmp_path / "ours") == OWN
     assert load(tmp_path / "ours", FP32).generation.sampling() == Sampling(temperature=0.6, top_p=0.9)
     assert convert.main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
-    assert content(tmp_path / "back") == {"bos_token_id": None, **OWN}
+    assert content(tmp_path / "back") == OWN
 
 
 def test_a_model_without_the_file_is_given_none(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_format_without_a_place_for_it_says_so(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("own", "stored", "wanted"),
+    ("own", "stored", "expected"),
     [
         (OWN, {"temp": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6, "top_p": 0.9}),
         (
@@ -156,9 +156,9 @@ def test_a_format_without_a_place_for_it_says_so(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_a_gguf_file_holds_the_sampling(
-    own: dict[str, Any], stored: dict[str, Any], wanted: dict[str, Any] | None, tmp_path: Path
+    own: dict[str, Any], stored: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """Under llama.cpp's names, and Ollama's beside it; back it is the same sampling."""
+    """Under llama.cpp's names, and Ollama's next to it; back it is the same sampling."""
     gguf = pytest.importorskip("gguf", reason="needs the extra [gguf]")
     path = save(tmp_path / "m.gguf", generation=own)
     fields = gguf.GGUFReader(path).fields
@@ -169,12 +169,12 @@ def test_a_gguf_file_holds_the_sampling(
     lines = [f"PARAMETER {ollama.get(key, key)} {value}" for key, value in stored.items()]
     assert (tmp_path / "Modelfile").read_text().splitlines()[-len(lines) - 1 :] == ["PARAMETER num_ctx 16", *lines]
     generation = read_generation(path)
-    assert generation.content == (wanted or {})
+    assert generation.content == (expected or {})
     assert generation.sampling() == load(path, FP32).generation.sampling()
     without_length = {key: value for key, value in own.items() if key != "max_new_tokens"}
     assert generation.sampling() == read_generation(write(tmp_path / "theirs", without_length)).sampling()
     assert convert.main([str(path), str(tmp_path / "ours"), "--format", "tinyforge"]) == 0
-    assert (content(tmp_path / "ours") if wanted else None) == wanted
+    assert (content(tmp_path / "ours") if expected else None) == expected
 
 
 def test_numbers_below_zero_are_llama_cpps_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,9 @@ def test_a_wrong_setting_of_a_gguf_file_is_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("tinyforge.formats.pretrained.renamed", lambda *_: {"general.sampling.top_p": 1.5})
     monkeypatch.setattr("tinyforge.formats.tokenizers.write_modelfile", lambda *_: None)
     path = save(tmp_path / "m.gguf")
-    with pytest.raises(UserError, match=r"m\.gguf: general\.sampling\.top_p is 1\.5, wants .*; write the file anew$"):
+    with pytest.raises(
+        UserError, match=r"m\.gguf: general\.sampling\.top_p is 1\.5, expected .*; write the file anew$"
+    ):
         load(path, FP32)
 
 
@@ -206,8 +208,8 @@ def test_an_adapter_is_sampled_as_its_base(tmp_path: Path) -> None:
 def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
     """The storyteller's, with the ids that end its replies: transformers looks for them in this file alone."""
     transformers = pytest.importorskip("transformers", reason="the peer is transformers")
-    assert SPEC.storyteller is not None
-    own = content(SPEC.storyteller)
+    assert SPEC.bundled_for_chat is not None
+    own = content(SPEC.bundled_for_chat)
     found = transformers.GenerationConfig.from_pretrained(save(tmp_path / "theirs", generation=own))
     assert {key: getattr(found, key) for key in own} == own
     assert found.eos_token_id == list(TOKENIZER.specials.values()) and found.bos_token_id is None

@@ -135,26 +135,28 @@ def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None
     ("values", "message"),
     [
         ({"architectures": ["FalconForCausalLM"]}, "architecture 'FalconForCausalLM'; supported: GPT2LMHead"),
-        ({"architectures": None}, "architectures is None, wants a list of one name"),
-        ({"architectures": [["LlamaForCausalLM"]]}, "wants a list of one name"),
+        ({"architectures": None}, "architectures is None, expected a list of one name"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "expected a list of one name"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
-        ({"attention_bias": True}, "attention_bias is True; supported: False"),
-        ({"mlp_bias": True}, "mlp_bias is True; supported: False"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; supported: 'default', 'linear'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+        ({"attention_bias": True}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
+        ({"mlp_bias": True}, "tensor model.layers.0.mlp.gate_proj.bias is missing"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type is 'ntk'; supported: 'default', 'linear'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "has no factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False; supported: True"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": 2}}, "short_factor is 2, expected a list of numbers"),
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),
-        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', wants an object"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
+        ({"partial_rotary_factor": 0.5}, "a LlamaForCausalLM has no rotary_dim"),
         ({"num_hidden_layers": None}, "has no num_hidden_layers"),
-        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2', wants a whole number"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, wants true or false"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0, wants at least 1"),
-        ({"max_position_embeddings": 10**15}, "context is 1,000,000,000,000,000, wants at most 1,048,576"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2', expected a whole number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, expected true or false"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, expected at least 1"),
+        ({"max_position_embeddings": 10**15}, "context is 1,000,000,000,000,000, expected at most 1,048,576"),
         ({"head_dim": 3}, "head_dim 3 is odd"),
         ({"num_key_value_heads": 3}, "heads 2 is not divisible by kv_heads 3"),
         ({"num_hidden_layers": 3}, "tensor model.layers.2.self_attn.q_proj.weight is missing"),
         ({"num_hidden_layers": 10**3}, "tensor model.layers.2.self_attn.q_proj.weight is missing"),
-        ({"num_hidden_layers": 10**9}, "layers is 1,000,000,000, wants at most 1,024"),
+        ({"num_hidden_layers": 10**9}, "layers is 1,000,000,000, expected at most 1,024"),
         ({"num_hidden_layers": 1}, "tensor model.layers.1.input_layernorm.weight and 8 more has no place in the model"),
         ({"vocab_size": 12}, r"model.embed_tokens.weight has shape \(11, 8\), config.json asks for \(12, 8\)"),
         ({"tie_word_embeddings": True}, "tensor lm_head.weight has no place"),
@@ -189,7 +191,7 @@ def test_a_config_that_is_not_supported_is_one_line(values: dict[str, Any], mess
         ({"n_head": 3}, "dim 8 is not divisible by heads 3"),
         ({"resid_pdrop": 1.0}, "dropout is 1.0"),
         ({"n_positions": 10**6}, r"transformer.wpe.weight has shape \(9, 8\), config.json asks for \(10+, 8\)"),
-        ({"n_positions": 10**12}, "context is 1,000,000,000,000, wants at most"),
+        ({"n_positions": 10**12}, "context is 1,000,000,000,000, expected at most"),
     ],
 )
 def test_a_gpt2_that_is_not_supported_is_one_line(values: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -214,7 +216,9 @@ def test_an_index_does_not_lead_out_of_its_directory(place: Any, tmp_path: Path)
     write(tmp_path / "m")
     shard(tmp_path / "m", {"model.norm.weight": place})
     save_file({"model.norm.weight": np.ones(8, np.float32)}, tmp_path / "secret.safetensors")
-    with pytest.raises(UserError, match="model.norm.weight is in .*, wants the name of a file in the same directory"):
+    with pytest.raises(
+        UserError, match="model.norm.weight is in .*, expected the name of a file in the same directory"
+    ):
         open_directory(tmp_path / "m")
 
 
@@ -237,10 +241,45 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model-00001-of-00003.safetensors lacks"):
         open_directory(tmp_path / "m")
     index.write_text("[]")
-    with pytest.raises(UserError, match="got a list, wanted an object"):
+    with pytest.raises(UserError, match="got a list, expected an object"):
         open_directory(tmp_path / "m")
     index.write_text("{}")
     with pytest.raises(UserError, match="has no weight_map"):
+        open_directory(tmp_path / "m")
+
+
+def test_an_index_next_to_the_one_file_says_nothing(tmp_path: Path) -> None:
+    """Left by an earlier, sharded version of the model."""
+    model = write(tmp_path / "m")
+    whole = (tmp_path / "m/model.safetensors").read_bytes()
+    shard(tmp_path / "m")
+    for name in tmp_path.glob("m/*-of-*"):
+        name.unlink()
+    (tmp_path / "m/model.safetensors").write_bytes(whole)
+    assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+
+
+def test_long_numbers_that_nobody_reads(tmp_path: Path) -> None:
+    model = write(tmp_path / "m")
+    edit_config(tmp_path / "m", max_length=1000000000000000019884624838656)
+    assert_same(model, load_weights(open_directory(tmp_path / "m"), FP32))
+    edit_config(tmp_path / "m", hidden_size=10**30)
+    with pytest.raises(UserError, match="expected at most"):
+        load_weights(open_directory(tmp_path / "m"), FP32)
+
+
+@pytest.mark.parametrize(
+    ("content", "method"),
+    [
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "awq"}, "awq"),
+    ],
+)
+def test_quantised_weights_are_refused_by_name(content: dict[str, Any], method: str, tmp_path: Path) -> None:
+    write(tmp_path / "m")
+    edit_config(tmp_path / "m", quantization_config=content)
+    with pytest.raises(UserError, match=f"in the format of '{method}', which is not read"):
         open_directory(tmp_path / "m")
 
 

@@ -76,9 +76,9 @@ def test_the_file_is_laid_out_as_run_c_reads_it(tmp_path: Path) -> None:
         h = rms(x, norm2[layer])
         gate = h @ w1[layer].T
         x = x + (gate / (1 + np.exp(-gate)) * (h @ w3[layer].T)) @ w2[layer].T
-    wanted = rms(x, norm) @ embedding.T
+    expected = rms(x, norm) @ embedding.T
     # cos and sin are float32 in the file.
-    np.testing.assert_allclose(model.logits(model.hidden(ids[None]))[0], wanted, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(model.logits(model.hidden(ids[None]))[0], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_nanoeuler_fits_into_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,15 +122,15 @@ def changed(place: int, value: int) -> bytes:
         (b"\x80\x02}q\x00." * 9, "is a pickle, which can run code when it is read; supported: llama2.c's .bin"),
         (b"PK\x03\x04" * 9, "is a pickle"),
         (b"24ka" + b"\x01\0\0\0" * 7, "is of llama2.c's version 1 or 2; supported: version 0"),
-        (changed(0, -12), "its header says dim -12, wants 1 to 65536"),
+        (changed(0, -12), "its header says dim -12, expected 1 to 65536"),
         (changed(1, 0), "its header says hidden 0"),
         (changed(2, 1 << 30), "its header says layers 1073741824"),
         (changed(5, -(1 << 31)), "its header says vocab 2147483648"),
         (changed(3, 5), "dim 12, 5 heads, 3 key/value heads, which do not divide"),
         (changed(4, 2), "dim 12, 3 heads, 2 key/value heads, which do not divide"),
         (changed(3, 12), "dim 12, 12 heads"),
-        (changed(6, 10), rf"has {SIZE:,} bytes, its header wants {SIZE + 16:,}"),
-        (changed(0, 12)[:-1], rf"has {SIZE - 1:,} bytes, its header wants {SIZE:,}"),
+        (changed(6, 10), rf"has {SIZE:,} bytes, its header expects {SIZE + 16:,}"),
+        (changed(0, 12)[:-1], rf"has {SIZE - 1:,} bytes, its header expects {SIZE:,}"),
         (changed(0, 12) + b"\0", rf"has {SIZE + 1:,} bytes"),
     ],
 )

@@ -49,7 +49,7 @@ def make_base(folder: Path, name: str) -> Path:
 
 
 def make_run(folder: Path, name: str, settings: Adapters = SETTINGS) -> tuple[Path, Any]:
-    """A run's checkpoint of random adapters on that base, and the model with its adapters beside the base."""
+    """A run's checkpoint of random adapters on that base, and the model with its adapters next to the base."""
     base = open_model(make_base(folder, name))
     found = base.build(FP64, adapters=settings)
     buffer, rng = found.model.buffer, np.random.default_rng(1)
@@ -75,8 +75,8 @@ def logits(model: Any) -> np.ndarray:
     return model.logits(model.hidden(ids()))
 
 
-def worst(got: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+def worst(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,8 +97,8 @@ def test_as_an_adapter_of_peft_and_back(
 ) -> None:
     run, _ = make_run(tmp_path, name, Adapters(3, 7.0, 0.0, targets))
     assert convert.main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
-    wanted = load(run, FP64).model
-    assert worst(logits(load(tmp_path / "adapter", FP64).model), logits(wanted)) < 1e-12
+    expected = load(run, FP64).model
+    assert worst(logits(load(tmp_path / "adapter", FP64).model), logits(expected)) < 1e-12
     if name == "nanoeuler":  # as a Llama it has lost the later heads: another model, by its weights
         return
     # On the base as another program has it, from a place of its own.
@@ -107,7 +107,7 @@ def test_as_an_adapter_of_peft_and_back(
     with pytest.raises(UserError, match="which is not here; merge the two with .* --base PATH"):
         load(tmp_path / "adapter", FP64)
     found = load(tmp_path / "adapter", FP64, base=tmp_path / "hf").model
-    assert worst(logits(found), logits(wanted)) < 1e-12
+    assert worst(logits(found), logits(expected)) < 1e-12
 
 
 def peers() -> tuple[Any, Any, Any]:
@@ -181,7 +181,7 @@ def test_adapters_of_ours_that_make_no_pair_or_do_not_fit(tmp_path: Path) -> Non
         checkpoint.save(tmp_path / name, 1, weights, {"m": np.zeros(1)}, TOKENIZER, found.meta, 0)
         open_model(tmp_path / name).build(FP64)
 
-    with pytest.raises(UserError, match=r"A and B of blocks.0.down have the shapes \(3, 20\) and None, wanted"):
+    with pytest.raises(UserError, match=r"A and B of blocks.0.down have the shapes \(3, 20\) and None, expected"):
         merged("one", {b: None})
     with pytest.raises(UserError, match=r"shapes None and \(24, 3\)"):
         merged("other", {a: None})
@@ -194,7 +194,7 @@ def test_adapters_of_ours_that_make_no_pair_or_do_not_fit(tmp_path: Path) -> Non
 def another_base(folder: Path) -> None:
     """The base's weights, one of them changed in its last bit."""
     found = load(folder / "base", FP64)
-    value = found.model.blocks[1].out.weight.value
+    value = found.model.blocks[1].attention.out.weight.value
     value[0, 0] = np.nextafter(np.float32(value[0, 0]), np.float32(np.inf))
     shutil.rmtree(folder / "base")
     save_pretrained(found.model, found.tokenizer, folder / "base", format="tinyforge")
@@ -237,9 +237,9 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
         ("adapter", in_config(use_rslora=True), "adapter_config.json: use_rslora is True"),
         ("adapter", in_config(bias="all"), "adapter_config.json: bias is 'all'"),
         ("adapter", in_config(modules_to_save=["lm_head"]), "modules_to_save is ['lm_head']"),
-        ("adapter", in_config(r=0), "r is 0, wants at least 1"),
+        ("adapter", in_config(r=0), "r is 0, expected at least 1"),
         ("adapter", in_config(r=4), "lora_A.weight has shape (3, 24), the base "),
-        ("adapter", in_config(r="8"), "r is '8', wants a whole number"),
+        ("adapter", in_config(r="8"), "r is '8', expected a whole number"),
         ("adapter", lambda folder: (folder / "adapter/adapter_model.safetensors").unlink(), "safetensors is missing"),
         ("adapter", lambda folder: (folder / "adapter/adapter_config.json").write_text("{"), "adapter_config.json"),
         ("adapter", in_weights(lambda held: held.pop(f"{Q}A.weight")), "a lora_B without its lora_A"),

@@ -17,10 +17,10 @@ torch = pytest.importorskip("torch", reason="the peer is torch")
 FP64 = get_backend("numpy", "fp64", workers=1)
 
 
-def worst(got: np.ndarray, wanted: Any) -> float:
-    wanted = wanted.detach().numpy()
-    assert got.shape == wanted.shape
-    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+def worst(got: np.ndarray, expected: Any) -> float:
+    expected = expected.detach().numpy()
+    assert got.shape == expected.shape
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("layers", "width", "batch", "length"), [(1, 7, 3, 1), (2, 5, 2, 33), (3, 9, 1, 11)])

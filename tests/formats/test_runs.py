@@ -14,7 +14,7 @@ import pytest
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.formats import load, newest_run, trained_model
+from tinyforge.formats import load, newest_run, resolve_checkpoint
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer
@@ -65,10 +65,10 @@ def test_the_newest_fine_tuned_run_comes_first(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("meta.json", '{"kind": "sft"', "cannot read .*meta.json: "),
-        ("meta.json", "[1]", "cannot read .*meta.json: got a list, wanted an object"),
+        ("meta.json", "[1]", "cannot read .*meta.json: got a list, expected an object"),
         ("meta.json", '{"kind": "sft", "format": 99}', "format 99, this program reads 1"),
         ("hashes.json", "", "cannot read .*hashes.json: "),
-        ("hashes.json", "[]", "cannot read .*hashes.json: got a list, wanted an object"),
+        ("hashes.json", "[]", "cannot read .*hashes.json: got a list, expected an object"),
         ("model.safetensors", "", "model.safetensors has SHA-256 "),
     ],
 )
@@ -97,17 +97,17 @@ def test_what_is_asked_for_comes_before_runs_and_these_before_the_bundled_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert trained_model(None) == SPEC.bundled
-    assert trained_model(None, for_chat=True) == SPEC.storyteller == trained_model("storyteller")
-    assert trained_model("small", for_chat=True) == SPEC.bundled
+    assert resolve_checkpoint(None) == SPEC.bundled
+    assert resolve_checkpoint(None, for_chat=True) == SPEC.bundled_for_chat == resolve_checkpoint("storyteller")
+    assert resolve_checkpoint("small", for_chat=True) == SPEC.bundled
     Path("small").mkdir()
-    assert trained_model("small") == Path("small")  # a folder of that name comes first
-    assert load(trained_model(None), CPU).template == "alpaca"
+    assert resolve_checkpoint("small") == Path("small")  # a folder of that name comes first
+    assert load(resolve_checkpoint(None), CPU).template.name == "alpaca"
     run = save_run(Path("runs") / "mine", "pretrain")
-    assert trained_model(None) == trained_model(None, for_chat=True) == run
-    assert trained_model("else/where") == Path("else/where") and trained_model("no.gguf") == Path("no.gguf")
+    assert resolve_checkpoint(None) == resolve_checkpoint(None, for_chat=True) == run
+    assert resolve_checkpoint("./else/where") == Path("else/where") and resolve_checkpoint("no.gguf") == Path("no.gguf")
     with pytest.raises(UserError, match=r"no checkpoint in smal; train one .* of the repository: small, storyteller$"):
-        trained_model("smal")
+        resolve_checkpoint("smal")
 
 
 # --- what it holds
@@ -117,9 +117,9 @@ def test_a_checkpoint_says_which_model_it_holds(tmp_path: Path) -> None:
     for number, meta in enumerate(({}, {"model": "nanoeuler"}), start=1):
         loaded = load(save_run(tmp_path / "run", step=number, **meta), CPU)
         assert type(loaded.model) is NanoEuler and loaded.model.config == CONFIG
-        assert loaded.tokenizer.hash() == TOKENIZER.hash() and loaded.template == "alpaca"
-    assert load(save_run(tmp_path / "base", "pretrain"), CPU).template == "plain"
-    assert load(save_run(tmp_path / "other", template="chatml"), CPU).template == "chatml"
+        assert loaded.tokenizer.hash() == TOKENIZER.hash() and loaded.template.name == "alpaca"
+    assert load(save_run(tmp_path / "base", "pretrain"), CPU).template.name == "plain"
+    assert load(save_run(tmp_path / "other", template="chatml"), CPU).template.name == "chatml"
 
 
 def test_a_checkpoint_of_another_model_says_which_it_is(tmp_path: Path) -> None:

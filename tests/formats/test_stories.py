@@ -79,7 +79,7 @@ def test_chat_continues_a_text_with_it(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_tokenizer_is_found_or_asked_for(tmp_path: Path) -> None:
     alone = shutil.copy(FOLDER / "stories260K.bin", tmp_path / "stories260K.bin")
-    with pytest.raises(UserError, match="has no tokenizer beside it; looked for tok512.bin, .*; give --tokenizer"):
+    with pytest.raises(UserError, match="has no tokenizer next to it; looked for tok512.bin, .*; give --tokenizer"):
         load(alone, FP32)
     assert load(alone, FP32, FOLDER / "tok512.bin").tokenizer.vocab_size == 512
     shutil.copy(FOLDER / "tok512.bin", tmp_path / "tokenizer.bin")

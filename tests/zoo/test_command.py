@@ -29,8 +29,8 @@ def test_list_has_every_preset_with_its_parameters(capsys: pytest.CaptureFixture
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^(\w+)", out, re.MULTILINE) == list(models())
-    wanted = [name for spec in models().values() for name in spec.presets]
-    assert re.findall(r"^ +(\S+) +[\d,]+ parameters$", out, re.MULTILINE) == wanted
+    expected = [name for spec in models().values() for name in spec.presets]
+    assert re.findall(r"^ +(\S+) +[\d,]+ parameters$", out, re.MULTILINE) == expected
     # As DESIGN and the pages have them.
     assert re.search(r"small +1,053,824 ", out) and re.search(r"124m +124,439,808 ", out)
 
@@ -64,7 +64,7 @@ def test_shapes_are_those_of_a_real_step() -> None:
     model.forward(ids, np.zeros((2, 7, 4), np.int32), Stash())
     layers, _ = shapes.trace(SPEC, config, "fp32", 2, 7)
     assert layers == shapes._layers(steps)
-    assert [(layer.name, layer.count) for layer in layers] == [("", 1), ("blocks.0", 1), ("blocks.1", 2), ("", 1)]
+    assert [(layer.name, layer.count) for layer in layers] == [("", 1), ("blocks.0", 3), ("", 1)]
     assert layers[1].steps[1] == shapes.Step("qkv", "Linear", (2, 7, 32), (("weight", (32, 16)),))
     assert [step.name for step in layers[-1].steps] == ["final_norm", "heads"]
 
@@ -74,9 +74,9 @@ def test_shapes_are_those_of_a_real_step() -> None:
     [
         (["show", "gpt5"], "unknown model 'gpt5'; known: nanoeuler"),
         (["show", "gpt2", "--config", "small"], "gpt2 has no preset 'small'; known: char, 124m, 355m"),
-        (["show", "gpt2", "--batch-size", "0"], "--batch-size 0, --seq-len 256: wants a batch of at least 1"),
-        (["show", "gpt2", "--seq-len", "0"], "--seq-len 0: wants a batch of at least 1"),
-        (["show", "gpt2", "--seq-len", "257"], "--seq-len 257: wants a batch of at least 1, and a length of 1 to"),
+        (["show", "gpt2", "--batch-size", "0"], "--batch-size 0, --seq-len 256: expects a batch of at least 1"),
+        (["show", "gpt2", "--seq-len", "0"], "--seq-len 0: expects a batch of at least 1"),
+        (["show", "gpt2", "--seq-len", "257"], "--seq-len 257: expects a batch of at least 1, and a length of 1 to"),
         (["show", "gpt2", "--precision", "fp4"], "precision 'fp4' is not one of"),
         (["show"], "the following arguments are required: NAME"),
         ([], "the following arguments are required: list|show|record|page"),

@@ -138,7 +138,7 @@ def test_parity_is_noted_and_bounded(
     parity(model, "logits", 1e-12, 1e-9)
     monkeypatch.setenv(page.PARITY, str(tmp_path / "found"))
     parity(model, "logits", 1e-12, 1e-9)
-    with pytest.raises(AssertionError, match="gradients: 1.0e-07, wanted below 1e-08"):
+    with pytest.raises(AssertionError, match="gradients: 1.0e-07, expected below 1e-08"):
         parity(model, "gradients", 1e-7, 1e-8, peer="numpy")
     lines = [json.loads(line) for line in (tmp_path / "found").read_text().splitlines()]
     assert lines[0] == {"model": "llama", "what": "logits", "error": 1e-12, "peer": "transformers"}

@@ -1,8 +1,8 @@
 """Average the weights of trained models of one shape.
 
-    python -m tinyforge.formats average runs/a runs/b runs/c soup                      fine-tuned from one base: a soup
-    python -m tinyforge.formats average runs/base runs/sft between --weights 0.3 0.7   between a base and its fine-tuning
-    python -m tinyforge.formats average runs/base/step-* smooth                        the checkpoints of one run
+    python -m tinyforge.formats average runs/a runs/b runs/c soup  fine-tuned from one base: a soup
+    python -m tinyforge.formats average runs/base runs/sft between --weights 0.3 0.7  between a base and its fine-tuning
+    python -m tinyforge.formats average runs/base/step-* smooth  the checkpoints of one run
 
 With weights w and models W, every tensor of OUT is sum_i w_i W_i / sum_i w_i. A negative w goes beyond the others:
 `--weights -0.3 1.3` of a base and its fine-tuning goes further in the direction of fine-tuning.
@@ -28,8 +28,8 @@ from tinyforge.errors import Parser, UserError
 from tinyforge.files import shown
 from tinyforge.formats.convert import megabytes
 from tinyforge.formats.opened import Opened
-from tinyforge.formats.pretrained import FORMATS, USES, check_target, save_pretrained, short_card
-from tinyforge.formats.runs import open_model, trained_model
+from tinyforge.formats.pretrained import FORMATS, check_target, save_pretrained, short_card, use_of
+from tinyforge.formats.runs import open_model, resolve_checkpoint
 
 CARD = """
 ## An average
@@ -52,12 +52,12 @@ def average(models: Sequence[Opened], weights: Sequence[float] = ()) -> Opened:
     finite sum above 0, and for models of another config or tokenizer than the last.
     """
     if len(models) < 2:
-        raise UserError(f"got {len(models)} model to average, wanted two or more; give them before OUT")
+        raise UserError(f"got {len(models)} model to average, expected two or more; give them before OUT")
     weights = weights or [1.0] * len(models)
     if len(weights) != len(models):
-        raise UserError(f"--weights: got {len(weights)} for {len(models)} models, wanted one for each")
+        raise UserError(f"--weights: got {len(weights)} for {len(models)} models, expected one for each")
     if not 0 < sum(weights) < math.inf:
-        raise UserError(f"--weights: their sum is {sum(weights):g}, wanted a finite one above 0; change one of them")
+        raise UserError(f"--weights: their sum is {sum(weights):g}, expected a finite one above 0; change one of them")
     last = models[-1]
     for other in models:
         _check_same(other, last)
@@ -76,17 +76,19 @@ def average(models: Sequence[Opened], weights: Sequence[float] = ()) -> Opened:
     )
 
 
-def _check_same(model: Opened, wanted: Opened) -> None:
-    if model.spec.name != wanted.spec.name:
-        raise UserError(f"{model.path} is a {model.spec.title}, {wanted.path} a {wanted.spec.title}; wanted one model")
-    theirs, ours = model.config.to_dict(), wanted.config.to_dict()
+def _check_same(model: Opened, expected: Opened) -> None:
+    if model.spec.name != expected.spec.name:
+        raise UserError(
+            f"{model.path} is a {model.spec.title}, {expected.path} a {expected.spec.title}; expected one model"
+        )
+    theirs, ours = model.config.to_dict(), expected.config.to_dict()
     if field := next((name for name in ours if theirs[name] != ours[name]), ""):
         raise UserError(
-            f"{model.path} has {field} {shown(theirs[field])}, wanted {shown(ours[field])} as in "
-            f"{wanted.path}; give models of one config"
+            f"{model.path} has {field} {shown(theirs[field])}, expected {shown(ours[field])} as in "
+            f"{expected.path}; give models of one config"
         )
-    if model.tokenizer.hash() != wanted.tokenizer.hash():
-        raise UserError(f"{model.path} has another tokenizer than {wanted.path}; give models with the same one")
+    if model.tokenizer.hash() != expected.tokenizer.hash():
+        raise UserError(f"{model.path} has another tokenizer than {expected.path}; give models with the same one")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     target = Path(args.target)
     check_target(target, "tinyforge", args.dtype)
-    found = average([open_model(trained_model(source)) for source in args.sources], args.weights)
+    found = average([open_model(resolve_checkpoint(source)) for source in args.sources], args.weights)
     made = found.meta["average"]
     rows = "\n".join(
         f"| {name} | {one['share']:g} | `{one['sha256'][:16]}` |" for name, one in zip(args.sources, made, strict=True)
@@ -130,5 +132,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         generation=found.generation.content,
     )
     mean = " + ".join(f"{one['share']:g} {name}" for name, one in zip(args.sources, made, strict=True))
-    print(f"wrote {target}, {megabytes(target):.1f} MB: {mean}; {USES[found.spec.learns][1]} {target}")
+    print(f"wrote {target}, {megabytes(target):.1f} MB: {mean}; {use_of(found.spec)[1]} {target}")
     return 0

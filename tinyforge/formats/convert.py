@@ -1,23 +1,25 @@
 """Convert trained models between our checkpoints, Hugging Face directories, GGUF, and llama2.c's .bin files.
 
-    python -m tinyforge.formats convert runs/sft my-model                       our checkpoint, for transformers
-    python -m tinyforge.formats convert runs/sft small --format tinyforge --dtype bf16      to publish, with its card
-    python -m tinyforge.formats convert runs/sft small --format tinyforge --dtype int8      one byte per weight
-    python -m tinyforge.formats convert storyteller storyteller.gguf            a model of the repository
-    python -m tinyforge.formats convert SmolLM2-135M smol --format tinyforge    to fine-tune it here
-    python -m tinyforge.formats convert stories260K.bin stories                 with the tokenizer beside it
-    python -m tinyforge.formats convert runs/sft model.gguf --type q8_0         for llama.cpp; Ollama's Modelfile beside it
-    python -m tinyforge.formats convert runs/sft model.bin                      for llama2.c's run.c
-    python -m tinyforge.formats convert runs/sft my-adapter --adapter           the adapter of a run with --lora, for PEFT
+    python -m tinyforge.formats convert runs/sft my-model  our checkpoint, for transformers
+    python -m tinyforge.formats convert runs/sft small --format tinyforge --dtype bf16  to publish, with its card
+    python -m tinyforge.formats convert runs/sft small --format tinyforge --dtype int8  one byte per weight
+    python -m tinyforge.formats convert storyteller storyteller.gguf  a model of the repository
+    python -m tinyforge.formats convert HuggingFaceTB/SmolLM2-135M smol --format tinyforge  from the hub
+    python -m tinyforge.formats convert stories260K.bin stories  with the tokenizer next to it
+    python -m tinyforge.formats convert runs/sft model.gguf --type q8_0  for llama.cpp; Ollama's Modelfile next to it
+    python -m tinyforge.formats convert runs/sft model.bin  for llama2.c's run.c
+    python -m tinyforge.formats convert runs/sft my-adapter --adapter  the adapter of a run with --lora, for PEFT
 
 An adapter, ours or PEFT's, is merged into its base; --adapter writes it alone.
 
-Parts that a format cannot hold, such as NanoEuler's later output heads, are left out and named on stderr.
+What is left out is named on stderr: parts that a format cannot hold, such as NanoEuler's later output heads, and the
+files, keys and tensors of another program's model that nothing here reads.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,9 +28,11 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import read_text
 from tinyforge.formats.foreign import is_foreign, spec_of_model
+from tinyforge.formats.lost import lost
 from tinyforge.formats.pretrained import FORMATS, USES, check_target, save_pretrained
-from tinyforge.formats.runs import load, trained_model, write_adapter
+from tinyforge.formats.runs import open_model, resolve_checkpoint, write_adapter
 from tinyforge.tensors import CALLED
+from tinyforge.terminal import one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "source",
         metavar="SRC",
-        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, a PEFT adapter, or "
-        "a model of the repository: small, storyteller",
+        help="a run, a checkpoint, a Hugging Face directory, a .gguf or .bin file, a PEFT adapter, "
+        "owner/name[@revision] on the Hugging Face hub, or a model of the repository: small, storyteller",
     )
     parser.add_argument("target", metavar="DST", help="the directory, or the .gguf or .bin file, to write")
     parser.add_argument(
@@ -52,33 +56,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         dest="dtype",
         default="f32",
         choices=list(dict.fromkeys(name for types in FORMATS.values() for name in types)),
-        help="type of the stored weights; f16, q8_0 and q4_0 for gguf only, int8 for tinyforge only (default: f32)",
+        help="type of the stored weights; f16 and q8_0 to q4_K for gguf only, int8 for tinyforge only (default: f32)",
     )
-    parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, if it is not beside it")
+    parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, if it is not next to it")
     parser.add_argument("--base", metavar="PATH", help="the base of SRC, if SRC is an adapter whose base has moved")
     parser.add_argument("--adapter", action="store_true", help="write only SRC's adapter, in PEFT's format")
     args = parser.parse_args(argv)
-    source, target = trained_model(args.source), Path(args.target)
-    base = Path(args.base) if args.base else None
+    source, target = resolve_checkpoint(args.source), Path(args.target)
+    base = resolve_checkpoint(args.base) if args.base else None
     if args.adapter:
         if args.format or args.dtype != "f32" or args.tokenizer:
             raise UserError("--adapter writes PEFT's format in f32; leave out --format, --dtype and --tokenizer")
         write_adapter(source, target, base)
         print(f"wrote {target}, {megabytes(target):.1f} MB")
         return 0
-    check_target(target, args.format, args.dtype)  # before a large model is read
-    backend = get_backend("numpy", "fp32", workers=1)
-    found = load(source, backend, Path(args.tokenizer) if args.tokenizer else None, base)
+    format = check_target(target, args.format, args.dtype)  # before a large model is read
+    opened = open_model(source, Path(args.tokenizer) if args.tokenizer else None, base)
+    found = opened.build(get_backend("numpy", "fp32", workers=1))
     save_pretrained(
         found.model,
         found.tokenizer,
         target,
-        format=args.format,
+        format=format,
         dtype=args.dtype,
         meta=found.meta,
         card=card_of(found.path, args.dtype),
         generation=found.generation.content,
+        published=found.published,
     )
+    for line in lost(opened.unread, opened.published, target, format):
+        print(f"note: {one_line(line)}", file=sys.stderr)
     print(f"wrote {target}, {megabytes(target):.1f} MB; {USES[spec_of_model(found.model).learns][1]} {target}")
     return 0
 

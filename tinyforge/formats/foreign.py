@@ -10,7 +10,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,19 +20,19 @@ import numpy as np
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.files import shown
-from tinyforge.formats import gguf, huggingface, llama2c
+from tinyforge.formats import gguf_model, huggingface, llama2c
 from tinyforge.formats.opened import Tensors
 from tinyforge.formats.weights import Weights
 from tinyforge.layout import Entry
 from tinyforge.registry import ModelSpec, models
-from tinyforge.tensors import Lazy
+from tinyforge.tensors import Lazy, read_into
 
 HEAD = "lm_head.weight"
 
 
 def is_foreign(path: Path) -> bool:
     """Whether `path` is a model of another program; otherwise it should be one of our checkpoints."""
-    files = llama2c.is_file(path) or gguf.is_file(path)
+    files = llama2c.is_file(path) or gguf_model.is_file(path)
     return files or huggingface.is_directory(path) or huggingface.is_adapter(path)
 
 
@@ -40,7 +40,7 @@ def open_weights(path: Path) -> Weights:
     """The weights of a foreign model, not read yet. UserError for damaged files."""
     if llama2c.is_file(path):
         return llama2c.open_file(path)
-    return gguf.open_file(path) if gguf.is_file(path) else huggingface.open_directory(path)
+    return gguf_model.open_file(path) if gguf_model.is_file(path) else huggingface.open_directory(path)
 
 
 def describe(weights: Weights) -> tuple[ModelSpec, ModelConfig, Tensors]:
@@ -59,27 +59,41 @@ def describe(weights: Weights) -> tuple[ModelSpec, ModelConfig, Tensors]:
     parts: dict[str, list[tuple[Entry, Callable[[], np.ndarray]]]] = {}
     for entry, read in places:
         parts.setdefault(entry.ours, []).append((entry, read))
-    return spec, config, {ours: partial(_whole, own) for ours, own in parts.items()}
+    return spec, config, {ours: _Whole(own) for ours, own in parts.items()}
 
 
-def _whole(parts: list[tuple[Entry, Callable[[], np.ndarray]]]) -> np.ndarray:
-    """One of our parameters, assembled from their tensors."""
-    whole: np.ndarray | None = None
-    for entry, read in parts:
-        theirs = read()
-        if whole is None:
-            first = entry.axes or (theirs.shape[::-1] if entry.transposed else theirs.shape)
-            last = parts[-1][0].part
-            if isinstance(last, slice):
-                first = (last.stop, *first[1:])
-            elif isinstance(last, tuple):
-                first = (last[0] + 1, last[1].stop, *first[1:])
-            elif last is not None:
-                first = (last + 1, *first)
-            whole = np.zeros(first, theirs.dtype)
+@dataclass(frozen=True)
+class _Whole:
+    """One of our parameters, assembled from their tensors: each entry with what reads its tensor."""
+
+    parts: list[tuple[Entry, Callable[[], np.ndarray]]]
+
+    def __call__(self) -> np.ndarray:
+        entry, read = self.parts[0]
+        theirs, last = read(), self.parts[-1][0].part
+        first = entry.axes or (theirs.shape[::-1] if entry.transposed else theirs.shape)
+        if isinstance(last, slice):
+            first = (last.stop, *first[1:])
+        elif isinstance(last, tuple):
+            first = (last[0] + 1, last[1].stop, *first[1:])
+        elif last is not None:
+            first = (last + 1, *first)
+        elif first == theirs.shape and not entry.transposed:
+            return entry.in_our_order(theirs)
+        whole = np.zeros(first, theirs.dtype)
         entry.put(whole, theirs)
-    assert whole is not None
-    return whole
+        for entry, read in self.parts[1:]:
+            entry.put(whole, read())
+        return whole
+
+    def into(self, out: np.ndarray) -> None:
+        """Write it into an array of its shape, without a second one of its size where their tensor lies as ours."""
+        for entry, read in self.parts:
+            plain = entry.part is None and not entry.transposed and entry.order is None
+            if plain and out.shape == entry.shape:
+                read_into(read, out)
+            else:
+                entry.put(out, read())
 
 
 def entries(spec: ModelSpec, config: ModelConfig) -> Iterator[Entry]:
@@ -114,10 +128,14 @@ def spec_of_model(model: Any) -> ModelSpec:
 def _spec_of(config: dict[str, Any]) -> ModelSpec:
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise UserError(f"config.json: architectures is {shown(names)}, wants a list of one name; get the file again")
+        raise UserError(
+            f"config.json: architectures is {shown(names)}, expected a list of one name; get the file again"
+        )
     supported = {name: spec for spec in models().values() for name in spec.architectures}
     if names[0] not in supported:
-        raise UserError(f"config.json: architecture {names[0]!r}; supported: {', '.join(supported)}")
+        raise UserError(
+            f"config.json: architecture {names[0]!r}; supported: {', '.join(supported)}; choose one of these"
+        )
     return supported[names[0]]
 
 
@@ -141,9 +159,11 @@ def _places(weights: Weights, layout: ModuleType, config: ModelConfig) -> list[t
         if shape != entry.shape:
             raise UserError(f"tensor {entry.theirs} has shape {shape}, config.json asks for {entry.shape}")
         places.append((entry, read))
-    left = {name: found for name, found in left.items() if not re.fullmatch(layout.IGNORED, name)}
+    weights.ignored[:] = sorted(name for name in left if re.fullmatch(layout.IGNORED, name))
     if HEAD in left and _is_tied(left[HEAD], places[0]):
-        del left[HEAD]
+        weights.ignored.append(HEAD)
+    for name in weights.ignored:
+        del left[name]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise UserError(f"tensor {min(left)}{more} has no place in the model; it would be lost")

@@ -1,4 +1,4 @@
-"""generation_config.json, beside a model's weights: how its text is drawn where the user does not say.
+"""generation_config.json, next to a model's weights: how its text is sampled where the user does not say.
 
     {"do_sample": true, "temperature": 0.7, "top_k": 0, "top_p": 1.0, "min_p": 0.05}
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, shown
-from tinyforge.formats import gguf, gguf_file
+from tinyforge.files import MORE_DIGITS, read_json, shown
+from tinyforge.formats import gguf_file, gguf_model
 
 if TYPE_CHECKING:  # and later in functions: `tinyforge --help` imports this package, but not tinyforge.infer
     from tinyforge.infer.sampling import Sampling
@@ -65,16 +65,16 @@ NOTHING = GenerationConfig()
 def read_generation(path: Path) -> GenerationConfig:
     """The file in the directory of a model, or what a .gguf file says. UserError, naming file and key, for a value that
     cannot be."""
-    if gguf.is_file(path):
+    if gguf_model.is_file(path):
         return _read_gguf(path)
     file = path / FILE
     if not file.is_file():
         return NOTHING
-    content = read_json(file, "the generation config", fix=FIX)
+    content = read_json(file, "the generation config", fix=FIX, digits=MORE_DIGITS)
     fields = _fields(file, content)
     sample = content.get("do_sample")
     if not isinstance(sample, bool | None):
-        raise UserError(f"{file}: do_sample is {shown(sample)}, wants true or false; {FIX}")
+        raise UserError(f"{file}: do_sample is {shown(sample)}, expected true or false; {FIX}")
     if sample is False:
         fields["temperature"] = 0.0
     return GenerationConfig(content, fields)
@@ -118,9 +118,10 @@ def _fields(
     for key, name in FIELDS.items():
         if (value := content.get(key)) is None:  # transformers takes null as not set
             continue
-        kind, (allowed, wanted) = type(getattr(Sampling(), name)), RULES[name]
-        if type(value) not in (int, kind) or not allowed(value):  # not isinstance: a bool is an int
-            wanted = f"a whole number, {wanted}" if kind is int else wanted
-            raise UserError(f"{file}: {(names or {}).get(key, key)} is {shown(value)}, wants {wanted}; {fix}")
+        kind, (allowed, expected) = type(getattr(Sampling(), name)), RULES[name]
+        # Not isinstance: a bool is an int.
+        if type(value) not in (int, kind) or not allowed(value) or (kind is int and value >= 1 << 31):
+            expected = f"a whole number, {expected}" if kind is int else expected
+            raise UserError(f"{file}: {(names or {}).get(key, key)} is {shown(value)}, expected {expected}; {fix}")
         fields[name] = kind(value)
     return fields

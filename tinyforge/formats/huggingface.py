@@ -14,8 +14,8 @@ from typing import Any
 
 from tinyforge import tensors
 from tinyforge.errors import UserError
-from tinyforge.files import read_json, replace, sync, write_whole, writing
-from tinyforge.formats.weights import Weights
+from tinyforge.files import MORE_DIGITS, read_json, replace, shown, sync, write_whole, writing
+from tinyforge.formats.weights import Recorded, Weights
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -34,10 +34,17 @@ def is_adapter(path: Path) -> bool:
 def open_directory(path: Path) -> Weights:
     """The config and the tensors of a directory; the tensors are not read yet.
 
-    Raises UserError for a directory without safetensors, a damaged file, and a shard that is missing or elsewhere.
+    Raises UserError for a directory without safetensors, a damaged file, a shard that is missing or elsewhere, and
+    weights that another program has quantised.
     """
-    config = read_json(path / CONFIG, "the config")
-    if (path / INDEX).is_file():
+    config = Recorded(read_json(path / CONFIG, "the config", digits=MORE_DIGITS))
+    if quantised := config.get("quantization_config"):
+        method = _method(quantised) if isinstance(quantised, dict) else quantised
+        raise UserError(
+            f"{path}: config.json has a quantization_config: the weights are in the format of {shown(method)}, which "
+            "is not read; get the model that they were made from, or a .gguf file of it"
+        )
+    if is_sharded(path):
         found = _sharded(path)
     elif (path / SINGLE).is_file():
         found = tensors.read_header(path / SINGLE)
@@ -46,6 +53,18 @@ def open_directory(path: Path) -> Weights:
         what = f"{pickles[0]} is a pickle, which can run code when it is read" if pickles else "it holds no weights"
         raise UserError(f"{path}: {what}; supported: {SINGLE}, or shards with {INDEX}")
     return Weights(path, config, {name: (tensor.shape, tensor.read) for name, tensor in found.items()})
+
+
+def _method(quantised: Mapping[str, Any]) -> Any:
+    """The program that quantised the weights; bitsandbytes did not name itself before 2023."""
+    known = any(quantised.get(key) for key in ("load_in_8bit", "load_in_4bit"))
+    return quantised.get("quant_method", "bitsandbytes" if known else None)
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether the weights are in shards. Next to one file with all of them, as transformers too reads first, an index
+    says nothing."""
+    return (path / INDEX).is_file() and not (path / SINGLE).is_file()
 
 
 def _sharded(path: Path) -> dict[str, tensors.Tensor]:
@@ -57,7 +76,9 @@ def _sharded(path: Path) -> dict[str, tensors.Tensor]:
     for name, shard in places.items():
         # A plain name: an index must not lead to files outside its directory.
         if not isinstance(shard, str) or shard != os.path.basename(shard) or "\\" in shard or shard in ("", ".", ".."):
-            raise UserError(f"{path / INDEX}: {name} is in {shard!r}, wants the name of a file in the same directory")
+            raise UserError(
+                f"{path / INDEX}: {name} is in {shard!r}, expected the name of a file in the same directory"
+            )
         if shard not in shards:
             shards[shard] = tensors.read_entries(path / shard)
         if name not in shards[shard]:

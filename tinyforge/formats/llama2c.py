@@ -66,7 +66,7 @@ def open_file(path: Path) -> Weights:
     tied, sizes["vocab"] = sizes["vocab"] > 0, abs(sizes["vocab"])
     for name, limit in LIMITS.items():
         if not 1 <= sizes[name] <= limit:
-            raise UserError(f"{path}: its header says {name} {sizes[name]}, wants 1 to {limit}; is it llama2.c's?")
+            raise UserError(f"{path}: its header says {name} {sizes[name]}, expected 1 to {limit}; is it llama2.c's?")
     config = _config(sizes, tied)
     if sizes["dim"] % sizes["heads"] or sizes["heads"] % sizes["kv_heads"] or config["head_dim"] % 2:
         raise UserError(
@@ -79,20 +79,20 @@ def open_file(path: Path) -> Weights:
             places[tensor] = (shape, _reader(path, offset, shape, _heads(tensor, config)))
         offset += 4 * math.prod(shape)
     if offset != length:
-        raise UserError(f"{path} has {length:,} bytes, its header wants {offset:,}; get the file again")
+        raise UserError(f"{path} has {length:,} bytes, its header expects {offset:,}; get the file again")
     return Weights(path, config, places)
 
 
 def check(path: Path, config: dict[str, Any]) -> None:
     """UserError for a model that the format cannot hold; `path` is for the message."""
-    wanted = {
+    expected = {
         "architectures": ["LlamaForCausalLM"],
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
         "rope_scaling": None,
         "head_dim": config.get("hidden_size", 0) // config.get("num_attention_heads", 1),
     }
-    for name, value in wanted.items():
+    for name, value in expected.items():
         if config.get(name) != value:
             raise UserError(
                 f"cannot write {path}: llama2.c's format has {name} {value}, the model has {config.get(name)}; "

@@ -9,7 +9,6 @@ values; gate and up), they share A, and B is split by rows, as the rows of B A a
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,11 +22,12 @@ from tinyforge import checkpoint, tensors
 from tinyforge.adapters import Adapters
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, write_whole
-from tinyforge.formats import foreign, huggingface
+from tinyforge.formats import foreign, hub, huggingface
 from tinyforge.formats.generation import read_generation
 from tinyforge.formats.opened import Opened
 from tinyforge.layout import Entry, require, setting
 from tinyforge.ops.lora import lora_merge
+from tinyforge.tokenizers.chat_templates import AnyTemplate
 
 CONFIG, WEIGHTS, BASE = huggingface.ADAPTER_CONFIG, "adapter_model.safetensors", "base.json"
 PREFIX = "base_model.model."
@@ -56,7 +56,7 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 
 def describe(settings: Adapters, base: Opened, parameters: int, out: Path) -> dict[str, Any]:
-    """The entry "lora" in the meta of a run's checkpoints. The base's path is relative to the run's, as both may move.
+    """The entry "lora" in the meta of a run's checkpoints; base: see `hub.reference`.
 
     parameters: of the base.
     """
@@ -66,7 +66,7 @@ def describe(settings: Adapters, base: Opened, parameters: int, out: Path) -> di
         "alpha": settings.alpha,
         "dropout": settings.dropout,
         "targets": list(settings.targets),
-        "base": os.path.relpath(base.path, out),
+        "base": hub.reference(base.path, out),
         "base_sha256": base.fingerprint(),
     }
 
@@ -86,7 +86,7 @@ def noted(found: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
 def base_of(found: Path, meta: Mapping[str, Any]) -> Path:
     """The path of the base of a run's checkpoint. UserError if nothing is there."""
     run = found.parent if found in checkpoint.steps(found.parent) else found
-    base = Path(os.path.normpath(run / noted(found, meta)["base"]))
+    base = hub.referenced(noted(found, meta)["base"], run)
     if not base.exists():
         raise UserError(
             f"{found} is an adapter, but its base {base} is missing; put it back, or merge the two with "
@@ -95,17 +95,17 @@ def base_of(found: Path, meta: Mapping[str, Any]) -> Path:
     return base
 
 
-def check_base(adapter: Path, base: Opened, wanted: str) -> None:
+def check_base(adapter: Path, base: Opened, expected: str) -> None:
     """UserError for a base other than the one that the adapter was trained on."""
-    if (got := base.fingerprint()) != wanted:
+    if (got := base.fingerprint()) != expected:
         raise UserError(
             f"{adapter} is an adapter for another base: {base.path} has weights of SHA-256 {got[:12]}..., it was "
-            f"trained on {wanted[:12]}...; give its own base"
+            f"trained on {expected[:12]}...; give its own base"
         )
 
 
-def merged_run(found: checkpoint.Checkpoint, base: Opened) -> Opened:
-    """The base with the run's adapters merged in."""
+def merged_run(found: checkpoint.Checkpoint, base: Opened, template: AnyTemplate) -> Opened:
+    """The base with the run's adapters merged in. template: the run's."""
     about = noted(found.path, found.meta)
     check_base(found.path, base, about["base_sha256"])
     scale, changes = about["alpha"] / about["rank"], {}
@@ -113,7 +113,7 @@ def merged_run(found: checkpoint.Checkpoint, base: Opened) -> Opened:
         changes[f"{name}.weight"] = partial(_merge, a, b, scale)
     # Without "lora": otherwise the merged model would be merged again.
     meta = {key: value for key, value in found.meta.items() if key != "lora"}
-    return _merged(base, changes, found.path, meta, "alpaca")
+    return _merged(base, changes, found.path, meta, template)
 
 
 def _pairs(found: checkpoint.Checkpoint) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -124,7 +124,7 @@ def _pairs(found: checkpoint.Checkpoint) -> dict[str, tuple[np.ndarray, np.ndarr
         if a is None or b is None or not a.ndim == b.ndim == 2 or len(a) != b.shape[1]:
             shapes = " and ".join("None" if x is None else str(x.shape) for x in (a, b))
             raise UserError(
-                f"checkpoint {found.path}: A and B of {name} have the shapes {shapes}, wanted (rank, inputs) and "
+                f"checkpoint {found.path}: A and B of {name} have the shapes {shapes}, expected (rank, inputs) and "
                 f"(outputs, rank); use another checkpoint"
             )
         pairs[name] = a, b
@@ -139,7 +139,9 @@ def _merge(a: np.ndarray, b: np.ndarray, scale: float, weight: np.ndarray) -> np
     return lora_merge(weight, a, b, scale)
 
 
-def _merged(base: Opened, changes: Mapping[str, Change], path: Path, meta: dict[str, Any], template: str) -> Opened:
+def _merged(
+    base: Opened, changes: Mapping[str, Change], path: Path, meta: dict[str, Any], template: AnyTemplate
+) -> Opened:
     def changed(name: str) -> np.ndarray:
         return changes[name](base.tensors[name]())
 
@@ -159,8 +161,11 @@ def _merged(base: Opened, changes: Mapping[str, Change], path: Path, meta: dict[
 
 
 def base_of_peft(path: Path) -> Path:
-    """The directory that a PEFT adapter names as its base. UserError if there is none on this machine."""
-    named = str(read_json(path / CONFIG, "the adapter's config").get("base_model_name_or_path") or "")
+    """The base that a PEFT adapter names, a directory or a name on the hub. UserError if there is none."""
+    config = read_json(path / CONFIG, "the adapter's config")
+    named = str(config.get("base_model_name_or_path") or "")
+    if hub.is_name(named):
+        return hub.fetch(f"{named}@{config['revision']}" if config.get("revision") else named)
     if not named or not Path(named).exists():
         raise UserError(
             f"{path} is an adapter for {named or 'a base that it does not name'}, which is not here; merge the two "
@@ -195,7 +200,7 @@ def _read_config(given: dict[str, Any]) -> tuple[int, float]:
             raise UserError(f"{name} is {given[name]!r}; supported: adapters without it")
     rank = setting(given, "r", int)
     if rank < 1:
-        raise UserError(f"r is {rank}, wants at least 1")
+        raise UserError(f"r is {rank}, expected at least 1")
     return rank, setting(given, "lora_alpha", float) / rank
 
 
@@ -227,7 +232,7 @@ def _read_changes(path: Path, base: Opened, rank: int, scale: float) -> dict[str
         def changed(weight: np.ndarray) -> np.ndarray:
             weight = weight.astype(np.float64)
             for entry, a, b in own:
-                entry.at(weight)[...] = _merge(a, b, scale, entry.at(weight))
+                entry.at(weight)[...] = _merge(a, entry.in_our_order(b), scale, entry.at(weight))
             return weight
 
         return changed
@@ -236,7 +241,7 @@ def _read_changes(path: Path, base: Opened, rank: int, scale: float) -> dict[str
 
 
 def write_peft(path: Path, found: checkpoint.Checkpoint, base: Opened) -> None:
-    """Write a run's adapter for PEFT, to be loaded on the base that `hub convert` writes. UserError where `path`
+    """Write a run's adapter for PEFT, to be loaded on the base that `convert` writes. UserError where `path`
     exists, and for a model without a Hugging Face form."""
     about, pairs = noted(found.path, found.meta), _pairs(found)
     check_base(found.path, base, about["base_sha256"])
@@ -245,15 +250,17 @@ def write_peft(path: Path, found: checkpoint.Checkpoint, base: Opened) -> None:
     for entry in foreign.entries(base.spec, base.config):
         if (pair := pairs.get(entry.ours.removesuffix(".weight"))) and entry.ours.endswith(".weight"):
             layer, (a, b) = entry.theirs.removesuffix(".weight"), pair
-            b = entry.at(b)
+            b = entry.in_their_order(entry.at(b))
             for which, matrix in (("A", a), ("B", b)):
                 lazy[f"{PREFIX}{layer}.lora_{which}.weight"] = matrix.shape, partial(np.asarray, matrix)
             modules.add(re.sub(r".*\.\d+\.", "", layer))  # the part after the layer's number
             transposed = entry.transposed
+    name, _, revision = hub.name_of(base.path).partition("@")
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base.path.resolve()),
+        "base_model_name_or_path": name or str(base.path.resolve()),
+        "revision": revision or None,
         "r": about["rank"],
         "lora_alpha": about["alpha"],
         "lora_dropout": about["dropout"],

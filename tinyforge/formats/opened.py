@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from tinyforge.formats.generation import NOTHING, GenerationConfig
 from tinyforge.frozen_model import frozen_model
 from tinyforge.op import Recompute
 from tinyforge.params import ParamBuffer
-from tinyforge.registry import ModelSpec
+from tinyforge.registry import ModelSpec, default_model, next_token_model
 from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.chat_templates import TEMPLATES, AnyTemplate
+from tinyforge.tokenizers.vocabulary import start_ids
 
 Tensors = Mapping[str, Callable[[], np.ndarray]]
 """A model's weights, each by our parameter's name: a function that reads it, as float32 or float64."""
@@ -30,30 +32,49 @@ Tensors = Mapping[str, Callable[[], np.ndarray]]
 class Loaded:
     """A trained model with its tokenizer.
 
-    meta: as saved (`kind` is "pretrain", "sft", "dpo" or "grpo"). path: of the checkpoint. template: the name of the
-    chat template of its fine-tuning, "plain" for a base model. generation: how it is sampled by default.
+    meta: as saved (`kind` is "pretrain", "sft", "dpo" or "grpo"). path: of the checkpoint. template: the chat template
+    of its fine-tuning, "plain" for a base model. generation: how it is sampled by default. published: the folder with
+    the tokenizer's files as they were published, if it was.
     """
 
     model: Any
     tokenizer: TextTokenizer
     meta: dict[str, Any]
     path: Path
-    template: str = "plain"
+    template: AnyTemplate = TEMPLATES["plain"]
     generation: GenerationConfig = NOTHING
+    published: Path | None = None
+
+    def generate(self, text: str, **sampling: Any) -> str:
+        """The text that follows `text`, up to its end: a token that ends a document or a reply, or max_tokens.
+
+        The model reads the token that begins a text first, if it has one. sampling: fields of `Sampling`, such as
+        temperature=0 for the most likely text, seed, max_tokens; the others as the model's generation_config.json says.
+        Raises UserError for a model that continues no text.
+        """
+        from tinyforge.infer import generate
+
+        next_token_model(str(self.meta.get("model", default_model())))
+        ends = frozenset(self.tokenizer.specials.values()) | self.template.stop_ids(self.tokenizer)
+        ids = start_ids(self.tokenizer) + self.tokenizer.encode(text)
+        return self.tokenizer.decode(list(generate(self.model, ids, self.generation.sampling(**sampling), ends)))
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A trained model, read and checked but not built; see `Loaded`."""
+    """A trained model, read and checked but not built; see `Loaded`. unread: of another program's model, the files,
+    keys and tensors that nothing here has read, by kind."""
 
     path: Path
     spec: ModelSpec
     config: ModelConfig
     tokenizer: TextTokenizer
     meta: dict[str, Any]
-    template: str
+    template: AnyTemplate
     tensors: Tensors
     generation: GenerationConfig
+    published: Path | None = None
+    unread: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def build(
         self,
@@ -72,7 +93,9 @@ class Opened:
         make: Callable[..., Any] = partial(self.spec.build, self.config, backend, recompute=recompute)
         model = Adapted(make, adapters) if adapters else frozen_model(make, weights) if frozen or weights else make()
         fill(model.buffer, self.tensors, self.path)
-        return Loaded(model, self.tokenizer, self.meta, self.path, self.template, self.generation)
+        return Loaded(
+            model, self.tokenizer, self.meta, self.path, self.template, self.generation, published=self.published
+        )
 
     def inputs(self) -> list[str]:
         """SHA-256 of each file of text that the model, or its base, has learned from, as far as it is known."""
@@ -93,9 +116,13 @@ def fill(buffer: ParamBuffer, tensors: Tensors, source: Path) -> None:
     for name, read in tensors.items():
         if (p := left.pop(name, None)) is None:
             continue
+        into = None if p.weights or buffer.masters_elsewhere else getattr(read, "into", None)
+        if into is not None:
+            into(buffer.view(buffer.frozen_values if p.frozen else buffer.masters, p))
+            continue
         if (value := read()).shape != p.shape:
-            raise UserError(f"checkpoint {source}: {name} has {value.shape}, the model wants {p.shape}")
+            raise UserError(f"checkpoint {source}: {name} has {value.shape}, the model expects {p.shape}")
         buffer.set_master(p, value)
     for p in left.values():
-        raise UserError(f"checkpoint {source}: {p.name} has nothing, the model wants {p.shape}")
+        raise UserError(f"checkpoint {source}: {p.name} has nothing, the model expects {p.shape}")
     buffer.publish()

@@ -1,6 +1,6 @@
 """Trained models in and out, whatever the format.
 
-    model, tokenizer = load_pretrained("SmolLM2-135M", get_backend())
+    model, tokenizer = load_pretrained("HuggingFaceTB/SmolLM2-135M", get_backend())
     save_pretrained(model, tokenizer, "my-model")
 
 Formats: "tinyforge", our own checkpoints; "hf", Hugging Face directories; "llama2c", llama2.c's .bin files; "gguf",
@@ -19,13 +19,15 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
-from tinyforge.formats import foreign, gguf, gguf_file, huggingface, llama2c, tokenizers
+from tinyforge.formats import foreign, gguf_file, gguf_model, huggingface, llama2c, tokenizers
 from tinyforge.formats.generation import FILE as GENERATION
 from tinyforge.formats.generation import GGUF, OLLAMA, renamed
-from tinyforge.formats.runs import load, template_of
+from tinyforge.formats.labels import Labels
+from tinyforge.formats.runs import load, resolve_checkpoint, template_of
+from tinyforge.invocation import as_typed
 from tinyforge.params import named
+from tinyforge.registry import ModelSpec
 from tinyforge.tensors import CALLED, DTYPES
-from tinyforge.tokenizers.chat_templates import TEMPLATES
 from tinyforge.tokenizers.vocabulary import TextTokenizer
 
 FORMATS = {"hf": DTYPES, "llama2c": ("f32",), "gguf": gguf_file.TYPES, "tinyforge": (*DTYPES, "int8")}
@@ -35,12 +37,12 @@ FORMATS = {"hf": DTYPES, "llama2c": ("f32",), "gguf": gguf_file.TYPES, "tinyforg
 def load_pretrained(
     path: str | Path, backend: Backend, tokenizer: str | Path | None = None
 ) -> tuple[Any, TextTokenizer]:
-    """The model and the tokenizer at `path`, in any of the formats.
+    """The model and the tokenizer at `path`, in any of the formats, or of that name on the hub (see `formats.hub`).
 
-    tokenizer: its file or folder, if it is not beside the model. Raises UserError, naming the file, for what is damaged
+    tokenizer: its file or folder, if not next to the model. Raises UserError, naming the file, for what is damaged
     or not supported; nothing is loaded in part.
     """
-    found = load(Path(path), backend, None if tokenizer is None else Path(tokenizer))
+    found = load(resolve_checkpoint(str(path)), backend, None if tokenizer is None else Path(tokenizer))
     return found.model, found.tokenizer
 
 
@@ -54,27 +56,30 @@ def save_pretrained(
     meta: Mapping[str, Any] | None = None,
     card: str = "",
     generation: Mapping[str, Any] | None = None,
+    published: Path | None = None,
 ) -> None:
     """Write a model and its tokenizer for other programs and `load_pretrained`.
 
     format: one of FORMATS; by default llama2c for a path that ends in .bin, gguf for .gguf, else hf. dtype: one of the
     format's types. meta: of the run, for "tinyforge"; "gguf" and "hf" take the chat template from it. card: the text of
     README.md, by default a short one. generation: the content of generation_config.json, for "tinyforge" and "hf",
-    which have none without it; "gguf" takes the sampling from it. Parts that the format cannot hold are left out, with
+    which have none without it; "gguf" takes the sampling from it. published: the folder with the tokenizer's files as
+    its base was published, which "hf" and "tinyforge" keep. Parts that the format cannot hold are left out, with
     a line on stderr. Raises UserError where the format cannot hold the model, where `path` exists, and where it cannot
     be written.
     """
     path, spec = Path(path), foreign.spec_of_model(model)
     format = check_target(path, format, dtype)
-    template = TEMPLATES[template_of(meta or {})]
+    template, tuned = template_of(meta or {}), "base" in (meta or {})
+    ends = [] if isinstance(tokenizer, Labels) else tokenizers.ends_of(tokenizer, template, tuned)
     if format == "gguf":
-        own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template) | renamed(generation or {}, GGUF)
+        own_keys = tokenizers.for_gguf(tokenizer, model.config.vocab, template, ends) | renamed(generation or {}, GGUF)
 
         def beside() -> None:
             parameters = {"num_ctx": model.config.context, **renamed(generation or {}, OLLAMA)}
-            tokenizers.write_modelfile(path, tokenizer, template, parameters)
+            tokenizers.write_modelfile(path, tokenizer, template, ends, parameters)
 
-        gguf.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype, beside)
+        gguf_model.write_file(path, foreign.weights_of(model), {"general.name": spec.title, **own_keys}, dtype, beside)
         return
     if format == "llama2c":
         if generation:
@@ -98,17 +103,24 @@ def save_pretrained(
     if format == "tinyforge":
         tensors = named(model.buffer, model.buffer.masters, model.backend)
         texts = {checkpoint.CARD: card} | ({GENERATION: _json(generation)} if generation else {})
-        checkpoint.export(path, tensors, tokenizer, content, texts, dtype)
+        files = {name: text.encode() for name, text in texts.items()}
+        files |= {
+            f"{checkpoint.PUBLISHED}/{name}": data for name, data in tokenizers.published_files(published).items()
+        }
+        checkpoint.export(path, tensors, tokenizer, content, files, dtype)
         return
 
     def others(directory: Path) -> None:
-        tokenizers.write_for_huggingface(directory, tokenizer, template, model.config.context)
         write_whole(directory / "README.md", card)
+        if published:
+            return tokenizers.write_published(directory, published, tokenizer, template, ends, generation or {}, tuned)
+        tokenizers.write_for_huggingface(directory, tokenizer, template, model.config.context, ends)
         if generation:
             # Where transformers finds the file, it looks for the ids that end a text in it alone.
             write_whole(directory / GENERATION, _json({**ids, **generation}))
 
-    weights, ids = foreign.weights_of(model), tokenizers.special_ids(tokenizer)
+    given = None if tuned else (meta or {}).get("special_ids")
+    weights, ids = foreign.weights_of(model), tokenizers.special_ids(tokenizer, template, ends, given)
     weights.config.update(ids)
     if classes := content.get("classes"):
         weights.config.update(tokenizers.class_labels(classes))
@@ -117,7 +129,7 @@ def save_pretrained(
 
 def check_target(path: Path, format: str, dtype: str) -> str:
     """The format in which `save_pretrained` would write; raises UserError as it would."""
-    by_name = "llama2c" if llama2c.is_file(path) else "gguf" if gguf.is_file(path) else "hf"
+    by_name = "llama2c" if llama2c.is_file(path) else "gguf" if gguf_model.is_file(path) else "hf"
     format = format or by_name
     if format != by_name and (by_name != "hf" or format in ("gguf", "llama2c")):
         raise UserError(
@@ -144,6 +156,12 @@ USES = {
 }
 """What a model is for, by `ModelSpec.learns`: Hugging Face's pipeline tag, and one of our commands that takes it."""
 
+
+def use_of(spec: ModelSpec) -> tuple[str, str]:
+    """The two of USES, for a model of your own its `use`."""
+    return USES.get(spec.learns, ("other", spec.use))
+
+
 CARD = """---
 library_name: {library}
 pipeline_tag: {use}
@@ -164,16 +182,18 @@ pipeline_tag: {use}
 def short_card(model: Any, format: str, dtype: str) -> str:
     """A card that says what a model is, not what it learned from."""
     spec, config = foreign.spec_of_model(model), model.config.to_dict()
-    use, command = USES[spec.learns]
-    return CARD.format(
-        library="transformers" if format == "hf" else "tinyforge",
-        title=spec.title,
-        summary=spec.summary,
-        dtype=CALLED[dtype],
-        use=use,
-        command=command,
-        count=model.buffer.count,
-        names=" | ".join(config),
-        rule="|".join(["---"] * len(config)),
-        values=" | ".join(map(str, config.values())),
+    use, command = use_of(spec)
+    return as_typed(
+        CARD.format(
+            library="transformers" if format == "hf" else "tinyforge",
+            title=spec.title,
+            summary=spec.summary,
+            dtype=CALLED[dtype],
+            use=use,
+            command=command,
+            count=model.buffer.count,
+            names=" | ".join(config),
+            rule="|".join(["---"] * len(config)),
+            values=" | ".join(map(str, config.values())),
+        )
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,21 @@ from tinyforge.backends import Backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.formats import lora
+from tinyforge.files import parse_json
+from tinyforge.formats import hub, lora
 from tinyforge.formats.foreign import describe, is_foreign, open_weights
-from tinyforge.formats.generation import read_generation
+from tinyforge.formats.generation import NOTHING, read_generation
 from tinyforge.formats.huggingface import is_adapter
+from tinyforge.formats.labels import Labels
+from tinyforge.formats.lost import unread
 from tinyforge.formats.opened import Loaded, Opened
-from tinyforge.formats.tokenizers import class_names, find_tokenizer, template_in
+from tinyforge.formats.tokenizers import class_names, find_tokenizer, given_ids, template_in
 from tinyforge.params import check_named
 from tinyforge.quantised import FORMATS
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.terminal import one_line
 from tinyforge.tokenizers import TextTokenizer, load_tokenizer
-from tinyforge.tokenizers.labels import Labels
+from tinyforge.tokenizers.chat_templates import TEMPLATES, AnyTemplate, ChatTemplate, read_template
 
 FINE_TUNED = ("sft", "dpo", "grpo")
 """The kinds of runs that make chat models."""
@@ -49,7 +53,7 @@ def open_model(path: Path, tokenizer: Path | None = None, base: Path | None = No
     """The model of a checkpoint, of a run's newest checkpoint, or of another program: a Hugging Face directory, a .gguf
     file, a .bin file of llama2.c. An adapter, ours or PEFT's, is merged into its base. UserError if it is damaged.
 
-    tokenizer: of another program's model, if it is not beside the model. base: of an adapter, if it is not where the
+    tokenizer: of another program's model, if it is not next to the model. base: of an adapter, if it is not where the
     adapter says.
     """
     if is_adapter(path):
@@ -61,7 +65,8 @@ def open_model(path: Path, tokenizer: Path | None = None, base: Path | None = No
     else:
         read = checkpoint.load(path)
         if "lora" in read.meta:
-            return lora.merged_run(read, open_model(base or lora.base_of(read.path, read.meta)))
+            merged = open_model(base or lora.base_of(read.path, read.meta))
+            return lora.merged_run(read, merged, template_of(read.meta))
         found = _open_checkpoint(read)
     if base is not None:
         raise UserError(f"{path} is not an adapter; leave out --base")
@@ -88,20 +93,28 @@ def _open_foreign(path: Path, asked: Path | None) -> Opened:
     template = template_in(path, tokenizer)
     meta = {
         "format": checkpoint.FORMAT,
-        "kind": "pretrain" if template == "plain" else "sft",
+        "kind": "pretrain" if template.name == "plain" else "sft",
         "step": 0,
         "model": spec.name,
         "config": config.to_dict(),
         "tokenizer_hash": tokenizer.hash(),
-        "template": template,
+        **template_meta(template),
         **({"classes": classes} if classes else {}),
+        **({"special_ids": ids} if (ids := given_ids(weights.config)) else {}),
+        **({"source": name} if (name := hub.name_of(path)) else {}),
     }
-    return Opened(path, spec, config, tokenizer, meta, template, tensors, read_generation(path))
+    published = path if path.is_dir() and asked is None else None
+    generation = read_generation(path)
+    left = unread(path, weights)  # at last, when all has been read that ever is
+    return Opened(path, spec, config, tokenizer, meta, template, tensors, generation, published, left)
 
 
 def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     spec, config = model_of(found)
-    tokenizer = load_tokenizer(found.tokenizer_path)
+    if "tokenizer_hash" not in found.meta:
+        return _without_tokenizer(found, spec, config)
+    read: Callable[[Path], TextTokenizer] = Labels.load if spec.learns == "images" else load_tokenizer
+    tokenizer = read(found.tokenizer_path)
     if tokenizer.hash() != found.meta.get("tokenizer_hash"):
         raise UserError(f"checkpoint {found.path}: tokenizer.json is not the one it was trained with; use another")
     # Fewer ids are fine: published models often have a few more than their tokenizers.
@@ -114,14 +127,52 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     check_named(spec.build(config, MetaBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
     tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    published = found.path / checkpoint.PUBLISHED if (found.path / checkpoint.PUBLISHED).is_dir() else None
+    generation = read_generation(found.path)
+    if published and not generation.content:
+        generation = read_generation(published)
     return Opened(
-        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), tensors, read_generation(found.path)
+        found.path, spec, config, tokenizer, found.meta, template_of(found.meta), tensors, generation, published
     )
 
 
-def template_of(meta: Mapping[str, Any]) -> str:
-    """The name of the chat template in a checkpoint's meta.json."""
-    return str(meta.get("template", "alpaca" if meta.get("kind") in FINE_TUNED else "plain"))
+def _without_tokenizer(found: checkpoint.Checkpoint, spec: ModelSpec, config: ModelConfig) -> Opened:
+    """A model that reads no tokens. UserError if it reads some: its checkpoint is damaged."""
+    if spec.learns in ("text", "masked text", "images"):
+        raise UserError(
+            f"checkpoint {found.path}: meta.json has no 'tokenizer_hash'; use another checkpoint of the run"
+        )
+    check_named(spec.build(config, MetaBackend("fp32")).buffer.params, found.weights, found.path)
+    tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    return Opened(found.path, spec, config, NoTokenizer(spec), found.meta, TEMPLATES["plain"], tensors, NOTHING)
+
+
+class NoTokenizer:
+    """Stands for the tokenizer of a model that has none: every use is a UserError that says what the model does."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UserError(f"{self._spec.title} reads no text: it learns {self._spec.learns}; {self._spec.advice}")
+
+
+def template_of(meta: Mapping[str, Any]) -> AnyTemplate:
+    """The chat template in a checkpoint's meta.json. UserError for an unknown name."""
+    if "chat_template" in meta:
+        return ChatTemplate.from_dict(meta["chat_template"])
+    name = str(meta.get("template", "alpaca" if meta.get("kind") in FINE_TUNED else "plain"))
+    if name not in TEMPLATES:
+        raise UserError(f"meta.json: its chat template is {name!r}; known: {', '.join(TEMPLATES)}")
+    return TEMPLATES[name]
+
+
+def template_meta(template: AnyTemplate) -> dict[str, Any]:
+    """The entries of meta.json that `template_of` reads."""
+    own = {"chat_template": template.to_dict()} if isinstance(template, ChatTemplate) else {}
+    return {"template": template.name, **own}
 
 
 def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
@@ -147,13 +198,13 @@ def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
 
 
 def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
-    """--checkpoint, for `trained_model`."""
+    """--checkpoint, for `resolve_checkpoint`."""
     p.add_argument(
         "--checkpoint",
-        metavar="DIR",
-        help="a run, one of its checkpoints, another program's model, or a model of the repository: small, "
-        "storyteller (default: the newest run under runs/, fine-tuned before pretrained; else a model of "
-        "the repository)",
+        metavar="MODEL",
+        help="a run, one of its checkpoints, another program's model, owner/name[@revision] on the Hugging Face hub, "
+        "or a model of the repository: small, storyteller (default: the newest run under runs/, fine-tuned before "
+        "pretrained; else a model of the repository)",
     )
 
 
@@ -168,14 +219,48 @@ def add_weights_flag(p: argparse.ArgumentParser) -> None:
     )
 
 
-def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
-    """The path of the model to use: the one asked for, a path or the name of a model of the repository; else the newest
-    run (fine-tuned before pretrained); else the default model of the repository. UserError if there is none."""
+def add_template_flag(p: argparse.ArgumentParser) -> None:
+    """--template and --template-variables, for `with_template`."""
+    p.add_argument(
+        "--template",
+        metavar="NAME|FILE",
+        help=f"chat template: {', '.join(TEMPLATES)}, or a file with a Jinja program (default: the model's own)",
+    )
+    p.add_argument(
+        "--template-variables",
+        metavar="JSON",
+        help="variables of the model's template, e.g. '{\"enable_thinking\": false}'",
+    )
+
+
+def with_template(loaded: Loaded, asked: str | None, variables: str | None = None) -> Loaded:
+    """The model with the chat template that --template asks for, and with the variables of --template-variables.
+    UserError if they cannot be read, or if the template takes none."""
+    template = read_template(asked, loaded.template) if asked else loaded.template
+    if variables:
+        given = parse_json(variables.encode(), "--template-variables", "the variables", fix="write a JSON object")
+        if not isinstance(template, ChatTemplate):
+            raise UserError(f"--template-variables: the template {template.name} takes none; leave them out")
+        template = replace(template, variables=given, _found={})
+    return replace(loaded, template=template)
+
+
+def shipped_models() -> dict[str, Path]:
+    """The models that come with the repository, by the names that --checkpoint takes."""
+    return {path.name: path for spec in models().values() for path in (spec.bundled, spec.bundled_for_chat) if path}
+
+
+def resolve_checkpoint(asked: str | None, *, for_chat: bool = False) -> Path:
+    """The path of the model to use: the one asked for, a path, the name of a model of the repository, or a name on the
+    hub, which `hub.fetch` downloads; else the newest run (fine-tuned before pretrained); else the default model of the
+    repository. UserError if there is none."""
     if asked:
-        given = {path.name: path for spec in models().values() for path in (spec.bundled, spec.storyteller) if path}
+        given = shipped_models()
         path, missing = Path(asked), not os.path.exists(asked)  # also for an invalid name
         if missing and asked in given:
             return given[asked]
+        if missing and hub.is_name(asked):
+            return hub.fetch(asked)
         if missing and given and asked == path.stem:  # not a path, nor another program's file
             raise UserError(
                 f"no checkpoint in {asked}; train one first, e.g. python recipes/pretrain.py --out "
@@ -183,7 +268,7 @@ def trained_model(asked: str | None, *, for_chat: bool = False) -> Path:
             )
         return path
     spec = find_model(default_model())
-    found = newest_run(("tuned", "pretrain")) or (for_chat and spec.storyteller) or spec.bundled
+    found = newest_run(("tuned", "pretrain")) or (for_chat and spec.bundled_for_chat) or spec.bundled
     if found is None:
         raise UserError("no trained model under runs/; train one with python recipes/pretrain.py, or give --checkpoint")
     return found

@@ -1,11 +1,12 @@
-"""The registered models.
+"""The registered models, and what a trained one is.
 
     python -m models list                           all models, with the parameters of each preset
     python -m models show gpt2 --config 355m        one model: shapes by layer, parameters, memory of a training step
+    python -m models show runs/sft                  a trained model, a path or owner/name on the hub: what its files say
     python -m models record                         check gradients, and parity with other libraries; takes minutes
     python -m models page                           write docs/models.md from the registry and docs/results
 
-`show` runs a step on arrays without memory: it needs no GPU and takes no time.
+`show` with a registered name runs a step on arrays without memory: it needs no GPU and takes no time.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tinyforge.errors import Parser, UserError
+from tinyforge.formats.runs import resolve_checkpoint, shipped_models
 from tinyforge.registry import ModelSpec, find_model, models
-from tinyforge.zoo import page
+from tinyforge.train.plan import size_of
+from tinyforge.zoo import page, published
 from tinyforge.zoo.shapes import count_parameters, trace
 
 MOST_TOKENS = 1024  # of a sequence, unless --seq-len says otherwise
@@ -36,11 +39,12 @@ def show(spec: ModelSpec, name: str, precision: str, batch_size: int, seq_len: i
     if name not in spec.presets:
         raise UserError(f"{spec.name} has no preset {name!r}; known: {', '.join(spec.presets)}")
     config = spec.presets[name]
-    seq_len = min(config.context, MOST_TOKENS) if seq_len is None else seq_len
-    if batch_size < 1 or not 1 <= seq_len <= config.context:
+    context = getattr(config, "context", 1)  # 1: a model that reads no tokens
+    seq_len = min(context, MOST_TOKENS) if seq_len is None else seq_len
+    if batch_size < 1 or not 1 <= seq_len <= context:
         raise UserError(
-            f"--batch-size {batch_size}, --seq-len {seq_len}: wants a batch of at least 1, and a length of "
-            f"1 to the config's context, {config.context}"
+            f"--batch-size {batch_size}, --seq-len {seq_len}: expects a batch of at least 1, and a length of "
+            f"1 to the config's context, {context}"
         )
     layers, plan = trace(spec, config, precision, batch_size, seq_len)
     print(f"{spec.title}, {name}: {spec.summary}")
@@ -60,15 +64,20 @@ def show(spec: ModelSpec, name: str, precision: str, batch_size: int, seq_len: i
             params = "  ".join(f"{name} {shape} = {math.prod(shape):,}" for name, shape in step.params)
             print(f"{label:<24} {step.kind:<20} {step.output!s:<24} {params}".rstrip())
     print(f"\n{count_parameters(spec, config):,} parameters")
-    print(f"a training step of {batch_size} x {seq_len} tokens in {precision} on a GPU:\n{plan}")
+    print(f"a training step of {size_of(config, batch_size, seq_len)} in {precision} on a GPU:\n{plan}")
+
+
+def is_trained(name: str) -> bool:
+    """Whether `name` is of a trained model: a path, a name on the hub or of a model of the repository."""
+    return "/" in name or Path(name).exists() or bool(Path(name).suffix) or name in shipped_models()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m models", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="list|show|record|page")
     commands.add_parser("list", help="all models and presets")
-    one = commands.add_parser("show", help="one model, layer by layer")
-    one.add_argument("name", metavar="NAME", help="as in `list`")
+    one = commands.add_parser("show", help="one model, layer by layer, or a trained one")
+    one.add_argument("name", metavar="NAME|PATH", help="as in `list`; a path or owner/name[@revision] on the hub")
     one.add_argument("--config", default="", metavar="PRESET", help="(default: the first)")
     one.add_argument("--precision", default="bf16", help="fp32, tf32, bf16 or fp8 (default: %(default)s)")
     one.add_argument("--batch-size", type=int, default=8, help="sequences in the step (default: %(default)s)")
@@ -79,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "list":
         list_models()
+    elif args.command == "show" and args.name not in models() and is_trained(args.name):
+        published.show(resolve_checkpoint(args.name))
     elif args.command == "show":
         show(find_model(args.name), args.config, args.precision, args.batch_size, args.seq_len)
     elif args.command == "record":

@@ -54,10 +54,10 @@ training step.
 def write(root: Path, check: bool = False) -> int:
     """Write the page of the checkout at `root`; with `check` only report whether it is stale. Returns 1 if so."""
     path = root / PAGE
-    wanted = text(root)
-    stale = not path.is_file() or path.read_text(encoding="utf-8") != wanted
+    expected = text(root)
+    stale = not path.is_file() or path.read_text(encoding="utf-8") != expected
     if stale and not check:
-        write_whole(path, wanted)
+        write_whole(path, expected)
     if stale:
         print(f"{'stale' if check else 'wrote'}: {PAGE}")
     return int(stale and check)
@@ -224,16 +224,9 @@ def timings(root: Path) -> Iterator[Timed]:
         place = str(device["gpu"]).partition(" (")[0] if "gpu" in device else f"{device['cores']} CPU cores"
         peer = min(peers, key=peers.__getitem__)
         precision = "fp8; PyTorch in bf16" if found["precision"] == "fp8" else found["precision"]
-        yield Timed(
-            spec.name,
-            f"{preset}: {what}" if preset else what,
-            f"{place}, {precision}",
-            ours[f"median_{unit}"],
-            peers[peer],
-            peer.removeprefix("torch "),
-            unit,
-            path.name,
-        )
+        what, machine = f"{preset}: {what}" if preset else what, f"{place}, {precision}"
+        best = peers[peer], peer.removeprefix("torch ")
+        yield Timed(spec.name, what, machine, ours[f"median_{unit}"], *best, unit, path.name)
 
 
 def _preset(spec: ModelSpec, config: Mapping[str, Any]) -> str:
@@ -251,21 +244,13 @@ def _speed(specs: list[ModelSpec], root: Path) -> str:
     rows = []
     for spec in specs:
         own = [timed for timed in found if timed.model == spec.name]
-        rows += [
-            [
-                spec.title,
-                t.what,
-                t.machine,
-                f"[{_number(t.ours)} {t.unit}](results/{t.file})",
-                f"{_number(t.theirs)} {t.unit} ({t.peer})",
-                f"**{t.ours / t.theirs:.2f}**",
-            ]
-            for t in own
-        ]
+        for t in own:
+            ours, theirs = f"[{_number(t.ours)} {t.unit}](results/{t.file})", f"{_number(t.theirs)} {t.unit} ({t.peer})"
+            rows.append([spec.title, t.what, t.machine, ours, theirs, f"**{t.ours / t.theirs:.2f}**"])
         if not own:
             rows.append([spec.title, *[NONE] * 5])
     head = ["model", "what", "machine", "tinyforge", "PyTorch", "ratio"]
-    return f"## Speed beside PyTorch\n\n{_table(head, rows)}"
+    return f"## Speed compared with PyTorch\n\n{_table(head, rows)}"
 
 
 def _number(value: float) -> str:
