@@ -1,4 +1,4 @@
-"""The container that GGUF files are: metadata and tensors by name. What they mean is in `tinyforge.formats.gguf`.
+"""The container that GGUF files are: metadata and tensors by name. What they mean is in `tinyforge.formats.gguf_model`.
 
     header      "GGUF", version (uint32), number of tensors, number of keys (uint64)
     metadata    key, type (uint32), value; a string is its length (uint64) and UTF-8
@@ -28,10 +28,17 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.files import writing, written_whole
+from tinyforge.formats import gguf_quants
+from tinyforge.formats.weights import Recorded
+from tinyforge.requirements import needs
 from tinyforge.tensors import Lazy
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-"""Types of stored numbers. q8_0: blocks of a float16 scale and 32 times 8 bits; q4_0: a scale and 32 times 4 bits."""
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q6_K", "q4_K")
+"""Types of stored numbers that are written; every type that the gguf package dequantises is read. q8_0: blocks of a
+float16 scale and 32 times 8 bits; q4_0: a scale and 32 times 4 bits; q6_K, q4_K: see `gguf_quants`."""
+PLAIN = {"I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
+"""Types without blocks that the package does not read."""
+READ_AT_ONCE = 1 << 20  # numbers that are dequantised at a time
 
 MOST_HEADER = 1 << 28  # bytes of the header; a vocabulary of 256,000 tokens takes about ten million
 MOST_KEYS = MOST_TENSORS = 1 << 16
@@ -59,7 +66,7 @@ def package() -> ModuleType:
     try:
         import gguf
     except ImportError as error:
-        raise UserError("GGUF files need the package gguf; pip install gguf (tinyforge's extra [gguf])") from error
+        raise UserError(needs("a GGUF file", "gguf", "gguf")) from error
     return gguf
 
 
@@ -75,19 +82,35 @@ class Tensor:
 
     def read(self) -> np.ndarray:
         """The values, dequantised to float32."""
+        values = np.empty(self.shape, np.float32)
+        self.read_into(values)
+        return values
+
+    def read_into(self, out: np.ndarray) -> None:
+        """Write the values into an array of that shape, some rows at a time: the package needs several times their
+        memory."""
         gguf = package()
-        stored = np.fromfile(self.file, np.uint8, self.nbytes, offset=self.start)
         kind = gguf.GGMLQuantizationType(self.dtype)
-        rows = stored.reshape(math.prod(self.shape[:-1]), -1)
-        with np.errstate(invalid="ignore"):  # a scale may be infinite; the model reports such weights
-            return gguf.quants.dequantize(rows, kind).reshape(self.shape)
+        values = out.reshape(-1, self.shape[-1])
+        row = self.nbytes // len(values)
+        step = max(1, READ_AT_ONCE // self.shape[-1])
+        try:
+            with open(self.file, "rb") as opened, np.errstate(invalid="ignore"):  # a scale may be infinite
+                opened.seek(self.start)
+                for at in range(0, len(values), step):
+                    part = values[at : at + step]
+                    stored = np.fromfile(opened, np.uint8, len(part) * row).reshape(len(part), row)
+                    plain = PLAIN.get(kind.name)
+                    part[:] = stored.view(plain) if plain else gguf.quants.dequantize(stored, kind)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {self.file}: {error}; it was whole a moment ago") from error
 
 
 @dataclass(frozen=True)
 class Content:
     """A file's content. metadata: numbers, texts, lists of texts, arrays of numbers."""
 
-    metadata: Mapping[str, Any]
+    metadata: Recorded
     tensors: Mapping[str, Tensor]
 
 
@@ -97,7 +120,8 @@ class Content:
 def read(path: Path) -> Content:
     """The metadata of a file, and the places of its tensors; no tensor is read.
 
-    Raises UserError, naming the file, if it is damaged, has tensors of a type not in TYPES, or is one of several parts.
+    Raises UserError, naming the file, if it is damaged, has tensors of a type that the gguf package does not read, or
+    is one of several parts.
     """
     try:
         state = path.stat()
@@ -124,19 +148,20 @@ def _read(path: Path, modified: int, size: int) -> Content:
             raise UserError(f"{path} is damaged, or not a GGUF file ({error}); get it again") from error
     if str(parts := metadata.get("split.count", 0)) not in ("0", "1"):
         raise UserError(f"{path} is one of {parts!s:.40} parts; join them first: llama-gguf-split --merge")
-    supported = {int(gguf.GGMLQuantizationType[name.upper()]): name for name in TYPES}
-    names = {int(kind): kind.name.lower() for kind in gguf.GGMLQuantizationType}
+    names = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
+    readable = {"F32", "F16", *PLAIN, *(kind.name for kind in gguf.quants._type_traits)}
     found = {}
     for name, (shape, dtype, offset) in tensors.items():
-        if dtype not in supported:
-            called = names.get(dtype, f"number {dtype}")
-            raise UserError(f"{path}: tensor {name} is of type {called}; supported: {', '.join(TYPES)}")
+        if (called := names.get(dtype, f"number {dtype}")) not in readable:
+            raise UserError(
+                f"{path}: tensor {name} is of type {called}, which the package gguf does not read; "
+                "pip install -U gguf, or get the model in another type"
+            )
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(dtype)]
         nbytes = math.prod(shape) // block * block_bytes
         if shape[-1] % block:
             raise UserError(
-                f"{path}: tensor {name} has rows of {shape[-1]}, {names[dtype]} has blocks of {block}; "
-                "get the file again"
+                f"{path}: tensor {name} has rows of {shape[-1]}, {called} has blocks of {block}; get the file again"
             )
         if offset % alignment or begin + offset + nbytes > size:
             raise UserError(
@@ -144,7 +169,7 @@ def _read(path: Path, modified: int, size: int) -> Content:
                 f"the file has {size:,}; get it again"
             )
         found[name] = Tensor(path, shape, dtype, begin + offset, nbytes)
-    return Content(metadata, found)
+    return Content(Recorded(metadata), found)
 
 
 class _Header:
@@ -158,7 +183,7 @@ class _Header:
             raise ValueError("it does not begin with GGUF")
         version = self.number("<I")
         if version not in (2, 3):
-            raise ValueError(f"version {version}, wanted 2 or 3, little-endian")
+            raise ValueError(f"version {version}, expected 2 or 3, little-endian")
         self.count = self.limited("tensors", MOST_TENSORS)
         metadata: dict[str, Any] = {}
         for _ in range(self.limited("keys", MOST_KEYS)):
@@ -183,7 +208,7 @@ class _Header:
 
     def take(self, count: int) -> bytes:
         if count > self.end - self.at:
-            raise ValueError(f"{count:,} bytes wanted at byte {self.at:,}, {self.end - self.at:,} are left")
+            raise ValueError(f"{count:,} bytes expected at byte {self.at:,}, {self.end - self.at:,} are left")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -230,8 +255,9 @@ def write(
 ) -> None:
     """Write a file, whole or not at all, with one tensor in memory at a time.
 
-    metadata: whole numbers become uint32 (in lists int32), other numbers float32. types: of TYPES, by tensor. others():
-    writes files beside this one, before it appears. Raises UserError where it cannot be written.
+    metadata: whole numbers become uint32 (in lists int32), other numbers float32. types: of TYPES, or any that the
+    package writes, by tensor. others(): writes files next to this one, before it appears. Raises UserError where it
+    cannot be written.
     """
     gguf = package()
     kinds = {name: gguf.GGMLQuantizationType[types[name].upper()] for name in tensors}
@@ -255,8 +281,24 @@ def write(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for name, (_, make) in tensors.items():
-                writer.write_tensor_data(gguf.quants.quantize(np.ascontiguousarray(make(), np.float32), kinds[name]))
+                writer.write_tensor_data(_quantised(make(), types[name]))
         finally:
             writer.close()
         if others:
             others()
+
+
+def _quantised(values: np.ndarray, kind: str) -> np.ndarray:
+    """The bytes of a tensor, made some rows at a time."""
+    gguf = package()
+    rows = np.ascontiguousarray(values, np.float32)
+    rows = rows.reshape(-1, rows.shape[-1])
+
+    def make(part: np.ndarray) -> np.ndarray:
+        if kind in gguf_quants.TYPES:
+            return gguf_quants.quantize(part, kind)
+        return gguf.quants.quantize(part, gguf.GGMLQuantizationType[kind.upper()])
+
+    step = max(1, READ_AT_ONCE // rows.shape[-1])
+    found = np.concatenate([make(rows[at : at + step]) for at in range(0, len(rows), step)])
+    return found.reshape(*values.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""GGUF, the format of llama.cpp and Ollama, read and written: https://github.com/ggml-org/llama.cpp.
+"""Models in GGUF, the format of llama.cpp and Ollama, read and written: https://github.com/ggml-org/llama.cpp.
 
 `ARCHITECTURES` maps their names of keys and tensors to Hugging Face's, for reading and for writing. Beyond names:
 
@@ -6,12 +6,13 @@
   qwen3 keep Hugging Face's halves, (x_i, x_i+D/2).
 - GPT-2's matrices are transposed: rows are outputs.
 - Llama 3's RoPE scaling is a tensor, rope_freqs, that divides each pair's frequency.
-- llama.cpp has no sliding window in these architectures. A model with one is written with the window as its context, up
-  to which both agree.
-- Norms, biases and GPT-2's positions are always float32. Rows that are not a whole number of blocks become f16, as in
-  llama.cpp's own converter. q4_0 keeps the output head in q8_0, where llama.cpp has q6_K.
+- llama.cpp has a sliding window in the architectures with a `pattern` only. A model of another with a window is written
+  with the window as its context, up to which both agree.
+- Gemma's norms are stored with the 1 added that Hugging Face adds at run time.
+- Norms, biases and GPT-2's positions are always float32. Rows that are not a whole number of blocks take the next type
+  in FALLBACKS, as in llama.cpp's own converter. The output head keeps more bits: see HEADS.
 
-`tinyforge.formats.gguf_file` is the container, `tinyforge.tokenizers.gguf` the tokenizer.
+`tinyforge.formats.gguf_file` is the container, `tinyforge.tokenizers.gguf_vocabulary` the tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,12 @@ from tinyforge.formats.weights import Weights
 from tinyforge.ops import RopeScaling
 from tinyforge.tensors import Lazy
 
-FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}  # general.file_type, for display
-BLOCK = 32  # numbers in a block of q8_0 and q4_0
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q6_K": 18, "q4_K": 14}  # for display
+BLOCKS = {"q8_0": 32, "q4_0": 32, "q5_0": 32, "q6_K": 256, "q4_K": 256}  # numbers in a block
+FALLBACKS = {"q4_K": "q5_0", "q6_K": "q8_0", "q4_0": "f16", "q5_0": "f16", "q8_0": "f16"}
+HEADS = {"q4_0": "q8_0", "q4_K": "q6_K"}  # the type of the output head, where it is not that of other matrices
 ROPE_FREQS = "rope_freqs.weight"
+ROTARY = "rope.dimension_count"
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,11 @@ class Architecture:
     """An architecture of llama.cpp. hf: its name in config.json. sizes: keys of config.json by GGUF's keys, the latter
     without the architecture's prefix. block: the prefix of a layer's tensors in Hugging Face's names. tensors, layer:
     Hugging Face's names by GGUF's, without ".weight" and ".bias". interleaved: rotary pairs are neighbours. transposed:
-    GGUF's names of a layer's transposed tensors."""
+    GGUF's names of a layer's transposed tensors. fixed: what config.json says of all its models. optional: as sizes, of
+    keys that may be absent. plus_one: 1 is added to its norms. pattern: of that many layers the last has no window,
+    unless a key says otherwise; 0 where no layer has one. partial: RoPE may turn part of a head. untied: the head is
+    never tied. local_theta: rope_theta of the layers with a window, as the pattern. wide: numbers of layers of models
+    whose scores are divided by the root of width / heads, not of the heads' size, if there are any."""
 
     hf: str
     sizes: Mapping[str, str]
@@ -51,6 +59,14 @@ class Architecture:
     layer: Mapping[str, str]
     interleaved: bool = False
     transposed: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    optional: Mapping[str, str] = field(default_factory=dict)
+    plus_one: bool = False
+    pattern: int = 0
+    partial: bool = False
+    untied: bool = False
+    local_theta: float = 0.0
+    wide: tuple[int, ...] | None = None
 
 
 _LLAMA_SIZES = {
@@ -111,14 +127,69 @@ _GPT2 = Architecture(
 )
 
 
-def _llama(hf: str, interleaved: bool = False) -> Architecture:
-    return Architecture(hf, _LLAMA_SIZES, "model.layers", _LLAMA_TENSORS, _LLAMA_LAYER, interleaved)
+_GEMMA_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+
+_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GRANITE = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def _llama(hf: str, layer: Mapping[str, str] | None = None, **more: Any) -> Architecture:
+    return Architecture(hf, _LLAMA_SIZES, "model.layers", _LLAMA_TENSORS, {**_LLAMA_LAYER, **(layer or {})}, **more)
 
 
 ARCHITECTURES = {
     "llama": _llama("LlamaForCausalLM", interleaved=True),
     "qwen2": _llama("Qwen2ForCausalLM"),
     "qwen3": _llama("Qwen3ForCausalLM"),
+    "gemma": _llama("GemmaForCausalLM", plus_one=True, fixed=_GEMMA),
+    "gemma2": _llama(
+        "Gemma2ForCausalLM",
+        _GEMMA_LAYER,
+        plus_one=True,
+        fixed=_GEMMA,
+        optional={
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        pattern=2,
+        wide=(46,),
+    ),
+    "gemma3": _llama(
+        "Gemma3ForCausalLM",
+        _GEMMA_LAYER,
+        plus_one=True,
+        fixed=_GEMMA,
+        optional={"final_logit_softcapping": "final_logit_softcapping"},
+        pattern=6,
+        local_theta=10000.0,
+        wide=(62,),
+    ),
+    "phi3": _llama("Phi3ForCausalLM", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, partial=True),
+    "olmo2": _llama("Olmo2ForCausalLM", _AFTER, untied=True),
+    "smollm3": _llama("SmolLM3ForCausalLM", interleaved=True, fixed={"no_rope_layer_interval": 4}),
+    "granite": _llama(
+        "GraniteForCausalLM", interleaved=True, fixed=dict.fromkeys(_GRANITE.values(), 1.0), optional=_GRANITE
+    ),
+    "glm4": _llama(
+        "Glm4ForCausalLM",
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+        partial=True,
+    ),
     "gpt2": _GPT2,
 }
 
@@ -138,7 +209,9 @@ def open_file(path: Path) -> Weights:
     content = gguf_file.read(path)
     name = content.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise UserError(f"{path}: its architecture is {name!r:.80}; supported: {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"{path}: its architecture is {name!r:.80}; supported: {', '.join(ARCHITECTURES)}; choose one of these"
+        )
     architecture, stored = ARCHITECTURES[name], dict(content.tensors)
     values = _Values(name, content.metadata)
     try:
@@ -164,6 +237,9 @@ class _Values:
     def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
         self.architecture, self.metadata = architecture, metadata
 
+    def has(self, name: str) -> bool:
+        return f"{self.architecture}.{name}" in self.metadata
+
     def get(self, name: str, default: Any = None) -> Any:
         """The number or text of that name. UserError for another type, and for a missing one without a default."""
         key = f"{self.architecture}.{name}"
@@ -173,7 +249,7 @@ class _Values:
             with np.errstate(over="ignore"):
                 value = float(str(np.float32(value)))  # 1e-05, not the float32 next to it
         if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
-            raise UserError(f"{key} is {value!r:.80}, wanted a {'text' if kinds == (str,) else 'number'}")
+            raise UserError(f"{key} is {value!r:.80}, expected a {'text' if kinds == (str,) else 'number'}")
         return value
 
 
@@ -196,25 +272,99 @@ def _config(architecture: Architecture, values: _Values, stored: Mapping[str, gg
             "rope.dimension_count": size,
             "rope.freq_base": 10000.0,
         }
-        config |= {"hidden_act": "silu", "tie_word_embeddings": "output.weight" not in stored}
-        config["rope_scaling"] = _linear_scaling(values)
+        config |= {"hidden_act": "silu", "tie_word_embeddings": "output.weight" not in stored, **architecture.fixed}
+        config["rope_scaling"] = _scaling(values)
+        if architecture.partial:
+            config["partial_rotary_factor"] = values.get(ROTARY, size) / max(size, 1)
+        if architecture.hf != "Qwen2ForCausalLM":
+            config["attention_bias"] = any(f"blk.0.attn_{name}.bias" in stored for name in ("q", "qkv"))
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
+        config |= {theirs: values.get(own) for own, theirs in architecture.optional.items() if values.has(own)}
+        if architecture.pattern:
+            config |= _windows(architecture, values)
+        if architecture.wide is not None:
+            config["query_pre_attn_scalar"] = _score_divisor(architecture, values.get("block_count"), dim, heads, size)
     for own, theirs in architecture.sizes.items():
+        if architecture.partial and own == ROTARY:
+            continue
         value = values.get(own, defaults.get(own))
         if config.setdefault(theirs, value) != value:
             raise UserError(
-                f"{values.architecture}.{own} is {value}, wanted {config[theirs]} by the other sizes; only "
+                f"{values.architecture}.{own} is {value}, expected {config[theirs]} by the other sizes; only "
                 "such a model can be read"
             )
     return config
 
 
-def _linear_scaling(values: _Values) -> dict[str, Any] | None:
+def _windows(architecture: Architecture, values: _Values) -> dict[str, Any]:
+    """The layers' windows and rotary base in config.json's words."""
+    layers, period = values.get("block_count"), architecture.pattern
+    window = values.get("attention.sliding_window", 0)
+    key = f"{values.architecture}.attention.sliding_window_pattern"
+    sliding = values.metadata.get(key, period)
+    if isinstance(sliding, list | np.ndarray):
+        sliding = [bool(one) for one in sliding]
+    elif type(sliding) is int and type(layers) is int:
+        sliding = [not sliding or (i + 1) % sliding > 0 for i in range(min(layers, 1 << 10))]
+    else:
+        raise UserError(f"{key} is {sliding!r:.80}, expected a number")
+    kinds = ["sliding_attention" if one and window else "full_attention" for one in sliding]
+    found: dict[str, Any] = {"sliding_window": window, "layer_types": kinds}
+    if architecture.local_theta:
+        found["rope_local_base_freq"] = values.get("rope.freq_base_swa", architecture.local_theta)
+    return found
+
+
+def _score_divisor(architecture: Architecture, layers: int, dim: int, heads: int, size: int) -> int:
+    """The number by whose root Gemma divides scores: no file says it, llama.cpp goes by the number of layers."""
+    return dim // heads if layers in (architecture.wide or ()) else size
+
+
+def _scaling(values: _Values) -> dict[str, Any] | None:
     kind, factor = values.get("rope.scaling.type", "linear"), values.get("rope.scaling.factor", 1.0)
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return None
+    if kind == "yarn":
+        for key, usual in _YARN.items():  # llama.cpp reads them in other architectures than those here
+            if values.get(f"rope.scaling.yarn_{key}", usual) != usual:
+                raise UserError(
+                    f"{values.architecture}.rope.scaling.yarn_{key}: only {usual}, the default, can be read"
+                )
+        attention = values.get("rope.scaling.attn_factor", 1.0) * _magnitude(factor)
+        original = values.get("rope.scaling.original_context_length", values.get("context_length"))
+        found = {"attention_factor": attention, "original_max_position_embeddings": original}
+        return {"rope_type": "yarn", "factor": factor, **found}
     if kind != "linear":
-        raise UserError(f"{values.architecture}.rope.scaling.type is {kind!r:.80}; supported: 'none', 'linear'")
+        raise UserError(f"{values.architecture}.rope.scaling.type is {kind!r:.80}; supported: 'none', 'linear', 'yarn'")
     return {"rope_type": "linear", "factor": factor}
+
+
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def _magnitude(factor: float) -> float:
+    """YaRN's, which llama.cpp multiplies by attn_factor."""
+    return 1 + 0.1 * math.log(max(factor, 1.0))
+
+
+def _written_scaling(name: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    kind = rope.get("rope_type")
+    if kind == "linear":
+        found = {"type": "linear", "factor": float(rope["factor"])}
+    elif kind == "llama3":
+        found = {"original_context_length": rope["original_max_position_embeddings"]}
+    elif kind == "yarn":
+        factor = float(rope["factor"])
+        found = {"type": "yarn", "factor": factor}
+        found["original_context_length"] = rope["original_max_position_embeddings"]
+        found["attn_factor"] = float(rope.get("attention_factor") or _magnitude(factor)) / _magnitude(factor)
+        if any(rope[key] != usual for key, usual in _YARN.items()):
+            raise UserError("llama.cpp's YaRN has beta_fast 32 and beta_slow 1; keep the model in our own format")
+    elif kind:
+        raise UserError(f"llama.cpp has no RoPE scaling {kind!r} as here; keep the model in our own format")
+    else:
+        found = {}
+    return {f"{name}.rope.scaling.{own}": value for own, value in found.items()}
 
 
 def _llama3_scaling(config: Mapping[str, Any], original: float, factors: np.ndarray) -> dict[str, Any]:
@@ -229,8 +379,8 @@ def _llama3_scaling(config: Mapping[str, Any], original: float, factors: np.ndar
         }
         if factors.ndim == 1 and config["head_dim"] == 2 * len(factors):
             with np.errstate(all="ignore"):
-                wanted = _factors({**config, "rope_scaling": found}, len(factors))
-            if np.allclose(factors, wanted, rtol=1e-5, atol=0):
+                expected = _factors({**config, "rope_scaling": found}, len(factors))
+            if np.allclose(factors, expected, rtol=1e-5, atol=0):
                 return found
     raise UserError(f"the factors in {ROPE_FREQS} are not Llama 3's; no other RoPE scaling can be read")
 
@@ -271,13 +421,18 @@ def write_file(
     if rope.get("rope_type") == "llama3":
         factors = _factors(config, config["head_dim"] // 2)
         tensors[ROPE_FREQS] = factors.shape, lambda: factors
+    if architecture.untied and "output.weight" not in tensors:
+        raise UserError(f"llama.cpp's {name} has an output head of its own, the model a tied one; use our own format")
     head = "output.weight" if "output.weight" in tensors else "token_embd.weight"
     types = {own: _type_of(own, shape, dtype, head) for own, (shape, _) in tensors.items()}
-    odd = sorted({shape[-1] for own, (shape, _) in tensors.items() if types[own] == "f16" != dtype})
-    if odd:
+    odd = {
+        (shape[-1], asked, types[own])
+        for own, (shape, _) in tensors.items()
+        if (asked := HEADS.get(dtype, dtype) if own == head else dtype) != types[own] != "f32"
+    }
+    for row, asked, kind in sorted(odd):
         print(
-            f"note: f16, not {dtype}, for rows that are not whole blocks of {BLOCK}: rows of "
-            f"{', '.join(map(str, odd))}",
+            f"note: {kind}, not {asked}, for rows of {row}, which are not whole blocks of {BLOCKS[asked]}",
             file=sys.stderr,
         )
     own_keys = {"general.type": "model", "general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2}
@@ -296,8 +451,11 @@ def _name_of(hf: str, path: Path) -> str:
 
 def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The architecture's keys."""
+    architecture, more = ARCHITECTURES[name], {}
     window, context = config.get("sliding_window"), config.get("max_position_embeddings")
-    if window and context and window < context:
+    if architecture.pattern:
+        more = _written_windows(architecture, name, config)
+    elif window and context and window < context:
         print(
             f"note: llama.cpp has no sliding window here; the context becomes the window, {window} of {context} "
             "tokens, up to which nothing changes",
@@ -306,22 +464,48 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
         config["max_position_embeddings"] = window
     config.setdefault("n_inner", 4 * config.get("n_embd", 0))
     found: dict[str, Any] = {}
-    for own, theirs in ARCHITECTURES[name].sizes.items():
+    for own, theirs in architecture.sizes.items():
         found[f"{name}.{own}"] = float(config[theirs]) if own.endswith(("epsilon", "freq_base")) else config[theirs]
-    rope = config.get("rope_scaling") or {}
-    if rope.get("rope_type") == "linear":
-        found |= {f"{name}.rope.scaling.type": "linear", f"{name}.rope.scaling.factor": float(rope["factor"])}
-    elif rope:
-        found[f"{name}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    return found
+    if architecture.partial:
+        found[f"{name}.{ROTARY}"] = round(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
+    found |= _written_scaling(name, config.get("rope_scaling") or {})
+    for own, value in architecture.fixed.items():
+        if own == "no_rope_layer_interval":
+            ropes = [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
+            if config["no_rope_layers"] != ropes:
+                raise UserError(f"llama.cpp's {name} has no RoPE in every {value}th layer; keep it in our own format")
+    for own, theirs in architecture.optional.items():
+        if config.get(theirs) is not None:
+            found[f"{name}.{own}"] = config[theirs]
+    return {**found, **more}
+
+
+def _written_windows(architecture: Architecture, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `_windows`, those with llama.cpp's default left out. UserError for scores of another scale."""
+    if architecture.wide is not None:
+        sizes = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+        if config["query_pre_attn_scalar"] != (expected := _score_divisor(architecture, *sizes)):
+            raise UserError(
+                f"the model divides its scores by the root of {config['query_pre_attn_scalar']}; llama.cpp's {name} "
+                f"with these sizes by that of {expected}; keep the model in our own format"
+            )
+    kinds = config["layer_types"]
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
+    found: dict[str, Any] = {"attention.sliding_window": 0 if every == 1 else config["sliding_window"]}
+    if [(i + 1) % architecture.pattern == 0 for i in range(len(kinds))] != [kind == "full_attention" for kind in kinds]:
+        found["attention.sliding_window_pattern"] = every
+    if architecture.local_theta and config["rope_local_base_freq"] != architecture.local_theta:
+        found["rope.freq_base_swa"] = config["rope_local_base_freq"]
+    return {f"{name}.{own}": value for own, value in found.items()}
 
 
 def _type_of(own: str, shape: tuple[int, ...], dtype: str, head: str) -> str:
     if len(shape) == 1 or own.endswith("_norm.weight") or own == "position_embd.weight":
         return "f32"
-    if dtype in ("q8_0", "q4_0") and shape[-1] % BLOCK:
-        return "f16"
-    return "q8_0" if dtype == "q4_0" and own == head else dtype
+    kind = HEADS.get(dtype, dtype) if own == head else dtype
+    while shape[-1] % BLOCKS.get(kind, 1):
+        kind = FALLBACKS[kind]
+    return kind
 
 
 # --- both ways --------------------------------------------------------------------------------------------------------
@@ -345,18 +529,20 @@ def _from_hf(architecture: Architecture, theirs: str) -> str:
     return f"blk.{found[1]}.{own_names[found[2]]}.{kind}" if found else f"{own_names[name]}.{kind}"
 
 
-def _change(architecture: Architecture, own: str, config: Mapping[str, Any], back: bool = False) -> Change:
-    """The change of a tensor from Hugging Face's layout to GGUF's, or `back`."""
+def _change(architecture: Architecture, own: str, config: Mapping[str, Any], back: bool = False) -> Change | None:
+    """The change of a tensor from Hugging Face's layout to GGUF's, or `back`; None where it lies alike."""
     reorder = rotary.halves if back else rotary.pairs
-    if architecture.interleaved and own.endswith("attn_q.weight"):
+    if architecture.interleaved and own.endswith(("attn_q.weight", "attn_q.bias")):
         return lambda x: reorder(x, config["num_attention_heads"])
-    if architecture.interleaved and own.endswith("attn_k.weight"):
+    if architecture.interleaved and own.endswith(("attn_k.weight", "attn_k.bias")):
         return lambda x: reorder(x, config["num_key_value_heads"])
-    return np.transpose if _is_transposed(architecture, own) else lambda x: x
+    if architecture.plus_one and own.endswith("norm.weight"):
+        return lambda x: x + np.float32(-1 if back else 1)
+    return np.transpose if _is_transposed(architecture, own) else None
 
 
-def _after(make: Callable[[], np.ndarray], change: Change) -> Callable[[], np.ndarray]:
-    return lambda: change(make())
+def _after(make: Callable[[], np.ndarray], change: Change | None) -> Callable[[], np.ndarray]:
+    return (lambda: change(make())) if change else make
 
 
 def _is_transposed(architecture: Architecture, own: str) -> bool:
