@@ -1,4 +1,4 @@
-"""The cost model of a step on many GPUs: beside what was measured, and where its formulas can be checked by hand."""
+"""The cost model of a step on many GPUs, against measurements, and where its formulas can be checked by hand."""
 
 from __future__ import annotations
 
@@ -137,15 +137,15 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--compare"]) == 0
     assert "gpu-train-32x512.json" in capsys.readouterr().out
     for wrong, said in (
-        (["--gpus", "0"], "--gpus is 0, wanted 1 to"),
+        (["--gpus", "0"], "--gpus is 0, expected 1 to"),
         (["--config", "3b"], "nanoeuler has small, base"),
         (["--model", "vit"], "use one of nanoeuler, gpt2, llama$"),
         (["--model", "moe"], "moe: the cost model does not count MixtureOfExperts, .*; use one of nanoeuler, gpt2"),
         (["--model", "lstm", "--config", "wide"], "lstm: the cost model does not count LSTM; use one of"),
-        (["--network", "0"], "wanted GB/s above 0"),
+        (["--network", "0"], "expected GB/s above 0"),
         (["--seq-len", "9999", "--config", "2b"], "context is 1024"),
-        (["--batch-tokens", "-1"], "is -1, wanted a row"),
-        (["--batch-tokens", "1000", "--config", "2b"], "is 1000, wanted a row of 1024 tokens or more"),
+        (["--batch-tokens", "-1"], "is -1, expected a row"),
+        (["--batch-tokens", "1000", "--config", "2b"], "is 1000, expected a row of 1024 tokens or more"),
         (["--model", "mamba", "--recompute", "blocks"], "no blocks that can be recomputed"),
     ):
         with pytest.raises(UserError, match=said):

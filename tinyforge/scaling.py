@@ -1,7 +1,7 @@
 """The cost of a training step on many GPUs: a model of compute, memory and communication.
 
     python -m tinyforge.scaling --gpus 1024 --config 2b --recompute blocks
-    python -m tinyforge.scaling --compare                      the model beside what was measured
+    python -m tinyforge.scaling --compare                      the model compared with what was measured
 
 Its inputs are the measurements in docs/results. Whatever has not been measured is a flag with a stated default, and the
 table says so. docs/scaling.md has the formulas. Nothing here runs on a GPU.
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,20 +47,9 @@ TOLL = 0.1  # how much an all-reduce within a host slows the work that it overla
 MICRO = 8  # micro-batches per stage of a pipeline
 # The ops of the steps that the model was compared with: large products, attention, and passes over memory.
 COUNTED: tuple[type[Op], ...] = (
-    ops.AddLayerNorm,
-    ops.AddRMSNorm,
-    ops.Attention,
-    ops.Dropout,
-    ops.Embedding,
-    ops.GELULinear,
-    ops.LayerNorm,
-    ops.LearnedPositions,
-    ops.Linear,
-    ops.LinearCrossEntropy,
-    ops.LinearSwiGLU,
-    ops.RMSNorm,
-    ops.RoPE,
-    ops.SwiGLULinear,
+    *(ops.Linear, ops.LinearSwiGLU, ops.SwiGLULinear, ops.GELULinear, ops.LinearCrossEntropy),
+    *(ops.AddLayerNorm, ops.AddRMSNorm, ops.LayerNorm, ops.RMSNorm, ops.Attention, ops.RoPE),
+    *(ops.Embedding, ops.LearnedPositions, ops.Dropout),
 )
 
 
@@ -137,16 +126,8 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        return (
-            self.products
-            + self.attention
-            + self.passes
-            + self.optimizer
-            + self.again
-            + self.exposed
-            + self.tensor
-            + self.bubble
-        )
+        *parts, _ = astuple(self)
+        return sum(parts)
 
 
 def not_counted(spec: ModelSpec, config: ModelConfig) -> list[str]:
@@ -225,7 +206,7 @@ def _near_and_far(count: float, gpus: int, machine: Machine) -> tuple[float, flo
 
 
 def _not_hidden(count: float, last: float, work: float, gpus: int, machine: Machine) -> float:
-    """Seconds that an all-reduce of `count` bytes adds to `work` seconds beside it; `last`: bytes that nothing hides.
+    """Seconds that an all-reduce of `count` bytes adds to `work` concurrent seconds; `last`: bytes that nothing hides.
 
     Within a host the better of two ways: on few multiprocessors, under the work, or on NCCL's usual number of them,
     which hides nothing. Between hosts the network works by itself.
@@ -243,7 +224,7 @@ def cost(job: Job, gpus: int, machine: Machine) -> Cost:
     """A step on each of `gpus` GPUs: data-parallel copies of groups of tensor * stages GPUs that hold one model."""
     split = job.tensor * job.stages
     if gpus % split:
-        raise UserError(f"--gpus is {gpus}, and {job.tensor} x {job.stages} of them hold a model; wanted a multiple")
+        raise UserError(f"--gpus is {gpus}, and {job.tensor} x {job.stages} of them hold a model; expected a multiple")
     copies = gpus // split
     parameters = _work(job.model, job.config, job.seq_len)[0] / split
     # A group has the rows of all its GPUs: each GPU still does the work of `rows`.
@@ -270,9 +251,8 @@ def cost(job: Job, gpus: int, machine: Machine) -> Cost:
     if job.stages > 1:
         busy = base.products + base.attention + base.passes + base.again + tensor
         bubble = busy * (job.stages - 1) / min(MICRO * job.stages, job.rows * split)
-    return replace(
-        base, optimizer=optimizer, exposed=exposed, tensor=tensor, bubble=bubble, memory=_memory(job, copies)
-    )
+    memory = _memory(job, copies)
+    return replace(base, optimizer=optimizer, exposed=exposed, tensor=tensor, bubble=bubble, memory=memory)
 
 
 def _memory(job: Job, copies: int) -> float:
@@ -291,11 +271,8 @@ def read_machine(results: Path = RESULTS) -> Machine:
     """The GPU that was measured in the files of `results`. Raises UserError if one is missing."""
     step = _read(results / CALIBRATION)
     rates = _read(results / "gpu-ops.json")
-    attention = tuple(
-        sorted(
-            (row["shape"]["tokens"], _attention_rate(row)) for row in _read(results / "gpu-attention.json")["results"]
-        )
-    )
+    rows = _read(results / "gpu-attention.json")["results"]
+    attention = tuple(sorted((row["shape"]["tokens"], _attention_rate(row)) for row in rows))
     sums = _read(results / "gpu-all-reduce.json")
     (small, first), (large, second) = ((row["bytes"], row["ms"] / 1e3) for row in sums["rows"])
     link = (large - small) / (second - first)  # two GPUs: 2 (n - 1) / n is 1
@@ -304,19 +281,9 @@ def read_machine(results: Path = RESULTS) -> Machine:
     windows, few = (way["bytes"] / way["ms"] * 1e3 for way in ways)
     in_windows, without = (way["under_backward_ms"] / way["ms"] for way in ways)
     memory = float(step["device"]["gpu"].split(" GiB")[0].split()[-1]) * 2**30
-    machine = Machine(
-        step["matmul_peak_gflop_per_second"] * 1e9,
-        rates["copy_gb_per_second"] * 1e9,
-        memory,
-        attention,
-        1.0,
-        link,
-        hop,
-        windows,
-        few,
-        (in_windows, without),
-        name=_gpu_of(step),
-    )
+    peak, copy = step["matmul_peak_gflop_per_second"] * 1e9, rates["copy_gb_per_second"] * 1e9
+    links = (link, hop, windows, few, (in_windows, without))
+    machine = Machine(peak, copy, memory, attention, 1.0, *links, name=_gpu_of(step))
     # The rest of the one measured step counts as products; it includes the gaps between kernels.
     found = one_gpu(job_of(step), machine)
     left = step["results"]["tinyforge"]["median_ms"] / 1e3 - (found.seconds - found.products)
@@ -483,31 +450,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--config", default="", metavar="PRESET", help="of the model (default: its largest)")
     p.add_argument("--rows", type=int, default=8, metavar="N", help="sequences per GPU (default: 8)")
     p.add_argument("--seq-len", type=int, metavar="T", help="tokens per sequence (default: the config's context)")
-    p.add_argument(
-        "--batch-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens of a step on all GPUs together, in place of --rows",
-    )
+    together = "tokens of a step on all GPUs together, in place of --rows"
+    p.add_argument("--batch-tokens", type=int, default=0, metavar="N", help=together)
     p.add_argument("--recompute", default="", choices=("blocks",), help="as in recipes/pretrain.py")
     p.add_argument("--no-zero", action="store_true", help="every GPU keeps the whole optimizer state")
     p.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs per host (default: 8)")
-    p.add_argument(
-        "--network",
-        type=float,
-        default=50.0,
-        metavar="GB/S",
-        help="bandwidth per GPU between hosts; not measured here (default: 50, InfiniBand NDR)",
-    )
-    p.add_argument("--compare", action="store_true", help="print the forecasts beside the measurements, and exit")
+    network = "bandwidth per GPU between hosts; not measured here (default: 50, InfiniBand NDR)"
+    p.add_argument("--network", type=float, default=50.0, metavar="GB/S", help=network)
+    compare = "print the forecasts compared with the measurements, and exit"
+    p.add_argument("--compare", action="store_true", help=compare)
     args = p.parse_args(argv)
     for name in ("gpus", "rows", "seq_len", "per_host"):
         value = getattr(args, name)
         if value is not None and not 1 <= value <= 1 << 20:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, wanted 1 to {1 << 20:,}")
+            raise UserError(f"--{name.replace('_', '-')} is {value}, expected 1 to {1 << 20:,}")
     if not 0 < args.network < 1e6:
-        raise UserError(f"--network is {args.network}, wanted GB/s above 0")
+        raise UserError(f"--network is {args.network}, expected GB/s above 0")
     machine = replace(read_machine(), per_host=args.per_host, network=args.network * 1e9)
     if args.compare:
         print(comparison(machine))
@@ -523,7 +481,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if seq_len > config.context:
         raise UserError(f"--seq-len is {seq_len}, the config's context is {config.context}")
     if args.batch_tokens and args.batch_tokens < seq_len:
-        raise UserError(f"--batch-tokens is {args.batch_tokens}, wanted a row of {seq_len} tokens or more")
+        raise UserError(f"--batch-tokens is {args.batch_tokens}, expected a row of {seq_len} tokens or more")
     job = Job(spec.name, config, args.rows, seq_len, args.recompute, not args.no_zero)
     spec.check_recompute(job.recompute)
     if missing := not_counted(spec, config):

@@ -2,9 +2,9 @@
 
     python tests/gpu/ranks_check.py --gpus 2 --config base --rows 64 --steps 300 --json ranks.json
 
-collectives: beside NumPy. losses: on all GPUs beside one with micro-batches, on text that no step sees twice. same: two
-runs of the same world, ZeRO, and CUDA graphs end with the same bytes. bits: with --shards-per-step the same on one GPU,
-on all, and on one after the other. Written down as it is found.
+collectives: against NumPy. losses: on all GPUs and on one with micro-batches, on text seen once. same: two
+runs of the same world, ZeRO, and CUDA graphs end with the same bytes. bits: with --reduction-shards the same on one
+GPU, on all, and on one after the other. Written down as it is found.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tinyforge.files import write_whole
 from tinyforge.models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.parallel import Alone, part_of
 from tinyforge.parallel.group import summed
-from tinyforge.parallel.launch import joined, start, started_as_rank
+from tinyforge.parallel.launch import init_process_group, start, started_as_rank
 from tinyforge.rng import Stream
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.captured import Captured
-from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
+from tinyforge.train.data_parallel import DataParallel, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
 
 def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65_536, 1_000_001)) -> int:
-    """Every collective beside NumPy: sizes that divide and not, of memory as it comes and of windows, of numbers so
+    """Every collective next to NumPy: sizes that divide and not, of memory as it comes and of windows, of numbers so
     small that they have few bits; returns how many were compared."""
     compared = 0
     for count in counts:
@@ -48,8 +48,8 @@ def collectives(group: Any, xp: Any, counts: Sequence[int] = (1, 7, 64, 1000, 65
                 (np.random.default_rng((rank, count)).normal(size=count) * scale).astype(dtype)
                 for rank in range(group.size)
             ]
-            window = group.reachable(count, np.dtype(dtype))
-            trees_in_windows = group.reachable(count, np.dtype(dtype), tree=True) is not None
+            window = group.alloc_registered(count, np.dtype(dtype))
+            trees_in_windows = group.alloc_registered(count, np.dtype(dtype), tree=True) is not None
             total, size = np.empty(count, dtype), np.abs(brought).sum(axis=0)
             summed([part.copy() for part in brought], group.size in (2, 4, 8), total)
             # Without `tree` NCCL adds in an order of its own.
@@ -112,10 +112,10 @@ class Trial:
         data = PackedTokens(tokens, self.config.context, self.config.prediction_heads, seed=0)
         rows = args.rows // accumulate
         self.batches = lambda step: [data.batch(step * accumulate + i, rows) for i in range(accumulate)]
-        sharded = Sharded(self.model, self.backend, self.objective, shards=shards, batches=self.batches)
-        self.rank = sharded.rank
+        parallel = DataParallel(self.model, self.backend, self.objective, shards=shards, batches=self.batches)
+        self.rank = parallel.rank
         self.optimizer = self.rank.make_optimizer(None, zero, accumulate)
-        self.captured = Captured(sharded, self.optimizer, 1.0) if capture else None
+        self.captured = Captured(parallel, self.optimizer, 1.0) if capture else None
         self.done = 0
 
     def run(self, steps: int) -> list[float]:
@@ -212,7 +212,7 @@ def main() -> int:
         if ranks.rank == 0 and len(set(shas.values())) > 1:
             raise SystemExit(f"{what}: {shas}")
 
-    with joined() as ranks:
+    with init_process_group() as ranks:
         local = ranks.local_rank or 0
         backend = get_backend("cupy", args.precision, device=local)
         group = ranks.group(backend)
@@ -235,10 +235,10 @@ def main() -> int:
                 apart_of_every_tenth_step=apart[::10].tolist(),
             )
             if (most := apart[:UNTIL].max()) > APART and args.precision == "fp64":
-                raise SystemExit(f"the losses are {most:.1e} apart within {UNTIL} steps, wanted {APART:g}")
+                raise SystemExit(f"the losses are {most:.1e} apart within {UNTIL} steps, expected {APART:g}")
 
         if "same" in args.only:
-            n, shas, wanted = args.exact_steps, dict[str, str](), list[float]()
+            n, shas, expected = args.exact_steps, dict[str, str](), list[float]()
             for name, zero in (
                 ("all GPUs", 0),
                 ("again", 0),
@@ -249,9 +249,9 @@ def main() -> int:
             ):
                 trial = make(group, zero=zero, capture="captured" in name)
                 losses = trial.run(n)
-                wanted = wanted or losses
+                expected = expected or losses
                 shas[name] = trial.sha()
-                apart = np.abs(np.subtract(losses, wanted))
+                apart = np.abs(np.subtract(losses, expected))
                 note(same=shas, same_steps=n, **{f"{name}, losses apart": float(apart.max())})
                 del trial
             # A sum of two numbers has one order. Of more, NCCL's reduce-scatter has another than its all-reduce.
@@ -281,7 +281,7 @@ def main() -> int:
             del captured
             note(
                 exact_steps=n,
-                shards_per_step=shards,
+                reduction_shards=shards,
                 losses_apart=float(np.abs(np.subtract(losses, many)).max()),
                 bits=shas,
             )

@@ -30,7 +30,7 @@ CHECK = "tests/gpu/ranks_check.py --gpus {gpus} --config base"
 # Name, seconds at most, command. {gpus} becomes their number, {exact} a number of steps, fewer on more GPUs, {json} the
 # part's file.
 PARTS = (
-    # A step of one GPU, of all, with ZeRO, plain and as CUDA graphs, and of compiled DDP; memory beside forecast.
+    # A step of one GPU, of all, with ZeRO, plain and as CUDA graphs, and of compiled DDP; memory next to forecast.
     (
         "step",
         170,
@@ -39,7 +39,7 @@ PARTS = (
     ),
     # The same bits in two runs of the same world, with ZeRO, on one GPU, on all, and moved in between.
     ("bits", 140, CHECK + " --rows 64 --only collectives same bits --exact-steps {exact} --json {json}"),
-    # One GPU with micro-batches beside all, where training amplifies rounding least.
+    # One GPU with micro-batches next to all, where training amplifies rounding least.
     ("losses", 140, CHECK + " --rows 8 --precision fp64 --only losses --steps 300 --json {json}"),
     ("kills", 150, "tests/parallel/kills.py --by gpus --ranks {gpus} --lives 1 --kills 3 --json {json}"),
     # About 0.8 B parameters.

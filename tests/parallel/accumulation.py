@@ -29,7 +29,7 @@ from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.tensors import encoded
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded, clip, update
+from tinyforge.train.data_parallel import DataParallel, clip, update
 from tinyforge.train.objectives import NextTokens
 
 CONFIG = Config(
@@ -102,18 +102,18 @@ def losses(
     )
     rows = ROWS // micro_batches
     objective = NextTokens(config.head_weights)
-    sharded = Sharded(model, backend, objective)
-    sharded.rank.make_optimizer(None)
+    parallel = DataParallel(model, backend, objective)
+    parallel.rank.make_optimizer(None)
     found = []
     for step in range(steps):
         batches = [data.batch(step * micro_batches + i, rows) for i in range(micro_batches)]
-        totals = sharded.gradients(batches)
+        totals = parallel.gradients(batches)
         found.append(objective.figures(totals.sums, totals.counts)["loss"])
-        clip(sharded.rank, 1.0)
-        update(sharded.rank, lr * min(1.0, (step + 1) / 20))
+        clip(parallel.rank, 1.0)
+        update(parallel.rank, lr * min(1.0, (step + 1) / 20))
         if low:
             buffer.values[...] = bfloat16(buffer.masters)
-    sharded.group.close()
+    parallel.group.close()
     return np.array(found)
 
 

@@ -197,14 +197,14 @@ def install_gpus(count: int) -> None:
     def get_backend(name: str, precision: str, workers: int | None, device: int | None = None) -> Backend:
         return FakeGPU(precision, 1)
 
-    def group(ranks: launch.Ranks, backend: Backend) -> Any:
+    def group(ranks: launch.ProcessGroupInfo, backend: Backend) -> Any:
         return of_backend(ranks, SimpleNamespace(name="cupy"))  # type: ignore[arg-type]
 
-    of_backend = launch.Ranks.group
+    of_backend = launch.ProcessGroupInfo.group
     settings.gpu_count = lambda: count
     settings.gpu_is_there = lambda: count > 0
     settings.get_backend = get_backend
-    launch.Ranks.group = group  # type: ignore[method-assign]
+    launch.ProcessGroupInfo.group = group  # type: ignore[method-assign]
     nccl.CupyEngine = FakeEngine  # type: ignore[assignment, misc]
     nccl.new_token = new_token
     nccl.no_windows = lambda hosts: ""
@@ -214,7 +214,7 @@ def install_fault(rank: int, step: int, kind: str) -> None:
     """In this step, counted from the start of the process, rank `rank` does what `kind` says."""
     right, taken = data_parallel._gradients_of_part, 0
 
-    def wrong(of: data_parallel.Rank, *arguments: Any) -> Any:
+    def wrong(of: data_parallel.Worker, *arguments: Any) -> Any:
         nonlocal taken
         taken += 1
         if of.group.rank == rank and taken == step:
@@ -235,10 +235,10 @@ def install_fault(rank: int, step: int, kind: str) -> None:
 
 def install_fault_in_save(moment: str, step: int) -> None:
     """When this step is saved: "shards" kills rank 1 when rank 0 alone has written, "manifest" rank 0 when all have;
-    with "full" rank 1's disk is full behind its first tensor."""
+    with "full" rank 1's disk is full after its first tensor."""
     right, save_meta, chunks = state._write_own, checkpoint._to_json, checkpoint.chunks
 
-    def own(rank: data_parallel.Rank, folder: Path, more: Any) -> Any:
+    def own(rank: data_parallel.Worker, folder: Path, more: Any) -> Any:
         if rank.group.rank == 1 and folder.name.endswith(f"{step:08d}"):
             if moment == "shards":
                 until = time.monotonic() + 30
@@ -285,7 +285,7 @@ def main() -> int:
     if in_save := os.environ.get("KILL_IN_SAVE"):
         moment, step = in_save.split(":")
         install_fault_in_save(moment, int(step))
-    recipe = importlib.import_module(f"recipes.{sys.argv.pop(1)}")
+    recipe = importlib.import_module(f"tinyforge.recipes.{sys.argv.pop(1)}")
     return recipe.main()
 
 

@@ -194,8 +194,8 @@ def main() -> int:
         Tokenizer([], ["<|endoftext|>"]).save(folder / "tokenizer.json")
         whole = Life(args, folder, folder / "whole")
         whole.finish()
-        wanted = sha(whole.out), rows(whole.out)
-        note("shas", f"left alone: {wanted[0][:16]}")
+        expected = sha(whole.out), rows(whole.out)
+        note("shas", f"left alone: {expected[0][:16]}")
         killed = 0
         for number in range(args.lives):
             life = Life(args, folder, folder / f"life-{number}")
@@ -204,7 +204,7 @@ def main() -> int:
                 killed += "was done" not in happened
                 note("kills", f"  {happened}")
             life.finish()
-            if (sha(life.out), rows(life.out)) != wanted:
+            if (sha(life.out), rows(life.out)) != expected:
                 raise SystemExit(f"life {number}: {sha(life.out)[:16]} or its metrics differ")
             note("shas", f"life {number}: {sha(life.out)[:16]}")
             shutil.rmtree(life.out)

@@ -159,11 +159,11 @@ def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(size: int, shards: i
         assert len(whole) == 3 * len(buffer.params) == sum(len(tensors) for r in found for tensors in r.values())
         return {**whole, "values": buffer.values.copy()}
 
-    wanted = steps(None)
+    expected = steps(None)
     group = start_group(size, lambda ranks: steps(ranks) and None)
     found = steps(group)
-    assert found.keys() == wanted.keys()
-    for what, flat in wanted.items():
+    assert found.keys() == expected.keys()
+    for what, flat in expected.items():
         if shards:
             assert np.array_equal(found[what], flat), what
         else:  # the norm's last bits

@@ -29,12 +29,12 @@ from tinyforge.optim import AdamW
 from tinyforge.parallel import Alone, launch, nccl, part_of, watch
 from tinyforge.parallel.buckets import Buckets
 from tinyforge.parallel.nccl import CupyEngine, NCCLGroup
-from tinyforge.parallel.star import Lost, Star
+from tinyforge.parallel.star import ControlChannel, Lost
 from tinyforge.parallel.watch import Watch
 from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.captured import Captured
-from tinyforge.train.data_parallel import Sharded, clip, gradients_of, update
+from tinyforge.train.data_parallel import DataParallel, clip, gradients_of, update
 from tinyforge.train.objectives import NextTokens
 
 TINY = Config(
@@ -59,7 +59,11 @@ def on_ranks(
         lines = [ours for ours, _ in pipes] if rank == 0 else [pipes[rank - 1][1]]
         engine = kind(size, rank, str(folder).encode(), patience)
         group = NCCLGroup(
-            rank, size, engine, Star(rank, lines, names, resume, patience), Watch(rank, [], names, resume, patience)
+            rank,
+            size,
+            engine,
+            ControlChannel(rank, lines, names, resume, patience),
+            Watch(rank, [], names, resume, patience),
         )
         try:
             found[rank] = work(group)
@@ -118,8 +122,8 @@ def test_collectives(size: int, tmp_path: Path) -> None:
             for unit in (1, 32):
                 scattered, whole = next(results), count - count % unit
                 mine = part_of(rank, size, whole, unit)
-                wanted = np.add.reduce([own(r, whole) for r in range(size)], axis=0) if whole else np.zeros(0)
-                assert np.array_equal(scattered[mine], wanted[mine])
+                expected = np.add.reduce([own(r, whole) for r in range(size)], axis=0) if whole else np.zeros(0)
+                assert np.array_equal(scattered[mine], expected[mine])
             for unit in (1, 32):
                 gathered, whole = next(results), count - count % unit
                 for r in range(size):
@@ -186,15 +190,15 @@ def trained(
     model = NanoEuler(TINY, backend)
     model.initialise(0)
     tokens = np.random.default_rng(0).integers(0, TINY.vocab, 4000).astype(np.int32)
-    data = PackedTokens(tokens, TINY.context, TINY.mtp_heads, seed=0)
+    data = PackedTokens(tokens, TINY.context, TINY.mtp_heads, seed=0, full=True)
     batches = lambda step: [data.batch(step * micro_batches + i, 8) for i in range(micro_batches)]  # noqa: E731
     objective = NextTokens(TINY.head_weights)
-    sharded = Sharded(model, backend, objective, shards=shards, batches=batches)
-    rank = sharded.rank
+    parallel = DataParallel(model, backend, objective, shards=shards, batches=batches)
+    rank = parallel.rank
     rank.buckets = Buckets(model.buffer, model.ops(), elements=6000)  # several
     optimizer = rank.make_optimizer(None, zero, micro_batches)
     backend.graphs = AsGraphs  # type: ignore[method-assign]
-    captured = Captured(sharded, optimizer, 1.0) if capture else None
+    captured = Captured(parallel, optimizer, 1.0) if capture else None
     for step in range(6):
         if captured:
             if group.rank:
@@ -235,22 +239,22 @@ def test_sums_under_backward_and_weights_under_forward_wait_for_what_they_need(
         for number, kind in enumerate((FakeEngine, LateEngine, LATE_WINDOWS)):
             work = partial(trained, zero=zero, micro_batches=micro_batches)
             found[zero, kind] = all_of(on_ranks(2, tmp_path / f"{zero}{number}", work, kind=kind))
-    wanted = found[0, FakeEngine]
+    expected = found[0, FakeEngine]
     for (zero, kind), state in found.items():
-        assert state.keys() == wanted.keys()
-        other = found[2, FakeEngine] if zero == 2 and micro_batches > 1 else wanted  # sums in another order
+        assert state.keys() == expected.keys()
+        other = found[2, FakeEngine] if zero == 2 and micro_batches > 1 else expected  # sums in another order
         assert all(np.array_equal(state[name], other[name]) for name in state), (zero, kind)
-    for name, array in wanted.items():
+    for name, array in expected.items():
         np.testing.assert_allclose(found[2, FakeEngine][name], array, rtol=2e-3, atol=2e-6)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [LateEngine, LATE_WINDOWS], ids=["plain", "windows"])
 def test_the_bits_of_shards_with_collectives_that_are_late(kind: Any, size: int, tmp_path: Path) -> None:
-    wanted = trained(Alone(), zero=0, shards=size)
+    expected = trained(Alone(), zero=0, shards=size)
     for zero in (0, 1, 2):
         state = all_of(on_ranks(size, tmp_path / str(zero), partial(trained, zero=zero, shards=size), kind=kind))
-        assert all(np.array_equal(state[name], wanted[name]) for name in wanted if name != "loss"), zero
+        assert all(np.array_equal(state[name], expected[name]) for name in expected if name != "loss"), zero
 
 
 @pytest.mark.parametrize(("size", "shards", "windows"), [(4, 4, False), (4, 0, True), (2, 2, True)])
@@ -266,11 +270,11 @@ def test_trees_of_more_than_two_ranks_stay_out_of_windows(
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_captured_steps_of_ranks_have_the_bits_of_plain_ones(zero: int, tmp_path: Path) -> None:
-    wanted = all_of(on_ranks(2, tmp_path / "plain", partial(trained, zero=zero)))
+    expected = all_of(on_ranks(2, tmp_path / "plain", partial(trained, zero=zero)))
     for number, kind in enumerate((LateEngine, LATE_WINDOWS)):
         work = partial(trained, zero=zero, capture=True)
         state = all_of(on_ranks(2, tmp_path / str(number), work, kind=kind))
-        assert all(np.array_equal(state[name], wanted[name]) for name in wanted), (zero, kind)
+        assert all(np.array_equal(state[name], expected[name]) for name in expected), (zero, kind)
 
 
 def test_graphs_are_dropped_before_the_group_is_left(tmp_path: Path) -> None:
@@ -300,20 +304,20 @@ def test_the_norm_of_sums_that_nobody_waits_for_is_seen(tmp_path: Path, monkeypa
         know(self, pieces)
 
     monkeypatch.setattr(AdamW, "know", noted)
-    wanted = all_of(on_ranks(2, tmp_path / "right", partial(trained, zero=0), kind=LateEngine))
+    expected = all_of(on_ranks(2, tmp_path / "right", partial(trained, zero=0), kind=LateEngine))
     assert len([pieces for pieces in early if len(pieces) > 4]) == 12  # of six steps on each rank
     join = LateEngine.join
     monkeypatch.setattr(LateEngine, "join", lambda self, mark=None: None if mark is not None else join(self))
     found = on_ranks(2, tmp_path / "wrong", partial(trained, zero=0), kind=LateEngine)
-    assert any(not np.array_equal(of_rank[name], wanted[name]) for of_rank in found for name in of_rank)
+    assert any(not np.array_equal(of_rank[name], expected[name]) for of_rank in found for name in of_rank)
 
 
 def test_weights_that_nobody_waits_for_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail."""
-    wanted = all_of(on_ranks(2, tmp_path / "right", partial(trained, zero=1)))
+    expected = all_of(on_ranks(2, tmp_path / "right", partial(trained, zero=1)))
     monkeypatch.setattr(Param, "value", property(lambda self: self._value, Param.value.fset))
     found = on_ranks(2, tmp_path / "wrong", partial(trained, zero=1), kind=LateEngine)
-    assert any(not np.array_equal(of_rank[name], wanted[name]) for of_rank in found for name in of_rank)
+    assert any(not np.array_equal(of_rank[name], expected[name]) for of_rank in found for name in of_rank)
 
 
 # --- CuPy's engine, without a GPU -------------------------------------------------------------------------------------
@@ -346,7 +350,7 @@ def test_collectives_take_few_multiprocessors_and_come_first(
     assert made()._comm.blocks == "8" and nccl.spared() == 8
     for wrong in ("", "0", "many", "65", "-1"):
         monkeypatch.setenv("NCCL_MAX_CTAS", wrong)
-        with pytest.raises(UserError, match=f"NCCL_MAX_CTAS is '{wrong}', wants a number of blocks from 1 to 64"):
+        with pytest.raises(UserError, match=f"NCCL_MAX_CTAS is '{wrong}', expected a number of blocks from 1 to 64"):
             made()
 
 
@@ -354,17 +358,17 @@ def test_collectives_take_few_multiprocessors_and_come_first(
 def test_products_leave_room_wherever_bits_are_to_be_the_same(
     ranks: int, shards: int, spared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many multiprocessors on one GPU with --shards-per-step as on several."""
+    """As many multiprocessors on one GPU with --reduction-shards as on several."""
     monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     backend = get_backend("numpy", "fp32", workers=1)
-    told = list[int]()
-    monkeypatch.setattr(backend, "spare", told.append)
+    payload = list[int]()
+    monkeypatch.setattr(backend, "spare", payload.append)
     if ranks > 1:
         engine = SimpleNamespace(has_windows=False, check=lambda: None)
         backend.group = NCCLGroup(0, ranks, engine, None, SimpleNamespace())  # type: ignore[arg-type]
     model = NanoEuler(TINY, backend)
-    Sharded(model, backend, NextTokens(TINY.head_weights), shards=shards)
-    assert told == [spared]
+    DataParallel(model, backend, NextTokens(TINY.head_weights), shards=shards)
+    assert payload == [spared]
 
 
 # --- whether there are windows ----------------------------------------------------------------------------------------
@@ -387,7 +391,7 @@ class Tried(LateEngine):
 
 
 def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "here")) -> list[Any]:
-    """What `Ranks.group` makes on each rank."""
+    """What `ProcessGroupInfo.group` makes on each rank."""
     monkeypatch.setattr(nccl, "CupyEngine", Tried)
     monkeypatch.setattr(nccl, "new_token", fake_nccl.new_token)
     monkeypatch.setattr(Tried, "given_up", [])
@@ -395,8 +399,8 @@ def engines(monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...] = ("here", "
     found: list[Any] = [None, None]
 
     def live(rank: int) -> None:
-        star, watch = Star(rank, [pipes[rank]], names, resume, 20.0), Watch(rank, [], names, resume, 20.0)
-        ranks = launch.Ranks(rank, 2, rank, "variables", star, watch)
+        star, watch = ControlChannel(rank, [pipes[rank]], names, resume, 20.0), Watch(rank, [], names, resume, 20.0)
+        ranks = launch.ProcessGroupInfo(rank, 2, rank, "variables", star, watch)
         found[rank] = ranks.group(SimpleNamespace(name="cupy"))._engine  # type: ignore[arg-type, attr-defined]
 
     threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]

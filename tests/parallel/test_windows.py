@@ -19,7 +19,7 @@ BASE = 1 << 40
 
 
 class Library:
-    """Windows lie one behind the other with gaps; refuse: a call that fails."""
+    """Windows lie one after the other with gaps; refuse: a call that fails."""
 
     def __init__(self, refuse: str = "") -> None:
         self.calls: list[tuple[Any, ...]] = []

@@ -117,17 +117,17 @@ def test_ranks_of_mpi_learn_what_two_workers_learn(run: Run, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_with_shards_the_bits_do_not_depend_on_the_world(optimizer: str, run: Run, tmp_path: Path) -> None:
-    flags, zero = f"--shards-per-step 2 --optimizer {optimizer}", 1 if optimizer == "adamw" else 0
+    flags, zero = f"--reduction-shards 2 --optimizer {optimizer}", 1 if optimizer == "adamw" else 0
     ended_well(run("workers", 1, flags, out="one"))
     ended_well(run("mpi", 2, f"{flags} --zero {zero}", out="mpi"))
     ended_well(run("gpus", 2, flags, out="gpus"))
-    wanted = bytes_of(tmp_path / "one")
-    assert bytes_of(tmp_path / "mpi") == wanted and bytes_of(tmp_path / "gpus") == wanted
+    expected = bytes_of(tmp_path / "one")
+    assert bytes_of(tmp_path / "mpi") == expected and bytes_of(tmp_path / "gpus") == expected
     # Begun on two ranks, and from the middle on one.
     shutil.rmtree(tmp_path / "mpi/step-00000012")
     moved = run("workers", 1, "--resume", out="mpi")
     ended_well(moved)
-    assert "resuming at step 8" in moved.stdout and bytes_of(tmp_path / "mpi") == wanted
+    assert "resuming at step 8" in moved.stdout and bytes_of(tmp_path / "mpi") == expected
 
 
 @needs_mpi
@@ -150,20 +150,20 @@ def test_what_ranks_share_out_changes_no_bit(run: Run, tmp_path: Path) -> None:
 def test_windows_change_no_bit(run: Run, tmp_path: Path) -> None:
     """Of a run whole, shared out, and from its middle on."""
     ended_well(run("gpus", 2, out="plain", NCCL_WIN_ENABLE="0"))
-    wanted = bytes_of(tmp_path / "plain")
+    expected = bytes_of(tmp_path / "plain")
     for zero in (0, 2):
         ended_well(run("gpus", 2, f"--zero {zero}", out=f"zero-{zero}"))
-        assert bytes_of(tmp_path / f"zero-{zero}") == wanted
+        assert bytes_of(tmp_path / f"zero-{zero}") == expected
     shutil.rmtree(checkpoint.latest(tmp_path / "plain"))
     ended_well(run("gpus", 2, "--resume", out="plain"))
-    assert bytes_of(tmp_path / "plain") == wanted
+    assert bytes_of(tmp_path / "plain") == expected
 
 
 @pytest.mark.slow
 def test_captured_steps_change_no_bit(run: Run, tmp_path: Path) -> None:
     for zero in (0, 1):
         ended_well(run("gpus", 2, f"--zero {zero}", out=f"plain-{zero}"))
-        ended_well(run("gpus", 2, f"--zero {zero} --capture", out=f"graph-{zero}"))
+        ended_well(run("gpus", 2, f"--zero {zero} --cuda-graph", out=f"graph-{zero}"))
         assert bytes_of(tmp_path / f"graph-{zero}") == bytes_of(tmp_path / f"plain-{zero}")
         assert losses(tmp_path / f"graph-{zero}") == losses(tmp_path / f"plain-{zero}")
 
@@ -171,15 +171,15 @@ def test_captured_steps_change_no_bit(run: Run, tmp_path: Path) -> None:
 @needs_mpi
 @pytest.mark.slow
 def test_the_bits_of_shards_hold_with_zero_2(run: Run, tmp_path: Path) -> None:
-    ended_well(run("workers", 1, "--shards-per-step 4 --grad-accum 2", out="one"))
+    ended_well(run("workers", 1, "--reduction-shards 4 --grad-accum 2", out="one"))
     for ranks, zero in ((2, 2), (4, 2), (4, 0)):
         out = f"{ranks}-{zero}"
-        done = run("mpi", ranks, f"--shards-per-step 4 --grad-accum 2 --zero {zero}", out=out)
+        done = run("mpi", ranks, f"--reduction-shards 4 --grad-accum 2 --zero {zero}", out=out)
         ended_well(done)
         assert bytes_of(tmp_path / out) == bytes_of(tmp_path / "one"), out
         assert ("--zero 2 keeps the gradients whole here" in done.stdout) == (zero == 2)
     for zero in (0, 2):  # one part of one batch a rank: the gradients are shared out
-        done = run("mpi", 2, f"--shards-per-step 2 --zero {zero}", out=f"few-{zero}")
+        done = run("mpi", 2, f"--reduction-shards 2 --zero {zero}", out=f"few-{zero}")
         ended_well(done)
         assert "keeps the gradients whole" not in done.stdout
     assert bytes_of(tmp_path / "few-0") == bytes_of(tmp_path / "few-2")
@@ -190,7 +190,7 @@ def test_the_bits_of_shards_hold_with_zero_2(run: Run, tmp_path: Path) -> None:
 def test_a_checkpoint_of_two_ranks_goes_on_in_any_world(run: Run, tmp_path: Path) -> None:
     """And is read like any other: by chat, export and fine-tuning."""
     ended_well(run("mpi", 2, "--zero 1 --keep 0", out="two"))
-    wanted, same = losses(tmp_path / "two"), bytes_of(tmp_path / "two")
+    expected, same = losses(tmp_path / "two"), bytes_of(tmp_path / "two")
     shutil.rmtree(tmp_path / "two/step-00000012")
     for number, (how, ranks, flags) in enumerate(
         (("mpi", 2, ""), ("workers", 1, "--zero 0"), ("workers", 2, ""), ("mpi", 4, ""), ("mpi", 4, "--zero 2"))
@@ -201,7 +201,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_any_world(run: Run, tmp_path: Path
         ended_well(moved)
         assert "resuming at step 8" in moved.stdout
         assert ("begun on 2 ranks, going on with" in moved.stdout) == (number in (1, 2, 3, 4))
-        assert losses(tmp_path / out) == pytest.approx(wanted, abs=1e-4)
+        assert losses(tmp_path / out) == pytest.approx(expected, abs=1e-4)
         assert number or bytes_of(tmp_path / out) == same
         if how == "workers":
             assert files_of(tmp_path / out) == ["model.safetensors", "optimizer.safetensors"]
@@ -313,9 +313,14 @@ def test_dpo_on_ranks_learns_what_workers_learn(tmp_path: Path) -> None:
         pytest.param("mpi", "1:6:hang", "--timeout 3", "rank 1 on {host} has not answered for 3 s", marks=needs_mpi),
         pytest.param("mpi", "1:6:nan", "", "weight heads.weight, rank 1 on {host}", marks=needs_mpi),
         ("gpus", "1:6:nan", "--zero 2", "came from weight heads.weight, rank 1 on {host}"),
-        ("gpus", "1:6:kill", "--capture", "rank 1 on {host} died"),
-        ("gpus", "1:6:hang", "--capture --timeout 3", "under way on rank 0 on {host} for 3 s: rank 1 on {host} hangs"),
-        ("gpus", "1:6:raise", "--capture", "rank 1 on {host}: ZeroDivisionError: of this rank"),
+        ("gpus", "1:6:kill", "--cuda-graph", "rank 1 on {host} died"),
+        (
+            "gpus",
+            "1:6:hang",
+            "--cuda-graph --timeout 3",
+            "under way on rank 0 on {host} for 3 s: rank 1 on {host} hangs",
+        ),
+        ("gpus", "1:6:raise", "--cuda-graph", "rank 1 on {host}: ZeroDivisionError: of this rank"),
         pytest.param("mpi", "1:6:kill", "", "rank 1", marks=needs_mpi),
     ],
 )
@@ -354,10 +359,10 @@ def test_a_rank_that_is_lost_before_the_first_checkpoint(run: Run, tmp_path: Pat
 @pytest.mark.slow
 def test_an_elastic_run_goes_on_with_the_ranks_that_are_left(run: Run, tmp_path: Path) -> None:
     out = str(tmp_path / "run")
-    done = run("gpus", 2, "--elastic --shards-per-step 2", FAULT="1:6:kill", FAULT_ONCE=out)
+    done = run("gpus", 2, "--elastic --reduction-shards 2", FAULT="1:6:kill", FAULT_ONCE=out)
     ended_well(done)
     assert "rank 1 on" in done.stderr and "going on with 1 rank, on GPU 0" in done.stderr
-    ended_well(run("workers", 1, "--shards-per-step 2", out="whole"))
+    ended_well(run("workers", 1, "--reduction-shards 2", out="whole"))
     assert bytes_of(tmp_path / "run") == bytes_of(tmp_path / "whole")
 
 
@@ -388,12 +393,19 @@ def test_ranks_of_mpi_without_a_gpu_refuse_gpus(run: Run, tmp_path: Path) -> Non
 
 @needs_mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["grpo", "evaluate --json found.json", "own_pairs --base small --data x --out y"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "recipes/grpo",
+        "recipes/evaluate --json found.json",
+        "examples/storyteller/own_pairs --base small --data x --out y",
+    ],
+)
 def test_a_recipe_that_runs_as_one_refuses_ranks(recipe: str, tmp_path: Path) -> None:
     """Else both would write the same file."""
     name, *flags = recipe.split()
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    words = [str(MPIRUN), *root, "--oversubscribe", "-n", "2", sys.executable, str(ROOT / f"recipes/{name}.py"), *flags]
+    words = [str(MPIRUN), *root, "--oversubscribe", "-n", "2", sys.executable, str(ROOT / f"{name}.py"), *flags]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""A captured step beside a plain one, where nothing is captured: what a graph would repeat is a function called again.
+"""A captured step next to a plain one, where nothing is captured: what a graph would repeat is a function called again.
 
 `AsGraphs` keeps the function that it is given for the third step and calls it for all that follow. Whatever a step
 takes from the host other than through the fixed arrays is then that of the third step, and the bits differ. What the
@@ -27,7 +27,7 @@ from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW, AdamWConfig, MuonConfig
 from tinyforge.train import captured
 from tinyforge.train.captured import MOST, Captured, Inputs, captures
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, MaskedTokens, NextTokens
 from tinyforge.train.preferences import DPO
 from tinyforge.train.settings import DpoSettings, GrpoSettings
@@ -136,18 +136,18 @@ def test_after_a_norm_that_is_not_finite_the_factor_stays_where_graphs_read_it()
 def test_what_cannot_be_captured_is_one_line() -> None:
     backend = get_backend("numpy", "fp32", workers=1)
     model = NanoEuler(MODELS["nanoeuler"][1], backend)
-    with pytest.raises(UserError, match="--capture makes a CUDA graph of the step, and the backend is numpy; use"):
-        Captured(Sharded(model, backend, NextTokens((1, 0.5))), AdamW(model.buffer, backend), 1.0)
+    with pytest.raises(UserError, match="--cuda-graph makes a CUDA graph of the step, and the backend is numpy; use"):
+        Captured(DataParallel(model, backend, NextTokens((1, 0.5))), AdamW(model.buffer, backend), 1.0)
     backend.graphs = AsGraphs  # type: ignore[method-assign]
-    with pytest.raises(UserError, match="--capture: the objective DPO is not one that a graph can repeat"):
-        Captured(Sharded(model, backend, DPO()), AdamW(model.buffer, backend), 1.0)
-    for settings in (DpoSettings(capture="on"), GrpoSettings(capture="on")):
-        with pytest.raises(UserError, match="--capture: the loss is weighed on the host, which no graph can repeat"):
+    with pytest.raises(UserError, match="--cuda-graph: the objective DPO is not one that a graph can repeat"):
+        Captured(DataParallel(model, backend, DPO()), AdamW(model.buffer, backend), 1.0)
+    for settings in (DpoSettings(cuda_graph="on"), GrpoSettings(cuda_graph="on")):
+        with pytest.raises(UserError, match="--cuda-graph: the loss is weighed on the host, which no graph can repeat"):
             settings.check()
 
 
 def test_by_default_steps_become_graphs_on_several_gpus() -> None:
-    """For tokens, without a carried state; --capture and --capture off decide otherwise."""
+    """For tokens, without a carried state; --cuda-graph and --cuda-graph off decide otherwise."""
     tokens = NextTokens((1, 0.5))
     one, gpus, forked = (
         SimpleNamespace(name=name, group=group)
@@ -170,5 +170,5 @@ def test_inputs_keep_their_places() -> None:
         assert [a.ctypes.data for a in inputs.arrays] == places
         for a, v in zip(inputs.arrays, values, strict=True):
             assert np.array_equal(a, sign * v) and a.dtype == v.dtype
-    with pytest.raises(ValueError, match=r"Inputs: int32 \(4,\), wants int32 \(5,\)"):
+    with pytest.raises(ValueError, match=r"Inputs: int32 \(4,\), expected int32 \(5,\)"):
         inputs.put([values[0][:4], *values[1:]])

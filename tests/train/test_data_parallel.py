@@ -14,7 +14,7 @@ from tinyforge.op import Param, Stash
 from tinyforge.parallel import group
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, NextTokens
 
 CONFIG = Config(
@@ -34,7 +34,7 @@ def gradients(batches: list[Batch], workers: int, precision: str = "fp64") -> tu
     model = NanoEuler(CONFIG, backend)
     model.initialise(seed=4)
     model.buffer.grads[...] = 7  # what an earlier step left there must not count
-    totals = Sharded(model, backend, NextTokens(CONFIG.mtp_weights)).gradients(batches)
+    totals = DataParallel(model, backend, NextTokens(CONFIG.mtp_weights)).gradients(batches)
     return totals.sums, model.buffer.grads.copy()
 
 
@@ -79,7 +79,7 @@ def test_evaluation_sums_what_training_sums() -> None:
     model.initialise(seed=4)
     for rows in (2, 5):
         nll, _ = gradients([batch(rows)], workers=1)
-        np.testing.assert_allclose(Sharded(model, backend).nll(batch(rows)), nll[:2], rtol=1e-12)
+        np.testing.assert_allclose(DataParallel(model, backend).nll(batch(rows)), nll[:2], rtol=1e-12)
 
 
 class Noisy:
@@ -104,11 +104,11 @@ class Noisy:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_step_micro_batch_and_rank_draws_from_a_stream_of_its_own(workers: int) -> None:
     backend = get_backend("numpy", "fp64", workers)
-    sharded = Sharded(Noisy(backend), backend, NextTokens((1.0, 1.0)))  # type: ignore[arg-type]
+    parallel = DataParallel(Noisy(backend), backend, NextTokens((1.0, 1.0)))  # type: ignore[arg-type]
     one = Batch(np.zeros((workers, 1), np.int32), np.zeros((workers, 1, 2), np.int32))  # a row for each rank
     for step in (0, 1):
         noise = Stream(3, f"dropout/{step}")
         drawn = [Stream(3, f"dropout/{step}/{micro}/{rank}").uniform() for micro in (0, 1) for rank in range(workers)]
         assert len({float(u) for u in drawn}) == 2 * workers
         for _ in range(2):  # a resumed run draws the same
-            assert sharded.gradients([one, one], noise).sums[0] == pytest.approx(sum(drawn), rel=1e-15)
+            assert parallel.gradients([one, one], noise).sums[0] == pytest.approx(sum(drawn), rel=1e-15)

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from tinyforge.backends.workers import ADVICE, CAN_FORK, fork, shared_zeros
-from tinyforge.parallel.star import Star
+from tinyforge.parallel.star import ControlChannel
 from tinyforge.parallel.sums import add_
 
 Array = Any  # numpy.ndarray; of the groups of one and of NCCL cupy.ndarray too
@@ -36,7 +36,7 @@ class Group(Protocol):
     """`size` ranks, of which this is number `rank`.
 
     shares: whether the ranks share the memory of the weights, as forked workers do. overlaps: collectives return when
-    they are started, and run beside other work until `join`.
+    they are started, and run concurrently with other work until `join`.
 
     Arrays are C-contiguous: NumPy's, or CuPy's for NCCL's group; `Alone` takes any. Raises ValueError for another
     layout, RuntimeError if the ranks' calls do not match, `star.Lost` if a rank has died or hangs.
@@ -53,9 +53,9 @@ class Group(Protocol):
     overlaps: ClassVar[bool]
 
     @property
-    def spares(self) -> int: ...
+    def reserved_sms(self) -> int: ...
 
-    def reachable(self, count: int, dtype: Any, tree: bool = False) -> Array | None:
+    def alloc_registered(self, count: int, dtype: Any, tree: bool = False) -> Array | None:
         """Zeros, (count,), in memory that makes collectives faster; None if there is no such memory. tree: whether it
         will be summed as a tree. All ranks call it."""
 
@@ -131,25 +131,18 @@ class Finished:
     """Base of groups whose collectives are finished when they return."""
 
     overlaps: ClassVar = False
-    spares: ClassVar = 0
+    reserved_sms: ClassVar = 0
 
-    def reachable(self, count: int, dtype: Any, tree: bool = False) -> Array | None:
-        return None
+    def _nothing(self, *arguments: Any, **named: Any) -> None:
+        """What a call does where there is nothing to do."""
 
-    def mark(self) -> Any:
-        pass
-
-    def join(self, mark: Any = None) -> None:
-        pass
+    alloc_registered = mark = join = forget = _nothing
 
     def after(self, work: Callable[[], Any]) -> None:
         work()
 
     def captured(self, capture: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         return capture()
-
-    def forget(self) -> None:
-        pass
 
 
 class Alone(Finished):
@@ -164,20 +157,7 @@ class Alone(Finished):
     def __init__(self, size: int = 1) -> None:
         self.size = size
 
-    def all_reduce_(self, array: Array, tree: bool = False) -> None:
-        pass
-
-    def reduce_scatter_(self, array: Array, tree: bool = False, unit: int = 1) -> None:
-        pass
-
-    def all_gather_(self, array: Array, unit: int = 1) -> None:
-        pass
-
-    def broadcast_(self, array: Array) -> None:
-        pass
-
-    def barrier(self) -> None:
-        pass
+    all_reduce_ = reduce_scatter_ = all_gather_ = broadcast_ = barrier = be_patient = close = Finished._nothing
 
     def send_object(self, value: Any = None) -> Any:
         return value
@@ -185,14 +165,8 @@ class Alone(Finished):
     def gather_objects(self, value: Any) -> Any:
         return [value]
 
-    def be_patient(self, seconds: float) -> None:
-        pass
-
     def name(self, rank: int) -> str:
         return "this process"
-
-    def close(self) -> None:
-        pass
 
 
 class SharedMemory(Finished):
@@ -209,7 +183,7 @@ class SharedMemory(Finished):
         self.rank, self.size = rank, len(slots) - 1
         self._slots = slots
         names = ["the run's process", *["a worker process"] * (self.size - 1)]
-        self._star = Star(rank, pipes, names, lambda: ADVICE)
+        self._star = ControlChannel(rank, pipes, names, lambda: ADVICE)
         self.close: Callable[[], Any] = partial(_close, pipes)
         self._star.on_loss = lambda: self.close()
 
@@ -242,7 +216,7 @@ class SharedMemory(Finished):
             flat[start : start + result.size] = result
 
     def barrier(self) -> None:
-        self._star.meet(("barrier",))
+        self._star.rendezvous(("barrier",))
 
     def send_object(self, value: Any = None) -> Any:
         data = np.frombuffer(pickle.dumps(value) if self.rank == 0 else b"", np.uint8)
@@ -250,10 +224,11 @@ class SharedMemory(Finished):
         self.broadcast_(size)
         data = data.copy() if self.rank == 0 else np.empty(size[0], np.uint8)
         self.broadcast_(data)
-        return value if self.rank == 0 else pickle.loads(data.tobytes())
+        # What is read comes from this run's own first process.
+        return value if self.rank == 0 else pickle.loads(data.tobytes())  # nosec B301
 
     def gather_objects(self, value: Any) -> Any:
-        return self._star.meet(("gather_objects",), bring=value)
+        return self._star.rendezvous(("gather_objects",), bring=value)
 
     def be_patient(self, seconds: float) -> None:
         self._star.patience = seconds
@@ -277,7 +252,7 @@ class SharedMemory(Finished):
         """
         count = max(1, SLOT // flat.itemsize)
         for start in range(0, max(1, flat.size), count):
-            self._star.meet((what, array.shape, str(array.dtype)))
+            self._star.rendezvous((what, array.shape, str(array.dtype)))
             used = min(count, flat.size - start) * flat.itemsize
             rows = self._slots[:, :used].view(flat.dtype)
             yield start, rows[-1], rows[:-1]
@@ -342,5 +317,5 @@ def _close_all(ends: Sequence[Callable[[], None]]) -> None:
 def _flat(array: np.ndarray) -> np.ndarray:
     """The array as one row, a view."""
     if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
-        raise ValueError("group: a collective works in place: it wants a NumPy array, C-contiguous and writeable")
+        raise ValueError("group: a collective works in place: it expects a NumPy array, C-contiguous and writeable")
     return array.reshape(-1)

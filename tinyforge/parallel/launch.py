@@ -29,7 +29,7 @@ from tinyforge.errors import UserError
 from tinyforge.parallel import nccl
 from tinyforge.parallel.group import Alone, Group
 from tinyforge.parallel.mpi import MPIGroup
-from tinyforge.parallel.star import PREPARING, Lost, Star, Stopped
+from tinyforge.parallel.star import PREPARING, ControlChannel, Lost, Stopped
 from tinyforge.parallel.tcp import free_port, lines_of_rank_0, lines_to_rank_0
 from tinyforge.parallel.watch import Watch
 from tinyforge.terminal import one_line
@@ -42,7 +42,7 @@ GRACE = 10.0  # seconds that ranks have to exit by themselves
 
 
 @dataclass
-class Ranks:
+class ProcessGroupInfo:
     """This process among the ranks of a run. local_rank: its number on its host. by: what started the ranks. saved():
     whether the run has a checkpoint to go on from."""
 
@@ -50,7 +50,7 @@ class Ranks:
     size: int = 1
     local_rank: int | None = None
     by: str = ""
-    star: Star | None = None
+    star: ControlChannel | None = None
     watch: Watch | None = None
     saved: Callable[[], bool] = lambda: True
     _group: Group = field(default_factory=Alone)
@@ -82,11 +82,11 @@ class Ranks:
         return self._group
 
     def _engine(self) -> nccl.Engine:
-        """NCCL's engine, with windows if all ranks can have them. If they are wanted but not possible, rank 0 prints
+        """NCCL's engine, with windows if all ranks can have them. If they are expected but not possible, rank 0 prints
         why."""
         assert self.star
         hosts = len({name.rpartition(" ")[2] for name in self.star.names})
-        if self._agreed("" if nccl.windows_wanted() else "not wanted"):
+        if self._agreed("" if nccl.windows_wanted() else "not expected"):
             return nccl.CupyEngine(self.size, self.rank, self._token())
         reason = self._agreed(nccl.no_windows(hosts))
         if not reason:
@@ -102,17 +102,17 @@ class Ranks:
 
     def _token(self) -> Any:
         assert self.star
-        return self.star.meet(("NCCL's id",), nccl.new_token() if self.rank == 0 else None)
+        return self.star.rendezvous(("NCCL's id",), nccl.new_token() if self.rank == 0 else None)
 
     def _agreed(self, reason: str) -> str:
         """The first rank's reason that is not empty, on all ranks; empty if there is none."""
         assert self.star
-        reasons = self.star.meet(("reasons",), bring=reason) or [""]
-        found: str = self.star.meet(("the reason",), next(filter(None, reasons), ""))
+        reasons = self.star.rendezvous(("reasons",), bring=reason) or [""]
+        found: str = self.star.rendezvous(("the reason",), next(filter(None, reasons), ""))
         return found
 
 
-def same(group: Group, facts: Mapping[str, Any]) -> None:
+def assert_equal_on_ranks(group: Group, facts: Mapping[str, Any]) -> None:
     """Raise UserError on every rank unless all have the same facts, such as {"tokenizer": hash}."""
     if group.size == 1:
         return
@@ -129,7 +129,7 @@ def same(group: Group, facts: Mapping[str, Any]) -> None:
         raise UserError(wrong)
 
 
-def shared(group: Group, folder: Path) -> None:
+def assert_shared_filesystem(group: Group, folder: Path) -> None:
     """Raise UserError on every rank unless all of them see rank 0's `folder`."""
     token, probe = secrets.token_hex(8), folder / ".seen"
     if group.rank == 0:
@@ -157,7 +157,7 @@ def started_as_rank() -> bool:
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def init_process_group() -> Iterator[ProcessGroupInfo]:
     """Connect to the other ranks, if there are any. An exception on one of them ends all, and rank 0 prints it.
 
     A rank above 0 prints nothing, and exits by SystemExit when rank 0 does.
@@ -171,7 +171,7 @@ def joined() -> Iterator[Ranks]:
         with _quiet() if ranks.rank else nullcontext():
             yield ranks
             if ranks.rank:
-                ranks.star.meet(("the end",))  # rank 0 may still be busy
+                ranks.star.rendezvous(("the end",))  # rank 0 may still be busy
     except Stopped as stopped:
         _leave(ranks, int(stopped.code or 0))
     except Exception as error:
@@ -194,11 +194,11 @@ def joined() -> Iterator[Ranks]:
 def refuse_ranks() -> None:
     """For a command without ranks: raise UserError if this process is one of several, each of which would do all of
     its work. Rank 0 prints it."""
-    with joined() as ranks:
+    with init_process_group() as ranks:
         ranks.must_be_one()
 
 
-def _find() -> Ranks:
+def _find() -> ProcessGroupInfo:
     if any(name in os.environ for name in MPIS) and not all(name in os.environ for name in OURS):
         return _of_mpi()
     missing = [name for name in OURS if name not in os.environ]
@@ -208,7 +208,7 @@ def _find() -> Ranks:
             "secret, the same for all ranks, or unset WORLD_SIZE to run one process"
         )
     if missing:
-        return Ranks()
+        return ProcessGroupInfo()
     try:
         rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
         local = int(os.environ.get("LOCAL_RANK", rank))
@@ -218,12 +218,12 @@ def _find() -> Ranks:
         raise UserError(f"RANK is {rank}, WORLD_SIZE {size}; ranks are 0 to {size - 1}")
     _die_with_parent()
     if size == 1:
-        return Ranks(local_rank=local, by="variables")
+        return ProcessGroupInfo(local_rank=local, by="variables")
     address = os.environ["MASTER_ADDR"], port
     return _connected(rank, size, local, "variables", address, os.environ["TINYFORGE_KEY"].encode())
 
 
-def _of_mpi() -> Ranks:
+def _of_mpi() -> ProcessGroupInfo:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
@@ -232,27 +232,27 @@ def _of_mpi() -> Ranks:
     comm = MPI.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
     if size == 1:
-        return Ranks()
+        return ProcessGroupInfo()
     here = comm.Split_type(MPI.COMM_TYPE_SHARED)
     host = "127.0.0.1" if here.Get_size() == size else socket.gethostname()
     found = comm.bcast((host, free_port(), secrets.token_bytes(16)) if rank == 0 else None)
     return _connected(rank, size, here.Get_rank(), "MPI", found[:2], found[2])
 
 
-def _connected(rank: int, size: int, local: int, by: str, address: tuple[str, int], key: bytes) -> Ranks:
+def _connected(rank: int, size: int, local: int, by: str, address: tuple[str, int], key: bytes) -> ProcessGroupInfo:
     if rank == 0:
         lines, watched, hosts = lines_of_rank_0(size, address, key)
     else:
         line, watching, hosts = lines_to_rank_0(rank, address, key)
         lines, watched = [line], [watching]
     names = [f"rank {number} on {host}" for number, host in enumerate(hosts)]
-    ranks = Ranks(rank, size, local, by)
-    ranks.star = Star(rank, lines, names, ranks.advice)
+    ranks = ProcessGroupInfo(rank, size, local, by)
+    ranks.star = ControlChannel(rank, lines, names, ranks.advice)
     ranks.watch = Watch(rank, watched, names, ranks.advice, PREPARING)
     return ranks
 
 
-def _tell(ranks: Ranks, error: BaseException) -> None:
+def _tell(ranks: ProcessGroupInfo, error: BaseException) -> None:
     """On a rank above 0: have rank 0 print what happened here."""
     assert ranks.star and ranks.watch
     if isinstance(error, RuntimeError) and str(error).startswith("group: "):
@@ -264,7 +264,7 @@ def _tell(ranks: Ranks, error: BaseException) -> None:
         ranks.watch.lines[0].send(fault)
 
 
-def _fail(ranks: Ranks, error: Exception) -> NoReturn:
+def _fail(ranks: ProcessGroupInfo, error: Exception) -> NoReturn:
     """On rank 0: print the error and end all ranks. Not by raising: at interpreter exit the device's library and MPI
     would wait for ranks that are gone."""
     assert ranks.star and ranks.watch
@@ -281,7 +281,7 @@ def _fail(ranks: Ranks, error: Exception) -> NoReturn:
     os._exit(status)
 
 
-def _leave(ranks: Ranks, status: int) -> None:
+def _leave(ranks: ProcessGroupInfo, status: int) -> None:
     """On a rank above 0: exit. After a fault without MPI's finalisation, which would wait for the others."""
     assert ranks.watch
     ranks.watch.close()
@@ -325,7 +325,7 @@ def start(
     """Run `command` as `gpus` ranks of this machine, one for each GPU; returns the exit status of rank 0.
 
     elastic: for --elastic; called with the number of GPUs that are left after a rank was lost, it returns how many
-    ranks to go on with (0: none) and what to add to the command. saved: see `Ranks`.
+    ranks to go on with (0: none) and what to add to the command. saved: see `ProcessGroupInfo`.
     """
     devices = list(range(gpus))
     more: Sequence[str] = ()

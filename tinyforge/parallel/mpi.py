@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tinyforge.parallel.group import Array, Finished, _flat, part_of, summed
-from tinyforge.parallel.star import Lost, Star
+from tinyforge.parallel.star import ControlChannel, Lost
 
 
 class MPIGroup(Finished):
@@ -22,7 +22,7 @@ class MPIGroup(Finished):
 
     shares: ClassVar = False
 
-    def __init__(self, star: Star) -> None:
+    def __init__(self, star: ControlChannel) -> None:
         from mpi4py import MPI
 
         self._comm, self._byte, self._star = MPI.COMM_WORLD.Dup(), MPI.BYTE, star
@@ -30,33 +30,33 @@ class MPIGroup(Finished):
 
     def all_reduce_(self, array: np.ndarray, tree: bool = False) -> None:
         flat = _flat(array)
-        self._star.meet(("all_reduce_", array.shape, str(array.dtype)))
+        self._star.rendezvous(("all_reduce_", array.shape, str(array.dtype)))
         self._reduce(flat, tree, 1)
         self._gather(flat, 1)
 
     def reduce_scatter_(self, array: np.ndarray, tree: bool = False, unit: int = 1) -> None:
         flat = _flat(array)
-        self._star.meet(("reduce_scatter_", array.shape, str(array.dtype)))
+        self._star.rendezvous(("reduce_scatter_", array.shape, str(array.dtype)))
         self._reduce(flat, tree, unit)
 
     def all_gather_(self, array: np.ndarray, unit: int = 1) -> None:
         flat = _flat(array)
-        self._star.meet(("all_gather_", array.shape, str(array.dtype)))
+        self._star.rendezvous(("all_gather_", array.shape, str(array.dtype)))
         self._gather(flat, unit)
 
     def broadcast_(self, array: np.ndarray) -> None:
         flat = _flat(array)
-        self._star.meet(("broadcast_", array.shape, str(array.dtype)))
+        self._star.rendezvous(("broadcast_", array.shape, str(array.dtype)))
         self._wait(self._comm.Ibcast(_bytes(flat), root=0), "broadcast_")
 
     def barrier(self) -> None:
-        self._star.meet(("barrier",))
+        self._star.rendezvous(("barrier",))
 
     def send_object(self, value: Any = None) -> Any:
-        return self._star.meet(("send_object",), value)
+        return self._star.rendezvous(("send_object",), value)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._star.meet(("gather_objects",), bring=value)
+        return self._star.rendezvous(("gather_objects",), bring=value)
 
     def be_patient(self, seconds: float) -> None:
         self._star.patience = seconds

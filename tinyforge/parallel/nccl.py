@@ -1,7 +1,7 @@
 """NCCL ranks: a process for each GPU, on one machine or many.
 
-A collective is started on a stream of its own, after the work that is queued so far, and returns at once. Later work
-runs beside it until `join` makes it wait. So the gradients of the last layers are summed while backward still computes
+A collective is started on its own stream, after the work that is queued so far, and returns at once. Later work runs
+concurrently until `join` makes it wait. So the gradients of the last layers are summed while backward still computes
 those of the first (docs/parallel.md).
 
 NCCL's kernels occupy multiprocessors that the ops' kernels need, so they get few blocks. On one host gradients and
@@ -27,7 +27,7 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.parallel.group import Array, part_of, summed
-from tinyforge.parallel.star import Call, Star
+from tinyforge.parallel.star import Call, ControlChannel
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.watch import Watch
 
@@ -46,9 +46,8 @@ HIGHEST = -5  # stream priority; CUDA clamps it to the highest that the device h
 
 
 def spared() -> int:
-    """Multiprocessors that the ops' kernels leave to NCCL: as many as it has blocks, but none if these are more than
-    MOST_SPARED: sparing so many would slow every kernel down by more than a second wave costs those beside a sum.
-    """
+    """Number of multiprocessors left free for NCCL: its block count, or 0 above MOST_SPARED. Reserving more slows every
+    kernel, which costs more than an occasional second wave during a collective."""
     return found if (found := blocks()) <= MOST_SPARED else 0
 
 
@@ -61,7 +60,9 @@ def blocks() -> int:
     """Blocks of NCCL's kernels."""
     said = os.environ.get("NCCL_MAX_CTAS", str(BLOCKS))
     if not said.isdecimal() or not 1 <= int(said) <= 64:
-        raise UserError(f"NCCL_MAX_CTAS is {said!r}, wants a number of blocks from 1 to 64; leave it out for {BLOCKS}")
+        raise UserError(
+            f"NCCL_MAX_CTAS is {said!r}, expected a number of blocks from 1 to 64; leave it out for {BLOCKS}"
+        )
     return int(said)
 
 
@@ -116,7 +117,7 @@ class NCCLGroup:
     shares: ClassVar = False
     overlaps: ClassVar = True
 
-    def __init__(self, rank: int, size: int, engine: Engine, star: Star, watch: Watch) -> None:
+    def __init__(self, rank: int, size: int, engine: Engine, star: ControlChannel, watch: Watch) -> None:
         self.rank, self.size = rank, size
         self._engine, self._star, self._watch = engine, star, watch
         self._calls: list[Call] = []
@@ -125,10 +126,10 @@ class NCCLGroup:
         watch.check = engine.check
 
     @property
-    def spares(self) -> int:
+    def reserved_sms(self) -> int:
         return spared()
 
-    def reachable(self, count: int, dtype: Any, tree: bool = False) -> Array | None:
+    def alloc_registered(self, count: int, dtype: Any, tree: bool = False) -> Array | None:
         # The messages that trees of more than two ranks are made of hang in windows (NCCL 2.28.9).
         if not self._engine.has_windows or (tree and self.size > 2):
             return None
@@ -224,11 +225,11 @@ class NCCLGroup:
         """Meet, and compare the calls since the last meeting too."""
         calls, self._calls = self._calls, []
         before = [f"after {', '.join(' '.join(map(str, call)) for call in calls)}"] if calls else []
-        return self._star.meet((what, *before), payload, bring)
+        return self._star.rendezvous((what, *before), payload, bring)
 
     def _begin(self, what: str, array: Array) -> Array:
         if not array.flags.c_contiguous:
-            raise ValueError("group: a collective works in place: it wants a C-contiguous array")
+            raise ValueError("group: a collective works in place: it expects a C-contiguous array")
         self._calls.append((what, tuple(array.shape), str(array.dtype)))
         self._started = None if self._capturing else self._watch.begin(what)
         self._engine.fork()
@@ -267,7 +268,7 @@ class NCCLGroup:
 
 
 class CupyEngine:
-    """NCCL through CuPy. windows: whether they are wanted; the first `window` shows whether the library has them."""
+    """NCCL through CuPy. windows: whether they are expected; the first `window` shows whether the library has them."""
 
     def __init__(self, size: int, rank: int, token: bytes, windows: bool = False) -> None:
         import cupy
@@ -275,14 +276,8 @@ class CupyEngine:
 
         self._cupy, self._nccl = cupy, nccl
         self._device = cupy.cuda.Device()
-        self._types = {
-            "float32": nccl.NCCL_FLOAT32,
-            "float64": nccl.NCCL_FLOAT64,
-            "bfloat16": nccl.NCCL_BFLOAT16,
-            "int32": nccl.NCCL_INT32,
-            "int64": nccl.NCCL_INT64,
-            "uint8": nccl.NCCL_UINT8,
-        }
+        names = ("float32", "float64", "bfloat16", "int32", "int64", "uint8")
+        self._types = {name: getattr(nccl, f"NCCL_{name.upper()}") for name in names}
         os.environ["NCCL_MAX_CTAS"] = str(blocks())  # read by the library when it makes its first communicator
         if windows:
             os.environ["NCCL_NVLS_ENABLE"] = "0"  # windows would be bound to multicast, which is not needed here

@@ -29,7 +29,7 @@ class Stopped(SystemExit):
     """Rank 0 has ended, well or not, and has printed why: a rank above it exits silently."""
 
 
-class Star:
+class ControlChannel:
     """The lines of one rank: on rank 0 one to each other rank, in order, else one to rank 0.
 
     names: of the ranks, for messages. advice(): the end of a message about a rank that died. patience: seconds that a
@@ -47,7 +47,7 @@ class Star:
         self.rank, self.lines, self.names, self.advice, self.patience = rank, lines, names, advice, patience
         self.on_loss: Callable[[], Any] = lambda: None
 
-    def meet(self, what: Call, payload: Any = None, bring: Any = None) -> Any:
+    def rendezvous(self, what: Call, payload: Any = None, bring: Any = None) -> Any:
         """Wait until every rank is about to do `what`; returns rank 0's payload, or on rank 0, if the ranks `bring`
         something, the list of what each has brought.
 

@@ -36,7 +36,7 @@ IN_FLIGHT = 2  # windows whose sums are in flight; opening another one waits for
 
 
 def stage_of(zero: int, ranks: int, shards: int = 0, micro_batches: int = 1) -> int:
-    """The stage of --zero that is used. With --shards-per-step gradients stay whole, stage 1, where a rank adds up
+    """The stage of --zero that is used. With --reduction-shards gradients stay whole, stage 1, where a rank adds up
     several shards, or where several micro-batches must give the same bits on any number of ranks."""
     if ranks == 1:
         return 0
@@ -128,7 +128,7 @@ class ShardedAdamW(AdamW):
             masters = values if self.own is None else self.own[mine]
             if values.size:
                 flat = (values, masters, self.m[mine], self.v[mine], self._grads[self._inside(number, place)])
-                self.k.adamw_(*flat, decayed if decays else plain, grad_scale, self.config)
+                self.update(*flat, decayed if decays else plain, grad_scale, self.config)
             self.group.all_gather_(buffer.values[self.buckets.slices[number]], UNIT)
             if self.group.overlaps:
                 arrive = partial(self._arrive, number, self.group.mark())
@@ -179,7 +179,7 @@ class ShardedAdamW(AdamW):
                 at = mine.start - place.start
                 own[low + at : high + at] = flat[low - whole.start : high - whole.start]
 
-    def _flat(self, what: str) -> Array:
+    def _flat(self, what: str) -> Any:
         return self.own if what == "masters" else getattr(self, what)
 
 
@@ -201,7 +201,7 @@ class _Windows:
         for p in o.buckets.params[number]:
             start = o.buffer.place(p).start - bucket.start
             p.grad = window[start : start + p.size].reshape(p.shape)
-            p.blank = p.by_product  # as in `clear_grads`: the same products, the same bits
+            p.grad_is_zero = p.overwrite_grad  # as in `clear_grads`: the same products, the same bits
 
     def sum(self, number: int) -> None:
         o = self.optimizer

@@ -1,4 +1,4 @@
-"""The training step as a CUDA graph (--capture): for small models and several GPUs, which wait for Python.
+"""The training step as a CUDA graph (--cuda-graph): for small models and several GPUs, which wait for Python.
 
     step 1 of a kind   runs without a graph; records which dropout keys are used
     step 2             runs on arrays at fixed addresses, in the graph's memory: this compiles its kernels
@@ -22,10 +22,9 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
-from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW
 from tinyforge.rng import Stream
-from tinyforge.train.data_parallel import Rank, Sharded, Totals, gradients_of
+from tinyforge.train.data_parallel import DataParallel, Totals, Worker, gradients_of
 from tinyforge.train.objectives import Batch, NextTokens, Objective, of_tokens
 
 MOST = 4
@@ -34,7 +33,7 @@ _ALIGNED = 256  # bytes: the alignment that kernels may assume of an array's mem
 
 
 def captures(setting: str, objective: Objective, backend: Backend, carried: int = 0) -> bool:
-    """Whether steps become graphs. "auto" (--capture): on several GPUs, whose processes would wait for one another's
+    """Whether steps become graphs. "auto" (--cuda-graph): on several GPUs, whose processes would wait for one another's
     Python, where all batches have one shape, as those of tokens do. carried: rows whose state is carried."""
     if setting != "auto":
         return setting == "on"
@@ -43,39 +42,39 @@ def captures(setting: str, objective: Objective, backend: Backend, carried: int 
 
 
 class Captured:
-    """Captured steps of `sharded` with `optimizer`. limit: of the gradient's norm, see `AdamW.clip`.
+    """Captured steps of `parallel` with `optimizer`. limit: of the gradient's norm, see `AdamW.clip`.
 
     Each rank makes its own, at the same point of the program: all capture and launch the same steps. Raises UserError
     if the step cannot be captured: on a CPU, or with an objective that is weighed on the host.
     """
 
-    def __init__(self, sharded: Sharded, optimizer: AdamW, limit: float) -> None:
-        if not hasattr(of_tokens(sharded.objective), "factors"):
+    def __init__(self, parallel: DataParallel, optimizer: AdamW, limit: float) -> None:
+        if not hasattr(of_tokens(parallel.objective), "factors"):
             raise UserError(
-                f"--capture: the objective {type(of_tokens(sharded.objective)).__name__} is not one that a "
-                "graph can repeat; use --capture off"
+                f"--cuda-graph: the objective {type(of_tokens(parallel.objective)).__name__} is not one that a "
+                "graph can repeat; use --cuda-graph off"
             )
-        self.sharded, self.optimizer, self.limit = sharded, optimizer, limit
-        self.backend = sharded.backend
+        self.parallel, self.optimizer, self.limit = parallel, optimizer, limit
+        self.backend = parallel.backend
         self.graphs = self.backend.graphs()
         # The last step's clipping factor, which all graphs read and write.
         self.factor = self.backend.zeros((), np.dtype(np.float64))
         self.factor.fill(1)
         self._kinds: dict[Any, _Kind] = {}
-        sharded.rank.captured = self
+        parallel.rank.captured = self
 
     def step(self, batches: Sequence[Batch], noise: Stream, lr: float, number: int | None = None) -> tuple[Totals, Any]:
-        """`Sharded.gradients`, `clip` and `update`: the sums, and the gradient's norm. number: as of `gradients`."""
-        if not self.sharded.alone:
-            self.sharded.group.send_object((captured_step, (self.sharded.told(batches, number), noise, lr)))
+        """`DataParallel.gradients`, `clip` and `update`: the sums, and the gradient norm. number: as of `gradients`."""
+        if not self.parallel.alone:
+            self.parallel.group.send_object((captured_step, (self.parallel.payload(batches, number), noise, lr)))
         return self.of_rank(batches, noise, lr)
 
     def of_rank(self, batches: Sequence[Batch], noise: Stream, lr: float) -> tuple[Totals, Any]:
         """One rank's part of a step."""
-        objective = self.sharded.objective
+        objective = self.parallel.objective
         assert objective is not None
         counts = sum((objective.count(batch) for batch in batches[1:]), objective.count(batches[0]))
-        shapes = tuple(_shape(batch) for batch in batches)
+        shapes = tuple(batch.kind() for batch in batches)
         if shapes not in self._kinds and len(self._kinds) < MOST:
             self._kinds[shapes] = _Kind(self)
         known = self._kinds.get(shapes)
@@ -86,14 +85,14 @@ class Captured:
     def plain(self, batches: Sequence[Batch], counts: np.ndarray, noise: Any, lr: float) -> tuple[Totals, Any]:
         """A step without a graph, with the matrix products that graphs use."""
         with self.graphs.products.in_use():
-            sums = gradients_of(self.sharded.rank, batches, counts, noise)
+            sums = gradients_of(self.parallel.rank, batches, counts, noise)
             norm, factor = self.optimizer.clip(self.limit)
             self.optimizer.step(lr, factor)
         self.factor[...] = factor
         return Totals(sums, counts), norm
 
 
-def captured_step(rank: Rank, batches: Sequence[Batch] | int, noise: Stream, lr: float) -> None:
+def captured_step(rank: Worker, batches: Sequence[Batch] | int, noise: Stream, lr: float) -> None:
     """The step on a rank above 0."""
     rank.captured.of_rank(rank.batches_of(batches), noise, lr)
 
@@ -109,7 +108,7 @@ class _Kind:
         self.replay: Callable[[], None] | None = None
 
     def step(self, batches: Sequence[Batch], counts: np.ndarray, noise: Stream, lr: float) -> tuple[Totals, Any]:
-        owner, objective = self.owner, cast(Any, self.owner.sharded.objective)
+        owner, objective = self.owner, cast(Any, self.owner.parallel.objective)
         factors = objective.factors(counts)
         if self.inputs is None:
             asked: dict[str, Any] = {}
@@ -124,7 +123,7 @@ class _Kind:
         self.inputs.put([*self._arrays(batches), factors, rates, self._keys(noise)])
         owner.optimizer.settle()  # a graph does not wait for transfers that were started outside of it
         if self.replay is None and self.warm:
-            self.replay = owner.sharded.group.captured(partial(owner.graphs.capture, self._work))
+            self.replay = owner.parallel.group.captured(partial(owner.graphs.capture, self._work))
         if self.replay is None:
             owner.graphs.run(self._work)
             self.warm = True
@@ -143,37 +142,20 @@ class _Kind:
 
     def _arrays(self, batches: Sequence[Batch]) -> list[np.ndarray]:
         """The batches' arrays in the backend's dtypes."""
-        found: list[np.ndarray] = []
-        for batch in batches:
-            starts = () if batch.documents is None else (batch.documents.starts,)
-            numbers = (batch.ids, batch.targets, *batch.more, *starts)
-            found += [np.asarray(a).astype(np.int32, casting="same_kind", copy=False) for a in numbers]
-            if batch.weights is not None:
-                found.append(batch.weights.astype(self.backend.master_dtype))
-        return found
+        return [array for batch in batches for array in batch.parts(self.backend)]
 
     def _step_on(self, batches: Sequence[Batch]) -> Callable[[], None]:
         """The step on the fixed arrays, for `Graphs`. batches: an example of the shapes."""
         assert self.inputs is not None
         places = iter(self.inputs.arrays)
-        moved = []
-        for batch in batches:
-            ids, targets, *more = (next(places) for _ in range(2 + len(batch.more)))
-            documents, weights = batch.documents, batch.weights
-            if documents is not None:
-                documents = Documents(next(places), documents.restart)
-            if weights is not None:
-                weights = next(places)
-            moved.append(
-                replace(batch, ids=ids, targets=targets, more=tuple(more), documents=documents, weights=weights)
-            )
+        moved = [batch.moved(places) for batch in batches]
         factors, rates, keys = places
         moved = [replace(batch, factors=factors) for batch in moved]
         noise = _Fixed("", {name: keys[place] for place, name in enumerate(self.names)})
         owner, nothing = self.owner, np.zeros(0)
 
         def work() -> None:
-            sums = gradients_of(owner.sharded.rank, moved, nothing, noise)
+            sums = gradients_of(owner.parallel.rank, moved, nothing, noise)
             owner.optimizer.factor = owner.factor
             norm, factor = owner.optimizer.clip(owner.limit)
             owner.optimizer.apply(rates, factor)
@@ -202,16 +184,9 @@ class Inputs:
     def put(self, values: Sequence[np.ndarray]) -> None:
         for place, value in zip(self._places, values, strict=True):
             if (place.shape, place.dtype) != (value.shape, value.dtype):
-                raise ValueError(f"Inputs: {value.dtype} {value.shape}, wants {place.dtype} {place.shape}")
+                raise ValueError(f"Inputs: {value.dtype} {value.shape}, expected {place.dtype} {place.shape}")
             place[...] = value
         self._device[...] = self._backend.asarray(self._host, self._host.dtype)
-
-
-def _shape(batch: Batch) -> Any:
-    """All that is the same in every step of a graph."""
-    arrays = (batch.ids, batch.targets, batch.weights, *batch.more, *batch.given)
-    documents = batch.documents and (batch.documents.starts.shape, batch.documents.restart)
-    return (*(None if a is None else a.shape for a in arrays), documents, batch.stream, batch.anew, batch.together)
 
 
 class _Asked:

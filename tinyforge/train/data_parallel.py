@@ -22,7 +22,7 @@ from tinyforge.parallel.sums import add_
 from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
-from tinyforge.train.objectives import LN2, Batch, Objective, likelihoods, with_terms
+from tinyforge.train.objectives import LN2, Arrays, Batch, Objective, likelihoods, with_terms
 
 
 class Trainable(Protocol):
@@ -32,7 +32,7 @@ class Trainable(Protocol):
     config: ModelConfig
     buffer: ParamBuffer
 
-    # (ids, targets, *Batch.more, stash=None), and `documents` or `state` if the model supports them
+    # (ids, targets, *Batch.extra_inputs, stash=None), and `documents` or `state` if the model supports them
     forward: Callable[..., Any]
 
     def backward(self, dnll: Any, stash: Stash) -> Any: ...
@@ -50,10 +50,10 @@ class Totals:
 
 
 @dataclass
-class Rank:
+class Worker:
     """All that one rank works with.
 
-    state: the carried state of a recurrent model. shards: --shards-per-step; 0 for one part of the batch per rank.
+    state: the carried state of a recurrent model. shards: --reduction-shards; 0 for one part of the batch per rank.
     batches: for ranks that do not share memory: from a step's number to its micro-batches.
     """
 
@@ -77,20 +77,20 @@ class Rank:
         size = self.model.buffer.size
         self.scratch = [self.backend.zeros((size,), self.backend.master_dtype) for _ in range(levels)]
 
-    def batches_of(self, told: Sequence[Batch] | int) -> Sequence[Batch]:
-        """The batches of a step, see `Sharded.told`."""
-        if not isinstance(told, int):
-            return told
+    def batches_of(self, payload: Sequence[Batch] | int) -> Sequence[Batch]:
+        """The batches of a step, see `DataParallel.payload`."""
+        if not isinstance(payload, int):
+            return payload
         assert self.batches is not None
-        return self.batches(told)
+        return self.batches(payload)
 
     def part(self, batch: Batch, number: int) -> Batch:
         return batch[self.rows(batch, number)]
 
     def rows(self, batch: Batch, number: int) -> slice:
-        """The rows of a part; `Batch.together` rows stay together."""
-        part = part_of(number, self.count, len(batch.ids) // batch.together)
-        return slice(part.start * batch.together, part.stop * batch.together)
+        """The rows of a part; `Batch.group_size` rows stay together."""
+        part = part_of(number, self.count, len(batch) // batch.group_size)
+        return slice(part.start * batch.group_size, part.stop * batch.group_size)
 
     def make_optimizer(self, config: AdamWConfig | None, zero: int = 0, micro_batches: int = 1) -> AdamW:
         """AdamW, or Muon if the config is Muon's, over the model's current weights. Where the bits are
@@ -113,24 +113,24 @@ class Rank:
     def _move(self, stage: int) -> None:
         """Move the arrays that the ranks exchange to memory that makes collectives faster."""
         assert self.buckets
-        buffer, reachable = self.model.buffer, partial(self.group.reachable, tree=self.shards > 0)
-        if stage < 2 and (grads := reachable(buffer.size, self.backend.master_dtype)) is not None:
+        buffer, alloc_registered = self.model.buffer, partial(self.group.alloc_registered, tree=self.shards > 0)
+        if stage < 2 and (grads := alloc_registered(buffer.size, self.backend.master_dtype)) is not None:
             buffer.place_grads(grads)
-        if stage and (values := reachable(buffer.size, self.backend.dtype)) is not None:
+        if stage and (values := alloc_registered(buffer.size, self.backend.dtype)) is not None:
             buffer.place_values(values)
 
     @property
-    def sharded(self) -> ShardedAdamW | None:
+    def zero_optimizer(self) -> ShardedAdamW | None:
         """The optimizer, if its state is sharded over the ranks."""
         return self.optimizer if isinstance(self.optimizer, ShardedAdamW) else None
 
 
-class Sharded:
+class DataParallel:
     """A model on all ranks of a group. This process tells the others what to do, and computes its part of every batch.
 
     `backend.workers` forked workers have replicas, which read the model's weights and own their gradients. If the
-    backend has a group instead, each of its ranks has made the same model and a `Sharded` of its own: rank 0 goes on
-    with the run, the others `follow`.
+    backend has a group instead, each rank has made the same model and its own `DataParallel`: rank 0 continues the run,
+    the others `follow`.
     """
 
     def __init__(
@@ -145,17 +145,17 @@ class Sharded:
     ) -> None:
         """objective: for `gradients`; the model's own terms are added to it. `nll` needs none. carried: rows whose
         state, (layers, 2, rows, C), a recurrent model carries from batch to batch; each rank writes its own rows,
-        forked workers into shared memory. shards, batches: see `Rank`."""
+        forked workers into shared memory. shards, batches: see `Worker`."""
         self.model, self.backend = model, backend
         self.objective = with_terms(objective, model.config) if objective else None
         self.state = backend.shared_zeros(model.state_shape(carried)) if carried else None  # type: ignore[attr-defined]
         of_rank = (backend, self.objective, self.state, shards)
         self.group: Group = backend.group or start_group(backend.workers, partial(_fork_follows, model, *of_rank))
-        self.rank = Rank(self.group, model, *of_rank, batches)
+        self.rank = Worker(self.group, model, *of_rank, batches)
         if backend.group and self.objective:
             self.rank.buckets = Buckets(model.buffer, model.ops())
-        # With --shards-per-step one GPU must give the bits of several, so it spares as many multiprocessors as they do.
-        backend.spare(self.group.spares if backend.group else spared() if shards else 0)
+        # With --reduction-shards one GPU must give the bits of several, so it reserves as many SMs as they do.
+        backend.spare(self.group.reserved_sms if backend.group else spared() if shards else 0)
 
     @property
     def alone(self) -> bool:
@@ -169,12 +169,12 @@ class Sharded:
         memory of their own make its batches themselves. On a GPU this returns before the sums are computed;
         `backend.to_numpy` waits for them.
         """
-        assert self.objective is not None, "Sharded was made without an objective"
+        assert self.objective is not None, "DataParallel was made without an objective"
         counts = sum((self.objective.count(batch) for batch in batches[1:]), self.objective.count(batches[0]))
-        self.group.send_object((gradients_of, (self.told(batches, number), counts, noise)))
+        self.group.send_object((gradients_of, (self.payload(batches, number), counts, noise)))
         return Totals(gradients_of(self.rank, tuple(batches), counts, noise), counts)
 
-    def told(self, batches: Sequence[Batch], number: int | None) -> Sequence[Batch] | int:
+    def payload(self, batches: Sequence[Batch], number: int | None) -> Sequence[Batch] | int:
         """The message to the other ranks: the step's batches, or its number if they make the batches themselves."""
         return tuple(batches) if self.alone or self.rank.batches is None or number is None else number
 
@@ -186,7 +186,7 @@ class Sharded:
         """`AdamW.step` with the factor from `clip`."""
         update(self.rank, lr) if self.alone else self.on_all_ranks(update, lr)
 
-    def carried(self) -> Array:
+    def carried(self) -> Array | None:
         """The state of all rows."""
         return self.state if self.alone else self.on_all_ranks(carried)
 
@@ -201,6 +201,10 @@ class Sharded:
     def token_nll(self, batch: Batch) -> np.ndarray:
         """Head 0's negative log-likelihood of every target, (B, T), 0 where there is none; nothing is saved."""
         return self.backend.to_numpy(self.on_all_ranks(_token_nll, batch))
+
+    def losses(self, batch: Arrays) -> np.ndarray:
+        """What forward returns for each row, (B,); nothing is saved."""
+        return self.backend.to_numpy(self.on_all_ranks(_losses, batch))
 
     def logits(self, batch: Batch) -> np.ndarray:
         """The logits of a classifier, (B, classes); nothing is saved."""
@@ -239,13 +243,13 @@ def _fork_follows(
     model: Trainable, backend: Backend, objective: Objective | None, state: Array | None, shards: int, group: Group
 ) -> None:
     """A forked worker: do what rank 0 does, with a replica."""
-    rank = Rank(group, model.replica(), backend, objective, state, shards)
+    rank = Worker(group, model.replica(), backend, objective, state, shards)
     while True:
         work, arguments = group.send_object()
         work(rank, *arguments)
 
 
-def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Any) -> Array:
+def gradients_of(rank: Worker, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Any) -> Array:
     """Set the model's gradients to the sum over all ranks, or with a sharded optimizer to each rank's part of it;
     returns the objective's sums. noise: a Stream or a stand-in for one, or None."""
     batches = rank.batches_of(batches)
@@ -262,8 +266,8 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
 
     def stash_of(index: int) -> Stash:
         """The stash for a micro-batch."""
-        if rank.sharded and grads is None:
-            return rank.sharded.windows(first=index == 0)
+        if rank.zero_optimizer and grads is None:
+            return rank.zero_optimizer.windows(first=index == 0)
         return rank.buckets.watched(None, begin) if watches and rank.buckets and index == last else Stash()
 
     add, sums = add_.bind(rank.backend), []
@@ -289,20 +293,20 @@ def gradients_of(rank: Rank, batches: Sequence[Batch] | int, counts: np.ndarray,
     return total
 
 
-def _begin(rank: Rank, number: int) -> None:
+def _begin(rank: Worker, number: int) -> None:
     """Start summing a bucket of the gradients over the ranks."""
     assert rank.buckets
     for p in rank.buckets.params[number]:
         p.settle()
     grads, tree = rank.model.buffer.grads[rank.buckets.slices[number]], rank.shards > 0
-    if rank.sharded:
+    if rank.zero_optimizer:
         rank.group.reduce_scatter_(grads, tree, UNIT)
     else:
         rank.group.all_reduce_(grads, tree)
 
 
 def _gradients_of_part(
-    rank: Rank,
+    rank: Worker,
     batches: Sequence[Batch],
     number: int,
     counts: np.ndarray,
@@ -316,7 +320,7 @@ def _gradients_of_part(
     assert objective is not None
     if model.buffer.grads is not None:
         model.buffer.clear_grads()
-    total: Array = 0.0
+    total: Any = 0.0
     # The run stops at a number that is not finite and names its source (train/run.py); NumPy's warnings are redundant.
     with np.errstate(all="ignore"):
         for index, whole in enumerate(batches):
@@ -327,7 +331,7 @@ def _gradients_of_part(
             total = total + sums
             if index == len(batches) - 1:
                 known(total)
-            if len(batch.ids):
+            if len(batch):
                 model.backward(dnll, stash)
             if isinstance(stash, Watched):
                 _finish(rank, stash, index == len(batches) - 1)
@@ -335,7 +339,7 @@ def _gradients_of_part(
     return total
 
 
-def _finish(rank: Rank, stash: Watched, last: bool) -> None:
+def _finish(rank: Worker, stash: Watched, last: bool) -> None:
     """A backward pass is over: start the remaining sums; in the last pass, compute the norm of the others meanwhile."""
     mark, begun = rank.group.mark(), sorted(stash.begun)
     stash.finish()
@@ -345,7 +349,7 @@ def _finish(rank: Rank, stash: Watched, last: bool) -> None:
         rank.optimizer.know(range(pieces * begun[0], pieces * (begun[-1] + 1)))
 
 
-def _nll(rank: Rank, whole: Batch) -> Array:
+def _nll(rank: Worker, whole: Batch) -> Array:
     totals = []
     with np.errstate(all="ignore"):
         for number in rank.parts:
@@ -358,14 +362,18 @@ def _nll(rank: Rank, whole: Batch) -> Array:
     return totals[0]
 
 
-def _token_nll(rank: Rank, whole: Batch) -> Array:
+def _token_nll(rank: Worker, whole: Batch) -> Array:
     def first_head(batch: Batch) -> Array:
         return likelihoods(forward(rank.model, rank.backend, batch, None))[..., 0]
 
     return _of_rows(rank, whole, whole.targets.shape[:2], first_head)
 
 
-def _logits(rank: Rank, whole: Batch) -> Array:
+def _losses(rank: Worker, whole: Arrays) -> Array:
+    return _of_rows(rank, whole, (len(whole),), lambda batch: forward(rank.model, rank.backend, batch, None))
+
+
+def _logits(rank: Worker, whole: Batch) -> Array:
     def classify(batch: Batch) -> Array:
         ids, _targets, *more = batch.inputs(rank.backend)
         return rank.model.classify(ids, *more)[:, 0]
@@ -373,12 +381,12 @@ def _logits(rank: Rank, whole: Batch) -> Array:
     return _of_rows(rank, whole, (len(whole.ids), rank.model.config.classes), classify)
 
 
-def _of_rows(rank: Rank, whole: Batch, shape: tuple[int, ...], compute: Callable[[Batch], Array]) -> Array:
+def _of_rows(rank: Worker, whole: Any, shape: tuple[int, ...], compute: Callable[[Any], Array]) -> Array:
     """compute(batch) for the rows of each part, gathered from all ranks: (rows, ...), of this shape."""
     found = rank.backend.zeros(shape, rank.backend.master_dtype)
     for number in rank.parts:
         rows = rank.rows(whole, number)
-        if len((batch := whole[rows]).ids):
+        if len(batch := whole[rows]):
             found[rows] = compute(batch)
     rank.group.all_reduce_(found)  # with zeros: to gather them
     rank.group.join()
@@ -388,17 +396,17 @@ def _of_rows(rank: Rank, whole: Batch, shape: tuple[int, ...], compute: Callable
 # --- what each rank with memory of its own does in a run besides gradients --------------------------------------------
 
 
-def clip(rank: Rank, limit: float) -> tuple[Any, Any]:
+def clip(rank: Worker, limit: float) -> tuple[Any, Any]:
     assert rank.optimizer is not None
     return rank.optimizer.clip(limit)
 
 
-def update(rank: Rank, lr: float) -> None:
+def update(rank: Worker, lr: float) -> None:
     assert rank.optimizer is not None
     rank.optimizer.step(lr, rank.optimizer.factor)
 
 
-def carried(rank: Rank) -> Array:
+def carried(rank: Worker) -> Array:
     """The state of all rows; each rank has computed its own rows."""
     assert rank.state is not None
     found, rows = rank.backend.zeros(rank.state.shape, rank.state.dtype), rank.state.shape[2]
@@ -410,36 +418,36 @@ def carried(rank: Rank) -> Array:
     return found
 
 
-def be_patient(rank: Rank, seconds: float) -> None:
+def be_patient(rank: Worker, seconds: float) -> None:
     rank.group.be_patient(seconds)
 
 
-def forward(model: Trainable, backend: Backend, batch: Batch, stash: Stash | None, state: Array | None = None) -> Any:
+def forward(model: Trainable, backend: Backend, batch: Any, stash: Stash | None, state: Array | None = None) -> Any:
     """The model's forward on a batch, which is empty if there are fewer rows than ranks. state: the carried state of
     all rows."""
-    if not len(batch.ids):
-        nll, terms = backend.zeros(batch.targets.shape, backend.master_dtype), len(model.config.term_weights)
+    if not len(batch):
+        nll, terms = batch.nothing(backend), len(model.config.term_weights)
         return (nll, backend.zeros((terms,), backend.master_dtype)) if terms else nll
     options: dict[str, Any] = {}
     if batch.documents is not None:
         options["documents"] = batch.documents.on(backend)
     if state is not None and batch.stream is not None:
-        options["state"] = state[:, :, batch.stream : batch.stream + len(batch.ids)]
-        if batch.anew:
+        options["state"] = state[:, :, batch.stream : batch.stream + len(batch)]
+        if batch.reset_state:
             options["state"].fill(0)
     return model.forward(*batch.inputs(backend), stash=stash, **options)
 
 
-def evaluate_heads(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> np.ndarray:
+def evaluate_heads(parallel: DataParallel, batches: Iterable[Batch], byte_lengths: np.ndarray) -> np.ndarray:
     """Bits per byte of every head over all `batches`, (K,): its nll over the bytes of its own targets."""
     nll: Any = 0.0
     size: Any = 0.0
     for batch in batches:
-        nll += sharded.nll(batch)
+        nll += parallel.nll(batch)
         size += np.where(batch.targets >= 0, byte_lengths[batch.targets], 0).sum(axis=(0, 1))
     return nll / LN2 / np.maximum(1.0, size)
 
 
-def evaluate_nll(sharded: Sharded, batches: Iterable[Batch], byte_lengths: np.ndarray) -> float:
+def evaluate_nll(parallel: DataParallel, batches: Iterable[Batch], byte_lengths: np.ndarray) -> float:
     """Head 0's bits per byte over all `batches`."""
-    return float(evaluate_heads(sharded, batches, byte_lengths)[0])
+    return float(evaluate_heads(parallel, batches, byte_lengths)[0])
