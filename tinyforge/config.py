@@ -19,27 +19,34 @@ REPEATED = ("layers", "mtp_heads")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Base of the models' configs: frozen dataclasses that travel with every checkpoint, with a default for each field.
+class BaseConfig:
+    """Base of all models' configs: frozen dataclasses that travel with every checkpoint, with a default for each field.
 
-    context: longest sequence, tokens. vocab: token ids.
+    A model that reads no tokens derives from this one, and says by `input_shapes` and `float_inputs` what it reads; a
+    language model derives from `ModelConfig`.
     """
-
-    context: int = 128
-    vocab: int = 512
 
     def __post_init__(self) -> None:
         """Check the fields; a subclass adds its own checks. Raises UserError."""
-        self.require_positive("context", "vocab")
         for f in fields(self):
             value = getattr(self, f.name)
             if not all(math.isfinite(v) for v in (value if isinstance(value, tuple) else (value,)) if type(v) is float):
-                raise UserError(f"config: {f.name} is {value}, wants finite numbers")
+                raise UserError(f"config: {f.name} is {value}, expected finite numbers")
             most = MOST_REPEATED if f.name in REPEATED else MOST_POSITIONS if f.name == "context" else MOST
             if type(value) is int and value > most:
-                raise UserError(f"config: {f.name} is {value:,}, wants at most {most:,}")
+                raise UserError(f"config: {f.name} is {value:,}, expected at most {most:,}")
             if f.name in ABOVE_ZERO and value <= 0:
-                raise UserError(f"config: {f.name} is {value}, wants a number above 0")
+                raise UserError(f"config: {f.name} is {value}, expected a number above 0")
+
+    def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes of forward's inputs for `batch` rows, targets included: `--plan`, `models show` and the check that
+        a step fits run forward on arrays of these shapes, without memory. length: of sequences; others ignore it."""
+        raise NotImplementedError(f"{type(self).__name__} has no input_shapes: the shapes of forward's inputs")
+
+    @property
+    def float_inputs(self) -> tuple[int, ...]:
+        """The numbers of those inputs that are floats; the others are integers."""
+        return ()
 
     @property
     def prediction_heads(self) -> int:
@@ -51,10 +58,6 @@ class ModelConfig:
         """The weight of each head in the loss, (K,); only the ratios count."""
         return (1.0,) * self.prediction_heads
 
-    def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of forward's inputs for `batch` sequences of `length`, targets included."""
-        return (batch, length), (batch, length, self.prediction_heads)
-
     @property
     def term_weights(self) -> dict[str, float]:
         """The weights of the loss terms that the model adds to the likelihoods, by name. The forward of a model that
@@ -64,7 +67,7 @@ class ModelConfig:
     def require_positive(self, *names: str) -> None:
         for name in names:
             if getattr(self, name) < 1:
-                raise UserError(f"config: {name} is {getattr(self, name)}, wants at least 1")
+                raise UserError(f"config: {name} is {getattr(self, name)}, expected at least 1")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,9 +86,28 @@ class ModelConfig:
         for name, value in values.items():
             default = getattr(usual, name)
             if not fits(value, default):
-                raise UserError(f"config: {name} is {value!r}, wants {WANTED[type(default)]}")
+                raise UserError(f"config: {name} is {value!r}, expected {WANTED[type(default)]}")
         changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class ModelConfig(BaseConfig):
+    """Base of the language models' configs.
+
+    context: longest sequence, tokens. vocab: token ids.
+    """
+
+    context: int = 128
+    vocab: int = 512
+
+    def __post_init__(self) -> None:
+        self.require_positive("context", "vocab")
+        super().__post_init__()
+
+    def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        """See `BaseConfig.input_shapes`: ids and targets of `batch` sequences of `length`."""
+        return (batch, length), (batch, length, self.prediction_heads)
 
 
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", tuple: "a list of numbers"}

@@ -18,13 +18,13 @@ import numpy as np
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import TextParser, UserError, run_command
-from tinyforge.formats import add_checkpoint_flag, load, trained_model
+from tinyforge.formats import add_checkpoint_flag, load, resolve_checkpoint
 from tinyforge.infer.trace import trace
 from tinyforge.terminal import printable
 from tinyforge.tokenizers import TextTokenizer
 from tinyforge.tokenizers.command import visible
 
-LABELLED = 40  # tokens: labels of more do not fit beside a panel
+LABELLED = 40  # tokens: labels of more do not fit next to a panel
 
 
 def print_candidates(tokenizer: TextTokenizer, ids: Sequence[int], probabilities: np.ndarray, top: int) -> None:
@@ -52,14 +52,9 @@ def plot_attention(tokenizer: TextTokenizer, ids: Sequence[int], attention: Sequ
     layers, heads, length = len(attention), max(map(len, attention)), len(ids)
     labels = [visible(tokenizer.token_bytes(i)).replace("$", r"\$") for i in ids] if length <= LABELLED else []
     size = max(2.0, 0.16 * length if labels else 2.5)
+    area = (size * heads + 1, size * layers + 1)
     figure, panels = plt.subplots(
-        layers,
-        heads,
-        figsize=(size * heads + 1, size * layers + 1),
-        squeeze=False,
-        sharex=True,
-        sharey=True,
-        layout="constrained",
+        layers, heads, figsize=area, squeeze=False, sharex=True, sharey=True, layout="constrained"
     )
     for layer, row in enumerate(panels):
         for head, panel in enumerate(row[: len(attention[layer])]):
@@ -88,11 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="attention.png", metavar="FILE", help="the picture (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.top < 1:
-        raise UserError(f"--top is {args.top}, wants at least 1")
-    loaded = load(trained_model(args.checkpoint), get_backend("numpy", "fp32", workers=1))
+        raise UserError(f"--top is {args.top}, expected at least 1")
+    loaded = load(resolve_checkpoint(args.checkpoint), get_backend("numpy", "fp32", workers=1))
     ids, context = loaded.tokenizer.encode(args.text), loaded.model.config.context
     if not 1 <= len(ids) <= context:
-        raise UserError(f"the text has {len(ids)} tokens, wanted 1 to {context}, the model's context; change the text")
+        raise UserError(
+            f"the text has {len(ids)} tokens, expected 1 to {context}, the model's context; change the text"
+        )
     print(printable(str(loaded.path)))
     found = trace(loaded.model, ids)
     print_candidates(loaded.tokenizer, ids, found.probabilities, args.top)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import Any
+
 import numpy as np
 import pytest
 
 from tinyforge.errors import UserError
-from tinyforge.train.batches import ContinuedTokens, Examples, PackedTokens, check_ids, fingerprint, shifted_targets
+from tinyforge.train.batches import (
+    ContinuedTokens,
+    Examples,
+    MixedTokens,
+    PackedTokens,
+    check_ids,
+    fingerprint,
+    shifted_targets,
+)
 from tinyforge.train.objectives import Batch
 
 
@@ -27,14 +38,37 @@ def test_a_window_predicts_what_the_text_says() -> None:
     for index in range(12):
         batch = data.batch(index, size=3)
         assert batch.ids.shape == (3, 10) and batch.targets.shape == (3, 10, heads)
-        wanted = batch.ids[..., None] + 1 + np.arange(heads)
-        assert np.array_equal(batch.targets, np.where(wanted < length, wanted, -1))
-        assert (batch.targets[..., 0] >= 0).all()
+        expected = batch.ids[..., None] + 1 + np.arange(heads)
+        counts = batch.targets[..., :1] >= 0
+        assert np.array_equal(batch.targets, np.where((expected < length) & counts, expected, -1))
+        assert counts.any(axis=1).all()
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 7, 16])
+def test_every_token_but_the_first_is_a_target_once_an_epoch(seq_len: int) -> None:
+    """Of every length, the last tokens too, and for each head as many as it can predict."""
+    for length in range(seq_len + 1, 5 * seq_len + 3):
+        tokens = np.arange(length)
+        packed = PackedTokens(tokens, seq_len, 2, seed=length)
+        (source,) = (mixed := MixedTokens({"a": tokens}, {"a": Fraction(1)}, seq_len, 2, seed=length)).sources
+        loaders: list[tuple[Any, int, int]] = [(packed, packed.windows, 1), (mixed, source.windows, 1)]
+        loaders += [
+            (found := ContinuedTokens(tokens, seq_len, 2, seed=length, rows=rows), found.windows, rows)
+            for rows in (1, 2, 3)
+            if length >= rows * seq_len + 2
+        ]
+        for data, windows, rows in loaders:
+            for epoch in range(3):
+                batches = [data.batch(epoch * windows + i, rows) for i in range(windows)]
+                for head in range(2):
+                    found = np.concatenate([batch.targets[..., head].ravel() for batch in batches])
+                    assert np.sort(found[found >= 0]).tolist() == list(range(1 + head, length))
+                assert all(batch.ids.shape == (rows, seq_len) for batch in batches)
 
 
 @pytest.mark.parametrize("length", [31, 40, 47, 101])
-def test_each_epoch_shows_each_window_once(length: int) -> None:
-    data = PackedTokens(np.arange(length), seq_len=10, heads=1, seed=3)
+def test_each_epoch_of_an_earlier_version_shows_each_full_window_once(length: int) -> None:
+    data = PackedTokens(np.arange(length), seq_len=10, heads=1, seed=3, full=True)
     orders = []
     for epoch in range(3):
         starts = [int(data.batch(epoch * data.windows + i, 1).ids[0, 0]) for i in range(data.windows)]
@@ -136,9 +170,21 @@ def test_the_fingerprint_sees_one_changed_token() -> None:
     assert fingerprint(tokens) == fingerprint(tokens.copy()) != fingerprint(changed)
 
 
-def test_rows_that_continue_read_each_token_once_an_epoch() -> None:
+def test_rows_that_continue_carry_on_where_they_were() -> None:
     rows, length = 3, 5
     data = ContinuedTokens(np.arange(100), length, 2, seed=0, rows=rows)
+    assert data.windows == 7
+    for epoch in range(3):
+        found = [data.batch(epoch * 7 + i, rows) for i in range(7)]
+        ids = np.concatenate([b.ids for b in found], axis=1)
+        assert (np.diff(ids, axis=1) % 100 == 1).all() and (np.diff(ids[:, 0]) % 100 == 34).all()
+        assert [(b.stream, b.reset_state) for b in found] == [(0, i == 0) for i in range(7)]
+    assert len({int(data.batch(epoch * 7, rows).ids[0, 0]) for epoch in range(40)}) > 25
+
+
+def test_rows_of_an_earlier_version_that_continue() -> None:
+    rows, length = 3, 5
+    data = ContinuedTokens(np.arange(100), length, 2, seed=0, rows=rows, full=True)
     assert data.windows == 6
     for epoch in range(3):
         found = [data.batch(epoch * 6 + i, rows) for i in range(6)]
@@ -147,7 +193,7 @@ def test_rows_that_continue_read_each_token_once_an_epoch() -> None:
         assert len(set(ids.ravel())) == ids.size == 90 and ids.max() + 2 < 100
         for b in found:
             assert np.array_equal(b.targets, b.ids[..., None] + np.array([1, 2]))
-        assert [(b.stream, b.anew) for b in found] == [(0, i == 0) for i in range(6)]
+        assert [(b.stream, b.reset_state) for b in found] == [(0, i == 0) for i in range(6)]
     firsts = {int(data.batch(epoch * 6, rows).ids[0, 0]) for epoch in range(20)}
     assert firsts == set(range(9))  # every offset that leaves room comes up
 
@@ -155,7 +201,7 @@ def test_rows_that_continue_read_each_token_once_an_epoch() -> None:
 def test_a_part_of_a_batch_knows_which_state_it_continues() -> None:
     whole = ContinuedTokens(np.arange(100), 5, 1, seed=0, rows=4).batch(0, 4)
     parts = [whole[slice(0, 1)], whole[slice(1, 4)]]
-    assert [part.stream for part in parts] == [0, 1] and all(part.anew for part in parts)
+    assert [part.stream for part in parts] == [0, 1] and all(part.reset_state for part in parts)
     assert Batch(whole.ids, whole.targets)[slice(1, 3)].stream is None
 
 

@@ -14,7 +14,7 @@ from tinyforge.params import with_buffer
 from tinyforge.recipes.classify import moved
 from tinyforge.rng import Stream
 from tinyforge.train.batches import Shuffled
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, Classes, MaskedTokens, Objective
 
 FP64 = get_backend("numpy", "fp64", workers=1)
@@ -35,8 +35,8 @@ def images(rows: int, seed: int, weights: bool = False) -> Batch:
 
 
 def loss_of(model: Any, batches: list[Batch], objective: Objective) -> float:
-    sharded = Sharded(model, FP64, objective)
-    totals = sharded.gradients(batches)
+    parallel = DataParallel(model, FP64, objective)
+    totals = parallel.gradients(batches)
     return objective.figures(totals.sums, totals.counts)["loss"]
 
 
@@ -69,7 +69,7 @@ def test_ranks_predict_what_one_does(workers: int) -> None:
         backend = get_backend("numpy", "fp64", count)
         model = vit(backend)
         model.initialise(0)
-        found.append(Sharded(model, backend).logits(batch))
+        found.append(DataParallel(model, backend).logits(batch))
     assert found[0].shape == (5, 4)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-12, atol=1e-14)
 

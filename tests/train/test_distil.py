@@ -1,4 +1,4 @@
-"""Distillation: a model that learns from a teacher beside one that learns from the text alone."""
+"""Distillation: a model that learns from a teacher next to one that learns from the text alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
 from tinyforge.ops.attention import Documents
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.distil import Distilled, Ensemble, Teachers, check_teacher
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
@@ -88,7 +88,9 @@ def batch(number: int, heads: int = 2, rows: int = 4, **more: Any) -> Batch:
 
 
 def gradients(model: Any, batches: list[Batch]) -> np.ndarray:
-    Sharded(model, FP64, NextTokens((1.0,) * batches[0].targets.shape[-1])).gradients(batches, Stream(3, "dropout"))
+    DataParallel(model, FP64, NextTokens((1.0,) * batches[0].targets.shape[-1])).gradients(
+        batches, Stream(3, "dropout")
+    )
     return np.array(model.buffer.grads)
 
 
@@ -106,17 +108,17 @@ def test_the_loss_is_the_cross_entropy_with_the_mixed_targets(share: float) -> N
     """With the teacher's dropout off, and masked positions left out."""
     student, teacher = built(NanoEuler, SMALL), built(NanoEuler, LARGE, 1)
     given, heads = batch(0), 2
-    sharded = Sharded(taught_by(student, [teacher], share), FP64, NextTokens((1.0, 1.0)))
-    totals = sharded.gradients([given], Stream(3, "dropout"))
+    parallel = DataParallel(taught_by(student, [teacher], share), FP64, NextTokens((1.0, 1.0)))
+    totals = parallel.gradients([given], Stream(3, "dropout"))
     h, taught = student.hidden(given.ids), teacher.hidden(given.ids)
-    wanted = np.zeros(heads)
+    expected = np.zeros(heads)
     for k in range(heads):
         log_p, q = log_softmax(student.logits(h, k)), np.exp(log_softmax(teacher.logits(taught, k)))
         for row, column in np.argwhere(given.targets[..., k] >= 0):
             mixed = share * q[row, column]
             mixed[given.targets[row, column, k]] += 1 - share
-            wanted[k] -= mixed @ log_p[row, column]
-    np.testing.assert_allclose(np.asarray(totals.sums)[:heads], wanted, rtol=1e-12)
+            expected[k] -= mixed @ log_p[row, column]
+    np.testing.assert_allclose(np.asarray(totals.sums)[:heads], expected, rtol=1e-12)
 
 
 def test_several_teachers_teach_the_softmax_of_their_mean_logits() -> None:
@@ -124,14 +126,14 @@ def test_several_teachers_teach_the_softmax_of_their_mean_logits() -> None:
     student = built(NanoEuler, SMALL)
     teachers = [built(NanoEuler, LARGE, 1), built(NanoEuler, SMALL, 2), built(NanoEuler, LARGE, 3)]
     given, heads = batch(0), 2
-    sharded = Sharded(taught_by(student, teachers, 1.0), FP64, NextTokens((1.0, 1.0)))
-    totals = sharded.gradients([given], Stream(3, "dropout"))
-    h, wanted = student.hidden(given.ids), np.zeros(heads)
+    parallel = DataParallel(taught_by(student, teachers, 1.0), FP64, NextTokens((1.0, 1.0)))
+    totals = parallel.gradients([given], Stream(3, "dropout"))
+    h, expected = student.hidden(given.ids), np.zeros(heads)
     for k in range(heads):
         log_p = log_softmax(student.logits(h, k))
         q = np.exp(log_softmax(np.mean([t.logits(t.hidden(given.ids), k) for t in teachers], axis=0)))
-        wanted[k] -= (q * log_p).sum(axis=-1)[given.targets[..., k] >= 0].sum()
-    np.testing.assert_allclose(np.asarray(totals.sums)[:heads], wanted, rtol=1e-12)
+        expected[k] -= (q * log_p).sum(axis=-1)[given.targets[..., k] >= 0].sum()
+    np.testing.assert_allclose(np.asarray(totals.sums)[:heads], expected, rtol=1e-12)
 
 
 def test_a_teacher_given_twice_is_one_teacher() -> None:
@@ -161,15 +163,15 @@ def test_every_model_learns_and_teaches(name: str) -> None:
     student, teacher = built(kind, config), built(NanoEuler, LARGE, 1)
     taught, given, objective = taught_by(student, [teacher], 0.7), batch(0, heads=1), NextTokens()
     grads = gradients(taught, [given])
-    sharded, start = Sharded(taught, FP64, objective), np.array(student.buffer.masters)
+    parallel, start = DataParallel(taught, FP64, objective), np.array(student.buffer.masters)
     direction = np.random.default_rng(5).normal(size=start.shape)
     direction /= np.linalg.norm(direction)
 
     def loss(step: float) -> float:
         student.buffer.masters[...] = start + step * direction
         student.buffer.publish()
-        totals = sharded.gradients([given], Stream(3, "dropout"))
-        return sharded.objective.figures(FP64.to_numpy(totals.sums), totals.counts)["loss"]  # type: ignore[union-attr]
+        totals = parallel.gradients([given], Stream(3, "dropout"))
+        return parallel.objective.figures(FP64.to_numpy(totals.sums), totals.counts)["loss"]  # type: ignore[union-attr]
 
     h = 1e-3
     numeric = (loss(-2 * h) - 8 * loss(-h) + 8 * loss(h) - loss(2 * h)) / (12 * h)
@@ -196,11 +198,11 @@ def test_workers_share_the_teacher_and_evaluation_does_without_it() -> None:
         backend = get_backend("numpy", "fp64", workers=workers)
         student = built(NanoEuler, SMALL, backend=backend)
         taught = taught_by(student, [built(NanoEuler, LARGE, 1, backend)], 0.7)
-        sharded = Sharded(taught, backend, NextTokens((1.0, 1.0)))
-        sharded.gradients([batch(0)])
-        found.append((np.array(student.buffer.grads), sharded.nll(batch(1))))
+        parallel = DataParallel(taught, backend, NextTokens((1.0, 1.0)))
+        parallel.gradients([batch(0)])
+        found.append((np.array(student.buffer.grads), parallel.nll(batch(1))))
     np.testing.assert_allclose(*(grads for grads, _ in found), rtol=1e-9, atol=1e-12)
-    plain = Sharded(built(NanoEuler, SMALL), FP64).nll(batch(1))
+    plain = DataParallel(built(NanoEuler, SMALL), FP64).nll(batch(1))
     for _, nll in found:
         np.testing.assert_allclose(nll, plain, rtol=1e-12)
 

@@ -16,7 +16,7 @@ from tinyforge.ops.attention import Documents
 from tinyforge.registry import find_model, models
 from tinyforge.rng import Stream
 from tinyforge.train.batches import DocumentMask, Examples, MixedTokens, PackedTokens, starts_of
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, NextTokens
 from tinyforge.train.plan import plan_step
 from tinyforge.train.settings import PretrainSettings, restarts
@@ -157,10 +157,10 @@ def test_recomputing_and_splitting_among_processes_change_nothing(kind: str) -> 
     for workers in (1, 2):
         backend = get_backend("numpy", "fp64", workers=workers)
         model = tiny(kind, backend=backend)
-        sharded = Sharded(model, backend, NextTokens(model.config.head_weights))
+        parallel = DataParallel(model, backend, NextTokens(model.config.head_weights))
         batch = Batch(ids, targets, documents=Documents(STARTS, True))
-        sharded.gradients([batch])
-        found.append((model.buffer.grads.copy(), sharded.nll(batch)))
+        parallel.gradients([batch])
+        found.append((model.buffer.grads.copy(), parallel.nll(batch)))
     for one, two in zip(*found, strict=True):
         np.testing.assert_allclose(two, one, rtol=1e-10, atol=1e-13)
 
@@ -170,8 +170,8 @@ def test_dropout_draws_the_same_mask_with_documents() -> None:
     model.initialise(0)
     ids, targets = inputs(model)
     one = Documents(np.zeros_like(STARTS))  # one document a row: what attention sees anyway
-    wanted, found = (learn(model, ids, targets, documents, Stream(1, "noise")) for documents in (None, one))
-    assert np.array_equal(wanted[0], found[0]) and np.array_equal(wanted[1], found[1])
+    expected, found = (learn(model, ids, targets, documents, Stream(1, "noise")) for documents in (None, one))
+    assert np.array_equal(expected[0], found[0]) and np.array_equal(expected[1], found[1])
 
 
 @pytest.mark.parametrize(("model", "positions"), [("nanoeuler", 0), ("llama", 0), ("gpt2", 1)])

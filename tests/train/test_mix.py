@@ -16,10 +16,12 @@ from tinyforge.train.corpus import mix_weights
 from tinyforge.train.objectives import Batch
 
 
-def mixed(weights: dict[str, Fraction | int], seed: int = 0, lengths: tuple[int, ...] = (103, 211, 57)) -> MixedTokens:
+def mixed(
+    weights: dict[str, Fraction | int], seed: int = 0, lengths: tuple[int, ...] = (103, 211, 57), full: bool = False
+) -> MixedTokens:
     """Source i has the ids 1000 i, 1000 i + 1, ...: an id says where it stood."""
     ids = {name: 1000 * i + np.arange(n) for i, (name, n) in enumerate(zip(weights, lengths, strict=False))}
-    return MixedTokens(ids, {k: Fraction(v) for k, v in weights.items()}, seq_len=10, heads=3, seed=seed)
+    return MixedTokens(ids, {k: Fraction(v) for k, v in weights.items()}, seq_len=10, heads=3, seed=seed, full=full)
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -65,7 +67,7 @@ def test_after_a_whole_period_nothing_is_left_over() -> None:
 
 
 def test_each_source_has_its_own_epochs_and_shows_each_window_once() -> None:
-    data = mixed({"a": 1, "b": 2})
+    data = mixed({"a": 1, "b": 2}, full=True)
     starts: list[list[int]] = [[], []]
     for index in range(40):
         for first in data.batch(index, 6).ids[:, 0].tolist():
@@ -87,9 +89,11 @@ def test_every_target_is_what_the_text_says() -> None:
     for index in range(30):
         batch = data.batch(index, 4)
         assert batch.ids.shape == (4, 10) and batch.targets.shape == (4, 10, 3)
-        wanted = batch.ids[..., None] + 1 + np.arange(3)
+        expected = batch.ids[..., None] + 1 + np.arange(3)
         last = ends[batch.ids[:, 0] // 1000][:, None, None]
-        assert np.array_equal(batch.targets, np.where(wanted < last, wanted, -1))
+        counts = batch.targets[..., :1] >= 0
+        assert np.array_equal(batch.targets, np.where((expected < last) & counts, expected, -1))
+        assert counts.any(axis=1).all()
 
 
 def test_a_batch_depends_on_the_seed_and_the_step_alone() -> None:
@@ -105,7 +109,7 @@ def test_a_batch_depends_on_the_seed_and_the_step_alone() -> None:
 def test_an_order_longer_than_what_is_made_of_it_at_once() -> None:
     """Over 4096 windows: two blocks of the same permutation."""
     tokens = np.arange(9001 * 2)
-    data = MixedTokens({"a": tokens}, {"a": Fraction(1)}, seq_len=2, heads=1, seed=4)
+    data = MixedTokens({"a": tokens}, {"a": Fraction(1)}, seq_len=2, heads=1, seed=4, full=True)
     (source,) = data.sources
     starts = np.concatenate([data.batch(i, 100).ids[:, 0] for i in range(source.windows // 100)])
     assert source.windows == 9000 and np.array_equal(np.diff(np.sort(starts)), [2] * 8999)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,8 @@ from tinyforge.backends import get_backend
 from tinyforge.gradcheck import TOLERANCE, directional_error
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Stash
-from tinyforge.train.data_parallel import Sharded
-from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.data_parallel import DataParallel
+from tinyforge.train.objectives import Batch, MeanOfRows, NextTokens, WithTerms
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 CONFIG = Config(dim=8, heads=2, kv_heads=1, layers=1, context=7, vocab=11, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5))
@@ -92,7 +94,7 @@ def test_a_mask_does_what_missing_targets_do() -> None:
     assert loss_of(net, [b]) == pytest.approx(loss_of(net, [gone]), rel=1e-12)
     gradients = []
     for each in (b, gone):
-        Sharded(net, FP64, OBJECTIVE).gradients([each])
+        DataParallel(net, FP64, OBJECTIVE).gradients([each])
         gradients.append(net.buffer.grads.copy())
     np.testing.assert_allclose(*gradients, rtol=1e-9, atol=1e-14)
 
@@ -116,6 +118,7 @@ def test_a_head_without_targets_adds_nothing_and_takes_nothing_from_the_others()
     both, alone = (OBJECTIVE.scale(OBJECTIVE.count(b)) for b in (whole, first))
     assert alone.tolist() == [both[0], 0.0]
     assert OBJECTIVE.scale(np.zeros(3)).tolist() == [0.0, 0.0]
+    assert NextTokens((1.0, 1.0)).scale(np.array([1, 4, 0])).tolist() == [0.5, 0.125]
 
 
 def test_bits_per_byte_counts_true_bytes() -> None:
@@ -124,3 +127,31 @@ def test_bits_per_byte_counts_true_bytes() -> None:
     b = Batch(np.zeros((1, 4), np.int32), np.array([[[0, 5], [1, 5], [2, -1], [-1, 5]]], np.int32))
     sums = np.array([0, 0, 8 * np.log(2), 0])
     assert objective.figures(sums, objective.count(b))["bits_per_byte"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("weights", ["none", "random"])
+def test_factors_that_are_given_are_those_that_are_counted(weights: str) -> None:
+    """As a CUDA graph reads them. The terms of a model weigh each batch by its tokens."""
+    objective, net = WithTerms(OBJECTIVE, {"balance": 0.3, "router z": 0.2}), model()
+    batches = [batch(3, 0, weights), batch(2, 1, weights)]
+    counts, b = sum(objective.count(each) for each in batches), batches[0]
+    result = net.forward(b.ids, b.targets), np.array([1.5, -2.5])
+    sums, (dnll, dterms) = objective.weigh(result, b, counts, FP64)
+    given = replace(b, factors=FP64.asarray(objective.factors(counts)))
+    again, (dnll_again, dterms_again) = objective.weigh(result, given, counts, FP64)
+    assert np.array_equal(sums, again) and np.array_equal(dnll, dnll_again)
+    assert dterms.tolist() == pytest.approx([0.6 * 0.3, 0.6 * 0.2]) and np.array_equal(dterms, dterms_again)
+    assert sums[-2:].tolist() == pytest.approx([0.6 * 1.5, 0.6 * -2.5])
+    plain = OBJECTIVE.weigh(result[0], b, counts[:-1], FP64)
+    assert np.array_equal(plain[0], sums[:-2]) and np.array_equal(plain[1], dnll)
+    found = objective.figures(sums, counts)
+    assert found["loss"] == pytest.approx(OBJECTIVE.figures(sums[:-2], counts[:-1])["loss"] + 0.18 * 1.5 - 0.12 * 2.5)
+    assert found["balance"] == pytest.approx(0.9) and found["router z"] == pytest.approx(-1.5)
+
+
+def test_the_mean_of_rows_has_a_gradient_for_each_row() -> None:
+    objective, loss = MeanOfRows("mse"), np.array([1.0, 2.0, 6.0])
+    batch: Any = SimpleNamespace(factors=None)
+    sums, dloss = objective.weigh(loss, batch, np.array([12]), FP64)
+    assert sums.tolist() == [9.0] and dloss.tolist() == [1 / 12] * 3
+    assert objective.figures(np.array([36.0]), np.array([12])) == {"loss": 3.0, "mse": 3.0}

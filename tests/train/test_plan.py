@@ -9,11 +9,17 @@ import pytest
 
 from tinyforge import memory
 from tinyforge.adapters import Adapters
-from tinyforge.backends import get_backend
+from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.meta import METER, MetaArray, empty
+from tinyforge.config import BaseConfig
 from tinyforge.errors import UserError
+from tinyforge.kernel import Array, kernel
 from tinyforge.memory import OUTSIDE, free_host_memory, gib
+from tinyforge.model import Model
 from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
+from tinyforge.op import Op, Stash
+from tinyforge.ops import Linear
+from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec, find_model, models
 from tinyforge.train.plan import check_fits, plan_step
 from tinyforge.train.settings import PretrainSettings
@@ -48,7 +54,7 @@ def test_the_parts_are_what_the_formulas_say(precision: str, size: int, wide: in
     tokens = 8 * 256
     count = NanoEuler(TINY, get_backend("numpy", "fp64", workers=1)).buffer.values.size
     masters = 0 if size == wide else wide
-    tables = TINY.layers * 3 * 256 * 8 * wide  # RoPE's: cos, sin, -sin
+    tables = 3 * 256 * 8 * wide  # RoPE's, which the layers share: cos, sin, -sin
     assert plan.weights == pytest.approx(count * (size + masters + wide) + tables, rel=0.02)
     assert plan.moments == pytest.approx(count * 2 * wide, rel=0.02)
     layers = TINY.layers * (SAVED * size + STATISTICS * wide)
@@ -88,15 +94,55 @@ def test_a_model_without_blocks_says_so() -> None:
         plan_step(spec, next(iter(spec.presets.values())), "bf16", 1, 16, recompute="blocks")
 
 
+@kernel
+def first_column(x: Array) -> Array:
+    return x[:, :1].copy()
+
+
+class FirstColumn(Op):
+    fwd = first_column
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:  # type: ignore[override]
+        return self.fwd(x)
+
+
+class Pairs(BaseConfig):
+    float_inputs = (0,)
+
+    def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
+        return ((batch, 2),)
+
+
+class OfFirstColumn(Model):
+    def __init__(self, config: Pairs, backend: Backend, *, values: Any = None, recompute: str = "") -> None:
+        super().__init__(backend)
+        self.first, self.map = FirstColumn(backend), Linear(1, 1, backend, "map")
+        self.buffer = ParamBuffer(self.params(), backend, values)
+
+    def ops(self) -> list[Op]:
+        return [self.first, self.map]
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:  # type: ignore[override]
+        return self.map.forward(self.first.forward(x, stash), stash)
+
+
+def test_a_kernel_that_needs_a_function_on_meta_is_asked_for_one() -> None:
+    spec = ModelSpec("pairs", "Pairs", OfFirstColumn, Pairs, {"small": Pairs()})
+    with pytest.raises(
+        UserError, match=r"^pairs: .* ValueError: map: .* needs a function on \"meta\" \(docs/add-an-op.md"
+    ):
+        plan_step(spec, Pairs(), "fp32", 4, 1)
+
+
 def test_what_is_frozen_takes_its_weights_alone() -> None:
     adapters = Adapters(4, 8.0, 0.1)
     base = NanoEuler(TINY, get_backend("numpy", "fp64", workers=1)).buffer.count
     learned = TINY.layers * 4 * sum(a + b for a, b in ((64, 128), (64, 64), (64, 192), (96, 64)))
-    tables = TINY.layers * 3 * 256 * 8 * 4
+    tables = 3 * 256 * 8 * 4
     plan, whole = plan_step(SPEC, TINY, "bf16", 8, 256, adapters=adapters), plan_step(SPEC, TINY, "bf16", 8, 256)
     assert plan.weights == pytest.approx(2 * base + (2 + 4 + 4) * learned + tables, rel=0.02)
     assert plan.moments == pytest.approx(8 * learned, rel=0.02)
-    # Beside what all weights need: U of each adapter. The loss keeps R W for its two heads, and not R.
+    # Next to what all weights need: U of each adapter. The loss keeps R W for its two heads, and not R.
     more, less = TINY.layers * 4 * 4, 2 * 128 - 2 * 64
     assert plan.saved - whole.saved == pytest.approx(8 * 256 * (more - less) * 2, rel=0.02)
     assert plan.peak < whole.peak

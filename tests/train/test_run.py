@@ -30,10 +30,10 @@ from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded, evaluate_nll
+from tinyforge.train.data_parallel import DataParallel, evaluate_nll
 from tinyforge.train.objectives import NextTokens
 from tinyforge.train.run import Run, Task, claimed, train
-from tinyforge.train.settings import Settings, TaughtSettings
+from tinyforge.train.settings import Settings, SftSettings
 
 CONFIG = Config(
     dim=16, heads=4, kv_heads=2, layers=3, context=16, vocab=257, mtp_heads=2, hidden=10, mtp_weights=(1, 0.5)
@@ -58,13 +58,21 @@ class Trial:
                 at_step(self, step)
             return [data.batch(step, 4)]
 
-        def evaluate(sharded: Sharded) -> dict[str, float]:
+        def evaluate(parallel: DataParallel) -> dict[str, float]:
             held = data.in_order(4, 200)
-            return {"val_bits_per_byte": evaluate_nll(sharded, held, TOKENIZER.byte_lengths)}
+            return {"val_bits_per_byte": evaluate_nll(parallel, held, TOKENIZER.byte_lengths)}
 
         objective = NextTokens(CONFIG.head_weights, TOKENIZER.byte_lengths)
         meta = {"kind": "pretrain", "model": "nanoeuler", "config": CONFIG.to_dict()}
-        self.task = Task(self.model, TOKENIZER, objective, batches, evaluate, lambda: "a sample", meta)
+        self.task = Task(
+            model=self.model,
+            tokenizer=TOKENIZER,
+            objective=objective,
+            batches=batches,
+            evaluate=evaluate,
+            sample=lambda: "a sample",
+            meta=meta,
+        )
 
     def train(self, resume: bool = False) -> Path:
         return train(self.task, self.settings, self.backend, resume)
@@ -72,7 +80,7 @@ class Trial:
 
 def spoil(op: Any, kernel: str, where: int | None = None) -> None:
     """Put a NaN in what `kernel` returns to this op, or in its argument number `where`."""
-    good = getattr(op.k, kernel)
+    good = getattr(op, kernel)
 
     def bad(*args: Any) -> Any:
         result = good(*args)
@@ -80,7 +88,7 @@ def spoil(op: Any, kernel: str, where: int | None = None) -> None:
         spoilt.flat[-1] = np.nan
         return result
 
-    setattr(op.k, kernel, bad)
+    setattr(op, kernel, bad)
 
 
 @contextmanager
@@ -119,14 +127,14 @@ def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(
     )
     monkeypatch.setattr(NumpyBackend, "graphs", lambda self: graphs)
     trials = {
-        name: Trial(tmp_path / name, steps=10, save_every=5, capture=capture)
+        name: Trial(tmp_path / name, steps=10, save_every=5, cuda_graph=capture)
         for name, capture in (("plain", "off"), ("captured", "on"))
     }
     for trial in trials.values():
         trial.train()
     shutil.copytree(tmp_path / "captured", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "step-00000010")
-    trials["resumed"] = Trial(tmp_path / "resumed", steps=10, save_every=5, capture="on")
+    trials["resumed"] = Trial(tmp_path / "resumed", steps=10, save_every=5, cuda_graph="on")
     trials["resumed"].train(resume=True)
     assert len({t.model.buffer.masters.tobytes() for t in trials.values()}) == 1
     figures = [
@@ -144,8 +152,8 @@ def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(
     ("kind", "teacher", "advice"),
     [
         (Settings, {}, "with more --weight-decay\n"),
-        (TaughtSettings, {}, "with more --weight-decay, or with a --teacher\n"),
-        (TaughtSettings, {"teacher": "large"}, "with more --weight-decay\n"),
+        (SftSettings, {}, "with more --weight-decay, or with a --teacher\n"),
+        (SftSettings, {"teacher": "large"}, "with more --weight-decay\n"),
     ],
 )
 def test_overfitting_is_said(
@@ -154,8 +162,8 @@ def test_overfitting_is_said(
     """Held-out text of the same letters: at first it gets likelier, then the model knows its own text too well."""
     other = PackedTokens(np.random.default_rng(0).permutation(TOKENS), 16, 2, seed=0)
 
-    def evaluate(sharded: Sharded) -> dict[str, float]:
-        return {"val_bits_per_byte": evaluate_nll(sharded, other.in_order(4, 200), TOKENIZER.byte_lengths)}
+    def evaluate(parallel: DataParallel) -> dict[str, float]:
+        return {"val_bits_per_byte": evaluate_nll(parallel, other.in_order(4, 200), TOKENIZER.byte_lengths)}
 
     trial = Trial(tmp_path, steps=60, eval_every=5)
     trial.task, trial.settings = replace(trial.task, evaluate=evaluate), kind(**vars(trial.settings), **teacher)
@@ -224,10 +232,10 @@ def test_the_peak_of_a_matrix_product_is_measured() -> None:
 
 # What is done to the model, and whom the error must name.
 FAULTS: dict[str, tuple[Callable[[NanoEuler], None], str]] = {
-    "a forward": (lambda m: spoil(m.blocks[1].down, "swiglu_linear_fwd"), "forward of blocks.1.down"),
-    "a backward": (lambda m: spoil(m.blocks[2].attention, "attention_rope_bwd", 0), "backward of blocks.2.attention"),
-    "a gradient": (lambda m: spoil(m.blocks[0].qkv, "linear_bwd", 0), "backward of blocks.0.qkv"),
-    "a weight": (lambda m: m.blocks[1].down.weight.value.fill(np.inf), "weight blocks.1.down.weight"),
+    "a forward": (lambda m: spoil(m.blocks[1].mlp.down, "fwd"), "forward of blocks.1.down"),
+    "a backward": (lambda m: spoil(m.blocks[2].attention.attention, "rope_bwd", 0), "backward of blocks.2.attention"),
+    "a gradient": (lambda m: spoil(m.blocks[0].attention.qkv, "bwd", 0), "backward of blocks.0.qkv"),
+    "a weight": (lambda m: m.blocks[1].mlp.down.weight.value.fill(np.inf), "weight blocks.1.down.weight"),
 }
 
 
@@ -321,6 +329,52 @@ def test_norms_by_layer_make_up_the_whole_norm(tmp_path: Path) -> None:
         assert whole == pytest.approx(rows["loss"][step]["grad_norm"], rel=1e-5) and row["peak_memory_mib"] > 1
 
 
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "expected"),
+    [
+        (64, 0.4, ("tokens", "seconds")),
+        (4_000, 150, ("thousand tokens", "minutes")),
+        (9**9, 9e4, ("million tokens", "hours")),
+    ],
+)
+def test_the_axes_fit_the_length_of_a_run(
+    tokens: int, seconds: float, expected: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    shown: list[str] = []
+    save = Figure.savefig
+
+    def look(figure: Figure, *arguments: Any, **options: Any) -> None:
+        top, bottom = figure.axes
+        (clock,) = top.child_axes
+        labels = [float(label.get_text()) for label in clock.get_xticklabels()]
+        assert labels[0] == 0 and len(set(labels)) == len(labels) > 3
+        shown.extend((bottom.get_xlabel(), clock.get_xlabel()))
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    rows = [
+        {
+            "tokens": n * tokens,
+            "seconds": n * seconds,
+            "lr": 1,
+            "loss": 3 - n / 9,
+            "bits_per_byte": 2,
+            "val_bits_per_byte": 2,
+        }
+        for n in range(1, 5)
+    ]
+    assert metrics.plot(rows, tmp_path / "loss.png") and tuple(shown) == expected
+
+
+def test_a_figure_of_held_out_data_alone_is_plotted_over_what_was_read(tmp_path: Path) -> None:
+    rows = [{"step": n, "images": 64 * n, "loss": 1 / n, "lr": 0.1, "seconds": float(n)} for n in (1, 2, 3)]
+    rows.append({"step": 3, "images": 192, "val_distance": 0.5})
+    assert metrics.plot(rows, tmp_path / "loss.png", "distance", "images")
+    assert not metrics.plot(rows, tmp_path / "other.png", "distance")  # no tokens were read
+
+
 def test_a_figure_that_only_some_evaluations_have_is_plotted(tmp_path: Path) -> None:
     steps = [{"step": n, "tokens": n, "loss": 1.0, "lr": 0.1, "seconds": n, "reward": 2.0} for n in (1, 2, 3)]
     held_out = [{"step": n, "tokens": n, "val_bits_per_byte": 3.0} for n in (1, 3)]
@@ -384,6 +438,14 @@ def test_samples_and_what_the_run_is_are_written(tmp_path: Path) -> None:
     for name, about in written.items():
         assert about["settings"].pop("out").endswith(name)
     assert written["cut"] == written["whole"]
+
+
+def test_a_task_without_samples_writes_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trial = Trial(tmp_path / "run")
+    trial.task = replace(trial.task, sample=Task.sample)
+    trial.train()
+    assert not (tmp_path / "run" / "samples.jsonl").exists()
+    assert "\n\n" not in capsys.readouterr().out
 
 
 def test_energy_goes_on_counting_in_a_resumed_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -556,3 +618,30 @@ def test_minutes_end_a_run_by_the_clock(tmp_path: Path) -> None:
     assert step >= 1 and steps_of(tmp_path, "loss") == list(range(1, step + 1))
     assert steps_of(tmp_path, "val_bits_per_byte")[-1] == step
     assert checkpoint.load(last).meta["elapsed"] >= 0.06
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    """It is saved when it is found, whatever --save-every says; without --keep-best it goes as the others."""
+    figures = {1: 5.0, 2: 3.0, 3: 2.0, 4: 4.0, 5: 4.5, 6: 2.5}
+
+    def trial(out: Path, **settings: Any) -> Trial:
+        found = Trial(out, keep=1, eval_every=1, **settings)
+        run: list[int] = []
+        batches = found.task.batches
+
+        def counted(step: int) -> Any:
+            run.append(step + 1)
+            return batches(step)
+
+        found.task = replace(
+            found.task, batches=counted, evaluate=lambda parallel: {"val_bits_per_byte": figures[run[-1]]}
+        )
+        return found
+
+    def kept(out: Path) -> list[int]:
+        return [checkpoint.step_of(path) for path in checkpoint.steps(out)]
+
+    trial(tmp_path / "best", keep_best=True, save_every=4).train()
+    trial(tmp_path / "usual", save_every=4).train()
+    assert (kept(tmp_path / "best"), kept(tmp_path / "usual")) == ([3, 6], [6])
+    assert metrics.best_step(tmp_path / "best" / "metrics.jsonl") == 3

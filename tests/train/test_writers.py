@@ -32,7 +32,7 @@ def test_none_is_asked_for() -> None:
 
 @pytest.mark.parametrize("name", sorted(WRITERS))
 def test_a_package_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda expected: None)
     message = f"--log {name}: the package {name} is not installed; pip install {name}, or use --log none"
     with pytest.raises(UserError, match=message):
         Settings(steps=1, log=name).check()
@@ -62,7 +62,7 @@ def test_tensorboard_shows_the_figures_and_forgets_what_a_resumed_run_drops(
 
 
 def test_wandb_gets_every_row_in_a_group_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with wandb's signatures: the real one starts a service of its own and wants an account."""
+    """A stand-in with wandb's signatures: the real one starts a service of its own and expects an account."""
     runs: list[dict[str, Any]] = []
 
     class Stand:

@@ -11,7 +11,7 @@ from tinyforge.backends import Backend
 from tinyforge.optim import AdamWConfig
 from tinyforge.rng import Stream
 from tinyforge.train.captured import Captured
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, NextTokens
 
 
@@ -21,9 +21,9 @@ class Trained:
     def __init__(self, backend: Backend, model: Any, with_graph: bool, config: AdamWConfig | None = None) -> None:
         self.backend, self.model = backend, model
         model.initialise(0)
-        self.sharded = Sharded(model, backend, NextTokens(model.config.head_weights))
-        self.optimizer = self.sharded.rank.make_optimizer(config)
-        self.captured = Captured(self.sharded, self.optimizer, 0.5) if with_graph else None
+        self.parallel = DataParallel(model, backend, NextTokens(model.config.head_weights))
+        self.optimizer = self.parallel.rank.make_optimizer(config)
+        self.captured = Captured(self.parallel, self.optimizer, 0.5) if with_graph else None
         self.found: list[tuple[Any, Any]] = []  # the sums and the norm of each step
 
     def step(self, number: int, batches: Sequence[Batch]) -> None:
@@ -31,7 +31,7 @@ class Trained:
         if self.captured:
             totals, norm = self.captured.step(batches, noise, lr)
         else:
-            totals = self.sharded.gradients(batches, noise)
+            totals = self.parallel.gradients(batches, noise)
             norm, factor = self.optimizer.clip(0.5)
             self.optimizer.step(lr, factor)
         self.found.append((totals.sums, norm))
@@ -58,6 +58,6 @@ def assert_same_bits(plain: Trained, graph: Trained, steps: Sequence[Sequence[Ba
     for number, batches in enumerate(steps):
         for trained in (plain, graph):
             trained.step(number, batches)
-    wanted, got = plain.bits(), graph.bits()
-    assert [what for what in wanted if wanted[what] != got[what]] == []
+    expected, got = plain.bits(), graph.bits()
+    assert [what for what in expected if expected[what] != got[what]] == []
     assert np.isfinite(graph.backend.to_numpy(graph.model.buffer.masters)).all()

@@ -6,9 +6,9 @@ import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -58,19 +58,58 @@ def starts_of(begins: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(np.where(begins, np.arange(begins.shape[1]), 0), axis=1).astype(np.int32)
 
 
-def _windows_batch(rows: Sequence[np.ndarray], seq_len: int, heads: int, mask: DocumentMask | None) -> Batch:
-    """Windows of up to seq_len + heads ids; where a row is shorter, targets are -1."""
+def _windows_batch(
+    rows: Sequence[np.ndarray],
+    seq_len: int,
+    heads: int,
+    mask: DocumentMask | None,
+    bounds: Sequence[tuple[int, int]] | None = None,
+) -> Batch:
+    """Windows of up to seq_len + heads ids; where a row is shorter, targets are -1. bounds: of each row, the first
+    position whose targets count, and the one after the last."""
     tokens = np.full((len(rows), seq_len + heads), -1, np.int32)
     for number, row in enumerate(rows):
         tokens[number, : len(row)] = row
     documents = mask.documents(tokens[:, :seq_len]) if mask else None
-    return Batch(np.maximum(tokens[:, :seq_len], 0), shifted_targets(tokens, seq_len, heads), documents=documents)
+    targets = shifted_targets(tokens, seq_len, heads)
+    for number, (first, stop) in enumerate(bounds or ()):
+        targets[number, :first] = targets[number, stop:] = -1
+    return Batch(np.maximum(tokens[:, :seq_len], 0), targets, documents=documents)
 
 
-def _draw_offset(stream: Stream, length: int, windows: int, seq_len: int) -> int:
-    """Where the first of an epoch's windows begins."""
-    room = max(1, min(seq_len, length - windows * seq_len))
-    return int(stream.uniform() * room)
+class Cuts:
+    """Where the windows of an epoch lie in a text of `length` ids.
+
+    Every id but the first is a target once an epoch. The cuts are shifted in each epoch, so the first and the last
+    window have fewer targets, and as context the ids next to them, which are targets of other windows.
+
+    full: as in runs of earlier versions, every window has seq_len targets, and up to 2 seq_len ids at the two ends of
+    the text are left out. count: windows of an epoch.
+    """
+
+    def __init__(self, length: int, seq_len: int, full: bool = False) -> None:
+        self._targets, self._seq_len = length - 1, seq_len
+        if full:
+            self.count = max(1, length // seq_len - 1)
+            self._least, self._room = 0, max(1, min(seq_len, length - self.count * seq_len))
+            return
+        self.count = -(-self._targets // seq_len)
+        spare = self.count * seq_len - self._targets  # targets that the first and the last window lack together
+        if self.count > 1 and spare < seq_len // 2:  # too few shifts
+            self.count, spare = self.count + 1, spare + seq_len
+        self._least, most = -min(spare, seq_len - 1), -max(0, spare - seq_len + 1)
+        self._room = most - self._least + 1
+
+    def shift(self, stream: Stream) -> int:
+        """Where an epoch's first window begins; below 0, it lacks that many targets."""
+        return self._least + int(stream.uniform() * self._room)
+
+    def place(self, shift: int, window: int) -> tuple[int, tuple[int, int]]:
+        """The first id of a window, and the bounds of the positions whose targets count."""
+        begin = shift + window * self._seq_len
+        first, stop = max(begin, 0), min(begin + self._seq_len, self._targets)
+        start = max(0, min(first, self._targets - self._seq_len))
+        return start, (first - start, stop - start)
 
 
 class Batches(Protocol):
@@ -86,10 +125,12 @@ class PackedTokens:
     """One long stream of documents cut into windows of `seq_len`.
 
     Each epoch shifts the cuts by a random offset and visits the windows in a random order, both drawn from the seed.
-    mask: keeps documents apart; without it a token sees everything before it in its window.
+    mask: keeps documents apart; without it a token sees everything before it in its window. full: see `Cuts`.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int, mask: DocumentMask | None = None) -> None:
+    def __init__(
+        self, tokens: Tokens, seq_len: int, heads: int, seed: int, mask: DocumentMask | None = None, full: bool = False
+    ) -> None:
         if len(tokens) < seq_len + 1:
             raise UserError(
                 f"corpus: {len(tokens)} tokens, one training sequence takes {seq_len + 1}; "
@@ -100,23 +141,25 @@ class PackedTokens:
         self.heads = heads
         self.seed = seed
         self.mask = mask
-        self.windows = max(1, len(tokens) // seq_len - 1)
+        self._cuts = Cuts(len(tokens), seq_len, full)
+        self.windows = self._cuts.count
         self._epoch = -1
 
     def batch(self, index: int, size: int) -> Batch:
         """The index-th batch of `size` windows."""
-        rows = []
+        rows, bounds = [], []
         for number in range(index * size, (index + 1) * size):
             epoch, position = divmod(number, self.windows)
             self._enter(epoch)
-            start = self._offset + self._order[position] * self.seq_len
+            start, bound = self._cuts.place(self._shift, int(self._order[position]))
             rows.append(self.tokens[start : start + self.seq_len + self.heads])
-        return _windows_batch(rows, self.seq_len, self.heads, self.mask)
+            bounds.append(bound)
+        return _windows_batch(rows, self.seq_len, self.heads, self.mask, bounds)
 
     def _enter(self, epoch: int) -> None:
         if epoch != self._epoch:
             stream = Stream(self.seed, f"windows/{epoch}")
-            self._offset = _draw_offset(stream, len(self.tokens), self.windows, self.seq_len)
+            self._shift = self._cuts.shift(stream)
             self._order = stream.permutation(self.windows)
             self._epoch = epoch
 
@@ -125,7 +168,7 @@ class PackedTokens:
         last = min(limit, len(self.tokens) - 1)
         starts = range(0, last, self.seq_len)
         for i in range(0, len(starts), size):
-            # The id behind a window is its last target; later heads have no target there.
+            # The id after a window is its last target; later heads have no target there.
             rows = [self.tokens[s : min(s + self.seq_len, last) + 1] for s in starts[i : i + size]]
             yield _windows_batch(rows, self.seq_len, self.heads, self.mask)
 
@@ -134,16 +177,21 @@ class ContinuedTokens:
     """One long stream of documents in `rows` parts of equal length, read side by side: each row of a batch continues
     where it ended in the batch before, so that a model can carry its state from one to the next.
 
-    Each epoch shifts the parts by a random offset, drawn from the seed, and its first batch resets the state.
+    Each epoch begins the parts at a random place, drawn from the seed, goes from the end of the text on to its
+    beginning, and resets the state with its first batch. Every id but the first is a target once an epoch. full: as in
+    runs of earlier versions, up to rows * seq_len ids at the two ends are left out instead.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int, rows: int) -> None:
-        self.windows = (len(tokens) - heads) // (rows * seq_len)  # of each part
-        if self.windows < 1:
+    def __init__(self, tokens: Tokens, seq_len: int, heads: int, seed: int, rows: int, full: bool = False) -> None:
+        windows = (len(tokens) - heads) // (rows * seq_len)
+        if windows < 1:
             raise UserError(
                 f"corpus: {len(tokens)} tokens, {rows} rows of {seq_len} take {rows * seq_len + heads}; give more "
                 "text, a smaller --seq-len or a smaller --batch-size"
             )
+        self._part = windows * seq_len if full else -(-len(tokens) // rows)
+        self.windows = -(-self._part // seq_len)  # of each part
+        self._room = len(tokens) - heads - rows * self._part + 1 if full else len(tokens)
         self.tokens, self.seq_len, self.heads, self.seed, self.rows = tokens, seq_len, heads, seed, rows
 
     def batch(self, index: int, size: int) -> Batch:
@@ -151,14 +199,15 @@ class ContinuedTokens:
         if size != self.rows:
             raise ValueError(f"ContinuedTokens: a batch of {size} rows, made for {self.rows}")
         epoch, window = divmod(index, self.windows)
-        part = self.windows * self.seq_len
-        room = len(self.tokens) - self.heads - self.rows * part + 1
-        first = int(Stream(self.seed, f"windows/{epoch}").uniform() * room) + window * self.seq_len
-        starts = (first + row * part for row in range(self.rows))
-        found = _windows_batch(
-            [self.tokens[start : start + self.seq_len + self.heads] for start in starts], self.seq_len, self.heads, None
-        )
-        return replace(found, stream=0, anew=window == 0)
+        length, first = len(self.tokens), int(Stream(self.seed, f"windows/{epoch}").uniform() * self._room)
+        read = np.arange(self.rows)[:, None] * self._part + window * self.seq_len + np.arange(self.seq_len + self.heads)
+        tokens = np.take(self.tokens[:], first + read, mode="wrap").astype(np.int32)
+        targets = shifted_targets(tokens, self.seq_len, self.heads)
+        read = read[:, : self.seq_len]
+        parts_end = np.minimum(np.arange(1, self.rows + 1)[:, None] * self._part, length)
+        after = (first + read) % length + 1
+        known = (read < parts_end)[..., None] & (after[..., None] + np.arange(self.heads) < length)
+        return Batch(tokens[:, : self.seq_len], np.where(known, targets, -1), stream=0, reset_state=window == 0)
 
 
 class _Source:
@@ -170,37 +219,38 @@ class _Source:
 
     BLOCK = 4096
 
-    def __init__(self, name: str, tokens: Tokens, seq_len: int, heads: int, seed: int) -> None:
+    def __init__(self, name: str, tokens: Tokens, seq_len: int, heads: int, seed: int, full: bool) -> None:
         if len(tokens) < seq_len + 1:
             raise UserError(
                 f"source {name}: {len(tokens):,} tokens to train on, one training sequence takes {seq_len + 1:,}; "
                 "leave it out (--mix names the sources to read), or use a smaller --seq-len"
             )
         self.name, self.tokens, self.seq_len, self.heads, self.seed = name, tokens, seq_len, heads, seed
-        self.windows = max(1, len(tokens) // seq_len - 1)
+        self._cuts = Cuts(len(tokens), seq_len, full)
+        self.windows = self._cuts.count
         self._made = (-1, -1)
 
-    def row(self, number: int) -> np.ndarray:
-        """The source's number-th window since the start of the run, up to seq_len + heads ids."""
+    def row(self, number: int) -> tuple[np.ndarray, tuple[int, int]]:
+        """The source's number-th window since the start of the run, up to seq_len + heads ids, and the bounds of its
+        targets."""
         epoch, position = divmod(number, self.windows)
         block, place = divmod(position, self.BLOCK)
         if self._made != (epoch, block):
             stream = Stream(self.seed, f"windows/{self.name}/{epoch}")
-            self._offset = _draw_offset(stream, len(self.tokens), self.windows, self.seq_len)
-            wanted = np.arange(block * self.BLOCK, min((block + 1) * self.BLOCK, self.windows))
-            order = permute(wanted, self.windows, stream.fork("order"))
-            self._starts = (self._offset + order * self.seq_len).tolist()
+            self._shift = self._cuts.shift(stream)
+            expected = np.arange(block * self.BLOCK, min((block + 1) * self.BLOCK, self.windows))
+            self._order = permute(expected, self.windows, stream.fork("order")).tolist()
             self._made = (epoch, block)
-        start = self._starts[place]
-        return self.tokens[start : start + self.seq_len + self.heads]
+        start, bound = self._cuts.place(self._shift, self._order[place])
+        return self.tokens[start : start + self.seq_len + self.heads], bound
 
 
 class MixedTokens:
     """Several sources, each cut into windows of `seq_len` with epochs of its own, mixed by weight.
 
     sources: ids by name. weights: positive, by the same names; only their ratios count. Nothing is sampled: for any n,
-    a source of share w has n w of the first n windows, to within K - 1, K being the number of sources. mask: as in
-    `PackedTokens`. Raises UserError for a source too short for one window.
+    a source of share w has n w of the first n windows, to within K - 1, K being the number of sources. mask and full
+    as in `PackedTokens`. Raises UserError for a source too short for one window.
     """
 
     def __init__(
@@ -211,20 +261,19 @@ class MixedTokens:
         heads: int,
         seed: int,
         mask: DocumentMask | None = None,
+        full: bool = False,
     ) -> None:
         self.seq_len, self.heads, self.mask = seq_len, heads, mask
-        self.sources = [_Source(name, tokens, seq_len, heads, seed) for name, tokens in sources.items()]
+        self.sources = [_Source(name, tokens, seq_len, heads, seed, full) for name, tokens in sources.items()]
         # Integers: the position of a window far into a run must be exact.
         unit = math.lcm(*(Fraction(weights[s.name]).denominator for s in self.sources))
         self.weights = [int(weights[s.name] * unit) for s in self.sources]
 
     def batch(self, index: int, size: int) -> Batch:
         """The index-th batch of `size` windows."""
-        rows = []
-        for number in range(index * size, (index + 1) * size):
-            source, place = self.locate(number)
-            rows.append(self.sources[source].row(place))
-        return _windows_batch(rows, self.seq_len, self.heads, self.mask)
+        places = map(self.locate, range(index * size, (index + 1) * size))
+        rows, bounds = zip(*(self.sources[source].row(place) for source, place in places), strict=True)
+        return _windows_batch(rows, self.seq_len, self.heads, self.mask, bounds)
 
     def locate(self, number: int) -> tuple[int, int]:
         """The source of the run's window `number`, and how many windows of that source came before.
@@ -328,11 +377,11 @@ class Shuffled:
     stream: the batch's random numbers, a function of the seed and the batch's number alone.
     """
 
-    def __init__(self, count: int, seed: int, make: Callable[[np.ndarray, Stream], Batch]) -> None:
+    def __init__(self, count: int, seed: int, make: Callable[[np.ndarray, Stream], Any]) -> None:
         self.count, self.seed, self.make = count, seed, make
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
-    def batch(self, index: int, size: int) -> Batch:
+    def batch(self, index: int, size: int) -> Any:
         """The index-th batch of `size` examples; one that crosses the end of an epoch goes on with the next."""
         rows = [self._row(number) for number in range(index * size, (index + 1) * size)]
         return self.make(np.array(rows), Stream(self.seed, f"batch/{index}"))

@@ -1,6 +1,6 @@
 """The model card: what a model is, its training data and settings, its scores, and what it is not for.
 
-    write_card(Path("runs/sft"))        README.md beside the checkpoints, from the newest of them
+    write_card(Path("runs/sft"))        README.md next to the checkpoints, from the newest of them
     card(checkpoint.load(path))         its text
 
 Nothing is typed by hand: all figures come from the checkpoint's meta.json and the run's scores.json.
@@ -17,11 +17,12 @@ from tinyforge import checkpoint
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.files import write_whole
+from tinyforge.invocation import as_typed
 from tinyforge.registry import default_model, find_model
 from tinyforge.report import count_of
 from tinyforge.tensors import CALLED
 from tinyforge.train.metrics import NOISE, read_scores
-from tinyforge.train.settings import RECIPES, Settings
+from tinyforge.train.settings import RECIPES, Settings, sequence_length
 
 CARD = """---
 license: {license}
@@ -42,14 +43,9 @@ Weights are {weights}.
 
 or in Python:
 
-    from tinyforge.backends import get_backend
-    from tinyforge.formats import load_pretrained
-    from tinyforge.infer import Sampling, generate
+    import tinyforge
 
-    model, tokenizer = load_pretrained("DIR", get_backend())
-    stop = frozenset(tokenizer.specials.values())
-    ids = tokenizer.encode({text})
-    print(tokenizer.decode(generate(model, ids, Sampling(), stop)))
+    print(tinyforge.load("DIR").generate({text}))
 
 ## Intended use and limits
 
@@ -75,14 +71,7 @@ for advice or facts: nothing was done to make it truthful, polite or safe."""
 WORLD = """It knows only the small world of `data/world.py`: a few dozen patterns of English sentences about people,
 things, places and small numbers. Asked about anything else, it answers in the same patterns, wrongly. That file
 generates its training text, which contains no personal data."""
-# Each as one literal: building a wheel replaces them by the commands of `tinyforge`.
-COMMANDS = {
-    "pretrain": "python recipes/pretrain.py",
-    "sft": "python recipes/sft.py",
-    "dpo": "python recipes/dpo.py",
-    "grpo": "python recipes/grpo.py",
-    "classify": "python recipes/classify.py",
-}
+COMMANDS = {kind: f"python recipes/{kind}.py" for kind in ("pretrain", "sft", "dpo", "grpo", "classify")}
 OWN = """It was trained only on the text named below and repeats that text's errors and opinions. At this size it states
 falsehoods fluently. Do not rely on anything it says."""
 
@@ -103,23 +92,25 @@ def card(found: checkpoint.Checkpoint) -> str:
     runs += [(str(stage.get("kind")), stage) for stage in meta.get("stages", ()) if "settings" in stage]
     runs.append((meta["kind"], meta))
     built_in, tuned = not (imported or any(_settings(*run).data for run in runs)), meta["kind"] != "pretrain"
-    return CARD.format(
-        name=spec.name,
-        title=spec.title,
-        summary=spec.summary or "A language model",
-        size=f"{_parameters(found):,}",
-        weights=CALLED[found.weights.dtype],
-        # A program cannot decide the licence of a model that was trained on other people's text.
-        license="mit" if built_in else "other",
-        kind="fine-tuned to answer" if tuned else "a base model: it continues text",
-        prompt="" if tuned else ' --prompt "Once upon a time"',
-        text='"### Instruction:\\nWho is here?\\n\\n### Response:\\n"' if tuned else '"Once upon a time"',
-        use=USE,
-        limits=WORLD if built_in else OWN,
-        shape=_table([_numbers(config)]),
-        corpus="\n".join(_learned_from(kind, run) for kind, run in runs),
-        runs="\n".join(_trained(kind, run, config) for kind, run in runs),
-        scores=_scores(read_scores(found.path.parent, meta["step"])),
+    return as_typed(
+        CARD.format(
+            name=spec.name,
+            title=spec.title,
+            summary=spec.summary or "A language model",
+            size=f"{_parameters(found):,}",
+            weights=CALLED[found.weights.dtype],
+            # A program cannot decide the licence of a model that was trained on other people's text.
+            license="mit" if built_in else "other",
+            kind="fine-tuned to answer" if tuned else "a base model: it continues text",
+            prompt="" if tuned else ' --prompt "Once upon a time"',
+            text='"### Instruction:\\nWho is here?\\n\\n### Response:\\n"' if tuned else '"Once upon a time"',
+            use=USE,
+            limits=WORLD if built_in else OWN,
+            shape=_table([_numbers(config)]),
+            corpus="\n".join(_learned_from(kind, run) for kind, run in runs),
+            runs="\n".join(_trained(kind, run, config) for kind, run in runs),
+            scores=_scores(read_scores(found.path.parent, meta["step"])),
+        )
     )
 
 
@@ -174,23 +165,17 @@ def _cell(value: Any) -> str:
 
 def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
     settings = _settings(kind, run)
-    rows, length = settings.batch_size * settings.grad_accum, settings.seq_len or config.context
+    rows, length = settings.batch_size * settings.grad_accum, sequence_length(config, settings)
     told = f"{count_of(run['step'], 'step')} in {run['elapsed']:,.0f} s on {run['machine']}"
-    told += f": {run['tokens']:,} tokens" if "tokens" in run else ""
-    if "tokens_per_second" in run:
-        told += f", {run['tokens_per_second']:,} tokens/s while training"
+    unit = next((name.removesuffix("_per_second") for name in run if name.endswith("_per_second")), "tokens")
+    told += f": {run[unit]:,} {unit}" if unit in run else ""
+    if f"{unit}_per_second" in run:
+        told += f", {run[f'{unit}_per_second']:,} {unit}/s while training"
     if "joules" in run:
         told += f"; {run['joules'] / 3.6e6:.3f} kWh"
     optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings.optimizer]
-    cells = (
-        optimizer,
-        f"{settings.lr:g}",
-        settings.schedule,
-        f"{settings.weight_decay:g}",
-        f"{settings.clip:g}",
-        f"{rows} x {length}",
-        settings.precision,
-    )
+    numbers = (f"{settings.lr:g}", settings.schedule, f"{settings.weight_decay:g}", f"{settings.clip:g}")
+    cells = (optimizer, *numbers, f"{rows} x {length}", settings.precision)
     return (
         f"    {' '.join([COMMANDS[kind], *settings.flags(), *_gone(run['settings'])])}\n\n{told}; seed "
         f"{settings.seed}, data SHA-256 `{run['data_hash'][:16]}`.\n\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tinyforge.shards import Part, Shards, is_shard_folder, separator_of
 from tinyforge.terminal import one_line
 from tinyforge.tokenizers import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
 from tinyforge.train.batches import ContinuedTokens, DocumentMask, MixedTokens, PackedTokens, check_ids, fingerprint
-from tinyforge.train.data_parallel import Sharded, evaluate_heads
+from tinyforge.train.data_parallel import DataParallel, evaluate_heads
 from tinyforge.train.settings import PretrainSettings, restarts
 
 NOT_STATED = "not stated"  # a licence
@@ -52,18 +53,18 @@ class Corpus:
     summary: tuple[dict[str, Any], ...]
     inputs: tuple[str, ...] = ()  # SHA-256 of the files that the text came from, where shards know them
 
-    def evaluate(self, sharded: Sharded, rows: int, limit: int | None = None) -> tuple[float, dict[str, float]]:
+    def evaluate(self, parallel: DataParallel, rows: int, limit: int | None = None) -> tuple[float, dict[str, float]]:
         """Bits per byte of the held-out text: over all of it, and by source if there are several.
 
         limit: tokens to read, the same number from each source; the overall figure weighs a source by its true size.
         """
-        heads = measure(self.held_out, sharded, rows, self.tokenizer.byte_lengths, limit)
+        heads = measure(self.held_out, parallel, rows, self.tokenizer.byte_lengths, limit)
         figures = {source: float(bits[0]) for source, bits in heads.items()}
         return over_all(self.held_out, figures), figures if len(figures) > 1 else {}
 
 
 def measure(
-    parts: Sequence[HeldOut], sharded: Sharded, rows: int, byte_lengths: np.ndarray, limit: int | None = None
+    parts: Sequence[HeldOut], parallel: DataParallel, rows: int, byte_lengths: np.ndarray, limit: int | None = None
 ) -> dict[str, np.ndarray]:
     """Bits per byte of every head, (K,), on the held-out text of each source.
 
@@ -78,7 +79,7 @@ def measure(
 
             what = one_line(f"held-out text of {part.source}")
             windows = tqdm(windows, what, unit=" batches", leave=False, disable=None)
-        figures[part.source] = evaluate_heads(sharded, windows, byte_lengths)
+        figures[part.source] = evaluate_heads(parallel, windows, byte_lengths)
     return figures
 
 
@@ -89,21 +90,20 @@ def over_all(parts: Sequence[HeldOut], figures: Mapping[str, float]) -> float:
 
 def summarise(name: str, licence: str, share: float, train: Part, val: Part) -> dict[str, Any]:
     """A source's row on a model card. share: of the tokens read in training."""
-    return {
-        "source": name,
-        "licence": licence,
-        "share": share,
-        "documents": train.documents,
-        "bytes": train.bytes,
-        "tokens": train.tokens,
-        "held-out_documents": val.documents,
-        "held-out_bytes": val.bytes,
-    }
+    row = {"source": name, "licence": licence, "share": share}
+    row |= {"documents": train.documents, "bytes": train.bytes, "tokens": train.tokens}
+    return row | {"held-out_documents": val.documents, "held-out_bytes": val.bytes}
+
+
+QUOTES = '"“”«»„`'
 
 
 def opening_of(text: str) -> str:
-    """The first words of a document, for the model to continue."""
-    return text[:40].rsplit(" ", 1)[0] or text[:40]
+    """The first words of a document for the model to continue, up to a quotation mark, which a shell would read."""
+    text = text.lstrip(QUOTES)
+    words = text[:40].rsplit(" ", 1)[0] or text[:40]
+    plain = re.split(f"[{QUOTES}]", words)[0].rstrip(" ,")
+    return plain if len(plain) >= 8 else words
 
 
 def find_shards(settings: PretrainSettings) -> Shards | None:
@@ -112,8 +112,8 @@ def find_shards(settings: PretrainSettings) -> Shards | None:
     text = [path for path in settings.data if path not in shards]
     if shards and text:
         raise UserError(f"--data: {shards[0]} holds token shards, {text[0]} does not; give the one or the other")
-    if settings.carry and shards:
-        raise UserError(f"--carry reads one text from end to end, {shards[0]} holds token shards; give text files")
+    if settings.stateful and shards:
+        raise UserError(f"--stateful reads one text from end to end, {shards[0]} holds token shards; give text files")
     if settings.mix and not shards:
         raise UserError("--mix weighs the sources of token shards, --data names none; make some: python -m data.shards")
     return Shards([Path(path) for path in shards]) if shards else None
@@ -150,13 +150,13 @@ def mix_weights(mix: Sequence[str], shards: Shards) -> dict[str, Fraction]:
             name = ""
         if not name:
             example = next(iter(shards.sources))
-            raise UserError(f"--mix: {item!r} wants NAME=WEIGHT with a number, e.g. --mix {example}=0.7")
+            raise UserError(f"--mix: {item!r} expects NAME=WEIGHT with a number, e.g. --mix {example}=0.7")
         if name not in shards.sources:
             raise UserError(f"--mix: the shards have no source {name!r}; they have {', '.join(shards.sources)}")
         if name in weights:
             raise UserError(f"--mix: {name!r} is given twice; give it one weight")
         if not 0 <= weight < math.inf:
-            raise UserError(f"--mix: the weight of {name} is {value}, wants a number of 0 or more")
+            raise UserError(f"--mix: the weight of {name} is {value}, expected a number of 0 or more")
         weights[name] = Fraction(str(weight))  # 0.7 is seven tenths, not the float next to it
     if not any(weights.values()):
         raise UserError("--mix: all weights are 0; give a source to be read a weight above 0")
@@ -167,7 +167,8 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
     """Verify the shards, and print which sources are read and how often."""
     weights = mix_weights(settings.mix, shards)
     train = {name: shards.sequence(name, "train") for name in weights}
-    batches = MixedTokens(train, weights, seq_len, heads, settings.seed, document_mask(settings, shards.tokenizer))
+    mask, full = document_mask(settings, shards.tokenizer), settings.windows == "full"
+    batches = MixedTokens(train, weights, seq_len, heads, settings.seed, mask, full)
     held_out = held_out_text(shards, settings, seq_len, heads)
     shards.verify(progress=sys.stderr.isatty())
     print(f"corpus: token shards in {', '.join(settings.data)}, every file checked")
@@ -190,16 +191,8 @@ def open_corpus(shards: Shards, settings: PretrainSettings, seq_len: int, heads:
     opening = opening_of(next((text for text in begin if text.strip()), " "))
     sources = [(shards.sources[name], float(weight / sum(weights.values()))) for name, weight in weights.items()]
     summary = tuple(summarise(s.name, s.licence or NOT_STATED, share, s.train, s.val) for s, share in sources)
-    return Corpus(
-        shards.tokenizer,
-        batches,
-        sum(map(len, train.values())),
-        held_out,
-        opening,
-        shards.hash,
-        summary,
-        tuple(digest for source, _ in sources for digest in source.inputs),
-    )
+    tokens, inputs = sum(map(len, train.values())), tuple(d for source, _ in sources for d in source.inputs)
+    return Corpus(shards.tokenizer, batches, tokens, held_out, opening, shards.hash, summary, inputs)
 
 
 def held_out_text(shards: Shards, settings: PretrainSettings, seq_len: int, heads: int) -> tuple[HeldOut, ...]:
@@ -282,14 +275,18 @@ def corpus_of_text(
     training: Sequence[str],
     held_out: Sequence[str],
     tokenizer: TextTokenizer,
+    documents: int,
 ) -> Corpus:
-    """The corpus of plain text, or the built-in one: the ids are held in memory."""
+    """The corpus of plain text, or the built-in one: the ids are held in memory. documents: their number; one that is
+    cut into a part of both texts counts as read in training."""
     streams = [pack(texts, tokenizer) for texts in (training, held_out)]
     for stream in streams:
         check_ids(stream, config.vocab)
     train, val = (
-        Part(len(texts), len(stream), byte_count(texts))
-        for texts, stream in zip((training, held_out), streams, strict=True)
+        Part(number, len(stream), byte_count(texts))
+        for number, texts, stream in zip(
+            (len(training), documents - len(training)), (training, held_out), streams, strict=True
+        )
     )
     print(
         f"tokenizer: {tokenizer.vocab_size} ids, {train.bytes / max(1, train.tokens - train.documents):.2f} bytes a "
@@ -297,7 +294,8 @@ def corpus_of_text(
     )
     print(f"training text: {train.bytes:,} bytes, {train.tokens:,} tokens; held out: {val.tokens:,} tokens")
     mask, made = document_mask(settings, tokenizer), (streams[0], seq_len, config.prediction_heads, settings.seed)
-    data = ContinuedTokens(*made, settings.batch_size) if settings.carry else PackedTokens(*made, mask)
+    full = settings.windows == "full"
+    data = ContinuedTokens(*made, settings.batch_size, full) if settings.stateful else PackedTokens(*made, mask, full)
     length = min(seq_len, max(1, len(streams[1]) - 1))
     parts = (HeldOut("text", PackedTokens(streams[1], length, config.prediction_heads, settings.seed, mask), 1),)
     name, licence = ("text", NOT_STATED) if settings.data else ("the built-in world", "MIT")

@@ -3,7 +3,7 @@
     q = (1 - share) onehot(next token) + share p_teacher,    loss = mean over tokens of -sum_v q[v] log p[v]
 
 The teacher reads the same rows without dropout and has no gradient. Only its final hidden states and its output heads
-are kept: `LinearCrossEntropy` makes its logits chunk by chunk beside the model's own. Several teachers are an
+are kept: `LinearCrossEntropy` makes its logits chunk by chunk together with the model's. Several teachers are an
 `Ensemble`, whose p_teacher comes from the mean of their logits.
 
     taught = Distilled(model, Ensemble([teacher], heads, backend), share=0.5)    trains like `model`, whose weights it
@@ -102,7 +102,7 @@ class Teachers:
     models: tuple[tuple[ModelSpec, ModelConfig], ...]
     share: float
 
-    def beside(self, model: Any, backend: Backend) -> Distilled:
+    def wrap_with_teachers(self, model: Any, backend: Backend) -> Distilled:
         """`model` with these teachers, whose weights are zeros: enough for the meta backend."""
         built = [frozen_model(partial(spec.build, config, backend)) for spec, config in self.models]
         return Distilled(model, Ensemble(built, model.config.prediction_heads, backend), self.share)

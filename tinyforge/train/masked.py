@@ -1,7 +1,7 @@
 """Masked-word pretraining as in BERT: 15 % of the words of a text are masked, and the model predicts them.
 
 Of the masked words 80 % become [MASK], 10 % another word, 10 % stay: with [MASK] alone a model would learn nothing
-about words that it can see. The words are drawn again in every epoch.
+about words that it can see. The words are sampled again in every epoch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tinyforge.tokenizers import TextTokenizer
 from tinyforge.tokenizers.wordpiece import CLS, MASK, PAD, SEP
 from tinyforge.train.batches import Batches
 from tinyforge.train.corpus import Corpus
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch
 
-FRAME = 2  # tokens around a text: [CLS] before it, [SEP] behind it
+FRAME = 2  # tokens around a text: [CLS] before it, [SEP] after it
 
 
 def special(tokenizer: TextTokenizer, text: str) -> int:
@@ -33,7 +33,7 @@ def special(tokenizer: TextTokenizer, text: str) -> int:
 
 class MaskedWords:
     """Windows of text for a model of masked words: batches with segments, lengths and the places of the masked words in
-    `Batch.more`."""
+    `Batch.extra_inputs`."""
 
     def __init__(self, windows: Batches, tokenizer: TextTokenizer, config: ModelConfig, length: int, seed: int) -> None:
         """windows: of `length` - FRAME tokens. length: of a row, with [CLS] and [SEP]."""
@@ -85,11 +85,11 @@ class MaskedWords:
                     yield self.hide(whole, Stream(0, f"held out/{part.source}/{number}"))
 
 
-def evaluate_masked(sharded: Sharded, batches: Iterator[Batch]) -> dict[str, float]:
+def evaluate_masked(parallel: DataParallel, batches: Iterator[Batch]) -> dict[str, float]:
     """The mean loss of the masked words, and the perplexity, over all batches."""
     nll, count = 0.0, 0
     for batch in batches:
-        nll += float(sharded.nll(batch)[0])
+        nll += float(parallel.nll(batch)[0])
         count += int((batch.targets >= 0).sum())
     loss = nll / max(1, count)
     return {"val_loss": loss, "val_perplexity": float(np.exp(min(loss, 700.0)))}
@@ -100,7 +100,7 @@ def guesses(model: object, batch: Batch, tokenizer: TextTokenizer, backend: Back
     ids, _targets, segments, lengths, places = batch[:1].inputs(backend)
     found = model.predict(model.hidden(ids, segments, lengths), places)  # type: ignore[attr-defined]
     best = backend.to_numpy(found)[0].argmax(axis=-1)
-    shown = {int(place): number for number, place in enumerate(batch.more[2][0]) if place >= 0}
+    shown = {int(place): number for number, place in enumerate(batch.extra_inputs[2][0]) if place >= 0}
     words = []
     for place, id in enumerate(batch.ids[0].tolist()):
         if place in shown:

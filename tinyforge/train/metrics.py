@@ -14,12 +14,14 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.workers import worker_pids
+from tinyforge.checkpoint import how_to_go_on
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, read_json, write_whole, written_whole
 from tinyforge.params import ParamBuffer
 from tinyforge.report import NOISE
 
 Row = dict[str, Any]
+BEST = "val_bits_per_byte"  # what --keep-best compares
 
 
 class Metrics:
@@ -44,7 +46,7 @@ class Metrics:
             self.also(row)
 
     def write_sample(self, **row: Any) -> None:
-        """row: step, tokens, text; no time, so that a run that was stopped and resumed writes the same bytes."""
+        """row: step, what was read, text; no time, so that a run that was stopped and resumed writes the same bytes."""
         self._append(self.samples, row)
 
     def _append(self, path: Path, row: Row) -> None:
@@ -54,7 +56,7 @@ class Metrics:
         except OSError as error:
             raise UserError(
                 f"cannot write {path}: {error.strerror}; checkpoints are untouched. Free some space, then "
-                "continue with --resume"
+                f"{how_to_go_on(path.parent)}"
             ) from error
 
 
@@ -104,6 +106,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
+def best_step(path: Path, key: str = BEST) -> int | None:
+    """The first step at which the held-out figure `key` was lowest; None where none is logged."""
+    held_out = [row for row in read(path) if key in row]
+    return int(min(held_out, key=lambda row: row[key])["step"]) if held_out else None
+
+
 def _lines(path: Path, good: Callable[[Any], bool]) -> list[tuple[bytes, Row | None]]:
     """Every complete line, and its row; None if it is damaged."""
     if not path.is_file():
@@ -126,19 +134,19 @@ def numbers(row: Any) -> bool:
 
 
 def sample(row: Any) -> bool:
-    """Whether a value from a line of samples.jsonl is a row: a step, a text, and the tokens read so far."""
+    """Whether a value from a line of samples.jsonl is a row: a step, a text, and what was read so far, by its unit."""
     return (
         isinstance(row, dict)
         and type(row.get("step")) is int
         and isinstance(row.get("text"), str)
-        and type(row.get("tokens", 0)) is int
+        and all(type(value) is int for name, value in row.items() if name != "text")
     )
 
 
 def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:
     """Add the model's scores after `step` steps to `out/scores.json`, for its card.
 
-    Other scores of this step stay, those of another step are removed. A name with NOISE behind it says how far chance
+    Other scores of this step stay, those of another step are removed. A name with NOISE after it says how far chance
     may move the score of that name, and is removed when that score is measured again.
     """
     path = out / "scores.json"
@@ -162,10 +170,15 @@ def read_scores(out: Path, step: int) -> dict[str, float]:
     return {name: score for name, score in scores.items() if type(score) in (int, float)}
 
 
-def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
+SCALES = ((1e6, "million "), (1e3, "thousand "), (1.0, ""))
+CLOCKS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+
+def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "", unit: str = "tokens") -> bool:
     """Plot training and held-out bits per byte against tokens and minutes, with the learning rate below; returns
     whether there was anything to plot. curve: another figure instead, with its held-out figures, "val_" and its name;
-    if there are none, with all that begin with "val_".
+    if there are none, with all that begin with "val_". One that is logged for held-out data alone is plotted with the
+    training loss. unit: what training reads.
 
     Raises OSError if the picture cannot be written; an old one then stays.
     """
@@ -174,50 +187,55 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "") -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if "tokens" in row]
-    train = [row for row in rows if {"lr", "loss", "seconds", curve or "loss"} <= row.keys()]
-    if not train:
+    rows = [row | {"tokens": row.get(unit, row.get("tokens"))} for row in rows if {unit, "tokens"} & row.keys()]
+    trained = any(curve in row and "lr" in row for row in rows)
+    train = [row for row in rows if {"lr", "loss", "seconds", curve if trained else "loss"} <= row.keys()]
+    if not train or not (trained or not curve or any(key.startswith(f"val_{curve}") for row in rows for key in row)):
         return False
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(4, 1), layout="constrained"
     )
     # Without text there are no bytes.
-    measured = curve or ("bits_per_byte" if "bits_per_byte" in train[0] else "loss")
+    measured = (curve if trained else "") or ("bits_per_byte" if "bits_per_byte" in train[0] else "loss")
     keys = sorted({key for row in rows for key in row if key.startswith("val_")})
     names = [key for key in keys if key.startswith(f"val_{curve or 'bits_per_byte'}")] or (keys if curve else [])
-    held_out = {name: [(row["tokens"] / 1e6, row[name]) for row in rows if name in row] for name in names}
     train = [row for row in train if measured in row]
-    tokens, loss = [row["tokens"] / 1e6 for row in train], [row[measured] for row in train]
+    scale, many = next((pair for pair in SCALES if train[-1]["tokens"] >= pair[0]), SCALES[-1])
+    held_out = {name: [(row["tokens"] / scale, row[name]) for row in rows if name in row] for name in names}
+    tokens, loss = [row["tokens"] / scale for row in train], [row[measured] for row in train]
     top.plot(tokens, loss, color="0.75", linewidth=0.8, label="training, one step")
-    smooth, average = [], loss[0]
-    for value in loss:
+    smooth, average = [], 0.0
+    for count, value in enumerate(loss, start=1):
         average = 0.95 * average + 0.05 * value
-        smooth.append(average)
+        smooth.append(average / (1 - 0.95**count))  # without the bias towards 0 of the first steps
     top.plot(tokens, smooth, color="C0", label="training, moving average")
     for number, name in enumerate(names[1:]):
         label = f"held out, {name.removeprefix(names[0] + '_').removeprefix('val_')}"
         top.plot(*np.transpose(held_out[name]), color=f"C{4 + number}", linewidth=1.0, label=label)
     if names:
         # With a teacher the loss is no likelihood of the text, and the held-out figures have another unit.
-        unit = f", {names[0].removeprefix('val_').replace('_', ' ')}" if curve or measured == "loss" else ""
-        top.plot(*np.transpose(held_out[names[0]]), "o-", color="C3", markersize=4, label=f"held out{unit}")
+        figured = f", {names[0].removeprefix('val_').replace('_', ' ')}" if curve or measured == "loss" else ""
+        points, label = np.transpose(held_out[names[0]]), f"held out{figured}"
+        top.plot(*points, "o-", color="C3", markersize=4, label=label)
     # The loss of the first steps, from random weights, would flatten the rest of the curve.
     evaluated = [value for points in held_out.values() for _, value in points]
     lowest, highest = min(loss + evaluated), sorted(loss)[int(len(loss) * 0.98)] * 1.15
     highest = max([highest, *evaluated]) if curve else highest
     if 0.9 * lowest < highest:
         top.set_ylim(0.9 * lowest, highest)
-    top.set_xlim(0, tokens[-1])
+    top.set_xlim(0, 1.01 * tokens[-1])  # the last point is not cut
     top.set_ylabel(measured.replace("_", " "))
     top.grid(alpha=0.3)
     top.legend()
-    # Time also passes while a run evaluates and saves, so the minutes are interpolated at the token axis's ticks.
+    # Time also passes while a run evaluates and saves, so it is interpolated at the token axis's ticks.
     clock, ticks = top.secondary_xaxis("top"), [tick for tick in top.get_xticks() if 0 <= tick <= tokens[-1]]
-    clock.set_xticks(ticks, [f"{np.interp(t, tokens, [row['seconds'] / 60 for row in train]):.1f}" for t in ticks])
-    clock.set_xlabel("minutes")
+    seconds, name = next((pair for pair in CLOCKS if train[-1]["seconds"] >= 2 * pair[0]), CLOCKS[-1])
+    passed = np.interp(ticks, [0, *tokens], [0, *(row["seconds"] / seconds for row in train)])
+    clock.set_xticks(ticks, [f"{time:.3g}" for time in passed])
+    clock.set_xlabel(name)
     bottom.plot(tokens, [row["lr"] for row in train], color="C2")
     bottom.set_ylabel("learning rate")
-    bottom.set_xlabel("million tokens")
+    bottom.set_xlabel(f"{many}{unit}")
     bottom.grid(alpha=0.3)
     try:
         with written_whole(target) as beside:

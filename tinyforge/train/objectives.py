@@ -10,15 +10,18 @@ of the whole step: all micro-batches, all ranks. So one large batch and many sma
         model.backward(dnll, stash)
     objective.figures(total of the sums, counts)["loss"]
 
+A model that reads no tokens takes `Arrays` in place of `Batch`, and returns whatever its objective weighs: `MeanOfRows`
+takes a loss for each row. Nothing in the loop of train/run.py knows tokens.
+
 A model may add terms of its own to the loss, such as a router's balance: its config's `term_weights` names them, and
 forward gives (nll, terms). `WithTerms` adds such terms to an objective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 
@@ -35,49 +38,122 @@ LN2 = float(np.log(2.0))
 class Batch:
     """The inputs and targets of a model.
 
-    ids: (B, T) int32, in range; for images, (B, K, H, W) bytes. targets: (B, T, K) int32, -1 for none; (B, M, K) for a
-    model that does not predict at every token. weights: like targets, float, the weight of each prediction in the loss;
-    None for 1. more: further inputs of the model's forward, in order: integers, B rows each. documents: the documents
-    in the rows, if they must not see each other; without it a token sees its whole row before it. stream: the rows
-    continue those of the batch before, beginning with row `stream` of the model's carried state; None for independent
-    rows. anew: reset that state to zeros. given: inputs of the objective only, B rows each. together: the number of
-    consecutive rows that are weighed together, such as a preference pair: a rank takes all of them. factors: the result
-    of the objective's `factors`, if it is on the device already.
+    ids: (B, T) int32, in range; for images, (B, K, H, W) bytes.
+    targets: (B, T, K) int32, -1 for none; (B, M, K) for a model that does not predict at every token.
+    weights: like targets, float, the weight of each prediction in the loss; None for 1.
+    extra_inputs: further inputs of the model's forward, in order: integers, B rows each.
+    documents: the documents in the rows, if they must not see each other; without it a token sees its row before it.
+    stream: the rows continue those of the previous batch, beginning with row `stream` of the model's carried state;
+        None for independent rows.
+    reset_state: reset that state to zeros.
+    objective_inputs: inputs of the objective only, B rows each.
+    group_size: number of consecutive rows that are weighed together, such as a preference pair: a rank takes all.
+    factors: the result of the objective's `factors`, if it is on the device already.
     """
 
     ids: np.ndarray
     targets: np.ndarray
     weights: np.ndarray | None = None
-    more: tuple[np.ndarray, ...] = ()
+    extra_inputs: tuple[np.ndarray, ...] = ()
     documents: Documents | None = None
     stream: int | None = None
-    anew: bool = False
-    given: tuple[np.ndarray, ...] = ()
-    together: int = 1
+    reset_state: bool = False
+    objective_inputs: tuple[np.ndarray, ...] = ()
+    group_size: int = 1
     factors: Array | None = None
 
     def __getitem__(self, rows: slice) -> Batch:
         weights = None if self.weights is None else self.weights[rows]
-        more = tuple(array[rows] for array in self.more)
+        more = tuple(array[rows] for array in self.extra_inputs)
         documents = None if self.documents is None else self.documents[rows]
         stream = None if self.stream is None else self.stream + rows.indices(len(self.ids))[0]
-        given = tuple(array[rows] for array in self.given)
-        return Batch(
-            self.ids[rows],
-            self.targets[rows],
-            weights,
-            more,
-            documents,
-            stream,
-            self.anew,
-            given,
-            self.together,
-            self.factors,
-        )
+        given = tuple(array[rows] for array in self.objective_inputs)
+        own = self.ids[rows], self.targets[rows], weights, more, documents, stream
+        return Batch(*own, self.reset_state, given, self.group_size, self.factors)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def size(self, unit: str) -> int:
+        """Tokens, padding included; or rows, for any other unit."""
+        return int(self.ids.size) if unit == "tokens" else len(self.ids)
 
     def inputs(self, backend: Backend) -> tuple[Array, ...]:
-        """The positional inputs of the model's forward, on its backend; `documents` and a carried state are keywords."""
-        return tuple(backend.asarray(array) for array in (self.ids, self.targets, *self.more))
+        """Positional inputs of the model's forward, on its backend; `documents` and a carried state are keywords."""
+        return tuple(backend.asarray(array) for array in (self.ids, self.targets, *self.extra_inputs))
+
+    def nothing(self, backend: Backend) -> Array:
+        """What forward returns for no rows."""
+        return backend.zeros(self.targets.shape, backend.master_dtype)
+
+    def parts(self, backend: Backend) -> list[np.ndarray]:
+        """The arrays that a step reads, in the backend's dtypes."""
+        starts = () if self.documents is None else (self.documents.starts,)
+        numbers = (self.ids, self.targets, *self.extra_inputs, *starts)
+        found = [np.asarray(a).astype(np.int32, casting="same_kind", copy=False) for a in numbers]
+        return found if self.weights is None else [*found, self.weights.astype(backend.master_dtype)]
+
+    def moved(self, places: Iterator[Any]) -> Batch:
+        """This batch with the next of `places` as its `parts`."""
+        ids, targets, *more = (next(places) for _ in range(2 + len(self.extra_inputs)))
+        documents, weights = self.documents, self.weights
+        if documents is not None:
+            documents = Documents(next(places), documents.restart)
+        if weights is not None:
+            weights = next(places)
+        return replace(self, ids=ids, targets=targets, extra_inputs=tuple(more), documents=documents, weights=weights)
+
+    def kind(self) -> tuple[Any, ...]:
+        """All that is the same in every step of a graph."""
+        arrays = (self.ids, self.targets, self.weights, *self.extra_inputs, *self.objective_inputs)
+        documents = self.documents and (self.documents.starts.shape, self.documents.restart)
+        shapes = (None if a is None else a.shape for a in arrays)
+        return (*shapes, documents, self.stream, self.reset_state, self.group_size)
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The inputs of a model that reads no tokens: the arrays that its forward takes, in order, B rows each.
+
+    given: floats, which become those of the backend, and integers. factors: as of `Batch`. A loss is weighed by
+    `MeanOfRows`, or by your own objective.
+    """
+
+    given: tuple[np.ndarray, ...]
+    factors: Array | None = None
+    group_size: ClassVar[int] = 1
+    documents: ClassVar[None] = None
+    stream: ClassVar[None] = None
+
+    def __getitem__(self, rows: slice) -> Arrays:
+        return replace(self, given=tuple(array[rows] for array in self.given))
+
+    def __len__(self) -> int:
+        return len(self.given[0])
+
+    def size(self, unit: str) -> int:
+        return len(self)
+
+    def inputs(self, backend: Backend) -> tuple[Array, ...]:
+        """See `Batch.inputs`."""
+        return tuple(backend.asarray(array) for array in self.given)
+
+    def nothing(self, backend: Backend) -> Array:
+        """What forward returns for no rows: a loss for each row."""
+        return backend.zeros((0,), backend.master_dtype)
+
+    def parts(self, backend: Backend) -> list[np.ndarray]:
+        """See `Batch.parts`."""
+        # In bf16 a float is rounded on the device, by `inputs`: NumPy takes long for that.
+        kinds = (np.dtype(np.int32) if a.dtype.kind in "iu" else backend.master_dtype for a in self.given)
+        return [a.astype(kind, copy=False) for a, kind in zip(self.given, kinds, strict=True)]
+
+    def moved(self, places: Iterator[Any]) -> Arrays:
+        """See `Batch.moved`."""
+        return replace(self, given=tuple(next(places) for _ in self.given))
+
+    def kind(self) -> tuple[Any, ...]:
+        return tuple(a.shape for a in self.given)
 
 
 class Objective(Protocol):
@@ -178,6 +254,35 @@ class Classes(NextTokens):
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         found = super().figures(sums, counts)
         return {**found, "likelihood": float(np.exp(-found["loss"]))}
+
+
+@dataclass(frozen=True)
+class MeanOfRows:
+    """loss = the mean over the step's rows of what forward returns, a loss for each row: (B,)
+
+    For models that read no tokens, with `Arrays` as batches. name: a second name under which the loss is logged, such
+    as "mse".
+    """
+
+    name: str = ""
+
+    def count(self, batch: Any) -> np.ndarray:
+        """(1,): the rows."""
+        return np.array([len(batch)])
+
+    def factors(self, counts: np.ndarray) -> np.ndarray:
+        return 1.0 / np.maximum(counts, 1)
+
+    def weigh(self, loss: Array, batch: Any, counts: np.ndarray, backend: Backend) -> tuple[Array, Array]:
+        """sums: (1,), of the losses; and the gradient in them, 1 / the step's rows for each: (B,)."""
+        factors = self.factors(counts) if batch.factors is None else batch.factors
+        each = backend.zeros(loss.shape, backend.master_dtype)
+        each += backend.asarray(factors, backend.master_dtype)
+        return sum_tokens.bind(backend)(loss[:, None]), each
+
+    def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+        loss = float(sums[0]) / max(1, int(counts[0]))
+        return {"loss": loss, **({self.name: loss} if self.name else {})}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import METER, MetaBackend
-from tinyforge.config import ModelConfig
+from tinyforge.config import BaseConfig, ModelConfig
 from tinyforge.errors import UserError
 from tinyforge.memory import free_memory, gib
 from tinyforge.op import Recompute, Stash
@@ -22,6 +22,7 @@ from tinyforge.parallel import Alone
 from tinyforge.parallel.buckets import Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
 from tinyforge.registry import ModelSpec
+from tinyforge.report import count_of
 from tinyforge.rng import Stream
 from tinyforge.train.distil import Teachers
 from tinyforge.train.settings import Settings, restarts, sequence_length
@@ -52,7 +53,7 @@ class Plan:
 @dataclass(frozen=True)
 class Split:
     """How a step is split over ranks, and which optimizer updates the weights. zero: the ZeRO stage, see
-    `zero.stage_of`. shards: --shards-per-step."""
+    `zero.stage_of`. shards: --reduction-shards."""
 
     ranks: int = 1
     zero: int = 0
@@ -66,7 +67,7 @@ class Split:
 
     @classmethod
     def of(cls, settings: Any, ranks: int) -> Split:
-        shards = settings.shards_per_step or 0
+        shards = settings.reduction_shards or 0
         return cls(ranks, stage_of(settings.zero, ranks, shards, settings.grad_accum), shards, settings.optimizer)
 
 
@@ -75,7 +76,7 @@ ONE = Split()
 
 def plan_step(
     spec: ModelSpec,
-    config: ModelConfig,
+    config: BaseConfig,
     precision: str,
     batch_size: int,
     seq_len: int,
@@ -98,13 +99,13 @@ def plan_step(
     backend = MetaBackend(precision)
     make = partial(spec.build, config, backend, recompute=recompute)
     model = Adapted(make, adapters) if adapters else make()
-    model = teachers.beside(model, backend) if teachers else model
+    model = teachers.wrap_with_teachers(model, backend) if teachers else model
     weights = METER.now - start
     optimizer: AdamW
-    sharded = None
+    zero_optimizer = None
     if split.zero and split.ranks > 1:
         buckets = Buckets(model.buffer, model.ops())
-        optimizer = sharded = ShardedAdamW(
+        optimizer = zero_optimizer = ShardedAdamW(
             model.buffer, backend, None, Alone(split.ranks), buckets, split.shards, split.zero
         )
         METER.peak = METER.now  # the whole masters were there for a moment, before anything else was allocated
@@ -114,15 +115,29 @@ def plan_step(
     ready = METER.now - start
     sums = [backend.zeros((model.buffer.size,), backend.master_dtype) for _ in range(split.levels)]
     integers = np.dtype(np.int32)
-    inputs = [backend.zeros(shape, integers) for shape in config.input_shapes(batch_size, seq_len)]
-    stash = sharded.windows(first=True) if sharded and split.zero == 2 else Stash()
+    shapes = config.input_shapes(batch_size, seq_len)
+    inputs = [
+        backend.zeros(shape, None if number in config.float_inputs else integers) for number, shape in enumerate(shapes)
+    ]
+    stash = zero_optimizer.windows(first=True) if zero_optimizer and split.zero == 2 else Stash()
     stash.noise = Stream(0, "plan")  # as in a run: dropout needs memory too
     shape = (batch_size, seq_len)
-    masked = {} if restart is None else {"documents": Documents(backend.zeros(shape, integers), restart)}
-    _nll = model.forward(*inputs, stash=stash, **masked)  # alive until the end of backward, as in a step
+    masked: dict[str, Any] = (
+        {} if restart is None else {"documents": Documents(backend.zeros(shape, integers), restart)}
+    )
+    try:
+        loss = model.forward(*inputs, stash=stash, **masked)  # alive until the end of backward, as in a step
+    except (ValueError, TypeError, IndexError) as error:
+        raise UserError(
+            f"{spec.name}: forward on arrays without memory, of the shapes of input_shapes, raises "
+            f"{type(error).__name__}: {error}; a kernel whose results are not like its first array needs a function on "
+            '"meta" (docs/add-an-op.md)'
+        ) from error
     saved = METER.now - start - ready - sum(x.nbytes for x in sums)
     # One number for each head, as from `NextTokens` without weights, and one for each of the model's own terms.
-    dnll, terms = backend.zeros((config.prediction_heads,), backend.master_dtype), len(config.term_weights)
+    # A model that reads no tokens gets a number for each row.
+    each = loss.shape if getattr(loss, "ndim", 0) == 1 else (config.prediction_heads,)
+    dnll, terms = backend.zeros(each, backend.master_dtype), len(config.term_weights)
     model.backward((dnll, backend.zeros((terms,), backend.master_dtype)) if terms else dnll, stash)
     if isinstance(stash, Watched):
         stash.finish()
@@ -133,18 +148,23 @@ def plan_step(
     return Plan(weights, ready - weights, saved, METER.peak - start, gradients)
 
 
+def size_of(config: BaseConfig, rows: int, length: int) -> str:
+    """A step's size, for people."""
+    return f"{rows} x {length} tokens" if isinstance(config, ModelConfig) else count_of(rows, "row")
+
+
 def print_plan(
-    spec: ModelSpec, config: ModelConfig, settings: Settings, each: int = 1, teachers: Teachers | None = None
+    spec: ModelSpec, config: BaseConfig, settings: Settings, each: int = 1, teachers: Teachers | None = None
 ) -> None:
     """--plan: print what a step takes on a GPU, or on each of --gpus. each: rows per example of --batch-size."""
-    split, seq_len = Split.of(settings, settings.gpus or 1), sequence_length(config, settings.seq_len)
+    split, seq_len = Split.of(settings, settings.gpus or 1), sequence_length(config, settings)
     planned = _planner(spec, config, settings.precision, settings, split.ranks, teachers)
     rows = each * settings.batch_size
     where = "on a GPU" if split.ranks == 1 else f"on each of {split.ranks} GPUs"
     if split.zero and split.ranks > 1:
         where += ", the optimizer's state shared out" if split.zero == 1 else ", gradients and optimizer shared out"
     again = f", recomputing {settings.recompute}" if settings.recompute else ""
-    print(f"a step of {rows} x {seq_len} tokens in {settings.precision} {where}{again}:")
+    print(f"a step of {size_of(config, rows, seq_len)} in {settings.precision} {where}{again}:")
     plan = planned(rows)
     print(plan)
     if settings.adapters:
@@ -156,26 +176,17 @@ def print_plan(
 
 
 def _planner(
-    spec: ModelSpec, config: ModelConfig, precision: str, settings: Settings, ranks: int, teachers: Teachers | None
+    spec: ModelSpec, config: BaseConfig, precision: str, settings: Settings, ranks: int, teachers: Teachers | None
 ) -> Callable[..., Plan]:
     """`plan_step` of a run as a function of a step's rows, with keywords for what else is changed."""
-    return partial(
-        plan_step,
-        spec,
-        config,
-        precision,
-        seq_len=sequence_length(config, settings.seq_len),
-        recompute=settings.recompute,
-        adapters=settings.adapters,
-        restart=restarts(settings, spec),
-        split=Split.of(settings, ranks),
-        teachers=teachers,
-    )
+    how: dict[str, Any] = {"recompute": settings.recompute, "adapters": settings.adapters, "teachers": teachers}
+    how |= {"seq_len": sequence_length(config, settings), "restart": restarts(settings, spec)}
+    return partial(plan_step, spec, config, precision, split=Split.of(settings, ranks), **how)
 
 
 def check_fits(
     spec: ModelSpec,
-    config: ModelConfig,
+    config: BaseConfig,
     backend: Backend,
     settings: Settings,
     ranks: int = 1,
@@ -212,6 +223,6 @@ def check_fits(
     else:
         fix = "not even --batch-size 1 fits; use a smaller --config or --seq-len, or --precision bf16"
     raise UserError(
-        f"{each * size} x {sequence_length(config, settings.seq_len)} tokens in {backend.precision.name} need "
+        f"{size_of(config, each * size, sequence_length(config, settings))} in {backend.precision.name} need "
         f"{gib(total(plan))} {place}, {gib(free)} are free; {fix}"
     )

@@ -28,7 +28,7 @@ from tinyforge.errors import UserError
 from tinyforge.files import locked
 from tinyforge.optim import AdamWConfig, MuonConfig, learning_rate
 from tinyforge.parallel import Alone, Group
-from tinyforge.parallel.launch import Ranks, joined, same
+from tinyforge.parallel.launch import ProcessGroupInfo, assert_equal_on_ranks, init_process_group
 from tinyforge.parallel.star import PREPARING
 from tinyforge.params import load_named
 from tinyforge.report import count_of, took
@@ -37,11 +37,11 @@ from tinyforge.terminal import printable
 from tinyforge.train import diagnose, metrics
 from tinyforge.train import state as state_of_run
 from tinyforge.train.captured import Captured, captures
-from tinyforge.train.data_parallel import Sharded, Totals, Trainable
+from tinyforge.train.data_parallel import DataParallel, Totals, Trainable
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
 from tinyforge.train.plan import Plan
-from tinyforge.train.settings import Settings, TaughtSettings
+from tinyforge.train.settings import Settings, Teaching
 from tinyforge.train.writers import open_writer
 
 FLOP_CONVENTION = "6 FLOP a token and parameter outside the embedding, and attention; no recomputation"
@@ -51,27 +51,30 @@ OF_TASK = "task."  # the prefix there of the names of `Task.state`
 OVERFITTED = 0.01  # tolerated rise of the held-out loss from its minimum to the end
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A recipe's part of a run.
 
-    batches(step): the micro-batches of that step, a pure function. evaluate(sharded): figures on held-out data, with
-    `val_bits_per_byte` among them for text. sample(): a few lines to show. meta: more for meta.json, at least "kind",
-    "model", "config" and "tokenizer_hash", so that the checkpoint can be opened. flop_per_token: FLOP per `unit`, to
+    batches(step): the micro-batches of that step, a pure function. evaluate(parallel): figures on held-out data, with
+    `val_bits_per_byte` among them for text. sample(): a few lines to show, or "". tokenizer: None for a model that
+    reads no tokens. meta: more for meta.json, at least "kind", "model" and "config", and with a tokenizer
+    "tokenizer_hash", so that the checkpoint can be opened. flop_per_token: FLOP per `unit`, to
     report the share of the machine's peak that training reached. carried: rows whose state is carried from batch to
-    batch, see `Batch.stream`. unit: of the speed: "tokens", or "images", each a row of a batch. curve: the figure that
-    is plotted; by default the loss or bits per byte. figures(): more to log for the step whose batches were made last.
+    batch, see `Batch.stream`. unit: what training reads: "tokens", or the name of a row of a batch, such as "images";
+    it names columns of the metrics. curve: the figure that is plotted, any that is logged, held-out ones by "val_" and
+    its name; by default the loss or bits per byte. figures(): more to log for the step whose batches were made last.
     state: float arrays that `batches` keeps from one step to the next if it is not a pure function: they are saved in
-    the checkpoint and restored. plan: of the memory; it is recorded with the run.
+    the checkpoint and restored. plan: of the memory; it is recorded with the run. published: the base's published
+    files, kept in the checkpoints.
     """
 
     model: Trainable
     tokenizer: Any
     objective: Objective
-    batches: Callable[[int], Sequence[Batch]]
-    evaluate: Callable[[Sharded], Mapping[str, float]]
-    sample: Callable[[], str]
+    batches: Callable[[int], Sequence[Any]]  # of `Batch`, or `Arrays`
+    evaluate: Callable[[DataParallel], Mapping[str, float]]
     meta: dict[str, Any]
+    sample: Callable[[], str] = str
     flop_per_token: float = 0.0
     carried: int = 0
     unit: str = "tokens"
@@ -79,6 +82,7 @@ class Task:
     figures: Callable[[], Mapping[str, float]] = dict
     state: dict[str, np.ndarray] = field(default_factory=dict)
     plan: Plan | None = None
+    published: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ class Step:
     figures: Mapping[str, float]
 
     def size(self, unit: str) -> int:
-        """Tokens that were read, padding included; or rows, each an image."""
-        return sum(batch.ids.size if unit == "tokens" else len(batch.ids) for batch in self.batches)
+        """Tokens that were read, padding included; or rows, for any other unit."""
+        return sum(batch.size(unit) for batch in self.batches)
 
 
 class Signals:
@@ -143,10 +147,10 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
 
 
 @contextmanager
-def running(settings: Settings, resume: bool) -> Iterator[Ranks]:
+def running(settings: Settings, resume: bool) -> Iterator[ProcessGroupInfo]:
     """Connect to the run's other ranks, if there are any; rank 0 locks --out. A recipe does all its work inside: if any
     rank fails, rank 0 prints why and all end."""
-    with joined() as ranks:
+    with init_process_group() as ranks:
         ranks.saved = lambda: bool(checkpoint.steps(Path(settings.out)))
         if not settings.several_ranks:
             ranks.must_be_one()
@@ -159,9 +163,9 @@ def running(settings: Settings, resume: bool) -> Iterator[Ranks]:
 class Run:
     """The state of a run and its parts, each of which can be called alone.
 
-    step: steps taken. tokens, joules: used by them. unread: steps whose loss has not been read yet: each read waits for
-    the device, so there is one every `backend.read_every` steps. rates: tokens per second between reads. last_saved:
-    the newest checkpoint.
+    step: steps taken. tokens: read by them, in the task's unit. joules: used. unread: steps whose loss has not been
+    read yet: each read waits for the device, so there is one every `backend.read_every` steps. rates: tokens per second
+    between reads. last_saved: the newest checkpoint.
     """
 
     def __init__(self, task: Task, settings: Settings, backend: Backend, resume: bool = False) -> None:
@@ -170,13 +174,9 @@ class Run:
         self.buffer = task.model.buffer
         self.objective = with_terms(task.objective, task.model.config)
         self.group: Group = backend.group or Alone()
-        self.sharded = Sharded(
-            task.model,
-            backend,
-            task.objective,
-            task.carried,
-            shards=settings.shards_per_step or 0,
-            batches=task.batches,
+        shards = settings.reduction_shards or 0
+        self.parallel = DataParallel(
+            task.model, backend, task.objective, task.carried, shards=shards, batches=task.batches
         )
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens = 0, 0
@@ -186,10 +186,12 @@ class Run:
         self.unread: list[Step] = []
         self.rates: list[float] = []
         self._before, self._joules_before = 0.0, 0.0  # seconds and joules of earlier processes
-        same(self.group, {key: task.meta.get(key) for key in ("model", "config", "tokenizer_hash", "data_hash")})
+        assert_equal_on_ranks(
+            self.group, {key: task.meta.get(key) for key in ("model", "config", "tokenizer_hash", "data_hash")}
+        )
         self._begin(checkpoint.load(self.out) if resume and self.group.rank == 0 else None)
-        graphs = captures(settings.capture, task.objective, backend, task.carried)
-        self.captured = Captured(self.sharded, self.optimizer, settings.clip) if graphs else None
+        graphs = captures(settings.cuda_graph, task.objective, backend, task.carried)
+        self.captured = Captured(self.parallel, self.optimizer, settings.clip) if graphs else None
         if self.group.rank:
             return
         self.log = metrics.Metrics(self.out, self.step)
@@ -217,41 +219,42 @@ class Run:
             group.broadcast_(buffer.frozen_values)
         group.join()
         buffer.publish()
-        rank = self.sharded.rank
+        rank = self.parallel.rank
         config = (MuonConfig if settings.optimizer == "muon" else AdamWConfig)(weight_decay=settings.weight_decay)
         self.optimizer = rank.make_optimizer(config, settings.zero, settings.grad_accum)
-        if settings.zero == 2 and rank.sharded and rank.sharded.grads is None:
+        if settings.zero == 2 and rank.zero_optimizer and rank.zero_optimizer.grads is None:
             print(
-                "--zero 2 keeps the gradients whole here, as --zero 1: --shards-per-step adds up parts of a step in "
+                "--zero 2 keeps the gradients whole here, as --zero 1: --reduction-shards adds up parts of a step in "
                 "them"
             )
         self.step = self.optimizer.step_count = group.send_object(self.step)
         if not self.step:
             return
         state_of_run.read_moments(self.optimizer, group, found)
-        state = self.sharded.state
+        state = self.parallel.state
         if state is None:
             return
         if found:
             moments = found.optimizer()
             if (shape := moments.shape(CARRIED)) != state.shape:
                 got = shape or "nothing"
-                raise UserError(f"checkpoint {found.path}: {CARRIED} has {got}, the run wants {state.shape}")
+                raise UserError(f"checkpoint {found.path}: {CARRIED} has {got}, the run expects {state.shape}")
             state[...] = backend.asarray(moments[CARRIED], state.dtype)
         group.broadcast_(state)
         group.join()
 
     def _take_meta(self, found: checkpoint.Checkpoint) -> None:
         self.step = self._saved_step = found.meta["step"]
-        self.tokens, self._before = found.meta.get("tokens", 0), found.meta["elapsed"]
+        read = found.meta.get(self.task.unit, found.meta.get("tokens", 0))  # "tokens" in earlier versions
+        self.tokens, self._before = read, found.meta["elapsed"]
         self._joules_before = found.meta.get("joules", 0.0)
         self.last_saved = found.path
         print(f"resuming at step {self.step} from {found.path}")
         ranks = found.meta.get("ranks", 1)
-        if ranks != self.group.size and not self.settings.shards_per_step:
+        if ranks != self.group.size and not self.settings.reduction_shards:
             print(
                 f"begun on {ranks} rank{'s' * (ranks > 1)}, going on with {self.group.size}: the same batches, but "
-                "other last bits of sums; --shards-per-step makes them the same"
+                "other last bits of sums; --reduction-shards makes them the same"
             )
 
     def _about(self) -> dict[str, Any]:
@@ -281,6 +284,10 @@ class Run:
             return None
         return self._joules_before + energy - self._energy_at_start
 
+    def _read(self) -> dict[str, int]:
+        """How much training has read, by the name of the unit."""
+        return {self.task.unit: self.tokens}
+
     def progress(self) -> float:
         """The fraction of the run that is done."""
         if self.settings.steps is not None:
@@ -295,22 +302,16 @@ class Run:
         from tqdm import tqdm
 
         if self.group.rank:
-            self.sharded.follow()
-        pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file wants few lines
-        self._bar = tqdm(
-            total=self.settings.steps,
-            initial=self.step,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=pace,
-            maxinterval=pace,
-        )
+            self.parallel.follow()
+        pace = 0.5 if sys.stderr.isatty() else 20.0  # seconds between updates: a log file expects few lines
+        shown = {"unit": "step", "dynamic_ncols": True, "mininterval": pace, "maxinterval": pace}
+        self._bar = tqdm(total=self.settings.steps, initial=self.step, **shown)
         compile.on_load = self._loaded
         with ExitStack() as inside, self._bar, warnings.catch_warnings():
             # Each step is checked for numbers that are not finite, with a message that names their source.
             warnings.simplefilter("ignore", RuntimeWarning)
             done = self.progress() >= 1.0
-            self.sharded.be_patient(max(FIRST_STEPS, self.settings.timeout))
+            self.parallel.be_patient(max(FIRST_STEPS, self.settings.timeout))
             self._began = time.perf_counter()
             while not done and not self.signals.received:
                 self.take_step()
@@ -321,17 +322,17 @@ class Run:
                 if evaluates or saves or self._every(self.backend.read_every):
                     self.report()
                 if evaluates or saves:
-                    self.sharded.be_patient(PREPARING)  # the other ranks wait meanwhile
+                    self.parallel.be_patient(PREPARING)  # the other ranks wait meanwhile
                     # Evaluate before saving: the metrics of a resumed run then have the checkpoint's figures.
                     if evaluates:
                         self.evaluate()
-                    if saves:
+                    if saves or (evaluates and self._best() == self.step):
                         self.save()
-                    self.sharded.be_patient(self.settings.timeout)
+                    self.parallel.be_patient(self.settings.timeout)
                 if not self.unread:
                     self._began = time.perf_counter()  # evaluating and saving are not training
             self.report()
-            self.sharded.be_patient(PREPARING)
+            self.parallel.be_patient(PREPARING)
             if self._saved_step != self.step:
                 self.save()
         return self.finish()
@@ -349,18 +350,18 @@ class Run:
         task, settings = self.task, self.settings
         batches, noise = task.batches(self.step), self.noise.fork(str(self.step))
         lr = learning_rate(
-            settings.schedule, self.progress(), settings.lr, decay=settings.lr_decay, warmup=settings.warmup
+            settings.schedule, self.progress(), settings.lr, decay=settings.decay_fraction, warmup=settings.warmup
         )
         if self.captured:
             totals, norm = self.captured.step(batches, noise, lr, self.step)
         else:
-            totals = self.sharded.gradients(batches, noise, self.step)
-            norm, _ = self.sharded.clip(settings.clip)
+            totals = self.parallel.gradients(batches, noise, self.step)
+            norm, _ = self.parallel.clip(settings.clip)
         self.unread.append(Step(self.step, batches, totals, norm, lr, task.figures()))
         if self.backend.read_every == 1:
             self._figures(self.unread[-1])  # before the weights change; on a device AdamW.clip protects them
         if not self.captured:
-            self.sharded.update(lr)
+            self.parallel.update(lr)
         self.step += 1
         if self._bar is not None:
             self._bar.update(1)
@@ -381,7 +382,7 @@ class Run:
         self.backend.synchronize()
         if not self.rates:
             compile.on_load = None
-            self.sharded.be_patient(self.settings.timeout)
+            self.parallel.be_patient(self.settings.timeout)
             if self._kernels:
                 took(
                     f"preparing {count_of(len(self._kernels), 'kernel')}, which the next run finds on disk",
@@ -397,11 +398,11 @@ class Run:
             self.tokens += taken.size(self.task.unit)
             self.log.write(
                 step=taken.number + 1,
-                tokens=self.tokens,
+                **self._read(),
                 **found,
                 lr=taken.lr,
                 grad_norm=norm,
-                tokens_per_second=round(rate),
+                **{f"{self.task.unit}_per_second": round(rate)},
                 seconds=round(self.elapsed(), 3),
             )
         if self._bar is not None:
@@ -416,22 +417,24 @@ class Run:
 
     def evaluate(self) -> Mapping[str, float]:
         """Measure the model on held-out data, and show a sample. Also logs the norms of the last step's gradients by
-        layer, unless they are sharded, and the memory."""
+        layer, unless they are parallel, and the memory."""
         self.optimizer.settle()  # a decoder keeps the arrays, which do not wait as `Param.value` does
-        norms = {} if self.sharded.rank.sharded else metrics.layer_norms(self.buffer, self.backend)
-        figures = self.task.evaluate(self.sharded)
+        norms = {} if self.parallel.rank.zero_optimizer else metrics.layer_norms(self.buffer, self.backend)
+        figures = self.task.evaluate(self.parallel)
         memory = {"peak_memory_mib": round(metrics.peak_memory_mib(), 1)}
         if held := self.backend.memory().get("held"):
             memory["gpu_memory_mib"] = round(held / 2**20, 1)
-        self.log.write(
-            step=self.step, tokens=self.tokens, seconds=round(self.elapsed(), 3), **figures, **norms, **memory
-        )
+        self.log.write(step=self.step, **self._read(), seconds=round(self.elapsed(), 3), **figures, **norms, **memory)
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
         self._say(f"step {self.step}: {shown}")
-        text = self.task.sample()
-        self.log.write_sample(step=self.step, tokens=self.tokens, text=text)
-        self._say(text)
+        if text := self.task.sample():
+            self.log.write_sample(step=self.step, **self._read(), text=text)
+            self._say(text)
         return figures
+
+    def _best(self) -> int | None:
+        """With --keep-best, the step with the best held-out figure so far."""
+        return metrics.best_step(self.log.path) if self.settings.keep_best else None
 
     def _say(self, line: str) -> None:
         line = printable(line)  # a sample is untrusted text
@@ -440,24 +443,31 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint. Raises UserError if a weight is not finite or the files cannot be written."""
         more = {OF_TASK + name: np.ascontiguousarray(array) for name, array in self.task.state.items()}
-        if self.sharded.state is not None:
-            more[CARRIED] = np.array(self.backend.to_numpy(self.sharded.carried()))
+        if self.parallel.state is not None:
+            more[CARRIED] = np.array(self.backend.to_numpy(self.parallel.carried()))
         meta = {
             **self.task.meta,
             "settings": self.settings.to_dict(),
             "elapsed": round(self.elapsed(), 3),
-            "tokens": self.tokens,
+            **self._read(),
         }
         if self.group.size > 1:
             meta["ranks"] = self.group.size
         if (joules := self.joules()) is not None:
             meta["joules"] = joules
         if self.rates:
-            meta["tokens_per_second"] = round(float(np.median(self.rates)))
+            meta[f"{self.task.unit}_per_second"] = round(float(np.median(self.rates)))
         try:
-            write = partial(state_of_run.write, self.sharded, more)
+            write = partial(state_of_run.write, self.parallel, more)
             self.last_saved = checkpoint.save_with(
-                self.out, self.step, write, self.task.tokenizer, meta, self.settings.keep
+                self.out,
+                self.step,
+                write,
+                self.task.tokenizer,
+                meta,
+                self.settings.keep,
+                self.task.published,
+                self._best(),
             )
             self._saved_step = self.step
         except FloatingPointError as bad:
@@ -471,12 +481,12 @@ class Run:
     def finish(self) -> Path:
         """Plot the curve and print a summary; after a signal exit the process."""
         last = self.last_saved or self.save()
-        checkpoint.prune(self.out, self.settings.keep)  # a run killed after its last save has not pruned
+        checkpoint.prune(self.out, self.settings.keep, self._best())  # a run killed after its last save has not pruned
         rows, picture = metrics.read(self.log.path), self.out / "loss.png"
         written = [last, self.log.path]
         resume = f"--resume --out {shlex.quote(str(self.out))}"
         try:
-            if metrics.plot(rows, picture, self.task.curve):
+            if metrics.plot(rows, picture, self.task.curve, self.task.unit):
                 written.append(picture)
         except OSError as error:  # a missing picture is not a failed run
             print(
@@ -495,6 +505,8 @@ class Run:
             f"MiB{on_gpu}{energy}"
         )
         print(f"wrote {', '.join(map(str, written))}")
+        if self.step == self._bar.initial:
+            print(f"the run had ended before; to train on from its weights, give --base {self.out} and another --out")
         self._print_utilisation()
         _print_overfitting(rows, self.settings)
         return last
@@ -508,9 +520,10 @@ class Run:
             return
         rate = float(np.median(self.rates))
         achieved = rate * self.task.flop_per_token / 1e9
+        counted = f" ({FLOP_CONVENTION})" if self.task.unit == "tokens" else ""
         print(
             f"median {rate:,.0f} {self.task.unit}/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} "
-            f"that a matrix product reaches here in {self.backend.precision.name} ({FLOP_CONVENTION})"
+            f"that a matrix product reaches here in {self.backend.precision.name}{counted}"
         )
 
     def _refuse_nonfinite(self, taken: Step, loss: float, norm: float) -> NoReturn:
@@ -518,13 +531,13 @@ class Run:
             self._bar.close()
         noise = self.noise.fork(str(taken.number))
         counts = taken.totals.counts
-        if self.sharded.alone:
+        if self.parallel.alone:
             sources: Iterable[str] = (
                 first_nonfinite(self.task.model, batch, self.objective, counts, noise.fork(f"{i}/0"))
                 for i, batch in enumerate(taken.batches)
             )
         else:
-            found = self.sharded.on_all_ranks(diagnose.sources, taken.number, counts, noise)
+            found = self.parallel.on_all_ranks(diagnose.sources, taken.number, counts, noise)
             sources = [f"{what}, {self.group.name(rank)}" for rank, what in enumerate(found) if what]
         source = next(filter(None, sources), "the sum of the gradients")
         raise UserError(
@@ -551,7 +564,7 @@ def _print_overfitting(rows: Sequence[Mapping[str, Any]], settings: Settings) ->
         return
     best, last = min(held_out, key=lambda row: row[key]), held_out[-1]
     if last[key] > (1 + OVERFITTED) * best[key]:
-        taught = ", or with a --teacher" if isinstance(settings, TaughtSettings) and not settings.teacher else ""
+        taught = ", or with a --teacher" if isinstance(settings, Teaching) and not settings.teacher else ""
         print(
             f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: the "
             f"model overfits. Train for fewer steps, on more data, or with more --weight-decay{taught}"

@@ -16,18 +16,18 @@ from tinyforge.optim import AdamW
 from tinyforge.parallel import Group
 from tinyforge.params import check_named
 from tinyforge.tensors import Lazy
-from tinyforge.train.data_parallel import Rank, Sharded
+from tinyforge.train.data_parallel import DataParallel, Worker
 
 MASTERS, MOMENTS = "masters", ("m", "v")
 
 
-def write(sharded: Sharded, more: Mapping[str, np.ndarray], folder: Path) -> dict[str, str]:
-    """Write the weights, the moments, and `more` beside these; returns the files' hashes. Called on rank 0.
+def write(parallel: DataParallel, more: Mapping[str, np.ndarray], folder: Path) -> dict[str, str]:
+    """Write the weights, the moments, and `more` next to these; returns the files' hashes. Called on rank 0.
 
     Raises any rank's OSError, and FloatingPointError with the name of a weight that is not finite.
     """
-    rank = sharded.rank
-    if rank.sharded:
+    rank = parallel.rank
+    if rank.zero_optimizer:
         rank.group.send_object((write_shards, (str(folder),)))
         found = write_shards(rank, str(folder), more)
     else:
@@ -40,16 +40,16 @@ def write(sharded: Sharded, more: Mapping[str, np.ndarray], folder: Path) -> dic
     return {name: digest for hashes, _ in found for name, digest in hashes.items()}
 
 
-def write_shards(rank: Rank, folder: str, more: Mapping[str, np.ndarray] | None = None) -> Any:
+def write_shards(rank: Worker, folder: str, more: Mapping[str, np.ndarray] | None = None) -> Any:
     """On rank 0 the list of each rank's `_write_own`."""
     return rank.group.gather_objects(_write_own(rank, Path(folder), more or {}))
 
 
-def _write_own(rank: Rank, folder: Path, more: Mapping[str, np.ndarray]) -> tuple[dict[str, str], Exception | None]:
+def _write_own(rank: Worker, folder: Path, more: Mapping[str, np.ndarray]) -> tuple[dict[str, str], Exception | None]:
     """Write what the rank's optimizer owns, a tensor at a time; returns the files' hashes, and what went wrong."""
     optimizer, hashes = rank.optimizer, dict[str, str]()
     assert optimizer is not None
-    number, count = (rank.group.rank, rank.group.size) if rank.sharded else (0, 1)
+    number, count = (rank.group.rank, rank.group.size) if rank.zero_optimizer else (0, 1)
     dtype = f"f{8 * rank.backend.master_dtype.itemsize}"
     beside, dtypes = lazy(more)
     fault: Exception | None = None
