@@ -29,7 +29,6 @@ from statistics import mean, stdev
 from threading import Event, Thread
 from typing import Any
 
-# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
@@ -63,7 +62,7 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
     """NAME: FLAGS."""
     name, colon, flags = text.partition(":")
     if not (name.strip() and colon):
-        raise UserError(f"--arm: {text!r} wants NAME: FLAGS, e.g. --arm 'one head: --set mtp_heads=1'")
+        raise UserError(f"--arm: {text!r} expects NAME: FLAGS, e.g. --arm 'one head: --set mtp_heads=1'")
     try:
         own = shlex.split(flags)
     except ValueError as error:
@@ -93,10 +92,10 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
             pass  # no other process trains there; this removes a lock that a killed run has left
         meta = checkpoint.read_meta(latest := checkpoint.latest(run))
         checkpoint.require(latest, meta, "settings")
-        wanted, stored = replace(arm.settings, seed=seed), PretrainSettings.from_dict(meta["settings"])
-        for name in wanted.differences(stored):
+        expected, stored = replace(arm.settings, seed=seed), PretrainSettings.from_dict(meta["settings"])
+        for name in expected.differences(stored):
             raise UserError(
-                f"{run} was made with {name} {getattr(stored, name)!r}, now it is {getattr(wanted, name)!r}; choose "
+                f"{run} was made with {name} {getattr(stored, name)!r}, now it is {getattr(expected, name)!r}; choose "
                 "another --out"
             )
         if meta["step"] == arm.settings.steps and OVERALL in read_scores(run, meta["step"]):
@@ -199,11 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv[:cut])
     for name in ("seeds", "jobs"):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name} is {getattr(args, name)}, wants 1 or more")
+            raise UserError(f"--{name} is {getattr(args, name)}, expected 1 or more")
     check_before(args.json)
     arms = [read_arm(text, argv[cut + 1 :]) for text in args.arm]
     if len({arm.run(Path(), 0) for arm in arms}) < max(2, len(arms)):
-        raise UserError(f"--arm: got {[arm.name for arm in arms]}, wanted two or more with different names")
+        raise UserError(f"--arm: got {[arm.name for arm in arms]}, expected two or more with different names")
     tokens = tokens_of(arms[0])
     other = next((arm for arm in arms if tokens_of(arm) != tokens), None)
     if other:

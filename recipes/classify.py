@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
@@ -29,19 +28,19 @@ from tinyforge import checkpoint
 from tinyforge.config import ModelConfig
 from tinyforge.data.labelled import Labelled, answers, has_test_images, hold_out, read_images, read_texts
 from tinyforge.errors import UserError, run_command
-from tinyforge.formats import load
+from tinyforge.formats import load, resolve_checkpoint
 from tinyforge.formats.foreign import spec_of_model
+from tinyforge.formats.labels import Labels
 from tinyforge.models.bag_of_words import BagOfWords
-from tinyforge.parallel.launch import Ranks
+from tinyforge.parallel.launch import ProcessGroupInfo
 from tinyforge.params import take_weights
 from tinyforge.registry import ModelSpec, find_model
 from tinyforge.report import count_of, timed
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
 from tinyforge.tokenizers import TextTokenizer, WordPiece, load_tokenizer
-from tinyforge.tokenizers.labels import Labels
 from tinyforge.train.batches import Shuffled, fingerprint, micro_batches
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.masked import framed, padded, padding_id
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch, Classes
@@ -67,8 +66,9 @@ PICTURED = 40
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, _ = parse(ClassifySettings, __doc__ or "", argv, actions=("resume", "plan"))
     spec = find_model(settings.model)
-    if spec.learns == "text":
-        raise UserError(f"--model: {spec.name} predicts next tokens; classes are learned by bert and vit")
+    if spec.learns not in ("masked text", "images"):
+        what = "predicts next tokens" if spec.learns == "text" else f"learns {spec.learns}"
+        raise UserError(f"--model: {spec.name} {what}; classes are learned by bert and vit")
     if plan_only:
         print_plan(spec, config_of(settings), settings)
         return 0
@@ -91,7 +91,7 @@ class Data:
 
 def image_data(settings: ClassifySettings, names: Sequence[str]) -> Data:
     if len(settings.data) != 1:
-        raise UserError("--data: wanted one folder of images or one parquet file, e.g. --data mnist")
+        raise UserError("--data: expected one folder of images or one parquet file, e.g. --data mnist")
     path = Path(settings.data[0])
     train = read_images(path, names)
     if settings.test or has_test_images(path):
@@ -128,7 +128,7 @@ def text_data(
         else:
             train, test = hold_out(train, settings.seed)
     else:
-        raise UserError("--data: wanted one file of labelled texts, e.g. --data train.parquet --test test.parquet")
+        raise UserError("--data: expected one file of labelled texts, e.g. --data train.parquet --test test.parquet")
     if tokenizer is None:
         every = (text for pair in train.inputs for text in pair)
         tokenizer = load_tokenizer(settings.tokenizer) if settings.tokenizer else WordPiece.train(every, vocab)
@@ -170,7 +170,7 @@ def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | 
         channels, height, width = data.train.inputs.shape[1:]
         given = getattr(config, "image", 0), getattr(config, "channels", 0)
         if height != width:
-            raise UserError(f"data: images of {height} x {width} pixels, wanted square ones; crop or pad them")
+            raise UserError(f"data: images of {height} x {width} pixels, expected square ones; crop or pad them")
         if base is not None and given != (height, channels):
             raise UserError(
                 f"data: images of {height} pixels and {channels} channels, the base takes {given[0]} and "
@@ -184,17 +184,17 @@ def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | 
     return found
 
 
-def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: Ranks) -> None:
+def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: ProcessGroupInfo) -> None:
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
-    start_from = Path(settings.out) if resume else Path(settings.base) if settings.base else None
+    start_from = Path(settings.out) if resume else resolve_checkpoint(settings.base) if settings.base else None
     base = load(start_from, backend) if start_from else None
     if base and (kind := spec_of_model(base.model).name) != spec.name:  # before the data are read, which takes seconds
-        raise UserError(f"{start_from}: its model is a {kind}, wanted a {spec.name}; give another --base or --model")
+        raise UserError(f"{start_from}: its model is a {kind}, expected a {spec.name}; give another --base or --model")
     names = base.meta.get("classes", ()) if base else ()
     shape = base.model.config if base else config_of(settings)
-    length = sequence_length(shape, settings.seq_len)
+    length = sequence_length(shape, settings)
     if base is None:  # the data may change the sizes a little; a batch far too large is refused before they are read
         check_fits(spec, shape, backend, settings, ranks.size)
     with timed("reading the data"):
@@ -207,7 +207,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
         f"classes: {one_line(', '.join(data.train.names)[:60])}"
     )
     config = config_for(settings, spec, base.model.config if base else None, data)
-    length = sequence_length(config, settings.seq_len)
+    length = sequence_length(config, settings)
     plan = check_fits(spec, config, backend, settings, ranks.size)
     model = spec.build(config, backend, recompute=settings.recompute)
     model.initialise(settings.seed)
@@ -221,8 +221,8 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
     per_step = rows * settings.grad_accum
     print_schedule(settings, count_of(per_step, "example"), len(data.train) / per_step, "examples")
 
-    def evaluate(sharded: Sharded) -> dict[str, float]:
-        logits = predicted(sharded, data, min(EVAL_EXAMPLES, len(data.test)))
+    def evaluate(parallel: DataParallel) -> dict[str, float]:
+        logits = predicted(parallel, data, min(EVAL_EXAMPLES, len(data.test)))
         return scores_of(logits, data.test.labels[: len(logits)])
 
     def sample() -> str:
@@ -234,13 +234,13 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
         return f"  the first of them{f' ({shown})' if shown else ''} is {label!r}, taken for {data.test.names[guess]!r}"
 
     task = Task(
-        model,
-        data.tokenizer,
-        Classes(),
-        micro_batches(shuffled, rows, settings.grad_accum),
-        evaluate,
-        sample,
-        {
+        model=model,
+        tokenizer=data.tokenizer,
+        objective=Classes(),
+        batches=micro_batches(shuffled, rows, settings.grad_accum),
+        evaluate=evaluate,
+        sample=sample,
+        meta={
             "kind": "classify",
             "model": spec.name,
             "config": config.to_dict(),
@@ -249,12 +249,12 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: R
             "classes": list(data.train.names),
             "machine": backend.describe(),
         },
-        model.flop_per_token(length) * (length if images else 1),
+        flop_per_token=model.flop_per_token(length) * (length if images else 1),
         unit="images" if images else "tokens",
         plan=plan,
     )
     last = Run(task, settings, backend, resume).train()
-    logits = predicted(Sharded(model, backend), data, len(data.test))
+    logits = predicted(DataParallel(model, backend), data, len(data.test))
     found = scores_of(logits, data.test.labels)
     print(f"test: {found['test_accuracy']:.2%} of {len(data.test):,} right, loss {found['test_loss']:.4f}")
     save_scores(Path(settings.out), checkpoint.step_of(last), {"test accuracy": found["test_accuracy"]})
@@ -278,10 +278,10 @@ def compare(settings: ClassifySettings, data: Data, accuracy: float, step: int) 
     save_scores(Path(settings.out), step, scores)
 
 
-def predicted(sharded: Sharded, data: Data, count: int) -> np.ndarray:
+def predicted(parallel: DataParallel, data: Data, count: int) -> np.ndarray:
     """Logits of the first `count` test examples, (count, classes)."""
     parts = np.split(np.arange(count), range(EVAL_ROWS, count, EVAL_ROWS))
-    return np.concatenate([sharded.logits(data.collate(data.test, rows, None)) for rows in parts])
+    return np.concatenate([parallel.logits(data.collate(data.test, rows, None)) for rows in parts])
 
 
 def scores_of(logits: np.ndarray, labels: np.ndarray) -> dict[str, float]:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
@@ -34,17 +33,26 @@ from tinyforge.data.training import input_hashes
 from tinyforge.data.world import KINDS
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import Loaded, Opened
-from tinyforge.formats.tuning import about, answer, build, finish, history, open_start
-from tinyforge.parallel.launch import Ranks
+from tinyforge.formats.tokenizers import published_files
+from tinyforge.parallel.launch import ProcessGroupInfo
 from tinyforge.registry import next_token_model
 from tinyforge.report import count_of, timed
 from tinyforge.train.batches import fingerprint, micro_batches
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.plan import print_plan
 from tinyforge.train.preferences import DPO, OBJECTIVES, Pairs, SimPO, cached_reference, measure
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import DpoSettings, parse, print_schedule, sequence_length, start_ranks
+from tinyforge.train.tuning import (
+    answer,
+    build,
+    open_start,
+    print_next_steps,
+    provenance,
+    run_metadata,
+    training_template,
+)
 
 BUILT_IN_PAIRS, HELD_OUT_PAIRS = 2_000, 300
 
@@ -60,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     with running(settings, resume) as ranks:
         learn(settings, base, resume, ranks)
-    finish(settings, with_card)
+    print_next_steps(settings, with_card)
     return 0
 
 
@@ -85,27 +93,28 @@ def read(settings: DpoSettings) -> tuple[Sequence[Pair], dict[str, Sequence[Pair
     return world_pairs("train", BUILT_IN_PAIRS, settings.seed), {"built in": held_out}
 
 
-def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> None:
+def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: ProcessGroupInfo) -> None:
     training, by_file = read(settings)
-    seq_len = sequence_length(base.config, settings.seq_len)
+    seq_len = sequence_length(base.config, settings)
+    template = training_template(settings, base)
     with timed("encoding the pairs"):
         heads, tokenizer = base.config.prediction_heads, base.tokenizer
-        data = Pairs(encode_pairs(training, tokenizer, seq_len, "training"), heads, settings.seed)
+        data = Pairs(encode_pairs(training, tokenizer, seq_len, "training", template=template), heads, settings.seed)
         parts = {
-            name: encode_pairs(pairs, tokenizer, seq_len, f"held out, {name}", len(by_file) > 1)
+            name: encode_pairs(pairs, tokenizer, seq_len, f"held out, {name}", len(by_file) > 1, template)
             for name, pairs in by_file.items()
         }
         held = {name: Pairs(part, heads, settings.seed) for name, part in parts.items() if part}
     if not held:
         raise UserError(f"data: none of the held-out pairs fits {seq_len} tokens; give more pairs, or shorter ones")
-    loaded, backend, settings, plan = build(settings, base, ranks, each=2)
+    loaded, backend, settings, plan = build(settings, base, template, ranks, each=2)
     model, objective, rows, accum = loaded.model, objective_of(settings), settings.batch_size, settings.grad_accum
     if objective.referenced:
         held_out = {f"held-out pairs, {name}": part for name, part in held.items()}
         add_reference(settings, base, backend, loaded, resume, {"training pairs": data, **held_out})
 
-    def evaluate(sharded: Sharded) -> dict[str, float]:
-        return {f"val_{name}": value for name, value in measure(sharded, objective, held, rows).items()}
+    def evaluate(parallel: DataParallel) -> dict[str, float]:
+        return {f"val_{name}": value for name, value in measure(parallel, objective, held, rows).items()}
 
     def sample() -> str:
         pair = next(iter(by_file.values()))[0]
@@ -121,27 +130,28 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: Ranks) -> No
         "held-out_pairs": sum(len(part.pairs) for part in held.values()),
     }
     task = Task(
-        model,
-        tokenizer,
-        objective,
-        micro_batches(data, rows, accum),
-        evaluate,
-        sample,
-        {
+        model=model,
+        tokenizer=tokenizer,
+        objective=objective,
+        batches=micro_batches(data, rows, accum),
+        evaluate=evaluate,
+        sample=sample,
+        meta={
             "kind": "dpo",
             "data_hash": data.fingerprint(),
             "corpus": [summary],
-            **about(loaded, base, backend, settings),
-            **history(base, Path(settings.out), input_hashes(settings.data)),
+            **run_metadata(loaded, base, backend, settings),
+            **provenance(base, Path(settings.out), input_hashes(settings.data)),
         },
-        model.flop_per_token(seq_len),
+        flop_per_token=model.flop_per_token(seq_len),
         curve="rewards/accuracies",
         plan=plan,
+        published=published_files(base.published),
     )
     if not settings.data and not resume and not ranks.rank:
         print(f"before: {exact_match(loaded, 20 * len(KINDS), settings.seed)['all']:.1%} exact match")
     last = Run(task, settings, backend, resume).train()
-    found = measure(Sharded(model, backend), objective, held, rows)
+    found = measure(DataParallel(model, backend), objective, held, rows)
     of_each = ", ".join(f"{name} {found[key]:.1%}" for name in held if (key := f"rewards/accuracies_{name}") in found)
     print(
         f"held-out pairs: accuracy {found['rewards/accuracies']:.1%}{f' ({of_each})' if of_each else ''}, margin "
@@ -161,7 +171,7 @@ def add_reference(
     are called."""
     weights = base.fingerprint()
     # Before its first step the policy equals the reference, also with adapters, which add nothing yet.
-    reference = Sharded(base.build(backend).model if resume else loaded.model, backend)
+    reference = DataParallel(base.build(backend).model if resume else loaded.model, backend)
     for name, pairs in parts.items():
         key = fingerprint(np.frombuffer(f"{weights} {pairs.fingerprint()} {settings.precision}".encode(), np.uint8))
         with timed(f"the reference's log-probabilities of the {name}"):

@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
@@ -45,9 +44,8 @@ from tinyforge.data.training import WORLD, built_in_held_out, built_in_training,
 from tinyforge.data.world import instructions
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
-from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, load, open_model, trained_model
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, load, open_model, resolve_checkpoint
 from tinyforge.formats.foreign import is_foreign
-from tinyforge.formats.tuning import prompt_ids
 from tinyforge.infer import make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
 from tinyforge.infer.evaluate import measure_cloze, measure_replies, measure_speculation
@@ -62,10 +60,11 @@ from tinyforge.terminal import one_line
 from tinyforge.train import corpus
 from tinyforge.train.batches import PackedTokens, fingerprint
 from tinyforge.train.card import write_card
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import LN2
 from tinyforge.train.settings import PretrainSettings, SftSettings, sequence_length
+from tinyforge.train.tuning import chat_template_of, prompt_ids
 
 ROWS = 16  # windows of text in a batch
 SPECULATED = 32  # texts, at most, that speculative decoding is measured on
@@ -86,12 +85,14 @@ class Text:
 def open_text(
     loaded: Loaded, data: Sequence[str], encoding: str, with_training: bool, window: int | None = None
 ) -> Text:
-    """The held-out text of --data in windows of `window` tokens; by default of the length used in pretraining, whose
-    figure is then reproduced."""
+    """The held-out text of --data, by default of the text that the run learned from, in windows of `window` tokens; by
+    default of the length used in pretraining, whose figure is then reproduced."""
     tokenizer, config = loaded.tokenizer, loaded.model.config
     pretraining = loaded.meta.get("base", loaded.meta)
     run, learned = PretrainSettings.from_dict(pretraining.get("settings", {})), pretraining.get("data_hash")
-    seq_len = sequence_length(config, window or run.seq_len)
+    seq_len = sequence_length(config, replace(run, seq_len=window or run.seq_len))
+    if not data and run.data and all(Path(path).exists() for path in run.data):
+        data, encoding = run.data, run.encoding
     settings = replace(run, data=tuple(data), encoding=encoding, mix=())
     if shards := corpus.shards_for(tokenizer, loaded.path, settings):
         own = shards.hash == learned
@@ -102,7 +103,7 @@ def open_text(
         return Text(corpus.held_out_text(shards, settings, seq_len, config.prediction_heads), own, training)
     texts: Sequence[str] = []
     if data:
-        texts, held_out = documents_of(data, encoding, run.seed)
+        texts, held_out, _ = documents_of(data, encoding, run.seed)
     else:
         held_out = built_in_held_out(run.seed)
         if with_training:
@@ -110,13 +111,13 @@ def open_text(
         if run.data:
             print(
                 one_line(
-                    f"the model learned from {', '.join(run.data)}; give --data to evaluate on it rather than "
-                    f"on the {WORLD}"
+                    f"the model learned from {', '.join(run.data)}, which is not here; give --data to evaluate on it "
+                    f"rather than on the {WORLD}"
                 )
             )
     ids = corpus.pack(held_out, tokenizer)
     if len(ids) < 2:
-        raise UserError(f"--data: {', '.join(data)}: held-out tokens: {len(ids)}, wanted at least 2; give more text")
+        raise UserError(f"--data: {', '.join(data)}: held-out tokens: {len(ids)}, expected at least 2; give more text")
     mask = corpus.document_mask(run, tokenizer)
     windows = PackedTokens(ids, min(seq_len, len(ids) - 1), config.prediction_heads, run.seed, mask)
     part = corpus.HeldOut("text" if data else WORLD, windows, corpus.predicted_bytes(ids, tokenizer))
@@ -134,7 +135,7 @@ def open_text(
 
 def bits_per_byte(loaded: Loaded, backend: Backend, text: Text) -> tuple[dict[str, np.ndarray], float]:
     """Of every head, (K,), for each source; and of head 0 over all sources."""
-    bits = corpus.measure(text.parts, Sharded(loaded.model, backend), ROWS, loaded.tokenizer.byte_lengths)
+    bits = corpus.measure(text.parts, DataParallel(loaded.model, backend), ROWS, loaded.tokenizer.byte_lengths)
     return bits, corpus.over_all(text.parts, {name: float(heads[0]) for name, heads in bits.items()})
 
 
@@ -213,12 +214,12 @@ def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, A
     from tqdm import tqdm
 
     sets = read_sets(names, args.task_data, args.data, args.encoding, args.seed, args.any_version)
-    path, backend = trained_model(args.checkpoint), backend_of(args)
+    path, backend = resolve_checkpoint(args.checkpoint), backend_of(args)
     opened = open_model(path)
     if opened.spec.learns != "text":
         raise UserError(
             f"--tasks score causal language models; {opened.path} is a {opened.spec.name}, which learns "
-            f"{opened.spec.learns}; recipes/classify.py measures it"
+            f"{opened.spec.learns}; {opened.spec.advice}"
         )
     for read in sets:
         refuse_if_learned(read, opened.inputs())
@@ -263,14 +264,14 @@ def measure_tasks(names: Sequence[str], args: argparse.Namespace) -> dict[str, A
     return found
 
 
-def read_before(target: str | None, wanted: dict[str, Any]) -> dict[str, Any]:
+def read_before(target: str | None, expected: dict[str, Any]) -> dict[str, Any]:
     """The tasks in the file of --json, if it has figures of the same model under the same settings."""
     if target in (None, "-"):
         raise UserError("--resume reads the file of --json; name one")
     if not Path(str(target)).exists():
         return {}
     found = read_json(str(target), "figures", fix="remove it, or leave out --resume")
-    other = next((key for key, value in wanted.items() if found.get(key) != value), None)
+    other = next((key for key, value in expected.items() if found.get(key) != value), None)
     if other or not isinstance(found.get("tasks"), dict):
         kind = (other or "kind").removesuffix("_sha256")
         raise UserError(f"--resume: {target} has figures of another {kind}; name another file, or leave out --resume")
@@ -282,7 +283,7 @@ def read_before(target: str | None, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def backend_of(args: argparse.Namespace) -> Backend:
     """The backend of --backend, in the precision of --precision, or else that of training."""
-    path = trained_model(args.checkpoint)
+    path = resolve_checkpoint(args.checkpoint)
     name = args.backend if args.backend != "auto" else "cupy" if gpu_is_there() else "numpy"
     stored = {} if is_foreign(path) else checkpoint.read_meta(checkpoint.latest(path)).get("settings", {})
     own = stored.get("precision", "fp32")
@@ -293,7 +294,7 @@ def backend_of(args: argparse.Namespace) -> Backend:
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Every figure but those of --tasks."""
     backend = backend_of(args)
-    path = trained_model(args.checkpoint)
+    path = resolve_checkpoint(args.checkpoint)
     loaded = load(path, backend, frozen=True, weights=args.weights)
     config, tuned = loaded.model.config, loaded.meta["kind"] != "pretrain"
     started = time.perf_counter()
@@ -340,7 +341,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     if tuned:
         said("replies")
         sampling = loaded.generation.sampling(max_tokens=args.max_tokens)
-        found["replies"] = measure_replies(loaded.model, loaded.tokenizer, prompts, sampling, args.seeds)
+        stop = chat_template_of(loaded).stop_ids(loaded.tokenizer)
+        found["replies"] = measure_replies(loaded.model, loaded.tokenizer, prompts, sampling, args.seeds, stop)
         found["replies"]["left_out"] = left_out
     else:
         found["replies"] = {"skipped": "a base model continues a text; recipes/sft.py teaches it to answer"}
@@ -384,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="token shards, or text as given to pretrain.py (default: the built-in world)",
+        help="token shards, or text as given to pretrain.py (default: what the run learned from)",
     )
     p.add_argument(
         "--instructions",
@@ -411,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
     p.add_argument("--seeds", type=int, default=3, help="rounds of sampled replies (default: %(default)s)")
     p.add_argument("--seed", type=int, default=0, help="of sentences and candidates (default: %(default)s)")
-    p.add_argument("--backend", default="auto", help="numpy, cupy, or auto, which takes a GPU if there is one")
+    p.add_argument("--backend", default="auto", help="numpy, cupy, webgpu, or auto: cupy if CUDA is there")
     p.add_argument("--precision", help="fp32, fp64, and on a GPU tf32 or bf16 (default: as in training)")
     p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
     add_weights_flag(p)
@@ -427,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("limit", "seq_len", "sentences", "prompts", "max_tokens", "seeds"):
         value, least = getattr(args, name), int(name != "seeds")
         if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, wants {least} or more")
+            raise UserError(f"--{name.replace('_', '-')} is {value}, expected {least} or more")
     for flags, wrong, fix in (
         (OF_TASKS, args.tasks is None, "is for --tasks; name some tasks"),
         (NOT_OF_TASKS, args.tasks is not None, "says nothing of --tasks; run that without it"),

@@ -51,7 +51,7 @@ what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/..
 # shellcheck source=recipes/stages.sh
 source "$root/recipes/stages.sh"
 stages="data, tenth, pack, unpack, vocabulary, pretrain, sft, dpo, grpo or evaluate"
-[[ $# -ge 2 ]] || die "got $# of 2 arguments, wanted $stages, then a folder; see $0 --help"
+[[ $# -ge 2 ]] || die "got $# of 2 arguments, expected $stages, then a folder; see $0 --help"
 shift 2
 
 licence_of() { # NAME
@@ -76,11 +76,11 @@ case $what in
 data | tenth)
     declare -A given=()
     for word in "$@"; do
-        [[ $word == ?*=?* ]] || die "$word: wanted NAME=PATH, as wikipedia=wikipedia.parquet"
+        [[ $word == ?*=?* ]] || die "$word: expected NAME=PATH, as wikipedia=wikipedia.parquet"
         [[ -e ${word#*=} ]] || die "${word#*=}: no such file or folder; check the path"
         given[${word%%=*}]+="$(realpath "${word#*=}")"$'\n'
     done
-    [[ -n ${given[eval]-} ]] || die "$what wants eval=PATH, the evaluation sets that are kept out of the text"
+    [[ -n ${given[eval]-} ]] || die "$what expects eval=PATH, the evaluation sets that are kept out of the text"
     cd "$root"
     ;;&
 tenth)
@@ -128,7 +128,7 @@ data)
             ;;
         esac
     done
-    ((${#sources[@]})) || die "data wants text, as wikipedia=wikipedia.parquet"
+    ((${#sources[@]})) || die "data expects text, as wikipedia=wikipedia.parquet"
     if [[ -n ${given[instructions]-} ]]; then
         # A start for grpo: solved sums with small numbers, all worked out for pretraining, some for fine-tuning.
         [[ -e $out/worked/source.json ]] || run -m data.rewards --out "$out/worked" --count 60000 --brief 0
@@ -161,7 +161,7 @@ pretrain)
     # shellcheck disable=SC2086
     trained pretrain recipes/pretrain.py --data "$out/shards" --config base --batch-size 32 --precision bf16 --card \
         --eval-every 1000 --save-every 5000 ${PRETRAIN:---set context=1024 mtp_weights=[1,0.3,0.15,0.07] --batch-size 16
-        --document-mask keep --optimizer muon --steps 19500 --lr 8e-4 --weight-decay 0.15 --lr-decay 0.6} "$@"
+        --document-mask keep --optimizer muon --steps 19500 --lr 8e-4 --weight-decay 0.15 --decay-fraction 0.6} "$@"
     ;;
 sft)
     needs pretrain
@@ -175,7 +175,7 @@ dpo)
     needs sft
     cd "$root"
     # shellcheck disable=SC2086
-    [[ -e $out/own.json ]] || run recipes/own_pairs.py --base "$out/sft" --data "$out"/instructions/*/alpaca.json \
+    [[ -e $out/own.json ]] || run examples/storyteller/own_pairs.py --base "$out/sft" --data "$out"/instructions/*/alpaca.json \
         --out "$out/own.json" ${OWN:---records 1500 --precision bf16}
     own=()
     [[ ! -e $out/own.json ]] || own=("$out/own.json") # no file if all replies were well-formed
@@ -208,5 +208,5 @@ evaluate)
     done
     run -m tinyforge.board "$out" --export "$out/report.html"
     ;;
-*) die "$what: wanted $stages" ;;
+*) die "$what: expected $stages" ;;
 esac

@@ -16,11 +16,11 @@ which is never trained on: the val split of the built-in corpus or of token shar
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
@@ -29,23 +29,23 @@ from tinyforge.backends import Backend
 from tinyforge.config import ModelConfig
 from tinyforge.data.training import documents_of, input_hashes
 from tinyforge.errors import UserError, run_command
-from tinyforge.formats import Opened, open_model, trained_model
-from tinyforge.formats.teaching import beside, check_teachers, described, open_teachers, taught_by
+from tinyforge.formats import Opened, open_model, resolve_checkpoint
 from tinyforge.infer import Sampling, generate, make_decoder
-from tinyforge.parallel.launch import Ranks
-from tinyforge.params import take_weights
-from tinyforge.registry import find_model
+from tinyforge.invocation import as_typed
+from tinyforge.parallel.launch import ProcessGroupInfo
+from tinyforge.params import load_named, take_weights
+from tinyforge.registry import find_model, next_token_model
 from tinyforge.report import timed
 from tinyforge.shards import Shards, separator_of
-from tinyforge.terminal import one_line
+from tinyforge.terminal import readable_argument
 from tinyforge.tokenizers import CharTokenizer
-from tinyforge.train.batches import micro_batches
+from tinyforge.train.batches import Batches, micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import Corpus, config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
-from tinyforge.train.data_parallel import Sharded, Trainable
+from tinyforge.train.data_parallel import DataParallel, Trainable
 from tinyforge.train.masked import FRAME, MaskedWords, evaluate_masked, guesses
-from tinyforge.train.metrics import save_scores
-from tinyforge.train.objectives import MaskedTokens, NextTokens
+from tinyforge.train.metrics import best_step, save_scores
+from tinyforge.train.objectives import MaskedTokens, NextTokens, Objective
 from tinyforge.train.plan import Plan, check_fits, print_plan
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import (
@@ -58,6 +58,13 @@ from tinyforge.train.settings import (
     start_ranks,
     with_fields,
 )
+from tinyforge.train.teachers import (
+    add_teacher_metadata,
+    check_teachers,
+    open_teachers,
+    teacher_specs,
+    wrap_with_teachers,
+)
 
 EVAL_TOKENS = 16_384  # of each evaluation while training; the last one reads all held-out text
 
@@ -66,10 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(PretrainSettings, __doc__ or "", argv)
     spec, base = find_model(settings.model), open_base(settings, resume)
     config = with_fields(base.config, settings.set) if base else config_of(settings)
-    if spec.learns == "images":
-        raise UserError(
-            f"{spec.title} learns images and cannot continue text; use recipes/classify.py, or another model"
-        )
+    if spec.learns != "masked text":
+        next_token_model(spec.name)
     shards = find_shards(settings)
     if shards:
         if base and base.tokenizer.hash() != shards.tokenizer.hash():
@@ -87,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = base.tokenizer if base else shards.tokenizer if shards else teachers[0].tokenizer
         check_teachers(teachers, settings, spec, config, known, base.path if base else "the shards")
     if plan_only:
-        print_plan(spec, config, settings, teachers=described(teachers, settings))
+        print_plan(spec, config, settings, teachers=teacher_specs(teachers, settings))
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
@@ -97,10 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
     if spec.learns == "masked text":
-        print(f"next: python recipes/classify.py --base {out}")
+        print(as_typed(f"next: python recipes/classify.py --base {out}"))
         return 0
-    chat = f"python -m tinyforge.chat --checkpoint {out} --prompt {shlex.quote(one_line(opening))}"
-    print(f"next: python recipes/sft.py --base {out}\n  or: {chat}" if tunable else f"next: {chat}")
+    best = shlex.quote(str(best_checkpoint(settings) or settings.out))
+    chat = f"python -m tinyforge.chat --checkpoint {best} --prompt {readable_argument(opening)}"
+    print(as_typed(f"next: python recipes/sft.py --base {out}\n  or: {chat}" if tunable else f"next: {chat}"))
     return 0
 
 
@@ -108,10 +114,51 @@ def open_base(settings: PretrainSettings, resume: bool) -> Opened | None:
     """The checkpoint of --base. A resumed run opens itself: it has its own weights and no longer needs the base."""
     if not settings.base:
         return None
-    base = open_model(Path(settings.out) if resume else trained_model(settings.base))
+    base = open_model(Path(settings.out) if resume else resolve_checkpoint(settings.base))
     if base.spec.name != settings.model:
-        raise UserError(f"--base: {base.path} is a {base.spec.name}, wanted a {settings.model}; give --model too")
+        raise UserError(f"--base: {base.path} is a {base.spec.name}, expected a {settings.model}; give --model too")
     return base
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to train.
+
+    model: what is saved. learner: what is trained: the model, or the model with its teachers. plan: of the memory.
+    """
+
+    settings: PretrainSettings
+    backend: Backend
+    plan: Plan
+    corpus: Corpus
+    model: Any  # a CausalLM, or BERT
+    learner: Trainable
+    seq_len: int
+    run_metadata: dict[str, Any]
+    resume: bool
+
+    def train(
+        self,
+        objective: Objective,
+        source: Batches,
+        evaluate: Callable[[DataParallel], Mapping[str, float]],
+        sample: Callable[[], str],
+    ) -> int:
+        """Train on the batches of `source`; returns the last step."""
+        rows = self.settings.batch_size
+        task = Task(
+            model=self.learner,
+            tokenizer=self.corpus.tokenizer,
+            objective=objective,
+            batches=micro_batches(source, rows, self.settings.grad_accum),
+            evaluate=evaluate,
+            sample=sample,
+            meta=self.run_metadata,
+            flop_per_token=self.learner.flop_per_token(self.seq_len),
+            carried=rows if self.settings.stateful else 0,
+            plan=self.plan,
+        )
+        return checkpoint.step_of(Run(task, self.settings, self.backend, self.resume).train())
 
 
 def pretrain(
@@ -121,67 +168,78 @@ def pretrain(
     base: Opened | None,
     teachers: Sequence[Opened],
     resume: bool,
-    ranks: Ranks,
+    ranks: ProcessGroupInfo,
 ) -> tuple[str, bool]:
     """Train, and measure the model; returns the beginning of a held-out document, and whether its tokenizer can write
     what fine-tuning lays around a question."""
-    spec, seq_len = find_model(settings.model), sequence_length(config, settings.seq_len)
-    masked = spec.learns == "masked text"
-    text_len = seq_len - FRAME if masked else seq_len
+    spec, seq_len = find_model(settings.model), sequence_length(config, settings)
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
     shape = ", ".join(f"{name} {value}" for name, value in config.to_dict().items())
     print(f"model {spec.name}, config {settings.config}: {shape}")
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     with timed("planning the memory"):
-        plan = check_fits(spec, config, backend, settings, ranks.size, teachers=described(teachers, settings))
-
-    if shards:
-        with timed("opening the shards"):
-            corpus = open_corpus(shards, settings, text_len, config.prediction_heads)
-    else:
-        with timed("reading the text"):
-            texts = documents_of(settings.data, settings.encoding, settings.seed)
-        if given := base or next(iter(teachers), None):
-            tokenizer = given.tokenizer
-        else:
-            with timed("training the tokenizer"):
-                tokenizer, config = tokenizer_for(settings, config, *texts)
-        with timed("encoding the text"):
-            corpus = corpus_of_text(settings, config, text_len, *texts, tokenizer)
-    tokenizer = corpus.tokenizer
+        plan = check_fits(spec, config, backend, settings, ranks.size, teachers=teacher_specs(teachers, settings))
+    text_len = seq_len - FRAME if spec.learns == "masked text" else seq_len
+    corpus, config = read_corpus(settings, config, text_len, shards, base or next(iter(teachers), None))
     with timed("making the model"):
         model = spec.build(config, backend, recompute=settings.recompute)
         model.initialise(settings.seed)
         if base:
             take_weights(model.buffer, base.build(backend).model.buffer, backend)
-    learner = beside(model, teachers, backend, settings)
+    learner = wrap_with_teachers(model, teachers, backend, settings)
     per_step = settings.batch_size * settings.grad_accum * seq_len
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
 
     own = corpus.inputs if shards else input_hashes(settings.data)
-    about = {
+    run_metadata = {
         "kind": "pretrain",
         "model": spec.name,
         "config": config.to_dict(),
-        "tokenizer_hash": tokenizer.hash(),
+        "tokenizer_hash": corpus.tokenizer.hash(),
         "data_hash": corpus.hash,
         "corpus": corpus.summary,
         "machine": backend.describe(),
         "inputs": list(dict.fromkeys([*own, *(base.inputs() if base else ())])),
     }
-    about = taught_by(teachers, about)
-    if masked:
-        hide_words(settings, model, corpus, backend, seq_len, about, plan, resume)
+    run_metadata = add_teacher_metadata(teachers, run_metadata)
+    run = Prepared(settings, backend, plan, corpus, model, learner, seq_len, run_metadata, resume)
+    if spec.learns == "masked text":
+        learn_masked_words(run)
         return "", False
+    return learn_next_tokens(run, bool(teachers)), not isinstance(corpus.tokenizer, CharTokenizer)
 
-    def evaluate(sharded: Sharded) -> dict[str, float]:
-        overall, by_source = corpus.evaluate(sharded, settings.batch_size, EVAL_TOKENS)
+
+def read_corpus(
+    settings: PretrainSettings, config: ModelConfig, text_len: int, shards: Shards | None, given: Opened | None
+) -> tuple[Corpus, ModelConfig]:
+    """The corpus in rows of `text_len` tokens, and the config, whose vocabulary is the tokenizer's. given: the model
+    whose tokenizer is used; without one the tokenizer is trained on the text."""
+    if shards:
+        with timed("opening the shards"):
+            return open_corpus(shards, settings, text_len, config.prediction_heads), config
+    with timed("reading the text"):
+        training, held_out, documents = documents_of(settings.data, settings.encoding, settings.seed)
+    if given:
+        tokenizer = given.tokenizer
+    else:
+        with timed("training the tokenizer"):
+            tokenizer, config = tokenizer_for(settings, config, training, held_out)
+    with timed("encoding the text"):
+        return corpus_of_text(settings, config, text_len, training, held_out, tokenizer, documents), config
+
+
+def learn_next_tokens(run: Prepared, distilled: bool) -> str:
+    """Pretrain on the next token; returns the beginning of a held-out document."""
+    corpus, model, tokenizer, rows = run.corpus, run.model, run.corpus.tokenizer, run.settings.batch_size
+
+    def evaluate(parallel: DataParallel) -> dict[str, float]:
+        overall, by_source = corpus.evaluate(parallel, rows, EVAL_TOKENS)
         return {"val_bits_per_byte": overall, **{f"val_bits_per_byte_{name}": bpb for name, bpb in by_source.items()}}
 
     # A character can take four tokens. Half of the context is left for the continuation.
-    opening = tokenizer.decode(tokenizer.encode(corpus.opening)[: max(1, config.context // 2)])
+    opening = tokenizer.decode(tokenizer.encode(corpus.opening)[: max(1, model.config.context // 2)])
     end = frozenset({tokenizer.specials[separator_of(tokenizer)]})
 
     def sample() -> str:
@@ -190,73 +248,52 @@ def pretrain(
         return f"  {opening}|{tokenizer.decode(ids)}".replace("\n", "\n  ")
 
     # With a teacher the loss is not the text's likelihood: it has no bits per byte.
-    objective = NextTokens(config.head_weights, None if teachers else tokenizer.byte_lengths)
-    task = Task(
-        learner,
-        tokenizer,
-        objective,
-        micro_batches(corpus.batches, settings.batch_size, settings.grad_accum),
-        evaluate,
-        sample,
-        about,
-        learner.flop_per_token(seq_len),
-        settings.batch_size if settings.carry else 0,
-        plan=plan,
-    )
-    last = Run(task, settings, backend, resume).train()
-    final, by_source = corpus.evaluate(Sharded(model, backend), settings.batch_size)
+    objective = NextTokens(model.config.head_weights, None if distilled else tokenizer.byte_lengths)
+    last = run.train(objective, corpus.batches, evaluate, sample)
+    final, by_source = corpus.evaluate(DataParallel(model, run.backend), rows)
     for name, figure in by_source.items():
         print(f"held-out text of {name}: {figure:.3f} bits per byte")
     print(f"all held-out text: {final:.3f} bits per byte")
     of_sources = {f"held-out text of {name}, bits per byte": figure for name, figure in by_source.items()}
-    scores = {"held-out text, bits per byte": final, **of_sources}
-    save_scores(Path(settings.out), checkpoint.step_of(last), scores)
-    return opening, not isinstance(tokenizer, CharTokenizer)
+    save_scores(Path(run.settings.out), last, {"held-out text, bits per byte": final, **of_sources})
+    if best := best_checkpoint(run.settings):
+        load_named(model.buffer, model.buffer.masters, checkpoint.load(best).weights, run.backend, best)
+        figure, _ = corpus.evaluate(DataParallel(model, run.backend), rows)
+        print(f"all held-out text, by the best checkpoint, {best}: {figure:.3f} bits per byte")
+    return opening
 
 
-def hide_words(
-    settings: PretrainSettings,
-    model: Trainable,
-    corpus: Corpus,
-    backend: Backend,
-    seq_len: int,
-    about: dict[str, Any],
-    plan: Plan,
-    resume: bool,
-) -> None:
+def best_checkpoint(settings: PretrainSettings) -> Path | None:
+    """The checkpoint that --keep-best has kept, unless it is the last one."""
+    out = Path(settings.out)
+    step = best_step(out / "metrics.jsonl") if settings.keep_best else None
+    kept = checkpoint.steps(out)
+    return next((path for path in kept[:-1] if checkpoint.step_of(path) == step), None)
+
+
+def learn_masked_words(run: Prepared) -> None:
     """Pretrain with masked words (BERT)."""
-    rows = settings.batch_size
-    words = MaskedWords(corpus.batches, corpus.tokenizer, model.config, seq_len, settings.seed)
+    from tqdm import tqdm
+
+    corpus, settings, rows = run.corpus, run.settings, run.settings.batch_size
+    words = MaskedWords(corpus.batches, corpus.tokenizer, run.model.config, run.seq_len, settings.seed)
     print(
         f"to beat: loss {words.frequency_loss():.2f}, that of guessing by word frequency; if a run stays "
         "there, start with a smaller --seq-len, or lower --lr"
     )
 
-    def evaluate(sharded: Sharded) -> dict[str, float]:
-        return evaluate_masked(sharded, words.held_out(corpus, rows, EVAL_TOKENS))
+    def evaluate(parallel: DataParallel) -> dict[str, float]:
+        return evaluate_masked(parallel, words.held_out(corpus, rows, EVAL_TOKENS))
 
     def sample() -> str:
         shown = next(words.held_out(corpus, rows, EVAL_TOKENS), None)
-        return "  " + guesses(model, shown, corpus.tokenizer, backend)[:400] if shown else ""
+        return "  " + guesses(run.model, shown, corpus.tokenizer, run.backend)[:400] if shown else ""
 
-    task = Task(
-        model,
-        corpus.tokenizer,
-        MaskedTokens(),
-        micro_batches(words, rows, settings.grad_accum),
-        evaluate,
-        sample,
-        about,
-        model.flop_per_token(seq_len),
-        plan=plan,
-    )
-    last = Run(task, settings, backend, resume).train()
-    from tqdm import tqdm
-
+    last = run.train(MaskedTokens(), words, evaluate, sample)
     everything = tqdm(words.held_out(corpus, rows), "held-out text", unit=" batches", leave=False, disable=None)
-    final = evaluate_masked(Sharded(model, backend), everything)
+    final = evaluate_masked(DataParallel(run.model, run.backend), everything)
     print(f"all held-out text: loss {final['val_loss']:.3f}, perplexity {final['val_perplexity']:.1f} of a hidden word")
-    save_scores(Path(settings.out), checkpoint.step_of(last), {"hidden words, perplexity": final["val_perplexity"]})
+    save_scores(Path(settings.out), last, {"hidden words, perplexity": final["val_perplexity"]})
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
     python recipes/sft.py                                   the newest pretrained run, the built-in instructions
     python recipes/sft.py --data alpaca.json --base runs/pretrain
-    python recipes/sft.py --base SmolLM2-135M --lora 8      LoRA adapters on a frozen model, here from Hugging Face
+    python recipes/sft.py --base HuggingFaceTB/SmolLM2-135M --lora 8    LoRA adapters on a frozen model of the hub
     python recipes/sft.py --teacher runs/large-sft          distillation from a larger fine-tuned model
     python recipes/sft.py --resume                          continue runs/sft
 
-Each record is formatted with Alpaca's template and ends with </s>. Only the reply and its </s> get a loss; all other
-targets are -1. With the built-in instructions the run ends with exact match on held-out ones, per kind of question.
+Each record is formatted with the chat template of the base; a base without one learns Alpaca's, or that of --template.
+Only the reply and its end get a loss; all other targets are -1. With the built-in instructions the run ends with exact
+match on held-out ones, per kind of question.
 """
 
 from __future__ import annotations
@@ -15,44 +16,56 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
 from tinyforge import checkpoint
-from tinyforge.data.alpaca import Record, encode_example, end_of_reply, names_of, origins_of, read_split
+from tinyforge.data.alpaca import Record, encode_example, names_of, origins_of, read_split
 from tinyforge.data.answers import exact_match
 from tinyforge.data.training import input_hashes
 from tinyforge.data.world import KINDS, instructions
 from tinyforge.errors import UserError, run_command
-from tinyforge.formats import Opened, lora, newest_run, open_model, trained_model
-from tinyforge.formats.teaching import beside, check_teachers, described, open_teachers, taught_by
-from tinyforge.formats.tuning import OF_BASE, about, answer, build, finish
-from tinyforge.parallel.launch import Ranks
+from tinyforge.formats import Opened, lora, newest_run, open_model, resolve_checkpoint
+from tinyforge.formats.tokenizers import published_files
+from tinyforge.parallel.launch import ProcessGroupInfo
 from tinyforge.registry import next_token_model
 from tinyforge.report import count_of, timed
 from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.chat_templates import AnyTemplate
 from tinyforge.train.batches import Examples, fingerprint, micro_batches
-from tinyforge.train.data_parallel import Sharded, evaluate_nll
+from tinyforge.train.data_parallel import DataParallel, evaluate_nll
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
 from tinyforge.train.plan import print_plan
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import SftSettings, parse, print_schedule, restarts, sequence_length, start_ranks
+from tinyforge.train.teachers import (
+    add_teacher_metadata,
+    check_teachers,
+    open_teachers,
+    teacher_specs,
+    wrap_with_teachers,
+)
+from tinyforge.train.tuning import OF_BASE, answer, build, print_next_steps, run_metadata, training_template
 
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
 
 
 def encode(
-    records: Sequence[Record], tokenizer: TextTokenizer, seq_len: int, what: str, max_reply: int | None = None
+    records: Sequence[Record],
+    tokenizer: TextTokenizer,
+    template: AnyTemplate,
+    seq_len: int,
+    what: str,
+    max_reply: int | None = None,
 ) -> list[tuple[list[int], int]]:
     """Records as ids, each with the length of its prompt. Prints how many were refused and how many were truncated."""
-    encoded = [encode_example(tokenizer, r, seq_len) for r in records]
+    encoded = [encode_example(tokenizer, r, seq_len, template) for r in records]
     kept = [e for e in encoded if e is not None]
-    end = tokenizer.specials[end_of_reply(tokenizer)]
+    end = template.end_id(tokenizer)
     cut = sum(ids[-1] != end for ids, _ in kept)
     empty = sum(not r.output.strip() for r in records)
     print(
@@ -80,7 +93,7 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
         base = open_model(lora.base_of(found, meta))
         lora.check_base(found, base, lora.noted(found, meta)["base_sha256"])
         return base
-    path = trained_model(settings.base) if settings.base else newest_run(("pretrain",))
+    path = resolve_checkpoint(settings.base) if settings.base else newest_run(("pretrain",))
     if path is None:
         raise UserError("no pretrained run under runs/; run python recipes/pretrain.py first, or give --base DIR")
     return open_model(path)
@@ -94,20 +107,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     teachers = open_teachers(settings)
     check_teachers(teachers, settings, base.spec, base.config, base.tokenizer, base.path)
     if plan_only:
-        print_plan(base.spec, base.config, settings, teachers=described(teachers, settings))
+        print_plan(base.spec, base.config, settings, teachers=teacher_specs(teachers, settings))
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
         fine_tune(settings, base, teachers, resume, ranks)
-    finish(settings, with_card)
+    print_next_steps(settings, with_card)
     return 0
 
 
-def fine_tune(settings: SftSettings, base: Opened, teachers: Sequence[Opened], resume: bool, ranks: Ranks) -> None:
+def fine_tune(
+    settings: SftSettings, base: Opened, teachers: Sequence[Opened], resume: bool, ranks: ProcessGroupInfo
+) -> None:
     config, adapters = base.config, settings.adapters
-    seq_len, restart = sequence_length(config, settings.seq_len), restarts(settings, base.spec)
-    loaded, backend, settings, plan = build(settings, base, ranks, teachers=described(teachers, settings))
+    seq_len, restart = sequence_length(config, settings), restarts(settings, base.spec)
+    template = training_template(settings, base, teachers)
+    specs = teacher_specs(teachers, settings)
+    loaded, backend, settings, plan = build(settings, base, template, ranks, teachers=specs)
     model, tokenizer = loaded.model, loaded.tokenizer
 
     if settings.data:
@@ -126,11 +143,11 @@ def fine_tune(settings: SftSettings, base: Opened, teachers: Sequence[Opened], r
         )
         by_file = [held_out]
     with timed("encoding the records"):
-        encoded = encode(training, tokenizer, seq_len, "training", settings.max_reply)
+        encoded = encode(training, tokenizer, template, seq_len, "training", settings.max_reply)
         data = Examples(encoded, seq_len, config.prediction_heads, settings.seed, restart)
         names = names_of(settings.data) if len(by_file) > 1 else [""]
         held = {
-            name: encode(records, tokenizer, seq_len, f"held out{' of ' * bool(name)}{name}")
+            name: encode(records, tokenizer, template, seq_len, f"held out{' of ' * bool(name)}{name}")
             for name, records in zip(names, by_file, strict=True)
         }
     if not any(held.values()):
@@ -152,11 +169,11 @@ def fine_tune(settings: SftSettings, base: Opened, teachers: Sequence[Opened], r
         if examples
     }
 
-    def evaluate(sharded: Sharded) -> dict[str, float]:
+    def evaluate(parallel: DataParallel) -> dict[str, float]:
         of_file = {}
         for name in sizes:
             batches = (data.pad([[e] for e in held[name][i : i + rows]]) for i in range(0, len(held[name]), rows))
-            of_file[name] = evaluate_nll(sharded, batches, tokenizer.byte_lengths)
+            of_file[name] = evaluate_nll(parallel, batches, tokenizer.byte_lengths)
         figures = {"val_bits_per_byte": sum(sizes[name] * of_file[name] for name in sizes) / sum(sizes.values())}
         if len(held) > 1:
             figures |= {f"val_bits_per_byte_{name}": bits for name, bits in of_file.items()}
@@ -176,27 +193,28 @@ def fine_tune(settings: SftSettings, base: Opened, teachers: Sequence[Opened], r
     if resume and not adapters:
         began = base.meta["base"]  # it has opened itself
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
-    learner = beside(model, teachers, backend, settings)
+    learner = wrap_with_teachers(model, teachers, backend, settings)
     meta = {
         "kind": "sft",
         "data_hash": fingerprint(stream),
         "corpus": summary,
         "base": began,
         "inputs": input_hashes(settings.data),
-        **about(loaded, base, backend, settings),
+        **run_metadata(loaded, base, backend, settings),
     }
     # With a teacher the loss is not the replies' likelihood: it has no bits per byte.
     objective = NextTokens(config.head_weights, None if teachers else tokenizer.byte_lengths)
     task = Task(
-        learner,
-        tokenizer,
-        objective,
-        micro_batches(data, rows, accum),
-        evaluate,
-        sample,
-        taught_by(teachers, meta),
-        learner.flop_per_token(seq_len),
+        model=learner,
+        tokenizer=tokenizer,
+        objective=objective,
+        batches=micro_batches(data, rows, accum),
+        evaluate=evaluate,
+        sample=sample,
+        meta=add_teacher_metadata(teachers, meta),
+        flop_per_token=learner.flop_per_token(seq_len),
         plan=plan,
+        published=published_files(base.published),
     )
     last = Run(task, settings, backend, resume).train()
     if not settings.data:

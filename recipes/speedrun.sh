@@ -158,7 +158,7 @@ small)
     # Too few books to hold a whole one out: each part of 16 KiB is assigned to train or val separately.
     corpus="--max-bytes 16384 --split-by part --val-share 0.05"
     ;;
-*) die "--config $config: wanted small or base" ;;
+*) die "--config $config: expected small or base" ;;
 esac
 pretrain=$(joined "$pretrain --precision $precision --card" "$pretrain_more")
 sft=$(joined "$sft --precision $precision --card" "$sft_more")
@@ -177,7 +177,7 @@ fi
 case $problems in
 '' | one-step | harder-sums) asked=(--task "$problems") ;;
 *)
-    [[ -e $problems ]] || die "--problems $problems: wanted one-step, harder-sums, or a file that exists"
+    [[ -e $problems ]] || die "--problems $problems: expected one-step, harder-sums, or a file that exists"
     asked=(--data "$problems")
     ;;
 esac

@@ -1,4 +1,4 @@
-# Shared by storyteller.sh and large-run.sh, which source it with $what, $out and $root set.
+# Shared by large-run.sh and examples/storyteller/run.sh, which source it with $what, $out and $root set.
 # shellcheck shell=bash
 
 die() { # one line: the error and its remedy

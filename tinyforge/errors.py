@@ -1,7 +1,7 @@
 """Errors that a user meets, and how a command shows them.
 
 A `UserError` is a fault in the user's input (a file, a flag, a checkpoint), not a bug in this code. Its message is one
-line: what, got, wanted, fix. Commands read their flags with a `Parser`, which raises it too, and run their `main`
+line: what, got, expected, fix. Commands read their flags with a `Parser`, which raises it too, and run their `main`
 through `run_command`, which prints that line and exits with status 2. A bug still shows its traceback.
 """
 
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from tinyforge import requirements
+from tinyforge.invocation import ROOT, as_typed
 from tinyforge.terminal import one_line
 
 
@@ -38,16 +40,35 @@ class Parser(argparse.ArgumentParser):
         if "\n" in (options.get("description") or ""):
             options["formatter_class"] = argparse.RawDescriptionHelpFormatter
         super().__init__(*args, **options)
+        self.prog = as_typed(self.prog)
+        self._former: dict[str, str] = {}
+
+    def add_former(self, old: str, new: str) -> None:
+        """Accept `old`, the name in earlier versions of the flag `new`, and say on stderr what to write."""
+        self._former[old] = new
+
+    def format_help(self) -> str:
+        return as_typed(super().format_help())
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given = sys.argv[1:] if args is None else list(args)
+        given = [self._renamed(word) for word in (sys.argv[1:] if args is None else args)]
         for before, word in zip(["", *given], given, strict=False):
             if self.takes_text and not word and not before.startswith("--"):
                 continue
             if not word or (word.startswith("--") and word.endswith("=")):
                 flag = word[:-1] or before
-                self.error(f"{f'argument {flag}' if flag.startswith('--') else 'an argument'} is empty, wants a value")
+                self.error(
+                    f"{f'argument {flag}' if flag.startswith('--') else 'an argument'} is empty, expected a value"
+                )
         return super().parse_known_args(given, namespace)
+
+    def _renamed(self, word: str) -> str:
+        flag, equals, value = word.partition("=")
+        new = self._former.get(flag)
+        if new is None:
+            return word
+        print(f"warning: {flag} is deprecated; write {new}", file=sys.stderr)
+        return new + equals + value
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
@@ -64,16 +85,22 @@ def run_command(main: Callable[[], int | None]) -> None:
     try:
         sys.exit(main() or 0)
     except UserError as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)  # it may quote a file's content
+        print(f"error: {one_line(as_typed(str(error)))}", file=sys.stderr)  # it may quote a file's content
         sys.exit(error.status)
     except MemoryError as error:  # NumPy's, and CuPy's for a GPU
         cause = one_line(str(error)) or "no memory is left"
         print(
-            f"error: out of memory: {cause}; the last checkpoint is intact. Use a smaller --batch-size (with "
+            f"error: out of memory: {cause}; a checkpoint that was saved is intact. Use a smaller --batch-size (with "
             "--grad-accum for as large a step), or a smaller --seq-len",
             file=sys.stderr,
         )
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        package = (error.name or "tinyforge").partition(".")[0]
+        if package in ("tinyforge", "bench", "examples"):  # a bug
+            raise
+        print(f"error: {requirements.not_installed([package], ROOT)}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)

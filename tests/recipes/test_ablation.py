@@ -119,14 +119,14 @@ def test_an_out_that_cannot_be_written(here: None, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arms", "rest", "message"),
     [
-        ([SLOW], "--steps 4", "--arm: got ['slow'], wanted two or more with different names"),
-        ([SLOW, SLOW], "--steps 4", "--arm: got ['slow', 'slow'], wanted two or more with different names"),
-        ([SLOW, "fast --lr 1"], "--steps 4", "--arm: 'fast --lr 1' wants NAME: FLAGS, e.g. --arm 'one head: --set"),
+        ([SLOW], "--steps 4", "--arm: got ['slow'], expected two or more with different names"),
+        ([SLOW, SLOW], "--steps 4", "--arm: got ['slow', 'slow'], expected two or more with different names"),
+        ([SLOW, "fast --lr 1"], "--steps 4", "--arm: 'fast --lr 1' expects NAME: FLAGS, e.g. --arm 'one head: --set"),
         ([SLOW, "long: --steps 9"], "--steps 4", "--arm: 'long' reads 576 tokens, 'slow' 256; change --steps so that"),
         ([SLOW, "other: --seed 3"], "--steps 4", "--seed: is set by the comparison itself"),
         ([SLOW, FAST], "--minutes 1", "--minutes: is set by the comparison itself (runs end by --steps); leave it out"),
         ([SLOW, "wrong: --set dims=3"], "--steps 4", "--arm wrong: config: unknown key 'dims'"),
-        ([SLOW, "wrong: --lr nan"], "--steps 4", "--arm wrong: --lr is nan, wants a number above 0"),
+        ([SLOW, "wrong: --lr nan"], "--steps 4", "--arm wrong: --lr is nan, expected a number above 0"),
         ([SLOW, "wrong: --set heads=3"], "--steps 4", "--arm wrong: config: dim 16 is not divisible by heads 3"),
         (
             [SLOW, "wrong: --stesp 3"],

@@ -21,6 +21,7 @@ from tinyforge.errors import run_command
 from tinyforge.models.nanoeuler import chat
 from tinyforge.recipes import pretrain, sft
 from tinyforge.tokenizers import Tokenizer
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 ROOT = Path(__file__).resolve().parents[2]
 MAINS: dict[str, Callable[[list[str]], int]] = {"pretrain": pretrain.main, "sft": sft.main, "chat": chat.main}
@@ -88,11 +89,11 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     [
         # data
         ("pretrain --data absent.txt", "absent.txt: no such file or folder; check the path"),
-        ("pretrain --data empty.txt", "empty.txt: is empty, wanted text; give another file"),
-        ("pretrain --data text.txt blank.txt", "blank.txt: is empty, wanted text; give another file"),
+        ("pretrain --data empty.txt", "empty.txt: is empty, expected text; give another file"),
+        ("pretrain --data text.txt blank.txt", "blank.txt: is empty, expected text; give another file"),
         ("pretrain --data nothing", "nothing: no documents in this folder"),
         ("pretrain --data fake.parquet", "fake.parquet: not a readable parquet file"),
-        ("pretrain --data latin.txt", "got byte 0xe9 at offset 3, wanted utf-8 text; pass --encoding latin-1"),
+        ("pretrain --data latin.txt", "got byte 0xe9 at offset 3, expected utf-8 text; pass --encoding latin-1"),
         ("pretrain --data latin.txt --encoding klingon", "--encoding klingon: no such text encoding; try utf-8"),
         ("pretrain --data short.txt --set vocab=512", "too little text for vocab_size 512: got"),
         (
@@ -100,7 +101,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
             "corpus: 10 tokens, one training sequence takes 129; give more text or a smaller --seq-len",
         ),
         ("sft --base run --data absent.json", "absent.json: no such file or folder"),
-        ("sft --base run --data empty.txt", "empty.txt: is empty, wanted Alpaca records"),
+        ("sft --base run --data empty.txt", "empty.txt: is empty, expected Alpaca records"),
         ("sft --base run --data latin.txt", "pass --encoding latin-1"),
         ("sft --base run --data cut.json", "cut.json: record 2 (counted from 0), line 1, column"),
         ("sft --base run --data field.json", "field.json: record 1 (counted from 0), line 1: got the keys"),
@@ -109,28 +110,31 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         # config and flags
         ("pretrain --set dims=32", "config: unknown key 'dims'; known: context, vocab, dim"),
         ("pretrain --config key.json", "config: unknown key 'dims'; known: context, vocab, dim"),
-        ("pretrain --config list.json", "cannot read --config list.json: got a list, wanted an object"),
+        ("pretrain --config list.json", "cannot read --config list.json: got a list, expected an object"),
         ("pretrain --config broken.json", "cannot read --config broken.json: it is not JSON"),
         ("pretrain --config tiny", "--config: 'tiny' is not a preset (small, base, large, xl, 2b) or a file"),
         ("pretrain --set dim=130", "config: dim 130 is not divisible by heads 4; use dim 128"),
-        ("pretrain --set dim=1.5", "config: dim is 1.5, wants a whole number"),
-        ("pretrain --set dim=wide", "--set: 'dim=wide' wants KEY=VALUE with a number"),
-        ("pretrain --set mtp_weights=1", "config: mtp_weights is 1, wants a list of numbers"),
+        ("pretrain --set dim=1.5", "config: dim is 1.5, expected a whole number"),
+        ("pretrain --set dim=wide", "--set: 'dim=wide' expects KEY=VALUE with a number"),
+        ("pretrain --set mtp_weights=1", "config: mtp_weights is 1, expected a list of numbers"),
         ("pretrain --data text.txt --set vocab=200", "vocabulary too small for the bytes: got vocab_size 200"),
         ("pretrain --data text.txt --tokenizer absent.json", "cannot read the tokenizer absent.json"),
         ("pretrain --data text.txt --tokenizer bytes.json", "bytes.json has 258 ids, the config's vocab is 512"),
         ("pretrain --data text.txt --seq-len 129", "--seq-len is 129, the config's context is 128; use at most that"),
         ("pretrain --workers 100", "--workers is 100, a batch has 8 rows to share; use at most"),
-        ("pretrain --lr nan", "--lr is nan, wants a number above 0"),
-        ("pretrain --steps 0", "--steps is 0, wants a number above 0"),
+        ("pretrain --lr nan", "--lr is nan, expected a number above 0"),
+        ("pretrain --steps 0", "--steps is 0, expected a number above 0"),
         ("pretrain --steps 9 --minutes 1", "--steps and --minutes are both given, and a run ends by one of them"),
-        ("pretrain --lr-decay 1.5", "--lr-decay is 1.5, wants a share above 0 and up to 1"),
-        ("pretrain --warmup 1", "--warmup is 1.0, wants a share from 0 to below 1"),
-        ("sft --base run --max-reply 0", "--max-reply is 0, wants a number above 0"),
+        ("pretrain --decay-fraction 1.5", "--decay-fraction is 1.5, expected a share above 0 and up to 1"),
+        ("pretrain --warmup 1", "--warmup is 1.0, expected a share from 0 to below 1"),
+        ("sft --base run --max-reply 0", "--max-reply is 0, expected a number above 0"),
         ("sft --base run --data good.json --max-reply 1", "no example left to train on; check that the records have"),
-        ("pretrain --teacher run --teacher-share 0", "--teacher-share is 0.0, wants a share above 0 and up to 1"),
+        ("pretrain --teacher run --teacher-share 0", "--teacher-share is 0.0, expected a share above 0 and up to 1"),
         ("pretrain --teacher-share 0.9", "--teacher-share is given without --teacher; add it, or leave this out"),
-        ("pretrain --model lstm --carry --data text.txt --teacher run", "--carry: a teacher keeps no state from batch"),
+        (
+            "pretrain --model lstm --stateful --data text.txt --teacher run",
+            "--stateful: a teacher keeps no state from batch",
+        ),
         (
             "pretrain --data text.txt --teacher run --tokenizer mine.json",
             "--tokenizer: the model gets its teacher's; leave out --tokenizer or --teacher",
@@ -138,17 +142,17 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --data text.txt --teacher absent", "no checkpoint in absent"),
         ("pretrain --data text.txt --teacher run", "step-00000004 reads 96 tokens, a row has 128; use --seq-len 96"),
         ("pretrain --data text.txt --teacher run --base storyteller", "has another tokenizer than"),
-        ("pretrain --keep -1", "--keep is -1, wants a number of 0 or more"),
+        ("pretrain --keep -1", "--keep is -1, expected a number of 0 or more"),
         ("pretrain --backend abacus", "unknown backend 'abacus'; known: "),
         ("pretrain --precision fp7", "precision 'fp7' is not available"),
-        ("chat --checkpoint run --top-p 0", "--top-p is 0.0, wants a number above 0 and at most 1"),
+        ("chat --checkpoint run --top-p 0", "--top-p is 0.0, expected a number above 0 and at most 1"),
         # runs and checkpoints
         ("pretrain --resume --out nothing", "--resume: nothing to resume in nothing; start the run without --resume"),
         ("sft --resume --out absent", "--resume: nothing to resume in absent; start the run without --resume"),
         ("sft --base absent --data good.json", "no checkpoint in absent; train one first"),
         ("sft --data good.json", "no pretrained run under runs/; run python recipes/pretrain.py first, or give --base"),
         ("sft --resume --out run", "--resume: the run in run is one of pretrain.py; resume it with that, or"),
-        ("chat --checkpoint text.txt", "text.txt is a file, but not a model; wanted a run, a Hugging Face directory"),
+        ("chat --checkpoint text.txt", "text.txt is a file, but not a model; expected a run, a Hugging Face directory"),
         ("chat --checkpoint .", "no checkpoint in .: it has no step-* folder and no config.json; check the path"),
         ("chat --checkpoint nothing", "no checkpoint in nothing; train one first"),
         ("pretrain --resume --out run --set dim=64", "--resume: --set is dim=64, the run in run has dim=32"),
@@ -255,6 +259,7 @@ def test_a_rate_that_blows_up(folder: Path) -> None:
 def test_long_replies_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = Tokenizer([], ["</s>"])
     records = [Record("Go.", "", "x" * length) for length in (3, 4, 5)]  # and the token that ends each
-    whole = sft.encode(records, tokenizer, 90, "training")
-    assert sft.encode(records, tokenizer, 90, "training", max_reply=5) == whole[:2]
+    template = TEMPLATES["alpaca"]
+    whole = sft.encode(records, tokenizer, template, 90, "training")
+    assert sft.encode(records, tokenizer, template, 90, "training", max_reply=5) == whole[:2]
     assert "training: 1 left out whose reply takes more than 5 tokens (--max-reply)" in capsys.readouterr().out

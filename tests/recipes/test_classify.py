@@ -180,13 +180,13 @@ def oblong(folder: Path) -> str:
 BAD = {
     mixed_sizes: "bad/b/1.png is 3x6x7 (channels, height, width), bad/a/1.png 3x6x6; all must be of one size",
     empty_class: "bad/b: a class without an image",
-    other_columns: "bad.parquet: no column 'image'; its columns are picture, label, wanted image and label",
-    no_pictures: "an image is str, wanted the bytes of a PNG file",
-    beyond: "label 2 of example 1, wanted 0 to 1: there are 2 classes",
+    other_columns: "bad.parquet: no column 'image'; its columns are picture, label, expected image and label",
+    no_pictures: "an image is str, expected the bytes of a PNG file",
+    beyond: "label 2 of example 1, expected 0 to 1: there are 2 classes",
     cut_off: "its header says (40, 6, 6); it is truncated",
     half_a_gzip: "it is damaged, get it again",
     damaged_png: "bad/a/2.png cannot be read as an image",
-    oblong: "images of 6 x 9 pixels, wanted square ones",
+    oblong: "images of 6 x 9 pixels, expected square ones",
 }
 
 
@@ -203,11 +203,11 @@ def test_bad_images_are_one_line(spoil: Any, here: Path) -> None:
     ("flags", "said"),
     [
         ("--data idx --set classes=1 patch=2", "labels of 2 classes, --set classes=1"),
-        ("--data idx nowhere", "wanted one folder of images or one parquet file"),
+        ("--data idx nowhere", "expected one folder of images or one parquet file"),
         ("--data nowhere", "nowhere: not a folder of images or a parquet file"),
         ("--data idx --set patch=4", "image 6 is not a whole number of patches of 4; use a patch that divides 6"),
         ("--data idx --model nanoeuler", "nanoeuler predicts next tokens; classes are learned by bert and vit"),
-        ("--data idx --shift -1", "--shift is -1, wants a number of 0 or more"),
+        ("--data idx --shift -1", "--shift is -1, expected a number of 0 or more"),
     ],
 )
 def test_bad_flags_are_one_line(flags: str, said: str, here: Path) -> None:
@@ -233,13 +233,13 @@ def test_the_exit_status_is_2(here: Path) -> None:
 
 def test_an_image_model_neither_chats_nor_continues(here: Path) -> None:
     assert classify.main([*SHAPE.split(), *"--data idx --steps 1 --batch-size 2 --out run".split()]) == 0
-    with pytest.raises(UserError, match="ViT cannot generate text"):
+    with pytest.raises(UserError, match="ViT cannot generate text: .*; use recipes/classify.py"):
         chat.main("--checkpoint run --backend numpy --prompt The".split())
     with pytest.raises(UserError, match="ViT learns images and cannot continue text"):
         sft.main("--base run --out tuned".split())
     with pytest.raises(UserError, match="ViT learns images and cannot continue text"):
         pretrain.main("--model vit --out other".split())
-    with pytest.raises(UserError, match="run: its model is a vit, wanted a bert; give another --base or --model"):
+    with pytest.raises(UserError, match="run: its model is a vit, expected a bert; give another --base or --model"):
         classify.main("--base run --backend numpy --workers 1 --out tuned".split())
 
 
@@ -325,7 +325,7 @@ def test_hidden_words_are_drawn_as_in_the_paper() -> None:
     text[:, 50] = 3
     words = MaskedWords(None, tokenizer, config, 102, 0)  # type: ignore[arg-type]
     batch = words.hide(text, Stream(1, "test"))
-    segments, lengths, places = batch.more
+    segments, lengths, places = batch.extra_inputs
     whole = np.concatenate([np.full((64, 1), 2), text, np.full((64, 1), 3)], axis=1)
     rows = np.arange(64)[:, None]
     assert places.shape == (64, 15) and all(len(set(row)) == 15 for row in places.tolist())
@@ -338,15 +338,15 @@ def test_hidden_words_are_drawn_as_in_the_paper() -> None:
     masked, kept = (shown == 4).mean(), (shown == batch.targets[..., 0]).mean()
     assert 0.76 < masked < 0.84 and 0.07 < kept < 0.13
     short = words.hide(np.full((2, 3), 3, np.int32), Stream(1, "test"))  # nothing that could be hidden
-    assert (short.more[2] == -1).all() and (short.targets == -1).all()
+    assert (short.extra_inputs[2] == -1).all() and (short.targets == -1).all()
 
 
 def test_what_frequencies_alone_are_worth() -> None:
     tokenizer = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"])
     text = PackedTokens(np.tile(np.array([5, 5, 6, 3], np.int32), 50), 16, 1, 0)
     words = MaskedWords(text, tokenizer, models()["bert"].config(vocab=8, context=18), 18, 0)
-    wanted = -(2 * np.log(2 / 3) + np.log(1 / 3)) / 3  # [SEP] is never hidden
-    assert words.frequency_loss(1000) == pytest.approx(wanted)
+    expected = -(2 * np.log(2 / 3) + np.log(1 / 3)) / 3  # [SEP] is never hidden
+    assert words.frequency_loss(1000) == pytest.approx(expected)
 
 
 def test_the_bag_of_words_learns_what_words_say() -> None:
@@ -366,14 +366,14 @@ def test_the_built_in_questions_cannot_be_told_by_their_words() -> None:
 
 
 TEXT_FAULTS = {
-    "columns.parquet": "no column 'text'; its columns are review, label, wanted text and label",
-    "cut.jsonl": "cut.jsonl:2: wanted an object with text and label",
+    "columns.parquet": "no column 'text'; its columns are review, label, expected text and label",
+    "cut.jsonl": "cut.jsonl:2: expected an object with text and label",
     "label.csv": "label 'maybe' of example 0 is none of the 2 classes: 0, 1",
-    "columns.csv": "its columns are review, label; wanted text and label",
+    "columns.csv": "its columns are review, label; expected text and label",
     "empty.jsonl": "holds no labelled text",
     "null.jsonl": "row 0 lacks a text or a label",
-    "text.txt": "wanted one of .parquet, .jsonl, .jsonl.gz, .csv",
-    "beyond.jsonl": "label 2 of example 1, wanted 0 to 1: there are 2 classes",
+    "text.txt": "expected one of .parquet, .jsonl, .jsonl.gz, .csv",
+    "beyond.jsonl": "label 2 of example 1, expected 0 to 1: there are 2 classes",
 }
 
 

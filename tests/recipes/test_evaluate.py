@@ -28,6 +28,7 @@ from tinyforge.recipes import evaluate, pretrain, sft
 from tinyforge.report import NOISE
 from tinyforge.shards import SEPARATOR, Shards
 from tinyforge.tokenizers import Tokenizer
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 from tinyforge.train import metrics
 from tinyforge.train.card import card, write_card
 from tinyforge.train.metrics import save_scores
@@ -174,7 +175,8 @@ def test_prompts_begin_as_those_that_were_learned(folder: Path) -> None:
     """With bos, where the tokenizer has one: the ids are those of fine-tuning up to the reply."""
     tokenizer = Tokenizer([], ["<s>", "</s>"])
     tokenizer.bos = tokenizer.specials["<s>"]
-    loaded = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=SimpleNamespace(context=1000)))
+    model = SimpleNamespace(config=SimpleNamespace(context=1000))
+    loaded = SimpleNamespace(tokenizer=tokenizer, model=model, template=TEMPLATES["plain"])
     _, (held_out,) = read_split(["records.json"])
     prompts, left_out = evaluate.held_out_prompts(loaded, ["records.json"], "utf-8", len(held_out), 0)
     examples = [encode_example(tokenizer, record, 1000) for record in held_out]
@@ -183,15 +185,20 @@ def test_prompts_begin_as_those_that_were_learned(folder: Path) -> None:
 
 
 def test_other_text_than_the_runs_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The built-in world and a text file; the run's own overall figure is not replaced by theirs."""
+    """Without --data the run's own held-out text, the built-in world where that is gone; another text's figure does not
+    replace the run's own."""
     before = metrics.read_scores(Path("base"), 6)["held-out text, bits per byte"]
+    own = measured("--checkpoint", "base")["text"]
+    assert own["own"] and own["bits_per_byte"] == pytest.approx(before, rel=1e-6)
+    Path("shards").rename("elsewhere")
     found = measured("--checkpoint", "base")
+    Path("elsewhere").rename("shards")
     assert list(found["text"]["sources"]) == ["built-in world"] and not found["text"]["own"]
-    assert "the model learned from shards; give --data to evaluate on it" in capsys.readouterr().err
+    assert "the model learned from shards, which is not here; give --data" in capsys.readouterr().err
     other = measured("--checkpoint", "base", "--data", "text.txt")
     assert list(other["text"]["sources"]) == ["text"]
     assert other["text"]["bits_per_byte"] != found["text"]["bits_per_byte"]
-    assert metrics.read_scores(Path("base"), 6)["held-out text, bits per byte"] == before
+    assert metrics.read_scores(Path("base"), 6)["held-out text, bits per byte"] == pytest.approx(before, rel=1e-6)
 
 
 def test_a_run_on_plain_text_and_one_output_head(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,13 +295,13 @@ def test_without_duckdb(folder: Path) -> None:
         ("--checkpoint base --data other", "--data: other was made with the tokenizer "),
         ("--checkpoint base --data shards text.txt", "--data: shards holds token shards, text.txt does not"),
         ("--checkpoint tuned --instructions absent.json", "absent.json: no such file"),
-        ("--checkpoint tuned --instructions none.json", "none.json: is empty, wanted Alpaca records"),
+        ("--checkpoint tuned --instructions none.json", "none.json: is empty, expected Alpaca records"),
         ("--checkpoint tuned --instructions text.txt", "text.txt: record 0"),
         ("--checkpoint tuned --instructions long.json", "--instructions: no held-out prompt has at most"),
-        ("--checkpoint base --seeds -1", "--seeds is -1, wants 0 or more"),
-        ("--checkpoint base --seq-len 0", "--seq-len is 0, wants 1 or more"),
+        ("--checkpoint base --seeds -1", "--seeds is -1, expected 0 or more"),
+        ("--checkpoint base --seq-len 0", "--seq-len is 0, expected 1 or more"),
         ("--checkpoint base --data shards --seq-len 161", "--seq-len is 161, the config's context is 160; use at most"),
-        ("--checkpoint base --sentences 0", "--sentences is 0, wants 1 or more"),
+        ("--checkpoint base --sentences 0", "--sentences is 0, expected 1 or more"),
         ("--checkpoint base --backend abacus", "unknown backend 'abacus'"),
         ("--checkpoint base --precision fp7", "precision 'fp7' is not available"),
         ("--checkpoint base --json absent/found.json", "--json: absent/found.json is in a folder that does not exist"),
@@ -335,14 +342,17 @@ def test_the_card_of_a_run(folder: Path) -> None:
 
 def test_a_card_says_what_the_file_holds(folder: Path) -> None:
     pretrain.main(f"{SHAPE} --data text.txt --precision fp64 --steps 1 --backend numpy --out wide --card".split())
-    assert SPEC.bundled and SPEC.storyteller
-    for text, wanted in (
+    # One document, cut into a part of the training text and the held-out text, is counted once.
+    (row,) = (line for line in Path("wide/README.md").read_text("utf-8").splitlines() if line.startswith("| text |"))
+    assert row.split("|")[4].strip() == "1" and row.split("|")[7].strip() == "0"
+    assert SPEC.bundled and SPEC.bundled_for_chat
+    for text, expected in (
         (Path("base/README.md").read_text(encoding="utf-8"), "float32"),
         (Path("wide/README.md").read_text(encoding="utf-8"), "float64"),
         (card(checkpoint.load(SPEC.bundled)), "bfloat16"),
-        (card(checkpoint.load(SPEC.storyteller)), "int8, with a float32 scale for each row of a matrix"),
+        (card(checkpoint.load(SPEC.bundled_for_chat)), "int8, with a float32 scale for each row of a matrix"),
     ):
-        assert f"Weights are {wanted}." in text
+        assert f"Weights are {expected}." in text
 
 
 @pytest.mark.parametrize(
@@ -356,12 +366,12 @@ def test_a_card_says_what_the_file_holds(folder: Path) -> None:
 def test_the_command_on_the_card_means_what_was_run(folder: Path, recipe: Any, step: str, flags: str) -> None:
     """Read by the recipe that it names it gives the same settings, whatever that recipe's own defaults are."""
     kind = SftSettings if recipe is sft else PretrainSettings
-    wanted = parse(kind, "", shlex.split(flags)).settings
+    expected = parse(kind, "", shlex.split(flags)).settings
     found = checkpoint.load(Path(step))
-    found.meta["settings"] = json.loads(json.dumps(wanted.to_dict()))
+    found.meta["settings"] = json.loads(json.dumps(expected.to_dict()))
     told = re.findall(rf"    python recipes/{recipe.__name__.rpartition('.')[2]}\.py (.*)", card(found))
     assert len(told) == 1
-    assert parse(kind, "", shlex.split(told[0])).settings == wanted
+    assert parse(kind, "", shlex.split(told[0])).settings == expected
 
 
 def test_the_card_of_a_run_with_settings_that_are_gone(folder: Path) -> None:
@@ -382,12 +392,12 @@ def test_scores_are_merged_and_a_damaged_file_is_replaced(tmp_path: Path) -> Non
 def test_noise_goes_with_the_score_that_it_was_of(tmp_path: Path) -> None:
     save_scores(tmp_path, 6, {"a": 1.0, f"a{NOISE}": 0.1, "b": 2.0, f"b{NOISE}": 0.2, f"c{NOISE}": 0.3})
     save_scores(tmp_path, 6, {"a": 1.5, "b": 2.5, f"b{NOISE}": 0.4})
-    wanted = {"a": 1.5, "b": 2.5, f"b{NOISE}": 0.4, f"c{NOISE}": 0.3}
-    assert metrics.read_scores(tmp_path, 6) == wanted
+    expected = {"a": 1.5, "b": 2.5, f"b{NOISE}": 0.4, f"c{NOISE}": 0.3}
+    assert metrics.read_scores(tmp_path, 6) == expected
 
 
 def test_scores_are_of_one_step(tmp_path: Path) -> None:
-    """Those of a step that the run has left behind go; a file without a step, as there once were, is taken as it is."""
+    """Those of a step that the run has left after go; a file without a step, as there once were, is taken as it is."""
     (tmp_path / "scores.json").write_text('{"a": 1.0}', encoding="utf-8")
     assert metrics.read_scores(tmp_path, 6) == {"a": 1.0}
     save_scores(tmp_path, 6, {"b": 2.0})
@@ -445,8 +455,9 @@ for write in (lambda run: save_scores(run, 3, {"b" * 200: 1.0}), write_card):
 def test_help_says_which_model_is_taken(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--help"])
-    flag = " ".join(capsys.readouterr().out.rpartition("--checkpoint DIR")[2].split())
+    flag = " ".join(capsys.readouterr().out.rpartition("--checkpoint MODEL")[2].split())
     assert flag.startswith(
-        "a run, one of its checkpoints, another program's model, or a model of the repository: small, storyteller "
-        "(default: the newest run under runs/, fine-tuned before pretrained; else a model of the repository)"
+        "a run, one of its checkpoints, another program's model, owner/name[@revision] on the Hugging Face hub, or a "
+        "model of the repository: small, storyteller (default: the newest run under runs/, fine-tuned before "
+        "pretrained; else a model of the repository)"
     )

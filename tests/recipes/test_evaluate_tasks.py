@@ -130,13 +130,13 @@ def test_what_a_model_has_learned_from_is_refused(folder: Path) -> None:
     ("flags", "message"),
     [
         ("--tasks arc_easy", "--tasks arc_easy reads files: give their folder with --task-data; docs/evaluation.md"),
-        ("--tasks text", "--tasks text wants text: --data FILE"),
+        ("--tasks text", "--tasks text expects text: --data FILE"),
         ("--tasks blimb --task-data sets", "--tasks: unknown task 'blimb'; known: blimp, arc_easy"),
-        ("--tasks piqa --task-data sets", "--task-data: no file for piqa; wanted "),
+        ("--tasks piqa --task-data sets", "--task-data: no file for piqa; expected "),
         ("--tasks arc_easy --task-data elsewhere", "elsewhere: no such file or folder; check the path, relative to"),
         ("--tasks arc_easy --task-data sets", "sets/arc_easy-test.jsonl: another version of arc_easy (SHA-256 "),
         ("--tasks arc_easy --task-data sets --any-version --resume", "--resume reads the file of --json; name one"),
-        ("--tasks arc_easy --task-data sets --limit 0", "--limit is 0, wants 1 or more"),
+        ("--tasks arc_easy --task-data sets --limit 0", "--limit is 0, expected 1 or more"),
         ("--resume --json found.json", "--resume is for --tasks; name some tasks, or leave it out"),
         ("--task-data sets", "--task-data is for --tasks; name some tasks, or leave it out"),
         ("--tasks arc_easy --task-data sets --card", "--card says nothing of --tasks; run that without it"),
@@ -160,9 +160,9 @@ def test_a_model_that_is_not_causal_is_refused(folder: Path, monkeypatch: pytest
 def test_memory_is_forecast(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     config = SPEC.config.from_dict(SPEC.presets["small"].to_dict())
     backend = get_backend("numpy", "fp32", workers=1)
-    for free, wanted in ((1 << 34, 2048), (24 << 20, 1024)):
+    for free, expected in ((1 << 34, 2048), (24 << 20, 1024)):
         monkeypatch.setattr(memory, "free_host_memory", lambda free=free: free)
-        assert 128 <= tokens_that_fit(SPEC, config, backend) <= wanted
+        assert 128 <= tokens_that_fit(SPEC, config, backend) <= expected
     plain, int8 = (bytes_needed(SPEC, config, "fp32", 128, weights) for weights in ("", "int8"))
     assert 2.4 * 1e6 < plain - int8 < 3.2 * 1e6  # a million weights of 4 bytes, or of 1 and one matrix of 4
     monkeypatch.setattr(memory, "free_host_memory", lambda: 1 << 20)

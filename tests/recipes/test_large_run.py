@@ -1,4 +1,4 @@
-"""recipes/storyteller.sh and recipes/large-run.sh in small: every stage, on to another folder in parts, and stopped."""
+"""recipes/large-run.sh and the storyteller's run.sh in small: every stage, moved in parts to a folder, and stopped."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from pathlib import Path
 import duckdb
 import pytest
 
+from examples.storyteller.stories import small_story
 from tinyforge import checkpoint
-from tinyforge.data.stories import small_story
 from tinyforge.data.world import documents
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+ROOT = Path(__file__).resolve().parents[2]
+LARGE, STORYTELLER = "recipes/large-run.sh", "examples/storyteller/run.sh"
 PLAIN = ("--backend", "numpy", "--precision", "fp32", "--workers", "1")
 TINY = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=160 mtp_heads=2 --batch-size 2"
 
@@ -63,7 +64,7 @@ def texts(tmp_path: Path) -> Path:
 
 def start(script: str, *words: str | Path, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [str(RECIPES / script), *map(str, words)],
+        [str(ROOT / script), *map(str, words)],
         env=os.environ | {"PYTHON": sys.executable} | more,
         text=True,
         stdout=subprocess.PIPE,
@@ -119,31 +120,31 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
         "tinystories": "tinystories.parquet",
     }
     words = [f"{name}={texts / file}" for name, file in named.items()]
-    call("large-run.sh", "data", tmp_path / "out", *words, VOCABULARY="300")
-    call("large-run.sh", "tenth", tmp_path / "out", *words)
+    call(LARGE, "data", tmp_path / "out", *words, VOCABULARY="300")
+    call(LARGE, "tenth", tmp_path / "out", *words)
     tenth = tmp_path / "out" / "tenth"
     assert len(list(tenth.glob("shards-*/manifest.json"))) == 3
-    shown = call("large-run.sh", "vocabulary", tenth, *PLAIN, PRETRAIN=f"--config small {TINY} --steps 2")
+    shown = call(LARGE, "vocabulary", tenth, *PLAIN, PRETRAIN=f"--config small {TINY} --steps 2")
     assert "16384 ids" in shown and "bits per byte of held-out text" in shown
 
-    there = in_parts("large-run.sh", tmp_path / "out")
-    assert "pretrain is not complete; first: " in call("large-run.sh", "sft", there, *PLAIN, status=2)
+    there = in_parts(LARGE, tmp_path / "out")
+    assert "pretrain is not complete; first: " in call(LARGE, "sft", there, *PLAIN, status=2)
     learn = {
         "PRETRAIN": f"--config small {TINY} --steps 60 --save-every 5",
         "SFT": "--batch-size 2 --steps 9",
         "DPO": "--batch-size 2 --steps 4",
-        "GRPO": "--batch-size 2 --group 2 --max-tokens 4 --steps 3",
+        "GRPO": "--batch-size 2 --num-generations 2 --max-tokens 4 --steps 3",
         "OWN": "--records 20 --max-tokens 8",
         "TASKS": "arc_easy",
         "EVALUATE": "--any-version",
     }
-    stopped(there / "pretrain", "large-run.sh", "pretrain", there, *PLAIN, **learn)
-    assert "--resume" in call("large-run.sh", "pretrain", there, *PLAIN, **learn)
-    assert "complete, skipped" in call("large-run.sh", "pretrain", there, *PLAIN, **learn)
+    stopped(there / "pretrain", LARGE, "pretrain", there, *PLAIN, **learn)
+    assert "--resume" in call(LARGE, "pretrain", there, *PLAIN, **learn)
+    assert "complete, skipped" in call(LARGE, "pretrain", there, *PLAIN, **learn)
     for stage, steps in {"sft": 9, "dpo": 4, "grpo": 3}.items():
-        call("large-run.sh", stage, there, *PLAIN, **learn)
+        call(LARGE, stage, there, *PLAIN, **learn)
         assert checkpoint.latest(there / stage).name == f"step-{steps:08}"
-    call("large-run.sh", "evaluate", there, *PLAIN[:4], **learn)
+    call(LARGE, "evaluate", there, *PLAIN[:4], **learn)
     assert {file.stem for file in there.glob("*.json")} == {"preferences", "own"} | {
         f"{what}-{run}" for what in ("evaluate", "tasks") for run in ("pretrain", "sft", "dpo", "grpo")
     }
@@ -154,8 +155,8 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     files = [texts / name for name in ("tinystories.parquet", "books.zip", "simple.parquet", "alpaca.json")]
-    call("storyteller.sh", "data", tmp_path / "out", *files)
-    there = in_parts("storyteller.sh", tmp_path / "out")
+    call(STORYTELLER, "data", tmp_path / "out", *files, RECORDS="200")
+    there = in_parts(STORYTELLER, tmp_path / "out")
     tiny = TINY.replace("context=160", "context=340")  # for a whole story
     learn = {
         "TEACHER": f"{tiny} --steps 2",
@@ -164,8 +165,8 @@ def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
         "OWN": "--records 2 --max-tokens 270 --backend numpy",
         "DPO": "--batch-size 2 --steps 2",
     }
-    stopped(there / "base", "storyteller.sh", "train", there, *PLAIN, **learn)
-    shown = call("storyteller.sh", "train", there, *PLAIN, **learn)
+    stopped(there / "base", STORYTELLER, "train", there, *PLAIN, **learn)
+    shown = call(STORYTELLER, "train", there, *PLAIN, **learn)
     assert "--resume" in shown and (there / "storyteller" / "model.safetensors").exists()
     assert (there / "storyteller" / "generation_config.json").exists()  # how it is sampled, as the shipped one
     assert shown.count("complete, skipped") == 10  # the teachers'
@@ -175,34 +176,43 @@ def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     (there / "told.json").write_text(json.dumps([pair] * 5), encoding="utf-8")
     for name in ("blend", "storyteller"):
         shutil.rmtree(there / name)
-    shown = call("storyteller.sh", "train", there, *PLAIN, **learn)
+    shown = call(STORYTELLER, "train", there, *PLAIN, **learn)
     assert shown.count("complete, skipped") == 13 and f"0.1 {there / 'told-8'}" in shown
     assert (there / "storyteller" / "model.safetensors").exists()
+
+    learn = {"CHATS": "--batch-size 2 --steps 3", "SHARES": "0.5", "BASE": str(there / "storyteller")}
+    learn |= {"SECOND": "--max-tokens 8", "EVALUATE": "--prompts 2"}
+    call(STORYTELLER, "chats", there, *PLAIN, **learn)
+    assert "complete, skipped" in call(STORYTELLER, "chats", there, *PLAIN, **learn)
+    shares = json.loads((there / "lines-0.5.json").read_text(encoding="utf-8"))
+    assert shares["all"] < 0.5 and (there / "evaluate-0.5.json").exists()
+    card = (there / "chats-0.5" / "README.md").read_text(encoding="utf-8")
+    assert "chats" in card and (there / "chats-0.5" / "generation_config.json").exists()
 
 
 def test_without_any_book_the_storyteller_stops(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\ncase $2 in data.gutenberg) exit 2 ;; esac\n")
     python.chmod(0o755)
-    shown = call("storyteller.sh", "data", tmp_path / "out", *[python] * 3, status=1, PYTHON=str(python))
+    shown = call(STORYTELLER, "data", tmp_path / "out", *[python] * 3, status=1, PYTHON=str(python))
     assert "data.tinystories" in shown and shown.splitlines()[-1].startswith("$ -m data.gutenberg")
 
 
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        ("large-run.sh", "data", "error: got 1 of 2 arguments, wanted data, tenth, pack, "),
-        ("large-run.sh", "dance out", "error: dance: wanted data, tenth, pack, unpack, "),
-        ("large-run.sh", "data out wikipedia.parquet", "error: wikipedia.parquet: wanted NAME=PATH, as wikipedia="),
-        ("large-run.sh", "data out web=no.parquet", "error: no.parquet: no such file or folder; check the path"),
-        ("large-run.sh", "data out web=.", "error: data wants eval=PATH, the evaluation sets that are kept out"),
-        ("large-run.sh", "pretrain out", "has no shards; make them: recipes/large-run.sh data "),
-        ("large-run.sh", "dpo out", "out/sft is not complete; first: recipes/large-run.sh sft "),
-        ("large-run.sh", "pack out", "out has none of: shards shards-4096"),
-        ("large-run.sh", "unpack out", "out/parts has no SHA256; copy it there with the parts"),
-        ("storyteller.sh", "data", "error: got 1 of 2 arguments, wanted data, pack, unpack or train, then a folder"),
-        ("storyteller.sh", "train out", "has no shards; make them: recipes/storyteller.sh data "),
-        ("storyteller.sh", "data out a b c", "error: a: no such file; check the path"),
+        (LARGE, "data", "error: got 1 of 2 arguments, expected data, tenth, pack, "),
+        (LARGE, "dance out", "error: dance: expected data, tenth, pack, unpack, "),
+        (LARGE, "data out wikipedia.parquet", "error: wikipedia.parquet: expected NAME=PATH, as wikipedia="),
+        (LARGE, "data out web=no.parquet", "error: no.parquet: no such file or folder; check the path"),
+        (LARGE, "data out web=.", "error: data expects eval=PATH, the evaluation sets that are kept out"),
+        (LARGE, "pretrain out", "has no shards; make them: recipes/large-run.sh data "),
+        (LARGE, "dpo out", "out/sft is not complete; first: recipes/large-run.sh sft "),
+        (LARGE, "pack out", "out has none of: shards shards-4096"),
+        (LARGE, "unpack out", "out/parts has no SHA256; copy it there with the parts"),
+        (STORYTELLER, "data", "error: got 1 of 2 arguments, expected data, pack, unpack, train or chats, then "),
+        (STORYTELLER, "train out", "has no shards; make them: examples/storyteller/run.sh data "),
+        (STORYTELLER, "data out a b c", "error: a: no such file; check the path"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -214,8 +224,8 @@ def test_bad_input_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", ["large-run.sh", "storyteller.sh"])
+@pytest.mark.parametrize("script", [LARGE, STORYTELLER])
 def test_help_is_the_whole_comment_that_a_script_begins_with(script: str) -> None:
     shown = call(script, "--help")
-    assert f"recipes/{script} data OUT" in shown and f"recipes/{script} unpack OUT" in shown
+    assert f"{script} data OUT" in shown and f"{script} unpack OUT" in shown
     assert "#" not in shown and "set -euo" not in shown

@@ -1,4 +1,4 @@
-"""Scores beside lm-evaluation-harness: the same models, exported, on the same files, give the same figures."""
+"""Scores next to lm-evaluation-harness: the same models, exported, on the same files, give the same figures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODELS = {
     "small": (ROOT / "models/nanoeuler/small", None),
     "stories260K": (SHARED / "llama2c/stories260K.bin", SHARED / "llama2c/tok512.bin"),
 }
-# Pairs of each phenomenon and questions of each other task; a tenth as many articles of Simple English beside PAGES.
+# Pairs of each phenomenon and questions of each other task; a tenth as many articles of Simple English next to PAGES.
 # docs/evaluation.md has what LM_EVAL_PAIRS=100 LM_EVAL_QUESTIONS=500 printed.
 PAIRS, QUESTIONS = int(os.environ.get("LM_EVAL_PAIRS", "5")), int(os.environ.get("LM_EVAL_QUESTIONS", "60"))
 GOALS = 60  # of PIQA: lm_eval takes no choice that is longer than the context, and a later one is
@@ -35,7 +35,7 @@ PLAIN = {"training_split": None, "validation_split": None, "test_split": "test",
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"),
-    pytest.mark.skipif(not (SHARED / "eval").exists(), reason="real sets (shared/data/eval beside the repository)"),
+    pytest.mark.skipif(not (SHARED / "eval").exists(), reason="real sets (shared/data/eval next to the repository)"),
 ]
 
 PAGES = """ = Robert Boulter =
@@ -165,9 +165,9 @@ def test_scores_are_those_of_lm_eval(
     assert np.mean(list(phenomena.values())) == pytest.approx(ours["blimp"].figures["acc"], abs=1e-12)
     assert sorted(phenomena.values()) == pytest.approx(sorted(ours["blimp"].groups.values()), abs=1e-12)
     for metric, tolerance in (("bits_per_byte", 1e-6), ("word_perplexity", 1e-5)):  # RoPE is float32 there
-        wanted = theirs["local_wikitext"][f"{metric},none"]
-        print(metric, ours["wikitext"].figures[metric], wanted)
-        assert ours["wikitext"].figures[metric] == pytest.approx(wanted, rel=tolerance)
+        expected = theirs["local_wikitext"][f"{metric},none"]
+        print(metric, ours["wikitext"].figures[metric], expected)
+        assert ours["wikitext"].figures[metric] == pytest.approx(expected, rel=tolerance)
 
 
 def test_wikitext_is_detokenised_as_lm_eval_does() -> None:
@@ -226,6 +226,6 @@ def test_problems_are_shown_and_judged_as_lm_eval_does(tmp_path: Path) -> None:
             instance.resps = [text]
             task_filters[name].apply([instance])
             assert ours(text) == instance.filtered_resps[name], (text, name)
-            for wanted in ("so #### 1200", "#### 18", "#### 5", "#### -7"):
-                theirs = task.process_results({"question": "", "answer": wanted}, [instance.filtered_resps[name]])
-                assert same_answer(ours(text), wanted) == bool(theirs["exact_match"]), (text, wanted)
+            for expected in ("so #### 1200", "#### 18", "#### 5", "#### -7"):
+                theirs = task.process_results({"question": "", "answer": expected}, [instance.filtered_resps[name]])
+                assert same_answer(ours(text), expected) == bool(theirs["exact_match"]), (text, expected)

@@ -66,14 +66,14 @@ def test_it_resumes_to_the_same_bytes(folder: Path) -> None:
     shutil.rmtree("again/step-00000008")
     assert sft.main("--resume --out again".split()) == 0
     for name in ("model.safetensors", "optimizer.safetensors"):
-        got, wanted = (Path(run, "step-00000008", name).read_bytes() for run in ("again", "whole"))
-        assert got == wanted, name
+        got, expected = (Path(run, "step-00000008", name).read_bytes() for run in ("again", "whole"))
+        assert got == expected, name
 
 
 def test_what_was_learned_is_merged_when_it_is_loaded(folder: Path) -> None:
     """Into a plain model, which fused decoders take; written in our own format it is no adapter any more."""
     merged, base = load(Path("whole"), CPU), load(Path("run"), CPU)
-    assert merged.template == "alpaca" and merged.meta["kind"] == "sft"
+    assert merged.template.name == "alpaca" and merged.meta["kind"] == "sft"
     assert merged.model.buffer.count == base.model.buffer.count and merged.model.fused_weights() is not None
     changed = {
         p.name
@@ -107,13 +107,13 @@ def fault(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--base run --lora 0", "--lora is 0, wants a number above 0"),
+        ("--base run --lora 0", "--lora is 0, expected a number above 0"),
         ("--base run --lora-targets qkv", "--lora-targets is given without --lora"),
         ("--base run --lora-alpha 8", "--lora-alpha is given without --lora"),
-        ("--base run --lora 4 --lora-dropout 1", "--lora-dropout is 1.0, wants a share from 0 to below 1"),
+        ("--base run --lora 4 --lora-dropout 1", "--lora-dropout is 1.0, expected a share from 0 to below 1"),
         ("--base run --lora 4 --lora-targets qkv,gate", "is called 'gate'; known: qkv, out, gate_up, down"),
         ("--resume --out whole --lora 8", "--resume: --lora is 8, the run in whole has 4"),
-        ("--base run --lora 1000", "--lora is 1000, wants at most "),
+        ("--base run --lora 1000", "--lora is 1000, expected at most "),
         ("--base nothing --lora 4", "no checkpoint in nothing"),
     ],
 )

@@ -108,7 +108,7 @@ def test_documents_are_kept_apart_from_pretraining_to_evaluation(here: None) -> 
 def test_a_carried_state_is_resumed(here: None) -> None:
     """Bit for bit, from workers that each carry the state of their rows; and it is not what runs without it learn."""
     shape = "--model lstm --set dim=16 layers=2 context=24 vocab=300 --workers 2 --backend numpy"
-    for out, *carry in (("base", "--carry"), ("alone",)):
+    for out, *carry in (("base", "--stateful"), ("alone",)):
         assert pretrain.main([*COMMON.split(), *shape.split(), *carry, "--out", out]) == 0
     shutil.copytree("base", "cut")
     for step in (4, 6):
@@ -125,8 +125,8 @@ def test_a_carried_state_is_resumed(here: None) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model gpt2 --carry", "--carry: gpt2 has no state to carry; use --model lstm"),
-        ("--model lstm --carry --batch-size 4000", "take 512001; give more text, a smaller --seq-len"),
+        ("--model gpt2 --stateful", "--stateful: gpt2 has no state to carry; use --model lstm"),
+        ("--model lstm --stateful --batch-size 4000", "take 512001; give more text, a smaller --seq-len"),
     ],
 )
 def test_what_cannot_be_carried_is_refused(flags: str, message: str, here: None) -> None:
@@ -159,7 +159,7 @@ def test_characters_in_place_of_a_vocabulary(
 
 @pytest.mark.slow
 def test_presets_run_with_the_built_in_corpus(here: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has fewer words than a vocabulary of 4,096 wants; the model is made smaller than the preset here, no more."""
+    """It has fewer words than a vocabulary of 4,096 expects; the model is made smaller than the preset here."""
     shape = "--config base --set dim=8 heads=2 kv_heads=1 layers=1 hidden=8 context=16"
     assert pretrain.main([*shape.split(), *"--steps 1 --batch-size 1 --workers 1 --backend numpy --out b".split()]) == 0
     vocab = checkpoint.load(Path("b")).meta["config"]["vocab"]

@@ -113,8 +113,8 @@ def wait_for_step(process: subprocess.Popen[bytes], out: Path, step: int) -> Non
 
 def assert_same_run(out: Path, whole: Path) -> None:
     for name in ("model.safetensors", "optimizer.safetensors"):
-        got, wanted = (hashlib.sha256((run / f"step-{STEPS:08d}" / name).read_bytes()) for run in (out, whole))
-        assert got.hexdigest() == wanted.hexdigest(), name
+        got, expected = (hashlib.sha256((run / f"step-{STEPS:08d}" / name).read_bytes()) for run in (out, whole))
+        assert got.hexdigest() == expected.hexdigest(), name
     got_rows, wanted_rows = (metrics.read(run / "metrics.jsonl") for run in (out, whole))
     assert [row["step"] for row in got_rows if "loss" in row] == list(range(1, STEPS + 1))
     for row in (*got_rows, *wanted_rows):
@@ -171,3 +171,23 @@ def test_a_finished_run_resumes_to_itself(folder: Path, uninterrupted: Callable[
     finish(go_on("pretrain.py", folder, out), folder)
     assert (out / "metrics.jsonl").read_bytes() == rows
     assert checkpoint.latest(out).stat().st_mtime_ns == saved
+
+
+@pytest.mark.slow
+def test_a_run_of_an_earlier_version_goes_on_with_its_batches(folder: Path) -> None:
+    """Its checkpoint names no windows: they are the full ones, which a new run can be asked for."""
+    flags, whole, out = [*FIRST["pretrain.py"], "--windows", "full"], folder / "whole-full", folder / "earlier"
+    finish(start("pretrain.py", folder, *flags, "--out", whole), folder)
+    process = start("pretrain.py", folder, *flags, "--out", out)
+    wait_for_step(process, out, 2 * SAVE_EVERY + 1)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and 0 < saved_step(out) < STEPS
+    for meta in out.glob("step-*/meta.json"):
+        stored = json.loads(meta.read_text(encoding="utf-8"))
+        assert stored["settings"].pop("windows") == "full"
+        meta.write_text(json.dumps(stored), encoding="utf-8")
+        hashes = json.loads(meta.with_name("hashes.json").read_text(encoding="utf-8"))
+        hashes["meta.json"] = hashlib.sha256(meta.read_bytes()).hexdigest()
+        meta.with_name("hashes.json").write_text(json.dumps(hashes), encoding="utf-8")
+    finish(go_on("pretrain.py", folder, out), folder)
+    assert_same_run(out, whole)

@@ -90,11 +90,11 @@ def test_a_resumed_run_ends_with_the_same_bytes(folder: Path, step: int) -> None
     assert pretrain.main(["--resume", "--out", "run"]) == 0
     assert digests(Path("run/step-00000008")) == whole
     clocks = ("seconds", "tokens_per_second", "peak_memory_mib")
-    got, wanted = (
+    got, expected = (
         [{k: v for k, v in row.items() if k not in clocks} for row in r]
         for r in (metrics.read(Path("run/metrics.jsonl")), rows)
     )
-    assert got == wanted
+    assert got == expected
 
 
 def test_without_a_mix_sources_count_by_their_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,15 +124,15 @@ def test_other_ways_that_work(folder: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--data shards --mix books", "--mix: 'books' wants NAME=WEIGHT with a number, e.g. --mix books=0.7"),
-        ("--data shards --mix books=", "--mix: 'books=' wants NAME=WEIGHT"),
-        ("--data shards --mix books=much", "--mix: 'books=much' wants NAME=WEIGHT"),
-        ("--data shards --mix =1", "--mix: '=1' wants NAME=WEIGHT"),
+        ("--data shards --mix books", "--mix: 'books' expects NAME=WEIGHT with a number, e.g. --mix books=0.7"),
+        ("--data shards --mix books=", "--mix: 'books=' expects NAME=WEIGHT"),
+        ("--data shards --mix books=much", "--mix: 'books=much' expects NAME=WEIGHT"),
+        ("--data shards --mix =1", "--mix: '=1' expects NAME=WEIGHT"),
         ("--data shards --mix poems=1", "--mix: the shards have no source 'poems'; they have books, web"),
         ("--data shards --mix books=1 books=2", "--mix: 'books' is given twice; give it one weight"),
-        ("--data shards --mix books=-1 web=2", "--mix: the weight of books is -1, wants a number of 0 or more"),
-        ("--data shards --mix books=nan", "--mix: the weight of books is nan, wants a number of 0 or more"),
-        ("--data shards --mix books=1e999", "--mix: the weight of books is 1e999, wants a number of 0 or more"),
+        ("--data shards --mix books=-1 web=2", "--mix: the weight of books is -1, expected a number of 0 or more"),
+        ("--data shards --mix books=nan", "--mix: the weight of books is nan, expected a number of 0 or more"),
+        ("--data shards --mix books=1e999", "--mix: the weight of books is 1e999, expected a number of 0 or more"),
         ("--data shards --mix books=0 web=0", "--mix: all weights are 0; give a source to be read a weight above 0"),
         ("--data text.txt --mix books=1", "--mix weighs the sources of token shards, --data names none; make some"),
         ("--mix books=1", "--mix weighs the sources of token shards"),
@@ -145,7 +145,7 @@ def test_other_ways_that_work(folder: Path, capsys: pytest.CaptureFixture[str]) 
         ("--data shards --config config.json", "config: vocab is 512, the tokenizer of shards has 300 ids"),
         ("--data other --set context=9000", "tokens to train on, one training sequence takes 9,001; leave it out"),
         ("--data other --base run", "--base: run/step-00000008 has another tokenizer than other; make the shards"),
-        ("--data shards --base run --model gpt2", "is a nanoeuler, wanted a gpt2; give --model too"),
+        ("--data shards --base run --model gpt2", "is a nanoeuler, expected a gpt2; give --model too"),
         ("--data shards --base none", "no checkpoint in none; train one first"),
         ("--resume --out run --mix books=1", "--resume: --mix is books=1, the run in run has books=0.7 "),
     ],

@@ -74,7 +74,7 @@ echo "$stage: done"
 
 
 class Run:
-    """A folder to work in, with the stand-in and a file for each flag that wants one."""
+    """A folder to work in, with the stand-in and a file for each flag that expects one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -241,13 +241,13 @@ def test_alignment_and_benchmarks_where_their_files_are_given(run: Run) -> None:
     flags = [*run.files, "--preferences", "pairs.json", "--dpo-flags", "--steps 3"]
     run.finish(*flags)
     assert run.stages() == [*STAGES[:-2], "dpo", "evaluate-dpo", "chat", "report"]
-    flags += ["--problems", "one-step", "--grpo-flags", "--group 4"]
+    flags += ["--problems", "one-step", "--grpo-flags", "--num-generations 4"]
     run.fault("grpo", "make and 3")
     run.finish(*flags, status=3)
     out, _ = run.finish(*flags)
     made = run.calls()[13:]
     assert [call.split()[0] for call in made] == ["grpo", "grpo", "evaluate-grpo", "chat", "report"]
-    assert "--resume" not in made[0] and made[1].endswith(" --group 4 --backend numpy --resume")
+    assert "--resume" not in made[0] and made[1].endswith(" --num-generations 4 --backend numpy --resume")
     assert "--base a run/dpo --task one-step --out a run/grpo" in made[0]
     assert "--checkpoint a run/grpo" in made[2] and "--checkpoint a run/grpo --prompt" in made[3]
     assert made[4].endswith("-m tinyforge.board a run --export a run/report.html") and "a run/report.html;" in out
@@ -350,21 +350,21 @@ def test_the_commands_that_data_only_prints(run: Run, out: str) -> None:
         (["--what"], "--what: no such flag; recipes/speedrun.sh --help lists them"),
         (["book.txt"], "book.txt: no such flag"),
         (["--books"], "--books: needs a value; see recipes/speedrun.sh --help"),
-        (["--config", "huge"], "--config huge: wanted small or base"),
+        (["--config", "huge"], "--config huge: expected small or base"),
         (["--books", "no.zip"], "no.zip: no such file or folder; check the path, relative to "),
         (["--web", "book.txt", "--web", "nothing/"], "nothing/: no such file or folder"),
         (["--instructions", "no.json"], "no.json: no such file or folder"),
         (["--preferences", "no.json"], "no.json: no such file or folder"),
-        (["--problems", "two-step"], "--problems two-step: wanted one-step, harder-sums, or a file that exists"),
+        (["--problems", "two-step"], "--problems two-step: expected one-step, harder-sums, or a file that exists"),
         (["--task-data", "sets"], "sets: no such file or folder"),
         (["--task-data", "faults", "--tasks", "blimb"], "--tasks: unknown task 'blimb'"),
-        (["--task-data", "faults"], "--task-data: no file for blimp; wanted"),
+        (["--task-data", "faults"], "--task-data: no file for blimp; expected"),
         (["--books", "none"], "--books none and --web none leave no text; name some"),
         (["--shards", "faults"], "--shards faults: no manifest.json in it; name a folder of data.shards"),
         (["--shards", "made", "--books", "book.txt"], "--books: --shards names finished shards; drop one of the two"),
         (["--shards", "made", "--data-only"], "--data-only: --shards names finished shards; drop one of the two"),
         (["--out", "book.txt"], "--out book.txt: cannot be created; name another folder"),
-        (["--backend", "abacus"], "unknown backend 'abacus'; known: auto, numpy, cupy"),
+        (["--backend", "abacus"], "unknown backend 'abacus'; known: auto, numpy, cupy, webgpu"),
         (["--precision", "bf16"], "precision 'bf16' is not available on backend numpy; use one of"),
     ],
 )
@@ -517,7 +517,7 @@ def test_from_text_to_a_chat_killed_in_every_stage(real: Run) -> None:
         "--problems",
         "alpaca.json",
         "--grpo-flags",
-        "--batch-size 2 --group 2 --max-tokens 4 --steps 9 --save-every 2",
+        "--batch-size 2 --num-generations 2 --max-tokens 4 --steps 9 --save-every 2",
         "--task-data",
         "ARC-Easy-Test.jsonl",
         "--tasks",

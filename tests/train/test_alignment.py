@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,10 @@ from tinyforge.backends import Backend, get_backend
 from tinyforge.gradcheck import TOLERANCE, directional_error
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Stash
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, NextTokens
-from tinyforge.train.policy import GRPO, OLD, REFERENCE, advantages, policy_batch, reward_figures
-from tinyforge.train.preferences import DPO, IPO, ORPO, Encoded, Pairs, SimPO, reply_rows
+from tinyforge.train.policy import GRPO, OLD, REFERENCE, advantages, policy_batch, reward_figures, worth_learning
+from tinyforge.train.preferences import DPO, IPO, ORPO, Encoded, Pairs, SimPO, cached_reference, reply_rows
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 CONFIG = Config(dim=8, heads=2, kv_heads=1, layers=1, context=9, vocab=11, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5))
@@ -37,7 +39,7 @@ def pairs(count: int, seed: int, net: NanoEuler | None = None) -> Pairs:
         prompt = rng.integers(0, 11, rng.integers(1, 4)).tolist()
         made.append((*(prompt + rng.integers(0, 11, rng.integers(1, 6)).tolist() for _ in "cr"), len(prompt)))
     found = Pairs(made, 2, seed)
-    found.reference = found.reference_logps(Sharded(net, FP64).token_nll, 2) if net else None
+    found.reference = found.reference_logps(DataParallel(net, FP64).token_nll, 2) if net else None
     return found
 
 
@@ -49,7 +51,7 @@ def replies(groups: int, size: int, seed: int) -> Batch:
     ids, targets = reply_rows(rows, 2)
     rewards = rng.random((groups, size))
     rewards[0] = 1.0
-    nll = Sharded(model(), FP64).token_nll(Batch(ids, targets))
+    nll = DataParallel(model(), FP64).token_nll(Batch(ids, targets))
     learned = targets[..., 0] >= 0
     logps = [np.where(learned, -nll + rng.choice([-0.6, -0.1, 0.1, 0.5], nll.shape), 0) for _ in range(2)]
     return policy_batch(ids, targets, advantages(rewards), logps)
@@ -94,6 +96,34 @@ def test_the_gradient_of_rewards(objective: GRPO) -> None:
     sums = sum(objective.weigh(model().forward(b.ids, b.targets), b, counts, FP64)[0] for b in REPLIES)
     found = objective.figures(sums, counts)
     assert 0.01 < found["clip_ratio/low_mean"] < 0.9 and 0.01 < found["clip_ratio/high_mean"] < 0.9
+
+
+def test_orpo_is_finite_where_a_reply_is_certain() -> None:
+    """At probability 1 the odds are infinite; log p / |y| is held at -1e-12."""
+    scores, slopes = ORPO().scores(np, np.array([0.0, -4e-12, -1.0]), np.array([2.0, 2.0, 1.0]), np.zeros(3))
+    odds = [-1e-12 - np.log(1e-12), -2e-12 - np.log(2e-12), -1 - np.log(1 - np.exp(-1))]
+    np.testing.assert_allclose(scores, odds, rtol=1e-12)
+    np.testing.assert_allclose(slopes, [1 / 2e-12, 1 / 4e-12, 1 / (1 - np.exp(-1))], rtol=1e-11)
+
+
+@pytest.mark.parametrize("how", ["dapo", "grpo", "dr_grpo"])
+def test_the_divisor_counts_replies_without_a_gradient(how: str) -> None:
+    """Half of the groups have equal rewards; a KL term of 1e-12 for all changes nothing of the others' gradient."""
+    rewards, lengths = np.array([1.0, 0, 0, 1, 0, 0, 0, 0]), (3, 2, 4, 3, 5, 5, 6, 4)
+    targets = np.where(np.arange(6) < np.array(lengths)[:, None], 1, -1)[..., None].astype(np.int32)
+    nll, none = np.random.default_rng(0).uniform(0.5, 2.0, (8, 6, 1)), np.zeros((8, 0))
+    slopes = []
+    for beta in (0.0, 1e-12):
+        rows = np.arange(8) if beta else worth_learning(rewards, 4)
+        advantage = advantages(rewards[rows].reshape(-1, 4), how != "dr_grpo")
+        reference = -nll[rows, :, 0] if beta else none[rows]
+        batch = policy_batch(np.zeros((len(rows), 6), np.int32), targets[rows], advantage, (none[rows], reference))
+        objective = GRPO(beta=beta, normalise=how, max_tokens=6)
+        slopes.append(objective.weigh(nll[rows], batch, objective.count(batch), FP64)[1][:4])
+    np.testing.assert_allclose(slopes[0], slopes[1], rtol=1e-10)
+    shares = {"dapo": 1 / sum(lengths), "grpo": 1 / (8 * 3), "dr_grpo": 1 / (8 * 6)}[how]
+    reply = -advantages(rewards.reshape(-1, 4), how != "dr_grpo")[0, 0] * shares  # d loss / d log p of its tokens
+    np.testing.assert_allclose(slopes[0][0, :, 0], [-reply] * 3 + [0] * 3, rtol=1e-12)
 
 
 # --- faults
@@ -177,7 +207,7 @@ class OtherKl(GRPO):
 
     def weigh(self, nll: Any, batch: Batch, counts: np.ndarray, backend: Backend) -> tuple[Any, Any]:
         sums, dnll = super().weigh(nll, batch, counts, backend)
-        distance = batch.given[REFERENCE] + nll[..., 0]
+        distance = batch.objective_inputs[REFERENCE] + nll[..., 0]
         dnll[..., 0] -= self.beta * np.exp(distance) * self._shares(batch.targets[..., 0] >= 0, counts)
         return sums, dnll
 
@@ -208,7 +238,7 @@ def test_dpo_by_hand() -> None:
     assert found["loss"] == pytest.approx(np.log(2), rel=1e-12)
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
         assert found[name] == pytest.approx(0, abs=1e-12)
-    logps = -Sharded(net, FP64).token_nll(batch).sum(axis=1)
+    logps = -DataParallel(net, FP64).token_nll(batch).sum(axis=1)
     assert found["logps/chosen"] == pytest.approx(logps[::2].mean()) != found["logps/rejected"]
     assert found["logps/rejected"] == pytest.approx(logps[1::2].mean())
 
@@ -222,12 +252,12 @@ def test_advantages() -> None:
 
 
 def test_what_a_rollout_earned() -> None:
-    rewards = np.array([[1.1, 1, 1], [0.1, 0, 1], [1.1, 1, 1], [1.1, 1, 1]])
+    rewards = np.array([[1.1, 1, 1], [0.2, 0, 1], [1.1, 1, 1], [1.1, 1, 1]])
     found = reward_figures(rewards, ("correct", "format"), np.array([3, 5, 4, 4]), 2)
     assert found == pytest.approx(
         {
-            "reward": 0.85,
-            "reward_std": np.std([1.1, 0.1], ddof=1) / 2,
+            "reward": 0.875,
+            "reward_std": np.std([1.1, 0.2], ddof=1) / 2,
             "frac_reward_zero_std": 0.5,
             "rewards/correct": 0.75,
             "rewards/format": 1.0,
@@ -244,13 +274,16 @@ def test_equal_rewards_have_no_gradient() -> None:
 
 def test_own_log_probabilities_need_not_be_given() -> None:
     net, batch = model(), replies(2, 4, 1)
-    own = -Sharded(net, FP64).token_nll(batch)
-    given = list(batch.given)
+    own = -DataParallel(net, FP64).token_nll(batch)
+    given = list(batch.objective_inputs)
     given[OLD] = given[REFERENCE] = own
     empty = [given[0], own[:, :0], own[:, :0]]
     found = [
         GRPO(0.1).weigh(
-            net.forward(batch.ids, batch.targets), replace(batch, given=tuple(g)), GRPO(0.1).count(batch), FP64
+            net.forward(batch.ids, batch.targets),
+            replace(batch, objective_inputs=tuple(g)),
+            GRPO(0.1).count(batch),
+            FP64,
         )
         for g in (given, empty)
     ]
@@ -278,7 +311,7 @@ def test_ranks_do_not_change_the_gradient(objective: Any, kind: str, workers: in
     found = []
     for count in (1, workers):
         net = model()
-        totals = Sharded(net, get_backend("numpy", "fp64", count), objective).gradients(batches)
+        totals = DataParallel(net, get_backend("numpy", "fp64", count), objective).gradients(batches)
         found.append((totals.sums.copy(), net.buffer.grads.copy()))
     for alone, shared in zip(*found, strict=True):
         np.testing.assert_allclose(shared, alone, rtol=1e-10, atol=1e-14)
@@ -291,7 +324,56 @@ def test_every_pair_comes_once_an_epoch() -> None:
     chosen = [int(b.targets[row, -1, 0]) for b in batches for row in (0, 2)]
     assert sorted(chosen) == list(range(6))
     for b in batches:
-        assert [b.given[0][row] for row in (0, 2)] == [2.0 * b.targets[row, -1, 0] for row in (0, 2)]
-        assert b.targets[1::2, -1, 0].tolist() == [10, 10] and b.together == 2
+        assert [b.objective_inputs[0][row] for row in (0, 2)] == [2.0 * b.targets[row, -1, 0] for row in (0, 2)]
+        assert b.targets[1::2, -1, 0].tolist() == [10, 10] and b.group_size == 2
     again = Pairs(made, 1, 0).batch(1, 2)
     assert np.array_equal(again.ids, batches[1].ids)
+
+
+def log_odds(logp: float) -> float:
+    return logp - math.log(1 - math.exp(logp))
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log(1 + math.exp(-x))
+
+
+ODDS = log_odds(-0.5) - log_odds(-0.75)
+
+
+@pytest.mark.parametrize(
+    ("objective", "difference", "expected"),
+    [
+        (DPO(0.7, 0.2), 1.5, -0.8 * log_sigmoid(0.7 * 1.5) - 0.2 * log_sigmoid(-0.7 * 1.5)),
+        (IPO(0.3), 0.5, (0.5 - 1 / 0.6) ** 2),
+        (SimPO(1.5, 0.1, 0.6), 0.25, -0.9 * log_sigmoid(1.5 * 0.25 - 0.6) - 0.1 * log_sigmoid(0.6 - 1.5 * 0.25)),
+        (ORPO(0.4, 0.1), ODDS, -0.4 * (0.9 * log_sigmoid(ODDS) + 0.1 * log_sigmoid(-ODDS))),
+    ],
+    ids=repr,
+)
+def test_the_losses_are_the_papers(objective: Any, difference: float, expected: float) -> None:
+    """Replies of 2 and 4 tokens, of log-probabilities -1 and -3; the reference's are -1.5 and -2."""
+    logps, lengths, reference = np.array([-1.0, -3.0]), np.array([2.0, 4.0]), np.array([-1.5, -2.0])
+    scores, _ = objective.scores(np, logps, lengths, reference)
+    assert scores[0] - scores[1] == pytest.approx(difference)
+    assert objective.loss(np, np.array([difference]))[0] == pytest.approx(expected)
+
+
+def test_the_defaults_are_the_papers_and_trls() -> None:
+    assert DPO() == DPO(0.1, 0.0) and IPO() == IPO(0.1, 0.0) and ORPO() == ORPO(0.1, 0.0)
+    assert SimPO() == SimPO(2.0, 0.0, 0.5)
+    assert GRPO() == GRPO(beta=0.0, low=0.2, high=0.2, normalise="dapo", max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [np.zeros((3, 2)), np.zeros((2, 2), np.float32), np.full((2, 2), np.nan), np.zeros((2, 2))],
+    ids=["of other pairs", "in float32", "not finite", "right"],
+)
+def test_kept_log_probabilities_are_read_if_they_are_whole(damaged: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / f"{'k' * 32}.npy", damaged)
+    right = damaged.shape == (2, 2) and damaged.dtype == np.float64 and not np.isnan(damaged).any()
+    for _ in range(2):  # written where they were damaged
+        found = cached_reference(tmp_path, "k" * 40, 2, lambda: np.ones((2, 2)))
+        assert np.array_equal(found, np.zeros((2, 2)) if right else np.ones((2, 2)))
+    assert np.array_equal(np.load(tmp_path / f"{'k' * 32}.npy"), found)

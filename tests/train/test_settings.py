@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tinyforge.errors import UserError
 from tinyforge.models.nanoeuler.config import PRESETS
+from tinyforge.registry import models
 from tinyforge.train.settings import (
     BITS,
     LEARNING,
@@ -18,6 +20,8 @@ from tinyforge.train.settings import (
     PretrainSettings,
     Settings,
     SftSettings,
+    Teaching,
+    TuneSettings,
     config_of,
     parse,
     setting,
@@ -33,6 +37,16 @@ class Mine(Settings):
     out: str = setting("runs/mine", "directory of the run", changes=NOTHING)
     steps: int | None = setting(5, "optimizer steps")
     colour: str = setting("red", "what to paint", choices=("red", "blue"))
+
+
+def test_the_order_of_bases_does_not_matter() -> None:
+    @dataclass(frozen=True)
+    class Turned(Teaching, TuneSettings):
+        pass
+
+    assert Turned().weight_decay == SftSettings().weight_decay == 0.0 != Settings().weight_decay
+    with pytest.raises(UserError, match="neither --steps"):
+        Turned().check()
 
 
 @pytest.mark.parametrize("kind", [Settings, PretrainSettings, SftSettings, Mine])
@@ -82,6 +96,31 @@ def test_a_model_may_have_defaults_of_its_own() -> None:
     assert (given.lr, given.warmup) == (1e-3, 0.02) and "--warmup 0.02" in given.flags()
 
 
+def test_a_preset_has_defaults_of_its_own_and_says_where_they_come_from() -> None:
+    char = parse(PretrainSettings, "", "--model gpt2 --config char".split()).settings
+    assert (char.lr, char.batch_size, char.steps) == (1e-3, 64, 5000)
+    assert char.reasons() == (
+        "--lr 0.001 --schedule cosine --batch-size 64 --steps 5000 --keep-best: as nanoGPT's train_shakespeare_char"
+    )
+    assert set(char.flags()) == {"--model gpt2", "--steps 5000", "--lr 0.001", "--weight-decay 0.1"}
+    given = parse(PretrainSettings, "", "--model gpt2 --config char --lr 2e-3 --steps 10".split()).settings
+    assert given.reasons().startswith("--schedule cosine --batch-size 64 --keep-best: ")
+    assert [parse(PretrainSettings, "", ["--config", name]).settings.lr for name in ("small", "base")] == [4e-3, 6e-4]
+
+
+def test_the_rate_falls_as_models_grow() -> None:
+    """A next-token model wider than 512 has a peak rate of at most 6e-4."""
+    wide = [
+        (spec.name, name)
+        for spec in models().values()
+        if spec.learns == "text"
+        for name, config in spec.presets.items()
+        if getattr(config, "dim", 0) > 512
+    ]
+    rates = {row: PretrainSettings.made({"model": row[0], "config": row[1]}).lr for row in wide}
+    assert len(wide) > 10 and max(rates.values()) <= 6e-4, rates
+
+
 def test_a_float_that_was_given_as_a_whole_number_may_become_another() -> None:
     config = config_of(PretrainSettings(model="bert", set=("dropout=0",)))
     assert config.override({"dropout": 0.1}).to_dict()["dropout"] == 0.1
@@ -110,6 +149,40 @@ def test_settings_of_earlier_versions_are_read(kind: str) -> None:
     assert read.seed == stored["seed"] and read.lr == stored["lr"]
     if isinstance(read, PretrainSettings):
         assert (read.model, read.config) == ("nanoeuler", stored["config"])
+        assert (read.windows, PretrainSettings().windows) == ("full", "all")
+
+
+FORMER = [
+    (PretrainSettings, "--lr-decay", ["0.6"], "--decay-fraction", "decay_fraction", 0.6),
+    (PretrainSettings, "--carry", [], "--stateful", "stateful", True),
+    (PretrainSettings, "--capture", [], "--cuda-graph", "cuda_graph", "on"),
+    (PretrainSettings, "--shards-per-step", ["4"], "--reduction-shards", "reduction_shards", 4),
+    (RECIPES["grpo"], "--group", ["6"], "--num-generations", "num_generations", 6),
+]
+
+
+@pytest.mark.parametrize(("kind", "old", "value", "new", "name", "expected"), FORMER)
+def test_a_former_flag_is_accepted_and_says_what_to_write(
+    kind: type[Settings],
+    old: str,
+    value: list[str],
+    new: str,
+    name: str,
+    expected: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the value after it or joined by "=", and under its old name in a checkpoint; help shows the new one only."""
+    model = ["--model", "lstm"] if name == "stateful" else []
+    for words in ([old, *value], [f"{old}={value[0]}"] if value else [old]):
+        assert getattr(parse(kind, "", [*model, *words]).settings, name) == expected
+        assert capsys.readouterr().err == f"warning: {old} is deprecated; write {new}\n"
+    stored = kind().to_dict()
+    del stored[name]
+    assert getattr(kind.from_dict({**stored, old[2:].replace("-", "_"): expected}), name) == expected
+    with pytest.raises(SystemExit):
+        parse(kind, "", ["--help"])
+    shown = capsys.readouterr().out
+    assert new in shown and f"{old} " not in shown
 
 
 def test_help_names_every_flag_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,4 +192,8 @@ def test_help_names_every_flag_and_its_default(capsys: pytest.CaptureFixture[str
     assert all(f"--{f.name.replace('_', '-')}" in shown for f in fields(PretrainSettings))
     assert "order and samples (default: 0)" in " ".join(shown.split())
     assert "(default: 0.004)" in shown and "(default: runs/pretrain)" in shown
+    groups = [line[:-1] for line in shown.splitlines() if line in ("basics:", "model:", "data:", "hardware:")]
+    assert groups == ["basics", "model", "data", "hardware"]
+    listed = shown[shown.index("basics:") :]
+    assert listed.index("--resume") < listed.index("\nmodel:") < listed.index("--set ") < listed.index("\ndata:")
     assert "2 % slower" in " ".join(shown.split()) and "and samples (default: 0)" in " ".join(shown.split())

@@ -21,7 +21,7 @@ from tinyforge.formats.foreign import weights_of
 from tinyforge.formats.huggingface import write_directory
 from tinyforge.models.llama import Config, Llama
 from tinyforge.op import Stash
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch
 from tinyforge.train.policy import GRPO, advantages, policy_batch
 from tinyforge.train.preferences import DPO, IPO, ORPO, Pairs, SimPO, reply_rows
@@ -131,7 +131,7 @@ def test_dpo(objective: DPO, name: str, peer: Peer) -> None:
     from trl import DPOTrainer
 
     pairs = random_pairs(0)
-    pairs.reference = pairs.reference_logps(Sharded(peer.other, FP64).token_nll, 2)
+    pairs.reference = pairs.reference_logps(DataParallel(peer.other, FP64).token_nll, 2)
     batch = pairs.of(range(5))
     found = backward(peer.ours, objective, batch)
     trainer = trainer_of(
@@ -215,7 +215,7 @@ def test_label_smoothing(peer: Peer) -> None:
     from trl.experimental.cpo import CPOTrainer
 
     pairs = random_pairs(2)
-    pairs.reference = pairs.reference_logps(Sharded(peer.other, FP64).token_nll, 5)
+    pairs.reference = pairs.reference_logps(DataParallel(peer.other, FP64).token_nll, 5)
     batch = pairs.of(range(5))
     found = backward(peer.ours, DPO(0.3, 0.2), batch)
     trainer = trainer_of(CPOTrainer, beta=0.3, alpha=0.0, loss_type="sigmoid", label_smoothing=0.2)
@@ -251,7 +251,7 @@ def test_grpo(normalise: str, beta: float, peer: Peer) -> None:
     advantage = advantages(rng.random((2, 4)), normalise != "dr_grpo")
     logps = []
     for model in (peer.ours, peer.other):
-        own = -Sharded(model, FP64).token_nll(Batch(ids, targets))
+        own = -DataParallel(model, FP64).token_nll(Batch(ids, targets))
         logps.append(np.where(targets[..., 0] >= 0, own + rng.choice([-0.5, -0.1, 0.1, 0.4], own.shape), 0))
     batch = policy_batch(ids, targets, advantage, logps)
     objective = GRPO(beta, 0.2, 0.3, normalise, longest)

@@ -19,7 +19,7 @@ from tinyforge.kernel import Array
 from tinyforge.train.objectives import Batch
 
 SMALLEST_DEVIATION = 1e-4  # TRL's
-ADVANTAGES, OLD, REFERENCE = range(3)  # of `Batch.given`
+ADVANTAGES, OLD, REFERENCE = range(3)  # of `Batch.objective_inputs`
 
 
 def advantages(rewards: np.ndarray, scale: bool = True) -> np.ndarray:
@@ -36,7 +36,7 @@ def advantages(rewards: np.ndarray, scale: bool = True) -> np.ndarray:
 class GRPO:
     """l[t] = -min(r A, clip(r, 1 - low, 1 + high) A) + beta (exp(d) - d - 1),  over the tokens of replies, with
 
-        r = exp(log p - log p_old), the ratio to the policy that the replies were drawn from,
+        r = exp(log p - log p_old), the ratio to the policy that the replies were sampled from,
         d = log p_ref - log p, whose term is the k3 estimate of KL(p || p_ref): never negative, unbiased
 
     and its gradient: dl/dlog p = -r A where the ratio is not clipped, else 0, plus beta (1 - exp(d)).
@@ -44,8 +44,8 @@ class GRPO:
     normalise: "grpo", the mean over each reply's tokens, then over replies; "dapo", the mean over all tokens of the
     step; "dr_grpo", the sum over tokens over `max_tokens`, then the mean over replies.
 
-    batch.given: advantages (B,), log p_old (B, T), log p_ref (B, T). In place of log p_old, or of log p_ref if beta is
-    0, (B, 0) means log p itself. Logged: "kl"; "entropy", estimated by the mean nll of the sampled tokens;
+    batch.objective_inputs: advantages (B,), log p_old (B, T), log p_ref (B, T). In place of log p_old, or of log p_ref
+    if beta is 0, (B, 0) means log p itself. Logged: "kl"; "entropy", estimated by the mean nll of the sampled tokens;
     "clip_ratio/low_mean" and "clip_ratio/high_mean", tokens whose gradient was clipped away. `reward_figures` has the
     figures that are known before a step.
 
@@ -68,12 +68,12 @@ class GRPO:
         xp, dtype = backend.xp, backend.master_dtype
         learned = batch.targets[..., 0] >= 0
         shares = backend.asarray(self._shares(learned, counts), dtype)
-        advantage = backend.asarray(batch.given[ADVANTAGES][:, None], dtype)
+        advantage = backend.asarray(batch.objective_inputs[ADVANTAGES][:, None], dtype)
         mask, logp = backend.asarray(learned), -nll[..., 0].astype(dtype)
-        # (B, 0): the replies were drawn from these very weights, or there is no reference.
+        # (B, 0): the replies were sampled from these very weights, or there is no reference.
         old, reference = (
             backend.asarray(given, dtype) if given.shape[1] else logp
-            for given in (batch.given[OLD], batch.given[REFERENCE])
+            for given in (batch.objective_inputs[OLD], batch.objective_inputs[REFERENCE])
         )
         ratio = xp.exp(logp - old)
         at_low, at_high = (ratio < 1 - self.low) & (advantage < 0), (ratio > 1 + self.high) & (advantage > 0)
@@ -121,12 +121,10 @@ def reward_figures(rewards: np.ndarray, names: Sequence[str], lengths: np.ndarra
 
 def policy_batch(ids: np.ndarray, targets: np.ndarray, advantage: np.ndarray, logps: Sequence[np.ndarray]) -> Batch:
     """A batch of replies, see `GRPO`. advantage: (groups, G); a group's rows are consecutive. logps: old, reference."""
-    return Batch(ids, targets, given=(advantage.reshape(-1), *logps), together=advantage.shape[1])
+    return Batch(ids, targets, objective_inputs=(advantage.reshape(-1), *logps), group_size=advantage.shape[1])
 
 
 def worth_learning(rewards: np.ndarray, group: int) -> np.ndarray:
-    """The rows, (n,), of the groups whose rewards differ, or of the first group if none do. rewards: (B,). Without
-    a KL term nothing is learned from the others, so leaving them out saves their passes (DAPO's filter)."""
-    groups = np.ptp(rewards.reshape(-1, group), axis=1) > 0
-    groups[0] |= not groups.any()
-    return np.flatnonzero(np.repeat(groups, group))
+    """The rows, (n,), of a step without a KL term. rewards: (B,). All of them if the rewards of any group differ: a
+    group of equal rewards has no gradient, and its replies count in the mean. Else the first group, for its figures."""
+    return np.arange(len(rewards) if np.ptp(rewards.reshape(-1, group), axis=1).any() else group)

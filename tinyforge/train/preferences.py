@@ -30,7 +30,7 @@ from tinyforge.rng import Stream
 from tinyforge.train.batches import Shuffled, fingerprint
 from tinyforge.train.objectives import Batch
 
-REFERENCE = 0  # of `Batch.given`: the reference's log p of each row, (B,)
+REFERENCE = 0  # of `Batch.objective_inputs`: the reference's log p of each row, (B,)
 
 
 def sigmoid(xp: Any, x: Array) -> Array:
@@ -65,7 +65,7 @@ class DPO:
         return value, self.beta * (sigmoid(xp, h) - (1 - e))
 
     def nll_weight(self, counts: np.ndarray) -> float:
-        """The weight in the loss, beside f, of each token's nll in chosen replies."""
+        """The weight in the loss, relative to f, of each token's nll in chosen replies."""
         return 0.0
 
     def count(self, batch: Batch) -> np.ndarray:
@@ -76,7 +76,9 @@ class DPO:
         """sums, (8,): the loss before it is divided by the pairs, the logged figures, and the chosen replies' nll."""
         xp, wide = backend.xp, np.dtype(np.float64)
         lengths = backend.asarray((batch.targets[..., 0] >= 0).sum(axis=1), wide)
-        reference = backend.asarray(batch.given[REFERENCE] if batch.given else np.zeros(len(batch.ids)), wide)
+        reference = backend.asarray(
+            batch.objective_inputs[REFERENCE] if batch.objective_inputs else np.zeros(len(batch.ids)), wide
+        )
         logps = -nll[..., 0].astype(wide).sum(axis=1)
         scores, slopes = self.scores(xp, logps, xp.maximum(lengths, 1.0), reference)
         difference = scores[::2] - scores[1::2]
@@ -87,28 +89,13 @@ class DPO:
         dnll[..., 0] = -dlogps[:, None]
         dnll[::2, :, 0] += weight
         rewards = self.beta * scores
-        figures = (
-            value,
-            rewards[::2],
-            rewards[1::2],
-            (difference > 0).astype(wide),
-            self.beta * difference,
-            logps[::2],
-            logps[1::2],
-            -logps[::2],
-        )
+        right, margins = (difference > 0).astype(wide), self.beta * difference
+        figures = (value, rewards[::2], rewards[1::2], right, margins, logps[::2], logps[1::2], -logps[::2])
         return xp.stack([figure.sum() for figure in figures]), dnll
 
     def figures(self, sums: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-        names = (
-            "loss",
-            "rewards/chosen",
-            "rewards/rejected",
-            "rewards/accuracies",
-            "rewards/margins",
-            "logps/chosen",
-            "logps/rejected",
-        )
+        rewards = [f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")]
+        names = ("loss", *rewards, "logps/chosen", "logps/rejected")
         found = dict(zip(names, (sums[:-1] / max(1, int(counts[0]))).tolist(), strict=True))
         found["loss"] += self.nll_weight(counts) * float(sums[-1])
         return found
@@ -212,7 +199,7 @@ class Pairs:
         rows = [(ids, self.pairs[i][2]) for i in chosen for ids in self.pairs[i][:2]]
         ids, targets = reply_rows(rows, self.heads)
         given = () if self.reference is None else (self.reference[list(chosen)].reshape(-1),)
-        return Batch(ids, targets, given=given, together=2)
+        return Batch(ids, targets, objective_inputs=given, group_size=2)
 
     def _make(self, rows: np.ndarray, _: Stream) -> Batch:
         return self.of(rows.tolist())
@@ -250,16 +237,16 @@ def cached_reference(cache: Path, key: str, count: int, compute: Callable[[], np
     return found
 
 
-def measure(sharded: Any, objective: DPO, parts: Mapping[str, Pairs], size: int) -> dict[str, float]:
+def measure(parallel: Any, objective: DPO, parts: Mapping[str, Pairs], size: int) -> dict[str, float]:
     """The objective's figures on all pairs, without training, and if there are several parts, the accuracy on each as
-    rewards/accuracies_NAME. sharded: a `Sharded`."""
+    rewards/accuracies_NAME. parallel: a `DataParallel`."""
     host = get_backend("numpy", "fp64", workers=1)
     sums: dict[str, Any] = dict.fromkeys(parts, 0.0)
     counts: dict[str, Any] = dict.fromkeys(parts, 0)
     for name, pairs in parts.items():
         for batch in pairs.in_order(size):
             counts[name] = counts[name] + objective.count(batch)
-            nll = sharded.token_nll(batch).astype(np.float64)[..., None]
+            nll = parallel.token_nll(batch).astype(np.float64)[..., None]
             sums[name] = sums[name] + objective.weigh(nll, batch, objective.count(batch), host)[0]
     found = objective.figures(sum(sums.values()), sum(counts.values()))
     for name in parts if len(parts) > 1 else ():

@@ -13,12 +13,12 @@ the model's card; a recipe has no other flags.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -29,18 +29,28 @@ from tinyforge import checkpoint
 from tinyforge.adapters import Adapters
 from tinyforge.backends import Backend, get_backend, gpu_count, gpu_is_there
 from tinyforge.backends.workers import cores
-from tinyforge.config import ModelConfig
+from tinyforge.config import BaseConfig, ModelConfig
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import json_value, read_json, shown
+from tinyforge.invocation import code_hash
 from tinyforge.op import Recompute
 from tinyforge.optim.schedules import SCHEDULES
-from tinyforge.parallel.launch import Ranks, same, shared, start, started_as_rank
+from tinyforge.parallel.launch import (
+    ProcessGroupInfo,
+    assert_equal_on_ranks,
+    assert_shared_filesystem,
+    start,
+    started_as_rank,
+)
 from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
 from tinyforge.report import count_of
+from tinyforge.tokenizers.chat_templates import TEMPLATES
 from tinyforge.train.writers import WRITERS, check_writer
 
 # The effect of another value on what a run learns: none; the last bits; a different result.
 NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
+# The groups of --help, in this order.
+BASICS, MODEL, DATA, TRAINING, OUTPUT, HARDWARE = "basics", "model", "data", "training", "output", "hardware"
 # When a model's card shows the flag.
 NEVER, UNUSUAL, ALWAYS = "never", "unusual", "always"
 
@@ -50,32 +60,17 @@ Check = Callable[[Any], str]  # says what the value should be; empty if it is go
 MOST = 10**15  # limit of any whole number, so that the forecast can multiply them
 
 
-def above_zero(value: float) -> str:
-    return "" if 0 < value < math.inf else "a number above 0"
+def expects(what: str, good: Callable[[Any], bool]) -> Check:
+    return lambda value: "" if good(value) else what
 
 
-def zero_or_more(value: float) -> str:
-    return "" if 0 <= value < math.inf else "a number of 0 or more"
-
-
-def below_one(value: float) -> str:
-    return "" if 0 <= value < 1 else "a share from 0 to below 1"
-
-
-def below_half(value: float) -> str:
-    return "" if 0 <= value < 0.5 else "a share from 0 to below 0.5"
-
-
-def at_least_2(value: float) -> str:
-    return "" if value >= 2 else "at least 2"
-
-
-def share(value: float) -> str:
-    return "" if 0 < value <= 1 else "a share above 0 and up to 1"
-
-
-def power_of_two(value: float) -> str:
-    return "" if value > 0 and int(value) & (int(value) - 1) == 0 else "a power of two"
+above_zero = expects("a number above 0", lambda value: 0 < value < math.inf)
+zero_or_more = expects("a number of 0 or more", lambda value: 0 <= value < math.inf)
+below_one = expects("a share from 0 to below 1", lambda value: 0 <= value < 1)
+below_half = expects("a share from 0 to below 0.5", lambda value: 0 <= value < 0.5)
+at_least_2 = expects("at least 2", lambda value: value >= 2)
+share = expects("a share above 0 and up to 1", lambda value: 0 < value <= 1)
+power_of_two = expects("a power of two", lambda value: value > 0 and int(value) & (int(value) - 1) == 0)
 
 
 def setting(
@@ -89,13 +84,16 @@ def setting(
     choices: Sequence[str] | Sequence[int] | None = None,
     adds: bool = False,
     bare: str | None = None,
+    formerly: str = "",
+    group: str = TRAINING,
 ) -> Any:
     """A field of `Settings`.
 
     default: the value, or a function that returns it. changes: NOTHING, BITS or LEARNING; --resume refuses to change
     the last. card: UNUSUAL shows the flag if it is not the default; NEVER is for settings that mean nothing on another
     machine. adds: giving the flag again adds to its list instead of replacing it. bare: the value of the flag without
-    an argument.
+    an argument. formerly: the field's name in older versions: its flag is still accepted, with a warning, and so are
+    checkpoints that have stored it. group: of --help.
     """
     meta = {
         "help": help,
@@ -106,8 +104,17 @@ def setting(
         "choices": choices,
         "adds": adds,
         "bare": bare,
+        "formerly": formerly,
+        "group": group,
     }
     return field(default_factory=default, metadata=meta) if callable(default) else field(default=default, metadata=meta)
+
+
+basic, of_model, of_data = (partial(setting, group=group) for group in (BASICS, MODEL, DATA))
+start_from = partial(basic, None, metavar="MODEL", card=NEVER)
+# Settings that mean nothing on another machine, and do not change what a run learns unless they say so.
+output = partial(setting, group=OUTPUT, changes=NOTHING, card=NEVER)
+hardware = partial(setting, group=HARDWARE, changes=NOTHING, card=NEVER)
 
 
 def with_default(name: str, default: Any, help: str = "") -> Any:
@@ -125,136 +132,129 @@ class Settings:
     """
 
     several_ranks: ClassVar[bool] = True
+    longest: ClassVar[int] = MOST  # of a default --seq-len
 
     backend: str = setting(
-        "auto", "where to compute: numpy, cupy (an NVIDIA GPU), or auto: a GPU if there is one", changes=NOTHING
+        "auto",
+        "where to compute: numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto: cupy if there is CUDA",
+        changes=NOTHING,
+        group=HARDWARE,
     )
-    device: int | None = setting(
-        None, "number of the GPU, as CUDA counts the visible ones (default: 0)", changes=NOTHING, card=NEVER
-    )
-    recompute: Recompute = setting(
+    device: int | None = hardware(None, "number of the GPU, as CUDA counts the visible ones (default: 0)")
+    recompute: Recompute = hardware(
         "",
-        "save memory by recomputing in backward: blocks keeps only each block's input "
-        "and is a third slower; norms, for GPT-2 and ViT, is 2 %% slower; the same bits "
-        "(without a value: blocks)",
+        "save memory by recomputing in backward: blocks keeps only each block's input and is a third slower; norms,"
+        " for GPT-2 and ViT, is 2 %% slower; the same bits (without a value: blocks)",
         choices=("norms", "blocks"),
         bare="blocks",
-        changes=NOTHING,
-        card=NEVER,
     )
-    capture: str = setting(
+    cuda_graph: str = hardware(
         "auto",
-        "on: launch each step as one CUDA graph, which is faster for small models and on "
-        "several GPUs; the same bits; auto: on several GPUs (without a value: on)",
+        "on: launch each step as one CUDA graph, which is faster for small models and on several GPUs; the same "
+        "bits; auto: on several GPUs (without a value: on)",
         choices=("auto", "on", "off"),
         bare="on",
-        changes=NOTHING,
-        card=NEVER,
+        formerly="capture",
     )
-    precision: str = setting("fp32", "fp32, fp64 or fp8, and on a GPU tf32 or bf16; fp8 on a GPU needs a Hopper")
-    data: tuple[str, ...] = setting((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
-    encoding: str = setting("utf-8", "encoding of text files")
-    out: str = setting("", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
-    steps: int | None = setting(None, "optimizer steps", check=above_zero, card=ALWAYS)
-    minutes: float | None = setting(
+    precision: str = setting(
+        "fp32", "fp32, fp64 or fp8, and on a GPU tf32 or bf16; fp8 on a GPU needs a Hopper", group=HARDWARE
+    )
+    data: tuple[str, ...] = basic((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
+    encoding: str = of_data("utf-8", "encoding of text files")
+    out: str = basic("", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
+    steps: int | None = basic(None, "optimizer steps", check=above_zero, card=ALWAYS)
+    minutes: float | None = basic(
         None, "train for this many minutes instead; the schedule follows the clock", check=above_zero
     )
     batch_size: int = setting(8, "sequences per micro-batch", check=above_zero)
     grad_accum: int = setting(1, "micro-batches per step", check=above_zero)
-    seq_len: int | None = setting(None, "tokens per sequence (default: the config's context)", check=above_zero)
-    document_mask: str | None = setting(
+    seq_len: int | None = of_data(None, "tokens per sequence (default: the config's context)", check=above_zero)
+    document_mask: str | None = of_data(
         None,
-        "restrict attention to a token's own document or record; keep: positions "
-        "count along the row, restart: they restart in each document (default: a token "
-        "attends to its whole row before it)",
+        "restrict attention to a token's own document or record; keep: positions count along the row, restart: they"
+        " restart in each document (default: a token attends to its whole row before it)",
         choices=("keep", "restart"),
     )
     lr: float = setting(4e-3, "peak learning rate", check=above_zero, card=ALWAYS)
     optimizer: str = setting(
         "adamw",
-        "adamw, or muon: orthogonalised momentum for the matrices between hidden layers, "
-        "with the same --lr and --weight-decay, and AdamW for all other parameters",
+        "adamw, or muon: orthogonalised momentum for the matrices between hidden layers, with the same --lr and "
+        "--weight-decay, and AdamW for all other parameters",
         choices=("adamw", "muon"),
     )
     schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
     warmup: float = setting(0.02, "share of the run, 0 to 1, for warm-up at its start", check=below_one)
-    lr_decay: float = setting(
-        0.4, "share of the run, 0 to 1, at its end in which the schedule wsd lowers the rate", check=share
+    decay_fraction: float = setting(
+        0.4,
+        "fraction of training spent in the final decay of the wsd schedule (0 to 1)",
+        check=share,
+        formerly="lr_decay",
     )
     weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more, card=ALWAYS)
     clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
     seed: int = setting(0, "seed of weights, data order and samples")
-    eval_every: int = setting(
-        250, "steps between evaluations on held-out text", check=above_zero, changes=NOTHING, card=NEVER
+    eval_every: int = output(250, "steps between evaluations on held-out text", check=above_zero)
+    save_every: int = output(500, "steps between checkpoints", check=above_zero)
+    keep: int = output(2, "how many of the newest checkpoints to keep, 0 for all", check=zero_or_more)
+    keep_best: bool = output(
+        False,
+        "also keep the checkpoint with the fewest held-out bits per byte, for text so short that a model overfits",
     )
-    save_every: int = setting(500, "steps between checkpoints", check=above_zero, changes=NOTHING, card=NEVER)
-    keep: int = setting(
-        2, "how many of the newest checkpoints to keep, 0 for all", check=zero_or_more, changes=NOTHING, card=NEVER
-    )
-    log: str = setting(
+    log: str = output(
         "none",
         "also send the figures to TensorBoard (into the folder tensorboard/ of --out) or to Weights & Biases",
         choices=("none", *WRITERS),
-        changes=NOTHING,
-        card=NEVER,
     )
     # Part of the settings because the sum of gradients depends, in its last bits, on how the batch was cut.
-    workers: int | None = setting(
-        None, "shards of a batch, each in a process (default: one per core)", check=above_zero, changes=BITS, card=NEVER
+    workers: int | None = hardware(
+        None, "shards of a batch, each in a process (default: one per core)", check=above_zero, changes=BITS
     )
-    gpus: int | None = setting(
+    gpus: int | None = hardware(
         None,
-        "number of GPUs of this machine to train on, with a rank for each (default: one "
-        "GPU, no other process); mpirun -n 2 before the command starts ranks too, also on a CPU",
+        "number of GPUs of this machine to train on, with a rank for each (default: one GPU, no other process); "
+        "mpirun -n 2 before the command starts ranks too, also on a CPU",
         check=above_zero,
         changes=BITS,
-        card=NEVER,
     )
-    zero: int = setting(
+    zero: int = hardware(
         0,
         "1: shard the optimizer's state over the ranks (ZeRO stage 1), which saves memory; 2: the gradients too",
         choices=(0, 1, 2),
         changes=BITS,
-        card=NEVER,
     )
-    shards_per_step: int | None = setting(
+    reduction_shards: int | None = setting(
         None,
-        "number of parts of the batch, a power of two, whose gradients are "
-        "added as a tree: the same bits on 1, 2, 4 ranks or workers",
+        "number of parts of the batch, a power of two, whose gradients are added as a tree: the same bits on 1, 2, "
+        "4 ranks or workers",
         check=power_of_two,
         changes=BITS,
+        formerly="shards_per_step",
+        group=HARDWARE,
     )
-    timeout: float = setting(
-        50.0,
-        "seconds that a rank may keep the others waiting in a step before the run ends",
-        check=above_zero,
-        changes=NOTHING,
-        card=NEVER,
+    timeout: float = hardware(
+        50.0, "seconds that a rank may keep the others waiting in a step before the run ends", check=above_zero
     )
-    elastic: bool = setting(
-        False,
-        "with --gpus: when a rank is lost, go on from the last checkpoint with those left",
-        changes=NOTHING,
-        card=NEVER,
-    )
+    elastic: bool = hardware(False, "with --gpus: when a rank is lost, go on from the last checkpoint with those left")
 
     def check(self) -> None:
         """Raise UserError for a value that is not valid."""
         for f in fields(self):
             value, check = getattr(self, f.name), f.metadata["check"]
             if type(value) is int and abs(value) > MOST:
-                raise UserError(f"{_flag(f)} is {shown(value, 30)}, wants at most {MOST:,}")
-            if check and value is not None and (wanted := check(value)):
-                raise UserError(f"{_flag(f)} is {value}, wants {wanted}")
-        if self.shards_per_step and self.workers and self.shards_per_step % self.workers:
-            raise UserError(f"--workers is {self.workers}, wants a divisor of --shards-per-step {self.shards_per_step}")
+                raise UserError(f"{_flag(f)} is {shown(value, 30)}, expected at most {MOST:,}")
+            if check and value is not None and (expected := check(value)):
+                raise UserError(f"{_flag(f)} is {value}, expected {expected}")
+        if self.reduction_shards and self.workers and self.reduction_shards % self.workers:
+            raise UserError(
+                f"--workers is {self.workers}, expected a divisor of --reduction-shards {self.reduction_shards}"
+            )
         if self.gpus and self.batch_size % self.gpus:
             raise UserError(f"--batch-size is {self.batch_size}, --gpus {self.gpus}; use a multiple of the GPUs")
         if self.gpus and self.device is not None:
             raise UserError("--device chooses one GPU and --gpus takes several; drop one of them")
         if self.zero and self.optimizer == "muon":
             raise UserError(
-                f"--optimizer muon wants whole matrices, and --zero {self.zero} cuts them in parts; leave "
+                f"--optimizer muon expects whole matrices, and --zero {self.zero} cuts them in parts; leave "
                 "out --zero, or use --optimizer adamw"
             )
         if self.elastic and not self.gpus:
@@ -275,11 +275,15 @@ class Settings:
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """Settings from a checkpoint: lists become tuples again, and unknown names are ignored."""
         known = {f.name for f in fields(cls)}
+        renamed = {f.metadata["formerly"]: f.name for f in fields(cls) if f.metadata["formerly"]}
+        stored = {renamed.get(k, k): v for k, v in stored.items()}
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items() if k in known}
         if isinstance(old := values.get("recompute"), bool):  # before there were blocks
             values["recompute"] = "norms" if old else ""
         if not isinstance(old := values.get("teacher", ()), tuple):  # before there were several
             values["teacher"] = (old,) if old else ()
+        if "windows" in known:
+            values.setdefault("windows", "full")  # before there were others
         types = get_type_hints(cls)
         for name, value in values.items():
             if not _is_a(value, types[name]):
@@ -315,18 +319,18 @@ class Settings:
 class ModelSettings(Settings):
     """The settings of a recipe that makes a model: which one, its config and its tokenizer."""
 
-    model: str = setting(default_model, "which model of the zoo, as python -m models list has them")
-    config: str = setting("", "preset of the model, or a JSON file with the config's fields")
-    set: tuple[str, ...] = setting(
+    model: str = basic(default_model, "which model of the zoo, as python -m models list has them")
+    config: str = basic("", "preset of the model, or a JSON file with the config's fields")
+    set: tuple[str, ...] = of_model(
         (),
         "override fields of the config, e.g. --set dim=192 layers=6; given again, it adds to them",
         metavar="KEY=VALUE",
         adds=True,
     )
-    tokenizer: str | None = setting(
+    tokenizer: str | None = of_model(
         None,
-        "tokenizer.json to use, or chars: each character is a token (default: train "
-        "one on the data; chars for a preset with fewer ids than there are bytes)",
+        "tokenizer.json to use, or chars: each character is a token (default: train one on the data; chars for a "
+        "preset with fewer ids than there are bytes)",
         metavar="FILE",
     )
 
@@ -335,7 +339,9 @@ class ModelSettings(Settings):
             object.__setattr__(self, "config", next(iter(find_model(self.model).presets)))
 
     def usual(self) -> Self:
-        return replace(self.made({"model": self.model}), model=type(self)().model)  # the model's first preset
+        """The defaults of this model and preset, which a card names."""
+        own = self.made({"model": self.model, "config": self.config})
+        return replace(own, model=type(self)().model, config=next(iter(find_model(self.model).presets)))
 
     def check(self) -> None:
         super().check()
@@ -346,87 +352,109 @@ class ModelSettings(Settings):
 
 
 @dataclass(frozen=True)
-class TaughtSettings(Settings):
-    """The settings of a recipe whose model can learn from a teacher. The last base of a recipe's settings: a dataclass
-    takes a field's default from the first base that has it, and this one has those of `Settings`."""
+class Teaching:
+    """The settings of a recipe whose model can learn from a teacher, in any order with its other bases: they share no
+    field and no method."""
 
     # Another path to the same teacher is fine: a resumed run compares its weights' hash.
     teacher: tuple[str, ...] = setting(
         (),
-        "trained model with the same tokenizer to learn from: its probabilities are "
-        "part of the targets; of several, those of their mean logits",
+        "trained model with the same tokenizer to learn from: its probabilities are part of the targets; of "
+        "several, those of their mean logits",
         metavar="DIR",
         changes=NOTHING,
     )
     teacher_share: float = setting(0.5, "the teacher's share of the targets; the text has the rest", check=share)
 
-    def check(self) -> None:
-        super().check()
+    def check_teaching(self) -> None:
         if not self.teacher and self.teacher_share != type(self).teacher_share:
             raise UserError("--teacher-share is given without --teacher; add it, or leave this out")
 
 
 @dataclass(frozen=True)
-class PretrainSettings(ModelSettings, TaughtSettings):
+class PretrainSettings(ModelSettings, Teaching):
     """recipes/pretrain.py: the mix of its text, and the order of its batches."""
 
     out: str = with_default("out", "runs/pretrain")
     steps: int | None = with_default("steps", 2800)
-    lr: float = with_default("lr", 4e-3, "peak learning rate; bert has a default of its own, 5e-4")
-    warmup: float = with_default(
-        "warmup", 0.02, "share of the run, 0 to 1, for warm-up at its start; bert's default: 0.1"
-    )
-    mix: tuple[str, ...] = setting(
+    lr: float = with_default("lr", 4e-3, "peak learning rate; larger presets have lower defaults of their own")
+    mix: tuple[str, ...] = of_data(
         (),
         "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their tokens)",
         metavar="NAME=WEIGHT",
     )
-    carry: bool = setting(False, "rows continue those of the batch before, and a recurrent model keeps its state")
-    base: str | None = setting(
-        None,
-        "run, checkpoint or Hugging Face model to go on from, with its config and its "
-        "tokenizer (default: random weights)",
-        metavar="DIR",
-        card=NEVER,
+    windows: str = of_data(
+        "all",
+        "all: every token of the text is a target once an epoch; full: as before version 0.3, windows with fewer "
+        "targets at the ends of the text are left out; a run that was begun so goes on so",
+        choices=("all", "full"),
+    )
+    stateful: bool = of_data(
+        False, "rows continue those of the batch before, and a recurrent model keeps its state", formerly="carry"
+    )
+    base: str | None = start_from(
+        "run, checkpoint, Hugging Face directory or owner/name on the hub to go on from, with its config and its "
+        "tokenizer (default: random weights)"
     )
 
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
-        return cls(**{**find_model(given.get("model", default_model())).pretraining, **given})
+        spec = find_model(given.get("model", default_model()))
+        return cls(**{**spec.pretraining_of(given.get("config") or next(iter(spec.presets))).settings, **given})
+
+    def reasons(self) -> str:
+        """The defaults that this preset has of its own, as far as they are used, and where they come from."""
+        own = find_model(self.model).pretraining_of(self.config)
+        used = [
+            f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
+            for name, value in own.settings.items()
+            if getattr(self, name) == value
+        ]
+        return f"{' '.join(used)}: {own.reason}" if used else ""
 
     def check(self) -> None:
         super().check()
-        if self.carry and not hasattr(find_model(self.model).build, "state_shape"):
+        self.check_teaching()
+        if self.stateful and not hasattr(find_model(self.model).build, "state_shape"):
             able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
-            raise UserError(f"--carry: {self.model} has no state to carry; use --model {' or '.join(able)}")
-        if self.teacher and self.carry:
-            raise UserError("--carry: a teacher keeps no state from batch to batch; leave out --carry or --teacher")
+            raise UserError(f"--stateful: {self.model} has no state to carry; use --model {' or '.join(able)}")
+        if self.teacher and self.stateful:
+            raise UserError(
+                "--stateful: a teacher keeps no state from batch to batch; leave out --stateful or --teacher"
+            )
 
 
 @dataclass(frozen=True)
 class TuneSettings(Settings):
     """The settings of a recipe that starts from a trained model: which one, and its adapters."""
 
+    # Records are short, and a step at the 8,192 tokens of a published model's context takes tens of gigabytes.
+    longest: ClassVar[int] = 1024
+    seq_len: int | None = with_default("seq_len", None, "tokens per sequence (default: the base's context, up to 1024)")
+
     weight_decay: float = with_default("weight_decay", 0.0)
-    base: str | None = setting(
-        None,
-        "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
-        ".bin file (default: the newest fine-tuned run under runs/, else the model that comes "
-        "with the repository)",
-        metavar="PATH",
-        card=NEVER,
+    base: str | None = start_from(
+        "trained model to start from: a run, a checkpoint, a Hugging Face directory, owner/name on the hub, a .gguf"
+        " or .bin file (default: the newest fine-tuned run under runs/, else the model that comes with the "
+        "repository)"
     )
-    lora: int | None = setting(
+    template: str = of_data(
+        "",
+        f"chat template to learn replies in: {', '.join(name for name in TEMPLATES if name != 'plain')}, or a file "
+        "with a Jinja program (default: the base's own, else a teacher's, else alpaca)",
+        metavar="NAME|FILE",
+    )
+    lora: int | None = of_model(
         None,
         "learn LoRA adapters of this rank on the base's linear maps, and freeze the base",
         check=above_zero,
         metavar="RANK",
     )
-    lora_alpha: float | None = setting(
+    lora_alpha: float | None = of_model(
         None, "adapters are scaled by ALPHA / RANK (default: twice the rank)", check=above_zero, metavar="ALPHA"
     )
     lora_dropout: float = setting(0.0, "dropout on the adapters' inputs", check=below_one, metavar="SHARE")
-    lora_targets: str = setting(
+    lora_targets: str = of_model(
         "", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all)", metavar="NAMES"
     )
 
@@ -445,26 +473,35 @@ class TuneSettings(Settings):
         return Adapters(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_dropout, targets)
 
 
+ADAPTERS_LR = 3e-4
+"""Peak rate of adapters on a published model, as is usual for LoRA: at 2e-3 SmolLM2's replies began to repeat."""
+
+
 @dataclass(frozen=True)
-class SftSettings(TuneSettings, TaughtSettings):
+class SftSettings(TuneSettings, Teaching):
     """recipes/sft.py: fine-tuning on replies."""
 
     out: str = with_default("out", "runs/sft")
     steps: int | None = with_default("steps", 2200)
-    lr: float = with_default("lr", 2e-3)
-    base: str | None = setting(
-        None,
-        "trained model to start from: a run, a checkpoint, a Hugging Face directory, a "
-        ".bin file (default: the newest pretrained run under runs/)",
-        metavar="PATH",
-        card=NEVER,
+    lr: float = with_default("lr", 2e-3, f"peak learning rate, with --lora {ADAPTERS_LR:g}")
+    base: str | None = start_from(
+        "trained model to start from: a run, a checkpoint, a Hugging Face directory, owner/name on the hub, a .gguf"
+        " or .bin file (default: the newest pretrained run under runs/)"
     )
-    max_reply: int | None = setting(
+    max_reply: int | None = of_data(
         None,
         "leave out training records with longer replies: a model answers as briefly as its training data",
         check=above_zero,
         metavar="TOKENS",
     )
+
+    @classmethod
+    def made(cls, given: Mapping[str, Any]) -> Self:
+        return cls(**{**({"lr": ADAPTERS_LR} if "lora" in given else {}), **given})
+
+    def check(self) -> None:
+        super().check()
+        self.check_teaching()
 
 
 @dataclass(frozen=True)
@@ -475,8 +512,10 @@ class AlignSettings(TuneSettings):
         super().check()
         if self.document_mask:
             raise UserError("--document-mask is for rows of several records, and here a row has one; leave it out")
-        if self.capture == "on":
-            raise UserError("--capture: the loss is weighed on the host, which no graph can repeat; use --capture off")
+        if self.cuda_graph == "on":
+            raise UserError(
+                "--cuda-graph: the loss is weighed on the host, which no graph can repeat; use --cuda-graph off"
+            )
 
 
 @dataclass(frozen=True)
@@ -485,7 +524,7 @@ class DpoSettings(AlignSettings):
 
     out: str = with_default("out", "runs/dpo")
     steps: int | None = with_default("steps", 100)
-    lr: float = with_default("lr", 1e-4)
+    lr: float = with_default("lr", 1e-4, "peak learning rate; of all weights of 100 million or more rather 1e-5")
     eval_every: int = with_default("eval_every", 25)
     schedule: str = with_default("schedule", "cosine")
     data: tuple[str, ...] = with_default(
@@ -518,7 +557,7 @@ class DpoSettings(AlignSettings):
 
 @dataclass(frozen=True)
 class GrpoSettings(AlignSettings):
-    """recipes/grpo.py: how many replies are sampled, and how far one step may go. It runs as one process with workers."""
+    """recipes/grpo.py: how many replies are sampled, and how far one step may go. One process with workers."""
 
     several_ranks: ClassVar[bool] = False
 
@@ -530,13 +569,15 @@ class GrpoSettings(AlignSettings):
         "data", (), "Alpaca records whose output ends in the right number (default: the questions of --task)"
     )
     batch_size: int = with_default("batch_size", 16, "questions per micro-batch")
-    task: str = setting(
+    task: str = basic(
         "harder-sums",
-        "the questions without --data: sums that are not in the fine-tuning data, or "
-        "word problems with one addition or subtraction",
+        "the questions without --data: sums that are not in the fine-tuning data, or word problems with one "
+        "addition or subtraction",
         choices=("harder-sums", "one-step"),
     )
-    group: int = setting(8, "replies to each question; each is compared with their mean reward", check=at_least_2)
+    num_generations: int = setting(
+        8, "replies to each question; each is compared with their mean reward", check=at_least_2, formerly="group"
+    )
     max_tokens: int = setting(32, "the longest reply", check=above_zero)
     iterations: int = setting(
         1, "steps on the same replies; the ratio is clipped from the second step on", check=above_zero
@@ -546,8 +587,8 @@ class GrpoSettings(AlignSettings):
     clip_high: float = setting(0.2, "clip the ratio at 1 plus this", check=above_zero)
     normalise: str = setting(
         "dapo",
-        "dapo: every token has the same weight; grpo: every reply; dr_grpo: tokens are "
-        "divided by --max-tokens, and advantages not by the group's deviation",
+        "dapo: every token has the same weight; grpo: every reply; dr_grpo: tokens are divided by --max-tokens, and"
+        " advantages not by the group's deviation",
         choices=("dapo", "grpo", "dr_grpo"),
     )
     format_weight: float = setting(0.1, "reward for the right format; a right answer earns 1 more", check=zero_or_more)
@@ -567,14 +608,14 @@ class ClassifySettings(ModelSettings):
     steps: int | None = with_default("steps", 2000)
     lr: float = with_default("lr", 5e-4)
     batch_size: int = with_default("batch_size", 32)
-    model: str = setting(default_classifier, "which model of the zoo: bert for texts, vit for images")
-    test: str | None = setting(
+    model: str = basic(default_classifier, "which model of the zoo: bert for texts, vit for images")
+    test: str | None = basic(
         None, "test data, in the form of --data (default: a tenth of it is held out)", metavar="PATH"
     )
-    base: str | None = setting(
-        None, "run, checkpoint or Hugging Face model to start from (default: random weights)", metavar="DIR", card=NEVER
+    base: str | None = start_from(
+        "run, checkpoint, Hugging Face directory or owner/name on the hub to start from (default: random weights)"
     )
-    shift: int = setting(0, "shift each training image at random by up to this many pixels", check=zero_or_more)
+    shift: int = of_data(0, "shift each training image at random by up to this many pixels", check=zero_or_more)
 
 
 RECIPES: dict[str, type[Settings]] = {
@@ -620,9 +661,9 @@ def parse(
         for name, value in vars(_parser(kind, description, actions, prog).parse_args(argv)).items()
         if value is not None
     }
-    wanted = {name: bool(given.pop(name, False)) for name in _ACTIONS}
+    expected = {name: bool(given.pop(name, False)) for name in _ACTIONS}
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    if wanted["resume"]:
+    if expected["resume"]:
         settings = _resumed(kind, given, Path(given.get("out", kind().out)))
     else:
         if "minutes" in given and "steps" in given:
@@ -631,16 +672,17 @@ def parse(
             given["steps"] = None
         settings = kind.made(given)
     settings.check()
-    rows = settings.batch_size * getattr(settings, "group", 1)
+    rows = settings.batch_size * getattr(settings, "num_generations", 1)
     if given.get("workers", 1) > (most := max(rows, cores())):
         raise UserError(f"--workers is {given['workers']}, a batch has {rows} rows to share; use at most {most}")
-    return Command(settings, **wanted)
+    return Command(settings, **expected)
 
 
 def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog: str | None) -> Parser:
     """A parser with a flag for every field. Defaults are applied later, so that it shows which flags were given."""
     p = Parser(prog=prog, description=description)
     usual, types = kind(), get_type_hints(kind)
+    groups = {name: p.add_argument_group(name) for name in (BASICS, MODEL, DATA, TRAINING, OUTPUT, HARDWARE)}
     for f in fields(kind):
         default, options = getattr(usual, f.name), {k: f.metadata[k] for k in ("metavar", "choices") if f.metadata[k]}
         shown = "" if default is False or default in (None, (), "") else f" (default: {default})"
@@ -655,9 +697,11 @@ def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog
             options["type"] = str if get_origin(plain) is Literal else plain
         if f.metadata["bare"]:
             options |= {"nargs": "?", "const": f.metadata["bare"]}
-        p.add_argument(_flag(f), default=None, help=f.metadata["help"] + shown, **options)
+        groups[f.metadata["group"]].add_argument(_flag(f), default=None, help=f.metadata["help"] + shown, **options)
+        if f.metadata["formerly"]:
+            p.add_former(f"--{f.metadata['formerly'].replace('_', '-')}", _flag(f))
     for action in actions:
-        p.add_argument(f"--{action}", action="store_true", default=None, help=_ACTIONS[action])
+        groups[BASICS].add_argument(f"--{action}", action="store_true", default=None, help=_ACTIONS[action])
     return p
 
 
@@ -735,7 +779,7 @@ def with_fields(config: ModelConfig, items: Sequence[str]) -> ModelConfig:
         try:
             changes[key] = json_value(value)
         except ValueError as error:
-            raise UserError(f"--set: {item!r} wants KEY=VALUE with a number, e.g. --set dim=192") from error
+            raise UserError(f"--set: {item!r} expects KEY=VALUE with a number, e.g. --set dim=192") from error
     return config.override(changes)
 
 
@@ -747,22 +791,25 @@ def restarts(settings: Settings, spec: ModelSpec) -> bool | None:
     return None if settings.document_mask is None else settings.document_mask == "restart"
 
 
-def sequence_length(config: ModelConfig, asked: int | None) -> int:
-    """Tokens per sequence: --seq-len, or the whole context."""
+def sequence_length(config: BaseConfig, settings: Settings) -> int:
+    """Tokens per sequence: --seq-len, or the context up to `settings.longest`; 1 for a model that reads none."""
+    asked = settings.seq_len
+    if not isinstance(config, ModelConfig):
+        return 1
     if asked is not None and asked > config.context:
         raise UserError(f"--seq-len is {asked}, the config's context is {config.context}; use at most that")
-    return asked or config.context
+    return asked or min(config.context, settings.longest)
 
 
-def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
+def open_backend(settings: S, ranks: ProcessGroupInfo | None = None) -> tuple[Backend, S]:
     """The backend of the settings, and the settings with its number of workers, on which a run's last bits depend.
 
     ranks: the ranks of this run; each has a GPU of its own, or one worker, and the backend gets their group.
     """
-    ranks = ranks or Ranks()
-    shards = settings.shards_per_step or 0
+    ranks = ranks or ProcessGroupInfo()
+    shards = settings.reduction_shards or 0
     if shards and (shards % ranks.size or ranks.size & (ranks.size - 1)):
-        raise UserError(f"--shards-per-step is {shards}, the run has {ranks.size} ranks; their number must divide it")
+        raise UserError(f"--reduction-shards is {shards}, the run has {ranks.size} ranks; their number must divide it")
     device, workers = settings.device, settings.workers
     _check_gpus(settings)  # ranks that mpirun has started were not asked yet
     if ranks.local_rank is not None:
@@ -774,26 +821,21 @@ def open_backend(settings: S, ranks: Ranks | None = None) -> tuple[Backend, S]:
     elif shards and workers is None:
         workers = min(shards, 1 << (cores().bit_length() - 1))
     backend = get_backend(settings.backend, settings.precision, workers, device)
-    if settings.capture == "on" and backend.name != "cupy":
+    if settings.cuda_graph == "on" and backend.name != "cupy":
         backend.graphs()  # refused where there are none
     if ranks.size > 1:
         backend.group = ranks.group(backend)
         flags = settings.to_dict()
-        same(
-            backend.group,
-            {f"flag {_flag(f)}": flags[f.name] for f in fields(settings)}
-            | {
-                "code": code_hash(),
-                "kind of processor or GPU": backend.describe().partition(" (GPU")[0],
-                "versions": (sys.version.split()[0], np.__version__),
-            },
-        )
+        facts = {f"flag {_flag(f)}": flags[f.name] for f in fields(settings)}
+        facts |= {"code": code_hash(), "kind of processor or GPU": backend.describe().partition(" (GPU")[0]}
+        facts["versions"] = (sys.version.split()[0], np.__version__)
+        assert_equal_on_ranks(backend.group, facts)
         if settings.zero:
-            shared(backend.group, Path(settings.out))
+            assert_shared_filesystem(backend.group, Path(settings.out))
     return backend, replace(settings, workers=backend.workers)
 
 
-def _gpu_of(ranks: Ranks) -> int:
+def _gpu_of(ranks: ProcessGroupInfo) -> int:
     number, count = ranks.local_rank or 0, gpu_count()
     if number >= count:
         raise UserError(
@@ -835,19 +877,10 @@ def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> 
     return start(command, settings.gpus, go_on if settings.elastic else None, saved)
 
 
-def code_hash() -> str:
-    """SHA-256 of the Python and CUDA sources of this checkout's packages."""
-    root = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for package in ("tinyforge", "models", "recipes", "data"):
-        for path in sorted((root / package).rglob("*")):
-            if path.suffix in (".py", ".cu", ".cuh"):
-                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
 def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:
     """Print how long a run is, and how often it reads its data. step: describes one; steps_a_pass: steps per epoch."""
     length = count_of(settings.steps, "step") if settings.steps else f"{settings.minutes:g} min"
     passes = f", {settings.steps / steps_a_pass:.1f} times through the {data}" if settings.steps else ""
     print(f"plan: {length} of {step}{passes}; {settings.schedule} schedule, peak rate {settings.lr:g}")
+    if isinstance(settings, PretrainSettings) and (reasons := settings.reasons()):
+        print(f"defaults of this preset: {reasons}")

@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
-from tinyforge.formats import lora
+from tinyforge.formats import hub, lora
 from tinyforge.formats.opened import Loaded, Opened
-from tinyforge.formats.runs import newest_run, open_model, trained_model
+from tinyforge.formats.runs import newest_run, open_model, resolve_checkpoint, template_meta
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling
-from tinyforge.parallel.launch import Ranks
+from tinyforge.invocation import as_typed
+from tinyforge.parallel.launch import ProcessGroupInfo
 from tinyforge.registry import default_model, find_model
 from tinyforge.report import timed
 from tinyforge.rng import Stream
-from tinyforge.tokenizers.chat_templates import render_prompt
-from tinyforge.tokenizers.vocabulary import start_ids
+from tinyforge.tokenizers.chat_templates import TEMPLATES, AnyTemplate, read_template
 from tinyforge.train.card import write_card
 from tinyforge.train.distil import Teachers
 from tinyforge.train.plan import Plan, check_fits
 from tinyforge.train.settings import TuneSettings, open_backend
 
 S = TypeVar("S", bound=TuneSettings)
+PLAIN = "plain"
 # The keys of a base's meta that a run keeps.
 OF_BASE = (
-    "settings",
-    "step",
-    "elapsed",
-    "data_hash",
-    "teacher",
-    "average",
-    "calibration",
-    "corpus",
-    "inputs",
-    "machine",
-    "tokens",
-    "tokens_per_second",
-    "joules",
-)
+    "settings step elapsed data_hash source teacher average calibration corpus inputs machine tokens "
+    "tokens_per_second joules"
+).split()
 
 
 def open_start(settings: TuneSettings, resume: bool) -> Opened:
@@ -55,39 +45,60 @@ def open_start(settings: TuneSettings, resume: bool) -> Opened:
         found = checkpoint.latest(Path(settings.out))
         meta = checkpoint.read_meta(found)
         checkpoint.require(found, meta, "reference")
-        about, run = meta["reference"], found.parent
-        path = Path(os.path.normpath(run / str(about.get("base"))))
+        run_metadata, run = meta["reference"], found.parent
+        path = hub.referenced(str(run_metadata.get("base")), run)
         if not path.exists():
             raise UserError(f"{found}: the model that it started from, {path}, is missing; put it back")
         base = open_model(path)
-        if base.fingerprint() != about.get("sha256"):
+        if base.fingerprint() != run_metadata.get("sha256"):
             raise UserError(f"{found}: {path} is not the model that it started from, its weights differ; put that back")
         return base
     start = (
-        trained_model(settings.base) if settings.base else newest_run(("tuned",)) or find_model(default_model()).bundled
+        resolve_checkpoint(settings.base)
+        if settings.base
+        else newest_run(("tuned",)) or find_model(default_model()).bundled
     )
     if start is None:
         raise UserError("no fine-tuned run under runs/; run python recipes/sft.py first, or give --base DIR")
     return open_model(start)
 
 
+def training_template(settings: TuneSettings, base: Opened, teachers: Sequence[Opened] = ()) -> AnyTemplate:
+    """The chat template that replies are learned in: that of --template, else the base's own; for a base without one a
+    teacher's, else Alpaca's. UserError for a --template that is not there."""
+    if settings.template:
+        return read_template(settings.template, base.template)
+    own = (found.template for found in (base, *teachers) if found.template.name != PLAIN)
+    return next(own, TEMPLATES["alpaca"])
+
+
 def build(
-    settings: S, base: Opened, ranks: Ranks | None = None, each: int = 1, teachers: Teachers | None = None
+    settings: S,
+    base: Opened,
+    template: AnyTemplate,
+    ranks: ProcessGroupInfo | None = None,
+    each: int = 1,
+    teachers: Teachers | None = None,
 ) -> tuple[Loaded, Backend, S, Plan]:
-    """Build the base, with adapters if the settings ask for them, and print what it is and where it computes. each:
-    rows per example of --batch-size. teachers: counted in the plan, not built. Returns the memory plan too. UserError
-    if a step does not fit into memory."""
+    """Build the base, with adapters if the settings ask for them, and print what it is and where it computes. template:
+    that replies are learned in. each: rows per example of --batch-size. teachers: counted in the plan, not built.
+    Returns the memory plan too. UserError if a step does not fit into memory."""
     spec, config, adapters = base.spec, base.config, settings.adapters
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
     plan = check_fits(spec, config, backend, settings, ranks.size if ranks else 1, each, teachers)
     with timed("making the model"):
-        loaded = base.build(backend, settings.recompute, adapters)
+        loaded = replace(base.build(backend, settings.recompute, adapters), template=template)
         if adapters:
             loaded.model.buffer.initialise(Stream(settings.seed, "adapters"))
     model = loaded.model
     learned = sum(p.size for p in model.buffer.params)
-    print(f"base: {loaded.path}, {spec.name}, {model.buffer.count - learned if adapters else learned:,} parameters")
+    count = model.buffer.count - learned if adapters else learned
+    print(f"base: {hub.called(loaded.path)}, {spec.name}, {count:,} parameters")
+    if base.template.name == PLAIN:
+        print(f"chat template: the base has none; learning {template.name}, another with --template")
+    else:
+        print("chat template:", settings.template or "the base's own")
     if adapters:
         names = dict.fromkeys(name.rpartition(".")[2] for name in model.adapters)
         print(
@@ -98,7 +109,7 @@ def build(
     return loaded, backend, settings, plan
 
 
-def about(loaded: Loaded, base: Opened, backend: Backend, settings: TuneSettings) -> dict[str, Any]:
+def run_metadata(loaded: Loaded, base: Opened, backend: Backend, settings: TuneSettings) -> dict[str, Any]:
     """What the meta of a run's checkpoints says about the model and its base: see `Task.meta`."""
     model = loaded.model
     noted: dict[str, Any] = {
@@ -106,6 +117,7 @@ def about(loaded: Loaded, base: Opened, backend: Backend, settings: TuneSettings
         "config": base.config.to_dict(),
         "tokenizer_hash": loaded.tokenizer.hash(),
         "machine": backend.describe(),
+        **template_meta(loaded.template),
     }
     if settings.adapters:
         learned = sum(p.size for p in model.buffer.params)
@@ -113,12 +125,12 @@ def about(loaded: Loaded, base: Opened, backend: Backend, settings: TuneSettings
     return noted
 
 
-def history(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
+def provenance(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
     """The history of an alignment run: the model it started from, by relative path and hash; the pretraining run; the
     stages in between; and the hashes of all training files, its own `inputs` included."""
     kept = {key: base.meta[key] for key in OF_BASE if key in base.meta}
     noted = {
-        "reference": {"base": os.path.relpath(base.path, out), "sha256": base.fingerprint()},
+        "reference": {"base": hub.reference(base.path, out), "sha256": base.fingerprint()},
         "inputs": [*inputs, *base.meta.get("inputs", ())],
     }
     if "base" not in base.meta:
@@ -127,16 +139,22 @@ def history(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
     return {**noted, "base": base.meta["base"], "stages": stages}
 
 
-def finish(settings: TuneSettings, with_card: bool) -> None:
+def print_next_steps(settings: TuneSettings, with_card: bool) -> None:
     """End a run that made a chat model: write its card, if asked for, and print the command to chat."""
     if with_card:
         print(f"wrote {write_card(Path(settings.out))}")
-    print(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}")
+    print(as_typed(f"next: python -m tinyforge.chat --checkpoint {shlex.quote(settings.out)}"))
+
+
+def chat_template_of(loaded: Loaded) -> AnyTemplate:
+    """The chat template of a model, and Alpaca's for a base model."""
+    return TEMPLATES["alpaca"] if loaded.template.name == PLAIN else loaded.template
 
 
 def prompt_ids(loaded: Loaded, instruction: str, input: str) -> list[int]:
-    """The ids of a prompt in Alpaca's form."""
-    return start_ids(loaded.tokenizer) + loaded.tokenizer.encode(render_prompt(instruction, input))
+    """The ids of a prompt in the model's chat template."""
+    template = chat_template_of(loaded)
+    return template.encode(loaded.tokenizer, [(template.question(instruction, input), None)])
 
 
 def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
@@ -144,7 +162,7 @@ def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, d
     tokenizer, prompt = loaded.tokenizer, prompt_ids(loaded, instruction, input)
     if len(prompt) >= loaded.model.config.context:
         return ""
-    stop = frozenset(tokenizer.specials.values())
+    stop = chat_template_of(loaded).stop_ids(tokenizer)
     sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
     decoder = decoder or make_decoder(loaded.model, spare_memory=True)
     return tokenizer.decode(generate(loaded.model, prompt, sampling, stop, decoder))

@@ -17,14 +17,14 @@ from tinyforge import chat
 from tinyforge.backends import get_backend
 from tinyforge.data.world import documents, instructions
 from tinyforge.errors import UserError
-from tinyforge.formats import calibrate, convert, open_model, save_pretrained
+from tinyforge.formats import convert, open_model, save_pretrained
+from tinyforge.formats.labels import Labels
 from tinyforge.formats.opened import Opened
 from tinyforge.params import named
-from tinyforge.recipes import evaluate, pretrain, sft
+from tinyforge.recipes import calibrate, evaluate, pretrain, sft
 from tinyforge.registry import find_model
 from tinyforge.shards import SEPARATOR, Shards
 from tinyforge.tokenizers import Tokenizer
-from tinyforge.tokenizers.labels import Labels
 
 FP32, FP64 = (get_backend("numpy", precision, workers=1) for precision in ("fp32", "fp64"))
 TOKENIZER = Tokenizer.train(list(documents("train", 60)), 300, [SEPARATOR, "</s>"], progress=False)
@@ -86,7 +86,7 @@ def change(source: str, target: str, name: str, by: float) -> None:
 
 
 def windows(sources: str = "books web") -> list[np.ndarray]:
-    """The windows of held-out text with the token behind each, in order."""
+    """The windows of held-out text with the token after each, in order."""
     shards = Shards([Path("shards")])
     streams = [shards.sequence(name, "val")[:] for name in sources.split()]
     return [ids[i : i + WINDOW + 1] for ids in streams for i in range(0, len(ids) - 1, WINDOW)]
@@ -143,7 +143,7 @@ def test_chunks_of_logits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("loss", "wanted"),
+    ("loss", "expected"),
     [
         (lambda s: ((s - 3) ** 2, 2 * (s - 3), 2.0), 3.0),
         (lambda s: (s - 0.001 * math.log(s), 1 - 0.001 / s, 0.001 / s**2), 0.001),  # at 1 Newton's step is -999
@@ -156,9 +156,9 @@ def test_chunks_of_logits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         (lambda s: (math.inf, math.nan, math.nan), None),
     ],
 )
-def test_newtons_method(loss: Callable[[float], tuple[float, float, float]], wanted: float | None) -> None:
+def test_newtons_method(loss: Callable[[float], tuple[float, float, float]], expected: float | None) -> None:
     found = calibrate.fit_scale(loss)
-    assert found == (None if wanted is None else pytest.approx(wanted, rel=1e-5))
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-5))
 
 
 def test_a_model_that_is_twice_as_sure_gets_half_the_scale() -> None:
@@ -207,8 +207,8 @@ def test_logits_of_every_head_are_scaled_and_nothing_else_changes(model: str) ->
     old, new = tensors("run"), tensors("out")
     assert old.keys() == new.keys() and len(norm & old.keys()) == 1 + ("bias=true" in model)
     for name, value in new.items():
-        wanted = (old[name].astype(np.float64) * (noted["scale"] if name in norm else 1)).astype(np.float32)
-        assert value.tobytes() == wanted.tobytes(), name
+        expected = (old[name].astype(np.float64) * (noted["scale"] if name in norm else 1)).astype(np.float32)
+        assert value.tobytes() == expected.tobytes(), name
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_what_is_kept_and_what_is_said(capsys: pytest.CaptureFixture[str]) -> No
     noted = calibrated("own out --data shards --dtype bf16")
     found = open_model(Path("out"))
     assert found.meta == {**open_model(Path("own")).meta, "calibration": noted}
-    assert found.tokenizer.hash() == TOKENIZER.hash() and found.template == "alpaca"
+    assert found.tokenizer.hash() == TOKENIZER.hash() and found.template.name == "alpaca"
     assert found.generation.content == {"temperature": 0.5}
     scale, fitted, rest = noted["scale"], noted["fitted"], noted["rest"]
     card = Path("out/README.md").read_text()
@@ -355,12 +355,12 @@ def test_a_model_for_which_no_scale_is_best_is_refused() -> None:
         ("base out --data other", "other was made with the tokenizer .*, the model has .*; make shards with python -m"),
         ("base out --data shards --source poems", "no held-out text of 'poems'; they have books, web"),
         ("base out --data shards --source unread", "no held-out text of 'unread'; they have books, web"),
-        ("base out --data shards --tokens 95", "--tokens is 95, wanted two windows of 48 tokens; raise it"),
-        ("base out --data shards --tokens 0", "--tokens is 0, wanted two windows of 48 tokens; raise it"),
-        ("base out --data shards --tokens -5", "--tokens is -5, wanted two windows of 48 tokens; raise it"),
+        ("base out --data shards --tokens 95", "--tokens is 95, expected two windows of 48 tokens; raise it"),
+        ("base out --data shards --tokens 0", "--tokens is 0, expected two windows of 48 tokens; raise it"),
+        ("base out --data shards --tokens -5", "--tokens is -5, expected two windows of 48 tokens; raise it"),
         ("base out --data shards --tokens many", "argument --tokens: invalid int value: 'many'"),
         ("base out --data shards --dtype q8_0", "argument --dtype: invalid choice: 'q8_0'"),
-        ("base out --data shards --backend tpu", "unknown backend 'tpu'; known: auto, numpy, cupy"),
+        ("base out --data shards --backend tpu", "unknown backend 'tpu'; known: auto, numpy, cupy, webgpu"),
     ],
 )
 def test_what_is_asked_wrongly_is_one_line(flags: str, message: str) -> None:
@@ -371,7 +371,9 @@ def test_text_of_less_than_two_windows_is_refused(make_shards: Callable[..., Non
     make_shards(Path("few"), TOKENIZER, {"books": (9, 1)})
     length = len(Shards([Path("few")]).sequence("books", "val"))
     pretrain.main(f"{TRAINED} --steps 1 --set {SHAPE.replace('160', '200')} --out long".split())
-    message = f"the held-out text has {length - 1}, wanted two windows of {min(200, length - 1)} tokens; give more text"
+    message = (
+        f"the held-out text has {length - 1}, expected two windows of {min(200, length - 1)} tokens; give more text"
+    )
     refused("long out --data few", message)
     shape = f"--seq-len {length - 2} --set {SHAPE.replace('160', '200')}"
     pretrain.main(f"{TRAINED} --steps 1 {shape} --out but-one".split())

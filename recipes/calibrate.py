@@ -1,7 +1,7 @@
 """Calibrate a trained language model: scale its logits so that held-out text is most likely.
 
-    python -m tinyforge.formats calibrate runs/base calibrated --data shards
-    python -m tinyforge.formats calibrate runs/sft calibrated --data shards --source tinystories --dtype int8
+    python recipes/calibrate.py runs/base calibrated --data shards
+    python recipes/calibrate.py runs/sft calibrated --data shards --source tinystories --dtype int8
 
 A model that has read a small corpus many times is too sure of itself elsewhere. One number repairs that, the scale s of
 its logits z, or the temperature 1/s:
@@ -24,18 +24,21 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
+
 import numpy as np
 
 from tinyforge.backends import get_backend
-from tinyforge.errors import Parser, UserError
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import shown
 from tinyforge.formats.convert import card_of, megabytes
 from tinyforge.formats.opened import Opened
-from tinyforge.formats.pretrained import FORMATS, USES, check_target, save_pretrained, short_card
-from tinyforge.formats.runs import open_model, trained_model
+from tinyforge.formats.pretrained import FORMATS, check_target, save_pretrained, short_card, use_of
+from tinyforge.formats.runs import open_model, resolve_checkpoint
 from tinyforge.kernel import Array
-from tinyforge.op import Param
-from tinyforge.ops import LayerNorm, LinearCrossEntropy, RMSNorm
+from tinyforge.op import Op
+from tinyforge.ops import CappedCrossEntropy, LayerNorm, LinearCrossEntropy, RMSNorm
 from tinyforge.shards import Shards
 from tinyforge.train import corpus
 from tinyforge.train.objectives import LN2, Batch
@@ -132,7 +135,8 @@ def calibrate(
     shards, parts = _held_out_text(model, data, source)
     windows = _evenly(parts, tokens)
     plain = model.build(device, frozen=True).model
-    names = [p.name for p in _final_norm(plain, model)]
+    norm = _final_norm(plain, model)
+    names, less = [p.name for p in norm.params()], float(getattr(norm, "plus_one", False))  # a gain of 1 + w
     fitted, rest = (_predict(plain, model, half) for half in (windows[0::2], windows[1::2]))
     loss = cache(fitted.loss)  # the fit has computed it at 1 and at the result, each a pass over the text
     if (scale := fit_scale(loss)) is None:
@@ -141,7 +145,7 @@ def calibrate(
         )
 
     def scaled(name: str) -> np.ndarray:
-        return model.tensors[name]().astype(np.float64) * scale
+        return (model.tensors[name]().astype(np.float64) + less) * scale - less
 
     noted = {
         "scale": scale,
@@ -174,7 +178,7 @@ def _held_out_text(model: Opened, data: Sequence[str], source: str) -> tuple[Sha
     shards = corpus.shards_for(model.tokenizer, model.path, settings)
     if shards is None:
         raise UserError(f"--data: {data[0]} holds no token shards; make some: python -m data.shards")
-    length = sequence_length(model.config, run.seq_len)
+    length = sequence_length(model.config, run)
     parts = corpus.held_out_text(shards, settings, length, model.config.prediction_heads)
     known = [part.source for part in parts]
     if source and source not in known:
@@ -193,22 +197,21 @@ def _evenly(parts: Sequence[corpus.HeldOut], tokens: int) -> list[Batch]:
             if total > 1
             else (f"the held-out text has {lengths[0][0]}", "give more text")
         )
-        raise UserError(f"{got}, wanted two windows of {longest} tokens; {fix}")
-    wanted = {number * total // count for number in range(count)}
+        raise UserError(f"{got}, expected two windows of {longest} tokens; {fix}")
+    expected = {number * total // count for number in range(count)}
     every = chain.from_iterable(part.windows.in_order(1, len(part.windows.tokens)) for part in parts)
-    return [window for number, window in enumerate(every) if number in wanted]
+    return [window for number, window in enumerate(every) if number in expected]
 
 
-def _final_norm(model: Any, opened: Opened) -> list[Param]:
-    """The parameters of the last norm before the output head."""
+def _final_norm(model: Any, opened: Opened) -> Op:
+    """The last norm before the output head."""
     before = takewhile(lambda op: not isinstance(op, LinearCrossEntropy), model.ops())
     norms = [op for op in before if isinstance(op, (RMSNorm, LayerNorm))]
-    if not norms:
-        raise UserError(
-            f"{opened.path}: {opened.spec.title} has no norm before its output head that could scale its "
-            "logits; it cannot be calibrated"
-        )
-    return list(norms[-1].params())
+    capped = any(isinstance(op, CappedCrossEntropy) for op in model.ops())
+    if capped or not norms:
+        why = "caps its logits" if capped else "has no norm before its output head that could scale its logits"
+        raise UserError(f"{opened.path}: {opened.spec.title} {why}; it cannot be calibrated")
+    return norms[-1]
 
 
 def _predict(model: Any, opened: Opened, windows: Sequence[Batch]) -> Predicted:
@@ -225,7 +228,7 @@ def _predict(model: Any, opened: Opened, windows: Sequence[Batch]) -> Predicted:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m tinyforge.formats calibrate", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("model", metavar="SRC", help="a model in any form that convert reads")
     parser.add_argument("target", metavar="OUT", help="the directory to write")
     parser.add_argument("--data", nargs="+", required=True, metavar="SHARDS", help="folders of token shards")
@@ -236,31 +239,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=FORMATS["tinyforge"], default="f32", help="type of the stored weights (default: f32)"
     )
-    parser.add_argument("--backend", default="auto", help="numpy, cupy, or auto, which takes a GPU if there is one")
+    parser.add_argument("--backend", default="auto", help="numpy, cupy, webgpu, or auto: cupy if CUDA is there")
     args = parser.parse_args(argv)
     target = Path(args.target)
     check_target(target, "tinyforge", args.dtype)
-    opened = open_model(trained_model(args.model))
+    opened = open_model(resolve_checkpoint(args.model))
     found, model = calibrate(opened, args.data, args.source, args.tokens, args.backend)
     noted = found.meta["calibration"]
     scale, fitted, rest = noted["scale"], noted["fitted"], noted["rest"]
     card = card_of(opened.path, args.dtype) or short_card(model, "tinyforge", args.dtype)
     card = card.rstrip() + "\n" + CARD.format(names=", ".join(noted["sources"]), temperature=1 / scale, **noted)
-    save_pretrained(
-        model,
-        found.tokenizer,
-        target,
-        format="tinyforge",
-        dtype=args.dtype,
-        meta=found.meta,
-        card=card,
-        generation=found.generation.content,
-    )
+    written = {"format": "tinyforge", "dtype": args.dtype, "meta": found.meta, "card": card}
+    save_pretrained(model, found.tokenizer, target, generation=found.generation.content, **written)
     print(
         f"logits x {scale:.3f} (temperature {1 / scale:.3f}): {fitted[0]:.4f} -> {fitted[1]:.4f} bits per byte of "
         f"held-out text; not used for the fit: {rest[0]:.4f} -> {rest[1]:.4f}"
     )
     if round(rest[0] - rest[1], 4) <= 0:
         print("the text not used for the fit gains nothing: the model was calibrated already")
-    print(f"wrote {target}, {megabytes(target):.1f} MB; {USES[found.spec.learns][1]} {target}")
+    print(f"wrote {target}, {megabytes(target):.1f} MB; {use_of(found.spec)[1]} {target}")
     return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
