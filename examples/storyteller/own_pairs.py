@@ -1,8 +1,8 @@
 """Preference pairs from a model's own replies: those that loop or do not end are the rejected ones.
 
-    python recipes/own_pairs.py --base runs/sft --data alpaca.json --out circles.json
+    python examples/storyteller/own_pairs.py --base runs/sft --data alpaca.json --out circles.json
     python recipes/dpo.py --base runs/sft --data circles.json --out runs/orderly
-    python recipes/own_pairs.py --base runs/sft --data stories/alpaca.json --stories 8 --max-tokens 400 --out told.json
+    python examples/storyteller/own_pairs.py --base runs/sft --data stories/alpaca.json --stories 8 --out told.json
 
 Fine-tuning shows a model good replies, but never where its own replies lead: a greedy reply that has repeated a
 sentence tends to repeat it for ever. Here the model answers instructions that it was fine-tuned on, greedily and
@@ -20,25 +20,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-# A recipe runs from a plain checkout too: the repository root is where data/, models/ and tinyforge/ are.
 if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
+from examples.storyteller.stories import asks_for_a_story, misses
 from tinyforge.backends import get_backend
 from tinyforge.data.alpaca import Record, evenly, read_split
 from tinyforge.data.dedup import gram_shares, grams_of
 from tinyforge.data.files import check_writable, write_json
 from tinyforge.data.preferences import Pair
-from tinyforge.data.stories import asks_for_a_story, misses
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.formats import Loaded, load, trained_model
-from tinyforge.formats.tuning import prompt_ids
+from tinyforge.formats import Loaded, load, resolve_checkpoint
 from tinyforge.infer import Sampling
 from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, text_replies
 from tinyforge.parallel.launch import refuse_ranks
 from tinyforge.report import count_of
+from tinyforge.train.tuning import prompt_ids
 
 GRAM = 8  # words of a run
 DIFFERENCE = 0.04  # of the costs of a pair of stories, at least
@@ -68,9 +67,10 @@ def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_to
 def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sampling]) -> list[Pair]:
     """A pair wherever a reply to a record is not well-formed."""
     prompts, found = [prompt_ids(loaded, r.instruction, r.input) for r in records], []
+    stop = loaded.template.stop_ids(loaded.tokenizer)
     decoder = reply_decoder(loaded.model, len(prompts))
     for sampling in samplings:
-        replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder)
+        replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder, stop)
         for record, reply in zip(records, replies, strict=True):
             if reply.text.strip() and not reply_shares([reply])["all_three"]:
                 found.append(Pair(record.instruction, record.input, record.output, reply.text, cut=not reply.ended))
@@ -85,7 +85,8 @@ def pairs_of_stories(
     of its runs of GRAM words that are `known`, which are hashes."""
     prompts, found = [prompt_ids(loaded, r.instruction, r.input) for r in records for _ in range(count)], []
     decoder = reply_decoder(loaded.model, len(prompts))
-    replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder)
+    stop = loaded.template.stop_ids(loaded.tokenizer)
+    replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder, stop)
     shares = gram_shares([reply.text for reply in replies], GRAM, known)
     for number, record in enumerate(records):
         own = slice(number * count, (number + 1) * count)
@@ -120,21 +121,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
     p.add_argument("--stories", type=int, default=0, metavar="N", help="pairs of stories, the best and the worst of N")
     p.add_argument("--seed", type=int, default=0, help="draws the sampled replies (default: %(default)s)")
-    p.add_argument("--backend", default="auto", help="numpy, cupy, or auto, which takes a GPU if there is one")
+    p.add_argument("--backend", default="auto", help="numpy, cupy, webgpu, or auto: cupy if CUDA is there")
     p.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
     args = p.parse_args(argv)
     for name in ("records", "max_tokens"):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants 1 or more")
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected 1 or more")
     if args.stories < 0 or args.stories == 1:
-        raise UserError(f"--stories is {args.stories}, wants 2 or more: the best and the worst of so many make a pair")
+        raise UserError(
+            f"--stories is {args.stories}, expected 2 or more: the best and the worst of so many make a pair"
+        )
     refuse_ranks()
     check_writable(args.out)
-    loaded = load(trained_model(args.base), get_backend(args.backend, args.precision), frozen=True)
+    loaded = load(resolve_checkpoint(args.base), get_backend(args.backend, args.precision), frozen=True)
     training = read_split(args.data, args.encoding)[0]
     asked = [record for record in training if asks_for_a_story(record)] if args.stories else training
     if args.stories and not asked:
-        raise UserError("--data: no record asks for a story; give what python -m data.stories instruct has written")
+        raise UserError(
+            "--data: no record asks for a story; give what python examples/storyteller/stories.py instruct has written"
+        )
     records = records_to_ask(loaded, asked, args.records, args.max_tokens)
     given = {"max_tokens": args.max_tokens, "seed": args.seed}
     if args.stories:

@@ -1,4 +1,4 @@
-"""What bench/stories.py measures, on models and texts where the answer is known."""
+"""What examples/storyteller/evaluate.py measures, on models and texts where the answer is known."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.stories import GRAM, TYPED, Request, answers, known_shares, main, requests, story_nats, tell
+from examples.storyteller.evaluate import GRAM, TYPED, Request, answers, known_shares, main, requests, story_nats, tell
+from examples.storyteller.stories import STORIES, keeps_name
 from tinyforge.backends import get_backend
-from tinyforge.data.stories import STORIES, keeps_name
 from tinyforge.formats import Loaded, load
 from tinyforge.infer.sampling import Sampling
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
@@ -44,10 +44,10 @@ def test_an_answer_is_short_and_names_what_was_asked_for(monkeypatch: pytest.Mon
 
         def ask(self, text: str, sampling: Sampling) -> list[str]:
             asked.append(text)
-            wanted = next(word for story, _, word in TYPED if text.startswith(story))
-            return {0: ["Lily lost ", "her", " ball."], 1: [wanted], 2: [wanted, " and went on" * 9]}[sampling.seed]
+            expected = next(word for story, _, word in TYPED if text.startswith(story))
+            return {0: ["Lily lost ", "her", " ball."], 1: [expected], 2: [expected, " and went on" * 9]}[sampling.seed]
 
-    monkeypatch.setattr("bench.stories.conversation_with", lambda _: Chat())
+    monkeypatch.setattr("examples.storyteller.evaluate.conversation_with", lambda _: Chat())
     assert answers(None, " ", Sampling(), rounds=3) == pytest.approx((12 + 1) / 36)  # type: ignore[arg-type]
     assert asked[0] == " ".join(TYPED[0][:2]) and len(set(asked)) == 12
     assert all(word in story for story, _, word in TYPED)
@@ -73,9 +73,9 @@ def test_nats_of_a_model_that_guesses_and_every_token_counts_once() -> None:
 
 def test_the_storyteller_tells_stories_that_end() -> None:
     """Of the model that comes with the repository: a story that ends and keeps its hero, and who it is."""
-    assert SPEC.storyteller is not None
-    loaded = load(SPEC.storyteller, CPU)
-    assert loaded.template == "alpaca"
+    assert SPEC.bundled_for_chat is not None
+    loaded = load(SPEC.bundled_for_chat, CPU)
+    assert loaded.template.name == "alpaca"
     asked = [Request("Tell me a story about a dog named Max.", "Max"), Request("Who are you?")]
     (story, who), rate = tell(loaded, asked, Sampling(temperature=0, max_tokens=400))
     assert story.ended and keeps_name(story.text, "Max") and len(story.text.split()) > 50
@@ -85,8 +85,8 @@ def test_the_storyteller_tells_stories_that_end() -> None:
 def test_stories_are_sampled_as_in_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the model's own settings; a flag changes one of them."""
     source = SimpleNamespace(name=STORIES, documents={"val": 1}, files={"val": []})
-    monkeypatch.setattr("bench.stories.read_corpus", lambda _: SimpleNamespace(sources=[source]))
-    monkeypatch.setattr("bench.stories.read_texts", lambda _: ["A cat sat."])
+    monkeypatch.setattr("examples.storyteller.evaluate.read_corpus", lambda _: SimpleNamespace(sources=[source]))
+    monkeypatch.setattr("examples.storyteller.evaluate.read_texts", lambda _: ["A cat sat."])
     drawn: list[Sampling] = []
 
     class Enough(Exception):
@@ -96,7 +96,7 @@ def test_stories_are_sampled_as_in_the_chat(monkeypatch: pytest.MonkeyPatch) -> 
         drawn.append(sampling)
         raise Enough
 
-    monkeypatch.setattr("bench.stories.tell", tell)
+    monkeypatch.setattr("examples.storyteller.evaluate.tell", tell)
     for flags in ([], ["--temperature", "0.5", "--seed", "5"]):
         with pytest.raises(Enough):
             main(["corpus", "--checkpoint", "storyteller", *flags])
@@ -105,7 +105,7 @@ def test_stories_are_sampled_as_in_the_chat(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_given_storyteller_is_small_and_its_card_names_its_sources() -> None:
-    folder = SPEC.storyteller
+    folder = SPEC.bundled_for_chat
     assert folder is not None and sum(path.stat().st_size for path in Path(folder).iterdir()) <= 20_000_000
     card = (folder / "README.md").read_text(encoding="utf-8")
     for source in ("TinyStories", "CDLA-Sharing-1.0", "Simple English Wikipedia", "CC BY-SA", "Gutenberg", "Dolly"):

@@ -1,8 +1,8 @@
 """What a model that tells stories is worth: bits per byte of held-out stories, and what its own stories are like.
 
-    python bench/stories.py corpus                                            the model that comes with the repository
-    python bench/stories.py corpus corpus-retold stories/alpaca.json --peer stories260K.bin --json result.json
-    python bench/stories.py corpus --checkpoint runs/sft --show 20            and prints the first twenty stories
+    python examples/storyteller/evaluate.py corpus  the model that comes with the repository
+    python examples/storyteller/evaluate.py corpus corpus-retold stories/alpaca.json --peer stories260K.bin --json result.json
+    python examples/storyteller/evaluate.py corpus --checkpoint runs/sft --show 20  and prints the first twenty stories
 
 Bits per byte: each held-out story alone, from its first token on, without its end. A story that is longer than the
 context is read in windows that overlap by half. The peer, llama2.c's stories260K, reads the same text.
@@ -39,17 +39,16 @@ if not __package__:
 
 import numpy as np
 
-from tinyforge.backends import get_backend
+from bench import harness
+from examples.storyteller.stories import NAMES, STORIES, keeps_name, with_article
 from tinyforge.backends.workers import cpu_model
 from tinyforge.chat import conversation_with
 from tinyforge.data.alpaca import read_records
 from tinyforge.data.dedup import grams_of
 from tinyforge.data.shards import read_corpus, read_texts
-from tinyforge.data.stories import NAMES, STORIES, keeps_name, with_article
-from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.formats import Loaded, load, trained_model
+from tinyforge.errors import UserError, run_command
+from tinyforge.formats import Loaded, load, resolve_checkpoint
 from tinyforge.infer.sampling import Sampling
-from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.terminal import printable
 from tinyforge.tokenizers import TextTokenizer
 from tinyforge.tokenizers.vocabulary import start_ids
@@ -57,77 +56,27 @@ from tinyforge.tokenizers.vocabulary import start_ids
 GRAM = 8
 LN2 = np.log(2)
 LONGEST = 500  # tokens of a story
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # flags: how it draws
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # flags: how it samples
 KINDS = ("dog", "girl", "cat", "boy", "bear", "princess", "bird", "rabbit", "boy", "girl", "frog", "mouse", "lion")
 OTHERS = ("Zelda", "Boris", "Quincy", "Marlo", "Petra", "Gus", "Wilma", "Otto", "Ingrid", "Basil")
-"""Names that data/stories.py gives nobody."""
-TYPED = (
-    (
-        "Once upon a time there was a girl named Lily. She had a red ball. One day she lost her ball in the park. Tom "
-        "found it under a bench.",
-        "What did the girl in the story lose?",
-        "ball",
-    ),
-    (
-        "Once upon a time, there was a little boy named Ben. He had a blue kite. One day, he lost his kite in the forest. "
-        "He was sad.",
-        "What did Ben lose?",
-        "kite",
-    ),
-    (
-        "There was a dog named Max. He wanted a big bone. He looked in the garden all day. Then a girl gave him one.",
-        "What did Max want?",
-        "bone",
-    ),
-    (
-        "Anna went to the beach with her dad. She found a white shell in the sand. She took it home and put it on the "
-        "table.",
-        "What did Anna find?",
-        "shell",
-    ),
-    (
-        "A cat named Coco lived in a big house. One day she broke a green cup. Her friend Sam helped her to clean up.",
-        "What did Coco break?",
-        "cup",
-    ),
-    (
-        "Once there was a bear named Boris. He liked honey. One morning he climbed a tall tree and saw a bee.",
-        "What did Boris see?",
-        "bee",
-    ),
-    (
-        "Mia and her mom went to the shop. Mia bought a yellow hat. She wore it all day and was happy.",
-        "What did Mia buy?",
-        "hat",
-    ),
-    (
-        "One day, Jack made a boat out of paper. He took it to the river. The boat went fast. Jack laughed.",
-        "Where did Jack take the boat?",
-        "river",
-    ),
-    (
-        "Once upon a time there was a princess named Ida. Her grandma gave her a doll. Ida lost the doll in the snow. A "
-        "fox found it.",
-        "Who found the doll?",
-        "fox",
-    ),
-    (
-        "Tim was a little boy. He was afraid of the dark. His mom gave him a lamp. Now he sleeps well.",
-        "Who gave Tim a lamp?",
-        "mom",
-    ),
-    (
-        "There once was a frog called Hop. He ate a big fly and was happy. Then he went to sleep.",
-        "What did the frog eat?",
-        "fly",
-    ),
-    (
-        "Sue and Leo played in the park. Leo fell and began to cry. Sue gave him a hug. Then they went home.",
-        "Who fell?",
-        "Leo",
-    ),
-)
-"""Stories that were typed by hand, a question about each, and the word that an answer has."""
+"""Names that stories.py gives nobody."""
+TYPED = [
+    tuple(line.split(" | "))
+    for line in """\
+Once upon a time there was a girl named Lily. She had a red ball. One day she lost her ball in the park. Tom found it under a bench. | What did the girl in the story lose? | ball
+Once upon a time, there was a little boy named Ben. He had a blue kite. One day, he lost his kite in the forest. He was sad. | What did Ben lose? | kite
+There was a dog named Max. He wanted a big bone. He looked in the garden all day. Then a girl gave him one. | What did Max want? | bone
+Anna went to the beach with her dad. She found a white shell in the sand. She took it home and put it on the table. | What did Anna find? | shell
+A cat named Coco lived in a big house. One day she broke a green cup. Her friend Sam helped her to clean up. | What did Coco break? | cup
+Once there was a bear named Boris. He liked honey. One morning he climbed a tall tree and saw a bee. | What did Boris see? | bee
+Mia and her mom went to the shop. Mia bought a yellow hat. She wore it all day and was happy. | What did Mia buy? | hat
+One day, Jack made a boat out of paper. He took it to the river. The boat went fast. Jack laughed. | Where did Jack take the boat? | river
+Once upon a time there was a princess named Ida. Her grandma gave her a doll. Ida lost the doll in the snow. A fox found it. | Who found the doll? | fox
+Tim was a little boy. He was afraid of the dark. His mom gave him a lamp. Now he sleeps well. | Who gave Tim a lamp? | mom
+There once was a frog called Hop. He ate a big fly and was happy. Then he went to sleep. | What did the frog eat? | fly
+Sue and Leo played in the park. Leo fell and began to cry. Sue gave him a hug. Then they went home. | Who fell? | Leo""".splitlines()
+]
+"""Stories that were typed by hand, a question about each, and the word that an answer has, with " | " between."""
 
 
 def words_of(text: str) -> set[str]:
@@ -233,14 +182,14 @@ def says_who_it_is(loaded: Loaded, sampling: Sampling, chats: int = 20) -> float
 
 
 def answers(loaded: Loaded, between: str, sampling: Sampling, rounds: int = 5) -> float:
-    """Share of short replies that name what is asked for, to the TYPED stories with their question behind `between`."""
+    """Share of short replies that name what is asked for, to the TYPED stories with their question after `between`."""
     conversation, found = conversation_with(loaded), 0
-    for story, question, wanted in TYPED:
+    for story, question, expected in TYPED:
         for number in range(rounds):
             conversation.clear()
-            drawn = replace(sampling, max_tokens=40, seed=sampling.seed + number)
-            reply = "".join(conversation.ask(f"{story}{between}{question}", drawn))
-            found += wanted in reply and len(reply) < 70  # a longer one goes on with the story
+            short = replace(sampling, max_tokens=40, seed=sampling.seed + number)
+            reply = "".join(conversation.ask(f"{story}{between}{question}", short))
+            found += expected in reply and len(reply) < 70  # a longer one goes on with the story
     return found / rounds / len(TYPED)
 
 
@@ -274,7 +223,7 @@ def first_letter_seconds(path: Path, prompt: str, rounds: int = 5) -> float:
     for _ in range(rounds):
         start = time.perf_counter()
         command = [sys.executable, "-m", "models.nanoeuler.chat", "--checkpoint", str(path), "--prompt", prompt]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parent.parent) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2]) as process:
             assert process.stdout is not None
             process.stdout.read(1)
             seconds.append(time.perf_counter() - start)
@@ -290,8 +239,8 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
     if source is None or not source.documents["val"]:
         raise UserError(f"{args.trained_on[0]}: holds no story out; make it with --val-share {STORIES}=0.04")
     held_out = list(read_texts(source.files["val"]))
-    path = trained_model(args.checkpoint, for_chat=True)
-    backend = get_backend(args.backend, args.precision, workers=1)
+    path = resolve_checkpoint(args.checkpoint, for_chat=True)
+    backend = harness.backend_of(args, 1)
     loaded = load(path, backend)
     found: dict[str, Any] = {
         "model": loaded.meta["config"],
@@ -302,16 +251,16 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
     }
     if args.peer:
         found["peer_bits_per_byte"] = bits_per_byte(load(args.peer, backend), held_out)
-    if loaded.template == "plain":
+    if loaded.template.name == "plain":
         raise UserError(f"{path} is a base model, it takes no requests; fine-tune it with recipes/sft.py")
-    given = {name: value for name in DRAWN if (value := getattr(args, name)) is not None}
+    given = {name: value for name in SAMPLED if (value := getattr(args, name)) is not None}
     sampling = loaded.generation.sampling(max_tokens=LONGEST, seed=args.seed, **given)
     told, rate = tell(loaded, requests(args.prompts), sampling)
     named = [story for story in told if story.request.name]
     asked = [story for story in told if story.request.subjects]
     shares = known_shares([[story.text for story in told], held_out], training_text(args.trained_on))
     found |= {
-        "sampling": {name: getattr(sampling, name) for name in (*DRAWN, "seed")},
+        "sampling": {name: getattr(sampling, name) for name in (*SAMPLED, "seed")},
         "stories": len(told),
         "ended": float(np.mean([story.ended for story in told])),
         "words_a_story": median(len(story.text.split()) for story in told),
@@ -331,57 +280,47 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], list[Told]]:
     return found, told
 
 
-def table(found: dict[str, Any], told: Sequence[Told]) -> str:
+def table(found: dict[str, Any], told: Sequence[Told]) -> list[str]:
     peer, first = found.get("peer_bits_per_byte"), found.get("first_letter_seconds")
-    lines = [
-        f"machine                        {found['machine']}",
-        f"held-out stories               {found['held_out_stories']:,}, {found['held_out_bytes']:,} bytes",
-        f"bits per byte                  {found['bits_per_byte']:.4f}",
-        *([] if peer is None else [f"bits per byte of the peer      {peer:.4f}"]),
-        f"stories told                   {found['stories']:,}, of {found['words_a_story']:.0f} words (median)",
-        f"ended by themselves            {found['ended']:.1%}",
-        f"name kept                      {found['name_kept']:.1%} of {found['named']}",
-        f"subject kept                   {found['subject_kept']:.1%} of {found['with_subject']}",
-        f"says who it is, after a story  {found['says_who_it_is']:.0%} of 20 chats",
-        f"answers, asked on its line     {found['answers_on_its_line']:.1%}; below {found['answers_below']:.1%}; of "
-        f"{5 * len(TYPED)}",
-        f"eight-grams of training text   {found['eight_grams_known']:.1%}; of held-out stories "
-        f"{found['eight_grams_known_of_held_out_stories']:.1%}",
-        f"tokens a second                {found['tokens_per_second']:,.0f}",
-        *([] if first is None else [f"first letter of the chat       {first:.2f} s"]),
-    ]
+    below = f"below {found['answers_below']:.1%}; of {5 * len(TYPED)}"
+    held_out = f"of held-out stories {found['eight_grams_known_of_held_out_stories']:.1%}"
+    lines = {
+        "machine": found["machine"],
+        "held-out stories": f"{found['held_out_stories']:,}, {found['held_out_bytes']:,} bytes",
+        "bits per byte": f"{found['bits_per_byte']:.4f}",
+        "bits per byte of the peer": None if peer is None else f"{peer:.4f}",
+        "stories told": f"{found['stories']:,}, of {found['words_a_story']:.0f} words (median)",
+        "ended by themselves": f"{found['ended']:.1%}",
+        "name kept": f"{found['name_kept']:.1%} of {found['named']}",
+        "subject kept": f"{found['subject_kept']:.1%} of {found['with_subject']}",
+        "says who it is, after a story": f"{found['says_who_it_is']:.0%} of 20 chats",
+        "answers, asked on its line": f"{found['answers_on_its_line']:.1%}; {below}",
+        "eight-grams of training text": f"{found['eight_grams_known']:.1%}; {held_out}",
+        "tokens a second": f"{found['tokens_per_second']:,.0f}",
+        "first letter of the chat": None if first is None else f"{first:.2f} s",
+    }
+    text = [f"{name:<30} {value}" for name, value in lines.items() if value is not None]
     for number, story in enumerate(told):
-        lines += ["", f"**{number + 1}. {story.request.text}**", "", printable(story.text)]
-    return "\n".join(lines)
+        text += ["", f"**{number + 1}. {story.request.text}**", "", printable(story.text)]
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__)
-    p.add_argument(
-        "trained_on",
-        nargs="+",
-        type=Path,
-        metavar="CORPUS",
-        help="what it has read: corpus folders, the first of which holds stories out, and .json files of records",
-    )
-    p.add_argument("--checkpoint", metavar="DIR", help="default: the model that chat takes")
-    p.add_argument("--peer", type=Path, metavar="FILE", help="a model to read the same stories: stories260K.bin")
-    p.add_argument("--prompts", type=int, default=200, help="stories told (default: 200)")
-    for name in DRAWN:
+    p = harness.Flags(__doc__, "")
+    read = "what it has read: corpus folders, the first of which holds stories out, and .json files of records"
+    p.add_argument("trained_on", nargs="+", type=Path, metavar="CORPUS", help=read)
+    p.text("--checkpoint", metavar="DIR", help="default: the model that chat takes")
+    p.text("--peer", type=Path, metavar="FILE", help="a model to read the same stories: stories260K.bin")
+    p.number("--prompts", 200, "stories told", 2)
+    for name in SAMPLED:
         kind = type(getattr(Sampling(), name))
-        p.add_argument(f"--{name.replace('_', '-')}", type=kind, help="(default: the chat's, for this model)")
-    p.add_argument("--show", type=int, default=0, metavar="N", help="print the first N stories")
-    p.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    p.add_argument("--backend", default="numpy", help="numpy, cupy, or auto (default: numpy)")
-    p.add_argument("--precision", default="fp32", help="(default: fp32)")
-    add_json_flag(p)
-    args = p.parse_args(argv)
-    if args.prompts < 2 or args.show < 0:
-        raise UserError("--prompts wants 2 or more, --show 0 or more")
-    check_before(args.json)
+        p.text(f"--{name.replace('_', '-')}", type=kind, help="(default: the chat's, for this model)")
+    p.number("--show", 0, "print the first N stories", 0, metavar="N")
+    p.number("--seed", 0, "of the first story", 0)
+    p.shared("precision", backend={"default": "numpy", "help": "numpy, cupy, webgpu, or auto"})
+    args = p.parse(argv)
     found, told = measure(args)
-    publish(found, table(found, told[: args.show]), args.json)
-    return 0
+    return harness.publish(found, table(found, told[: args.show]), args)
 
 
 if __name__ == "__main__":

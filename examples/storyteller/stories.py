@@ -1,8 +1,8 @@
 """Stories retold with other names, and instructions made from them: training data of `storyteller`, besides plain text.
 
-    python -m data.stories retell corpus --out sources/retold                     other names in every story
-    python -m data.stories instruct corpus --out stories                         stories/alpaca.json, for recipes/sft.py
-    python -m data.stories instruct corpus --out stories --others dolly.json      and questions it should decline
+    python examples/storyteller/stories.py retell corpus --out sources/retold  other names in every story
+    python examples/storyteller/stories.py instruct corpus --out stories  stories/alpaca.json, for recipes/sft.py
+    python examples/storyteller/stories.py instruct corpus --out stories --others dolly.json  and some to decline
 
 Both read the training split of a corpus that data.corpus has made of TinyStories; its val split is never opened.
 
@@ -19,10 +19,14 @@ from __future__ import annotations
 
 import random
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 from tinyforge.data.alpaca import Record, read_records, write_instructions
 from tinyforge.data.files import locked
@@ -32,6 +36,8 @@ from tinyforge.errors import Parser, UserError, run_command
 
 STORIES = "tinystories"  # the source that is read
 LICENCE = "CDLA-Sharing-1.0"
+SAY = tomllib.loads(Path(__file__).with_name("phrases.toml").read_text(encoding="utf-8"))
+DID = SAY["did"]  # past tense to base form
 
 # Names that are not also ordinary words: Rose, Joy, Mark and Sunny are left out.
 NAMES = {
@@ -63,30 +69,9 @@ ANIMALS = tuple(
     "panda cow zebra turtle snake dolphin crab pig kitten swan goat otter mule hippo sheep deer caterpillar parrot fox "
     "giraffe pony tiger chicken kangaroo dragon dinosaur seal worm whale camel hen hedgehog snail owl butterfly".split()
 )
-PEOPLE = (
-    "girl",
-    "boy",
-    "man",
-    "woman",
-    "lady",
-    "child",
-    "princess",
-    "prince",
-    "king",
-    "queen",
-    "farmer",
-    "fairy",
-    "pirate",
-    "baker",
-    "knight",
-    "giant",
-    "robot",
-    "doctor",
-    "teacher",
-    "clown",
-    "baby",
-    "fireman",
-    "sailor",
+PEOPLE = tuple(
+    "girl boy man woman lady child princess prince king queen farmer fairy pirate baker knight giant robot doctor "
+    "teacher clown baby fireman sailor".split()
 )
 HEROES = ANIMALS + PEOPLE
 HERS = {"girl", "woman", "lady", "princess", "queen", "fairy", "hen", "cow"}
@@ -195,26 +180,9 @@ class Fact:
     answer: str
 
 
-_HERO = re.compile(rf"\b[Aa]n? ((?:[a-z]+,? ){{0,3}}?)({'|'.join(HEROES)}) (?:named|called) ([A-Z][a-z]+)\b")
-# Past tense to base form.
-DID = {
-    "found": "find",
-    "lost": "lose",
-    "made": "make",
-    "bought": "buy",
-    "got": "get",
-    "met": "meet",
-    "ate": "eat",
-    "broke": "break",
-    "dropped": "drop",
-    "built": "build",
-    "drew": "draw",
-    "caught": "catch",
-    "heard": "hear",
-    "brought": "bring",
-    "picked up": "pick up",
-    "saw": "see",
-}
+_HERO = re.compile(
+    rf"\b[Aa]n? ((?:(?!an? |time\b)[a-z]+,? ){{0,3}}?)({'|'.join(HEROES)}) (?:named|called) ([A-Z][a-z]+)\b"
+)
 _END = r"(?=[.,!]| (?:in|on|at|under|with|and|to|that|near|from|by|for|but|who|because|when|so|which|inside|behind)\b)"
 _WHO = r"(?:(?<=^)|(?<=[.!?] )|(?<=\n)|(?<=, and )|(?<=day, ))"
 _DID = re.compile(
@@ -325,7 +293,8 @@ def small_story(rng: random.Random) -> tuple[str, Hero, list[Fact]]:
     colour, thing, place, spot = (rng.choice(words) for words in (COLOURS, THINGS, PLACES, SPOTS))
     giver, friend = rng.choice(GIVERS), rng.choice([n for n in NAMES[rng.choice(("girl", "boy"))] if n != name])
     full = f"{colour} {thing}"
-    a_full = with_article(full)
+    words = {"n": name, "S": he, "h": his, "f": friend, "g": giver, "p": place, "o": spot}
+    words |= {"C": his.capitalize(), "c": colour, "t": thing, "m": full, "a": with_article(full)}
     opening = rng.choice(
         (
             f"Once upon a time, there was {hero.full} named {name}.",
@@ -334,71 +303,10 @@ def small_story(rng: random.Random) -> tuple[str, Hero, list[Fact]]:
             f"One day, {hero.full} named {name} went out to play.",
         )
     )
-    got = rng.choice(
-        (f"{name} had {a_full}.", f"{his.capitalize()} {giver} gave {name} {a_full}.", f"{name} loved {his} {full}.")
-    )
-    plots = {
-        "lost": (
-            [
-                got,
-                f"One day, {name} lost {his} {full} {place}.",
-                f"{he} was very sad and looked everywhere.",
-                f"Then {friend} came to help. They found the {thing} {spot}.",
-                f"{name} was happy and thanked {friend}.",
-            ],
-            [
-                Fact(f"What did {name} lose?", f"{name} lost {his} {full}."),
-                Fact(f"Where did {name} lose the {thing}?", f"{name} lost the {thing} {place}."),
-                Fact(f"Who helped {name}?", f"{friend} helped {name}."),
-                Fact(f"Where was the {thing}?", f"The {thing} was {spot}."),
-            ],
-        ),
-        "found": (
-            [
-                f"{name} liked to play {place}.",
-                f"One day, {name} found {a_full} {spot}.",
-                f'"What a nice {thing}!" said {name}.',
-                f"{he} showed it to {friend}.",
-                f"They played with the {thing} all day.",
-            ],
-            [
-                Fact(f"What did {name} find?", f"{name} found {a_full}."),
-                Fact(f"Where did {name} find the {thing}?", f"{name} found the {thing} {spot}."),
-                Fact(f"Where did {name} like to play?", f"{name} liked to play {place}."),
-                Fact(f"What colour was the {thing}?", f"The {thing} was {colour}."),
-            ],
-        ),
-        "broke": (
-            [
-                got,
-                f"{name} played with {friend} {place}.",
-                f"{he} fell down and broke {his} {full}.",
-                f"{name} began to cry.",
-                f'"Do not cry," said {friend}. "We can fix it." And they did.',
-            ],
-            [
-                Fact(f"What did {name} break?", f"{name} broke {his} {full}."),
-                Fact(f"Who did {name} play with?", f"{name} played with {friend}."),
-                Fact(f"Where did {name} play?", f"{name} played {place}."),
-                Fact(f"Why did {name} cry?", f"{name} cried because the {thing} was broken."),
-            ],
-        ),
-        "bought": (
-            [
-                f"{name} wanted {a_full}.",
-                f"{he} went to the shop with {his} {giver} and bought the {full}.",
-                f"{name} took it to play {place}.",
-                f"{friend} liked it too, so {name} shared it.",
-            ],
-            [
-                Fact(f"What did {name} want?", f"{name} wanted {a_full}."),
-                Fact(f"What did {name} buy?", f"{name} bought {a_full}."),
-                Fact(f"Who went to the shop with {name}?", f"{name} went to the shop with {his} {giver}."),
-                Fact(f"Who did {name} share it with?", f"{name} shared it with {friend}."),
-            ],
-        ),
-    }
-    sentences, asked = plots[rng.choice(list(plots))]
+    got = rng.choice(("{n} had {a}.", "{C} {g} gave {n} {a}.", "{n} loved {h} {m}.")).format(**words)
+    plot = rng.choice(SAY["plots"])
+    sentences = [text.format(got=got, **words) for text in plot["says"]]
+    asked = [Fact(*(text.format(**words) for text in pair)) for pair in plot["asks"]]
     about = [
         Fact("Who is the story about?", f"The story is about {hero.full} named {name}."),
         Fact(f"What is the name of the {kind}?", f"The {kind} is named {name}."),
@@ -412,128 +320,14 @@ FOODS = "cake cookie sandwich banana carrot pie pear muffin plum sausage pancake
 FRIGHTS = "thunder,spiders,the wind,big dogs,deep water,ghosts,loud noises,the cellar,snakes,the storm".split(",")
 HOMES = ("small house", "big house", "cave", "castle", "hut", "village", "tall tower", "farm", "tent", "old barn")
 FURNITURE = ("shelf", "chair", "bed", "window sill", "stove", "piano")
+BEGINNINGS = (
+    "Once upon a time there was",
+    "Once upon a time, there was",
+    "Once there was",
+    "There once was",
+    "There was",
+)
 TOWARDS = "market,forest,garden,farm,pond,library,park,lake,zoo,hill,playground".split(",")
-FILLERS = (
-    "{S} was very happy.",
-    "{S} was sad.",
-    "Then {s} went home.",
-    "It was a good day.",
-    "The sun was warm.",
-    "{S} smiled.",
-    "{S} was tired and went to bed.",
-    "{S} laughed.",
-    "Everyone was glad.",
-    "{S} cried.",
-    "It was fun.",
-    "That night {s} slept well.",
-    "{S} looked everywhere.",
-    "It was cold outside.",
-    "{S} told {h} {g}.",
-)
-# What may happen: a sentence, and questions with answers. n: the hero's name; S, s, h, C: She, she, her, Her; W: the
-# name or She; t: a thing, a: "a red kite" or the like, m: the same without its article; k: an animal, l, L: with one;
-# f: a friend; g: who gives; p: where; o: where things are found; d: to where; e: food; r: a fright; i: furniture.
-HAPPENINGS = (
-    (
-        "{W} lost {h} {m} {p}.",
-        "What did {n} lose?",
-        "{n} lost {h} {m}.",
-        "Where did {n} lose the {t}?",
-        "{n} lost the {t} {p}.",
-    ),
-    (
-        "{W} lost {h} {t}. {f} found it {o}.",
-        "Who found the {t}?",
-        "{f} found the {t}.",
-        "Where did {f} find the {t}?",
-        "{f} found the {t} {o}.",
-        "What did {n} lose?",
-        "{n} lost {h} {t}.",
-    ),
-    (
-        "{W} left {h} {t} {p}, and {l} took it.",
-        "Who took the {t}?",
-        "{L} took the {t}.",
-        "What did the {k} take?",
-        "The {k} took the {t}.",
-    ),
-    (
-        "{W} found {a} {o}.",
-        "What did {n} find?",
-        "{n} found {a}.",
-        "Where did {n} find the {t}?",
-        "{n} found the {t} {o}.",
-    ),
-    (
-        "{W} found {a}. {S} put it on the {i}.",
-        "Where did {n} put the {t}?",
-        "{n} put the {t} on the {i}.",
-        "What did {n} find?",
-        "{n} found {a}.",
-    ),
-    ("{W} bought {a}.", "What did {n} buy?", "{n} bought {a}."),
-    (
-        "{W} went to the shop with {h} {g} and got {a}.",
-        "Who went to the shop with {n}?",
-        "{n} went to the shop with {h} {g}.",
-        "What did {n} get?",
-        "{n} got {a}.",
-    ),
-    ("{W} saw {l} {p}.", "What did {n} see?", "{n} saw {l}.", "Where did {n} see the {k}?", "{n} saw the {k} {p}."),
-    ("{W} heard {l} in the night.", "What did {n} hear?", "{n} heard {l}."),
-    ("{W} ate a big {e}.", "What did {n} eat?", "{n} ate a big {e}."),
-    ("{W} was hungry and ate two {e}s.", "What did {n} eat?", "{n} ate two {e}s."),
-    (
-        "{W} made {a} for {f}.",
-        "What did {n} make?",
-        "{n} made {a}.",
-        "Who did {n} make the {t} for?",
-        "{n} made the {t} for {f}.",
-    ),
-    ("{W} drew {l}.", "What did {n} draw?", "{n} drew {l}."),
-    ("{W} wanted {a}.", "What did {n} want?", "{n} wanted {a}."),
-    ("{W} broke {h} {g}'s {m}.", "What did {n} break?", "{n} broke {h} {g}'s {m}."),
-    ("{W} fell, and {f} helped {n} to get up.", "Who fell?", "{n} fell.", "Who helped {n}?", "{f} helped {n}."),
-    (
-        "{f} fell into the mud. {W} helped.",
-        "Who fell into the mud?",
-        "{f} fell into the mud.",
-        "Who helped {f}?",
-        "{n} helped {f}.",
-    ),
-    (
-        "{C} {g} gave {n} {a}.",
-        "Who gave {n} the {t}?",
-        "{C} {g} gave {n} the {t}.",
-        "What did {n} get?",
-        "{n} got {a}.",
-    ),
-    (
-        "{f} gave {n} a {e}.",
-        "Who gave {n} a {e}?",
-        "{f} gave {n} a {e}.",
-        "What did {f} give {n}?",
-        "{f} gave {n} a {e}.",
-    ),
-    (
-        "{W} took {h} {t} to the {d}.",
-        "Where did {n} take the {t}?",
-        "{n} took the {t} to the {d}.",
-        "What did {n} take to the {d}?",
-        "{n} took {h} {t} to the {d}.",
-    ),
-    ("{W} was afraid of {r}.", "What was {n} afraid of?", "{n} was afraid of {r}."),
-    ("{W} met {l} {p}.", "Who did {n} meet?", "{n} met {l}.", "Where did {n} meet the {k}?", "{n} met the {k} {p}."),
-    ("{W} washed {h} {m}.", "What did {n} wash?", "{n} washed {h} {m}."),
-    ("{W} hid {o}, but {f} was quick.", "Where did {n} hide?", "{n} hid {o}.", "Who was quick?", "{f} was quick."),
-    (
-        "{W} ran to the {d} because {s} was late.",
-        "Where did {n} run?",
-        "{n} ran to the {d}.",
-        "Why did {n} run?",
-        "{n} ran because {s} was late.",
-    ),
-)
 _SAME = {"a": "t", "m": "t", "l": "k", "L": "k"}
 
 
@@ -547,42 +341,18 @@ def typed_story(rng: random.Random) -> tuple[str, Hero | None, list[Fact]]:
     his, giver, thing = "her" if hero.they == "She" else "his", rng.choice(GIVERS), rng.choice(THINGS)
     animal = rng.choice([a for a in ANIMALS if a != kind])
     full = rng.choice((thing, f"{rng.choice(COLOURS)} {thing}"))
-    words = {
-        "n": name,
-        "S": hero.they,
-        "s": hero.they.lower(),
-        "h": his,
-        "C": his.capitalize(),
-        "t": thing,
-        "m": full,
-        "a": with_article(full),
-        "f": friend,
-        "g": giver,
-        "k": animal,
-        "l": with_article(animal),
-        "L": with_article(animal).capitalize(),
-        "p": rng.choice(PLACES),
-        "o": rng.choice(SPOTS),
-        "d": rng.choice(TOWARDS),
-        "e": rng.choice(FOODS),
-        "r": rng.choice(FRIGHTS),
-        "i": rng.choice(FURNITURE),
-    }
+    words = {"n": name, "S": hero.they, "s": hero.they.lower(), "h": his, "C": his.capitalize()}
+    words |= {"f": friend, "g": giver, "t": thing, "m": full, "a": with_article(full)}
+    words |= {"k": animal, "l": with_article(animal), "L": with_article(animal).capitalize()}
+    lists = {"p": PLACES, "o": SPOTS, "d": TOWARDS, "e": FOODS, "r": FRIGHTS, "i": FURNITURE}
+    words |= {letter: rng.choice(of) for letter, of in lists.items()}
     known = [
         Fact("Who is the story about?", f"The story is about {hero.full} named {name}."),
         Fact(f"What is the name of the {kind}?", f"The {kind} is named {name}."),
     ]
     way, place, home = rng.random(), rng.choice(TOWARDS), with_article(rng.choice(HOMES))
     if way < 0.45:
-        begin = rng.choice(
-            (
-                "Once upon a time there was",
-                "Once upon a time, there was",
-                "Once there was",
-                "There once was",
-                "There was",
-            )
-        )
+        begin = rng.choice(BEGINNINGS)
         opening = f"{begin} {hero.full} {rng.choice(('named', 'called'))} {name}."
     elif way < 0.6:
         opening = f"{hero.full[0].upper()}{hero.full[1:]} named {name} lived in {home}."
@@ -594,20 +364,19 @@ def typed_story(rng: random.Random) -> tuple[str, Hero | None, list[Fact]]:
         opening = f"{with_whom if way < 0.85 else f'{name} and {friend} went to the {place}'}."
         opening = rng.choice(("One day, ", "One day ", "", "", "Yesterday ")) + opening
         known = [Fact(f"Where did {name} go?", f"{name} went to the {place}.")]
-    sentences, chosen = [opening], rng.sample(HAPPENINGS, rng.choice((1, 1, 2)))
-    used = [{_SAME.get(key, key) for key in re.findall(r"{(\w)}", told[0])} & set("tkfegpod") for told in chosen]
+    sentences, chosen = [opening], rng.sample(SAY["happenings"], rng.choice((1, 1, 2)))
+    used = [{_SAME.get(key, key) for key in re.findall(r"{(\w)}", told["says"])} & set("tkfegpod") for told in chosen]
     if set.intersection(*used) and len(chosen) > 1:  # with one thing twice, a question would have two answers
         del chosen[1]
-    for sentence, *answers in chosen:
-        told = sentence.format(W=rng.choice((name, hero.they)) if way < 0.7 else name, **words)
+    for happening in chosen:
+        told = happening["says"].format(W=rng.choice((name, hero.they)) if way < 0.7 else name, **words)
         if rng.random() < 0.4:
             told = told[0].lower() + told[1:] if told.startswith(("She ", "He ", "Her ", "His ")) else told
             told = f"{rng.choice(('One day', 'One day,', 'One morning', 'Then', 'In the evening'))} {told}"
         sentences.append(told)
         if rng.random() < 0.5:
-            sentences.append(rng.choice(FILLERS).format(**words))
-        asked = [text.format(**words) for text in answers]
-        known += [Fact(*pair) for pair in zip(asked[::2], asked[1::2], strict=True)] * 2
+            sentences.append(rng.choice(SAY["fillers"]).format(**words))
+        known += [Fact(*(text.format(**words) for text in pair)) for pair in happening["asks"]] * 2
     return " ".join(sentences), hero if way < 0.7 else None, known
 
 
@@ -635,162 +404,10 @@ def unanswered(story: str, hero: Hero, rng: random.Random) -> Fact | None:
 
 # --- instructions -----------------------------------------------------------------------------------------------------
 
-TELL = (
-    "Tell me a story about {x}.",
-    "Tell me a story about {x}",
-    "Tell a story about {x}.",
-    "Tell me a short story about {x}.",
-    "Write a story about {x}.",
-    "Write a short story about {x}.",
-    "Can you tell me a story about {x}?",
-    "Please tell me a story about {x}.",
-    "I want a story about {x}.",
-    "Make up a story about {x}.",
-    "I would like to hear a story about {x}.",
-    "A story about {x}, please.",
-    "tell me a story about {x}",
-    "Could you write a story about {x}?",
-    "Tell my child a story about {x}.",
-    "Give me a story about {x}.",
+_REQUEST = re.compile(
+    "|".join(re.escape(text).replace(r"\{x\}", r"[^.?!\n]{1,80}") for text in (*SAY["tell"], *SAY["tell_any"]))
 )
-TELL_ANY = (
-    "Tell me a story.",
-    "Tell me a bedtime story.",
-    "Write a short story.",
-    "Can you tell me a story?",
-    "Another story, please.",
-    "Tell me another story.",
-    "tell me a story",
-    "Please tell me a story for children.",
-    "I am bored. Tell me a story.",
-    "Tell me something nice.",
-    "Make up a story.",
-    "A story, please.",
-    "Tell me a new story.",
-    "Write a story for a child.",
-)
-_REQUEST = re.compile("|".join(re.escape(text).replace(r"\{x\}", r"[^.?!\n]{1,80}") for text in (*TELL, *TELL_ANY)))
-CONTINUE = (
-    "Continue the story: {x}",
-    "Continue this story: {x}",
-    "Finish the story: {x}",
-    "{x}",
-    "{x}",
-    "{x}",
-    "How does this story go on? {x}",
-    "Go on with this story: {x}",
-    "What happens next? {x}",
-)
-DESCRIBE = ("Describe {x}.", "Tell me about {x}.", "What is {x} like?", "Who is {x}? Tell me more.")
 IN_STORY = ("in the story", "in this story")
-SELF = (
-    "I am Storyteller, a small language model. I tell stories for children.",
-    "My name is Storyteller. I am a small language model that tells children's stories.",
-    "I am Storyteller, a small computer program that has read many children's stories and likes to tell new ones.",
-)
-WHO = (
-    "Who are you?",
-    "What are you?",
-    "What is your name?",
-    "who are you",
-    "Tell me about yourself.",
-    "Are you a person?",
-    "Are you a robot?",
-    "Are you human?",
-    "What's your name?",
-    "Who made you?",
-    "Introduce yourself.",
-    "Do you have a name?",
-    "Who am I talking to?",
-    "Are you ChatGPT?",
-)
-CAN = (
-    "What can you do?",
-    "How can you help me?",
-    "What do you know?",
-    "Help",
-    "What should I ask you?",
-    "help me",
-    "How does this work?",
-    "What can I ask you?",
-)
-ABLE = (
-    "I can tell you a story, go on with a story that you begin, and answer a question about a story. Ask me: "
-    "Tell me a story about {a}.",
-    "I tell stories. Say who the story is to be about, or give me the first sentence, and I will do the rest.",
-)
-HELLO = (
-    "Hello",
-    "Hello!",
-    "Hi",
-    "Hi!",
-    "hi",
-    "hello",
-    "Hey",
-    "Good morning",
-    "Good evening",
-    "Good morning!",
-    "Hi there!",
-    "Hello there.",
-    "How are you?",
-    "Hello, how are you?",
-    "hey there",
-    "Good day",
-    "Nice to meet you.",
-)
-GREET = (
-    "Hello! Shall I tell you a story about {a}?",
-    "Hello! I am Storyteller. What story would you like to hear?",
-    "Hi! It is nice to meet you. Would you like a story about {a}?",
-    "Hello! I am well, and I would like to tell you a story. Who is it to be about?",
-)
-THANKS = (
-    "Thank you!",
-    "Thanks",
-    "Thank you.",
-    "thanks!",
-    "That was nice.",
-    "I liked that story.",
-    "Great story!",
-    "Nice!",
-    "Good story.",
-    "Very good",
-    "I love it.",
-    "Well done!",
-)
-WELCOME = (
-    "You are welcome! Would you like to hear another story?",
-    "I am glad that you liked it. Shall I tell you one about {a}?",
-    "Thank you! Ask me for another story when you like.",
-)
-BYE = ("Bye", "Goodbye", "Good night", "Bye!", "See you later.", "Good night!", "See you.", "I have to go.")
-FAREWELL = (
-    "Goodbye! Come back when you want a story.",
-    "Good night, and sweet dreams!",
-    "Bye! It was nice to talk to you.",
-)
-NO_STORY = (
-    "I have not told you a story yet. Ask me for one, and then ask me about it.",
-    "Which story? Ask me to tell you one first, for example about {a}.",
-    "There is no story yet. Tell me one, or ask me for a story about {a}.",
-)
-UNKNOWN = (
-    "I do not know that. I am a small model, and I only know stories. Ask me for a story about {a}.",
-    "That is too hard for me. I know stories for children: shall I tell you one about {a}?",
-    "I cannot help with that. I tell stories. Would you like one about {a}?",
-)
-SUMS = (
-    "How much is {a} plus {b}?",
-    "What is {a} + {b}?",
-    "What is {a} times {b}?",
-    "What is the capital of {c}?",
-    "Who is the president of {c}?",
-    "Where is {c}?",
-    "Translate this into French: {c} is nice.",
-    "Write a program that adds {a} and {b}.",
-    "What is the weather in {c}?",
-    "Who won the world cup in {c}?",
-)
 COUNTRIES = "France Germany Spain Italy China Japan India Kenya Egypt Brazil Canada Mexico Norway Poland Peru".split()
 
 
@@ -801,8 +418,8 @@ def asks_for_a_story(record: Record) -> bool:
 
 def _short(rng: random.Random) -> tuple[str, str]:
     """Small talk: a remark and its reply."""
-    pairs = (WHO, SELF), (WHO, SELF), (CAN, ABLE), (HELLO, GREET), (THANKS, WELCOME), (BYE, FAREWELL)
-    said, replies = rng.choice(pairs)
+    kinds = "who self|who self|can able|hello greet|thanks welcome|bye farewell".split("|")
+    said, replies = (SAY[name] for name in rng.choice(kinds).split())
     return rng.choice(said), rng.choice(replies).format(a=with_article(rng.choice(HEROES)))
 
 
@@ -833,7 +450,7 @@ def _topic(story: str, hero: Hero | None, rng: random.Random) -> str:
 
 def _tell(story: str, rng: random.Random) -> Record:
     topic = _topic(story, hero_of(story), rng)
-    asked = rng.choice(TELL).format(x=topic) if topic and rng.random() < 0.9 else rng.choice(TELL_ANY)
+    asked = rng.choice(SAY["tell"]).format(x=topic) if topic and rng.random() < 0.9 else rng.choice(SAY["tell_any"])
     return Record(asked, "", story)
 
 
@@ -845,7 +462,7 @@ def _continue(story: str, rng: random.Random) -> Record | None:
     if rng.random() < 0.25:  # in the middle of the first sentence
         words = story[: ends[0]].split(" ")
         cut = len(" ".join(words[: rng.randint(3, max(3, len(words) - 1))]))
-    return Record(rng.choice(CONTINUE).format(x=story[:cut].strip()), "", story[cut:].strip())
+    return Record(rng.choice(SAY["continue"]).format(x=story[:cut].strip()), "", story[cut:].strip())
 
 
 def _question(story: str, hero: Hero | None, known: Sequence[Fact], rng: random.Random) -> Fact | None:
@@ -916,7 +533,7 @@ def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterato
             yield found
         if hero and rng.random() < 0.15:
             yield Record(
-                rng.choice(DESCRIBE).format(x=hero.name),
+                rng.choice(SAY["describe"]).format(x=hero.name),
                 "",
                 description(renamed, hero),
                 ((_tell(renamed, rng).instruction, renamed),),
@@ -933,12 +550,14 @@ def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterato
             _, _, known = small_story(rng)
             name = re.compile(r"\b[A-Z][a-z]+\b(?<!What)(?<!Where)(?<!Who)(?<!Why)")
             question = name.sub(lambda _: f"the {rng.choice(HEROES)} in the story", rng.choice(known).question)
-            yield Record(question, "", rng.choice(NO_STORY).format(a=with_article(rng.choice(HEROES))))
+            yield Record(question, "", rng.choice(SAY["no_story"]).format(a=with_article(rng.choice(HEROES))))
         if rng.random() < 0.12:
             a, b, c = rng.randint(0, 99), rng.randint(0, 99), rng.choice(COUNTRIES)
-            asked = rng.choice(others) if others and rng.random() < 0.7 else rng.choice(SUMS).format(a=a, b=b, c=c)
+            asked = (
+                rng.choice(others) if others and rng.random() < 0.7 else rng.choice(SAY["sums"]).format(a=a, b=b, c=c)
+            )
             told, typed = _tell(renamed, rng), _ask(*typed_story(rng), rng, typed=True)
-            reply = rng.choice(UNKNOWN).format(a=with_article(rng.choice(HEROES)))
+            reply = rng.choice(SAY["unknown"]).format(a=with_article(rng.choice(HEROES)))
             turns = [*typed.history, (typed.instruction, typed.output)] if typed and not typed.input else []
             earlier = rng.choice(([], [], [(told.instruction, told.output)], turns))
             yield Record(asked, "", reply, tuple(earlier))
@@ -968,23 +587,31 @@ def retell(corpus: Path, out: Path, copies: int, seed: int) -> Source:
     return read_source(out)
 
 
-def instruct(corpus: Path, out: Path, others: Path | None, seed: int) -> int:
-    """Write alpaca.json, and source.json with its origin. Returns the number of records."""
-    stories = [story.strip() for story in stories_of(corpus)]
+def questions_in(others: Path | None) -> list[str]:
+    """The short questions without input of a file of records, which the model should decline."""
     found = read_records([others]) if others else []
-    asked = [r.instruction for r in found if not r.input and len(r.instruction) < 150]
-    made = list(records(stories, asked, seed))
-    random.Random(seed).shuffle(made)
+    return [r.instruction for r in found if not r.input and len(r.instruction) < 150]
+
+
+def write(out: Path, name: str, made: list[Record], corpus: Path, others: Path | None) -> None:
+    """Write alpaca.json, and source.json with its origin."""
+    read = [corpus / "corpus.json", *([others] if others else [])]
+    inputs = [InputFile.of(path.name, path) for path in read]
+    licence = f"{LICENCE}; questions without an answer CC BY-SA 3.0" if others else LICENCE
     with locked(out):
-        read = [corpus / "corpus.json", *([others] if others else [])]
-        inputs = [InputFile.of(path.name, path) for path in read]
-        licence = f"{LICENCE}; questions without an answer CC BY-SA 3.0" if others else LICENCE
-        write_instructions(out, made, "stories", licence, inputs)
+        write_instructions(out, made, name, licence, inputs)
+
+
+def instruct(corpus: Path, out: Path, others: Path | None, seed: int) -> int:
+    """Write the instructions of all stories. Returns the number of records."""
+    made = list(records([story.strip() for story in stories_of(corpus)], questions_in(others), seed))
+    random.Random(seed).shuffle(made)
+    write(out, "stories", made, corpus, others)
     return len(made)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m data.stories", description=__doc__)
+    parser = Parser(description=__doc__)
     parser.add_argument("what", choices=("retell", "instruct"), help="stories with other names, or instructions")
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="made of TinyStories by data.corpus")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the result")

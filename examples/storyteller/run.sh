@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Storyteller, the model that comes with the repository: from text to a checkpoint to publish.
 #
-#   recipes/storyteller.sh data OUT tinystories.parquet children-books.zip simple-wikipedia.parquet [dolly.json]
-#   recipes/storyteller.sh train OUT
+#   examples/storyteller/run.sh data OUT tinystories.parquet children-books.zip simple-wikipedia.parquet [dolly.json]
+#   examples/storyteller/run.sh train OUT
+#   examples/storyteller/run.sh chats OUT
 #
 # data writes token shards and instructions to OUT, on a CPU, with DuckDB: five minutes. train, on a GPU machine that
 # needs neither DuckDB nor the texts, trains a chain of models, each on the text and then on the instructions, and each with
@@ -13,14 +14,22 @@
 # go to all runs; $TEACHER (pretraining of the teachers), $PRETRAIN (of the last) and $SFT are further flags, in place of
 # their numbers of steps, and $OWN (of the stories) and $DPO in place of those below, e.g.
 #
-#   PRETRAIN="--minutes 11 --capture" recipes/storyteller.sh train OUT
+#   PRETRAIN="--minutes 11 --cuda-graph" examples/storyteller/run.sh train OUT
 #   TEACHER="--steps 20" PRETRAIN="--steps 20" SFT="--steps 20" OWN="--records 20 --backend numpy" DPO="--steps 2" \
-#       recipes/storyteller.sh train OUT --backend numpy --precision fp32
+#       examples/storyteller/run.sh train OUT --backend numpy --precision fp32
+#
+# $SETS (instructions) is what all of them are fine-tuned on: SETS="instructions chats" adds chats of several lines, a chain
+# that has not been measured.
+#
+# chats fine-tunes $BASE (the shipped model) on chats of several lines for $CHATS (--steps 200), mixes it with its base by
+# each of $SHARES (0.3 0.4 0.5 0.7), and measures the mixtures: OUT/chats-SHARE, OUT/lines-SHARE.json, OUT/evaluate-SHARE.json.
+# It stops after $LIMIT seconds (1500); the same command goes on from there. $SECOND (--rounds 3) and $EVALUATE
+# (--prompts 100) are flags of the measurements.
 #
 # To another machine, in files of $PART_MIB MiB (32):
 #
-#   recipes/storyteller.sh pack OUT           OUT/parts, of shards and instructions
-#   recipes/storyteller.sh unpack OUT         there, once OUT/parts has been copied
+#   examples/storyteller/run.sh pack OUT           OUT/parts, of shards and instructions
+#   examples/storyteller/run.sh unpack OUT         there, once OUT/parts has been copied
 #
 #   tinystories.parquet        TinyStories, or its published text files     (CDLA-Sharing-1.0)
 #   children-books.zip         books of Project Gutenberg                    (public domain in the US)
@@ -30,15 +39,15 @@
 # The Python is $PYTHON, else .venv/bin/python if it is there, else python3. docs/results/storyteller.md has the measurements.
 set -euo pipefail
 
-what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/..
+what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/../..
 # shellcheck source=recipes/stages.sh
 source "$root/recipes/stages.sh"
-[[ $# -ge 2 ]] || die "got $# of 2 arguments, wanted data, pack, unpack or train, then a folder; see $0 --help"
+[[ $# -ge 2 ]] || die "got $# of 2 arguments, expected data, pack, unpack, train or chats, then a folder; see $0 --help"
 shift 2
 
 case $what in
 data)
-    [[ $# -ge 3 ]] || die "data wants stories, books and Simple English after $out; got $# files"
+    [[ $# -ge 3 ]] || die "data expects stories, books and Simple English after $out; got $# files"
     for file in "$@"; do [[ -e $file ]] || die "$file: no such file; check the path"; done
     files=()
     for file in "$@"; do files+=("$(realpath "$file")"); done
@@ -55,27 +64,32 @@ data)
     run -m data.corpus "$out/sources/tinystories" "$out/sources/books" "$out/sources/simple" --out "$out/corpus" \
         --filters "$out/filters.sql" --val-share 0.02 tinystories=0.04
     run -m data.shards --corpus "$out/corpus" --out "$out/shards" --vocab-size 4096 --at-most
-    [[ -e $out/sources/retold/source.json ]] || run -m data.stories retell "$out/corpus" --out "$out/sources/retold"
+    [[ -e $out/sources/retold/source.json ]] || run examples/storyteller/stories.py retell "$out/corpus" --out "$out/sources/retold"
     # Near-duplicates are intended here.
     run -m data.corpus "$out/sources/retold" --out "$out/corpus-retold" --val-share 0 --similarity 1
     run -m data.shards --corpus "$out/corpus-retold" --out "$out/shards-retold" --tokenizer "$out/shards/tokenizer.json"
     [[ -e $out/instructions/source.json ]] ||
-        run -m data.stories instruct "$out/corpus" --out "$out/instructions" ${4:+--others "$4"}
+        run examples/storyteller/stories.py instruct "$out/corpus" --out "$out/instructions" ${4:+--others "$4"}
+    # shellcheck disable=SC2086 # flags are words
+    [[ -e $out/chats/source.json ]] ||
+        run examples/storyteller/chats.py "$out/corpus" --out "$out/chats" ${RECORDS:+--records $RECORDS} ${4:+--others "$4"}
     ;;
-pack) pack shards shards-retold instructions ;;
+pack) pack shards shards-retold instructions chats corpus{,-retold}/{corpus.json,train,val} ;;
 unpack) unpack ;;
 train)
-    [[ -e $out/shards/manifest.json ]] || die "$out has no shards; make them: recipes/storyteller.sh data $out ..."
+    [[ -e $out/shards/manifest.json ]] || die "$out has no shards; make them: examples/storyteller/run.sh data $out ..."
     cd "$root"
     pretrained() { # NAME FLAGS...
         trained "$1" recipes/pretrain.py --data "$out/shards" "$out/shards-retold" \
             --mix tinystories=0.3 retold=0.35 gutenberg=0.12 simple=0.23 --set context=1024 layers=8 mtp_heads=2 dropout=0.2 \
-            --document-mask restart --batch-size 16 --lr-decay 0.6 --weight-decay 0.5 --precision bf16 \
+            --document-mask restart --batch-size 16 --decay-fraction 0.6 --weight-decay 0.5 --precision bf16 \
             --eval-every 1000 --save-every 2000 "${@:2}"
     }
     # shellcheck disable=SC2086 # flags are words
     tuned() { # NAME BASE FLAGS...
-        trained "$1" recipes/sft.py --base "$out/$2" --data "$out/instructions/alpaca.json" --document-mask restart \
+        local sets=() set
+        for set in ${SETS:-instructions}; do sets+=("$out/$set/alpaca.json"); done
+        trained "$1" recipes/sft.py --base "$out/$2" --data "${sets[@]}" --document-mask restart \
             --batch-size 32 --weight-decay 0.5 --eval-every 250 --save-every 500 --card --precision bf16 \
             ${SFT:---steps 700} "${@:3}"
     }
@@ -105,13 +119,13 @@ train)
     }
     calibrated() { # NAME MODEL FLAGS...
         [[ -e $out/$1/model.safetensors ]] ||
-            run -m tinyforge.formats calibrate "$out/$2" "$out/$1" --data "$out/shards" --source tinystories "${@:3}"
+            run recipes/calibrate.py "$out/$2" "$out/$1" --data "$out/shards" --source tinystories "${@:3}"
     }
     [[ -e $out/mean/model.safetensors ]] ||
         run -m tinyforge.formats average "$out/base" "$out/sft" "$out/mean" --weights 0.3 0.7
     calibrated teller mean
     # shellcheck disable=SC2086 # flags are words
-    [[ -e $out/told.json ]] || run recipes/own_pairs.py --base "$out/teller" --data "$out/instructions/alpaca.json" \
+    [[ -e $out/told.json ]] || run examples/storyteller/own_pairs.py --base "$out/teller" --data "$out/instructions/alpaca.json" \
         --stories 8 --max-tokens 400 --out "$out/told.json" ${OWN:---records 2000 --precision bf16}
     blend=("$out/gentle" "$out/teller") weights=(0.3 0.3)
     for seed in 5 6 7 8; do
@@ -126,5 +140,31 @@ train)
     calibrated storyteller blend --dtype int8
     cp models/nanoeuler/storyteller/generation_config.json "$out/storyteller" # how the chat draws from it
     ;;
-*) die "$what: wanted data, pack, unpack or train" ;;
+chats)
+    [[ -e $out/chats/source.json ]] || die "$out has no chats; make them: examples/storyteller/run.sh data $out ..."
+    if [[ -z ${LIMITED-} ]]; then
+        LIMITED=1 exec timeout "${LIMIT:-1500}" "$(realpath "$0")" chats "$out" "$@"
+    fi
+    cd "$root"
+    base=${BASE:-storyteller} backend=auto
+    [[ " $* " != *" --backend numpy "* ]] || backend=numpy
+    # shellcheck disable=SC2086 # flags are words
+    trained chats-sft recipes/sft.py --base "$base" --data "$out/chats/alpaca.json" --document-mask restart \
+        --batch-size 32 --lr 1e-4 --weight-decay 0.1 --eval-every 100 --save-every 100 --card ${CHATS:---steps 200} "$@"
+    # shellcheck disable=SC2086 # flags are words
+    for share in ${SHARES:-0.3 0.4 0.5 0.7}; do
+        mixed=$out/mixed-$share
+        [[ -e $mixed/model.safetensors ]] || run -m tinyforge.formats average "$base" "$out/chats-sft" "$mixed" \
+            --weights "$("$PYTHON" -c "print(1 - $share)")" "$share"
+        [[ -e $out/chats-$share/model.safetensors ]] || run recipes/calibrate.py "$mixed" "$out/chats-$share" \
+            --data "$out/shards" --source tinystories --dtype int8
+        cp models/nanoeuler/storyteller/generation_config.json "$out/chats-$share"
+        [[ -e $out/lines-$share.json ]] || run examples/storyteller/lines.py "$out/chats-$share" --backend "$backend" \
+            ${SECOND:---rounds 3} --json "$out/lines-$share.json"
+        [[ -e $out/evaluate-$share.json ]] || run examples/storyteller/evaluate.py "$out/corpus" "$out/corpus-retold" \
+            "$out"/{instructions,chats}/alpaca.json --checkpoint "$out/chats-$share" --backend "$backend" \
+            ${EVALUATE:---prompts 100} --json "$out/evaluate-$share.json"
+    done
+    ;;
+*) die "$what: expected data, pack, unpack, train or chats" ;;
 esac

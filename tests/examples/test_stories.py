@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tinyforge.data import stories
-from tinyforge.data.alpaca import Record, read_records
-from tinyforge.data.corpus import Settings, build_corpus
-from tinyforge.data.source import Document, SourceWriter
-from tinyforge.data.stories import (
+from examples.storyteller import stories
+from examples.storyteller.stories import (
     DID,
     KIND_OF,
     NAMES,
@@ -37,6 +34,9 @@ from tinyforge.data.stories import (
     typed_story,
     unanswered,
 )
+from tinyforge.data.alpaca import Record, read_records
+from tinyforge.data.corpus import Settings, build_corpus
+from tinyforge.data.source import Document, SourceWriter
 from tinyforge.errors import UserError
 
 STORY = (
@@ -159,9 +159,9 @@ def test_what_a_request_asks_for(request_: str, wanted: tuple[str, set[str]]) ->
 
 
 def test_every_way_to_ask_is_a_request_and_nothing_else_is(corpus: Path) -> None:
-    asked = [text.format(x="a girl named Lily and a ball") for text in (*stories.TELL, *stories.TELL_ANY)]
+    asked = [text.format(x="a girl named Lily and a ball") for text in (*stories.SAY["tell"], *stories.SAY["tell_any"])]
     assert all(asks_for_a_story(Record(text, "", "")) for text in asked)
-    for other in (*stories.WHO, "Continue the story: Once there was a dog.", "Who is the story about?"):
+    for other in (*stories.SAY["who"], "Continue the story: Once there was a dog.", "Who is the story about?"):
         assert not asks_for_a_story(Record(other, "", ""))
     assert not asks_for_a_story(Record(asked[0], "Once there was a dog.", ""))
     assert not asks_for_a_story(Record(asked[0], "", "", (("Hello", "Hi"),)))
@@ -199,9 +199,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with SourceWriter(folder / "source", "tinystories", "CDLA-Sharing-1.0") as writer:
         for number, girl in enumerate(NAMES["girl"][:40]):
             boys = " ".join(NAMES["boy"][number : number + 30])
-            text = STORY.replace("Lily", girl).replace("red ball", f"ball of {boys}")
+            text = STORY.replace("Lily", girl).replace("red ball", f"ball of {boys}", 1)
             writer.add(Document(str(number), f"{text}\n"))
-    settings = Settings(val_share=0.2, similarity=1.0, max_overlap=1.0)
+    settings = Settings(val_share=0.2, similarity=1.0, max_overlap=1.0, boilerplate=0)  # one story, told 40 times
     build_corpus([folder / "source"], folder / "corpus", settings, workers=1)
     return folder / "corpus"
 
