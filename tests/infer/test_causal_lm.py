@@ -58,12 +58,12 @@ def test_the_fused_decoder_is_taken_where_the_model_has_its_shape() -> None:
 def test_heads_need_not_be_as_wide_as_the_stream(head_dim: int) -> None:
     model = Wide(replace(SIZES, head_dim=head_dim), CPU)
     tokens, found = ids_of(2, 60), []
-    wanted = logits(model, tokens)
+    expected = logits(model, tokens)
     decoder = NumpyDecoder(model, 2)
     for start, end in itertools.pairwise((0, 1, 3, 40, 44, 60)):
         found.append(decoder.step(tokens[:, start:end])[:, :, 0].copy())
-    assert np.abs(wanted).max() > 1
-    np.testing.assert_allclose(np.concatenate(found, axis=1), wanted, rtol=0, atol=1e-10)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=0, atol=1e-10)
 
 
 def test_a_model_that_is_no_causal_lm_is_refused_in_one_line() -> None:
@@ -105,15 +105,15 @@ def test_logits_of_a_batch() -> None:
     ("ids", "message"),
     [
         ([[0] * 41], "41 tokens, the model's context is 40"),
-        ([[3, 23]], "ids 3 to 23, wanted 0 to 22"),
-        ([[-1, 0]], "ids -1 to 0, wanted"),
+        ([[3, 23]], "ids 3 to 23, expected 0 to 22"),
+        ([[-1, 0]], "ids -1 to 0, expected"),
     ],
 )
 def test_ids_that_the_model_does_not_take_are_refused(ids: list[list[int]], message: str) -> None:
     with pytest.raises(UserError, match=message):
         logits(Recurrent(), ids)
     for wrong in ([1, 2], [[0.5]]):
-        with pytest.raises(ValueError, match="wanted integers of shape"):
+        with pytest.raises(ValueError, match="expected integers of shape"):
             logits(Recurrent(), wrong)
 
 
@@ -142,7 +142,7 @@ def test_its_session_computes_again_what_it_cannot_go_back_to() -> None:
     again = [token.id for token in session.generate(GREEDY)]
     assert again == greedy_by_hand(model, [1, 2, 3, *made, 7, 8], 9)
     assert session.stats.reused == 3 + len(made) - 1
-    # ... and so it does behind a stop, which the cache took nothing of.
+    # ... and so it does after a stop, which the cache took nothing of.
     stop = again[4]
     session.set_tokens([1, 2, 3, *made, 7, 8])
     cut = [token.id for token in session.generate(GREEDY, frozenset({stop}))]
@@ -162,7 +162,7 @@ def test_ctrl_c_inside_of_a_pass_leaves_no_half_a_state(monkeypatch: pytest.Monk
     model = Recurrent()
     session = Session(model)
     session.extend([1, 2, 3])
-    wanted = greedy_by_hand(model, [1, 2, 3], 9)
+    expected = greedy_by_hand(model, [1, 2, 3], 9)
     real, calls = Recurrent.hidden, iter(range(100))
 
     def interrupted(self: Recurrent, ids: np.ndarray, stash: None = None, *, cache: object = None) -> np.ndarray:
@@ -177,8 +177,8 @@ def test_ctrl_c_inside_of_a_pass_leaves_no_half_a_state(monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             for token in session.generate(GREEDY):
                 made.append(token.id)
-    assert made == wanted[:3] == session.tokens[3:]
-    assert [token.id for token in session.generate(replace(GREEDY, max_tokens=6))] == wanted[3:]
+    assert made == expected[:3] == session.tokens[3:]
+    assert [token.id for token in session.generate(replace(GREEDY, max_tokens=6))] == expected[3:]
 
 
 def test_its_decoder_goes_back_to_the_start_only() -> None:
@@ -188,8 +188,8 @@ def test_its_decoder_goes_back_to_the_start_only() -> None:
         decoder.rewind([0, 2])
     decoder.rewind([0, 3])
     decoder.rewind([0, 0])
-    wanted = logits(Recurrent(), [[4], [5]])
-    np.testing.assert_array_equal(decoder.step([[4], [5]])[:, :, 0], wanted)
+    expected = logits(Recurrent(), [[4], [5]])
+    np.testing.assert_array_equal(decoder.step([[4], [5]])[:, :, 0], expected)
 
 
 def test_scores_and_speculation_take_it_too() -> None:
@@ -215,7 +215,9 @@ def test_a_model_without_attention_has_a_trace_without_it() -> None:
 # --- the cache of keys and values
 
 
-def test_a_kv_cache_holds_what_was_appended_by_whole_passes() -> None:
+@pytest.mark.parametrize("first", [1, 512])
+def test_a_kv_cache_holds_what_was_appended_by_whole_passes(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyforge.infer.cache.FIRST_POSITIONS", first)  # and grows
     cache = KVCache(CPU, 2, 3, 5, 1, 4)
     new = np.random.default_rng(0).normal(size=(2, 3, 5, 1, 4))
     for start, end in ((0, 2), (2, 3)):

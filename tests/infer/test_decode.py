@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from tinyforge.backends import get_backend
+from tinyforge.frozen_model import frozen_model
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import (
@@ -21,6 +24,8 @@ from tinyforge.infer.decoder_numpy import (
     product_rows,
 )
 from tinyforge.infer.sampling import Sampling
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.models.nanoeuler.config import PRESETS
 
@@ -70,9 +75,9 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(
     decoder, parts = kind(model), []
     for end, size in zip(np.cumsum(chunks), chunks, strict=True):
         parts.append(decoder.step(tokens[:, end - size : end], config.mtp_heads).copy())
-    wanted = whole(model, tokens)
-    assert decoder.lengths == [150] and np.abs(wanted).max() > 1
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), wanted, rtol=0, atol=1e-10)
+    expected = whole(model, tokens)
+    assert decoder.lengths == [150] and np.abs(expected).max() > 1
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("chunks", [[149], [1, 2, 3, 143], [16, 100, 33], [17, 32, 5, 64]], ids=str)
@@ -90,9 +95,9 @@ def test_a_prompt_leaves_the_keys_and_values_of_the_whole_sequence(
     decoder, end = NumpyDecoder(model), sum(chunks)
     for last, size in zip(np.cumsum(chunks), chunks, strict=True):
         decoder.prefill(0, tokens[0, last - size : last].tolist())
-    wanted = whole(model, tokens)
+    expected = whole(model, tokens)
     logits = decoder.step(tokens[:, end : end + 1], config.mtp_heads)
-    np.testing.assert_allclose(logits[0, 0], wanted[0, end], rtol=0, atol=1e-10 * max(1, np.abs(wanted).max()))
+    np.testing.assert_allclose(logits[0, 0], expected[0, end], rtol=0, atol=1e-10 * max(1, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("prompts", [[1, 2, 37, 110], [150], [149, 1]], ids=str)
@@ -101,11 +106,11 @@ def test_a_prompt_leaves_the_keys_and_values_of_the_whole_sequence(
 def test_the_logits_behind_a_prompt(kind: type[Decoder], config: Config, prompts: list[int]) -> None:
     """Of all heads, one prompt after the other; the last one fills the cache."""
     model, tokens = model_of(config), tokens_of(config, 1, 150)
-    decoder, wanted = kind(model), whole(model, tokens)
+    decoder, expected = kind(model), whole(model, tokens)
     for end, size in zip(np.cumsum(prompts), prompts, strict=True):
         logits = decoder.first(tokens[0, end - size : end].tolist(), config.mtp_heads)
         assert decoder.lengths == [end]
-        np.testing.assert_allclose(logits[0, 0], wanted[0, end - 1], rtol=0, atol=1e-10)
+        np.testing.assert_allclose(logits[0, 0], expected[0, end - 1], rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="holds 150 of 150 positions, no room for"):
         decoder.first([1, 2])
 
@@ -122,10 +127,56 @@ def test_threads_that_share_a_prompt_change_no_bit(monkeypatch: pytest.MonkeyPat
         assert np.array_equal(shared.keys, alone.keys) and np.array_equal(shared.values, alone.values)
 
 
+def test_a_cache_that_grows_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = model_of(CONFIG, "fp32"), tokens_of(CONFIG, 3, 150)
+
+    def run() -> list[np.ndarray]:
+        decoder, found = NumpyDecoder(model, 3), []
+        for row, start in enumerate((1, 40, 90)):
+            decoder.prefill(row, tokens[row, :start].tolist())
+        for at in range(90, 135):
+            found.append(decoder.step(tokens[:, at : at + 1]).copy())
+        kept = decoder.saved(2, 0)
+        decoder.rewind([0, 0, 135])
+        decoder.restore(1, kept, 135)
+        assert decoder.repeat(0, 1)
+        return [*found, decoder.step(tokens[:, 135:140]).copy()]
+
+    expected = run()
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.FIRST_POSITIONS", 5)
+    assert all(np.array_equal(*pair) for pair in zip(run(), expected, strict=True))
+
+
+def test_a_long_context_costs_what_is_used_of_it() -> None:
+    config = LlamaConfig(dim=64, heads=4, kv_heads=2, layers=4, context=131_072, vocab=50, hidden=32)
+    tracemalloc.start()
+    decoder = NumpyDecoder(Llama(config, get_backend("numpy", "fp32")))
+    decoder.first(list(range(40)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20  # all positions of the cache would be 260 MB, and those of the angles 17
+
+
+def test_a_model_that_only_decodes_gives_its_memory_to_the_decoder() -> None:
+    config = LlamaConfig(dim=128, heads=4, kv_heads=2, layers=3, context=64, vocab=600, hidden=300)
+    backend = get_backend("numpy", "fp32")
+    frozen, rng = frozen_model(partial(Llama, config, backend)), np.random.default_rng(3)
+    for p in frozen.buffer.frozen:
+        frozen.buffer.set_master(p, rng.normal(size=p.shape) * 0.1 + p.fill)
+    expected = NumpyDecoder(frozen).first([1, 2, 3])
+    frozen.only_decodes = True
+    found = make_decoder(frozen)
+    assert isinstance(found, NumpyDecoder) and found.shared_head
+    np.testing.assert_allclose(found.first([1, 2, 3]), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    if sys.platform == "linux":
+        assert not frozen.blocks[1].mlp.up.weight.value[20:100].any()
+        assert frozen.embedding.weight.value[1].any()
+
+
 @pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
 def test_rows_of_unequal_lengths_go_on_side_by_side(kind: type[Decoder]) -> None:
     model, tokens = model_of(CONFIG), tokens_of(CONFIG, 3, 140)
-    wanted = whole(model, tokens)
+    expected = whole(model, tokens)
     decoder = kind(model, 3)
     starts = [0, 17, 130]
     for row, start in enumerate(starts):
@@ -136,23 +187,23 @@ def test_rows_of_unequal_lengths_go_on_side_by_side(kind: type[Decoder]) -> None
         logits = decoder.step(new, heads)
         assert logits.shape == (3, n, heads, CONFIG.vocab)
         for row in range(3):
-            np.testing.assert_allclose(logits[row], wanted[row, at[row] : at[row] + n, :heads], rtol=0, atol=1e-10)
+            np.testing.assert_allclose(logits[row], expected[row, at[row] : at[row] + n, :heads], rtol=0, atol=1e-10)
     assert decoder.lengths == [start + 10 for start in starts]
 
 
 @pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
 def test_a_rewound_row_forgets(kind: type[Decoder]) -> None:
-    """What lay behind the new end, other tokens, leaves no trace; the other row keeps all of its own."""
+    """What lay after the new end, other tokens, leaves no trace; the other row keeps all of its own."""
     model, tokens = model_of(CONFIG), tokens_of(CONFIG, 2, 60)
-    wanted = whole(model, tokens)
+    expected = whole(model, tokens)
     decoder = kind(model, 2)
     decoder.prefill(0, tokens[0, :20].tolist())
     decoder.prefill(0, tokens_of(CONFIG, 1, 100)[0].tolist())
     decoder.prefill(1, tokens[1, :50].tolist())
     decoder.rewind([20, 50])
     logits = decoder.step(np.stack([tokens[0, 20:24], tokens[1, 50:54]]))
-    np.testing.assert_allclose(logits[0, :, 0], wanted[0, 20:24, 0], rtol=0, atol=1e-10)
-    np.testing.assert_allclose(logits[1, :, 0], wanted[1, 50:54, 0], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(logits[0, :, 0], expected[0, 20:24, 0], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(logits[1, :, 0], expected[1, 50:54, 0], rtol=0, atol=1e-10)
 
 
 def test_float32_stays_near_float64() -> None:
@@ -169,9 +220,9 @@ def test_scores_that_would_overflow_an_exponential_do_not() -> None:
     tokens = tokens_of(CONFIG, 1, 40)
     with np.errstate(all="raise", under="ignore"):
         logits = NumpyDecoder(model).step(tokens, 3)
-    wanted = whole(model, tokens)
+    expected = whole(model, tokens)
     assert np.isfinite(logits).all()
-    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-2 * np.abs(wanted).max())
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-2 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -258,7 +309,7 @@ def test_a_decoder_refuses_what_it_has_no_room_for() -> None:
         assert decoder.lengths == [0, 10]
         with pytest.raises(ValueError, match="row 0 holds 0 positions, cannot go to 3"):
             decoder.rewind([3, 3])
-        with pytest.raises(ValueError, match="capacity 151, wants 1 to 150"):
+        with pytest.raises(ValueError, match="capacity 151, expected 1 to 150"):
             kind(model, 1, 151)
         assert not decoder.draws(Sampling())
     assert isinstance(make_decoder(model), NumpyDecoder)
@@ -273,9 +324,9 @@ def test_scores_of_a_prompt_are_shifted_where_an_exponential_would_overflow(monk
         decoder.prefill(0, tokens[0, :-1].tolist())
         return decoder.step(tokens[:, -1:], 3)[0, 0]
 
-    wanted = whole(model, tokens)[0, -1]
+    expected = whole(model, tokens)[0, -1]
     with np.errstate(all="raise", under="ignore"):
-        np.testing.assert_allclose(last_logits(), wanted, rtol=0, atol=1e-2 * np.abs(wanted).max())
+        np.testing.assert_allclose(last_logits(), expected, rtol=0, atol=1e-2 * np.abs(expected).max())
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.SAFE_SCORE", 1e9)
     with np.errstate(all="ignore"):
         assert not np.isfinite(last_logits()).all()

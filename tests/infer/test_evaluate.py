@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from tinyforge.backends import get_backend
-from tinyforge.data.alpaca import render_prompt
 from tinyforge.data.world import documents, instructions
 from tinyforge.formats import Loaded, load
 from tinyforge.infer import evaluate
@@ -39,9 +38,10 @@ from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.trace import trace
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.tokenizers import Tokenizer
+from tinyforge.tokenizers.chat_templates import render_prompt
 from tinyforge.train import batches
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded, evaluate_heads, evaluate_nll
+from tinyforge.train.data_parallel import DataParallel, evaluate_heads, evaluate_nll
 from tinyforge.train.objectives import LN2
 
 TINY = Config(
@@ -94,10 +94,10 @@ def held_out(model: NanoEuler) -> tuple[PackedTokens, np.ndarray]:
 
 def test_each_head_is_measured_on_its_own_targets(tiny: NanoEuler) -> None:
     windows, ids = held_out(tiny)
-    sharded = Sharded(tiny, tiny.backend)
-    found = evaluate_heads(sharded, windows.in_order(2, len(ids)), BYTES.byte_lengths)
+    parallel = DataParallel(tiny, tiny.backend)
+    found = evaluate_heads(parallel, windows.in_order(2, len(ids)), BYTES.byte_lengths)
     assert found == pytest.approx(bits_by_hand(tiny, ids, 40), rel=1e-10)
-    assert evaluate_nll(sharded, windows.in_order(2, len(ids)), BYTES.byte_lengths) == found[0]
+    assert evaluate_nll(parallel, windows.in_order(2, len(ids)), BYTES.byte_lengths) == found[0]
 
 
 def test_targets_that_are_shifted_by_one_are_seen(tiny: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +109,9 @@ def test_targets_that_are_shifted_by_one_are_seen(tiny: NanoEuler, monkeypatch: 
 
     windows, ids = held_out(tiny)
     monkeypatch.setattr(batches, "shifted_targets", shifted)
-    found = evaluate_heads(Sharded(tiny, tiny.backend), windows.in_order(2, len(ids)), BYTES.byte_lengths)
-    for k, wanted in enumerate(bits_by_hand(tiny, ids, 40)):
-        assert abs(found[k] / wanted - 1) > 1e-3
+    found = evaluate_heads(DataParallel(tiny, tiny.backend), windows.in_order(2, len(ids)), BYTES.byte_lengths)
+    for k, expected in enumerate(bits_by_hand(tiny, ids, 40)):
+        assert abs(found[k] / expected - 1) > 1e-3
 
 
 # --- the last word of a sentence
@@ -160,8 +160,8 @@ def test_log_probabilities_are_the_models(tiny: NanoEuler) -> None:
     found = log_probabilities(make_decoder(tiny), beginning, ends)
     for score, end in zip(found, ends, strict=True):
         p = trace(tiny, [*beginning, *end]).probabilities[:, 0]
-        wanted = sum(np.log(p[len(beginning) - 1 + i, token]) for i, token in enumerate(end))
-        assert score == pytest.approx(wanted, rel=1e-10)
+        expected = sum(np.log(p[len(beginning) - 1 + i, token]) for i, token in enumerate(end))
+        assert score == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.slow
@@ -245,9 +245,9 @@ def test_replies_side_by_side_are_those_one_by_one(tiny: NanoEuler, sampling: Sa
     sampling = replace(sampling, drafts=0)
     whole = [list(generate(tiny, p, replace(sampling, seed=sampling.seed + i))) for i, p in enumerate(prompts)]
     end = whole[0][5]
-    wanted = [(ids[: ids.index(end)], True) if end in ids else (ids, False) for ids in whole]
-    one = reply_to(tiny, prompts, sampling, end, reply_decoder(tiny, len(prompts)))
-    assert one == wanted == reply_to(tiny, prompts, sampling, end, make_decoder(tiny, 3))
+    expected = [(ids[: ids.index(end)], True) if end in ids else (ids, False) for ids in whole]
+    one = reply_to(tiny, prompts, sampling, frozenset({end}), reply_decoder(tiny, len(prompts)))
+    assert one == expected == reply_to(tiny, prompts, sampling, frozenset({end}), make_decoder(tiny, 3))
     assert one[0][1] and not all(ended for _, ended in one)
     assert len(one[4][0]) <= TINY.context - 60
 
@@ -278,12 +278,12 @@ def test_the_bundled_model_ends_its_replies_and_without_an_end_none_does(bundled
     prompts = [bundled.tokenizer.encode(render_prompt(e.instruction, e.input)) for e in instructions("val", 20)]
     decoder, sampling = make_decoder(bundled.model), Sampling(temperature=0.0, max_tokens=30)
     end = bundled.tokenizer.specials["</s>"]
-    replies = reply_to(bundled.model, prompts, sampling, end, decoder)
+    replies = reply_to(bundled.model, prompts, sampling, frozenset({end}), decoder)
     assert sum(ended for _, ended in replies) == 20
     # Head 0 has no word for the end any more: each reply goes on to the last token that it may have.
     weight = bundled.model.heads.weight.value
     weight[0, end] = weight[0, bundled.tokenizer.specials["<|endoftext|>"]]
-    replies = reply_to(bundled.model, prompts, sampling, end, make_decoder(bundled.model))
+    replies = reply_to(bundled.model, prompts, sampling, frozenset({end}), make_decoder(bundled.model))
     assert not any(ended for _, ended in replies) and {len(ids) for ids, _ in replies} == {30}
 
 

@@ -35,19 +35,19 @@ MODELS = list(small_models())
 def test_decoders_continue_as_the_plain_forward_does(model: CausalLM) -> None:
     c = model.config
     ids = np.random.default_rng(1).integers(0, c.vocab, (2, c.context))
-    wanted = logits(model, ids)
+    expected = logits(model, ids)
     for decoder in (make_decoder(model, 2), ReferenceDecoder(model, 2)):
         cut = c.context // 3
         for row in range(2):
             decoder.prefill(row, ids[row, :cut].tolist())
         found = [decoder.step(ids[:, start : start + 2])[:, :, 0].copy() for start in range(cut, c.context, 2)]
-        np.testing.assert_allclose(np.concatenate(found, axis=1), wanted[:, cut:], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(np.concatenate(found, axis=1), expected[:, cut:], rtol=0, atol=1e-9)
         assert decoder.lengths == [c.context] * 2
     for decoder in (make_decoder(model), ReferenceDecoder(model)):
         for start, end in ((0, cut), (cut, c.context)):
             if start < end:
                 first = decoder.first(ids[0, start:end].tolist())
-                np.testing.assert_allclose(first[0, 0, 0], wanted[0, end - 1], rtol=0, atol=1e-9)
+                np.testing.assert_allclose(first[0, 0, 0], expected[0, end - 1], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("model", MODELS)

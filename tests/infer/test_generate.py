@@ -13,7 +13,7 @@ import pytest
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.infer import session as session_module
-from tinyforge.infer.decoder import Decoder, Drawn, ReferenceDecoder
+from tinyforge.infer.decoder import Decoder, ReferenceDecoder, SampledBlock
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate, generate_batch
 from tinyforge.infer.sampling import Sampling, choose
@@ -195,7 +195,7 @@ def test_an_interrupt_inside_of_a_pass_leaves_the_session_whole(monkeypatch: pyt
 
 
 def test_a_session_takes_one_row() -> None:
-    with pytest.raises(ValueError, match="the decoder has 2 rows, wants 1"):
+    with pytest.raises(ValueError, match="the decoder has 2 rows, expected 1"):
         Session(tiny(), NumpyDecoder(tiny(), 2))
 
 
@@ -220,13 +220,13 @@ def test_a_batch_gives_what_its_prompts_give_alone(sampling: Sampling, kind: typ
         session.extend(ids)
         alone.append(list(session.generate(dataclasses.replace(sampling, seed=sampling.seed + i, drafts=0))))
     stop = frozenset({alone[3][4].id})
-    wanted = [list(itertools.takewhile(lambda token: token.id not in stop, tokens)) for tokens in alone]
+    expected = [list(itertools.takewhile(lambda token: token.id not in stop, tokens)) for tokens in alone]
     found: list[list[Token]] = [[] for _ in prompts]
     for row, token in generate_batch(model, prompts, sampling, stop, kind(model, len(prompts))):
         found[row].append(token)
-    assert [[t.id for t in tokens] for tokens in found] == [[t.id for t in tokens] for tokens in wanted]
+    assert [[t.id for t in tokens] for tokens in found] == [[t.id for t in tokens] for tokens in expected]
     assert len(found[1]) <= 4 and len(found[3]) <= 4 and max(map(len, found)) == 12
-    for token, other in zip(itertools.chain(*found), itertools.chain(*wanted), strict=True):
+    for token, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
         assert (token.logprob is None) == (not sampling.logprobs)
         assert token.logprob is None or token.logprob == pytest.approx(other.logprob, abs=1e-9)
 
@@ -239,14 +239,14 @@ def test_a_batch_streams_a_token_of_every_row_in_turn() -> None:
 
 
 class Device(NumpyDecoder):
-    """A decoder that draws tokens itself, five at a time, and so runs on behind the last one that is wanted."""
+    """A decoder that draws tokens itself, five at a time, and so runs on after the last one that is expected."""
 
     def draws(self, sampling: Sampling) -> bool:
         return sampling.repetition_penalty == 1
 
     def stream(
         self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
-    ) -> Iterator[Drawn]:
+    ) -> Iterator[SampledBlock]:
         for row, new in enumerate(tokens):
             self.prefill(row, new[:-1])
         texts = [[new[-1]] for new in tokens]
@@ -261,7 +261,7 @@ class Device(NumpyDecoder):
                     (token,) = choose(z, samplings[i], [part[i, t]])
                     block[i, t] = token
                     text.append(token)
-            yield Drawn(block, None)
+            yield SampledBlock(block, None)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "cut"])
@@ -302,7 +302,7 @@ def test_pieces_join_to_the_text_and_never_cut_a_character() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "stop", "wanted"),
+    ("text", "stop", "expected"),
     [
         ("one\nUser: two", ["\nUser:"], ["o", "n", "e"]),
         ("one\nUse it", ["\nUser:"], ["o", "n", "e", "\nUse ", "i", "t"]),
@@ -314,7 +314,7 @@ def test_pieces_join_to_the_text_and_never_cut_a_character() -> None:
         ("hihi there", ["hi there"], ["hi"]),  # "hi" is one token, and begins both
     ],
 )
-def test_a_stop_string_is_found_across_tokens_and_never_shown(text: str, stop: list[str], wanted: list[str]) -> None:
+def test_a_stop_string_is_found_across_tokens_and_never_shown(text: str, stop: list[str], expected: list[str]) -> None:
     asked = []
 
     def tokens() -> Iterator[int]:
@@ -322,9 +322,9 @@ def test_a_stop_string_is_found_across_tokens_and_never_shown(text: str, stop: l
             asked.append(token)
             yield token
 
-    assert list(stream_text(tokens(), TOKENIZER, stop)) == wanted
+    assert list(stream_text(tokens(), TOKENIZER, stop)) == expected
     at = min((text.find(s) + len(s) for s in stop if s in text), default=len(text))
-    assert len(TOKENIZER.decode(asked)) == at  # no token behind it was asked for
+    assert len(TOKENIZER.decode(asked)) == at  # no token after it was asked for
 
 
 def test_an_empty_stop_string_is_refused() -> None:

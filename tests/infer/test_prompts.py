@@ -33,10 +33,10 @@ def row(seed: int = 9) -> Any:
 
 
 def check(model: NanoEuler, ids: list[int], keys: np.ndarray, values: np.ndarray) -> None:
-    """Of the first positions, beside the model's own cache."""
-    wanted, count = model.make_cache(1, CONFIG.context), len(ids)
-    model.hidden(np.array([ids]), cache=wanted)
-    for ours, theirs in ((keys, wanted.keys), (values, wanted.values)):
+    """Of the first positions, next to the model's own cache."""
+    expected, count = model.make_cache(1, CONFIG.context), len(ids)
+    model.hidden(np.array([ids]), cache=expected)
+    for ours, theirs in ((keys, expected.keys), (values, expected.values)):
         np.testing.assert_allclose(ours[:, :, :count], theirs[:, 0, :count].swapaxes(1, 2), rtol=0, atol=1e-12)
 
 
@@ -47,7 +47,7 @@ def last_stream(model: NanoEuler, ids: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_prompt_is_the_same_each_time(in_place: bool, model: NanoEuler) -> None:
-    """Other prompts of other lengths that are filled up to the same one, and pieces behind 256 positions. Graphs that
+    """Other prompts of other lengths that are filled up to the same one, and pieces after 256 positions. Graphs that
     work on the row itself need no row of their own."""
     prompts, only = Prompts(model, CONFIG.context, in_place=in_place), row()
     for seed, count in enumerate((300, 320, 257, 311, 299)):

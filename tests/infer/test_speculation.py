@@ -12,7 +12,7 @@ import pytest
 
 from tinyforge.backends import get_backend
 from tinyforge.infer import session as session_module
-from tinyforge.infer.decoder import Drawn, ReferenceDecoder
+from tinyforge.infer.decoder import ReferenceDecoder, SampledBlock
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.sampling import Sampling, penalise, probabilities
 from tinyforge.infer.session import Session, Stats
@@ -21,7 +21,7 @@ from tinyforge.models.nanoeuler.config import PRESETS
 from tinyforge.optim import AdamW
 from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import NextTokens
 
 FEW = Config(dim=16, heads=4, kv_heads=2, layers=2, context=12, vocab=5, mtp_heads=4, hidden=10)
@@ -36,18 +36,18 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def trained() -> NanoEuler:
-    """A model that has learned to spell five words in random order: within a word drafts are right, behind it not."""
+    """A model that has learned to spell five words in random order: within a word drafts are right, after it not."""
     rng = np.random.default_rng(0)
     tokens = np.array([t for _ in range(1500) for t in [*WORDS[rng.integers(5)], 0]])
     backend = get_backend("numpy", "fp32", workers=1)
     model = NanoEuler(LETTERS, backend)
     model.initialise(0)
-    data = PackedTokens(tokens, 32, 4, seed=0)
-    sharded = Sharded(model, backend, NextTokens(LETTERS.head_weights))
+    data = PackedTokens(tokens, 32, 4, seed=1)
+    parallel = DataParallel(model, backend, NextTokens(LETTERS.head_weights))
     optimizer = AdamW(model.buffer, backend)
     for step in range(120):
         batch = data.batch(step, 16)
-        sharded.gradients([batch])
+        parallel.gradients([batch])
         optimizer.step(1e-2, optimizer.clip(1.0)[1])
     return model
 
@@ -116,14 +116,14 @@ def test_acceptance_and_passes_are_counted(trained: NanoEuler) -> None:
 
 
 class Device(NumpyDecoder):
-    """A decoder that drafts and verifies itself, three passes a block, and so runs on behind the last one wanted."""
+    """A decoder that drafts and verifies itself, three passes a block, and so runs on after the last one expected."""
 
     def draws(self, sampling: Sampling) -> bool:
         return sampling.temperature == 0
 
     def stream(
         self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
-    ) -> Iterator[Drawn]:
+    ) -> Iterator[SampledBlock]:
         *prompt, last = tokens[0]
         self.prefill(0, prompt)
         drafts: list[int] = []
@@ -140,7 +140,7 @@ class Device(NumpyDecoder):
                 ids += new
                 passes += [len(new)] if new else []
             count -= len(ids)
-            yield Drawn(np.array([ids]), None, tuple(passes))
+            yield SampledBlock(np.array([ids]), None, tuple(passes))
 
 
 def test_a_decoder_that_speculates_itself_is_counted_the_same(trained: NanoEuler) -> None:

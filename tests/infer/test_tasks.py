@@ -1,4 +1,4 @@
-"""Log-likelihoods of many texts at once, the scores made of them, and answers: beside a loop over single texts."""
+"""Log-likelihoods of many texts at once, the scores made of them, and answers: next to a loop over single texts."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_scores_are_those_of_one_text_at_a_time(name: str, tokens: int) -> None:
     pairs.append(Pair((5,), tuple(rng.integers(0, 300, 40).tolist())))
     counted: list[int] = []
     for pair, score in zip(pairs, Scorer(model, None, tokens).score(pairs, counted.append), strict=True):  # type: ignore[arg-type]
-        wanted = alone(model, pair)
-        assert score.log_prob == pytest.approx(wanted[0], abs=1e-9) and (score.greedy, score.cut) == wanted[1:]
+        expected = alone(model, pair)
+        assert score.log_prob == pytest.approx(expected[0], abs=1e-9) and (score.greedy, score.cut) == expected[1:]
     assert sum(counted) == len(pairs)
 
 
@@ -136,7 +136,7 @@ def test_last_words_and_passages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_problems_are_answered_until_a_stop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many examples as fit; what comes behind a stop does not count."""
+    """As many examples as fit; what comes after a stop does not count."""
     model = built("llama")
     ids, shots = prompt_ids(tokenizer, Problem("two and two?", "#### 4", (("a", "b"),) * 5), 60)
     assert 0 < shots < 5 and len(ids) <= 60

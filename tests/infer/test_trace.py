@@ -50,7 +50,7 @@ def test_the_probabilities_are_the_models(model: NanoEuler) -> None:
 
 def test_the_attention_is_what_mixes_the_values(model: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    attention = type(model.blocks[0].attention)
+    attention = type(model.blocks[0].attention.attention)
     real = attention.forward
 
     def listen(self: object, qkv: np.ndarray, *rest: object, **options: object) -> np.ndarray:
@@ -90,7 +90,7 @@ def test_the_command(tmp_path: Path, model: NanoEuler, capsys: pytest.CaptureFix
         with pytest.raises(UserError, match="cannot write .*; choose another --out, a .png file"):
             inspect.main([*text, "--out", str(tmp_path / name)])
     for wrong in ("", "x" * 31):
-        with pytest.raises(UserError, match=r"tokens, wanted 1 to 30"):
+        with pytest.raises(UserError, match=r"tokens, expected 1 to 30"):
             inspect.main([wrong, *text[1:]])
     with pytest.raises(UserError, match="--top is 0"):
         inspect.main([*text[:3], "--top", "0"])

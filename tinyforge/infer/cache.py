@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Protocol
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 
+FIRST_POSITIONS = 512
+"""Positions that a new `KVCache` has room for."""
+
 
 class Cache(Protocol):
     """What `model.hidden(ids, cache=cache)` reads of earlier positions, and where it stores those of `ids`.
@@ -33,21 +36,26 @@ class Cache(Protocol):
 
 
 class LayerCache(NamedTuple):
-    """The part of a `KVCache` that one layer's attention reads and writes: (B, capacity, Hkv, D) each."""
+    """The part of a `KVCache` that one layer's attention reads and writes."""
 
-    keys: Array
-    values: Array
-    length: int
+    cache: KVCache
+    layer: int
+
+    @property
+    def length(self) -> int:
+        return self.cache.length
 
     def append(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Append k, v of the next T positions, (B, T, Hkv, D); returns those of all S positions, (B, S, Hkv, D)."""
-        end = self.length + k.shape[1]
-        self.keys[:, self.length : end], self.values[:, self.length : end] = k, v
-        return self.keys[:, :end], self.values[:, :end]
+        start, end = self.length, self.length + k.shape[1]
+        self.cache.make_room(end)
+        keys, values = self.cache.keys[self.layer], self.cache.values[self.layer]
+        keys[:, start:end], values[:, start:end] = k, v
+        return keys[:, :end], values[:, :end]
 
 
 class KVCache:
-    """Keys and values of all layers, (layers, B, capacity, Hkv, D) each.
+    """Keys and values of all layers, (layers, B, room, Hkv, D) each, where the room grows up to the capacity.
 
         for i, block in enumerate(self.blocks):
             a = block.attention.forward(qkv, cache=cache.layer(i))
@@ -59,13 +67,24 @@ class KVCache:
     can_rewind = True
 
     def __init__(self, backend: Backend, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int) -> None:
-        shape = (layers, batch, capacity, kv_heads, head_dim)
-        self.keys, self.values = backend.empty(shape), backend.empty(shape)
+        self._empty = lambda room: backend.empty((layers, batch, room, kv_heads, head_dim))
+        room = min(capacity, FIRST_POSITIONS)
+        self.keys, self.values = self._empty(room), self._empty(room)
         self.capacity = capacity
         self.length = 0
 
     def layer(self, layer: int) -> LayerCache:
-        return LayerCache(self.keys[layer], self.values[layer], self.length)
+        return LayerCache(self, layer)
+
+    def make_room(self, positions: int) -> None:
+        """Make room for so many positions: a long context costs what is used of it. The room at least doubles."""
+        if positions <= self.keys.shape[2] or positions > self.capacity:
+            return
+        room, here = min(self.capacity, max(positions, 2 * self.keys.shape[2])), slice(0, self.length)
+        for name in ("keys", "values"):
+            larger, old = self._empty(room), getattr(self, name)
+            larger[:, :, here] = old[:, :, here]
+            setattr(self, name, larger)
 
     def advance(self, count: int) -> None:
         """Count `count` positions that have been appended in every layer."""
@@ -84,6 +103,7 @@ class KVCache:
 
     def restore(self, saved: tuple[Array, Array]) -> None:
         keys, values = saved
+        self.make_room(self.length + keys.shape[2])
         here = slice(self.length, self.length + keys.shape[2])
         self.keys[:, :, here], self.values[:, :, here] = keys, values
         self.advance(keys.shape[2])

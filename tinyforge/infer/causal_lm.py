@@ -14,15 +14,16 @@ from tinyforge.errors import UserError
 from tinyforge.infer.cache import Cache
 from tinyforge.kernel import Array
 from tinyforge.op import Stash
+from tinyforge.registry import models
 
 
 class FusedLayer(NamedTuple):
     """The matrices of a layer, each an array or `Quantised`; W = (heads + 2 kv_heads) head_dim, A = heads head_dim."""
 
-    qkv: Array  # W x dim, rows in the order q, k, v
-    out: Array  # dim x A
-    gate_up: Array  # 2 hidden x dim, the gate first
-    down: Array  # dim x hidden
+    qkv: Any  # W x dim, rows in the order q, k, v
+    out: Any  # dim x A
+    gate_up: Any  # 2 hidden x dim, the gate first
+    down: Any  # dim x hidden
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class FusedWeights:
     layers: Sequence[FusedLayer]
     gains: Sequence[Array]
     embedding: Array
-    lm_heads: Array
+    lm_heads: Any
     cos: Array
     sin: Array
 
@@ -89,9 +90,10 @@ def check_causal_lm(model: Any) -> CausalLM:
     """The model, if it can generate text; else UserError says what it lacks."""
     missing = [name for name in _WANTED if not hasattr(model, name)]
     if missing:
+        known = next((spec.advice for spec in models().values() if spec.build is type(model)), "")
         raise UserError(
-            f"{type(model).__name__} cannot generate text: it lacks {', '.join(missing)}; use a causal language model "
-            "(tinyforge.infer.CausalLM); recipes/classify.py is for encoders"
+            f"{type(model).__name__} cannot generate text: it lacks {', '.join(missing)}; "
+            f"{known or 'use a causal language model (tinyforge.infer.CausalLM)'}"
         )
     return model
 
@@ -105,10 +107,10 @@ def logits(model: CausalLM, ids: Any) -> np.ndarray:
     model = check_causal_lm(model)
     ids, c = np.asarray(ids), model.config
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
-        raise ValueError(f"logits: ids are {ids.dtype} of shape {ids.shape}, wanted integers of shape (B, T)")
+        raise ValueError(f"logits: ids are {ids.dtype} of shape {ids.shape}, expected integers of shape (B, T)")
     if ids.shape[1] > c.context:
         raise UserError(f"logits: {ids.shape[1]} tokens, the model's context is {c.context}; give fewer")
     if ids.size and not (ids.min() >= 0 and ids.max() < c.vocab):
-        raise UserError(f"logits: ids {ids.min()} to {ids.max()}, wanted 0 to {c.vocab - 1}; use its own tokenizer")
+        raise UserError(f"logits: ids {ids.min()} to {ids.max()}, expected 0 to {c.vocab - 1}; use its own tokenizer")
     h = model.hidden(model.backend.asarray(ids))
     return model.backend.to_numpy(model.logits(h)).astype(model.backend.master_dtype, copy=False)

@@ -13,12 +13,13 @@ from tinyforge.infer.decoder_numpy import NumpyDecoder
 def make_decoder(model: CausalLM, batch: int = 1, capacity: int | None = None, spare_memory: bool = False) -> Decoder:
     """The fastest decoder for the model's backend and shape: a fused one where it fits, else the reference.
 
-    spare_memory: on a GPU make no second copy of the weights, for use during training; slower.
+    spare_memory: on a GPU make no second copy of the weights, for use during training; slower. A model with
+    `only_decodes` set gives its weights up to the decoder, on a CPU.
     """
     backend = check_causal_lm(model).backend.name
     if model.fused_weights() is not None:
         if backend == "numpy":
-            return NumpyDecoder(model, batch, capacity)
+            return NumpyDecoder(model, batch, capacity, consume=getattr(model, "only_decodes", False))
         if backend == "cupy" and not spare_memory:
             from tinyforge.infer.cuda.decode_batched import BatchDecoder
             from tinyforge.infer.cuda.decode_single import RowDecoder

@@ -19,7 +19,7 @@ from tinyforge.kernel import Array
 from tinyforge.rng import Stream
 
 
-class Drawn(NamedTuple):
+class SampledBlock(NamedTuple):
     """Tokens that a decoder drew itself: ids (rows, m), and log p of each under the model where asked for.
 
     passes: how many of the m tokens each pass gave, where the decoder speculates; else each pass gives one.
@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
     passes: tuple[int, ...] | None = None
 
 
-class Start(NamedTuple):
+class SequenceStart(NamedTuple):
     """A row that starts in `Decoder.queue`: the tokens it takes first, one per pass, and how it draws the tokens after
     them. The first draw uses the stream's next number."""
 
@@ -62,7 +62,7 @@ class Decoder(ABC):
         self.batch = batch
         self.capacity = model.config.context if capacity is None else capacity
         if not 1 <= self.capacity <= model.config.context:
-            raise ValueError(f"Decoder: capacity {self.capacity}, wants 1 to {model.config.context}, the context")
+            raise ValueError(f"Decoder: capacity {self.capacity}, expected 1 to {model.config.context}, the context")
         self.lengths = [0] * batch
         self.most_drafts = model.prediction_heads - 1
 
@@ -91,16 +91,17 @@ class Decoder(ABC):
         """`step` for some rows, in increasing order: tokens (len(rows), n) to logits (len(rows), n, heads, V). A row's
         logits do not depend on which other rows take part, to the last bit.
 
-        This default passes over all rows and rewinds the others, which must have room for it.
+        This default passes over all rows, a token at a time, and rewinds the others, which must have room for one.
         """
-        lengths, all_tokens = list(self.lengths), np.zeros((self.batch, len(tokens[0])), np.int64)
-        all_tokens[list(rows)] = tokens
-        logits = self.step(all_tokens, heads)[list(rows)]
-        chosen = set(rows)
-        self.rewind(
-            [new if row in chosen else old for row, (new, old) in enumerate(zip(self.lengths, lengths, strict=True))]
-        )
-        return logits
+        places, found = list(rows), []
+        for column in np.asarray(tokens).T:
+            lengths, all_tokens = list(self.lengths), np.zeros((self.batch, 1), np.int64)
+            all_tokens[places, 0] = column
+            found.append(self.step(all_tokens, heads)[places])
+            for row in places:
+                lengths[row] += 1
+            self.rewind(lengths)
+        return np.concatenate(found, axis=1)
 
     def saved(self, row: int, start: int) -> Any:
         """Where `can_save`: a copy of a row's cache from position `start` on, for `restore`; arrays in tuples and
@@ -132,7 +133,7 @@ class Decoder(ABC):
 
     def stream(
         self, tokens: Sequence[Sequence[int]], samplings: Sequence[Sampling], streams: Sequence[Stream], count: int
-    ) -> Iterator[Drawn]:
+    ) -> Iterator[SampledBlock]:
         """Blocks of new tokens for every row, up to `count` in all, without waiting for the device per token.
 
         tokens: those at the end of each row that are not cached, at least one. samplings[i] and streams[i] draw row i's
@@ -142,14 +143,14 @@ class Decoder(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 
-    def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+    def queue(self, rows: Mapping[int, SequenceStart | None], count: int) -> Callable[[], np.ndarray]:
         """Append `count` tokens to each of some rows without waiting. Returns a function that waits and gives the token
-        drawn after each of them, (batch, count).
+        sampled after each of them, (batch, count).
 
-        A row with a `Start` begins with its tokens, at most `count`; a row with None goes on from its last call. Draws
-        mean nothing before the last token of a start, in rows that take no part, and once a cache is full. Rows may be
-        rewound, prefilled and started again before the function is called. A row's draws do not depend on the other
-        rows, nor on how passes are split into calls.
+        A row with a `SequenceStart` begins with its tokens, at most `count`; a row with None continues from its last
+        call. Samples mean nothing before the last token of a start, in rows that take no part, and once a cache is
+        full. Rows may be rewound, prefilled and started again before the function is called. A row's samples do not
+        depend on the other rows, nor on how passes are split into calls.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from tinyforge.backends.numpy_backend import blas_kernels
 from tinyforge.errors import UserError
+from tinyforge.infer.cache import FIRST_POSITIONS
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import Decoder
 from tinyforge.quantised import plain
@@ -35,13 +38,13 @@ def product_rows() -> int:
     return SMALL_ROWS if blas_kernels() in SMALL_KERNELS else 1
 
 
-def pack(weight: np.ndarray) -> np.ndarray:
+def pack(weight: np.ndarray, copy: bool = True) -> np.ndarray:
     """(..., O, I) to (..., O / b, 1, I, b): x @ this is x W^T in blocks of b columns. The 1 is for groups of rows.
 
     Every product of `step` has the same number of rows, so that a row has the same bits alone and among others. With
     AVX-512 that is SMALL_ROWS: for blocks of this size OpenBLAS has a kernel that is as fast as a matrix times a
     vector, since both wait for the weights, so four tokens cost as much as one. Without it a product of few rows packs
-    the weights first, and takes twice as long as a matrix times a vector.
+    the weights first, and takes twice as long as a matrix times a vector. Without `copy` it is a view.
     """
     *lead, rows, columns = weight.shape
     limit = int(SMALL_PRODUCT / (SMALL_ROWS * columns))
@@ -49,7 +52,24 @@ def pack(weight: np.ndarray) -> np.ndarray:
     sizes = [64, *range(limit // TILE * TILE, 0, -TILE)]
     size = rows if rows <= limit else next((b for b in sizes if b <= limit and rows % b == 0), rows)
     blocks = weight.reshape(*lead, rows // size, 1, size, columns)
-    return np.ascontiguousarray(blocks.swapaxes(-1, -2))
+    blocks = blocks.swapaxes(-1, -2)
+    return np.ascontiguousarray(blocks) if copy else blocks
+
+
+def release(array: Any) -> None:
+    """Give an array's pages back to the system, where it lies in shared memory (`backend.shared_zeros`): it then reads
+    as zeros."""
+    base = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    base = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(base, mmap.mmap) or not hasattr(mmap, "MADV_REMOVE"):
+        return
+    start = array.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    first, last = -(-start // mmap.PAGESIZE), (start + array.nbytes) // mmap.PAGESIZE
+    if last > first:
+        with suppress(OSError):  # a kernel that cannot
+            base.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
 def blocks_of(out: np.ndarray, packed: np.ndarray, group: int) -> np.ndarray:
@@ -78,11 +98,13 @@ class NumpyDecoder(Decoder):
     - SwiGLU: the gate's rows are halved, and silu(2 a) = a (1 + tanh(a)), which does not overflow.
     - Products in `step` all have the same number of rows, and its attention is one product per position: a position's
       result depends, to the last bit, neither on the number of other positions nor on their values. See `pack`.
+
+    consume: the memory of the model's layers is given back as they are copied, and the model can compute no more.
     """
 
     can_save = True
 
-    def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
+    def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None, consume: bool = False) -> None:
         super().__init__(model, batch, capacity)
         if model.backend.name != "numpy":
             raise UserError(f"NumpyDecoder: the model is on backend {model.backend.name}, not numpy; use make_decoder")
@@ -90,8 +112,9 @@ class NumpyDecoder(Decoder):
         if weights is None:
             raise UserError(f"NumpyDecoder: {type(model).__name__} has no fused weights; use make_decoder")
         c = self.weights = weights
+        # A tied head is the embedding itself, read as it lies; a copy of it would be a large part of a small model.
+        self.shared_head = consume and np.may_share_memory(plain(c.lm_heads), c.embedding)
         self.dtype, self.group = model.backend.dtype, product_rows()
-        complex_dtype = np.result_type(self.dtype, np.complex64)
         root = c.dim**0.5
         gains = [gain * root for gain in c.gains]
         turned = (c.heads + c.kv_heads) * c.head_dim
@@ -106,24 +129,53 @@ class NumpyDecoder(Decoder):
             gate_up = w_gate_up.reshape(2, c.hidden, c.dim) * gains[2 * i + 1]
             gate_up[0] *= 0.5
             self.layers.append([pack(w) for w in (qkv, w_out, gate_up, w_down)])
-        self.lm_heads = pack(plain(c.lm_heads) * gains[-1])
-        self.turns = (c.cos[: self.capacity] + 1j * c.sin[: self.capacity]).astype(complex_dtype)
-
-        # Two tiles of padding: rows of keys a power of two apart would compete for a few cache sets.
-        self.positions = (-(-self.capacity // TILE) + 2) * TILE
-        layers = len(c.layers)
-        self.keys = np.zeros((layers, batch, c.kv_heads, c.head_dim, self.positions), self.dtype)
+            if consume:
+                for array in layer:
+                    release(array)
+        heads = plain(c.lm_heads)
+        self.last_gain = gains[-1]
+        self.lm_heads = pack(heads, copy=False) if self.shared_head else pack(heads * gains[-1])
         self.value_width = -(-(c.head_dim + 1) // TILE) * TILE
-        self.values = np.zeros((layers, batch, c.kv_heads, self.positions, self.value_width), self.dtype)
-        self.with_ones = 0  # positions whose columns of ones are written: memory is touched only as the texts grow
-        # Row i is 0 up to column i, then -inf; all rows are views of the same numbers.
-        steps = np.zeros(2 * self.positions - 1, self.dtype)
-        steps[self.positions :] = -np.inf
-        self.masks = np.lib.stride_tricks.sliding_window_view(steps, self.positions)[::-1]
+        self.room, self.with_ones = 0, [0] * batch  # with_ones: positions of a row whose columns of ones are written
+        self._make_room(min(self.capacity, FIRST_POSITIONS))
         self.norm_eps = self.dtype.type(c.dim * c.norm_eps)
         self.one = self.dtype.type(1)
         self.map, self.workers = model.backend.map, model.backend.workers
         self._reserve(batch * self.prediction_heads)
+
+    def _make_room(self, positions: int) -> None:
+        """Make the cache and the tables large enough for that many positions of each row, at least twice as large as
+        before: a long context costs what is used of it."""
+        c = self.weights
+        self.room = min(self.capacity, max(positions, 2 * self.room))
+        # Two tiles of padding: rows of keys a power of two apart would compete for a few cache sets.
+        self.positions = (-(-self.room // TILE) + 2) * TILE
+        complex_dtype = np.result_type(self.dtype, np.complex64)
+        self.turns = (c.cos[: self.room] + 1j * c.sin[: self.room]).astype(complex_dtype)
+        lead = len(c.layers), self.batch, c.kv_heads
+        keys: np.ndarray = np.zeros((*lead, c.head_dim, self.positions), self.dtype)
+        values: np.ndarray = np.zeros((*lead, self.positions, self.value_width), self.dtype)
+        for row, length in enumerate(self.lengths):  # memory of rows that hold nothing is not touched
+            used = -(-length // TILE) * TILE
+            self.with_ones[row] = min(self.with_ones[row], used)
+            if used:
+                keys[:, row, ..., :used] = self.keys[:, row, ..., :used]
+                values[:, row, :, :used] = self.values[:, row, :, :used]
+        self.keys: np.ndarray = keys
+        self.values: np.ndarray = values
+        # Row i is 0 up to column i, then -inf; all rows are views of the same numbers.
+        steps = np.zeros(2 * self.positions - 1, self.dtype)
+        steps[self.positions :] = -np.inf
+        self.masks = np.lib.stride_tricks.sliding_window_view(steps, self.positions)[::-1]
+        if hasattr(self, "buffers"):
+            self._reserve(self.buffers.rows)
+
+    def _check_room(self, rows: Iterable[int], count: int) -> None:
+        rows = list(rows)
+        super()._check_room(rows, count)
+        needed = max((self.lengths[row] for row in rows), default=0) + count
+        if needed > self.room:
+            self._make_room(needed)
 
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         self._check_room([row], len(tokens))
@@ -152,7 +204,7 @@ class NumpyDecoder(Decoder):
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         n = len(tokens[0])
         self._check_room(rows, n)
-        if len(rows) * n > self.rows:
+        if len(rows) * n > self.buffers.rows:
             self._reserve(len(rows) * n)
         return self._pass(tokens, rows, heads)
 
@@ -161,124 +213,140 @@ class NumpyDecoder(Decoder):
         return self.keys[:, row, :, :, here].copy(), self.values[:, row, :, here, : self.weights.head_dim].copy()
 
     def restore(self, row: int, saved: tuple[np.ndarray, np.ndarray], length: int) -> None:
+        if length > self.room:
+            self._make_room(length)
         here = slice(self.lengths[row], length)
         self.keys[:, row, :, :, here], self.values[:, row, :, here, : self.weights.head_dim] = saved
         self.lengths[row] = length
 
     def _reserve(self, rows: int) -> None:
-        """Allocate buffers for passes of up to `rows` positions in all. Zeros: padding rows must be finite."""
-        c = self.weights
-        self.rows = rows = -(-rows // self.group) * self.group
-        wide = (c.heads + 2 * c.kv_heads) * c.head_dim
+        """Allocate buffers for passes of up to `rows` positions in all."""
+        self.buffers = _Buffers(self, -(-rows // self.group) * self.group)
+        self._views: dict[tuple[int, int], _Views] = {}
 
-        def zeros(*shape: int) -> np.ndarray:
-            return np.zeros(shape, self.dtype)
-
-        self.x, self.h, self.delta = (zeros(rows, c.dim) for _ in range(3))
-        self.attended = zeros(rows, c.heads * c.head_dim)
-        self.squares, self.qkv, self.qk = zeros(rows), zeros(rows, wide), zeros(rows * wide)
-        self.gate_up, self.hidden = zeros(2 * rows * c.hidden), zeros(rows, c.hidden)
-        self.scores, self.mask = zeros(rows * c.heads * self.positions), zeros(rows * self.positions)
-        self.top, self.mixed = zeros(rows * c.heads), zeros(rows * c.heads * self.value_width)
-        self.logits = zeros(self.prediction_heads * rows * c.vocab)
-        self.turn = np.zeros(rows * c.head_dim // 2, self.turns.dtype)
-        self.ids = np.zeros(rows, np.intp)
-        self._shapes: dict[tuple[int, int], _Shape] = {}
-
-    def _put_ones(self, positions: int) -> None:
-        """Write the columns of ones after the values, for as many positions."""
-        if positions > self.with_ones:
-            self.values[..., self.with_ones : positions, self.weights.head_dim :] = 1
-            self.with_ones = positions
+    def _put_ones(self, row: int, positions: int) -> None:
+        """Write the columns of ones after a row's values, for as many positions in complete tiles, and some to come."""
+        if positions > (done := self.with_ones[row]):
+            end = self.with_ones[row] = min((-(-positions // TILE) + 3) * TILE, self.positions)
+            self.values[:, row, :, done:end, self.weights.head_dim :] = 1
 
     def _pass(self, tokens: Any, rows: Sequence[int], heads: int, given: np.ndarray | None = None) -> np.ndarray:
         """Rows take their next tokens, (len(rows), n); returns (len(rows), n, heads, V).
 
         given: the stream that the last layer reads, (C,), of a single token that the layers before it have computed.
         """
-        c, n, batch = self.weights, len(tokens[0]), len(rows)
-        s = self._shapes.get((batch, n))
-        if s is None:
-            s = self._shapes[batch, n] = _Shape(self, batch, n)
-        lengths = [self.lengths[row] for row in rows]
-        seen = s.seen(max(lengths) + n)
-        self._put_ones(seen.keys)
-        s.ids[:] = tokens
-        one_each = (np.array(rows), np.array(lengths)) if n == 1 and batch > SMALL_ROWS else None
-        if one_each is not None:  # one position in each row: fancy indexing instead of a loop
-            s.turn[:, 0, 0], s.mask[:, 0, : seen.keys] = self.turns[one_each[1]], self.masks[one_each[1], : seen.keys]
-        else:
-            for b, past in enumerate(lengths):
-                s.turn[b, :, 0] = self.turns[past : past + n]
-                s.mask[b, :, : seen.keys] = self.masks[past : past + n, : seen.keys]
-        runs = self._runs(rows, lengths, n)
-
-        matmul, add, multiply, subtract, divide = np.matmul, np.add, np.multiply, np.subtract, np.divide
-        project = multiply_packed
-        x, f = s.x, s.f
-        s.x_padding.fill(0)  # else the padding rows would grow from pass to pass
-        left = slice(None)
+        n, batch = len(tokens[0]), len(rows)
+        v = self._views.get((batch, n))
+        if v is None:
+            v = self._views[batch, n] = _Views(self, batch, n)
+        places = _Places(rows, [self.lengths[row] for row in rows], n)
+        scores = v.scores(max(places.lengths) + n)
+        for row, length in zip(rows, places.lengths, strict=True):
+            self._put_ones(row, -(-(length + n) // TILE) * TILE)
+        places.gather(self.turns, out=v.turn[:, :, 0])
+        places.gather(self.masks[:, : scores.keys], out=v.mask[..., : scores.keys])
+        v.ids[:] = tokens
+        v.x.padding.fill(0)  # else the padding rows would grow from pass to pass
+        x, left = v.x.all, slice(None)
         if given is None:
-            np.take(c.embedding, s.flat_ids, axis=0, out=s.x_new, mode="clip")
+            np.take(self.weights.embedding, v.flat_ids, axis=0, out=v.x.new, mode="clip")
         else:
-            s.x_new[...], left = given, slice(-1, None)
+            v.x.new[...], left = given, slice(-1, None)
         layers = zip(self.layers[left], self.keys[left], self.values[left], strict=True)
         for (w_qkv, w_out, w_gate_up, w_down), keys, values in layers:
-            self._norm(s)
-            project(s.h_by_group, w_qkv, out=s.qkv)
-            multiply(s.qk_flat, s.turn, out=s.qk_turned)
-            if one_each is not None:
-                keys[one_each[0], :, :, one_each[1]] = s.k[..., 0]
-                values[one_each[0], :, one_each[1], : c.head_dim] = s.v[:, :, 0]
-            else:
-                for b, (row, past) in enumerate(zip(rows, lengths, strict=True)):
-                    keys[row, :, :, past : past + n] = s.k[b]
-                    values[row, :, past : past + n, : c.head_dim] = s.v[b]
-            for here, held, own in runs:
-                matmul(s.queries[here], keys[held, :, None, :, :own], out=seen.products[here, ..., :own])
-            add(seen.by_query, seen.mask, out=seen.by_query)
-            np.maximum.reduce(seen.scores, axis=-1, keepdims=True, out=s.top)
-            subtract(seen.scores, s.top, out=seen.scores)
-            np.exp(seen.scores, out=seen.scores)
-            for here, held, own in runs:
-                matmul(seen.products[here, ..., :own], values[held, :, None, :own], out=s.mixtures[here])
-            divide(s.sums, s.divisors, out=s.attended)
-            project(s.a, w_out, out=s.delta_blocks)
-            add(x, s.delta, out=x)
-            self._norm(s)
-            project(s.h_by_group, w_gate_up, out=s.gate_up)
-            np.tanh(s.gate, out=f)
-            add(f, self.one, out=f)
-            multiply(f, s.gate, out=f)
-            multiply(f, s.up, out=f)
-            project(s.f_by_group, w_down, out=s.delta_from_hidden)
-            add(x, s.delta, out=x)
+            self._norm(v)
+            multiply_packed(v.h.groups, w_qkv, out=v.qkv_blocks)
+            self._attend(v, scores, places, keys, values)
+            multiply_packed(v.attended_groups, w_out, out=v.delta_blocks)
+            np.add(x, v.delta, out=x)
+            self._norm(v)
+            multiply_packed(v.h.groups, w_gate_up, out=v.gate_up_blocks)
+            self._swiglu(v)
+            multiply_packed(v.hidden.groups, w_down, out=v.delta_from_hidden)
+            np.add(x, v.delta, out=x)
         for row in rows:
             self.lengths[row] += n
-        self._norm(s)
-        project(s.h_by_group, self.lm_heads[:heads], out=s.logits_blocks[:heads])
-        return s.logits[:, :, :heads]
+        self._norm(v)
+        if self.shared_head:
+            np.multiply(v.h.all, self.last_gain, out=v.h.all)
+        multiply_packed(v.h.groups, self.lm_heads[:heads], out=v.logits_blocks[:heads])
+        return v.logits[:, :, :heads]
 
-    def _runs(self, rows: Sequence[int], lengths: Sequence[int], n: int) -> list[tuple[slice, slice, int]]:
+    def _norm(self, v: _Views) -> None:
+        """h = x / sqrt(x . x + C eps)."""
+        x, squares = v.x.all, v.squares
+        np.vecdot(x, x, out=squares)
+        np.add(squares, self.norm_eps, out=squares)
+        np.sqrt(squares, out=squares)
+        np.divide(x, v.root, out=v.h.all)
+
+    def _attend(self, v: _Views, scores: _Scores, places: _Places, keys: np.ndarray, values: np.ndarray) -> None:
+        """Rotate q and k, append k and v to the layer's cache, and attend to it."""
+        np.multiply(v.qk, v.turn, out=v.turned)
+        places.append(v.k, v.v, keys, values)
+        s, products = scores.all, scores.products
+        for here, held, own in places.runs:
+            np.matmul(v.queries[here], keys[held, :, None, :, :own], out=products[here, ..., :own])
+        np.add(scores.by_query, scores.mask, out=scores.by_query)
+        np.maximum.reduce(s, axis=-1, keepdims=True, out=v.top)
+        np.subtract(s, v.top, out=s)
+        np.exp(s, out=s)
+        for here, held, own in places.runs:
+            np.matmul(products[here, ..., :own], values[held, :, None, :own], out=v.mixtures[here])
+        np.divide(v.sums, v.divisors, out=v.attended)
+
+    def _swiglu(self, v: _Views) -> None:
+        """hidden = up silu(2 gate), where silu(2 a) = a (1 + tanh(a))."""
+        hidden, gate = v.hidden.new, v.gate
+        np.tanh(gate, out=hidden)
+        np.add(hidden, self.one, out=hidden)
+        np.multiply(hidden, gate, out=hidden)
+        np.multiply(hidden, v.up, out=hidden)
+
+
+class _Places:
+    """Where a pass over n positions of each of `rows` lies in the cache: after the first `lengths` positions."""
+
+    def __init__(self, rows: Sequence[int], lengths: Sequence[int], n: int) -> None:
+        self.rows, self.lengths, self.n = rows, lengths, n
+        self.runs = self._runs()
+        # One position in each of many rows: fancy indexing instead of a loop.
+        self.one_each = (np.array(rows), np.array(lengths)) if n == 1 and len(rows) > SMALL_ROWS else None
+
+    def gather(self, table: np.ndarray, out: np.ndarray) -> None:
+        """out, (B, n, ...) = the rows of `table`, (positions, ...), at the new positions."""
+        if self.one_each is not None:
+            out[:, 0] = table[self.one_each[1]]
+        else:
+            for b, past in enumerate(self.lengths):
+                out[b] = table[past : past + self.n]
+
+    def append(self, k: np.ndarray, v: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+        """Write k, (B, Hkv, D, n), and v, (B, Hkv, n, D), into a layer's cache."""
+        n, head_dim = self.n, v.shape[-1]
+        if self.one_each is not None:
+            rows, lengths = self.one_each
+            keys[rows, :, :, lengths] = k[..., 0]
+            values[rows, :, lengths, :head_dim] = v[:, :, 0]
+        else:
+            for b, (row, past) in enumerate(zip(self.rows, self.lengths, strict=True)):
+                keys[row, :, :, past : past + n] = k[b]
+                values[row, :, past : past + n, :head_dim] = v[b]
+
+    def _runs(self) -> list[tuple[slice, slice, int]]:
         """Runs of neighbouring rows that see equally many tiles of keys, so that one call computes their attention:
         their slices of the pass and of the cache, and the number of keys. That number depends only on a row's own
         length, so that no other row changes its bits."""
-        runs: list[tuple[slice, slice, int]] = []
+        rows, runs = self.rows, []
         first, row, own = 0, rows[0], -1
-        for b, (r, length) in enumerate(zip(rows, lengths, strict=True)):
-            keys = -(-(length + n) // TILE) * TILE
+        for b, (r, length) in enumerate(zip(rows, self.lengths, strict=True)):
+            keys = -(-(length + self.n) // TILE) * TILE
             if own < 0:
                 own = keys
             elif keys != own or r != row + b - first:
                 runs.append((slice(first, b), slice(row, row + b - first), own))
                 first, row, own = b, r, keys
         return [*runs, (slice(first, len(rows)), slice(row, row + len(rows) - first), own)]
-
-    def _norm(self, s: _Shape) -> None:
-        np.vecdot(s.x, s.x, out=s.squares)
-        np.add(s.squares, self.norm_eps, out=s.squares)
-        np.sqrt(s.squares, out=s.squares)
-        np.divide(s.x, s.root, out=s.h)
 
 
 class _Prompt:
@@ -294,7 +362,7 @@ class _Prompt:
     def __init__(self, decoder: NumpyDecoder, row: int, tokens: Sequence[int]) -> None:
         c = self.weights = decoder.weights
         self.decoder, self.row, self.past, self.count = decoder, row, decoder.lengths[row], len(tokens)
-        decoder._put_ones(self.past + self.count)
+        decoder._put_ones(row, self.past + self.count)
         rows = -(-self.count // SMALL_ROWS) * SMALL_ROWS
         self.x = np.zeros((rows, c.dim), decoder.dtype)  # rows that pad a product are 0
         np.take(c.embedding, tokens, axis=0, out=self.x[: self.count], mode="clip")
@@ -416,79 +484,115 @@ def _parts(flat: np.ndarray, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     return found
 
 
-class _Seen(NamedTuple):
-    """Views for passes over a given number of keys."""
+class _Buffers:
+    """The arrays of passes of up to `rows` positions in all. Zeros: the rows that pad a product must be finite."""
+
+    def __init__(self, d: NumpyDecoder, rows: int) -> None:
+        c = d.weights
+        wide = (c.heads + 2 * c.kv_heads) * c.head_dim
+
+        def zeros(*shape: int) -> np.ndarray:
+            return np.zeros(shape, d.dtype)
+
+        self.rows = rows
+        self.x, self.h, self.delta = (zeros(rows, c.dim) for _ in range(3))
+        self.squares, self.attended = zeros(rows), zeros(rows, c.heads * c.head_dim)
+        self.qkv, self.turned = zeros(rows, wide), zeros(rows * wide)
+        self.gate_up, self.hidden = zeros(2 * rows * c.hidden), zeros(rows, c.hidden)
+        self.scores, self.mask = zeros(rows * c.heads * d.positions), zeros(rows * d.positions)
+        self.top, self.mixed = zeros(rows * c.heads), zeros(rows * c.heads * d.value_width)
+        self.logits = zeros(d.prediction_heads * rows * c.vocab)
+        self.turn = np.zeros(rows * c.head_dim // 2, d.turns.dtype)
+        self.ids = np.zeros(rows, np.intp)
+
+
+class _Rows:
+    """An activation of a pass, four views of the same numbers. Products take rows in whole groups, so the rows of `new`
+    positions are padded."""
+
+    def __init__(self, buffer: np.ndarray, new: int, group: int) -> None:
+        self.all = buffer[: -(-new // group) * group]  # (R, width)
+        self.groups = self.all.reshape(-1, group, buffer.shape[-1])
+        self.new, self.padding = self.all[:new], self.all[new:]
+
+
+class _Scores(NamedTuple):
+    """Views of the scores for passes over a given number of keys."""
 
     keys: int
-    scores: np.ndarray  # (B, Hkv, G n, keys)
+    all: np.ndarray  # (B, Hkv, G n, keys)
     products: np.ndarray  # the same, as the products write them: (B, Hkv, n, G, keys)
     by_query: np.ndarray  # the same, as (B, Hkv, G, n, keys)
     mask: np.ndarray  # (B, 1, 1, n, keys)
 
 
-class _Shape:
-    """Views of a `NumpyDecoder`'s buffers for passes of B rows with n positions each, made once per (B, n)."""
+class _Views:
+    """Views of a `NumpyDecoder`'s buffers for passes of B rows with n positions each, made once per (B, n).
+
+    `..._blocks`: an array as the product with packed weights writes it, see `blocks_of`. R: B n rounded up to groups.
+    """
 
     def __init__(self, d: NumpyDecoder, batch: int, n: int) -> None:
-        c, count = d.weights, batch * n
-        group, turned = c.heads // c.kv_heads, c.heads + c.kv_heads
-        rows = -(-count // d.group) * d.group
-        w_qkv, w_out, w_gate_up, w_down = d.layers[0]
         self.decoder, self.batch, self.n = d, batch, n
-
-        def part(flat: np.ndarray, *shape: int) -> np.ndarray:
-            return flat[: math.prod(shape)].reshape(shape)
-
-        def by_group(x: np.ndarray) -> np.ndarray:
-            return x.reshape(-1, d.group, x.shape[-1])
-
-        self.flat_ids = d.ids[:count]
+        buffers, c, count = d.buffers, d.weights, batch * n
+        self.flat_ids = buffers.ids[:count]
         self.ids = self.flat_ids.reshape(batch, n)
-        self.turn = part(d.turn, batch, n, 1, c.head_dim // 2)
-        self.mask = part(d.mask, batch, n, d.positions)
-        self.x, self.h, self.delta = d.x[:rows], d.h[:rows], d.delta[:rows]
-        self.h_by_group, self.a = by_group(self.h), by_group(d.attended[:rows])
-        self.x_new, self.x_padding = self.x[:count], self.x[count:]
-        self.squares = d.squares[:rows]
+        self.x, self.h, self.hidden = (
+            _Rows(buffer, count, d.group) for buffer in (buffers.x, buffers.h, buffers.hidden)
+        )
+        rows = len(self.x.all)
+        self.squares, self.delta = buffers.squares[:rows], buffers.delta[:rows]  # (R,), (R, C)
         self.root = self.squares[:, None]
-        self.qkv = blocks_of(d.qkv[:rows], w_qkv, d.group)
-        heads = d.qkv[:count].reshape(batch, n, -1, c.head_dim)
-        self.qk_flat = heads[:, :, :turned].view(d.turn.dtype)
-        qk = part(d.qk, batch, turned, n, c.head_dim)
-        self.qk_turned = qk.view(d.turn.dtype).swapaxes(1, 2)
-        self.q = qk[:, : c.heads].reshape(batch, c.kv_heads, group * n, c.head_dim)
-        self.k = qk[:, c.heads :].swapaxes(-1, -2)
-        self.v = heads[:, :, turned:].swapaxes(1, 2)
-        self.top = part(d.top, batch, c.kv_heads, group * n, 1)
-        self.mixed = part(d.mixed, batch, c.kv_heads, group * n, d.value_width)
-        self.queries, self.mixtures = self.by_product(self.q), self.by_product(self.mixed)
-        by_query = self.mixed.reshape(batch, c.kv_heads, group, n, -1)
-        self.sums, self.divisors = by_query[..., : c.head_dim], by_query[..., -1:]
-        self.attended = d.attended[:count].reshape(batch, n, c.kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
+        _, w_out, w_gate_up, w_down = d.layers[0]
         self.delta_blocks = blocks_of(self.delta, w_out, d.group)
         self.delta_from_hidden = blocks_of(self.delta, w_down, d.group)
-        gate_up = part(d.gate_up, 2, rows, c.hidden)
-        self.gate_up = blocks_of(gate_up, w_gate_up, d.group)
+        self._attention(rows)
+        (gate_up,) = _parts(buffers.gate_up, (2, rows, c.hidden))
+        self.gate_up_blocks = blocks_of(gate_up, w_gate_up, d.group)
         self.gate, self.up = gate_up[:, :count]
-        self.f_by_group, self.f = by_group(d.hidden[:rows]), d.hidden[:count]
-        logits = part(d.logits, d.prediction_heads, rows, c.vocab)
+        (logits,) = _parts(buffers.logits, (d.prediction_heads, rows, c.vocab))
         self.logits_blocks = blocks_of(logits, d.lm_heads, d.group)
         self.logits = logits[:, :count].reshape(-1, batch, n, c.vocab).transpose(1, 2, 0, 3)
-        self._seen: dict[int, _Seen] = {}
+        self._scores: dict[int, _Scores] = {}
 
-    def seen(self, longest: int) -> _Seen:
+    def _attention(self, rows: int) -> None:
+        d, buffers, batch, n = self.decoder, self.decoder.buffers, self.batch, self.n
+        c, count = d.weights, batch * n
+        group, turned, head_dim = c.heads // c.kv_heads, c.heads + c.kv_heads, c.head_dim
+        self.qkv_blocks = blocks_of(buffers.qkv[:rows], d.layers[0][0], d.group)
+        heads = buffers.qkv[:count].reshape(batch, n, -1, head_dim)
+        # Pairs of numbers as complex ones: (B, n, H + Hkv, D / 2), before and after the rotation.
+        self.qk = heads[:, :, :turned].view(d.turns.dtype)
+        (qk,) = _parts(buffers.turned, (batch, turned, n, head_dim))
+        self.turned = qk.view(d.turns.dtype).swapaxes(1, 2)
+        (self.turn,) = _parts(buffers.turn, (batch, n, 1, head_dim // 2))
+        (self.mask,) = _parts(buffers.mask, (batch, n, d.positions))
+        # As the cache has them: (B, Hkv, D, n) and (B, Hkv, n, D).
+        self.k = qk[:, c.heads :].swapaxes(-1, -2)
+        self.v = heads[:, :, turned:].swapaxes(1, 2)
+        (self.top,) = _parts(buffers.top, (batch, c.kv_heads, group * n, 1))
+        (mixed,) = _parts(buffers.mixed, (batch, c.kv_heads, group * n, d.value_width))
+        self.queries = self._by_position(qk[:, : c.heads].reshape(batch, c.kv_heads, group * n, head_dim))
+        self.mixtures = self._by_position(mixed)
+        by_query = mixed.reshape(batch, c.kv_heads, group, n, -1)
+        self.sums, self.divisors = by_query[..., :head_dim], by_query[..., -1:]
+        attended = _Rows(buffers.attended, count, d.group)
+        self.attended_groups = attended.groups
+        self.attended = attended.new.reshape(batch, n, c.kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
+
+    def scores(self, longest: int) -> _Scores:
         """The views for rows of up to `longest` positions, rounded up to whole tiles."""
         keys = -(-longest // TILE) * TILE
-        found = self._seen.get(keys)
+        found = self._scores.get(keys)
         if found is None:
             c, batch, n = self.decoder.weights, self.batch, self.n
             group = c.heads // c.kv_heads
-            scores = self.decoder.scores[: batch * c.heads * n * keys].reshape(batch, c.kv_heads, group * n, keys)
+            (scores,) = _parts(self.decoder.buffers.scores, (batch, c.kv_heads, group * n, keys))
             by_query = scores.reshape(batch, c.kv_heads, group, n, keys)
             mask = self.mask[:, None, None, :, :keys]
-            found = self._seen[keys] = _Seen(keys, scores, self.by_product(scores), by_query, mask)
+            found = self._scores[keys] = _Scores(keys, scores, self._by_position(scores), by_query, mask)
         return found
 
-    def by_product(self, x: np.ndarray) -> np.ndarray:
+    def _by_position(self, x: np.ndarray) -> np.ndarray:
         """(B, Hkv, G n, ...) as attention's products take it, (B, Hkv, n, G, ...)."""
         return x.reshape(*x.shape[:2], -1, self.n, x.shape[-1]).swapaxes(2, 3)

@@ -2,7 +2,7 @@
 
     items = cloze_items(texts, 500, seed)                   sentences, each with ten candidates for its last word
     scored = cloze_credits(decoder, tokenizer, items)       1 where the original word is the most likely
-    replies = reply_to(model, prompts, sampling, end, decoder)
+    replies = reply_to(model, prompts, sampling, stop, decoder)
     reply_shares([Reply(...), ...])                         how many end, are not empty, do not loop
     measure_replies(model, tokenizer, prompts, 200, 3)      the same of greedy and sampled replies, with their noise
 
@@ -30,7 +30,6 @@ from tinyforge.infer.sampling import Sampling, log_probability
 from tinyforge.infer.session import Session, Stats
 from tinyforge.rng import Stream
 from tinyforge.tokenizers import TextTokenizer
-from tinyforge.tokenizers.chat_templates import end_of_reply
 
 CANDIDATES = 10
 NEIGHBOURS = 40
@@ -158,13 +157,13 @@ def reply_decoder(model: CausalLM, prompts: int) -> Decoder:
 
 
 def reply_to(
-    model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, end: int, decoder: Decoder
+    model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int], decoder: Decoder
 ) -> list[tuple[list[int], bool]]:
-    """The tokens of the reply to each prompt, and whether it ended with the token `end`.
+    """The tokens of the reply to each prompt, and whether it ended with one of `stop`.
 
     Prompt i draws with the seed sampling.seed + i. decoder: of any number of rows, from `reply_decoder` for instance.
     """
-    replies, stop = list[list[int]](), frozenset({end})
+    replies = list[list[int]]()
     if decoder.batch == 1:
         session = Session(model, decoder)
         for i, prompt in enumerate(prompts):
@@ -224,18 +223,28 @@ def reply_shares(replies: Sequence[Reply]) -> dict[str, float]:
 
 
 def text_replies(
-    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], sampling: Sampling, decoder: Decoder
+    model: CausalLM,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    decoder: Decoder,
+    stop: frozenset[int],
 ) -> list[Reply]:
-    """What `reply_to` draws, as text, up to the token that ends a reply."""
-    replies = reply_to(model, prompts, sampling, tokenizer.specials[end_of_reply(tokenizer)], decoder)
+    """What `reply_to` samples, as text, up to a token that ends a reply."""
+    replies = reply_to(model, prompts, sampling, stop, decoder)
     return [Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies]
 
 
 def measure_replies(
-    model: CausalLM, tokenizer: TextTokenizer, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: int
+    model: CausalLM,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seeds: int,
+    stop: frozenset[int],
 ) -> dict[str, Any]:
     """Shares of well-formed replies, greedy and by `sampling` with several seeds; and some greedy ones that are not."""
-    drawn = partial(text_replies, model, tokenizer, prompts, decoder=reply_decoder(model, len(prompts)))
+    drawn = partial(text_replies, model, tokenizer, prompts, decoder=reply_decoder(model, len(prompts)), stop=stop)
     replies = drawn(Sampling(temperature=0.0, max_tokens=sampling.max_tokens))
     greedy = reply_shares(replies)
     wrong = [reply for reply in replies if reply_shares([reply])["all_three"] == 0]
@@ -274,12 +283,5 @@ def measure_speculation(
 ) -> dict[str, Any]:
     """The same as figures. The continuations end at any special token."""
     stats = speculate(model, prompts, max_tokens, frozenset(tokenizer.specials.values()))
-    return {
-        "texts": len(prompts),
-        "tokens": stats.tokens,
-        "passes": stats.passes,
-        "tokens_per_pass": stats.tokens_per_pass,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance": stats.acceptance,
-    }
+    names = ("tokens", "passes", "tokens_per_pass", "drafted", "accepted", "acceptance")
+    return {"texts": len(prompts), **{name: getattr(stats, name) for name in names}}

@@ -150,7 +150,7 @@ SHOWN = {
 
 
 def table_of_tasks(found: Mapping[str, Any], published: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Every task's scores beside chance level and the published scores: by model, task and metric."""
+    """Every task's scores compared with chance level and the published scores: by model, task and metric."""
     lines = [
         _heading(found, found["model"]),
         "",

@@ -9,7 +9,7 @@ import numpy as np
 
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
-from tinyforge.infer.decoder import Decoder, Drawn
+from tinyforge.infer.decoder import Decoder, SampledBlock
 from tinyforge.infer.sampling import Sampling, choose, log_probability, penalise
 from tinyforge.infer.session import Session, Token, check_prompt, checked_ids
 from tinyforge.rng import Stream
@@ -73,10 +73,12 @@ def generate_batch(
                 return
 
 
-def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Sampling, count: int) -> Iterator[Drawn]:
-    """Up to `count` tokens per row, in blocks: from `Decoder.stream`, or drawn here from the logits of `step`.
+def draw_blocks(
+    decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
+) -> Iterator[SampledBlock]:
+    """Up to `count` tokens per row, in blocks: from `Decoder.stream`, or sampled here from the logits of `step`.
 
-    texts: each row's tokens, all but the last of them cached. The caller appends the drawn tokens. A text that has not
+    texts: a row's tokens, all but the last cached. The caller appends what was sampled. A text that has not
     grown by the next block has ended, and from then on its row's tokens mean nothing.
     """
     streams = [Stream(sampling.seed + i, "sample") for i in range(len(texts))]
@@ -84,27 +86,20 @@ def draw_blocks(decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Samp
         yield from decoder.stream([text[-1:] for text in texts], [sampling] * len(texts), streams, count)
         return
     numbers = np.stack([stream.uniform((count,)) for stream in streams])
-    prompts, wanted = [list(text) for text in texts], [len(text) for text in texts]
+    prompts, expected = [list(text) for text in texts], [len(text) for text in texts]
     for t in range(count):
         logits = decoder.step([[text[-1]] for text in texts])[:, 0, 0]
         z = logits
         if sampling.changes_logits:
-            z = np.stack(
-                [
-                    penalise(row, sampling, text, text[len(prompt) :])
-                    for row, text, prompt in zip(logits, texts, prompts, strict=True)
-                ]
-            )
+            replies = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+            rows = zip(logits, texts, replies, strict=True)
+            z = np.stack([penalise(row, sampling, text, reply) for row, text, reply in rows])
         ids = np.array(choose(z, sampling, numbers[:, t]))
         logprobs = None
         if sampling.logprobs:
             logprobs = np.array([[log_probability(row, x)] for row, x in zip(logits, ids, strict=True)])
-        yield Drawn(ids[:, None], logprobs)
-        wanted = [length + 1 for length in wanted]
+        yield SampledBlock(ids[:, None], logprobs)
+        expected = [length + 1 for length in expected]
         # A row that has ended is rewound to 0, so that it always has room.
-        decoder.rewind(
-            [
-                held if len(text) == length else 0
-                for held, text, length in zip(decoder.lengths, texts, wanted, strict=True)
-            ]
-        )
+        held = zip(decoder.lengths, texts, expected, strict=True)
+        decoder.rewind([count if len(text) == length else 0 for count, text, length in held])

@@ -177,12 +177,8 @@ class Scorer:
     def _read(self, h: Array, rows: Sequence[_Row], starts: Sequence[int]) -> dict[int, Score]:
         """The scores of rows; h[i, starts[i]:] predicts the targets of row i."""
         backend, vocab = self.model.backend, self.model.config.vocab
-        at = np.concatenate(
-            [
-                i * h.shape[1] + start + np.arange(len(row.targets))
-                for i, (row, start) in enumerate(zip(rows, starts, strict=True))
-            ]
-        )
+        first = [i * h.shape[1] + start for i, start in enumerate(starts)]
+        at = np.concatenate([at + np.arange(len(row.targets)) for at, row in zip(first, rows, strict=True)])
         targets = np.concatenate([row.targets for row in rows])
         flat = h.reshape(-1, h.shape[-1])
         log_probs, best, step = np.empty(len(at)), np.empty(len(at), bool), max(1, LOGITS // vocab)
@@ -219,8 +215,8 @@ def bytes_needed(spec: ModelSpec, config: ModelConfig, precision: str, tokens: i
     start = METER.now
     METER.peak = start
     make: Callable[..., Any] = partial(spec.build, config, backend)
-    meta = frozen_model(make, weights)
-    h = meta.hidden(backend.zeros((max(1, tokens // length), length), np.dtype(np.int32)))
+    hollow = frozen_model(make, weights)
+    h = hollow.hidden(backend.zeros((max(1, tokens // length), length), np.dtype(np.int32)))
     peak = METER.peak - start
     rows = min(h.shape[0] * length, max(1, LOGITS // config.vocab))
     return int(peak + 3 * rows * config.vocab * np.dtype(backend.master_dtype).itemsize)
@@ -229,7 +225,7 @@ def bytes_needed(spec: ModelSpec, config: ModelConfig, precision: str, tokens: i
 def tokens_that_fit(spec: ModelSpec, config: ModelConfig, backend: Backend, weights: str = "") -> int:
     """Tokens in a batch of the scorer, as many as are worthwhile and fit into free memory; UserError if none fit."""
     free, place = free_memory(backend)
-    tokens = wanted = max(TOKENS[backend.name], config.context)
+    tokens = expected = max(TOKENS[backend.name], config.context)
     while free is not None and (needed := bytes_needed(spec, config, backend.precision.name, tokens, weights)) > free:
         if tokens == config.context:
             raise UserError(
@@ -237,6 +233,6 @@ def tokens_that_fit(spec: ModelSpec, config: ModelConfig, backend: Backend, weig
                 "model, or --precision bf16 on a GPU"
             )
         tokens = max(tokens // 2, config.context)
-    if tokens < wanted:
-        print(f"batches of {tokens:,} tokens rather than {wanted:,}: {gib(free or 0)} are free {place}")
+    if tokens < expected:
+        print(f"batches of {tokens:,} tokens rather than {expected:,}: {gib(free or 0)} are free {place}")
     return tokens

@@ -30,7 +30,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 change nothing.
+    """How tokens are sampled. temperature 0: greedy; top_k 0, top_p 1, min_p 0 and repetition_penalty 1 change nothing.
 
     The steps, in order: logit_bias, (token id, bias) pairs, is added. From the logits of generated tokens,
     presence_penalty is subtracted once, and frequency_penalty once per occurrence. Logits of tokens in the text, prompt
@@ -62,9 +62,9 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, (allowed, wanted) in RULES.items():
+        for name, (allowed, expected) in RULES.items():
             if not allowed(value := getattr(self, name)):
-                raise UserError(f"--{name.replace('_', '-')} is {value}, wants {wanted}")
+                raise UserError(f"--{name.replace('_', '-')} is {value}, expected {expected}")
 
     @property
     def changes_logits(self) -> bool:
@@ -90,7 +90,7 @@ def penalise(logits: np.ndarray, sampling: Sampling, seen: Iterable[int], made: 
 
 
 def probabilities(z: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """The distributions that tokens are drawn from, (n, V), for penalised logits z, (n, V) float64; temperature > 0."""
+    """The distributions of sampled tokens, (n, V), for penalised logits z, (n, V) float64; temperature > 0."""
     p = _weights(z, sampling)
     p /= p.sum(axis=-1, keepdims=True)
     return p
@@ -135,7 +135,7 @@ def uniforms(seed: int) -> Iterator[float]:
 
 
 def choose(logits: np.ndarray, sampling: Sampling, numbers: Iterable[float]) -> list[int]:
-    """A token for each row of penalised logits, (n, V), drawn with that row's number; greedy ignores the numbers."""
+    """A token for each row of penalised logits, (n, V), sampled with that row's number; greedy ignores the numbers."""
     if sampling.temperature == 0:
         return logits.argmax(axis=-1).tolist()
     return draw(_weights(logits.astype(np.float64), sampling), list(numbers))

@@ -97,7 +97,7 @@ class Session:
     def __init__(self, model: CausalLM, decoder: Decoder | None = None) -> None:
         self.decoder = decoder or make_decoder(model)
         if self.decoder.batch != 1:
-            raise ValueError(f"Session: the decoder has {self.decoder.batch} rows, wants 1")
+            raise ValueError(f"Session: the decoder has {self.decoder.batch} rows, expected 1")
         self.decoder.rewind([0])
         self.tokens: list[int] = []
         self._prompt = 0  # tokens before those that the last call of `generate` appended

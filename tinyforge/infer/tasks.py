@@ -151,13 +151,8 @@ def _last_words(scorer: Scorer, items: Sequence[LastWord], done: Callable[[int],
     right, logs = [float(score.greedy) for score in scores], [score.log_prob for score in scores]
     perplexity = math.exp(min(-float(np.mean(logs)), 700.0))
     errors = {"acc": mean_error(right), "perplexity": perplexity * mean_error(logs)}  # d exp(x) = exp(x) dx
-    return Result(
-        {"acc": float(np.mean(right)), "perplexity": perplexity},
-        errors,
-        0.0,
-        len(items),
-        sum(score.cut for score in scores),
-    )
+    figures = {"acc": float(np.mean(right)), "perplexity": perplexity}
+    return Result(figures, errors, 0.0, len(items), sum(score.cut for score in scores))
 
 
 def _passages(scorer: Scorer, items: Sequence[Passage], done: Callable[[int], object]) -> Result:
@@ -193,11 +188,11 @@ def flexible_answer(text: str) -> str:
     return next((part for part in found[-1] if part), "[invalid]") if found else "[invalid]"
 
 
-def same_answer(given: str, wanted: str) -> bool:
+def same_answer(given: str, expected: str) -> bool:
     """Whether two answers are equal up to commas, dollars, the text before ####, a final full stop, and capitals."""
     for pattern in _IGNORED:
-        given, wanted = pattern.sub("", given), pattern.sub("", wanted)
-    return given.lower() == wanted.lower()
+        given, expected = pattern.sub("", given), pattern.sub("", expected)
+    return given.lower() == expected.lower()
 
 
 def prompt_ids(tokenizer: TextTokenizer, problem: Problem, most: int) -> tuple[list[int], int]:
@@ -227,8 +222,8 @@ def _problems(
         right["exact_match_strict"].append(float(same_answer(strict_answer(text), item.answer)))
         right["exact_match_flexible"].append(float(same_answer(flexible_answer(text), item.answer)))
     given = [max(0, shown) for shown in shots]
-    wanted = len(items[0].shown)
-    note = f"{np.mean(given):.1f} of {wanted} examples fit the context" if sum(given) < wanted * len(items) else ""
+    expected = len(items[0].shown)
+    note = f"{np.mean(given):.1f} of {expected} examples fit the context" if sum(given) < expected * len(items) else ""
     return Result(*_means(right), 0.0, len(items), sum(shown < 0 for shown in shots), note=note)
 
 

@@ -11,6 +11,7 @@ from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.kernel import Array
 from tinyforge.op import Stash
 from tinyforge.ops import Attention
+from tinyforge.ops.attention import cap_, scaling
 from tinyforge.ops.softmax import softmax_fwd
 
 
@@ -25,7 +26,8 @@ class Trace(NamedTuple):
 def trace(model: CausalLM, ids: Sequence[int]) -> Trace:
     """Trace one pass over a text; float64 NumPy arrays.
 
-    `attention[l][h, t, s]` = softmax over the visible s of q_t . k_s / sqrt(D). The query heads of a group share keys.
+    `attention[l][h, t, s]` = softmax over the visible s of q_t . k_s / sqrt(D), scaled and capped as the op does. The
+    query heads of a group share keys.
     """
     h, attended = _hidden(check_causal_lm(model), ids)
     to_numpy = model.backend.to_numpy
@@ -44,7 +46,9 @@ def _hidden(model: CausalLM, ids: Sequence[int]) -> tuple[Array, list[tuple[Atte
 def weights_of(op: Attention, qkv: Array) -> np.ndarray:
     """The attention weights of an op: (T, Hq + 2 Hkv, D) to (Hq, T, T)."""
     q, k = np.split(qkv[:, : op.heads + op.kv_heads].astype(np.float64), [op.heads], axis=1)
-    scores = np.einsum("thd,shd->hts", q, k.repeat(op.heads // op.kv_heads, axis=1)) * q.shape[-1] ** -0.5
+    scores = np.einsum("thd,shd->hts", q, k.repeat(op.heads // op.kv_heads, axis=1)) * scaling(q.shape[-1], op.scale)
+    if op.softcap:
+        cap_(scores, op.softcap)
     visible = np.ones(scores.shape[1:], bool)
     if op.causal:
         visible = np.tril(visible)
