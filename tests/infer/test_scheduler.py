@@ -1,4 +1,4 @@
-"""Continuous batching: whatever comes and goes beside it, a request gets the text that it gets alone."""
+"""Continuous batching: whatever comes and goes next to it, a request gets the text that it gets alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.infer.decoder import Decoder, ReferenceDecoder, Start
+from tinyforge.infer.causal_lm import logits
+from tinyforge.infer.decoder import Decoder, ReferenceDecoder, SequenceStart
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling, choose
@@ -44,7 +45,7 @@ class Drawing(ReferenceDecoder):
     def draws(self, sampling: Sampling) -> bool:
         return not (sampling.changes_logits or sampling.logprobs)
 
-    def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+    def queue(self, rows: Mapping[int, SequenceStart | None], count: int) -> Callable[[], np.ndarray]:
         ids = np.full((self.batch, count), self.config.vocab - 1)  # where nothing is meant
         for row, start in rows.items():
             given = list(start.tokens) if start else []
@@ -159,7 +160,7 @@ def test_every_causal_model_is_served(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_neighbour_that_shows_is_found() -> None:
-    """Negative control: a decoder whose products take all rows at once gives other bits beside others."""
+    """Negative control: a decoder whose products take all rows at once gives other bits next to others."""
 
     class Careless(NumpyDecoder):
         def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
@@ -177,12 +178,12 @@ def test_a_text_is_that_of_a_session() -> None:
     for wish in wishes(rng, CONFIG.vocab, CONFIG.context, 2, 10):
         session = Session(model, NumpyDecoder(model))
         session.extend(wish["prompt"])
-        wanted = [token.id for token in session.generate(wish["sampling"], wish["stop"])]
+        expected = [token.id for token in session.generate(wish["sampling"], wish["stop"])]
         request = scheduler.submit(**wish)
         while request.reason is None:
             scheduler.step()
-        assert request.tokens == wanted
-        assert request.reason == ("stop" if len(wanted) < session_budget(wish, scheduler) else "length")
+        assert request.tokens == expected
+        assert request.reason == ("stop" if len(expected) < session_budget(wish, scheduler) else "length")
         assert (request.stats.drafted, request.stats.accepted) == (session.stats.drafted, session.stats.accepted)
 
 
@@ -230,7 +231,7 @@ def test_a_block_is_queued_before_the_one_before_it_is_read() -> None:
     log: list[tuple[str, int]] = []
 
     class Watched(Drawing):
-        def queue(self, rows: Mapping[int, Start | None], count: int) -> Callable[[], np.ndarray]:
+        def queue(self, rows: Mapping[int, SequenceStart | None], count: int) -> Callable[[], np.ndarray]:
             read = super().queue(rows, count)
             log.append(("queue", count))
 
@@ -276,16 +277,106 @@ def test_prompts_that_share_a_beginning_compute_it_once() -> None:
     second = scheduler.submit([*prompt[:70], 5, 5], Sampling(temperature=0, max_tokens=3))
     while scheduler.busy:
         scheduler.step()
-    assert (first.stats.prefilled, first.stats.reused) == (100, 0)
-    assert (second.stats.prefilled, second.stats.reused) == (39, 32)  # of 71: the last token is a pass's
+    assert (second.stats.prefilled, second.stats.reused) == (71, 0)  # the shorter one first; the last token is a pass's
+    assert (first.stats.prefilled, first.stats.reused) == (36, 64)
+
+
+@pytest.mark.parametrize("kind", [NumpyDecoder, ReferenceDecoder, Drawing])
+def test_the_next_turn_computes_only_what_is_new(kind: type[Decoder]) -> None:
+    model = tiny()
+    scheduler = Scheduler(model, 2, decoder=kind(model, 2))
+    text, sampling = list(range(40)), Sampling(temperature=0, max_tokens=15)
+    for turn in range(4):
+        request = scheduler.submit(text, sampling)
+        while scheduler.busy:
+            scheduler.step()
+        # Of the text before, all but the reply's last token, which no pass has taken, and three tokens of the message.
+        computed = len(text) - 1 - request.stats.reused
+        assert computed == (39 if turn == 0 else 3) and request.stats.prefilled == computed
+        fresh = Scheduler(model, 2, decoder=kind(model, 2), prefix_bytes=0).submit(text, sampling)
+        assert request.tokens == alone(model, kind, fresh)
+        text = [*request.text, 5, 6, 7]
+    again = scheduler.submit(text[:40], sampling)  # the first prompt: no position that decoding a reply computed
+    other = scheduler.submit([*text[:50], 1, 2, 3], sampling)  # leaves in the middle of the first reply
+    while scheduler.busy:
+        scheduler.step()
+    assert again.stats.reused == 32 and other.stats.reused == 50
+
+
+def alone(model: NanoEuler, kind: type[Decoder], request: Request) -> list[int]:
+    scheduler = Scheduler(model, 2, decoder=kind(model, 2), prefix_bytes=0)
+    twin = scheduler.submit(request.prompt, request.sampling)
+    while scheduler.busy:
+        scheduler.step()
+    return twin.tokens
+
+
+def test_a_reply_after_a_prompt_of_complete_pieces_is_kept() -> None:
+    scheduler = Scheduler(tiny(), 1)
+    first = scheduler.submit(list(range(32)), Sampling(temperature=0, max_tokens=40))
+    while scheduler.busy:
+        scheduler.step()
+    later = scheduler.submit([*first.text, 1], Sampling(temperature=0, max_tokens=1))
+    while scheduler.busy:
+        scheduler.step()
+    assert later.stats.reused == 71
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones_nor_starves_them() -> None:
+    scheduler = Scheduler(tiny(), 4, prefix_bytes=0)
+    long = [scheduler.submit([i] * 140, Sampling(max_tokens=1)) for i in range(3)]
+    scheduler.step()
+    first = scheduler.submit([1] * 20, Sampling(max_tokens=1))
+    for _ in range(2):
+        scheduler.step()
+    assert first.reason == "length"
+    for _ in range(25):  # a stream of short ones
+        scheduler.submit([1] * 20, Sampling(max_tokens=1))
+        scheduler.step()
+    assert long[0].reason == "length"
+
+
+def test_one_owner_leaves_rows_for_others() -> None:
+    scheduler = Scheduler(tiny(), 8, queue=64)
+    owner = object()
+    many = [scheduler.submit([1, 2], Sampling(temperature=0, max_tokens=100), owner=owner) for _ in range(20)]
+    scheduler.step()
+    assert sum(r.row is not None for r in many) == 6 and len(scheduler.free) == 2
+    other = scheduler.submit([1, 2], Sampling(temperature=0, max_tokens=1), owner=object())
+    scheduler.step()
+    assert other.reason == "length"
+
+
+@pytest.mark.parametrize("kind", [NumpyDecoder, ReferenceDecoder, Drawing])
+def test_the_log_probabilities_of_a_prompt(kind: type[Decoder]) -> None:
+    model, rng = tiny("fp64"), np.random.default_rng(0)
+    ids = rng.integers(0, CONFIG.vocab, 70).tolist()
+    scheduler = Scheduler(model, 3, decoder=kind(model, 3))
+    wish = Sampling(temperature=0, max_tokens=2, logprobs=True)
+    busy = scheduler.submit([1], Sampling(temperature=0, max_tokens=60))
+    scored = scheduler.submit(ids, wish, alternatives=3, score=True)
+    only = scheduler.submit(ids, wish, alternatives=3, score=True, generate=False)
+    empty = scheduler.submit([4], wish, generate=False)
+    while scheduler.busy:
+        scheduler.step()
+    z = logits(model, [ids])[0]
+    expected = z - z.max(axis=-1, keepdims=True)
+    expected -= np.log(np.exp(expected).sum(axis=-1, keepdims=True))
+    assert scored.scored is not None and scored.scored == only.scored and only.tokens == [] == empty.tokens
+    first, *rest = scored.scored
+    assert [t.id for t in scored.scored] == ids and first.logprob is None and only.reason == "length"
+    for i, told in enumerate(rest):
+        assert told.logprob == pytest.approx(expected[i, ids[i + 1]], abs=1e-9)
+        assert [t for t, _ in told.others] == np.argsort(-z[i], kind="stable")[:3].tolist()
+    assert len(busy.tokens) == 60 and len(scored.tokens) == 2
 
 
 def test_pieces_that_do_not_fit_go_oldest_first() -> None:
-    store = Prefixes(100)
+    store, ids = Prefixes(100), list(range(6))
     for number in range(5):
-        store.put(store.key([number]), (np.zeros(4), [np.zeros(1)]))  # 40 bytes
-        store.get(store.key([1]))
-    assert [store.get(store.key([n])) is not None for n in range(5)] == [False, True, False, False, True]
+        store.put(ids, number, number + 1, (np.zeros(4), [np.zeros(1)]), 0)  # 40 bytes
+        store.find(ids, 1, 2)
+    assert [store.find(ids, n, n + 1) is not None for n in range(5)] == [False, True, False, False, True]
     assert store.bytes == 80
     nothing = Scheduler(tiny(), 2, prefix_bytes=0)
     nothing.submit(list(range(60)) * 2, Sampling(max_tokens=1))
@@ -304,7 +395,7 @@ def test_long_prompts_are_computed_between_the_tokens_of_others() -> None:
         scheduler.step()
         steps += 1
         assert len(short.tokens) == before + 1  # no step without a token of the other
-    assert steps == 3  # 119 positions: 32, 32, and 55
+    assert steps == 4  # 119 positions: three times 32, and 23
 
 
 def test_queue_deadline_and_cancelling() -> None:

@@ -9,14 +9,19 @@ A step admits waiting requests to free rows, prefills some pieces of their promp
 for every row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Those blocks are
 queued ahead: the decoder computes one while the host reads another. A row is freed once its last block is read.
 
-A request's text depends only on its prompt, its sampling and its seed, to the last bit, whatever runs beside it:
+The shortest prompt is computed first, in both queues; every AGEING-th choice takes the request that came first, so that
+long prompts keep a share of the time. Requests of one `owner` get at most SHARE times as many rows as stay free.
 
-- A prompt is prefilled in pieces of `Decoder.piece` positions; the last piece takes the remainder too, and so has up to
-  two pieces' positions. The last token is left to the first pass. So the shape of each product is the prompt's own.
+A request's text depends only on its prompt, its sampling and its seed, to the last bit, whatever runs at the same time:
+
+- A prompt is prefilled in pieces of `Decoder.piece` positions; the last piece has the remainder. The last token is left
+  to the first pass. So the shape of each product is the prompt's own.
 - Where the decoder draws, a remainder shorter than a piece is not prefilled: the row takes one of its tokens in each
-  pass, beside the other rows' tokens, until it has the last one and draws.
-- Prompts share whole pieces: a saved piece holds the bits that computing it again would give.
-- `Decoder.step_rows` gives a row the same bits whichever rows run beside it. Speculating rows have their own passes.
+  pass, together with the other rows' tokens, until it has the last one and draws.
+- Prompts share complete pieces: a saved piece holds the bits that computing it again would give. Only a prompt that
+  goes on after another request's prompt and reply takes what decoding that reply computed, token by token: equal to
+  computing it again up to rounding.
+- `Decoder.step_rows` gives a row the same bits whichever rows run with it. Speculating rows have their own passes.
 - Random numbers come from the request's own stream. The request's sampling alone decides who draws, decoder or host.
 
 The scheduler knows no threads, and of time only `deadline`, which it compares with `clock`.
@@ -25,8 +30,10 @@ The scheduler knows no threads, and of time only `deadline`, which it compares w
 from __future__ import annotations
 
 import hashlib
+import itertools
+import operator
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -37,8 +44,9 @@ from tinyforge.errors import UserError
 from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
-from tinyforge.infer.decoder import Decoder, Start
-from tinyforge.infer.sampling import Sampling, choose, log_probability, penalise, uniforms
+from tinyforge.infer.decoder import Decoder, SequenceStart
+from tinyforge.infer.grammar import Constraint
+from tinyforge.infer.sampling import Sampling, choose, penalise, uniforms
 from tinyforge.infer.session import Refused, Stats, Token, check_prompt, checked_ids
 from tinyforge.infer.speculation import propose, verify
 from tinyforge.rng import Stream
@@ -51,8 +59,12 @@ HOST_PASSES = 2
 """Passes for the rows that the host draws, after each block of the rows that the decoder draws."""
 PREFIX_BYTES = 256 << 20
 """Memory for pieces of prompts, kept for later prompts that begin alike."""
+AGEING = 4
+"""Every AGEING-th choice among prompts takes the oldest, the others the shortest."""
+SHARE = 3
+"""Rows of one owner, at most, for each row that is free when it takes another."""
 
-Reason = Literal["stop", "length", "cancelled", "deadline", "error"]
+Reason = Literal["stop", "length", "cancelled", "deadline", "error", "grammar"]
 
 
 class QueueFull(Exception):
@@ -72,8 +84,10 @@ class Request:
     """A request and its progress.
 
     accept: called with new tokens; returns None, or after how many of them the text ends. alternatives: how many
-    `others` each token gets. deadline, submitted, first_token: times of `Scheduler.clock`. reason: why it ended, None
-    while it runs. text: prompt and generated tokens. stats: as a session's, without times. budget: tokens that may
+    `others` each token gets. deadline, submitted, first_token: times of `Scheduler.clock`. owner: see `SHARE`; None is
+    not limited. scored: the prompt's tokens with log-probabilities, the first without, where asked for. reuse: whether
+    saved pieces are read and kept. constraint: which tokens may come next; the host then samples. reason: why it ended,
+    None while it runs. text: prompt and generated tokens. stats: as a session's, without times. budget: tokens that may
     still come.
     """
 
@@ -83,6 +97,10 @@ class Request:
     alternatives: int
     deadline: float | None
     accept: Callable[[Sequence[Token]], int | None] | None
+    owner: Any = None
+    scored: list[Token] | None = None
+    reuse: bool = True
+    constraint: Constraint | None = None
     text: list[int] = field(default_factory=list)
     reason: Reason | None = None
     stats: Stats = field(default_factory=Stats)
@@ -90,6 +108,7 @@ class Request:
     first_token: float | None = None
     budget: int = 0
     device: bool = False  # whether the decoder draws its tokens
+    filled: bool = False  # whether its passes take the rest of the prompt
     kind: tuple[Any, ...] = ()  # rows of one kind are drawn together
     row: int | None = None
     numbers: Iterator[float] = field(default_factory=lambda: iter(()))
@@ -129,12 +148,13 @@ class Scheduler:
         self.rows, self.queue, self.clock = rows, queue, clock
         self.decoder.rewind([0] * self.decoder.batch)
         self.waiting: deque[Request] = deque()
-        self.filling: deque[Request] = deque()  # their prompts are being prefilled, in this order
+        self.filling: list[Request] = []  # their prompts are being prefilled; in the order of admission
         self.running: dict[int, Request] = {}  # by row
         self.free = list(range(rows))
         self.prefixes = Prefixes(prefix_bytes if self.decoder.can_save else 0)
         self._ended: list[Request] = []  # since the last step returned
         self._blocks: deque[_Block] = deque()  # in flight
+        self._admitted, self._filled = itertools.count(1), itertools.count(1)  # choices among prompts
         # Tokens with nothing but an id, by id: a block has thousands.
         self._plain_tokens = list(map(Token, range(self.decoder.config.vocab if self.decoder.draws(Sampling()) else 0)))
 
@@ -162,14 +182,21 @@ class Scheduler:
         alternatives: int = 0,
         deadline: float | None = None,
         accept: Callable[[Sequence[Token]], int | None] | None = None,
+        owner: Any = None,
+        score: bool = False,
+        generate: bool = True,
+        reuse: bool = True,
+        constraint: Constraint | None = None,
     ) -> Request:
-        """A checked request, not yet in the queue. UserError for one that the model cannot take."""
+        """A checked request, not yet in the queue. UserError for one that the model cannot take.
+
+        score: compute the prompt's own log-probabilities. generate: False for no token after the prompt."""
         config = self.decoder.config
         ids = tuple(checked_ids(prompt, config.vocab))
-        check_prompt(ids, self.decoder.capacity)
+        check_prompt(ids, self.decoder.capacity + (not generate))
         checked_ids((token for token, _ in sampling.logit_bias), config.vocab)
-        if alternatives and not sampling.logprobs:
-            raise UserError("alternatives need log-probabilities; ask for logprobs too")
+        if (alternatives or score) and not sampling.logprobs:
+            raise UserError("alternatives and scores need log-probabilities; ask for logprobs too")
         drafts = min(sampling.drafts, self.most_drafts)
         s = sampling if sampling.drafts == drafts else replace(sampling, drafts=drafts)
         return Request(
@@ -179,9 +206,13 @@ class Scheduler:
             min(alternatives, config.vocab),
             deadline,
             accept,
+            owner,
+            [Token(ids[0])] if score else None,
+            reuse and not score,
+            constraint,
             list(ids),
-            budget=min(s.max_tokens, self.decoder.capacity - len(ids)),
-            device=self.decoder.draws(s),
+            budget=min(s.max_tokens, self.decoder.capacity - len(ids)) if generate else 0,
+            device=constraint is None and self.decoder.draws(s),
             kind=(s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits),
             numbers=uniforms(s.seed),
         )
@@ -230,11 +261,7 @@ class Scheduler:
         for request in self._all():
             if request.deadline is not None and now >= request.deadline:
                 self._end(request, "deadline")
-        while self.free and self.waiting:
-            request = self.waiting.popleft()
-            request.row = self.free.pop(0)
-            if not self._start_if_filled(request):
-                self.filling.append(request)
+        self._admit()
         self._fill()
         while len(self._blocks) < AHEAD and (block := self._queue_block()):
             self._blocks.append(block)
@@ -247,41 +274,98 @@ class Scheduler:
         self._ended.clear()
         return list(found.items())
 
+    def _admit(self) -> None:
+        """Give free rows to waiting requests."""
+        held = Counter(id(r.owner) for r in (*self.filling, *self.running.values()) if r.owner is not None)
+        while self.free and self.waiting:
+            most = SHARE * len(self.free)
+            able = [r for r in self.waiting if held[id(r.owner)] < most]
+            if not able:
+                return
+            oldest = next(self._admitted) % AGEING == 0
+            request = able[0] if oldest else min(able, key=lambda r: len(r.prompt))
+            self.waiting.remove(request)
+            request.row = self.free.pop(0)
+            held[id(request.owner)] += request.owner is not None
+            self.filling.append(request)
+            self._start_if_filled(request)
+
     def _fill(self) -> None:
         """Prefill about as many positions as the running rows take tokens, and at least one piece."""
         room = max(self.decoder.piece, 2 * len(self.running))
         while self.filling and room > 0:
-            room -= self._fill_piece(self.filling[0])
-            if self._start_if_filled(self.filling[0]):
-                self.filling.popleft()
+            oldest = next(self._filled) % AGEING == 0
+            request = self.filling[0] if oldest else min(self.filling, key=self._left)
+            room -= self._score_piece(request) if request.scored else self._fill_piece(request)
+            self._start_if_filled(request)
 
-    def _start_if_filled(self, request: Request) -> bool:
+    def _left(self, request: Request) -> int:
+        """Positions of its prompt that its row does not hold yet."""
+        assert request.row is not None
+        return len(request.prompt) - self.decoder.lengths[request.row]
+
+    def _start_if_filled(self, request: Request) -> None:
         """Mark a request as running once its row holds all of the prompt that its passes do not take."""
         assert request.row is not None
-        end, size = len(request.prompt) - 1, self.decoder.piece
-        ready = self.decoder.lengths[request.row] == (end // size * size if request.device else end)
-        if ready:
-            self.running[request.row] = request
-        return ready
+        if request.filled or self.decoder.lengths[request.row] == len(request.prompt) - 1:
+            if request.budget:
+                self.filling.remove(request)
+                self.running[request.row] = request
+            else:
+                self._end(request, "length")
 
     def _fill_piece(self, request: Request) -> int:
         """Add one piece of a prompt, saved or computed; returns how many positions were computed."""
         decoder, row, size = self.decoder, request.row, self.decoder.piece
         assert row is not None
         start, end = decoder.lengths[row], len(request.prompt) - 1
-        whole = request.device or end - start >= 2 * size
-        piece = request.prompt[start : start + size if whole else end]
-        key = self.prefixes.key(request.prompt[: start + size]) if whole and self.prefixes.most_bytes else b""
-        saved = self.prefixes.get(key) if key else None
-        if saved is not None:
-            decoder.restore(row, saved, start + size)
-            request.stats.reused += size
+        begin = start // size * size  # of the piece; start is behind it where part of a reply was found
+        stop = min(begin + size, end)
+        keep = self.prefixes.most_bytes > 0 and request.reuse
+        if keep and start == begin and (found := self.prefixes.find(request.prompt, start, stop)):
+            saved, length, same = found
+            decoder.restore(row, saved, start + length)
+            if same < length:
+                decoder.rewind_row(row, start + same)
+            request.stats.reused += same
             return 0
-        decoder.prefill(row, piece)
-        request.stats.prefilled += len(piece)
-        if key:
-            self.prefixes.put(key, decoder.saved(row, start))
+        if request.device and request.budget and stop < begin + size:
+            request.filled = True
+            return 0
+        decoder.prefill(row, request.prompt[start:stop])
+        request.stats.prefilled += stop - start
+        if keep and stop == begin + size:
+            self.prefixes.put(request.prompt, begin, stop, decoder.saved(row, begin), size - 1)
+        return stop - start
+
+    def _score_piece(self, request: Request) -> int:
+        """Add one piece of a prompt whose log-probabilities are asked for; returns how many positions were computed."""
+        row, scored = request.row, request.scored
+        assert row is not None and scored is not None
+        start, end = self.decoder.lengths[row], len(request.prompt) - 1
+        if piece := request.prompt[start : min(start + self.decoder.piece, end)]:
+            logits = self.decoder.step_rows([row], [piece])[0, :, 0]
+            following = request.prompt[start + 1 : start + 1 + len(piece)]
+            scored += [_told(request, z, token) for z, token in zip(logits, following, strict=True)]
+            request.stats.prefilled += len(piece)
         return len(piece)
+
+    def _keep(self, request: Request) -> None:
+        """Save what its row holds of a text that has ended, for a prompt that goes on after it."""
+        r, decoder, row, size = request, self.decoder, request.row, self.decoder.piece
+        assert row is not None
+        held, prompt = min(decoder.lengths[row], len(r.text)), len(r.prompt)
+        if not (self.prefixes.most_bytes and decoder.can_rewind and r.reuse) or held <= prompt:
+            return
+        first = (prompt - 1) // size * size
+        for begin in range((held - 1) // size * size, first - 1, -size):
+            decoder.rewind_row(row, held)
+            if begin + size == prompt:  # no token of the reply: as later prompts would compute it
+                decoder.rewind_row(row, begin)
+                decoder.prefill(row, r.prompt[begin:])
+            own = min(max(0, prompt - begin), size - 1)
+            self.prefixes.put(r.text, begin, held, decoder.saved(row, begin), own)
+            held = begin
 
     def _queue_block(self) -> _Block | None:
         """Queue a block of passes over the rows for which the decoder draws, without waiting for it."""
@@ -290,13 +374,13 @@ class Scheduler:
         if not left:
             return None
         count = min(BLOCK, max(left.values()))
-        starts: dict[int, Start | None] = dict.fromkeys(left)
+        starts: dict[int, SequenceStart | None] = dict.fromkeys(left)
         parts = []
         for row in left:
             r, before = self.running[row], 0
             if lengths[row] < len(r.prompt):  # the rest of the prompt comes first; after its last token the row draws
                 tokens = r.prompt[lengths[row] : lengths[row] + count]
-                starts[row] = Start(tokens, r.sampling, Stream(r.sampling.seed, "sample"))
+                starts[row] = SequenceStart(tokens, r.sampling, Stream(r.sampling.seed, "sample"))
                 before = min(len(r.prompt) - 1 - lengths[row], count)
                 r.stats.prefilled += before
             parts.append((r, row, before))
@@ -346,6 +430,9 @@ class Scheduler:
         for _, part in _grouped(enumerate(group), lambda entry: entry[1].kind):
             places, requests = zip(*part, strict=True)
             z = logits[list(places)]
+            for row, r in zip(z, requests, strict=True):
+                if r.constraint is not None:
+                    r.constraint.mask(row)
             if requests[0].sampling.changes_logits:
                 z = np.stack([penalise(row, r.sampling, r.text, r.tokens) for row, r in zip(z, requests, strict=True)])
             sampling = requests[0].sampling
@@ -357,7 +444,10 @@ class Scheduler:
     def _speculated(self, request: Request, logits: np.ndarray) -> list[Token]:
         """Verify a row's drafts and propose the next ones. logits: (1 + drafts, heads, V)."""
         r, prompt = request, len(request.prompt)
-        new = verify(logits[:, 0], r.drafts, r.proposed, r.sampling, r.numbers, r.text, prompt)
+        z = logits[:, 0]
+        if r.constraint is not None:
+            r.constraint.mask_along(z := z.copy(), r.drafts)
+        new = verify(z, r.drafts, r.proposed, r.sampling, r.numbers, r.text, prompt)
         right, offered = len(new) - 1, r.drafts
         r.stats.count(len(offered), right)
         made = [_told(r, logits[i, 0], token, head=i + 1 if i < right else 0) for i, token in enumerate(new)]
@@ -384,6 +474,14 @@ class Scheduler:
             made, reason = made[:stopped], "stop"
         if len(made) >= r.budget:
             made, reason = made[: r.budget], reason if len(made) < r.budget else "length"
+        if r.constraint is not None:
+            for at, token in enumerate(made):
+                if not r.constraint.accept(token.id):
+                    made, reason = made[:at], "grammar"
+                    break
+                if r.constraint.complete:
+                    made, reason = made[: at + 1], "stop"
+                    break
         if made and r.accept is not None and (taken := r.accept(made)) is not None:
             made, reason = made[:taken], "stop"
         r.text += ids[: len(made)]
@@ -401,6 +499,8 @@ class Scheduler:
             return
         if self.running.pop(request.row, None) is None:
             self.filling.remove(request)
+        if reason in ("stop", "length"):
+            self._keep(request)
         self.decoder.rewind_row(request.row, 0)
         self.free.append(request.row)
         self.free.sort()  # low rows first: neighbours are computed together
@@ -408,30 +508,47 @@ class Scheduler:
 
 
 class Prefixes:
-    """Saved pieces of caches, keyed by the prompt up to their end; the least recently used go first."""
+    """Saved pieces of caches, by the tokens before them and their own; the least recently used go first."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.bytes = most_bytes, 0
-        self._pieces: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
+        self._pieces: OrderedDict[tuple[bytes, tuple[int, ...]], tuple[Any, int, int]] = OrderedDict()
+        self._after: defaultdict[bytes, list[tuple[int, ...]]] = defaultdict(list)
 
     @staticmethod
-    def key(ids: Sequence[int]) -> bytes:
-        return hashlib.sha256(np.array(ids, np.int64).tobytes()).digest()
+    def _key(ids: Sequence[int], length: int) -> bytes:
+        return hashlib.sha256(np.array(ids[:length], np.int64).tobytes()).digest()
 
-    def get(self, key: bytes) -> Any:
-        found = self._pieces.get(key)
-        if found is None:
+    def find(self, ids: Sequence[int], begin: int, end: int) -> tuple[Any, int, int] | None:
+        """The piece after ids[:begin] that agrees longest with ids[begin:end]: what was saved, its number of positions,
+        and how many of them agree."""
+        before, wanted = self._key(ids, begin), ids[begin:end]
+        best, most = None, 0
+        for tokens in self._after.get(before, ()):
+            same = next((i for i, differs in enumerate(map(operator.ne, tokens, wanted)) if differs), None)
+            same = min(len(tokens), len(wanted)) if same is None else same
+            if same > max(most, self._pieces[before, tokens][2]):
+                best, most = tokens, same
+        if best is None:
             return None
-        self._pieces.move_to_end(key)
-        return found[0]
+        self._pieces.move_to_end((before, best))
+        return self._pieces[before, best][0], len(best), most
 
-    def put(self, key: bytes, saved: Any) -> None:
+    def put(self, ids: Sequence[int], begin: int, end: int, saved: Any, own: int) -> None:
+        """Keep the positions of ids[begin:end]. own: how many tokens must agree, and one more, for it to be found."""
+        before, tokens = self._key(ids, begin), tuple(ids[begin:end])
+        if (before, tokens) in self._pieces:
+            return
         size = array_bytes(saved)
-        self._pieces[key] = saved, size
+        self._pieces[before, tokens] = saved, size, own
+        self._after[before].append(tokens)
         self.bytes += size
         while self.bytes > self.most_bytes:
-            _, (_, gone) = self._pieces.popitem(last=False)
-            self.bytes -= gone
+            (place, gone), (_, freed, _) = self._pieces.popitem(last=False)
+            self.bytes -= freed
+            self._after[place].remove(gone)
+            if not self._after[place]:
+                del self._after[place]
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -448,11 +565,12 @@ def _told(request: Request, logits: np.ndarray, token: int, head: int = 0) -> To
     """A token with the log-probabilities that its request asked for. logits: (V,), of head 0."""
     if not request.sampling.logprobs:
         return Token(token, head=head)
+    z = logits.astype(np.float64)
+    top = z.max()
+    log_sum = np.log(np.exp(z - top).sum())
     others: tuple[tuple[int, float], ...] = ()
-    if request.alternatives:
-        z = logits.astype(np.float64)
-        best = np.argsort(-z, kind="stable")[: request.alternatives]
-        top = z.max()
-        logprobs = z[best] - top - np.log(np.exp(z - top).sum())
-        others = tuple(zip(best.tolist(), logprobs.tolist(), strict=True))
-    return Token(token, log_probability(logits, token), others, head)
+    if count := request.alternatives:
+        likely = np.flatnonzero(z >= np.partition(z, len(z) - count)[len(z) - count])
+        best = likely[np.argsort(-z[likely], kind="stable")[:count]]
+        others = tuple(zip(best.tolist(), (z[best] - top - log_sum).tolist(), strict=True))
+    return Token(token, float(z[token] - top - log_sum), others, head)

@@ -19,6 +19,7 @@ class TextStream:
         piece = stream.finish()
 
     Text that may begin a stop string is held back until that is decided. Bytes that are not UTF-8 become U+FFFD.
+    decoded, released: characters so far, and those of them that are no longer held back.
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
@@ -26,8 +27,10 @@ class TextStream:
             raise UserError("a stop string is empty; give at least one character")
         self.tokenizer, self.stop = tokenizer, stop
         self.stopped = False
+        self.matched: str | None = None  # the stop string at which it stopped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        self.decoded = self.released = 0
 
     def push(self, token: int) -> str:
         """The text that this token completes; "" after a stop string."""
@@ -40,13 +43,18 @@ class TextStream:
     def _take(self, new: str, last: bool) -> str:
         if self.stopped:
             return ""
+        self.decoded += len(new)
         if not self.stop:
+            self.released = self.decoded
             return new
         held = self._held + new
         found = _find_first(held, self.stop)
         self.stopped = found is not None
-        sure = found if found is not None else len(held) - (0 if last else _possible_start(held, self.stop))
+        if found is not None:
+            self.matched = next(s for s in self.stop if held.startswith(s, found))
+        sure = found if found is not None else len(held) - (0 if last else possible_start(held, self.stop))
         self._held = "" if self.stopped else held[sure:]
+        self.released += sure
         return held[:sure]
 
 
@@ -67,7 +75,12 @@ def _find_first(text: str, stop: Sequence[str]) -> int | None:
     return min((at for s in stop if (at := text.find(s)) >= 0), default=None)
 
 
-def _possible_start(text: str, stop: Sequence[str]) -> int:
+def possible_start(text: str, stop: Sequence[str]) -> int:
     """The length of the longest suffix of `text` that begins a stop string."""
-    longest = max((len(s) - 1 for s in stop), default=0)
-    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
+    longest = 0
+    for s in stop:
+        at = text.find(s[0], max(0, len(text) - len(s) + 1))
+        while at >= 0 and not s.startswith(text[at:]):
+            at = text.find(s[0], at + 1)
+        longest = max(longest, len(text) - at if at >= 0 else 0)
+    return longest

@@ -1,0 +1,65 @@
+"""Embeddings of texts: one vector for each."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.files import read_json
+
+SLICE = 64
+"""Positions of a pass of a decoder. Between passes the caller may do other work."""
+POOLING = Path("1_Pooling") / "config.json"
+"""Where sentence-transformers says how a model's states become a vector."""
+
+
+def is_encoder(model: Any) -> bool:
+    """Whether a model gives vectors of texts, and no text."""
+    return hasattr(model, "encode") and not hasattr(model, "make_cache")
+
+
+def takes_first(folder: Path) -> bool:
+    """Whether the model in a folder is made for the state of the first token, not for the mean of all. UserError for
+    another way."""
+    if not (folder / POOLING).is_file():
+        return False
+    content = read_json(folder / POOLING, "the pooling's configuration")
+    modes = [key for key, given in content.items() if key.startswith("pooling_mode_") and given is True]
+    if modes not in (["pooling_mode_mean_tokens"], ["pooling_mode_cls_token"]):
+        raise UserError(f"{folder / POOLING}: {', '.join(modes) or 'no mode'}; supported: the mean, or the first token")
+    return modes == ["pooling_mode_cls_token"]
+
+
+def embeddings(model: Any, texts: Sequence[Sequence[int]], first: bool = False) -> Generator[None, None, np.ndarray]:
+    """The mean of each text's final hidden states, scaled to length 1: returns (texts, C) float32.
+
+    v = m / |m|, m = 1/T sum_t h_t; with first, m = h_1. Yields after each text of an encoder, and after each pass of a
+    decoder over SLICE positions. texts: token ids, at least one each, and at most the model's context; an encoder's
+    with [CLS] and [SEP].
+    """
+    found = []
+    for ids in texts:
+        total = yield from (_encoded if is_encoder(model) else _decoded)(model, ids, first)
+        found.append(total / max(float(np.linalg.norm(total)), 1e-30))
+    return np.stack(found).astype(np.float32)
+
+
+def _encoded(model: Any, ids: Sequence[int], first: bool) -> Generator[None, None, np.ndarray]:
+    h = model.backend.to_numpy(model.encode(model.backend.asarray(np.asarray([ids], np.int32))))[0]
+    yield
+    vector: np.ndarray = h.astype(np.float64)[: 1 if first else None].sum(axis=0)
+    return vector
+
+
+def _decoded(model: Any, ids: Sequence[int], first: bool) -> Generator[None, None, np.ndarray]:
+    cache, total = model.make_cache(1, len(ids)), np.zeros(())
+    for start in range(0, len(ids), SLICE):
+        part = np.asarray([ids[start : start + SLICE]], np.int32)
+        h = model.hidden(model.backend.asarray(part), cache=cache)
+        total = total + model.backend.to_numpy(h)[0].astype(np.float64).sum(axis=0)
+        yield
+    return total

@@ -1,0 +1,183 @@
+"""Grammars: which tokens may come next, so that a text is JSON of a schema, matches a pattern, or is one of a list.
+
+    grammars = Grammars(tokenizer, stop_ids, vocab)
+    scheduler.submit(prompt, sampling, stop_ids, constraint=grammars.compile("json_schema", '{"type": "object"}'))
+
+llguidance parses the text as it grows. Its limits bound a grammar's size and the time of each token; a grammar beyond
+them is an error before the first token, or ends its text with the reason "grammar".
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from tinyforge.errors import UserError
+from tinyforge.files import json_value
+from tinyforge.requirements import needs
+from tinyforge.tokenizers import TextTokenizer
+
+Kind = Literal["json_schema", "grammar", "lark", "regex", "choice"]
+MOST_TEXT, MOST_KEPT = 128 << 10, 32
+"""Bytes of a grammar's text; compiled grammars that are kept."""
+LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 20_000, "verbose_errors": False}
+"""Some 4 ms a token and 40 MB at most."""
+BLANKS = {"whitespace_pattern": r"[ \n\t]"}
+"""Between JSON's tokens, at most one: small models may go on with blanks for ever."""
+
+
+class Constraint:
+    """A text that grows by a grammar's rules."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def mask(self, z: np.ndarray) -> None:
+        """Set the logits of the tokens that may not come next, z (V,), to -inf. No change after an error."""
+        if not self._matcher.is_error():
+            allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            if not self._matcher.is_error():
+                z[np.unpackbits(allowed, count=len(z), bitorder="little") == 0] = -np.inf
+
+    def mask_along(self, z: np.ndarray, drafts: Sequence[int]) -> None:
+        """`mask` of z (1 + drafts, V): row i after i drafts, up to the first that may not come. No token is taken."""
+        taken = 0
+        for row, draft in zip(z, [*drafts, None], strict=True):
+            self.mask(row)
+            if draft is None or self._matcher.try_consume_tokens([draft]) == 0:
+                break
+            taken += 1
+            if self.complete:
+                break
+        self._matcher.rollback(taken)
+
+    def accept(self, token: int) -> bool:
+        """Take the next token; returns False where the grammar has failed, or grown beyond its limits."""
+        return bool(self._matcher.consume_token(token))
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def copy(self) -> Constraint:
+        return Constraint(self._matcher.deep_copy())
+
+
+class _Tokens:
+    """A tokenizer as llguidance takes it."""
+
+    def __init__(self, tokenizer: TextTokenizer, vocab: int, end: int) -> None:
+        specials = set(tokenizer.specials.values())
+        known = min(vocab, tokenizer.vocab_size)
+        self.eos_token_id, self.bos_token_id = end, tokenizer.bos
+        self.tokens = [tokenizer.token_bytes(i) if i < known else b"<unused %d>" % i for i in range(vocab)]
+        self.special_token_ids = sorted(specials | {end} | set(range(known, vocab)))
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"), "text")
+
+
+class Grammars:
+    """The grammars of a model's tokenizer. stop_ids: what ends a text. vocab: tokens that the model may give."""
+
+    def __init__(self, tokenizer: TextTokenizer, stop_ids: Iterable[int], vocab: int) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise UserError(needs("structured output", "llguidance", "serve")) from error
+        self._library = llguidance
+        ends = sorted(stop_ids)
+        count = vocab if ends else vocab + 1  # an end that is never drawn
+        wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer, count, ends[0] if ends else vocab))
+        self._tokenizer = llguidance.LLTokenizer(wrapper, count, ends or [vocab])
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._kept: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, kind: Kind, text: str) -> Constraint:
+        """A constraint by a grammar's text: a JSON schema; GBNF or Lark; a regular expression; a JSON list of choices.
+        UserError for one that is wrong, not supported, or too large."""
+        if (size := len(text.encode("utf-8", "replace"))) > MOST_TEXT:
+            raise UserError(f"the grammar has {size} bytes, at most {MOST_TEXT} here")
+        with self._lock:
+            found = self._kept.get((kind, text))
+        if found is None:
+            found = Constraint(self._matcher(kind, text))
+            with self._lock:
+                self._kept[kind, text] = found
+                while len(self._kept) > MOST_KEPT:
+                    self._kept.popitem(last=False)
+        return found.copy()
+
+    def _matcher(self, kind: Kind, text: str) -> Any:
+        library = self._library
+        try:
+            if kind == "json_schema":
+                text = json.dumps(closed(json_value(text)))
+                grammar = library.LLMatcher.grammar_from_json_schema(text, defaults=BLANKS)
+            else:
+                grammar = library.grammar_from(kind, text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"the grammar cannot be read: {_first_line(error)}") from None
+        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        matcher.compute_bitmask()  # a grammar that matches nothing shows here
+        if matcher.is_error():
+            raise UserError(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
+        return matcher
+
+
+MIXED = {"allOf", "not", "if", "dependentSchemas", "unevaluatedProperties"}
+"""Keywords whose schemas are joined with others."""
+DATA = {"enum", "const", "default", "examples"}
+"""Keywords whose values are no schemas."""
+
+
+def closed(schema: Any) -> Any:
+    """The schema with `additionalProperties: false` in objects that list their properties and do not say, as llama.cpp,
+    vLLM and OpenAI have it: a model need not invent further ones. A reply is valid under the given schema too."""
+    if _keywords(schema) & MIXED:
+        return schema
+    return _closed(schema)
+
+
+def _keywords(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(_keywords, schema))
+    if not isinstance(schema, dict):
+        return set()
+    return set(schema).union(*(_keywords(value) for key, value in schema.items() if key not in DATA))
+
+
+def _closed(schema: Any, joined: bool = False) -> Any:
+    """joined: whether another schema with properties applies to the same object."""
+    if isinstance(schema, list):
+        return [_closed(each, joined) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    owns = isinstance(schema.get("properties"), dict)
+    branches = {"anyOf", "oneOf", "$ref"} & schema.keys()
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            found[key] = {name: _closed(each) for name, each in value.items()}
+        else:
+            found[key] = value if key in DATA else _closed(value, owns and key in branches)
+    if owns and not branches and not joined and "patternProperties" not in schema:
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def _first_line(message: object) -> str:
+    return str(message).strip().split("\n")[0][:300]
+
+
+def choices(texts: Iterable[str]) -> str:
+    """The text of a grammar of the kind "choice"."""
+    return json.dumps(list(texts))
