@@ -16,8 +16,8 @@ import pytest
 from tinyforge.backends import get_backend
 from tinyforge.formats import Loaded, load
 from tinyforge.infer.decoder_numpy import NumpyDecoder
+from tinyforge.infer.embeddings import is_encoder
 from tinyforge.infer.scheduler import Scheduler
-from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ROOT / "models" / "nanoeuler" / "small"
@@ -62,25 +62,27 @@ def small() -> Loaded:
 
 @contextmanager
 def running(
-    loaded: Loaded, rows: int = 4, queue: int = 8, limits: dict[str, Any] | None = None, **app: Any
+    loaded: Loaded, rows: int = 4, queue: int = 8, limits: dict[str, Any] | None = None, name: str = "small", **app: Any
 ) -> Iterator[Running]:
     from tinyforge.serve.__main__ import listening
     from tinyforge.serve.app import App
-    from tinyforge.serve.engine import Engine
+    from tinyforge.serve.engine import Engine, NoTexts
     from tinyforge.serve.http import Server
     from tinyforge.serve.protocol import Limits
 
-    scheduler = Scheduler(loaded.model, rows, queue=queue, decoder=NumpyDecoder(loaded.model, rows))
-    slow, step = [0.0], scheduler.step
+    slow, scheduler = [0.0], None
+    if not is_encoder(loaded.model):
+        scheduler = Scheduler(loaded.model, rows, queue=queue, decoder=NumpyDecoder(loaded.model, rows))
+        step = scheduler.step
 
-    def slowed() -> Any:
-        time.sleep(slow[0])
-        return step()
+        def slowed() -> Any:
+            time.sleep(slow[0])
+            return step()
 
-    scheduler.step = slowed  # type: ignore[method-assign]
-    engine = Engine(scheduler, loaded.tokenizer)
+        scheduler.step = slowed  # type: ignore[method-assign]
+    engine = Engine(scheduler or NoTexts(loaded.model.config.context), loaded.tokenizer)
     limited = Limits(**{"max_tokens": loaded.model.config.context, **(limits or {})})
-    application = App(engine, TEMPLATES[loaded.template], "small", loaded.model, "nanoeuler", limited, **app)
+    application = App(engine, loaded.template, name, loaded.model, "nanoeuler", limited, **app)
     bound, ready = listening("127.0.0.1", 0), threading.Event()
 
     def listens() -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ def check_error(answer: tuple[int, Any, dict[str, str]], status: int, words: str
     return body["error"]
 
 
-def alive(server: Running) -> None:
-    assert server.settled()
+def alive(server: Running, settled: bool = True) -> None:
+    assert not settled or server.settled()
     status, body, _ = server.post("/v1/chat/completions", CHAT)
     assert status == 200 and body["choices"][0]["message"]["content"] == "13 14 15, so 15"
 
@@ -46,9 +47,9 @@ def alive(server: Running) -> None:
         (b"", "not JSON"),
         (b"{", "not JSON"),
         (b'{"a": 1} x', "not JSON"),
-        (b"[]", "a list, wants a JSON object"),
-        (b'"x"', "a string, wants"),
-        (b"null", "null, wants"),
+        (b"[]", "a list, expected a JSON object"),
+        (b'"x"', "a string, expected"),
+        (b"null", "null, expected"),
         (b"\xff\xfe{}", "not UTF-8"),
         (b'{"messages": "\xc3"}', "not UTF-8"),
         (b"[" * 100000, "nested too deeply"),
@@ -161,7 +162,7 @@ def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
 
     for method, path, status in (
         ("GET", "/v1/nothing", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/images", 404),
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
         ("GET", "/../../etc/passwd", 404),
@@ -246,6 +247,172 @@ def test_heads_that_trickle_or_are_no_http(start: Callable[..., Any], monkeypatc
                 pass
         alive(server)
         assert not server.app.engine.outstanding
+
+
+def test_a_body_after_an_early_answer_has_a_deadline(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinyforge.serve.http import GuardedProtocol
+
+    monkeypatch.setattr(GuardedProtocol, "head_seconds", 1.0)
+    with start() as server:
+        clients = []
+        for head in (b"POST /v1/completions", b"POST /nope", b"GET /health"):
+            client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+            client.sendall(head + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000000\r\n\r\n")
+            assert client.recv(4096).startswith(b"HTTP/1.1 ")
+            clients.append(client)
+        begun = time.monotonic()
+        for _ in range(8):
+            time.sleep(0.2)
+            for client in clients:
+                with suppress(OSError):
+                    client.send(b"x")
+        for client in clients:
+            with suppress(ConnectionResetError):
+                while client.recv(4096):
+                    pass
+            client.close()
+        assert time.monotonic() - begun < 4
+        alive(server)
+
+
+def test_a_client_that_does_not_take_its_answer_is_disconnected(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tinyforge.serve import app
+    from tinyforge.serve.http import GuardedProtocol
+
+    monkeypatch.setattr(GuardedProtocol, "head_seconds", 0.5)
+    monkeypatch.setattr(app, "SEND_SECONDS", 0.5)
+    (tmp_path / "large.css").write_bytes(b"x" * (16 << 20))
+    with start(page=tmp_path) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
+            client.sendall(b"GET /large.css HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            time.sleep(2.5)
+            count = 0
+            with suppress(ConnectionResetError):
+                while part := client.recv(1 << 20):
+                    count += len(part)
+        assert count < 16 << 20
+        alive(server)
+
+
+def test_a_new_connection_takes_the_place_of_the_oldest_idle_one(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinyforge.serve import http
+
+    monkeypatch.setattr(http, "raise_file_limit", lambda: http.OWN_FILES + 3 * 8 + 16)
+    with start() as server:
+        begun = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n{"
+        slow = [socket.create_connection(("127.0.0.1", server.port), timeout=5) for _ in range(40)]
+        for client in slow[:20]:
+            with suppress(OSError):
+                client.sendall(begun)
+        alive(server)
+        closed = 0
+        for client in slow:
+            client.setblocking(False)
+            try:
+                closed += client.recv(100) == b""
+            except BlockingIOError:
+                pass
+            except OSError:
+                closed += 1
+            client.close()
+        assert closed >= 24
+        assert server.settled()
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n", 400),
+        (b"Content-Length: 2\r\nContent-Length: 3\r\n", 400),
+        (b"Content-Encoding: gzip\r\nContent-Length: 2\r\n", 415),
+    ],
+)
+def test_lengths_that_conflict_and_bodies_that_are_compressed(server: Running, head: bytes, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as client:
+        client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n{}")
+        answer = b""
+        with suppress(ConnectionResetError):
+            while b"}}" not in answer and (part := client.recv(4096)):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 %d" % status) and b'{"error":' in answer
+        if status == 400:  # RFC 9112: whoever sent this may mean another request by what follows
+            assert b"connection: close" in answer.lower()
+            with suppress(ConnectionResetError):
+                assert client.recv(100) == b""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"prompt":[' + b"1," * 500_000 + b'"a"]}'),
+        ("/v1/completions", b'{"prompt":[' + b"1," * 120_000 + b'"a"]}'),
+        ("/v1/completions", b'{"prompt":[' + b"[]," * 30_000 + b'""]}'),
+        ("/v1/completions", b'{"prompt":[' + b'"",' * 2000 + b"1]}"),
+        ("/v1/chat/completions", b'{"messages":[' + b"{}," * 260_000 + b"{}]}"),
+        ("/v1/chat/completions", b'{"messages":[{"role":"user","content":[' + b"{}," * 120_000 + b"{}]}]}"),
+        ("/v1/chat/completions", b'{"messages":[],"tools":[' + b"1," * 120_000 + b"1]}"),
+        ("/v1/chat/completions", b'{"a":{' + b",".join(b'"%d":1' % i for i in range(70_000)) + b"}}"),
+        ("/tokenize", b'{"content":"' + b" " * 1_000_000 + b'"}'),
+    ],
+)
+def test_a_wrong_body_of_any_shape_is_refused_in_milliseconds(server: Running, path: str, body: bytes) -> None:
+    begun = time.process_time()
+    check_error(server.post(path, body), 400)
+    assert time.process_time() - begun < 0.3  # of this process, so of the server and its client
+
+
+def test_one_request_leaves_room_for_others(start: Callable[..., Any]) -> None:
+    with start(rows=4, queue=16) as server:
+        many = {"prompt": ["a"] * 11}
+        check_error(server.post("/v1/completions", many), 400, "11 texts requested, a request may have 10")
+        server.slow[0] = 0.02
+        with ThreadPoolExecutor(1) as pool:
+            most = {"prompt": ["a"] * 10, "max_tokens": 60, "ignore_eos": True}
+            running = pool.submit(server.post, "/v1/completions", most)
+            until = time.monotonic() + 10
+            while server.engine.outstanding < 10 and time.monotonic() < until:
+                time.sleep(0.01)
+            check_error(server.post("/v1/completions", {"prompt": ["a"] * 6}), 429)
+            alive(server, settled=False)
+            assert not running.done() and running.result(30)[0] == 200
+
+
+def test_attention_pictures_leave_most_of_the_time_to_texts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyforge.serve import app
+
+    attention_of, spent, stop = app.attention_of, [0.0], False
+
+    def slowly(*args: Any) -> Any:
+        begun = time.monotonic()
+        time.sleep(0.03)
+        found = attention_of(*args)
+        spent[0] += time.monotonic() - begun
+        return found
+
+    def ask() -> None:
+        while not stop:
+            assert server.post("/v1/attention", {"ids": [1] * 20})[0] == 200
+
+    monkeypatch.setattr(app, "attention_of", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        server.slow[0] = 0.01
+        wish = {"prompt": "The dog", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+        text = pool.submit(server.post, "/v1/completions", wish)
+        while not server.engine.scheduler.busy:
+            time.sleep(0.001)
+        begun, pictures = time.monotonic(), pool.submit(ask)
+        assert text.result(30)[0] == 200
+        share = spent[0] / (time.monotonic() - begun)
+        stop, server.slow[0] = True, 0.0
+        pictures.result(30)
+    assert 0.02 < share < 0.3
+    assert server.settled()
 
 
 def test_a_client_that_leaves_frees_its_row(start: Callable[..., Any]) -> None:
@@ -333,6 +500,36 @@ def test_pages_of_others_may_not_call(server: Running, start: Callable[..., Any]
         check_error(other.post("/v1/chat/completions", CHAT, headers={"Origin": "https://evil.example"}), 403)
 
 
+def test_a_page_of_an_allowed_origin_may_send_the_headers_of_openais_client(start: Callable[..., Any]) -> None:
+    import httpx
+
+    asked = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
+    for origins in (["https://page.example"], ["*"]):
+        with start(origins=origins, key="k") as server:
+            preflight = {
+                "Origin": "https://page.example",
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": asked,
+            }
+            answer = httpx.options(server.url + "/v1/chat/completions", headers=preflight)
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] in origins
+            allowed = answer.headers["access-control-allow-headers"].replace(" ", "").split(",")
+            assert set(asked.split(",")) <= set(allowed)
+            wrong = httpx.post(server.url + "/v1/completions", headers={"Origin": "https://page.example"})
+            assert wrong.status_code == 401 and wrong.headers["access-control-allow-origin"] in origins
+
+
+@pytest.mark.parametrize("origin", ["localhost:5173", "http://a/", "http://A", "null", "http://a b", "http://a:x", ""])
+def test_an_origin_that_no_browser_sends_is_refused_at_start(origin: str) -> None:
+    from tinyforge.errors import UserError
+    from tinyforge.serve.__main__ import check, flags
+
+    check(flags().parse_args(["--cors-origin", "*", "--cors-origin", "http://[::1]:80"]))
+    with pytest.raises(UserError, match="--cors-origin is .*, expected"):
+        check(flags().parse_args(["--cors-origin", origin]))
+
+
 def test_the_page_is_served_with_a_strict_policy(start: Callable[..., Any], tmp_path: Path) -> None:
     import httpx
 
@@ -359,11 +556,11 @@ def test_attention_is_that_of_the_trace(server: Running, small: Loaded) -> None:
     from tinyforge.infer.trace import trace
 
     ids = small.tokenizer.encode("Where is Zobert?")
-    wanted = trace(small.model, ids).attention
+    expected = trace(small.model, ids).attention
     for layer, head in ((0, 0), (3, 2)):
         status, found, _ = server.post("/v1/attention", {"text": "Where is Zobert?", "layer": layer, "head": head})
         assert status == 200 and [t["id"] for t in found["tokens"]] == ids
-        assert abs(wanted[layer][head] - found["weights"]).max() < 1e-4
+        assert abs(expected[layer][head] - found["weights"]).max() < 1e-4
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     assert server.post("/v1/attention", {"messages": messages})[0] == 200
     for body, words in (
@@ -404,8 +601,11 @@ def test_a_call_that_nobody_awaits_any_more_harms_no_text(start: Callable[..., A
     with start() as server:
         loop, engine = server.engine._loop, server.engine
 
+        def work() -> Any:
+            yield
+
         async def call_and_leave() -> None:
-            task = asyncio.ensure_future(engine.call(lambda: None))
+            task = asyncio.ensure_future(engine.background(work()))
             await asyncio.sleep(0)
             task.cancel()
 

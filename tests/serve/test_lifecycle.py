@@ -93,17 +93,17 @@ def test_it_reads_the_models_own_settings(tmp_path: Path) -> None:
 def test_killed_and_restarted_a_stream_is_broken_and_never_wrong() -> None:
     with served() as (process, url):
         with streams(url, 4) as lines:
-            wanted = texts_of(lines)
-        assert all(whole for _, whole in wanted) and len({text for text, _ in wanted}) == 4
+            expected = texts_of(lines)
+        assert all(whole for _, whole in expected) and len({text for text, _ in expected}) == 4
         with streams(url, 4) as lines:
             process.kill()
             broken = texts_of(lines)
-        for (text, whole), (all_of_it, _) in zip(broken, wanted, strict=True):
+        for (text, whole), (all_of_it, _) in zip(broken, expected, strict=True):
             assert not whole and all_of_it.startswith(text) and len(text) < len(all_of_it)
         with pytest.raises(httpx.ConnectError):
             httpx.get(url + "/health")
     with served() as (_, url), streams(url, 4) as lines:
-        assert texts_of(lines) == wanted
+        assert texts_of(lines) == expected
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
@@ -132,7 +132,7 @@ def test_what_is_not_finished_when_the_drain_ends_is_told_so() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--port", "70000"], "--port is 70000, wants 0 to 65535"),
+        (["--port", "70000"], "--port is 70000, expected 0 to 65535"),
         (["--rows", "0"], "--rows is 0"),
         (["--host", "999.1.1.1"], "cannot listen on 999.1.1.1"),
         (["--checkpoint", "absent"], "absent"),

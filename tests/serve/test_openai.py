@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.serve.conftest import Running
 from tinyforge.formats import Loaded
 from tinyforge.formats.generation import GenerationConfig
 from tinyforge.infer import Conversation, Sampling
+from tinyforge.infer.causal_lm import logits
 from tinyforge.infer.scheduler import Scheduler
+from tinyforge.infer.session import Token
+from tinyforge.serve.answers import Writer
+from tinyforge.serve.protocol import Extension
+from tinyforge.serve.routes import ENDPOINTS
 from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 openai = pytest.importorskip("openai", reason="needs the extra [dev]")
@@ -34,10 +41,10 @@ def client(server: Running) -> Iterator[Any]:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_greedy_reply_is_that_of_the_chat(client: Any, small: Loaded, question: str) -> None:
-    conversation = Conversation(small.model, small.tokenizer, TEMPLATES[small.template])
-    wanted = "".join(conversation.ask(question, Sampling(temperature=0)))
+    conversation = Conversation(small.model, small.tokenizer, small.template)
+    expected = "".join(conversation.ask(question, Sampling(temperature=0)))
     whole = client.chat.completions.create(model="small", messages=asked(question), temperature=0)
-    assert whole.choices[0].message.content == wanted and whole.choices[0].finish_reason == "stop"
+    assert whole.choices[0].message.content == expected and whole.choices[0].finish_reason == "stop"
     assert whole.choices[0].message.role == "assistant" and whole.object == "chat.completion"
     usage = whole.usage
     assert usage.completion_tokens == len(conversation.turns[-1].tokens or ())
@@ -48,7 +55,7 @@ def test_a_greedy_reply_is_that_of_the_chat(client: Any, small: Loaded, question
         )
     )
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == wanted
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == expected
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == usage.total_tokens
     assert len({c.id for c in chunks}) == 1
@@ -144,6 +151,103 @@ def test_log_probabilities_and_echo_of_a_completion(client: Any) -> None:
     assert echoed.choices[0].text == "The dog" + found.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_prompt(client: Any, small: Loaded, stream: bool) -> None:
+    """As lm-evaluation-harness asks for them: `echo` with `logprobs`, and 0 or 1 new tokens."""
+    text = "The dog says: caf\u00e9, and one two three. " * 2
+    ids = small.tokenizer.encode(text)
+    z = logits(small.model, [ids])[0].astype(np.float64)
+    z -= z.max(axis=-1, keepdims=True)
+    z -= np.log(np.exp(z).sum(axis=-1, keepdims=True))
+    for prompt, new in ((text, 0), (ids, 1)):
+        given = {"model": "small", "prompt": prompt, "max_tokens": new, "temperature": 0, "echo": True, "logprobs": 2}
+        made, logprobs = "", {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        answers = client.completions.create(**given, logit_bias=GO_ON, stream=stream)
+        for chunk in answers if stream else [answers]:
+            made += chunk.choices[0].text
+            for name, values in logprobs.items():
+                values += getattr(chunk.choices[0].logprobs, name, None) or []
+        assert made.startswith(text) and len(logprobs["tokens"]) == len(ids) + new
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        for i, (told, top) in enumerate(zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)):
+            if 0 < i < len(ids):
+                assert told == pytest.approx(z[i - 1, ids[i]], abs=1e-3) and told in top.values()
+                assert (told == max(top.values())) == (z[i - 1].argmax() == ids[i])
+        for token, at in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            assert "\ufffd" in token or made[at : at + len(token)] == token
+    several = client.completions.create(**{**given, "prompt": ["a b", "c d"], "max_tokens": 0}, n=2)
+    assert [choice.text for choice in several.choices] == ["a b", "a b", "c d", "c d"]
+    assert several.usage.completion_tokens == 0 and several.choices[0].finish_reason == "length"
+
+
+def test_prompt_logprobs_as_vllm_has_them(client: Any, small: Loaded) -> None:
+    found = client.completions.create(
+        model="small", prompt="The dog is", max_tokens=1, extra_body={"prompt_logprobs": 1}
+    ).choices[0]
+    ids = small.tokenizer.encode("The dog is")
+    assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(ids)
+    for token, entry in zip(ids[1:], found.prompt_logprobs[1:], strict=True):
+        assert entry[str(token)]["logprob"] <= max(e["logprob"] for e in entry.values())
+        assert 1 in [e["rank"] for e in entry.values()] and len(entry) <= 2
+    assert found.logprobs is None
+
+
+def test_a_reply_that_is_there_is_scored(server: Running) -> None:
+    """Its tokens are those that were generated, with the probabilities that they had, wherever it stands."""
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    for _ in range(2):
+        wish = {"messages": messages, "seed": 3, "temperature": 1, "max_tokens": 20, "tinyforge": {"look_inside": True}}
+        made = server.post("/v1/chat/completions", wish)[1]["choices"][0]
+        messages.append({"role": "assistant", "content": made["message"]["content"]})
+        answer = server.post("/v1/chat/completions", {"messages": messages, "tinyforge": {"score": True}})[1]
+        (found,) = answer["choices"]
+        assert found["message"] == {**messages[-1], "refusal": None} and answer["usage"]["completion_tokens"] == 0
+        for a, b in zip(made["tinyforge"]["tokens"], found["tinyforge"]["tokens"], strict=True):
+            assert a["id"] == b["id"] and a["logprob"] == pytest.approx(b["logprob"], abs=1e-4)
+            assert [r["id"] for r in a["runners_up"]][:2] == [r["id"] for r in b["runners_up"]][:2]
+        messages.append({"role": "user", "content": QUESTIONS[1]})
+    status, answer, *_ = server.post("/v1/chat/completions", {"messages": messages, "tinyforge": {"score": True}})
+    assert status == 400 and answer["error"]["param"] == "tinyforge.score"
+
+
+def test_stop_text_that_is_removed_has_no_log_probabilities(client: Any) -> None:
+    given = {"model": "small", "prompt": "The dog", "max_tokens": 60, "temperature": 0, "logit_bias": GO_ON}
+    full = client.completions.create(**given).choices[0].text
+    for stop in (full[8:12], full[10:17]):
+        for stream in (False, True):
+            made, tokens = "", []
+            answers = client.completions.create(**given, logprobs=0, stop=["never", stop], stream=stream)
+            for chunk in answers if stream else [answers]:
+                made += chunk.choices[0].text
+                tokens += chunk.choices[0].logprobs.tokens if chunk.choices[0].logprobs else []
+            assert made == full[: full.index(stop)]
+            assert "".join(tokens).startswith(made) and not "".join(tokens[:-1]).startswith(made)
+
+
+def test_the_sampled_token_is_among_the_likely_ones(client: Any) -> None:
+    given = {"model": "small", "prompt": "The", "max_tokens": 30, "temperature": 2, "seed": 1, "logit_bias": GO_ON}
+    found = client.completions.create(**given, logprobs=1).choices[0].logprobs
+    assert all(p in top.values() for p, top in zip(found.token_logprobs, found.top_logprobs, strict=True))
+    assert {len(top) for top in found.top_logprobs} == {1, 2}
+
+
+def test_parts_of_characters_are_told_apart(small: Loaded) -> None:
+    lead = [small.tokenizer.encode(c)[0] for c in ("\U0001f600", "\u304a", "\u00e9")]
+    letter = small.tokenizer.encode("a")[0]
+    writer = Writer(small.tokenizer, "m", "f", False, 4, Extension(), [[1]], [])
+    told = Token(lead[0], -0.2, tuple(zip([*lead, letter], (-0.2, -1.0, -2.0, -3.0), strict=True)))
+    likely = {"bytes:\\xf0": -0.2, "bytes:\\xe3": -1.0, "bytes:\\xc3": -2.0, "a": -3.0}
+    assert writer._by_text(told) == likely
+
+
+def test_a_stream_with_usage_says_null_before_it(client: Any) -> None:
+    chunks = client.completions.create(
+        model="small", prompt="The", max_tokens=3, stream=True, stream_options={"include_usage": True}
+    )
+    *before, last = [chunk.model_dump() for chunk in chunks]
+    assert all("usage" in chunk and chunk["usage"] is None for chunk in before) and last["usage"]["total_tokens"]
+
+
 def test_prompts_may_be_several_texts_or_ids(client: Any, small: Loaded) -> None:
     def texts(prompt: Any) -> list[str]:
         found = client.completions.create(model="small", prompt=prompt, max_tokens=8, temperature=0)
@@ -161,7 +265,22 @@ def test_a_prompt_that_begins_as_another_one_did_is_partly_cached(client: Any) -
         found = client.completions.create(model="small", prompt=list(range(100)) + [len(ends)], max_tokens=1)
         return found.usage.prompt_tokens_details.cached_tokens
 
-    assert [cached(""), cached("x")] == [0, 64]
+    assert [cached(""), cached("x")] == [0, 96]
+
+
+def test_the_next_turn_of_a_chat_computes_only_what_is_new(client: Any, small: Loaded) -> None:
+    messages: list[dict[str, str]] = []
+    for turn, question in enumerate(("How much is 1 plus 2?", "And 2 plus 3?", "And 3 plus 4?")):
+        messages += asked(question)
+        reply = client.chat.completions.create(model="small", messages=messages, temperature=0)
+        new = reply.usage.prompt_tokens - reply.usage.prompt_tokens_details.cached_tokens
+        assert new <= len(small.tokenizer.encode(question)) + 40 or not turn
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+    fresh = client.chat.completions.create(
+        model="small", messages=messages[:-1], temperature=0, extra_body={"cache_prompt": False}
+    )
+    assert fresh.usage.prompt_tokens_details.cached_tokens == 0
+    assert fresh.choices[0].message.content == messages[-1]["content"]
 
 
 @pytest.mark.slow
@@ -181,7 +300,7 @@ def test_what_changes_the_draw(client: Any, small: Loaded) -> None:
         ({"extra_body": {"tinyforge": {"drafts": 3}}}, {"drafts": 3}),
     ]
     texts = set()
-    for given, wanted in cases:
+    for given, expected in cases:
         scheduler = Scheduler(small.model, 2)
         plain = {
             "temperature": 1.0,
@@ -192,7 +311,9 @@ def test_what_changes_the_draw(client: Any, small: Loaded) -> None:
             "seed": 3,
             "logit_bias": ((510, -100.0), (511, -100.0)),
         }
-        request = scheduler.submit(ids, Sampling(**{**plain, **wanted}), TEMPLATES["alpaca"].stop_ids(small.tokenizer))
+        request = scheduler.submit(
+            ids, Sampling(**{**plain, **expected}), TEMPLATES["alpaca"].stop_ids(small.tokenizer)
+        )
         while request.reason is None:
             scheduler.step()
         plain = {"model": "small", "prompt": "The dog", "max_tokens": 40, "seed": 3, "logit_bias": GO_ON}
@@ -316,14 +437,14 @@ def test_llama_cpps_web_client(server: Running, small: Loaded) -> None:
     assert settings["n_ctx"] == 128 and settings["params"]["temperature"] == 1 and props["total_slots"] == 4
     assert props["modalities"] == {"vision": False, "audio": False} and props["role"] == "model"
     assert "### Response:" in props["chat_template"] and "/" not in props["model_path"]
-    wanted = {name: settings["params"][name] for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")}
+    expected = {name: settings["params"][name] for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")}
     body = {
         "messages": asked(QUESTIONS[0]),
         "stream": True,
         "return_progress": True,
         "model": props["model_path"],
         "reasoning_format": "auto",
-        **wanted,
+        **expected,
         "temperature": 0,
         "dynatemp_range": 0,
         "dynatemp_exponent": 1,
@@ -393,18 +514,23 @@ def test_errors_are_the_clients_own(client: Any, start: Callable[..., Any]) -> N
         client.completions.create(model="small", prompt="ten " * 100)
     assert wrong(openai.BadRequestError, "temperature", temperature=-1).param == "temperature"
     for given, match in (
-        ({"n": 9}, "n is 9, wants at most 8 on this server"),
+        ({"n": 9}, "n is 9, expected at most 8 on this server"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "only with text"),
+        ({"response_format": {"type": "xml"}}, "expected text, json_object or json_schema"),
         ({"top_logprobs": 3}, "needs logprobs"),
-        ({"max_tokens": 0}, "wants at least 1"),
-        ({"logit_bias": {"512": 1}}, "wants 0 to 511"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"logit_bias": {"512": 1}}, "expected 0 to 511"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": ["a" * 1000] * 5}, "stop has 5000 characters, at most 4096"),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex: the grammar cannot be"),
+        ({"extra_body": {"guided_regex": "a", "guided_choice": ["a"]}}, "both constrain the text"),
+        ({"extra_body": {"structured_outputs": {"structural_tag": "a"}}}, "structural_tag is not supported"),
+        ({"extra_body": {"structured_outputs": {"choice": []}}}, "choices expect a list of texts"),
+        ({"extra_body": {"json_schema": {"type": "array", "prefixItems": 5}}}, "json_schema"),
+        ({"stream": True, "extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         ({"stop": ""}, "stop"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "user first"),
-        ({"messages": [*asked("Hi"), {"role": "assistant", "content": "Hi"}]}, "wants the user's"),
-        ({"messages": [{"role": "tool", "content": "Hi", "tool_call_id": "1"}]}, "role"),
+        ({"messages": [{"role": "tool", "content": "Hi", "tool_call_id": "1"}]}, "template has no tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
     ):
         wrong(openai.BadRequestError, match, **given)
@@ -414,7 +540,6 @@ def test_errors_are_the_clients_own(client: Any, start: Callable[..., Any]) -> N
         ({"prompt": [513]}, "513"),
         ({"prompt": []}, "0 texts"),
         ({"prompt": ""}, "empty"),
-        ({"echo": True, "logprobs": 1}, "echo"),
         ({"prompt": ["a"] * 65}, "65 texts"),
         ({"prompt": [[1], [-1]]}, "-1"),
     ):
@@ -434,6 +559,19 @@ def test_a_key(start: Callable[..., Any]) -> None:
                 assert caught.value.code == "invalid_api_key"
         assert server.post("/tokenize", {"content": "x"})[0] == 401
         assert server.post("/v1/attention", {"text": "x"}, headers={"Authorization": "Bearer right"})[0] == 200
+
+
+def test_routes_require_the_key_unless_the_table_makes_them_public(start: Callable[..., Any], tmp_path: Path) -> None:
+    """Also addresses that are not there: a new route is closed until its line says otherwise."""
+    import httpx
+
+    (tmp_path / "index.html").write_text("page")
+    with start(key="right", page=tmp_path) as server:
+        found = {}
+        for path in (*(e.path for e in ENDPOINTS), "/", "/absent", "/healthy", "/health/x"):
+            found[path] = httpx.get(server.url + path.replace("{name:path}", "small")).status_code
+            assert httpx.post(server.url + path, content=b"{}").status_code == 401
+        assert {path for path, status in found.items() if status != 401} == {"/", "/health", "/openapi.json"}
 
 
 def test_a_full_queue_is_a_rate_limit(start: Callable[..., Any]) -> None:

@@ -19,7 +19,7 @@ def test_the_description_is_openapi(server: Running) -> None:
     import httpx
 
     found = httpx.get(server.url + "/openapi.json").json()
-    assert found["openapi"] == "3.1.0" and len(found["paths"]) == 9
+    assert found["openapi"] == "3.1.0" and len(found["paths"]) == 13
     chat = found["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"messages", "temperature", "logit_bias", "top_logprobs", "tinyforge", "stream"} <= set(chat)
 

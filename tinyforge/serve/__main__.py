@@ -5,7 +5,7 @@
     python -m tinyforge.serve --checkpoint base --adapter lora    a base with its adapter
     TINYFORGE_API_KEY=secret python -m tinyforge.serve --host 0.0.0.0 --allow-host my.name
 
-What a request leaves out about sampling is taken from the generation_config.json beside the model's weights, as in
+What a request leaves out about sampling is taken from the generation_config.json next to the model's weights, as in
 vLLM, else from OpenAI's defaults.
 
 It listens on this machine only, unless --host says otherwise. After Ctrl-C or SIGTERM it finishes running replies.
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib.util
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -25,18 +27,21 @@ from typing import Any
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, open_model, trained_model
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, hub, open_model, resolve_checkpoint
+from tinyforge.formats.runs import add_template_flag, with_template
 from tinyforge.hosts import add_allow_host_flag
 from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import check_causal_lm
+from tinyforge.infer.embeddings import is_encoder, takes_first
 from tinyforge.infer.scheduler import Scheduler
+from tinyforge.requirements import needs
 from tinyforge.terminal import one_line
-from tinyforge.tokenizers.chat_templates import TEMPLATES
 
 KEY = "TINYFORGE_API_KEY"
 CACHE_BYTES = 2 << 30
-MOST_ROWS = {"numpy": 64, "cupy": 256}
+MOST_ROWS = {"numpy": 64, "cupy": 256, "webgpu": 64}
 LOCAL = ("127.0.0.1", "localhost", "::1")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 def default_rows(model: Any, capacity: int) -> int:
@@ -54,10 +59,15 @@ def flags() -> Parser:
     parser = Parser(prog="python -m tinyforge.serve", description=__doc__)
     add_checkpoint_flag(parser)
     parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter, merged into the checkpoint")
+    add_template_flag(parser)
     parser.add_argument("--name", help="name of the model (default: its file's name)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: %(default)s)")
-    parser.add_argument("--backend", default="numpy", help="numpy, cupy (a GPU), or auto (default: %(default)s)")
+    parser.add_argument(
+        "--backend",
+        default="numpy",
+        help="numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto (default: %(default)s)",
+    )
     parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
     add_weights_flag(parser)
     parser.add_argument(
@@ -102,7 +112,7 @@ def flags() -> Parser:
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="origin of a page that may call it, e.g. http://localhost:5173",
+        help="origin of a page that may call it, e.g. http://localhost:5173; * for any",
     )
     return parser
 
@@ -120,20 +130,28 @@ def check(args: argparse.Namespace) -> None:
         ("--drain", 0 <= args.drain < 1e7, "a number of seconds, 0 or more"),
         ("--prefix-mib", 0 <= args.prefix_mib <= 1 << 20, "0 or more"),
     )
-    for name, fine, wanted in rules:
+    for origin in args.cors_origin:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise UserError(
+                f"--cors-origin is {origin}, expected * or scheme://host[:port] in lower case, without a path, "
+                "e.g. http://localhost:5173"
+            )
+    for name, fine, expected in rules:
         if not fine:
-            raise UserError(f"{name} is {getattr(args, name[2:].replace('-', '_'))}, wants {wanted}")
+            raise UserError(f"{name} is {getattr(args, name[2:].replace('-', '_'))}, expected {expected}")
 
 
 def loaded_model(args: argparse.Namespace) -> tuple[Loaded, str]:
     """The model, and the name of its registered spec."""
-    path = trained_model(args.checkpoint, for_chat=True) if args.checkpoint or not args.adapter else None
+    path = resolve_checkpoint(args.checkpoint, for_chat=True) if args.checkpoint or not args.adapter else None
     backend = get_backend(args.backend, args.precision, workers=1)
-    opened = open_model(Path(args.adapter), base=path) if args.adapter else open_model(path or Path())
+    opened = open_model(resolve_checkpoint(args.adapter), base=path) if args.adapter else open_model(path or Path())
     loaded = opened.build(backend, frozen=True, weights=args.weights)
-    check_causal_lm(loaded.model)
-    if loaded.template not in TEMPLATES:
-        raise UserError(f"{loaded.path}: its chat template is {loaded.template!r}; known: {', '.join(TEMPLATES)}")
+    if not is_encoder(loaded.model):
+        check_causal_lm(loaded.model)
+    loaded = with_template(loaded, args.template, args.template_variables)
+    if loaded.template.name == "plain" and not is_encoder(loaded.model):
+        print("note: the model has no chat template and continues the text; --template takes one", file=sys.stderr)
     return loaded, opened.spec.name
 
 
@@ -154,12 +172,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     check(args)
     for package in ("starlette", "uvicorn", "pydantic", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"the server needs {package}; run pip install starlette uvicorn pydantic prometheus-client")
+            raise UserError(needs("the server", package, "serve"))
     bound = listening(args.host, args.port)
     loaded, spec = loaded_model(args)
     # Not at the top: they take a second to import, and a wrong flag should be reported at once.
     from tinyforge.serve.app import App
-    from tinyforge.serve.engine import Engine
+    from tinyforge.serve.engine import Engine, NoTexts
     from tinyforge.serve.http import Server
     from tinyforge.serve.protocol import Limits
 
@@ -167,20 +185,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     capacity = min(args.context or context, context)
     if capacity < 2:
         raise UserError(f"{loaded.path}: its context of {capacity} token has no room for a reply; use another model")
-    rows = args.rows or default_rows(model, capacity)
-    scheduler = Scheduler(model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20)
-    engine = Engine(scheduler, loaded.tokenizer)
+    if is_encoder(model):
+        rows, engine = 1, Engine(NoTexts(capacity), loaded.tokenizer)
+    else:
+        rows = args.rows or default_rows(model, capacity)
+        scheduler = Scheduler(model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20)
+        engine = Engine(scheduler, loaded.tokenizer)
     limits = Limits(
         max_tokens=args.max_tokens or capacity,
         n=min(args.max_n, rows + args.queue),
         body=args.max_body,
         seconds=args.deadline,
     )
-    name = args.name or (Path(args.adapter).resolve() if args.adapter else loaded.path.resolve()).stem or "model"
+    where = resolve_checkpoint(args.adapter) if args.adapter else loaded.path
+    name = args.name or hub.name_of(where).partition("@")[0] or where.resolve().stem or "model"
     host = f"[{args.host}]" if ":" in args.host else args.host
     app = App(
         engine,
-        TEMPLATES[loaded.template],
+        loaded.template,
         name,
         model,
         spec,
@@ -189,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         [args.host, *args.allow_host],
         args.cors_origin,
         generation=loaded.generation,
+        first=is_encoder(model) and takes_first(loaded.path),
     )
 
     def ready() -> None:
@@ -201,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.draining = True
         asyncio.get_running_loop().call_later(args.drain, engine.cancel_all)
 
+    gc.freeze()  # the model and the libraries stay: collections during a request need not look at them
     server = Server(app.asgi, args.drain, ready, drain)
     try:
         server.run(sockets=[bound])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import json
@@ -10,7 +11,7 @@ import math
 import mimetypes
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,36 +31,60 @@ from tinyforge.errors import UserError
 from tinyforge.files import json_value
 from tinyforge.formats.generation import NOTHING, GenerationConfig
 from tinyforge.hosts import REFUSED, is_allowed
+from tinyforge.infer.embeddings import embeddings, is_encoder
+from tinyforge.infer.grammar import Constraint, Grammars
+from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import QueueFull
 from tinyforge.infer.session import checked_ids
 from tinyforge.infer.trace import attention_of, attention_ops
-from tinyforge.serve.answers import Writer
+from tinyforge.serve.answers import Place, Writer
 from tinyforge.serve.engine import Answer, Draining, Engine, Piece
 from tinyforge.serve.http import HEAD_BYTES
+from tinyforge.serve.messages import CountRequest, MessagesRequest, MessageWriter
 from tinyforge.serve.openapi import description
 from tinyforge.serve.protocol import (
+    MOST_INPUTS,
+    MOST_PROMPTS,
     OPENAI,
     ApiError,
     AttentionRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
+    Extension,
     Generation,
     Limits,
     TokenizeRequest,
     encode_chat,
+    prompt_ids,
     read,
 )
-from tinyforge.tokenizers.chat_templates import Template
+from tinyforge.serve.responses import Conversations, ResponsesRequest, ResponseWriter
+from tinyforge.serve.routes import ENDPOINTS
+from tinyforge.serve.tools import IGNORED, Tools, grammar, select
+from tinyforge.tokenizers.chat_templates import AnyTemplate, ChatTemplate
 from tinyforge.tokenizers.template_formats import jinja
+from tinyforge.tokenizers.tool_calls import learn
 from tinyforge.tokenizers.vocabulary import start_ids
+from tinyforge.tokenizers.wordpiece import CLS, SEP
 
+LABELS = {"/", *(e.path for e in ENDPOINTS)}
+"""Paths that the metrics count apart; all others are "other"."""
 PAGE = Path(__file__).parent / "page"
 BODY_SECONDS = 30.0
 SEND_SECONDS = 60.0
 """For a client to take a chunk; one that does not is disconnected."""
 SHORT_TEXT = 2000
-"""Characters; longer texts are tokenised in a thread, so that they do not block other requests."""
+"""Characters, tokens or bytes; what is longer is read, tokenised and written in a thread, so that it does not block
+other requests."""
+LONG_TEXT = 1 << 15
+"""Characters and ids that /tokenize and /detokenize take of any model; 4 times the context where that is more."""
+MOST_PENDING, MOST_UNREAD = 64, 64 << 20
+"""Calls in threads under way, and bytes of all bodies that are being received; beyond them requests are refused."""
+MOST_ANSWER = 64 << 20
+TOKEN_BYTES, LOGPROB_BYTES, FLOAT_BYTES = 16, 64, 22
+"""Bytes of an answer, at most; and of a token, a log-probability and a number in it, about."""
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -106,6 +131,10 @@ def error_response(error: ApiError) -> Response:
     return json_response(error.body, error.status, error.headers)
 
 
+def busy(message: str = "the server is busy; try again later", code: str | None = "queue_full") -> ApiError:
+    return ApiError(429, message, "rate_limit_error", code=code, headers={"Retry-After": "1"})
+
+
 def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", "server_error", headers={"Retry-After": "5"})
 
@@ -120,12 +149,12 @@ def send(file: Path) -> Callable[[Request], Awaitable[Response]]:
 class App:
     """The server's routes around an engine. template: the model's chat template. key: the API key, "" for none. hosts:
     further names by which browsers may call it. origins: of other pages that may call it. generation: how requests that
-    do not say are sampled."""
+    do not say are sampled. first: of `embeddings`."""
 
     def __init__(
         self,
         engine: Engine,
-        template: Template,
+        template: AnyTemplate,
         name: str,
         model: Any,
         spec: str,
@@ -135,37 +164,35 @@ class App:
         origins: Sequence[str] = (),
         page: Path = PAGE,
         generation: GenerationConfig = NOTHING,
+        first: bool = False,
     ) -> None:
         self.engine, self.template, self.name, self.limits, self.key = engine, template, name, limits, key
         self.model, self.spec, self.tokenizer = model, spec, engine.tokenizer
         self.config = model.config
         self.context = engine.scheduler.decoder.capacity
         self.stop_ids = template.stop_ids(self.tokenizer)
+        self.call_form = learn(template, self.tokenizer)
         self.hosts, self.origins = hosts, set(origins)
         self.generation, self.default = generation, generation.sampling(OPENAI)
         self.created = int(time.time())
         seen = f"{spec} {self.config.to_dict()} {self.tokenizer.hash()}"
         self.fingerprint = "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12]
-        self.attention = attention_ops(model)
-        self._attending = False
+        self.encodes, self.first = is_encoder(model), first
+        self.attention = [] if self.encodes else attention_ops(model)
+        self.longest = max(LONG_TEXT, 4 * self.context)
+        self._pending = self._unread = 0
+        self._description: Response | None = None
+        self._grammars: Grammars | None = None
+        self.conversations = Conversations()
         self.metrics = Metrics(engine)
-        routes = [
-            Route("/v1/models", self.list_models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.one_model, methods=["GET"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/attention", self.attend, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/props", self.props, methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/metrics", self.show_metrics, methods=["GET"]),
-            Route("/openapi.json", self.openapi, methods=["GET"]),
-        ]
-        for file in sorted(page.rglob("*")):
-            if file.is_file():
-                address = "/" + file.relative_to(page).as_posix().removesuffix("index.html")
-                routes.append(Route(address, send(file), methods=["GET"]))
+        routes = [Route(e.path, getattr(self, e.handler), methods=[e.method]) for e in ENDPOINTS]
+        files = {
+            "/" + file.relative_to(page).as_posix().removesuffix("index.html"): file
+            for file in sorted(page.rglob("*"))
+            if file.is_file()
+        }
+        routes += [Route(address, send(file), methods=["GET"]) for address, file in files.items()]
+        self.public = {e.path for e in ENDPOINTS if e.public} | set(files)
         middleware = [Middleware(Guard, app=self)]
         if self.origins:
             middleware.insert(
@@ -174,7 +201,9 @@ class App:
                     CORSMiddleware,
                     allow_origins=sorted(self.origins),
                     allow_methods=["GET", "POST"],
-                    allow_headers=["authorization", "content-type"],
+                    allow_headers=["*"],  # OpenAI's client for browsers sends a dozen of its own
+                    allow_private_network=True,
+                    expose_headers=["retry-after", *IGNORED],
                 ),
             )
         self.asgi = Starlette(
@@ -193,6 +222,8 @@ class App:
     @staticmethod
     async def _api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
+        if request.url.path.startswith("/v1/messages"):
+            error.body = {"type": "error", **error.body}
         return error_response(error)
 
     # --- every request
@@ -208,12 +239,12 @@ class App:
         if not is_allowed(host, self.hosts):
             raise ApiError(403, REFUSED)
         origin = headers.get(b"origin")
-        if origin and origin not in self.origins and origin.split("://", 1)[-1].lower() != host:
+        if origin and self.origins.isdisjoint((origin, "*")) and origin.split("://", 1)[-1].lower() != host:
             raise ApiError(403, "pages of other origins may not call this server; --cors-origin ORIGIN allows one")
-        open_to_all = scope["method"] in ("GET", "HEAD") and not self._needs_key(scope["path"])
-        if self.key and not open_to_all and scope["method"] != "OPTIONS":
+        public = scope["method"] in ("GET", "HEAD") and scope["path"] in self.public
+        if self.key and not public and scope["method"] != "OPTIONS":
             given = headers.get(b"authorization", "")
-            given = given[7:] if given[:7].lower() == "bearer " else ""
+            given = given[7:] if given[:7].lower() == "bearer " else headers.get(b"x-api-key", "")
             if not hmac.compare_digest(given.encode("latin-1"), self.key.encode()):
                 raise ApiError(
                     401,
@@ -225,23 +256,28 @@ class App:
         with suppress(ValueError):
             if int(headers.get(b"content-length", "0")) > self.limits.body:
                 raise self._too_large()
-
-    @staticmethod
-    def _needs_key(path: str) -> bool:
-        return path.startswith(("/v1/", "/metrics", "/props", "/tokenize", "/detokenize"))
+        if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
+            raise ApiError(
+                400, "Transfer-Encoding next to Content-Length, or in HTTP/1.0", headers={"Connection": "close"}
+            )
+        if headers.get(b"content-encoding", "identity").strip().lower() != "identity":
+            raise ApiError(415, "the body has a Content-Encoding; send it as it is", param=None)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body has more than {self.limits.body} bytes, the limit of this server")
 
-    async def _wish(self, request: Request, kind: type[Any]) -> Any:
+    async def _parse_body(self, request: Request, kind: type[Any]) -> Any:
         """Read and check a body as a request of this kind."""
         data = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in request.stream():
                     data += part
+                    self._unread += len(part)
                     if len(data) > self.limits.body:
                         raise self._too_large()
+                    if self._unread > max(MOST_UNREAD, 2 * self.limits.body):
+                        raise busy("too many bodies are being received; try again later", None)
         except TimeoutError:
             raise ApiError(
                 408,
@@ -249,13 +285,21 @@ class App:
                 "timeout_error",
                 headers={"Connection": "close"},
             ) from None
-        try:
-            content = json_value(bytes(data))
-        except UnicodeDecodeError as error:
-            raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from None
-        except ValueError as error:
-            raise ApiError(400, f"the body cannot be read: {error}") from None
-        return read(kind, content)
+        finally:
+            self._unread -= len(data)
+
+        def parse() -> Any:
+            if data.count(b",") > 4 * self.longest:  # reading half a million numbers holds up all threads
+                raise ApiError(400, f"the body has more than {4 * self.longest} values; send less at a time")
+            try:
+                content = json_value(bytes(data))
+            except UnicodeDecodeError as error:
+                raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from None
+            except ValueError as error:
+                raise ApiError(400, f"the body cannot be read: {error}") from None
+            return read(kind, content, self.longest)
+
+        return await self._slowly(len(data), parse)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -283,7 +327,7 @@ class App:
                 "template": self.template.name,
                 "chat": self.template.name != "plain",
                 "system_prompt": True,
-                "prediction_heads": self.model.prediction_heads,
+                "prediction_heads": getattr(self.model, "prediction_heads", 0),
                 "most_drafts": self.engine.scheduler.most_drafts,
                 "layers": len(heads),
                 "heads": heads[0] if heads and len(set(heads)) == 1 else heads or 0,
@@ -310,7 +354,7 @@ class App:
         """For llama.cpp's web client, which asks at start for the context, the sampling defaults and the template."""
         default, most = self.default, min(self.limits.max_tokens, self.default.max_tokens)
         most = most if most < self.context else -1
-        texts = {i: text for text, i in self.tokenizer.specials.items()}
+        texts = {i: text for text, i in {**self.tokenizer.user_defined, **self.tokenizer.specials}.items()}
         bos, ends = self.tokenizer.bos, sorted(texts[i] for i in self.stop_ids if i in texts)
         return json_response(
             {
@@ -335,7 +379,9 @@ class App:
                 "model_alias": self.name,
                 "role": "model",
                 "modalities": {"vision": False, "audio": False},
-                "chat_template": jinja(self.template),
+                "chat_template": self.template.source()
+                if isinstance(self.template, ChatTemplate)
+                else jinja(self.template),
                 "bos_token": "" if bos is None else texts[bos],
                 "eos_token": ends[0] if ends else "",
                 "build_info": "tinyforge",
@@ -345,30 +391,173 @@ class App:
     # --- texts
 
     async def chat(self, request: Request) -> Response:
-        wish: ChatRequest = await self._wish(request, ChatRequest)
+        wish: ChatRequest = await self._parse_body(request, ChatRequest)
         self._check_model(wish.model)
         wish.check()
-        length = sum(len(m.text(f"messages.{i}")) for i, m in enumerate(wish.messages))
-        self._check_length(length, "messages")
-        ids = await self._slowly(length, lambda: encode_chat(self.template, self.tokenizer, wish.messages))
+        tools = select(wish.tools, wish.tool_choice, wish.parallel_tool_calls, self.call_form)
+        if wish.extension.score:
+            return await self._score_reply(request, wish, tools)
+        ids = await self._chat_ids(wish, tools)
         top = (wish.top_logprobs or 0) if wish.logprobs else None
-        return await self._answer(request, wish, [ids], wish.tokens, top, chat=True, echo=[], param="messages")
+        return await self._answer(
+            request, wish, [ids], wish.tokens, top, chat=True, echo=[], param="messages", tools=tools
+        )
+
+    def _check_generates(self) -> None:
+        if self.encodes:
+            raise ApiError(400, "this model gives vectors and no text; send it to /v1/embeddings", code="no_text")
+
+    async def _chat_ids(self, wish: ChatRequest, tools: Tools, reply_to_come: bool = True) -> list[int]:
+        self._check_generates()
+        length = sum(m.length(f"messages.{i}") for i, m in enumerate(wish.messages))
+        self._check_length(length, "messages")
+        length += 100 * len(wish.messages) + 1000 * len(tools.shown)
+
+        def encoded() -> list[int]:
+            variables = wish.chat_template_kwargs
+            return encode_chat(
+                self.template, self.tokenizer, wish.messages, reply_to_come, variables, tools.shown, self.call_form
+            )
+
+        ids: list[int] = await self._slowly(length, encoded)
+        return ids
+
+    async def _score_reply(self, request: Request, wish: ChatRequest, tools: Tools) -> Response:
+        """The last message as the tokens that the model reads, each with what the model expected in its place."""
+        reply = wish.messages[-1].text("messages")
+        before = await self._chat_ids(wish.model_copy(update={"messages": wish.messages[:-1]}), tools)
+        ids = await self._chat_ids(wish, tools, reply_to_come=False)
+        first = max(1, next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before)))
+        end, left = first, len(reply.encode())
+        while end < len(ids) and left > 0 and ids[end] not in self.stop_ids:
+            left -= len(self.tokenizer.token_bytes(ids[end]))
+            end += 1
+        inside = wish.extension.model_copy(update={"look_inside": True, "drafts": 0})
+        writer = Writer(
+            self.tokenizer, self.name, self.fingerprint, True, None, inside, [ids[:end]], [], first_token=first
+        )
+        scored = wish.model_copy(update={"tinyforge": inside, "n": 1})
+        return await self._answer(
+            request, scored, [ids[:end]], 0, None, True, [reply], "messages", places=[Place(0)], writer=writer
+        )
+
+    async def respond(self, request: Request) -> Response:
+        wish: ResponsesRequest = await self._parse_body(request, ResponsesRequest)
+        self._check_model(wish.model)
+        messages = wish.messages(self.conversations.get(wish.previous_response_id))
+        chat = wish.chat(messages)
+        chat.check()
+        tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
+        ids = await self._chat_ids(chat, tools)
+
+        def keep(name: str, reply: dict[str, Any]) -> None:
+            self.conversations.put(name, [*messages, reply])
+
+        inner = Writer(self.tokenizer, self.name, self.fingerprint, True, wish.top, Extension(), [ids], [])
+        writer = ResponseWriter(inner, wish, self.name, keep, tools)
+        return await self._answer(
+            request, chat, [ids], chat.tokens, wish.top, chat=True, echo=[], param="input", writer=writer, tools=tools
+        )
+
+    async def message(self, request: Request) -> Response:
+        wish: MessagesRequest = await self._parse_body(request, MessagesRequest)
+        self._check_model(wish.model)
+        chat = wish.request()
+        chat.check()
+        tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
+        ids = await self._chat_ids(chat, tools)
+        inner = Writer(self.tokenizer, self.name, self.fingerprint, True, None, Extension(), [ids], [])
+        return await self._answer(
+            request,
+            chat,
+            [ids],
+            chat.tokens,
+            None,
+            chat=True,
+            echo=[],
+            param="messages",
+            writer=MessageWriter(inner, self.name, tools),
+            tools=tools,
+        )
+
+    async def count_message(self, request: Request) -> Response:
+        wish: CountRequest = await self._parse_body(request, CountRequest)
+        self._check_model(wish.model)
+        chat = wish.chat()
+        tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
+        return json_response({"input_tokens": len(await self._chat_ids(chat, tools))})
+
+    async def embed(self, request: Request) -> Response:
+        wish: EmbeddingRequest = await self._parse_body(request, EmbeddingRequest)
+        self._check_model(wish.model)
+        texts, each = await self._prompts(wish.input, "input", MOST_INPUTS)
+        if self.encodes and texts:
+            ends = [self.tokenizer.specials[text] for text in (CLS, SEP)]
+            each = [[ends[0], *ids, ends[1]] if ids else [] for ids in each]
+        for ids in each:
+            if not 1 <= len(ids) <= self.context:
+                raise ApiError(
+                    400,
+                    f"input: {len(ids)} tokens, expected 1 to {self.context}",
+                    param="input",
+                    code="context_length_exceeded" if ids else None,
+                )
+        vectors = await self._background(request, embeddings(self.model, each, self.first))
+        if wish.dimensions not in (None, size := vectors.shape[1]):
+            raise ApiError(400, f"dimensions is {wish.dimensions}, this model has {size}", param="dimensions")
+        if wish.encoding_format == "float" and FLOAT_BYTES * vectors.size > MOST_ANSWER:
+            raise ApiError(400, f"{len(each)} vectors of {size} numbers are too many; ask for base64", param="input")
+        return await self._slowly(vectors.size, lambda: self._embedding_body(wish, each, vectors))
+
+    def _embedding_body(self, wish: EmbeddingRequest, each: Sequence[Sequence[int]], vectors: Any) -> Response:
+        def shown(vector: Any) -> Any:
+            if wish.encoding_format == "float":
+                return vector.tolist()
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+        count = sum(map(len, each))
+        data = [{"object": "embedding", "index": i, "embedding": shown(v)} for i, v in enumerate(vectors)]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return json_response({"object": "list", "data": data, "model": self.name, "usage": usage})
 
     async def complete(self, request: Request) -> Response:
-        wish: CompletionRequest = await self._wish(request, CompletionRequest)
+        wish: CompletionRequest = await self._parse_body(request, CompletionRequest)
+        self._check_generates()
         self._check_model(wish.model)
         wish.check()
-        texts = [wish.prompt] if isinstance(wish.prompt, str) else [p for p in wish.prompt if isinstance(p, str)]
-        self._check_length(max(map(len, texts), default=0), "prompt")
-        prompts = await self._slowly(sum(map(len, texts)), lambda: wish.prompts(self.tokenizer))
-        for ids in prompts:
-            checked_ids(ids, self.config.vocab)
-        tokens = 16 if wish.max_tokens is None else wish.max_tokens
-        echo = []
+        texts, prompts = await self._prompts(wish.prompt, "prompt", MOST_PROMPTS)
+        tokens, echo, places = 16 if wish.max_tokens is None else wish.max_tokens, [], []
         if wish.echo:
-            echo = texts or [self.tokenizer.decode(ids) for ids in prompts]
-            echo = [text for text in echo for _ in range(wish.n or 1)]
-        return await self._answer(request, wish, prompts, tokens, wish.logprobs, chat=False, echo=echo, param="prompt")
+            size = sum(map(len, prompts))
+            echo, places = await self._slowly(size, lambda: self._echo(wish, texts, prompts))
+        return await self._answer(
+            request, wish, prompts, tokens, wish.logprobs, chat=False, echo=echo, param="prompt", places=places
+        )
+
+    def _echo(
+        self, wish: CompletionRequest, texts: Sequence[str], prompts: Sequence[Sequence[int]]
+    ) -> tuple[list[str], list[Place]]:
+        """The beginning of each text, and with log-probabilities where its tokens begin."""
+        echo, n = list(texts) or [self.tokenizer.decode(ids) for ids in prompts], wish.n or 1
+        places, bare = [], len(start_ids(self.tokenizer)) if texts else 0
+        for text, ids in zip(echo, prompts, strict=True):
+            if wish.logprobs is not None:
+                shown = b"".join(map(self.tokenizer.token_bytes, ids[bare:])).decode("utf-8", "replace")
+                places += [Place(min(0, len(text) - len(shown)), bare) for _ in range(n)]
+        return [text for text in echo for _ in range(n)], places
+
+    async def _prompts(self, given: Any, param: str, most: int) -> tuple[list[str], list[list[int]]]:
+        """The prompts that are given as text, and the ids of each."""
+        each = given if isinstance(given, list) else [given]
+        texts = each if each and isinstance(each[0], str) else []
+        self._check_length(max(map(len, texts), default=0), param)
+        size = len(each) if each and isinstance(each[0], int) else sum(map(len, each))
+
+        def encoded() -> list[list[int]]:
+            prompts = prompt_ids(given, self.tokenizer, param, most)
+            return [checked_ids(ids, self.config.vocab) for ids in prompts]
+
+        return texts, await self._slowly(size, encoded)
 
     def _check_length(self, characters: int, param: str) -> None:
         """Refuse early what cannot fit: a token has at most the bytes of the longest one."""
@@ -385,9 +574,17 @@ class App:
             code="context_length_exceeded",
         )
 
-    @staticmethod
-    async def _slowly(characters: int, encode: Callable[[], Any]) -> Any:
-        return encode() if characters <= SHORT_TEXT else await asyncio.to_thread(encode)
+    async def _slowly(self, size: int, work: Callable[[], Any]) -> Any:
+        """What `work` returns; called in a thread where the size says that it takes long."""
+        if size <= SHORT_TEXT:
+            return work()
+        if self._pending >= MOST_PENDING:
+            raise busy()
+        self._pending += 1
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            self._pending -= 1
 
     async def _answer(
         self,
@@ -399,37 +596,36 @@ class App:
         chat: bool,
         echo: list[str],
         param: str,
+        places: Sequence[Place] = (),
+        writer: Any = None,
+        tools: Tools = Tools(),  # noqa: B008
     ) -> Response:
-        extension, wanted = wish.extension, []
-        for ids in prompts:
-            if not ids:
-                raise ApiError(400, "the prompt is empty; give at least one character", param=param)
-            room = self.context - len(ids)
-            if room < 1:
-                raise self._too_long(str(len(ids)), param)
-            inside = top is not None or extension.look_inside
-            drawn = wish.sampling(room, self.limits, self.config.vocab, inside, tokens, self.default)
-            wanted += [(ids, s) for s in drawn]
-        most = self.engine.scheduler.rows + self.engine.scheduler.queue
-        if len(wanted) > most:
-            raise ApiError(400, f"{len(wanted)} texts requested, this server takes at most {most}", param="n")
-        alternatives = max(top or 0, extension.top + 1 if extension.look_inside else 0)
+        extension, scored = wish.extension, wish.prompt_logprobs is not None or bool(places)
+        inside = top is not None or extension.look_inside or scored
+        alternatives = max(top or 0, wish.prompt_logprobs or 0, extension.top + 1 if extension.look_inside else 0)
+        constraint = await self._constraint(wish, tools)
+        expected = self._samplings(wish, prompts, tokens, inside, param)
+        self._check_share(expected, tokens, alternatives + inside)
         seconds = min(self.limits.seconds, wish.timeout or math.inf)
         try:
-            stop_ids = frozenset[int]() if wish.ignore_eos else self.stop_ids
-            answer = self.engine.submit(wanted, stop_ids, wish.stops, alternatives, time.monotonic() + seconds)
+            answer = self.engine.submit(
+                expected,
+                frozenset[int]() if wish.ignore_eos and constraint is None else self.stop_ids,
+                wish.stops,
+                alternatives,
+                time.monotonic() + seconds,
+                echo=echo if places else None,
+                constraint=constraint,
+                score=scored,
+                generate=tokens != 0,
+                reuse=wish.cache_prompt is not False,
+            )
         except QueueFull:
             self.metrics.refused.inc()
-            raise ApiError(
-                429,
-                "the server is busy; try again later",
-                "rate_limit_error",
-                code="queue_full",
-                headers={"Retry-After": "1"},
-            ) from None
+            raise busy() from None
         except Draining:
             raise shutting_down() from None
-        writer = Writer(
+        writer = writer or Writer(
             self.tokenizer,
             self.name,
             self.fingerprint,
@@ -437,13 +633,76 @@ class App:
             top,
             extension,
             prompts,
-            echo,
+            [] if places else echo,
             timings=bool(wish.timings_per_token),
+            usage=bool(wish.stream and wish.stream_options and wish.stream_options.include_usage),
+            places=places,
+            prompt_top=wish.prompt_logprobs,
+            tools=tools,
         )
         if wish.stream:
-            usage = wish.stream_options is not None and wish.stream_options.include_usage
-            return EventStream(self, answer, writer, usage)
-        return await self._whole(request, answer, writer)
+            return EventStream(self, answer, writer, tools.headers)
+        response = await self._whole(request, answer, writer)
+        response.headers.update(tools.headers)
+        return response
+
+    async def _constraint(self, wish: Generation, tools: Tools) -> Constraint | None:
+        """The grammar of a request. It is compiled in a thread, as a large one takes a second."""
+        given = wish.constraint()
+        called = tools.form is not None and (tools.is_constrained or given is not None)
+        if given is None and not called:
+            return None
+        name, kind, text = given or ("tools", "lark", "")
+        if called and kind not in ("json_schema", "lark"):
+            raise ApiError(400, f"{name} and tools both constrain the text; give one", param=name)
+
+        def compiled() -> Constraint:
+            if self._grammars is None:
+                self._grammars = Grammars(self.tokenizer, self.stop_ids, self.config.vocab)
+            try:
+                if called:
+                    schema = json_value(text) if text else None
+                    return self._grammars.compile("lark", grammar(tools, self.tokenizer, schema))
+                return self._grammars.compile(kind, text)
+            except UserError as error:
+                raise ApiError(400, f"{name}: {error}", param=name) from None
+
+        found: Constraint = await self._slowly(SHORT_TEXT + 1, compiled)
+        return found
+
+    def _samplings(
+        self, wish: Generation, prompts: list[list[int]], tokens: int | None, logprobs: bool, param: str
+    ) -> list[tuple[list[int], Sampling]]:
+        """Each text's prompt and how it is sampled."""
+        expected = []
+        for ids in prompts:
+            if not ids:
+                raise ApiError(400, "the prompt is empty; give at least one character", param=param)
+            room = self.context - len(ids)
+            if room < (tokens != 0):
+                raise self._too_long(str(len(ids)), param)
+            drawn = wish.sampling(room, self.limits, self.config.vocab, logprobs, tokens, self.default)
+            expected += [(ids, s) for s in drawn]
+        return expected
+
+    def _check_share(
+        self, expected: Sequence[tuple[Sequence[int], Sampling]], tokens: int | None, logprobs: int
+    ) -> None:
+        """ApiError for a request that would take more than one request may of the queue or of memory."""
+        most = max(1, self.engine.most // 2)
+        if len(expected) > most:
+            raise ApiError(
+                400, f"{len(expected)} texts requested, a request may have {most} here; send several", param="n"
+            )
+        count = sum((len(ids) if logprobs else 0) + (tokens != 0) * s.max_tokens for ids, s in expected)
+        size = count * (TOKEN_BYTES + LOGPROB_BYTES * logprobs)
+        if size > MOST_ANSWER:
+            raise ApiError(
+                400,
+                f"the answer may take {size >> 20} MiB ({len(expected)} texts, {count} tokens), at most "
+                f"{MOST_ANSWER >> 20} MiB here; ask for fewer texts, tokens or log-probabilities",
+                param="max_tokens",
+            )
 
     async def _whole(self, request: Request, answer: Answer, writer: Writer) -> Response:
         pieces: list[list[Piece]] = [[] for _ in answer.choices]
@@ -456,7 +715,9 @@ class App:
             return Response(status_code=499)
         finally:
             self.engine.cancel(answer)
-        return json_response(writer.body(answer, list(map(Piece.joined, pieces))))
+        whole = list(map(Piece.joined, pieces))
+        size = sum(len(piece.text) + len(piece.tokens) * (1 + writer.top_count) for piece in whole)
+        return await self._slowly(size, lambda: json_response(writer.body(answer, whole)))
 
     async def updates(
         self, answer: Answer, receive: Callable[[], Awaitable[Any]]
@@ -500,6 +761,8 @@ class App:
                 "timeout_error",
                 code="timeout",
             )
+        if reason == "grammar":
+            return ApiError(400, "the grammar or schema became too complex for this text; simplify it")
         if reason == "error":
             return ApiError(500, "the server failed to compute this; its log says why", "server_error")
         return shutting_down()
@@ -507,22 +770,31 @@ class App:
     # --- tokens and attention
 
     async def tokenize(self, request: Request) -> Response:
-        wish: TokenizeRequest = await self._wish(request, TokenizeRequest)
+        wish: TokenizeRequest = await self._parse_body(request, TokenizeRequest)
+        if len(wish.content) > self.longest:
+            message = f"content has {len(wish.content)} characters, at most {self.longest} here; send it in parts"
+            raise ApiError(400, message, param="content")
         ids = await self._slowly(len(wish.content), lambda: self.tokenizer.encode(wish.content))
         if wish.add_special:
             ids = [*start_ids(self.tokenizer), *ids]
         if not wish.with_pieces:
             return json_response({"tokens": ids})
-        pieces = [{"id": i, "piece": self.tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids]
-        return json_response({"tokens": pieces})
+        return await self._slowly(8 * len(ids), lambda: json_response({"tokens": [self._piece(i) for i in ids]}))
+
+    def _piece(self, token: int) -> dict[str, Any]:
+        return {"id": token, "piece": self.tokenizer.token_bytes(token).decode("utf-8", "replace")}
 
     async def detokenize(self, request: Request) -> Response:
-        wish: DetokenizeRequest = await self._wish(request, DetokenizeRequest)
-        checked_ids(wish.tokens, self.config.vocab)
-        return json_response({"content": self.tokenizer.decode(wish.tokens)})
+        wish: DetokenizeRequest = await self._parse_body(request, DetokenizeRequest)
+        ids = wish.tokens
+
+        def decoded() -> Response:
+            return json_response({"content": self.tokenizer.decode(checked_ids(ids, self.config.vocab))})
+
+        return await self._slowly(len(ids), decoded)
 
     async def attend(self, request: Request) -> Response:
-        wish: AttentionRequest = await self._wish(request, AttentionRequest)
+        wish: AttentionRequest = await self._parse_body(request, AttentionRequest)
         self._check_model(wish.model)
         ops, most = self.attention, min(self.limits.attention, self.context)
         if not ops:
@@ -536,7 +808,7 @@ class App:
             raise ApiError(400, f"head {wish.head}, layer {wish.layer} has 0 to {last}", param="head")
         ids = wish.ids
         if ids is None:
-            texts = [wish.text or ""] if wish.messages is None else [m.text("messages") for m in wish.messages]
+            texts = [wish.text or ""] if wish.messages is None else ["x" * m.length("messages") for m in wish.messages]
             self._check_length(sum(map(len, texts)), "text")
             ids = await self._slowly(sum(map(len, texts)), lambda: self._ids_of(wish))
         checked_ids(ids, self.config.vocab)
@@ -546,38 +818,48 @@ class App:
                 f"the text has {len(ids)} tokens, attention is shown for 1 to {most}",
                 code="context_length_exceeded" if ids else None,
             )
+
+        def picture() -> Generator[None, None, Any]:
+            yield
+            return attention_of(self.model, ids, wish.layer)[wish.head]
+
+        weights = await self._background(request, picture())
+        return await self._slowly(weights.size, lambda: json_response(self._attention_body(wish, ids, weights)))
+
+    async def _background(self, request: Request, work: Generator[None, None, Any]) -> Any:
+        """What the engine's background job returns."""
         if self.engine.draining:
             raise shutting_down()
-        if self._attending:
-            raise ApiError(
-                429,
-                "attention is being computed for another request; try again",
-                "rate_limit_error",
-                headers={"Retry-After": "1"},
-            )
-        self._attending = True
+        job = asyncio.ensure_future(self.engine.background(work))
+        gone = asyncio.ensure_future(_disconnected(request.receive))
         try:
-            weights = await self.engine.call(lambda: attention_of(self.model, ids, wish.layer)[wish.head])
+            await asyncio.wait({job, gone}, timeout=self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not job.done():
+                raise ClientGone if gone.done() else self._failed("deadline")
+            return job.result()
+        except QueueFull:
+            raise busy() from None
         finally:
-            self._attending = False
-        tokens = [{"id": i, "text": self.tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids]
-        return json_response(
-            {
-                "object": "attention",
-                "model": self.name,
-                "layer": wish.layer,
-                "head": wish.head,
-                "layers": len(ops),
-                "heads": ops[wish.layer].heads,
-                "causal": bool(ops[wish.layer].causal),
-                "tokens": tokens,
-                "weights": weights.round(4).tolist(),
-            }
-        )
+            job.cancel()
+            gone.cancel()
+
+    def _attention_body(self, wish: AttentionRequest, ids: Sequence[int], weights: Any) -> dict[str, Any]:
+        op = self.attention[wish.layer]
+        return {
+            "object": "attention",
+            "model": self.name,
+            "layer": wish.layer,
+            "head": wish.head,
+            "layers": len(self.attention),
+            "heads": op.heads,
+            "causal": bool(op.causal),
+            "tokens": [{"id": i, "text": self.tokenizer.token_bytes(i).decode("utf-8", "replace")} for i in ids],
+            "weights": weights.round(4).tolist(),
+        }
 
     def _ids_of(self, wish: AttentionRequest) -> list[int]:
         if wish.messages is not None:
-            return encode_chat(self.template, self.tokenizer, wish.messages, reply_to_come=False)
+            return encode_chat(self.template, self.tokenizer, wish.messages, False, form=self.call_form)
         return [*start_ids(self.tokenizer), *self.tokenizer.encode(wish.text or "")]
 
     # --- the server itself
@@ -591,7 +873,9 @@ class App:
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(description(self.name, bool(self.key)))
+        if self._description is None:
+            self._description = json_response(description(self.name, bool(self.key)))
+        return self._description
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
@@ -604,15 +888,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, app: App, answer: Answer, writer: Writer, usage: bool) -> None:
-        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, app: App, answer: Answer, writer: Any, headers: dict[str, str]) -> None:
+        super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
-        self.app, self.answer, self.writer, self.usage = app, answer, writer, usage
+        self.app, self.answer, self.writer = app, answer, writer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def out(body: bytes, more: bool = True) -> None:
-            async with asyncio.timeout(SEND_SECONDS):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
         updates = self.app.updates(self.answer, receive)
         try:
@@ -623,13 +906,11 @@ class EventStream(Response):
                 events = b"".join(self.writer.chunk(i, piece, why, self.answer.choices[i]) for i, piece, why in news)
                 left -= sum(why is not None for _, _, why in news)
                 if not left:
-                    events += (self.writer.usage_chunk(self.answer) if self.usage else b"") + b"data: [DONE]\n\n"
+                    events += self.writer.closing(self.answer)
                 if events:
                     await out(events, more=bool(left))
         except ApiError as error:
-            await out(b"data: " + json.dumps(error.body).encode() + b"\n\n", more=False)
-        except (ClientGone, TimeoutError, ClientDisconnect):
-            raise ClientGone from None
+            await out(self.writer.failure(error), more=False)
         finally:
             await updates.aclose()
             self.app.engine.cancel(self.answer)
@@ -651,15 +932,20 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", []), *HEADERS]
-            await send(message)
+            try:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send(message)
+            except TimeoutError:
+                raise ClientGone from None
 
         try:
-            self.app.admit(scope)
-            await self.asgi(scope, receive, guarded)
-        except ApiError as error:
-            await error_response(error)(scope, receive, guarded)
-        except UserError as error:
-            await error_response(ApiError(400, str(error)))(scope, receive, guarded)
+            try:
+                self.app.admit(scope)
+                await self.asgi(scope, receive, guarded)
+            except ApiError as error:
+                await error_response(error)(scope, receive, guarded)
+            except UserError as error:
+                await error_response(ApiError(400, str(error)))(scope, receive, guarded)
         except (ClientGone, ClientDisconnect):
             # Nobody reads the rest. uvicorn closes the connection of an incomplete answer.
             status = status or 499
@@ -671,26 +957,9 @@ class Guard:
             else:
                 raise
         finally:
-            path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
+            path = scope["path"] if scope["path"] in LABELS else "other"
             self.app.metrics.requests.labels(path, str(status)).inc()
             self.app.metrics.seconds.labels(path).observe(time.monotonic() - started)
-
-
-KNOWN_PATHS = frozenset(
-    [
-        "/",
-        "/v1/models",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/attention",
-        "/tokenize",
-        "/detokenize",
-        "/props",
-        "/health",
-        "/metrics",
-        "/openapi.json",
-    ]
-)
 
 
 class Metrics:

@@ -8,26 +8,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from tinyforge.serve.protocol import (
-    AttentionRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
+from tinyforge.serve.routes import ENDPOINTS, Endpoint
 
-POSTS: dict[str, tuple[type[Any], str, bool]] = {
-    "/v1/chat/completions": (ChatRequest, "The reply to a conversation, whole or as server-sent events.", True),
-    "/v1/completions": (CompletionRequest, "The continuation of a text, whole or as server-sent events.", True),
-    "/v1/attention": (AttentionRequest, "The weights of an attention head over a text, as a matrix.", False),
-    "/tokenize": (TokenizeRequest, "A text's token ids.", False),
-    "/detokenize": (DetokenizeRequest, "The text of token ids.", False),
-}
-GETS = {
-    "/v1/models": "The served model.",
-    "/props": "Its context and chat template, in llama.cpp's format.",
-    "/health": "Whether requests are accepted.",
-}
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -59,8 +41,9 @@ STATUSES = {
 
 def description(model: str, key: bool) -> dict[str, Any]:
     """The description in OpenAPI 3.1. model: its name. key: whether callers need an API key."""
+    bodies = [e.body for e in ENDPOINTS if e.body]
     _, schemas = models_json_schema(
-        [(kind, "validation") for kind, _, _ in POSTS.values()], ref_template="#/components/schemas/{model}"
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
     for schema in schemas["$defs"].values():
         if "model" in schema.get("properties", {}):
@@ -68,40 +51,7 @@ def description(model: str, key: bool) -> dict[str, Any]:
     version = "0"
     with suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("tinyforge")
-    paths: dict[str, Any] = {}
-    for path, (kind, what, streams) in POSTS.items():
-        content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-        if streams:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
-        ref = {"$ref": f"#/components/schemas/{kind.__name__}"}
-        paths[path] = {
-            "post": {
-                "summary": what,
-                "operationId": path.strip("/").replace("/", "_"),
-                "requestBody": {"required": True, "content": {"application/json": {"schema": ref}}},
-                "responses": {"200": {"description": "The answer.", "content": content}, **_errors(STATUSES)},
-            }
-        }
-    for path, what in GETS.items():
-        answer = {"application/json": {"schema": {"type": "object"}}}
-        few = {status: STATUSES[status] for status in ("401", "403", "503")}
-        paths[path] = {
-            "get": {
-                "summary": what,
-                "operationId": path.strip("/").replace("/", "_"),
-                "responses": {"200": {"description": "The answer.", "content": answer}, **_errors(few)},
-            }
-        }
-    paths["/metrics"] = {
-        "get": {
-            "summary": "Metrics for Prometheus.",
-            "operationId": "metrics",
-            "responses": {
-                "200": {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}},
-                **_errors({status: STATUSES[status] for status in ("401", "403")}),
-            },
-        }
-    }
+    paths = {e.path: {e.method.lower(): _operation(e)} for e in ENDPOINTS if e.summary}
     components: dict[str, Any] = {"schemas": {**schemas["$defs"], "Error": ERROR}}
     if key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -112,6 +62,21 @@ def description(model: str, key: bool) -> dict[str, Any]:
         "components": components,
         **({"security": [{"key": []}]} if key else {}),
     }
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    schema = {"type": "object"} if endpoint.media == "application/json" else {"type": "string"}
+    content = {endpoint.media: {"schema": schema}}
+    if endpoint.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    operation: dict[str, Any] = {"summary": endpoint.summary, "operationId": endpoint.path.strip("/").replace("/", "_")}
+    errors = {status: STATUSES[status] for status in ("401", "403", "503")}
+    if endpoint.body:
+        ref = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref}}}
+        errors = STATUSES
+    operation["responses"] = {"200": {"description": "The answer.", "content": content}, **_errors(errors)}
+    return operation
 
 
 def _errors(statuses: dict[str, str]) -> dict[str, Any]:

@@ -1,24 +1,33 @@
 """Requests: OpenAI's as pydantic models, with this server's extensions.
 
 Types are strict, as OpenAI's are: "0.5" is not a number. Unknown fields are ignored. Numbers out of range, and requests
-that the server cannot serve (tools, images), are errors that name the field.
+that the server cannot serve (documents, images), are errors that name the field. Lists are bounded, and checked up to
+their first error, so that a wrong body of any shape is refused in milliseconds.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from tinyforge.files import JSON_NAMES
+from tinyforge.errors import UserError
+from tinyforge.files import JSON_NAMES, json_value
+from tinyforge.infer.grammar import Kind
 from tinyforge.infer.sampling import Sampling
 from tinyforge.tokenizers import TextTokenizer
-from tinyforge.tokenizers.chat_templates import Template, Turn
+from tinyforge.tokenizers.chat_templates import AnyTemplate, ChatTemplate, Turn
+from tinyforge.tokenizers.tool_calls import CallForm
 from tinyforge.tokenizers.vocabulary import start_ids
 
-MOST_STOPS, MOST_TOP, MOST_BIASES, MOST_PROMPTS = 4, 20, 4096, 64
+MOST_STOPS, MOST_TOP, MOST_BIASES, MOST_PROMPTS = 64, 20, 4096, 64
+MOST_STOP_CHARACTERS = 4096  # of all stop strings together: each token is compared with them
+MOST_VALUES = 20_000  # lists and objects in a body
+MOST_IDS = 1 << 20
 LEAST_TOP_P = 1e-9
 LEAST_TEMPERATURE = 1e-5  # below it is greedy: dividing by less overflows
 OPENAI = Sampling(temperature=1.0, top_k=0, top_p=1.0, max_tokens=1 << 30)
@@ -51,7 +60,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.headers = status, headers or {}
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Wish(BaseModel):
@@ -70,13 +79,35 @@ class Extension(Wish):
         description="Tokens that the later heads draft for each pass, at most "
         "one per head. Greedy text stays the same.",
     )
+    score: bool = Field(
+        default=False,
+        description="Generate nothing: return the tokens of the last message, the assistant's, as look_inside does.",
+    )
 
 
+MOST_TOOLS = 128
+FunctionName = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.:/-]+$")]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+Ids = Annotated[list[int], Field(fail_fast=True, max_length=MOST_IDS)]
+Texts = Annotated[list[str], Field(fail_fast=True, max_length=2048)]
+IdLists = Annotated[list[Ids], Field(fail_fast=True, max_length=2048)]
 
 
 class StreamOptions(Wish):
     include_usage: bool = False
+
+
+CONSTRAINTS: dict[str, Kind] = {
+    "grammar": "grammar",
+    "json_schema": "json_schema",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""The kind of grammar that a field has."""
+STRUCTURED: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""The same of the fields of `structured_outputs`."""
 
 
 class Generation(Wish):
@@ -111,14 +142,32 @@ class Generation(Wish):
     )
     n: int | None = Field(default=None, ge=1, le=1 << 10)
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(default=None, description="Ignore the model's end of text.")
     timeout: float | None = Field(default=None, gt=0, le=1e6, description="Seconds for the answer.")
     timings_per_token: bool | None = Field(default=None, description="Send llama.cpp's timings in chunks.")
+    prompt_logprobs: int | None = Field(
+        default=None, ge=0, le=MOST_TOP, description="As in vLLM: return the prompt's log-probabilities."
+    )
+    cache_prompt: bool | None = Field(
+        default=None, description="false: compute the prompt from its start, and keep nothing of it."
+    )
     tinyforge: Extension | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = Field(
+        default=None, description="text, json_object (of a schema, as in llama.cpp), or json_schema."
+    )
+    grammar: str | None = Field(default=None, description="llama.cpp's name: GBNF or Lark.")
+    json_schema: dict[str, Any] | None = Field(default=None, description="llama.cpp's name.")
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None, description="As in vLLM: one of json, regex, choice, grammar, json_object."
+    )
+    guided_json: str | dict[str, Any] | None = Field(default=None, description="vLLM's older name, as those below.")
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=1024)] | None = None
+    guided_grammar: str | None = None
 
     @property
     def extension(self) -> Extension:
@@ -128,6 +177,62 @@ class Generation(Wish):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    def check(self) -> None:
+        """ApiError for what this server does not do."""
+        if (length := sum(map(len, self.stops))) > MOST_STOP_CHARACTERS:
+            raise ApiError(400, f"stop has {length} characters, at most {MOST_STOP_CHARACTERS} in all", param="stop")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ApiError(400, "prompt_logprobs are not sent in streams; leave stream out", param="prompt_logprobs")
+
+    def constraint(self) -> tuple[str, Kind, str] | None:
+        """The grammar that the text must follow: the field that gave it, its kind, and its text."""
+        found: list[tuple[str, Kind, Any]] = []
+        for name, kind in CONSTRAINTS.items():
+            if (value := getattr(self, name)) is not None:
+                found.append((name, kind, value))
+        if self.structured_outputs is not None:
+            given = {name: value for name, value in self.structured_outputs.items() if value not in (None, False)}
+            wrong = next((name for name in given if name not in (*STRUCTURED, "json_object")), None)
+            if wrong is not None:
+                raise ApiError(400, f"structured_outputs.{wrong[:40]} is not supported", param="structured_outputs")
+            for name, value in given.items():
+                schema = {"type": "object"} if name == "json_object" else value
+                found.append(("structured_outputs", STRUCTURED.get(name, "json_schema"), schema))
+        if (schema := self._format_schema()) is not None:
+            found.append(("response_format", "json_schema", schema))
+        if len(found) > 1:
+            raise ApiError(400, f"{found[0][0]} and {found[1][0]} both constrain the text; give one", param=found[1][0])
+        if not found:
+            return None
+        name, kind, value = found[0]
+        if kind == "choice" and not (
+            isinstance(value, list) and value and all(isinstance(v, str) and v for v in value)
+        ):
+            raise ApiError(400, f"{name}: choices expect a list of texts, each with a character or more", param=name)
+        if kind in ("regex", "grammar") and not isinstance(value, str):
+            raise ApiError(400, f"{name}: expected a text", param=name)
+        return name, kind, value if isinstance(value, str) else json.dumps(value)
+
+    def _format_schema(self) -> Any:
+        """The JSON schema of `response_format`, None for text."""
+        given = self.response_format or {"type": "text"}
+        kind = given.get("type")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return given.get("schema") or {"type": "object"}
+        if kind == "json_schema":
+            inner = given.get("json_schema", given)  # the Responses API has its fields side by side
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if isinstance(schema, dict) or schema is True:
+                return schema if isinstance(schema, dict) else {}
+            raise ApiError(400, "response_format: json_schema expects a schema", param="response_format")
+        raise ApiError(
+            400,
+            f"response_format is of type {str(kind)[:40]!a}, expected text, json_object or json_schema",
+            param="response_format",
+        )
+
     def sampling(
         self, room: int, limits: Limits, vocab: int, logprobs: bool, tokens: int | None, default: Sampling
     ) -> list[Sampling]:
@@ -135,14 +240,12 @@ class Generation(Wish):
         the requested maximum. default: for the fields that the request leaves out."""
         n = self.n or 1
         if n > limits.n:
-            raise ApiError(400, f"n is {n}, wants at most {limits.n} on this server", param="n")
-        if tokens == 0:
-            raise ApiError(400, "max_tokens is 0, wants at least 1 (or -1 for no limit)", param="max_tokens")
+            raise ApiError(400, f"n is {n}, expected at most {limits.n} on this server", param="n")
         bias = []
         for text, value in (self.logit_bias or {}).items():
             if not (text.isascii() and text.isdigit() and len(text) < 12 and int(text) < vocab):
                 raise ApiError(
-                    400, f"logit_bias: {text[:40]!a} is not a token id, wants 0 to {vocab - 1}", param="logit_bias"
+                    400, f"logit_bias: {text[:40]!a} is not a token id, expected 0 to {vocab - 1}", param="logit_bias"
                 )
             bias.append((int(text), float(value)))
         seed = secrets.randbits(63) if self.seed is None else self.seed % (1 << 63)
@@ -165,7 +268,7 @@ class Generation(Wish):
                 presence_penalty=given(self.presence_penalty, 0.0),
                 frequency_penalty=given(self.frequency_penalty, 0.0),
                 logit_bias=tuple(bias),
-                max_tokens=max(1, min(room, limits.max_tokens, most if most > 0 else room)),
+                max_tokens=max(1, min(room, limits.max_tokens, most if most >= 0 else room)),
                 seed=seed + i,
                 drafts=self.extension.drafts,
                 logprobs=logprobs or self.extension.look_inside,
@@ -179,15 +282,58 @@ class Part(Wish):
     text: str | None = None
 
 
+class Called(Wish):
+    name: FunctionName
+    arguments: str = "{}"
+
+
+class ToolCall(Wish):
+    id: str = Field(default="", max_length=200)
+    type: Literal["function"] = "function"
+    function: Called
+
+    def shown(self, place: str, as_text: bool) -> dict[str, Any]:
+        """As templates take it: the arguments as an object, or as_text."""
+        try:
+            arguments = json_value(self.function.arguments or "{}")
+        except ValueError as error:
+            raise ApiError(400, f"{place}.tool_calls: the arguments are not JSON: {error}", param=place) from None
+        if not isinstance(arguments, dict):
+            raise ApiError(400, f"{place}.tool_calls: the arguments are not a JSON object", param=place)
+        function = {"name": self.function.name, "arguments": self.function.arguments if as_text else arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
 class Message(Wish):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=4096)] | None = None
+    reasoning_content: str | None = Field(default=None, description="A reply's thoughts, for the template.")
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_call_id: str | None = Field(default=None, max_length=200)
+    name: str | None = Field(default=None, max_length=200)
+
+    def length(self, place: str) -> int:
+        """Characters."""
+        called = sum(len(call.function.name + call.function.arguments) for call in self.tool_calls or ())
+        return len(self.text(place)) + len(self.reasoning_content or "") + called
+
+    def shown(self, place: str, form: CallForm | None) -> dict[str, Any]:
+        """As templates take it."""
+        found: dict[str, Any] = {"role": self.role, "content": self.text(place)}
+        if self.reasoning_content is not None:
+            found["reasoning_content"] = self.reasoning_content
+        if form is None and (self.tool_calls or self.role == "tool"):
+            raise ApiError(400, f"{place}: the model's chat template has no tools, nor calls of them", param=place)
+        if form is not None and self.tool_calls and self.role == "assistant":
+            found["tool_calls"] = [call.shown(place, form.as_text) for call in self.tool_calls]
+        given = {"tool_call_id": self.tool_call_id, "name": self.name} if self.role == "tool" else {}
+        return {**found, **{key: value for key, value in given.items() if value is not None}}
 
     def text(self, place: str) -> str:
         if self.content is None:
-            if self.role == "assistant":
+            if self.role in ("assistant", "tool"):
                 return ""
-            raise ApiError(400, f"{place}.content is null, wants a text", param=f"{place}.content")
+            raise ApiError(400, f"{place}.content is null, expected a text", param=f"{place}.content")
         if isinstance(self.content, str):
             return self.content
         wrong = next((part.type for part in self.content if part.type not in ("text", "input_text")), None)
@@ -198,66 +344,104 @@ class Message(Wish):
         return "".join(part.text or "" for part in self.content)
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+
+
+class Function(Wish):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(default=None, description="Calls follow the parameters' schema.")
+
+
 class Tool(Wish):
-    type: str = "function"
+    type: Literal["function"] = "function"
+    function: Function
 
 
-class ResponseFormat(Wish):
-    type: str
+class Named(Wish):
+    name: str = Field(max_length=200)
+
+
+class ToolChoice(Wish):
+    """One function. The Responses API has its name at the top level."""
+
+    type: Literal["function"]
+    function: Named | None = None
+    name: str | None = Field(default=None, max_length=200)
+
+    @property
+    def called(self) -> str:
+        return self.function.name if self.function else self.name or ""
 
 
 class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Messages
     max_completion_tokens: int | None = Field(default=None, ge=-1, le=1 << 30)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP)
-    tools: list[Tool] | None = None
-    functions: list[Tool] | None = None
-    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str | None] | None = Field(
+        default=None, description="Variables of the model's chat template, as in vLLM: enable_thinking, for instance."
+    )
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call.")
+    functions: Annotated[list[Any], Field(fail_fast=True)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
     @property
     def tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def check(self) -> None:
-        if self.tools or self.functions:
-            raise ApiError(400, "this server does not call tools; leave them out", param="tools")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise ApiError(
-                400,
-                f"response_format {self.response_format.type[:40]!a}: this server answers only with text",
-                param="response_format",
-            )
+        super().check()
+        if self.functions:
+            raise ApiError(400, "functions are not supported; name them as tools", param="functions")
+        if self.documents:
+            raise ApiError(400, "this server renders no documents; put their text into a message", param="documents")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.extension.score and (self.stream or self.messages[-1].role != "assistant"):
+            fault = "a stream" if self.stream else f"a last message of the {self.messages[-1].role}"
+            raise ApiError(400, f"score expects a reply to score and no stream, got {fault}", param="tinyforge.score")
+
+
+def prompt_ids(
+    given: str | list[str] | list[int] | list[list[int]], tokenizer: TextTokenizer, param: str, most: int
+) -> list[list[int]]:
+    """The ids of each prompt, at most `most` of them. Text that spells a special token stays text."""
+    each: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    if not 1 <= len(each) <= most:
+        raise ApiError(400, f"{param} has {len(each)} texts, expected 1 to {most}", param=param)
+    return [[*start_ids(tokenizer), *tokenizer.encode(p)] if isinstance(p, str) else list(p) for p in each]
 
 
 class CompletionRequest(Generation):
-    prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(default=None, ge=0, le=5)
+    prompt: str | Texts | Ids | IdLists
+    logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP)
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1, le=1 << 10)
     suffix: str | None = None
 
     def check(self) -> None:
+        super().check()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of other than n is not supported; leave it out", param="best_of")
         if self.suffix:
-            raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
-        if self.echo and self.logprobs is not None:
-            raise ApiError(400, "echo with logprobs is not supported: leave one of them out", param="echo")
+            raise ApiError(
+                400, "suffix is not supported: this model continues a text, it does not fill gaps", param="suffix"
+            )
 
-    def prompts(self, tokenizer: TextTokenizer) -> list[list[int]]:
-        """The ids of each prompt. Text that spells a special token stays text."""
-        if isinstance(self.prompt, str):
-            given: list[Any] = [self.prompt]
-        elif self.prompt and isinstance(self.prompt[0], int):
-            given = [self.prompt]
-        else:
-            given = list(self.prompt)
-        if not 1 <= len(given) <= MOST_PROMPTS:
-            raise ApiError(400, f"prompt has {len(given)} texts, wants 1 to {MOST_PROMPTS}", param="prompt")
-        return [[*start_ids(tokenizer), *tokenizer.encode(p)] if isinstance(p, str) else list(p) for p in given]
+
+MOST_INPUTS = 2048
+
+
+class EmbeddingRequest(Wish):
+    input: str | Texts | Ids | IdLists
+    model: str | None = Field(default=None, max_length=200)
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(default=None, ge=1, description="The model's own number of dimensions, or left out.")
+    user: str | None = None
 
 
 class TokenizeRequest(Wish):
@@ -267,24 +451,24 @@ class TokenizeRequest(Wish):
 
 
 class DetokenizeRequest(Wish):
-    tokens: list[int] = Field(max_length=1 << 20)
+    tokens: Ids
 
 
 class AttentionRequest(Wish):
     model: str | None = Field(default=None, max_length=200)
     text: str | None = None
-    ids: list[int] | None = Field(default=None, max_length=1 << 20)
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=4096)
+    ids: Ids | None = None
+    messages: Messages | None = None
     layer: int = Field(default=0, ge=0, le=1 << 20)
     head: int = Field(default=0, ge=0, le=1 << 20)
 
 
-def turns_of(messages: list[Message], reply_to_come: bool = True) -> tuple[str, list[Turn]]:
+def turns_of(messages: list[Message]) -> tuple[str, list[Turn]]:
     """The system prompt and the turns. Neighbouring messages of one role are joined by a blank line."""
     merged: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
-        text = message.text(f"messages.{number}")
+        text = message.shown(f"messages.{number}", None)["content"]
         if merged and merged[-1][0] == role:
             merged[-1] = role, f"{merged[-1][1]}\n\n{text}"
         else:
@@ -303,24 +487,69 @@ def turns_of(messages: list[Message], reply_to_come: bool = True) -> tuple[str, 
         for i, (role, text) in enumerate(merged)
         if role == "user"
     ]
-    if reply_to_come and turns[-1][1] is not None:
-        raise ApiError(400, "the last message is the assistant's, wants the user's", param="messages")
     return system, turns
 
 
 def encode_chat(
-    template: Template, tokenizer: TextTokenizer, messages: list[Message], reply_to_come: bool = True
+    template: AnyTemplate,
+    tokenizer: TextTokenizer,
+    messages: list[Message],
+    reply_to_come: bool = True,
+    variables: dict[str, Any] | None = None,
+    tools: Sequence[Tool] = (),
+    form: CallForm | None = None,
 ) -> list[int]:
-    system, turns = turns_of(messages, reply_to_come)
-    return template.encode(tokenizer, turns, system)
+    """The ids of a conversation: by a model's own template as transformers has them, whatever the order of roles that
+    it takes. variables: of that template, such as enable_thinking. form: of its calls. A reply that comes last is
+    continued. ApiError for a conversation that the template refuses."""
+    last = messages[-1]
+    continued = last if reply_to_come and last.role == "assistant" and not last.tool_calls else None
+    if not isinstance(template, ChatTemplate):
+        system, turns = turns_of(messages)
+        if continued is None:
+            return template.encode(tokenizer, turns, system)
+        *before, (user, reply) = turns
+        begun = reply if isinstance(reply, str) else ""
+        return [*template.encode(tokenizer, [*before, (user, None)], system), *tokenizer.encode(begun, "text")]
+    known = "developer" in template.source()
+    given = [message.shown(f"messages.{number}", form) for number, message in enumerate(messages)]
+    for message in given:
+        if message["role"] == "developer" and not known:
+            message["role"] = "system"
+    more = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+    try:
+        if continued is not None:
+            return template.encode_begun(tokenizer, given, **{**(variables or {}), **more})
+        return template.encode_messages(tokenizer, given, reply_to_come, **{**(variables or {}), **more})
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from error
 
 
-def read(kind: type[Any], content: Any) -> Any:
-    """A JSON value as a request of a kind. ApiError that names the wrong field."""
+def check_size(content: Any, longest: int) -> None:
+    """ApiError for a body with more lists and objects than any request needs, an object with more fields, or a list
+    with more than `longest` entries."""
+    left, seen = [content], 0
+    while left:
+        value = left.pop()
+        seen += 1
+        most = MOST_BIASES if isinstance(value, dict) else longest
+        if len(value) > most:
+            kind, parts = ("an object", "fields") if isinstance(value, dict) else ("a list", "entries")
+            raise ApiError(400, f"{kind} has {len(value)} {parts}, at most {most} here")
+        if isinstance(value, dict):
+            value = value.values()
+        left += [v for v in value if isinstance(v, list | dict)]
+        if seen + len(left) > MOST_VALUES:
+            raise ApiError(400, f"the body has more than {MOST_VALUES} lists and objects")
+
+
+def read(kind: type[Any], content: Any, longest: int = MOST_IDS) -> Any:
+    """A JSON value as a request of a kind. ApiError that names the wrong field. longest: see `check_size`."""
     from pydantic import ValidationError
 
     if not isinstance(content, dict):
-        raise ApiError(400, f"the body is {JSON_NAMES[type(content)]}, wants a JSON object")
+        raise ApiError(400, f"the body is {JSON_NAMES[type(content)]}, expected a JSON object")
+    check_size(content, longest)
     try:
         return kind.model_validate(content)
     except ValidationError as error:

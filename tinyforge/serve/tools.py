@@ -1,0 +1,311 @@
+"""Tools: which ones a reply may or must call, the grammar that forces a call, and the calls in a reply's text.
+
+The form of calls is the one that the model's chat template writes (`tokenizers.tool_calls`). Where `tool_choice` is
+"required" or names a function, or a function is `strict`, llguidance masks what is not such a call with arguments of
+the function's schema. All other replies are free, and read as they come: white space in a call may differ, and a call
+of an unknown function stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from tinyforge.infer.grammar import BLANKS, closed
+from tinyforge.infer.stream import possible_start
+from tinyforge.serve.protocol import ApiError, Tool, ToolChoice
+from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.tool_calls import ID, CallForm
+
+MOST_HELD = 1024
+"""Characters of a call up to its arguments, white space included."""
+IGNORED = {"x-tools-ignored": "the model's chat template has no tools"}
+LETTERS = string.ascii_letters + string.digits
+PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before the JSON of a call
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a request's tools come to. shown: to the template. form: of calls in the reply, None where there can be
+    none. forced: whether the reply has to be a call. strict: whether calls must follow the schemas."""
+
+    shown: Sequence[Tool] = ()
+    form: CallForm | None = None
+    parallel: bool | None = None
+    forced: bool = False
+    ignored: bool = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return IGNORED if self.ignored else {}
+
+    @property
+    def is_constrained(self) -> bool:
+        return self.forced or (self.form is not None and any(tool.function.strict for tool in self.shown))
+
+    def reader(self) -> CallReader | None:
+        if self.form is None:
+            return None
+        return CallReader(self.form, [tool.function.name for tool in self.shown], self.parallel is not False)
+
+
+def select(
+    tools: Sequence[Tool] | None, choice: str | ToolChoice | None, parallel: bool | None, form: CallForm | None
+) -> Tools:
+    """The tools of a request by its `tool_choice`. ApiError for a choice that cannot be met."""
+    tools = tools or []
+    names = [tool.function.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ApiError(400, f"two tools have the name {twice!a}; rename one", param="tools")
+    forced = choice not in (None, "auto", "none")
+    if isinstance(choice, ToolChoice):
+        tools = [tool for tool in tools if tool.function.name == choice.called]
+    if forced and not tools:
+        wrong = f"names {choice.called!a}" if isinstance(choice, ToolChoice) else "is required"
+        raise ApiError(
+            400, f"tool_choice {wrong}, and tools has {'no such' if names else 'no'} function", param="tools"
+        )
+    if choice == "none" or not tools:
+        return Tools()
+    if form is None:
+        if forced:
+            raise ApiError(400, "the model's chat template has no tools; leave tool_choice out", param="tool_choice")
+        return Tools(ignored=True)
+    return Tools(tools, form, parallel, forced)
+
+
+# --- grammars
+
+
+def grammar(tools: Tools, tokenizer: TextTokenizer, schema: Any = None) -> str:
+    """A grammar in Lark of the replies that may be: calls; if they are not forced also texts, or JSON of a schema."""
+    form = tools.form
+    assert form is not None
+
+    before, between = form.before.lstrip(), _spelt(tokenizer, form.between)
+    several = f"({_spelt(tokenizer, form.separator)} call)*" if form.separator and tools.parallel else ""
+    rest = f"call {several} {_spelt(tokenizer, form.after)}"
+    if tools.forced:
+        rules = [f"start: {_spelt(tokenizer, before)} {rest}"]
+    elif schema is not None:
+        rules = [f"start: {_spelt(tokenizer, before)} {rest} | json", f"json: %json {_json(schema)}"]
+    else:
+        first, *others = _terms(tokenizer, before)
+        trigger, lazy = first, ""
+        if not first.startswith("<["):
+            head = before if form.is_bare else form.head
+            trigger, lazy = json.dumps(head, ensure_ascii=False), "[lazy]"
+            others = _terms(tokenizer, before[len(head) :])
+        times = "?" if tools.parallel is False else "*"
+        rules = [f"start: (begin {' '.join(others)} {rest}){times} TEXT"]
+        rules += [f"begin{lazy}: TEXT {trigger}", "TEXT: /(.|\\n)*/"]
+    calls = [f"call_{i}" for i in range(len(tools.shown))]
+    rules.append(f"call: {' | '.join(calls)}")
+    for call, tool in zip(calls, tools.shown, strict=True):
+        function = tool.function
+        parameters = {"type": "object"} if function.parameters is None else function.parameters
+        rules.append(f"{call}: {_spelt(tokenizer, function.name)} {between} %json {_json(parameters)}")
+    return "\n".join(["%llguidance {}", *rules, ""])
+
+
+def _json(schema: Any) -> str:
+    return json.dumps({"x-guidance": BLANKS, **closed(schema)})
+
+
+def _spelt(tokenizer: TextTokenizer, text: str) -> str:
+    return " ".join(_terms(tokenizer, text))
+
+
+def _terms(tokenizer: TextTokenizer, text: str) -> list[str]:
+    """A text in Lark: special tokens by their ids, an id of a call by a pattern, the rest as strings."""
+    marks = "|".join(map(re.escape, sorted({*tokenizer.specials, ID}, key=len, reverse=True)))
+    terms = []
+    for part in re.split(f"({marks})", text):
+        if part == ID:
+            terms.append(f"/[a-zA-Z0-9]{{{len(ID)}}}/")
+        elif part in tokenizer.specials:
+            terms.append(f"<[{tokenizer.specials[part]}]>")
+        elif part:
+            terms.append(json.dumps(part, ensure_ascii=False))
+    return terms
+
+
+# --- replies
+
+
+class Event(NamedTuple):
+    """Some text of a reply, the beginning of a call (text: the function's name), or a part of its arguments. number: of
+    the call."""
+
+    kind: Literal["text", "call", "arguments"]
+    text: str
+    id: str = ""
+    number: int = 0
+
+
+def read_calls(events: Sequence[Event]) -> tuple[str, list[dict[str, Any]]]:
+    """The text without the calls, and the calls as OpenAI has them."""
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if event.kind == "call":
+            calls.append({"id": event.id, "type": "function", "function": {"name": event.text, "arguments": ""}})
+        elif event.kind == "arguments":
+            calls[-1]["function"]["arguments"] += event.text
+    return "".join(event.text for event in events if event.kind == "text"), calls
+
+
+class CallReader:
+    """The calls in a reply, as its text comes. names: of the functions. parallel: whether it may have several calls;
+    otherwise all after the first is left out."""
+
+    def __init__(self, form: CallForm, names: Sequence[str], parallel: bool) -> None:
+        self.parallel, self.count = parallel, 0
+        self._names = sorted(names, key=len, reverse=True)
+        self._heads = [form.head, PYTHON_TAG] if form.is_bare else [form.head]
+        begun = [form.before.lstrip()]
+        if form.is_bare:
+            begun.append(begun[0].replace("{", '{"type": "function", ', 1))
+            begun += [PYTHON_TAG + each for each in begun]
+        self._begun = [_loose(text) for text in begun]
+        between = [form.between]
+        if '"arguments"' in form.between or '"parameters"' in form.between:
+            between = [re.sub("arguments|parameters", key, form.between) for key in ("arguments", "parameters")]
+        self._between = [_loose(text + "{")[:-1] for text in between]
+        self._after = _loose(form.after)
+        self._separator = None if form.separator is None else _loose(form.separator)
+        self._held, self._blank = "", ""  # text that may belong to a call; white space that may stand before one
+        self._depth, self._quoted, self._escaped = 0, False, False
+        self._read: Callable[[bool, list[Event]], bool] = self._read_text
+
+    def push(self, text: str, last: bool = False) -> list[Event]:
+        """What this text completes. last: whether no more is to come."""
+        self._held += text
+        found: list[Event] = []
+        while self._held and self._read(last, found):
+            pass
+        if last and not self.count and self._blank:
+            found.append(Event("text", self._blank))
+        return found
+
+    def _read_text(self, last: bool, found: list[Event]) -> bool:
+        text = self._held
+        start = min((at for head in self._heads if (at := text.find(head)) >= 0), default=-1)
+        if start < 0:
+            start = len(text) - (0 if last else possible_start(text, self._heads))
+            self._say(text[:start], found)
+            self._held = text[start:]
+            return False
+        self._say(text[:start], found)
+        self._held = text = text[start:]
+        for begun in self._begun:
+            end = _match(begun, text, 0)
+            ended = end if end is None or end < 0 else self._begin(end, found)
+            if ended is None and not last and len(text) < MOST_HELD:
+                return False
+            if ended is not None and ended >= 0:
+                return True
+        self._say(text[0], found)
+        self._held = text[1:]
+        return True
+
+    def _begin(self, at: int, found: list[Event]) -> int | None:
+        """Read a call's name from `at`, and what stands before its arguments: the end, -1 if it is none, None if more
+        has to come."""
+        text, partial = self._held, False
+        for name in self._names:
+            end = _match(list(name), text, at)
+            for between in self._between:
+                done = end if end is None or end < 0 else _match(between, text, end)
+                partial = partial or done is None
+                if done is not None and done >= 0:
+                    self.count += 1
+                    id = "".join(secrets.choice(LETTERS) for _ in ID)
+                    found.append(Event("call", name, id, self.count - 1))
+                    self._blank, self._held, self._depth, self._read = "", text[done - 1 :], 0, self._read_arguments
+                    return done
+        return None if partial else -1
+
+    def _read_arguments(self, last: bool, found: list[Event]) -> bool:
+        """A JSON object, up to the bracket that closes it."""
+        for at, character in enumerate(self._held):
+            if self._quoted:
+                self._quoted = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            elif character == '"':
+                self._quoted = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+                if not self._depth:
+                    found.append(Event("arguments", self._held[: at + 1], "", self.count - 1))
+                    self._held = self._held[at + 1 :]
+                    self._read = self._read_after if self.parallel else self._read_rest
+                    return True
+        found.append(Event("arguments", self._held, "", self.count - 1))
+        self._held = ""
+        return False
+
+    def _read_after(self, last: bool, found: list[Event]) -> bool:
+        text = self._held
+        end = _match(self._after, text, 0)
+        if end is not None and end >= 0:
+            self._held, self._read = text[end:], self._read_text
+            return True
+        next_call = -1 if self._separator is None else _match(self._separator, text, 0)
+        if next_call is not None and next_call >= 0:
+            next_call = self._begin(next_call, found)
+            if next_call is not None and next_call >= 0:
+                return True
+        if (end is None or next_call is None) and len(text) < MOST_HELD:
+            self._held = "" if last else text  # an unfinished end is none of the text
+            return False
+        self._read = self._read_text
+        return True
+
+    def _read_rest(self, last: bool, found: list[Event]) -> bool:
+        self._held = ""
+        return False
+
+    def _say(self, text: str, found: list[Event]) -> None:
+        """Add text, but for the white space at its end."""
+        text = self._blank + text
+        shown = text.rstrip()
+        self._blank = text[len(shown) :]
+        if shown.strip(";") or (shown and not self.count):  # Llama 3 writes ; between calls
+            found.append(Event("text", shown))
+
+
+SPACE, ANY_ID = " ", ID
+_LETTER = re.compile(r"[a-zA-Z0-9]*")
+
+
+def _loose(text: str) -> list[str]:
+    """A text as a list of characters that have to stand there, white space being free around JSON's punctuation."""
+    found: list[str] = []
+    for part in re.split(rf"({ID}|[{{}}\[\],:]|\s+)", text):
+        blank, mark = part.isspace(), part in tuple("{}[],:")
+        found += [SPACE] if blank else [SPACE, part, SPACE] if mark else [part] if part == ID else list(part)
+    return [part for i, part in enumerate(found) if part != SPACE or found[i - 1 : i] != [SPACE]]
+
+
+def _match(pattern: Sequence[str], text: str, at: int) -> int | None:
+    """Where a pattern that begins at `at` ends; -1 if it is not there, None if more text has to come."""
+    for part in pattern:
+        if part == SPACE:
+            while at < len(text) and text[at].isspace():
+                at += 1
+        elif at == len(text):
+            return None
+        elif part == ANY_ID:
+            found = _LETTER.match(text, at)
+            at = found.end() if found else at
+        elif text[at] == part:
+            at += 1
+        else:
+            return -1
+    return at
