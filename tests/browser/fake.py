@@ -1,9 +1,10 @@
 """A server that speaks as tinyforge.serve does, with replies that a test has written down: also those that no model
-gives when one wants them, such as an error in the middle."""
+gives when one expects them, such as an error in the middle."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -86,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/attention":
             return self._attention(body)
         self.server.asked.append(body | {"authorization": self.headers.get("Authorization")})
+        if body.get("tinyforge", {}).get("score"):
+            return self._score(body)
         replies = self.server.replies
         self._reply(body, replies.pop(0) if len(replies) > 1 else replies[0])
 
@@ -107,6 +110,11 @@ class _Handler(BaseHTTPRequestHandler):
                 "weights": weights,
             },
         )
+
+    def _score(self, body: dict[str, Any]) -> None:
+        parts = re.findall(r" ?\S+|\s+", body["messages"][-1]["content"])
+        tokens = [token(place, text) | {"head": 0, "refused": None} for place, text in enumerate(parts)]
+        self._json(200, {"choices": [{"index": 0, "tinyforge": {"tokens": tokens}}]})
 
     def _reply(self, body: dict[str, Any], chunks: list[Any]) -> None:
         if isinstance(chunks[0], int):

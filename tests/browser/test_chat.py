@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -118,7 +119,7 @@ def test_html_and_scripts_are_shown_as_text(inside: bool, fake: FakeServer, open
         assert part in shown, part
     page.reload()
     page.wait_for_selector("html[data-ready]")
-    assert page.locator(".message img, .message script, .message a, .message b, .message svg").count() == 0
+    assert page.locator(".message .text").locator("img, script, a, b, svg").count() == 0
     assert page.evaluate("window.broken") is None
     assert page.locator(".user .text").inner_text().startswith("<img src=x")
 
@@ -205,7 +206,7 @@ def test_settings_are_sent_and_kept(fake: FakeServer, open_page: Open) -> None:
         ask(page, "Hi")
         sent = fake.asked[-1]
         assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
-        wanted = {
+        expected = {
             "temperature": 0.3,
             "top_k": 40,
             "max_tokens": 12,
@@ -216,7 +217,7 @@ def test_settings_are_sent_and_kept(fake: FakeServer, open_page: Open) -> None:
             "stop": ["END", "HALT"],
             "stream": True,
         }
-        assert {key: sent[key] for key in wanted} == wanted
+        assert {key: sent[key] for key in expected} == expected
         assert sent["tinyforge"] == {"look_inside": False, "top": 5, "drafts": 2}
         page.reload()
         page.wait_for_selector("html[data-ready]")
@@ -289,6 +290,59 @@ def test_a_look_inside(fake: FakeServer, open_page: Open) -> None:
     assert page.locator(".tok").count() == 0 and replies(page) == ["left right"]
 
 
+def test_a_look_inside_a_reply_that_is_there(fake: FakeServer, open_page: Open) -> None:
+    """The server scores its tokens: of replies made before the panel was open, and of those of a reloaded page."""
+    fake.replies = [["unlikely words"]]
+    page = open_page(fake.url, width=1440)
+    ask(page, "one")
+    ask(page, "two")
+    page.click("#inside-switch")
+    page.wait_for_selector(".tok")
+    assert page.locator(".tok").all_inner_texts() == ["unlikely", " words"]
+    scored = fake.asked[-1]
+    assert scored["tinyforge"]["score"] and [m["role"] for m in scored["messages"]] == ["user", "assistant"] * 2
+    page.get_by_label("Look inside this reply").first.click()
+    page.locator(".tok").nth(3).wait_for()  # wait_for_function evaluates texts, which the page's policy forbids
+    assert page.locator(".tok").count() == 4
+    page.reload()
+    page.wait_for_selector(".tok")
+    page.locator(".tok").nth(1).click()
+    assert "Token 2 of 2" in page.locator("#token").inner_text() and page.locator("#passes").is_hidden()
+    page.wait_for_selector("#heat-said:has-text('the head attended to')")
+    assert page.locator("#rows span").count() > 3 and page.locator("#columns span").first.is_visible()
+    bar, heat = page.locator("#rows i").bounding_box(), page.locator("#heat").bounding_box()
+    assert bar["y"] > heat["y"] and abs(bar["y"] + bar["height"] - heat["y"] - heat["height"]) < 1
+    # The shades of a word's tokens touch.
+    left, right = (page.locator(".tok").nth(i).bounding_box() for i in range(2))
+    assert abs(left["x"] + left["width"] - right["x"]) < 0.5
+    # Both panels leave room for the conversation.
+    page.click("#settings-switch")
+    assert page.locator("#inside").is_visible() and page.locator("#log").bounding_box()["width"] > 600
+
+
+def test_a_reply_that_cannot_be_scored(fake: FakeServer, open_page: Open) -> None:
+    page = open_page(fake.url, expect=("Failed to load resource",))
+    ask(page, "one")
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(status=400, json={"error": {"message": "too long"}})
+    )
+    page.click("#inside-switch")
+    page.wait_for_selector("#inside-hint:has-text('too long')")
+    assert replies(page) == ["Hello there"]
+
+
+def test_paragraphs_of_stories_and_lines_of_poems(fake: FakeServer, open_page: Open) -> None:
+    prose = "One day a very small dog went to the park to play with a red ball."
+    fake.replies = [[f"{prose}\n{prose}\n\n{prose}"], ["roses are red\nviolets are blue"]]
+    page = open_page(fake.url)
+    ask(page, "story")
+    assert page.locator(".assistant .text p").all_inner_texts() == [prose] * 3
+    tops = [page.locator(".assistant .text p").nth(i).bounding_box() for i in range(2)]
+    assert tops[1]["y"] - tops[0]["y"] - tops[0]["height"] > 8
+    ask(page, "poem")
+    assert page.locator(".assistant").last.locator("p").all_inner_texts() == ["roses are red\nviolets are blue"]
+
+
 def test_the_keyboard_alone_and_the_theme(fake: FakeServer, open_page: Open) -> None:
     page = open_page(fake.url)
     page.keyboard.press("Tab")
@@ -300,9 +354,9 @@ def test_the_keyboard_alone_and_the_theme(fake: FakeServer, open_page: Open) -> 
     page.keyboard.press("Enter")
     done(page)
     assert fake.asked[-1]["messages"][-1]["content"] == "line one\nline two"
-    for wanted in ("light", "dark"):
+    for expected in ("light", "dark"):
         page.locator("#theme").press("Enter")
-        assert page.locator("html").get_attribute("data-theme") == wanted
+        assert page.locator("html").get_attribute("data-theme") == expected
     page.reload()
     assert page.locator("html").get_attribute("data-theme") == "dark"
     page.locator("#settings-switch").press("Enter")
@@ -320,7 +374,18 @@ def test_on_a_phone(fake: FakeServer, open_page: Open) -> None:
     page.click("#new")
     page.locator("#history").wait_for(state="hidden")
     page.click("#inside-switch")
+    ask(page, "with the panel open")
+    page.locator(".tok").nth(1).click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    page.set_viewport_size({"width": 390, "height": 844})
+    log, box, panel = (page.locator(name).bounding_box() for name in ("#log", "#composer", "#inside"))
+    assert log["height"] > 200 and panel["height"] > 300 and box["y"] + box["height"] <= panel["y"] + 1
+    page.locator("#draft").focus()
+    for _ in range(100):
+        if page.locator("#log").bounding_box()["height"] > 350:
+            break
+        page.wait_for_timeout(20)
+    assert page.locator("#log").bounding_box()["height"] > 350
 
 
 def test_conversations_are_listed_opened_and_deleted(fake: FakeServer, open_page: Open) -> None:
@@ -435,3 +500,14 @@ def test_with_the_real_server_and_model(open_page: Open, tmp_path: Path) -> None
         finally:
             process.terminate()
             process.wait(20)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_pictures_of_readme_have_the_pages_words(dark: bool, browser: Any) -> None:
+    from PIL import Image
+
+    screenshots = runpy.run_path(str(ROOT / "docs/pictures/screenshots.py"))
+    _, words = screenshots["chat"](browser, dark)
+    with Image.open(ROOT / f"docs/pictures/chat{'-dark' if dark else ''}.png") as picture:
+        assert picture.text["Words"] == words, "run python docs/pictures/screenshots.py"
+    assert "Look inside" in words and "token that attends" in words

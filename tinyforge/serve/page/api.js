@@ -34,6 +34,9 @@ async function send(path, body, signal) {
 export const models = async () => (await (await send("/v1/models")).json()).data;
 export const attention = async (request, signal) => (await send("/v1/attention", request, signal)).json();
 
+/* The tokens of the last message, a reply that is there, each with what the model expected in its place. */
+export const score = async (request, signal) => (await (await send("/v1/chat/completions", request, signal)).json()).choices[0].tinyforge.tokens;
+
 /* The chunks of a streamed reply. Throws a Problem for an error, also in the middle, and if the end is missing. */
 export async function* chat(request, signal) {
   const answer = await send("/v1/chat/completions", { ...request, stream: true }, signal);

@@ -1,14 +1,14 @@
 // The chat: conversations, messages, and the actions of the buttons.
-import { Problem, apiKey, chat, models } from "./api.js";
+import { Problem, apiKey, chat, models, score } from "./api.js";
 import { Attention, mark, showPasses, showToken, tokenText } from "./inside.js";
 import { DEFAULTS, Talk, saveSettings, settings, talks } from "./store.js";
-import { element, markdown } from "./text.js";
+import { element, icon, markdown } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
 const log = $("log"), draft = $("draft"), form = $("sampling");
 const options = settings(), attention = new Attention();
-const seen = new WeakMap();  // the inside of each reply, {tokens, stats, sent}; kept while the page is open
-let talk = new Talk(), model = null, about = {}, running = null, editing = null, looked = null, said = null;
+const seen = new WeakMap();  // the inside of each reply, {tokens, stats, sent} or {fault}; kept while the page is open
+let talk = new Talk(), model = null, about = {}, running = null, scoring = null, editing = null, looked = null, said = null;
 
 // First questions: for the model that tells stories, and for those that know the built-in world.
 const STORIES = ["Tell me a story about a dog named Max.", "Tell me a story about a girl who lost her ball.", "Who are you?"];
@@ -92,7 +92,7 @@ function message(node) {
 function fill(node, text) {
   const inside = seen.get(node);
   if (node.role === "user") text.textContent = node.content;
-  else if (options.inside && inside?.tokens.length) {
+  else if (options.inside && inside?.tokens?.length) {
     const group = tokenText(inside.tokens, (place) => look(node, place));
     text.replaceChildren(group);
     if (looked?.node === node) mark(group, looked.place);
@@ -101,8 +101,8 @@ function fill(node, text) {
 
 function actions(node, mine) {
   const row = element("div", { className: "actions" }), siblings = talk.children(node.parent), place = siblings.indexOf(node);
-  const button = (text, label, act, off = false) => {
-    const made = element("button", { type: "button", textContent: text, disabled: off, attributes: { "aria-label": label } });
+  const button = (text, label, act, off = false, picture = "") => {
+    const made = element("button", { type: "button", disabled: off, title: label, attributes: { "aria-label": label } }, ...(picture ? [icon(picture)] : []), element("span", { textContent: text }));
     made.addEventListener("click", act);
     row.append(made);
     return made;
@@ -114,13 +114,15 @@ function actions(node, mine) {
     button("\u203a", "Later version", () => turn(place + 1), place === siblings.length - 1);
   }
   const off = running !== null;
-  if (mine) button("Edit", "Edit this message", () => { editing = node.id; draw(); $("messages").querySelector(".edit textarea").focus(); }, off);
-  else button("Regenerate", "Regenerate this reply", () => reply(node.parent), off);
+  if (mine) button("Edit", "Edit this message", () => { editing = node.id; draw(); $("messages").querySelector(".edit textarea").focus(); }, off, "edit");
+  else button("Regenerate", "Regenerate this reply", () => reply(node.parent), off, "again");
   const copy = button("Copy", mine ? "Copy this message" : "Copy this reply", async () => {
-    try { await navigator.clipboard.writeText(node.content); copy.textContent = "Copied"; } catch { copy.textContent = "Not allowed"; }
-    tell(copy.textContent);
-    setTimeout(() => { copy.textContent = "Copy"; }, 1500);
-  });
+    const label = copy.lastChild;
+    try { await navigator.clipboard.writeText(node.content); label.textContent = "Copied"; } catch { label.textContent = "Not allowed"; }
+    tell(label.textContent);
+    setTimeout(() => { label.textContent = "Copy"; }, 1500);
+  }, false, "copy");
+  if (!mine && node.content && about.chat !== undefined) button("Look inside", "Look inside this reply", () => { looked = { node, place: -1 }; panel("inside", true); }, off, "inside");
   return row;
 }
 
@@ -274,20 +276,41 @@ function look(node, place) {
   drawInside();
 }
 
+/* Have the server score a reply that was made without looking inside, or before the page was reloaded. */
+async function scoreReply(node) {
+  if (running || scoring?.node === node) return;
+  scoring?.cancel.abort();
+  const mine = scoring = { node, cancel: new AbortController() };
+  let messages = messagesTo(node.id), found = null;
+  while (!found) {
+    try {
+      const tokens = await score({ model: model?.id, messages: [...system(), ...messages], tinyforge: { score: true, top: 5 } }, mine.cancel.signal);
+      found = { tokens, stats: null, sent: [...system(), ...messages.slice(0, -1)] };
+    } catch (error) {
+      if (error.code === "context_length_exceeded" && messages.length > 3) messages = messages.slice(2);
+      else found = { fault: error };
+    }
+  }
+  if (scoring === mine) scoring = null;
+  if (found.fault?.name === "AbortError") return;
+  seen.set(node, found);
+  if (!running) draw();
+}
+
 let attended = null;
 function drawInside() {
   $("inside").hidden = !options.inside;
   $("inside-switch").setAttribute("aria-pressed", String(options.inside));
   if (!options.inside) return;
-  const path = talk.path(), node = looked && path.includes(looked.node) ? looked.node : [...path].reverse().find((one) => seen.get(one)?.tokens.length && one !== running?.node);
-  const inside = node && seen.get(node);
-  $("inside-hint").hidden = Boolean(inside);
-  $("inside-hint").textContent = path.some((one) => one.role === "assistant" && one !== running?.node)
-    ? "These replies were made without looking inside, or before the page was reloaded. Regenerate one to see its tokens."
-    : "Send a message: each token of the reply is shaded by how unlikely it was. Choose one to see its alternatives.";
+  const path = talk.path(), node = looked && path.includes(looked.node) ? looked.node : [...path].reverse().find((one) => one.role === "assistant" && one.content && one !== running?.node);
+  const inside = node && seen.get(node), ready = Boolean(inside?.tokens?.length);
+  $("inside-hint").hidden = ready;
+  $("inside-hint").textContent = !node ? "Send a message: each token of the reply is shaded by how unlikely it was. Choose one to see its alternatives."
+    : inside?.fault ? `This reply cannot be shown as tokens: ${inside.fault.message}` : "Computing how likely each token of the reply was.";
+  if (node && model && !inside?.fault && !ready && node !== running?.node) scoreReply(node);
   $("token").hidden = true;
   showPasses(inside?.stats || null);
-  if (!inside) { attended = null; attention.place = undefined; attention.show(null); return; }
+  if (!ready) { attended = null; attention.place = undefined; attention.show(null); return; }
   if (looked && looked.place >= 0) showToken(inside.tokens[looked.place], looked.place, inside.tokens.length);
   else { $("token").hidden = false; $("token").replaceChildren(element("p", { className: "soft", textContent: "Choose a token of the reply. The stronger its shade, the less likely it was; underlined tokens came from a draft head." })); }
   attention.place = looked && looked.place >= 0 ? looked.place : undefined;
@@ -313,7 +336,7 @@ function narrow(name, open) {
 const THEMES = ["auto", "light", "dark"], dark = matchMedia("(prefers-color-scheme: dark)");
 function theme() {
   document.documentElement.dataset.theme = options.theme === "dark" || (options.theme !== "light" && dark.matches) ? "dark" : "light";
-  $("theme").textContent = `Theme: ${options.theme}`;
+  $("theme").lastElementChild.textContent = `Theme: ${options.theme}`;
   attention.draw();
 }
 

@@ -13,7 +13,7 @@ export function tokenText(tokens, choose) {
   const group = element("div", { className: "tokens", attributes: { role: "group", "aria-label": "Tokens of the reply; the arrow keys move between them" } });
   tokens.forEach((token, place) => {
     const shown = token.text.includes("\n") ? token.text.replace(/\n/g, "\u21b5\n") : token.text || `#${token.id}`;
-    const made = element("span", { className: token.head ? "tok drafted" : "tok", textContent: shown, tabIndex: place ? -1 : 0,
+    const made = element("span", { className: `tok${token.head ? " drafted" : ""}${token.text.endsWith("\n") ? " ends" : ""}`, textContent: shown, tabIndex: place ? -1 : 0,
       attributes: { role: "button", "aria-pressed": "false", "aria-label": `${visible(token)}, ${percent(token.probability)}${token.head ? `, from draft head ${token.head}` : ""}` } });
     made.style.setProperty("--shade", shade(token.probability).toFixed(3));
     made.addEventListener("click", () => choose(place));
@@ -126,10 +126,27 @@ export class Attention {
     const all = this.found.tokens.map((token) => token.id), ids = this.asked.ids || [];
     this.first = -1;
     for (let i = all.length - ids.length; ids.length && i >= 0 && this.first < 0; i--) if (ids.every((id, k) => all[i + k] === id)) this.first = i;
-    $("attention-note").textContent = "Rows attend to columns. The last rows are the reply.";
+    $("attention-note").textContent = this.first < 0 ? "" : "The bar on the left marks the rows of the reply.";
+    this.ticks();
     this.at = null;
     this.draw();
     if (this.place !== undefined) this.token(this.place);
+  }
+
+  /* The names of some rows and columns, and a bar where the rows of the reply are. */
+  ticks() {
+    const { tokens } = this.found, n = tokens.length, step = Math.ceil(n / 14), place = (i) => `${100 * (i + 0.5) / n}%`;
+    for (const [name, side] of [["rows", "top"], ["columns", "left"]]) {
+      const made = [];
+      for (let i = 0; i < n; i += step) made.push(element("span", { textContent: visible(tokens[i]).slice(0, 8) }));
+      made.forEach((tick, k) => tick.style.setProperty(side, place(k * step)));
+      $(name).replaceChildren(...made);
+    }
+    if (this.first < 0) return;
+    const bar = element("i");
+    bar.style.setProperty("top", `${100 * this.first / n}%`);
+    bar.style.setProperty("height", `${100 * (this.asked.ids?.length || 0) / n}%`);
+    $("rows").append(bar);
   }
 
   draw() {

@@ -8,6 +8,18 @@ export function element(name, options = {}, ...children) {
   return made;
 }
 
+/* A picture next to a button's label: a symbol of index.html. */
+export function icon(name) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", "svg"), use = document.createElementNS("http://www.w3.org/2000/svg", "use");
+  use.setAttribute("href", `#i-${name}`);
+  made.setAttribute("class", "ic");
+  made.setAttribute("aria-hidden", "true");
+  made.append(use);
+  return made;
+}
+
+// A long line that ends a sentence: the models of stories separate paragraphs by one newline.
+const PROSE = /^.{60,}[.!?:"'\u201d\u2019)\u2026] *$/;
 /* Light Markdown: fenced code, headings, lists, quotes, paragraphs; code, bold and italic within them. */
 export function markdown(text) {
   const found = document.createDocumentFragment(), lines = text.replace(/\r\n?/g, "\n").split("\n");
@@ -16,6 +28,7 @@ export function markdown(text) {
     if (paragraph.length) found.append(element("p", {}, ...inline(paragraph.join("\n"))));
     paragraph = [];
   };
+  const add = (line) => { paragraph.push(line); if (PROSE.test(line)) flush(); };
   for (let i = 0; i < lines.length; i++) {
     const line = lines[i];
     let match;
@@ -41,7 +54,7 @@ export function markdown(text) {
       i--;
       found.append(element("blockquote", {}, ...inline(quote.join("\n"))));
     } else if (!line.trim()) flush();
-    else paragraph.push(line);
+    else add(line);
   }
   flush();
   return found;
