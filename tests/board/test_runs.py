@@ -116,11 +116,11 @@ def test_a_curve_has_its_extremes_and_its_ends() -> None:
 @pytest.mark.parametrize("keep", [0.001, 0.5, 0.98, 0.9999])
 def test_smoothing_is_the_moving_average_without_bias(keep: float) -> None:
     values = np.random.default_rng(1).normal(size=3001) + 5
-    state, wanted = 0.0, []
+    state, expected = 0.0, []
     for step, value in enumerate(values, start=1):
         state = keep * state + (1 - keep) * value
-        wanted.append(state / (1 - keep**step))
-    np.testing.assert_allclose(smoothed(values, keep), wanted, rtol=1e-10)
+        expected.append(state / (1 - keep**step))
+    np.testing.assert_allclose(smoothed(values, keep), expected, rtol=1e-10)
     assert smoothed(values[:0], keep).size == 0
 
 

@@ -7,7 +7,9 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -146,3 +148,54 @@ def test_cards_and_logs(server: Server, folder: Path) -> None:
     assert found["b.log"].startswith("(34,463 bytes before this are left out)\nxxx") and len(found["b.log"]) < 65_600
     assert ask(server, f"/api/texts?name={quote('../conftest.py')}")["texts"] == {}
     assert "100%\\nend" in exported(Board(folder))
+
+
+def test_links_out_of_the_folder_are_not_followed(folder: Path) -> None:
+    outside = folder.parent / f"{folder.name}-outside"
+    outside.mkdir()
+    secret = outside / "secret.log"
+    secret.write_text('{"step": 1, "tokens": 1, "seconds": 1.0, "secret": 7.0}\n', encoding="utf-8")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "own.log").write_text("own", encoding="utf-8")
+    (folder / "linked").mkdir()
+    for link in ("logs/x.log", "a/README.md", "a/samples.jsonl", "a/run.json", "ledger.json", "linked/metrics.jsonl"):
+        (folder / link).symlink_to(secret)
+    (folder / "b & <c>" / "README.md").symlink_to(folder / "logs" / "own.log")  # stays inside
+    board = Board(folder)
+    while board.refresh():
+        pass
+    assert set(board.texts()) == {"own.log", "b & <c>: card"} and board.ledger() is None
+    assert "secret" not in json.dumps(board.summary()) and board.runs["linked"].count == 0
+    assert not board.runs["a"].samples and not board.runs["a"].about
+
+
+def test_clients_that_trickle_lock_nobody_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyforge.board import server as module
+
+    clients = [socket.create_connection(server.server_address[:2], timeout=10) for _ in range(80)]
+    for client in clients:
+        client.sendall(b"GET / HT")
+    assert get(server, "/")[0] == 200
+    monkeypatch.setattr(module, "SECONDS", 0.3)
+    for _ in range(10):
+        time.sleep(0.1)
+        for client in clients:
+            with suppress(OSError):
+                client.sendall(b"T")
+    for client in clients:
+        with suppress(ConnectionResetError):
+            assert client.recv(100) == b""
+        client.close()
+    assert get(server, "/")[0] == 200
+
+
+def test_a_body_is_no_next_request(server: Server) -> None:
+    inner = b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(server.server_address[:2], timeout=10) as client:
+        head = b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: %d\r\n\r\n"
+        client.sendall(head % len(inner) + inner)
+        answer = b""
+        with suppress(ConnectionResetError):
+            while part := client.recv(65536):
+                answer += part
+    assert answer.count(b"HTTP/1.1 200") == 1

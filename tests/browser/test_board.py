@@ -137,7 +137,7 @@ def test_curves_choices_and_zoom(runs: Path, open_page: Open, serve: Callable[..
         assert held.first.get_attribute("d").count("L") == before.count("L")
     page.locator("[name=axis][value=step]").check(force=True)
     page.locator("[name=smooth][value='0']").check(force=True)
-    page.wait_for_function("() => !document.querySelector('.chart path.raw')")
+    page.locator(".chart path.raw").first.wait_for(state="detached")
     box = page.locator(".chart svg[role=img]").first.bounding_box()
     page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 100)
     page.mouse.down()
@@ -151,7 +151,7 @@ def test_curves_choices_and_zoom(runs: Path, open_page: Open, serve: Callable[..
     page.wait_for_timeout(500)
     assert page.locator(".chart").first.locator("path.smooth[data-run=long]").get_attribute("d").count("L") > 700
     page.locator("#runs input").first.uncheck()
-    page.wait_for_function("() => !document.querySelector('.chart path[data-run=long]')")
+    page.locator(".chart path[data-run=long]").first.wait_for(state="detached")
     assert page.locator("#layers-map canvas.heat").is_visible() and page.locator(".plan").count() == 1
     page.wait_for_selector("#ledger-body:has-text('7.0e-12')")
     page.locator(".chart svg[role=img]").first.focus()
@@ -170,6 +170,24 @@ def test_a_run_of_preferences(tmp_path: Path, open_page: Open, serve: Callable[.
     for chart in page.locator(".chart").all():
         assert [chart.locator(f"svg[role=img] path.{kind}").count() for kind in ("smooth", "held")] == [1, 1]
         assert chart.locator("circle").count() == 4  # so that a curve of one value is seen
+
+
+def test_a_run_of_images_speaks_of_images(tmp_path: Path, open_page: Open, serve: Callable[..., str]) -> None:
+    figures = {"mse": 0.2, "loss": 0.2, "images_per_second": 900}
+    steps = [{"step": n, "images": 64 * n, "seconds": n, **figures} for n in range(1, 9)]
+    run = add_run(tmp_path, "digits", "".join(json.dumps(row) + "\n" for row in steps))
+    about = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    (run / "run.json").write_text(json.dumps(about | {"unit": "images"}), encoding="utf-8")
+    (run / "samples.jsonl").write_text(
+        json.dumps({"step": 8, "images": 512, "text": "a sheet"}) + "\n", encoding="utf-8"
+    )
+    page = open_page(serve(tmp_path), ready=DRAWN)
+    assert page.locator("#controls").inner_text().split("\n")[1] == "Images"
+    captions = page.locator(".chart figcaption").all_inner_texts()
+    assert any("Throughput" in caption and "images/s" in caption for caption in captions), captions
+    assert "512 images" in page.locator("#samples").inner_text()
+    assert "images" in page.locator("#compare-table th[scope=row]").all_inner_texts()
+    assert "okens" not in page.locator("body").inner_text()
 
 
 def test_a_live_run_is_followed(tmp_path: Path, open_page: Open, serve: Callable[..., str]) -> None:
@@ -230,3 +248,10 @@ def test_axe_finds_no_serious_fault(
     page.locator("#ledger details summary").click()
     assert serious(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # Both axes of a chart that has a curve have their labels.
+    labels = """() => [...document.querySelectorAll(".chart svg[role=img]:has(path.curve)")].map((chart) => {
+        const all = [...chart.querySelectorAll("text")], below = chart.viewBox.baseVal.height - 10
+        const across = all.filter((text) => Number(text.getAttribute("y")) > below).length
+        return [across, all.length - across] })"""
+    found = page.evaluate(labels)
+    assert len(found) > 3 and all(min(pair) >= 3 for pair in found), found

@@ -27,20 +27,11 @@ PORT = 8321
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tinyforge.board", description=__doc__)
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        default="runs",
-        metavar="DIR",
-        help="a run, or a folder with runs in it (default: %(default)s)",
-    )
+    where = "a run, or a folder with runs in it (default: %(default)s)"
+    parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help=where)
     parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file and exit")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: %(default)s, this machine only; 0.0.0.0 lets everyone on "
-        "the network read the board)",
-    )
+    listen = "address to listen on (default: %(default)s, this machine only; 0.0.0.0 lets everyone on the network read "
+    parser.add_argument("--host", default="127.0.0.1", help=f"{listen}the board)")
     parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any free one (default: %(default)s)")
     add_allow_host_flag(parser)
     args = parser.parse_args(argv)
@@ -50,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"no folder {folder}; train a model first, e.g. python recipes/pretrain.py, or name the folder of a run"
         )
     if not 0 <= args.port <= 65535:
-        raise UserError(f"--port is {args.port}, wants 0 to 65535")
+        raise UserError(f"--port is {args.port}, expected 0 to 65535")
     return export(folder, Path(args.export)) if args.export else serve(folder, args.host, args.port, args.allow_host)
 
 

@@ -38,16 +38,18 @@ class Appended:
     """The lines of a file that another program appends to, each once.
 
     A file that was replaced, truncated or rewritten since the last read is read again from its start; `anew` counts how
-    often. An incomplete last line is left for the next read. done: the last read reached the end.
+    often. An incomplete last line is left for the next read. root: see `lies_in`. done: the last read reached the end.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.offset, self.size, self.anew, self.done = path, 0, 0, 0, True
+    def __init__(self, path: Path, root: Path) -> None:
+        self.path, self.root, self.offset, self.size, self.anew, self.done = path, root, 0, 0, 0, True
         self._tail, self._inode = b"", 0
 
     def lines(self) -> list[bytes]:
         """The new lines, at most CHUNK bytes of them; none where the file cannot be read."""
         try:
+            if not lies_in(self.root, self.path):
+                raise OSError
             with open(self.path, "rb") as file:
                 stat = os.fstat(file.fileno())
                 self.size = stat.st_size
@@ -96,9 +98,9 @@ class Table:
 class Run:
     """One run's figures. version: grows with every change, so that a page fetches only what has changed."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.version = folder, name, 0
-        self.file, self.samples_file = Appended(folder / METRICS), Appended(folder / SAMPLES)
+    def __init__(self, folder: Path, name: str, root: Path | None = None) -> None:
+        self.folder, self.name, self.version, self.root = folder, name, 0, root or folder
+        self.file, self.samples_file = (Appended(folder / file, self.root) for file in (METRICS, SAMPLES))
         self.about: dict[str, Any] = {}
         self.scores: dict[str, Any] = {}
         self._stamps: dict[str, Any] = {}
@@ -116,6 +118,7 @@ class Run:
 
     def refresh(self) -> bool:
         """Read what is new; returns whether there is more to read."""
+        self.about = self._small(ABOUT, self.about)
         anew, lines = self.file.anew, self.file.lines()
         if self.file.anew != anew:
             self._clear()
@@ -128,10 +131,10 @@ class Run:
             self.samples = []
         if lines:
             read = (read_row(line, sample) for line in lines)
-            found = [{key: row.get(key) for key in ("step", "tokens", "text")} for row in read if row is not None]
+            found = [{"tokens": None, **self._by_axis(row)} for row in read if row is not None]
+            found = [{key: row[key] for key in ("step", "tokens", "text")} for row in found]
             self.samples = [*self.samples, *found][-MOST_SAMPLES:]
             self.version += 1
-        self.about = self._small(ABOUT, self.about)
         self.scores = self._small(SCORES, self.scores)
         return not self.file.done or not self.samples_file.done
 
@@ -141,6 +144,8 @@ class Run:
             stat = (self.folder / name).stat()
         except OSError:
             return known and {}
+        if not lies_in(self.root, self.folder / name):
+            return {}
         stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         if self._stamps.get(name) == stamp:
             return known
@@ -170,7 +175,13 @@ class Run:
             else:
                 self.damaged += 1
 
+    def _by_axis(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row, with what training has read under the name of the page's axis, whatever its unit."""
+        unit = str(self.about.get("unit", "tokens"))
+        return {"tokens" if key == unit else key: value for key, value in row.items()}
+
     def _add(self, row: dict[str, Any]) -> None:
+        row = self._by_axis(row)
         keys = tuple(row)
         table = self.tables.get(keys)
         if table is None:
@@ -232,19 +243,14 @@ class Run:
         except OSError:
             age = None
         share = 1.0 if self.file.done else self.file.offset / max(1, self.file.size)
-        return {
-            "name": self.name,
-            "version": self.version,
+        own = {name: getattr(self, name) for name in ("name", "version", "damaged", "left_out", "about", "scores")}
+        return own | {
             "rows": self.count,
-            "damaged": self.damaged,
-            "left_out": self.left_out,
             "read": round(share, 3),
             "keys": sorted(self.keys - set(CLOCK)),
             "last": finite(self.last),
             "age": age,
             "live": age is not None and age < LIVE and not self.finished(),
-            "about": self.about,
-            "scores": self.scores,
             "samples": len(self.samples),
         }
 
@@ -275,7 +281,7 @@ class Board:
             for name in set(self.runs) - set(found):
                 del self.runs[name]
             for name, folder in found.items():
-                self.runs.setdefault(name, Run(folder, name))
+                self.runs.setdefault(name, Run(folder, name, self.folder))
         more = list(self.runs.values())
         while more and time.monotonic() - start < seconds:
             more = [run for run in more if run.refresh()]
@@ -294,7 +300,8 @@ class Board:
         """The runs' cards, as "RUN: card", then the folder's logs by name, oldest first."""
         cards = {f"{name}: card": self.runs[name].folder / CARD for name in sorted(self.runs)}
         logs = sorted((self.folder / LOGS).glob("*.log"), key=time_of)[-MOST_LOGS:]
-        return {name: path for name, path in cards.items() if path.is_file()} | {path.name: path for path in logs}
+        found = {name: path for name, path in cards.items() if path.is_file()} | {path.name: path for path in logs}
+        return {name: path for name, path in found.items() if lies_in(self.folder, path)}
 
     def _find(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
@@ -314,22 +321,25 @@ class Board:
 
     def ledger(self) -> dict[str, Any] | None:
         """What `python -m tinyforge.gradcheck --json runs/ledger.json` wrote, or None."""
+        if not lies_in(self.folder, self.folder / LEDGER):
+            return None
         try:
             found = finite(read_json(self.folder / LEDGER, "the ledger", max_bytes=8 << 20))
         except UserError:
             return None
-        rows = (
-            [
-                row
-                for row in found.get("rows", [])
-                if isinstance(row, dict)
-                and {"op", "name", "error"} <= row.keys()
-                and isinstance(row["error"], int | float)
-            ]
-            if isinstance(found.get("rows"), list)
-            else []
-        )
+
+        def is_check(row: Any) -> bool:
+            known = isinstance(row, dict) and {"op", "name", "error"} <= row.keys()
+            return known and isinstance(row["error"], int | float)
+
+        given = found.get("rows")
+        rows = list(filter(is_check, given)) if isinstance(given, list) else []
         return {"tolerance": found.get("tolerance"), "rows": rows} if rows else None
+
+
+def lies_in(root: Path, path: Path) -> bool:
+    """Whether a path lies in a folder once all links are followed: a link in a run may not show another file."""
+    return path.resolve().is_relative_to(root.resolve())
 
 
 def time_of(path: Path) -> float:

@@ -12,9 +12,10 @@ import hashlib
 import json
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ MOST_POINTS, MOST_CURVES = 5000, 2000
 LEVELS = (0.9, 0.98, 0.995)  # of smoothing, as the page offers them
 POINTS = 1200  # of a curve in an exported page
 MOST_CONNECTIONS = 64
-SECONDS = 20  # without a byte from the client, after which it is disconnected
+SECONDS = 20  # for a request to arrive and for an answer to be taken, after which the client is disconnected
 
 
 class BadRequest(Exception):
@@ -49,6 +50,7 @@ class Server(ThreadingHTTPServer):
         self.board, self.names = board, (host, *names)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._idle: dict[socket.socket, float] = {}  # connections without a request, the oldest first, and since when
         super().__init__((host, port), Handler)
 
     @property
@@ -57,15 +59,37 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        if not self._free.acquire(blocking=False):
+            for oldest in list(self._idle)[:1]:  # it makes room
+                self._disconnect(oldest)
+            if not self._free.acquire(timeout=1):
+                self.shutdown_request(request)
+                return
+        self.mark_idle(request)
+        super().process_request(request, client_address)
+
+    def mark_idle(self, connection: socket.socket) -> None:
+        self._idle[connection] = time.monotonic()
+
+    def mark_busy(self, connection: socket.socket) -> None:
+        self._idle.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Disconnect clients whose request takes too long, however slowly its bytes trickle in."""
+        for connection, since in list(self._idle.items()):
+            if time.monotonic() - since > SECONDS:
+                self._disconnect(connection)
+
+    def _disconnect(self, connection: socket.socket) -> None:
+        self.mark_busy(connection)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.mark_busy(request)
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -79,7 +103,14 @@ class Handler(BaseHTTPRequestHandler):
     timeout = SECONDS
     wbufsize = -1  # headers and body in one packet: a second one would wait 40 ms for the first one's ACK
 
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.server.mark_idle(self.connection)
+
     def do_GET(self) -> None:
+        self.server.mark_busy(self.connection)
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body is not read, and is no next request
         try:
             if not is_allowed(self.headers.get("Host", ""), self.server.names):
                 return self._send_json(403, {"error": REFUSED})
@@ -138,24 +169,22 @@ def curves_of(board: Board, query: Query) -> dict[str, Any]:
     """run, key, smooth_key: any number of each; smooth: for the smooth_keys; points; over, from, to: the range."""
     over = query.get("over", ["step"])[0]
     if over not in CLOCK:
-        raise BadRequest(f"over wants one of {', '.join(CLOCK)}")
+        raise BadRequest(f"over expects one of {', '.join(CLOCK)}")
     points = int(min(max(_number(query, "points", 800), 2), MOST_POINTS))
     smooth = _number(query, "smooth", 0.0)
     if not (smooth == 0 or 0.001 <= smooth <= 0.9999):
-        raise BadRequest("smooth wants 0, or a number from 0.001 to 0.9999")
+        raise BadRequest("smooth expects 0, or a number from 0.001 to 0.9999")
     part = (over, _number(query, "from", float("-inf")), _number(query, "to", float("inf")))
     runs = [board.runs[name] for name in query.get("run", []) if name in board.runs]
     asked = [(key, 0.0) for key in query.get("key", [])] + [(key, smooth) for key in query.get("smooth_key", [])]
     if len(runs) * len(asked) > MOST_CURVES:
         raise BadRequest(f"{len(runs)} runs with {len(asked)} curves each are too many; choose fewer")
-    return {
-        "curves": [
-            {"run": run.name, "key": key, "smooth": level, **run.curve(key, level, points, *part)}
-            for run in runs
-            for key, level in asked
-            if key in run.keys
-        ]
-    }
+    known = ((run, key, level) for run in runs for key, level in asked if key in run.keys)
+    return {"curves": [_curve(run, key, level, points, *part) for run, key, level in known]}
+
+
+def _curve(run: Run, key: str, smooth: float, *how: Any) -> dict[str, Any]:
+    return {"run": run.name, "key": key, "smooth": smooth, **run.curve(key, smooth, *how)}
 
 
 def samples_of(board: Board, query: Query) -> dict[str, Any]:
@@ -187,7 +216,7 @@ def _number(query: Query, name: str, default: float) -> float:
     except ValueError:
         found = float("nan")
     if found != found:
-        raise BadRequest(f"{name} wants a number")
+        raise BadRequest(f"{name} expects a number")
     return found
 
 
@@ -215,6 +244,7 @@ def exported(board: Board) -> str:
     style, plot, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("board.css", "plot.js", "board.js"))
     # A run's text must not be able to close the <script> element around it.
     block = to_json(data).replace("<", "\\u003c")
+    exported_data = f'<script type="application/json" id="exported">{block}</script>'
     policy = (
         f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(plot)} {_hash(script)}; "
         "base-uri 'none'; form-action 'none'"
@@ -224,10 +254,7 @@ def exported(board: Board) -> str:
         ("<!-- policy -->", f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         ('<link rel="stylesheet" href="board.css">', f"<style>{style}</style>"),
         ('<script src="plot.js"></script>', f"<script>{plot}</script>"),
-        (
-            '<script src="board.js"></script>',
-            f'<script type="application/json" id="exported">{block}</script>\n<script>{script}</script>',
-        ),
+        ('<script src="board.js"></script>', f"{exported_data}\n<script>{script}</script>"),
     ):
         before, found, after = page.partition(old)
         assert found, f"index.html lacks {old}"
@@ -238,9 +265,8 @@ def exported(board: Board) -> str:
 def _all_curves(run: Run) -> list[dict[str, Any]]:
     """Every key as it is; keys of training steps at each level of smoothing too."""
     trained = {key for table in run.tables.values() if "lr" in table.keys for key in table.keys}
-    make = partial(run.curve, points=POINTS)
     return [
-        {"run": run.name, "key": key, "smooth": level, **make(key, level)}
+        _curve(run, key, level, POINTS)
         for key in sorted(run.keys - set(CLOCK))
         for level in ((0.0, *LEVELS) if key in trained else (0.0,))
     ]

@@ -3,12 +3,13 @@
   const { Chart, element, svg, short, duration, ramp } = Plot;
   const $ = (id) => document.getElementById(id);
   const COLOURS = 8, SECONDS = 2, DASHES = [null, "7 3", "2 3"];
-  const AXES = { tokens: "tokens", step: "step", seconds: "time", flop: "FLOP" };
+  const AXES = { step: "step", seconds: "time", flop: "FLOP" };
   // In this order, the first one large; all others follow, by name.
   const ORDER = ["bits_per_byte", "loss", "lr", "grad_norm", "tokens_per_second", "peak_memory_mib", "gpu_memory_mib", "perplexity", "exact_match"];
   const TITLES = { bits_per_byte: "Bits per byte", loss: "Loss", lr: "Learning rate", grad_norm: "Gradient norm, before clipping", tokens_per_second: "Throughput",
     peak_memory_mib: "Peak memory", gpu_memory_mib: "Memory on the GPU", exact_match: "Exact match" };
-  const UNITS = { loss: "nats", tokens_per_second: "tokens/s", peak_memory_mib: "MiB", gpu_memory_mib: "MiB" };
+  const UNITS = { loss: "nats", peak_memory_mib: "MiB", gpu_memory_mib: "MiB" };
+  const PER_SECOND = "_per_second";  // of what a run reads: tokens, images
   const STEADY = new Set(["lr", "peak_memory_mib", "gpu_memory_mib"]);  // never smoothed
 
   const embedded = $("exported") ? JSON.parse($("exported").textContent) : null;
@@ -53,7 +54,12 @@
   const colour = (run) => `var(--r${run.place % COLOURS})`;
   const dash = (run) => DASHES[Math.floor(run.place / COLOURS) % DASHES.length];
   const chosen = () => state.runs.filter((run) => state.chosen.has(run.name));
-  const keyOf = (text) => TITLES[text] || text.replace(/_/g, " ").replace(/^./, (c) => c.toUpperCase());
+  const common = (key) => key.endsWith(PER_SECOND) ? `tokens${PER_SECOND}` : key;
+  const unitOf = (key) => key.endsWith(PER_SECOND) ? `${key.slice(0, -PER_SECOND.length)}/s` : UNITS[key] || "";
+  const readBy = (run) => String(run.about.unit || "tokens");
+  const read = (runs) => [...new Set(runs.map(readBy))].sort().join(" or ") || "tokens";
+  const axisName = (axis) => axis === "tokens" ? read(chosen()) : AXES[axis];
+  const keyOf = (text) => TITLES[common(text)] || text.replace(/_/g, " ").replace(/^./, (c) => c.toUpperCase());
   const number = (value) => typeof value === "number" && Number.isFinite(value);
 
   // One chart per figure, with training and held-out values: bits_per_byte and val_bits_per_byte_web.
@@ -65,7 +71,7 @@
       const owner = key.startsWith("val_") && [...plain, stripped].filter((k) => !k.startsWith("val_") && (stripped === k || stripped.startsWith(k + "_"))).sort((a, b) => b.length - a.length)[0] || stripped;
       found.set(owner, [...(found.get(owner) || []), key]);
     }
-    const rank = (key) => ORDER.includes(key) ? ORDER.indexOf(key) : ORDER.length;
+    const rank = (key) => ORDER.includes(common(key)) ? ORDER.indexOf(common(key)) : ORDER.length;
     return [...found].sort(([a], [b]) => rank(a) - rank(b) || a.localeCompare(b));
   }
 
@@ -95,6 +101,7 @@
 
   function draw() {
     const now = view(), runs = chosen(), wanted = groups(runs);
+    $("read").textContent = read(runs).replace(/^./, (c) => c.toUpperCase());
     $("empty").hidden = runs.length > 0;
     $("curves").hidden = runs.length === 0;
     $("empty").textContent = state.runs.length ? "No run is selected." : "No runs here yet. Start one with: python recipes/pretrain.py";
@@ -103,7 +110,7 @@
       let chart = state.charts.get(name);
       if (!chart || chart.wide !== (place === 0)) {
         chart?.figure.remove();
-        chart = new Chart(keyOf(name), UNITS[name] || "", place === 0, { zoom, tip, axis: () => AXES[view().axis], legend });
+        chart = new Chart(keyOf(name), unitOf(name), place === 0, { zoom, tip, axis: () => axisName(view().axis), legend });
         state.charts.set(name, chart);
       }
       if ($("charts").children[place] !== chart.figure) $("charts").insertBefore(chart.figure, $("charts").children[place] || null);
@@ -214,7 +221,7 @@
     const found = await source.samples(run);
     $("samples-list").dataset.stamp = stamp;
     $("samples-list").replaceChildren(...found.slice(-200).reverse().map((s) => element("li", {},
-      element("h3", {}, `Step ${s.step.toLocaleString("en")}`, ...(s.tokens ? [element("small", { textContent: `${short(s.tokens)} tokens` })] : [])),
+      element("h3", {}, `Step ${s.step.toLocaleString("en")}`, ...(s.tokens ? [element("small", { textContent: `${short(s.tokens)} ${readBy(run)}` })] : [])),
       element("pre", { textContent: s.text.replace(/^ {2}/gm, "") }))));
   }
 
@@ -265,7 +272,7 @@
     add("recipe", (r) => r.about.kind);
     add("parameters", (r) => r.about.parameters?.toLocaleString("en"));
     add("step", (r) => r.last.step?.toLocaleString("en"));
-    add("tokens", (r) => number(r.last.tokens) ? short(r.last.tokens) : "");
+    add(read(few), (r) => number(r.last.tokens) ? short(r.last.tokens) : "");
     add("time", (r) => number(r.last.seconds) ? duration(r.last.seconds) : "");
     add("FLOP", (r) => r.about.flop_per_token && r.last.tokens ? short(r.about.flop_per_token * r.last.tokens) : "");
     for (const key of new Set(few.flatMap((r) => r.keys.filter((k) => k.startsWith("val_"))))) {

@@ -40,7 +40,7 @@ const Plot = (() => {
     const wide = (high - low) / most || 1;
     let step = 10 ** Math.floor(Math.log10(wide));
     if (time) step = [1, 5, 15, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400].find((s) => s >= wide) || step * 5;
-    else step *= [1, 2, 5, 10].find((m) => step * m >= wide);
+    else step *= [1, 2, 2.5, 5, 10].find((m) => step * m >= wide);
     const found = [];
     for (let i = Math.ceil(low / step); i * step <= high + step * 1e-9; i++) found.push(i * step);
     return found;
@@ -115,12 +115,12 @@ const Plot = (() => {
       this.px = (x) => left + (x - start) / (end - start) * (right - left);
       this.py = (y) => bottom - (scale(y) - low) / (high - low) * (bottom - top);
       this.start = start; this.end = end;
-      for (const tick of log ? logTicks(low, high, this.wide ? 8 : 5) : ticks(low, high, this.wide ? 7 : 4)) {
+      for (const tick of log ? logTicks(low, high, this.wide ? 9 : 6) : ticks(low, high, this.wide ? 9 : 6)) {
         const y = bottom - (tick - low) / (high - low) * (bottom - top);
         parts.push(svg("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }),
           svg("text", { x: left - 8, y: y + 4, "text-anchor": "end" }, short(log ? 10 ** tick : tick)));
       }
-      for (const tick of ticks(start, end, Math.max(3, Math.floor((right - left) / 110)), view.axis === "seconds"))
+      for (const tick of ticks(start, end, Math.max(5, Math.floor((right - left) / 56)), view.axis === "seconds"))
         parts.push(svg("text", { x: this.px(tick), y: height - 6, "text-anchor": this.px(tick) > right - 24 ? "end" : "middle" }, this.where(tick)));
       parts.push(svg("line", { class: "axis", x1: left, x2: right, y1: bottom, y2: bottom }));
       const clip = `clip-${Chart.count = (Chart.count || 0) + 1}`;
