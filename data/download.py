@@ -7,7 +7,7 @@
 URLs are tried in turn. After a transient failure (a dropped connection, a wrong length, 429, 503) the request is
 retried after a pause that doubles, or after the server's Retry-After. A partial download is kept in `84.txt.part`, and
 the rest is requested with Range and If-Range, so a file that has changed is sent from its start and two versions are
-never joined. The complete file is synced and renamed; `84.txt.json` beside it records URL, size and SHA-256, and a file
+never joined. The complete file is synced, then renamed; `84.txt.json` records URL, size and SHA-256, and a file
 that still matches its record is not downloaded again. Requests to one host are a short pause apart, on at most two
 connections.
 
@@ -131,7 +131,7 @@ class Downloader:
         size, sha256: of the file, if known; a download that differs is discarded and retried.
 
         Raises FetchError if no URL has the file, and UserError for anything but an http(s) URL, for a full disk and for
-        a folder that is not writable. A partial download stays beside `path`; the next call continues it.
+        a folder that is not writable. A partial download stays next to `path`; the next call continues it.
         """
         job = Job((urls,) if isinstance(urls, str) else tuple(urls), path, size, sha256)
         return self._fetch(job, None)
@@ -217,11 +217,11 @@ class Downloader:
             raise _Fault(f"the connection was dropped after {have:,} of {version.length:,} bytes")
         if job.bytes is not None and have != job.bytes:
             part.discard()
-            raise _Fault(f"got {have:,} bytes, wanted {job.bytes:,}")
+            raise _Fault(f"got {have:,} bytes, expected {job.bytes:,}")
         digest = sha256_of(part.path)
         if job.sha256 is not None and digest != job.sha256:
             part.discard()
-            raise _Fault(f"got SHA-256 {digest[:16]}..., wanted {job.sha256[:16]}...")
+            raise _Fault(f"got SHA-256 {digest[:16]}..., expected {job.sha256[:16]}...")
         return part.finish(Fetched(url, job.path, have, digest))
 
     @contextmanager
@@ -332,7 +332,7 @@ def check_url(url: str) -> str:
     except ValueError:
         good = False
     if not good:
-        raise UserError(f"{url!r}: not a URL that can be fetched, wanted one like https://host/path")
+        raise UserError(f"{url!r}: not a URL that can be fetched, expected one like https://host/path")
     return url
 
 
@@ -347,9 +347,9 @@ def _whole(job: Job) -> Fetched | None:
         same = job.path.stat().st_size == found.bytes and sha256_of(job.path) == found.sha256
     except (OSError, UserError, TypeError):
         return None
-    wanted = job.bytes in (None, found.bytes) and job.sha256 in (None, found.sha256)
+    expected = job.bytes in (None, found.bytes) and job.sha256 in (None, found.sha256)
     known = found.url in job.urls or job.sha256 is not None  # another mirror may have another file under that name
-    return found if same and wanted and known else None
+    return found if same and expected and known else None
 
 
 def _agree(response: Any, url: str, version: _Version | None, have: int, job: Job, part: _Part) -> tuple[_Version, int]:
@@ -371,7 +371,7 @@ def _agree(response: Any, url: str, version: _Version | None, have: int, job: Jo
         assert version is not None
         return version, have
     if job.bytes is not None and length is not None and length != job.bytes:
-        raise _Fault(f"is {length:,} bytes long, wanted {job.bytes:,}")
+        raise _Fault(f"is {length:,} bytes long, expected {job.bytes:,}")
     fresh = _Version(url, validator, length)
     part.begin(fresh)
     return fresh, 0

@@ -67,6 +67,17 @@ def check_writable(path: Path) -> None:
         raise write_fault(path, error) from None
 
 
+def check_name(path: Path) -> None:
+    """UserError for a path that is not UTF-8, as one from an old archive may be: DuckDB opens no such path."""
+    if not is_utf8(str(path)):
+        raise UserError(f"{path}: its name is not UTF-8, so DuckDB cannot open it; rename it")
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name has no bytes that are not UTF-8, which Python represents as halves of surrogate pairs."""
+    return not re.search("[\ud800-\udfff]", name)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented UTF-8 JSON; the file is complete or absent."""
     with written_whole(path) as beside:
@@ -84,6 +95,7 @@ def make_folder(path: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """As `tinyforge.files.locked`; raises UserError if another run holds the folder, or where it cannot be made."""
+    check_name(folder)
     with ExitStack() as held:
         try:
             held.enter_context(tinyforge.files.locked(folder, leave_nothing=True))
@@ -102,7 +114,7 @@ def parse_bytes(text: str, flag: str) -> int:
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text.strip().lower())
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
     if size < 1:
-        raise UserError(f"{flag} is {text!r}, wanted bytes such as 500MB or 2GB")
+        raise UserError(f"{flag} is {text!r}, expected bytes such as 500MB or 2GB")
     return size
 
 
@@ -113,7 +125,7 @@ def read_file(path: Path) -> bytes:
     """A file's bytes; UserError if it cannot be read or is larger than MAX_BYTES."""
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
-            raise UserError(f"{path}: {size:,} bytes, wanted at most {MAX_BYTES:,}; split it")
+            raise UserError(f"{path}: {size:,} bytes, expected at most {MAX_BYTES:,}; split it")
         return path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
@@ -201,12 +213,13 @@ def zip_members(path: Path) -> list[Member]:
         if member.file_size > MAX_BYTES or member.file_size > MAX_RATIO * max(member.compress_size, 1000):
             raise UserError(
                 f"{path}: member {member.filename!r} unpacks from {member.compress_size:,} to {member.file_size:,}, "
-                f"wanted at most {MAX_BYTES:,} and {MAX_RATIO} times; do not trust this archive"
+                f"expected at most {MAX_BYTES:,} and {MAX_RATIO} times; do not trust this archive"
             )
     total = sum(member.file_size for member in members)
     if total > MAX_RATIO * max(packed, 1000):  # members may share their packed bytes
         raise UserError(
-            f"{path}: {packed:,} bytes unpack to {total:,}, wanted at most {MAX_RATIO} times; do not trust this archive"
+            f"{path}: {packed:,} bytes unpack to {total:,}, expected at most {MAX_RATIO} times; do "
+            f"not trust this archive"
         )
     visible = (m for m in members if not any(p.startswith((".", "__MACOSX")) for p in PurePosixPath(m.filename).parts))
     return [Member(path, member, archive) for member in visible]

@@ -1,33 +1,64 @@
-r"""Documents from local files: plain text, JSON lines, parquet, and folders and zips of these.
+r"""Documents from files: text, JSON, tables, parquet, web pages, WARC, PDF, Word, and folders and zips of these.
 
-    python -m data.local --out mine notes/ web.jsonl pages.parquet books.zip     # a source folder
+    python -m data.local --out mine notes/ web.jsonl.gz crawl.warc.gz pages.parquet books.zip     # a source folder
+    python -m data.local --out mine hf://datasets/OWNER/NAME                                      # of the hub
     read_documents(["book.txt", "notes/", "web.parquet"])  ->  list[str], one entry per document
 
-A text file is one document, and so is each line of a .jsonl, each item of a .json and each row of a parquet file. The
-only cleaning removes the byte-order mark and ends each line with "\n". The command skips and reports files and records
-that it cannot read; `read_documents`, which recipes use, stops at the first error.
+A text file is one document, and so is each line of a .jsonl, each item of a .json, each row of a table or parquet file
+and each page of a .warc. Of a web page the main text is taken; the only other cleaning removes the byte-order mark and
+ends each line with "\n". The command skips and reports files and records that it cannot read; `read_documents`, which
+recipes use, stops at the first error.
 """
 
 from __future__ import annotations
 
 import codecs
+import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
-from tinyforge.data.files import MAX_BYTES, files_in, locked, name_of, read_file, write_fault, zip_members
+from tinyforge.data.datasets import fetch_dataset, is_dataset
+from tinyforge.data.files import MAX_BYTES, files_in, is_utf8, locked, name_of, write_fault, zip_members
 from tinyforge.data.parquet import connect, escape_glob
+from tinyforge.data.readers import (
+    JSON,
+    KNOWN,
+    LINES,
+    PACKED,
+    PAGE_BYTES,
+    PAGES,
+    PARQUET,
+    PDF,
+    TABLES,
+    UNREAD,
+    WARC,
+    WORD,
+    BadRecord,
+    kind_of,
+    page_of,
+    pdf_text,
+    read_piece,
+    responses,
+    table_rows,
+    unpacked,
+    word_text,
+)
 from tinyforge.data.source import Document, Refusal, Source, SourceWriter, first_of, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value
 
 PARQUET_COLUMN = "text"
-RECORDS = (".parquet", ".jsonl", ".ndjson", ".json")  # files of several documents
+COUNTS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT", "UUID")
 OPTIONAL = {"title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE"}  # kept if present
 ROWS_AT_A_TIME = 1024
+MOST_OF_ID = 500  # characters of a record's own id
 
 
 def read_documents(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[str]:
@@ -51,7 +82,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: got a folder, wanted a file; name the files in it") from None
+        raise UserError(f"{path}: got a folder, expected a file; name the files in it") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     return decode_text(raw, encoding, str(path))
@@ -65,17 +96,14 @@ def decode_text(raw: bytes, encoding: str, place: str) -> str:
         raise UserError(f"{place}: {fault}") from None
 
 
-class BadRecord(Exception):
-    """What is wrong with a file or one of its records."""
-
-
 def _decode(raw: bytes, encoding: str) -> str:
     """Decode and normalise bytes; UserError for an unknown encoding, BadRecord for bytes that do not decode."""
     try:
         return _normalise(raw.decode(encoding))
     except UnicodeDecodeError as error:
         raise BadRecord(
-            f"got byte 0x{raw[error.start]:02x} at offset {error.start}, wanted {encoding} text; " + _decoding_hint(raw)
+            f"got byte 0x{raw[error.start]:02x} at offset {error.start}, expected {encoding} text; "
+            + _decoding_hint(raw)
         ) from None
     except (LookupError, ValueError) as error:  # ValueError: a codec that is not for text, or a null byte in the name
         known = "no such text encoding" if isinstance(error, LookupError) else "cannot decode this"
@@ -86,7 +114,7 @@ def _read_path(path: Path, encoding: str) -> list[str]:
     if not path.is_dir():
         documents = _read_file(path, encoding)
         if not documents:
-            raise UserError(f"{path}: is empty, wanted text; give another file")
+            raise UserError(f"{path}: is empty, expected text; give another file")
         return documents
     if (path / "corpus.json").is_file():
         raise UserError(
@@ -103,12 +131,12 @@ def _read_path(path: Path, encoding: str) -> list[str]:
     except UserError as fault:
         raise UserError(f"{fault}; or let python -m data.local skip what it cannot read") from None
     if not documents:
-        raise UserError(f"{path}: no documents in this folder, wanted text or parquet files; name another")
+        raise UserError(f"{path}: no documents in this folder, expected text or parquet files; name another")
     return documents
 
 
 def _read_file(path: Path, encoding: str) -> list[str]:
-    if path.suffix.lower() not in RECORDS:
+    if path.suffix.lower() not in (*KNOWN, *PACKED, *itertools.chain(*UNREAD)):
         documents = [read_text(path, encoding)]
     elif not path.is_file():
         raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
@@ -128,28 +156,40 @@ def _records(path: Path, encoding: str) -> Iterator[str]:
 
 
 def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number (from 0) of each row whose `column` is not NULL, with that text and the `OPTIONAL` columns present.
+    """The number (from 0) of each row whose `column` is not NULL, with that text, the `OPTIONAL` columns and the `id`.
 
-    Raises BadRecord for a file that is not parquet or has no such column of strings.
+    column: its name, or a path into structs, `page.text`. Raises BadRecord for a file that is not parquet or has no
+    such column of strings.
     """
     import duckdb
 
     # A folder named "text=1" must not become a column, and some writers declare their strings as bytes.
     source = "read_parquet($path, hive_partitioning = false, binary_as_string = true, file_row_number = true)"
-    values = {"path": escape_glob(path)}
     try:
-        with connect() as connection:
+        with ExitStack() as opened:
+            connection = opened.enter_context(connect())
+            if not is_utf8(str(path)):  # DuckDB takes no such path, but that of an open file
+                path = Path("/dev/fd", str(opened.enter_context(open(path, "rb")).fileno()))
+            values = {"path": escape_glob(path)}
             described = connection.execute(f"DESCRIBE SELECT * FROM {source}", values).fetchall()
             kinds = {name: kind for name, kind, *_ in described if name != "file_row_number"}
+            text = _quoted(column)
+            if column not in kinds and "." in column:  # a path into structs
+                text = ".".join(map(_quoted, column.split(".")))
+                with suppress(duckdb.BinderException):
+                    kinds[column] = connection.execute(f"DESCRIBE SELECT {text} FROM {source}", values).fetchall()[0][1]
             if kinds.get(column) != "VARCHAR":
-                found = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+                found = ", ".join(f"{name} {kind}"[:100] for name, kind in kinds.items())
                 raise BadRecord(
-                    f"got columns {found}, wanted a column '{column}' of strings; "
+                    f"got columns {found}, expected a column '{column}' of strings; "
                     f"rename the column with the documents to '{column}'"
                 )
             names = [column, *(name for name, kind in OPTIONAL.items() if kinds.get(name) == kind and name != column)]
-            quoted = ", ".join('"' + name.replace('"', '""') + '"' for name in names)
-            rows = connection.execute(f"SELECT file_row_number, {quoted} FROM {source}", values)
+            select = [text, *map(_quoted, names[1:])]
+            if kinds.get("id") in ("VARCHAR", *COUNTS) and column != "id":
+                names.append("id")
+                select.append("id::VARCHAR")
+            rows = connection.execute(f"SELECT file_row_number, {', '.join(select)} FROM {source}", values)
             while batch := rows.fetchmany(ROWS_AT_A_TIME):
                 for number, text, *rest in batch:
                     if text is not None:
@@ -157,6 +197,10 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         raise BadRecord(f"not a readable parquet file ({reason}); download or export it again") from None
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
 
 
 def _normalise(text: str) -> str:
@@ -184,53 +228,68 @@ def make_source(
 ) -> Source:
     """Turn local files into the source folder `out`.
 
-    inputs:   text files, .jsonl or .json (objects with the text under `column`), .parquet, zips, folders of them.
+    inputs:   files of the formats of `readers`, .jsonl, .json, .csv and .parquet with the text under `column`, zips and
+              folders of them, and data sets of the hub, as `datasets` names them.
     name:     of the source, also used in file names: letters, digits, "-" and "_". None: the folder's name.
     encoding: of the text files; JSON and parquet are UTF-8.
 
-    A document's id is its file, with ":" and the line (from 1) of a .jsonl, the item (from 0) of a .json or the row
-    (from 0) of a parquet file. Records that cannot be read are listed in `refused` of the result. Raises UserError for
-    an input that is missing, for an invalid name or encoding, if there is no document at all, and if the disk is full
-    or not writable; an older source in `out` is then unchanged.
+    A document's id is the `id` of its record. Without one it is its file, with ":" and the line (from 1) of a .jsonl,
+    the item (from 0) of a .json or the row (from 0) of a table or parquet file. Records that cannot be read are listed
+    in `refused` of the result. Raises UserError for an input that is missing, for an invalid name or encoding, if there
+    is no document at all, and if the disk is full or not writable; an older source in `out` is then unchanged.
     """
     name = out.resolve().name if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise UserError(f"--name {name!r}: wanted letters, digits, '-' and '_', because it is used in file names")
+        raise UserError(f"--name {name!r}: expected letters, digits, '-' and '_', because it is used in file names")
     for path in inputs:
-        if not path.exists():
+        if not is_dataset(path) and not path.exists():
             raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}")
-        if path.resolve() == out.resolve():
+        if not is_dataset(path) and path.resolve() == out.resolve():
             raise UserError(f"--out {out} is an input too; choose another folder")
     from tqdm import tqdm
 
+    ids: set[bytes] = set()
     with locked(out), SourceWriter(out, name, licence) as writer:
         for place, path in tqdm(_each_file(inputs, out, writer), unit=" files", disable=None, leave=False):
             try:
                 for item in _documents(path, place, column, encoding):
                     if isinstance(item, Document) and not item.text.strip():
                         item = Refusal(item.id, "is empty")
-                    writer.add(item)
+                    writer.add(item if isinstance(item, Refusal) else _named_once(item, place, ids))
             except BadRecord as fault:
                 writer.refuse(place, str(fault))
             writer.add_file(place, path)
         if not writer.documents:
-            wanted = "text, .jsonl, .parquet or .zip files"
-            raise UserError(f"{inputs[0]}: no documents there, wanted {wanted}{first_of(writer.refused)}")
+            expected = "text, .jsonl, .csv, .parquet, .html, .warc or .zip files"
+            raise UserError(f"{inputs[0]}: no documents there, expected {expected}{first_of(writer.refused)}")
     return read_source(out)
+
+
+def _named_once(document: Document, place: str, ids: set[bytes]) -> Document:
+    """The document, under an id that no other has: its own, else that after its file's name, and a number if needed.
+    ids: 8 bytes of the hash of each so far, 80 bytes of memory."""
+    again = (f"{place}:{document.id}:{count}" for count in itertools.count(2))
+    for id_ in itertools.chain((document.id, f"{place}:{document.id}"), again):
+        key = blake2b(id_.encode("utf-8", "backslashreplace"), digest_size=8).digest()
+        if key not in ids:
+            break
+    ids.add(key)
+    return document if id_ == document.id else replace(document, id=id_)
 
 
 def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Iterator[tuple[str, Path]]:
     """Every file under the inputs, members of archives too: its name, and a path that is valid until the next one."""
     places: set[str] = set()
     for path in inputs:
-        files = (
-            [file for file in files_in(path) if out.resolve() not in file.resolve().parents]
-            if path.is_dir()
-            else [path]
-        )
-        folder = name_of(path)
-        for file in files:
-            place = path.name if file == path else f"{folder}/{file.relative_to(path).as_posix()}"
+        files: Iterable[tuple[str, Path]]
+        if is_dataset(path):
+            files = fetch_dataset(path)
+        elif path.is_dir():
+            found = (file for file in files_in(path) if out.resolve() not in file.resolve().parents)
+            files = ((f"{name_of(path)}/{file.relative_to(path).as_posix()}", file) for file in found)
+        else:
+            files = [(path.name, path)]
+        for place, file in files:
             if place in places:
                 writer.refuse(place, "another input has this name; rename one, or use a separate --out")
             elif not os.access(file, os.R_OK):
@@ -252,7 +311,7 @@ def _unpacked(archive: Path, place: str, writer: SourceWriter) -> Iterator[tuple
         return
     with tempfile.TemporaryDirectory() as folder:
         for member in members:
-            path = Path(folder, f"member{PurePosixPath(member.name).suffix}")
+            path = Path(folder, f"member{''.join(PurePosixPath(member.name).suffixes[-2:])}")
             try:
                 path.write_bytes(member.read())
             except UserError as fault:
@@ -265,57 +324,97 @@ def _unpacked(archive: Path, place: str, writer: SourceWriter) -> Iterator[tuple
 
 def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[Document | Refusal]:
     """The documents of one file, by its suffix, and its bad records; BadRecord if the whole file is bad."""
-    suffix = path.suffix.lower()
-    if suffix == ".parquet":
+    suffix, packing = kind_of(str(path))
+    if suffix == ".zip":
+        raise BadRecord("is an archive in an archive; unpack it first")
+    if suffix == PARQUET:
         for number, row in read_rows(path, column):
             yield _to_document(row, f"{place}:{number}", column)
-    elif suffix in (".jsonl", ".ndjson"):
-        with open(path, "rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES), b""), 1):
-                if line.strip():
-                    yield _parse(line, f"{place}:{number}", column)
-    elif suffix == ".json":
+        return
+    if suffix == WORD:
+        yield Document(id=place, text=word_text(path), title=PurePosixPath(place).stem)
+        return
+    try:
+        with unpacked(path, packing) as file:
+            yield from _of_stream(file, suffix, place, column, encoding)
+    except OSError as error:
+        raise BadRecord(f"cannot be read ({error.strerror or error}); check its permissions") from None
+
+
+def _of_stream(file: IO[bytes], suffix: str, place: str, column: str, encoding: str) -> Iterator[Document | Refusal]:
+    """The documents in a file's bytes."""
+    if suffix in LINES:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES), b""), 1):
+            if line.strip():
+                yield _parse(line, f"{place}:{number}", column)
+    elif suffix == JSON:
         try:
-            values = json_value(_read(path).removeprefix(codecs.BOM_UTF8))
+            values = json_value(read_piece(file).removeprefix(codecs.BOM_UTF8))
         except ValueError as error:
-            raise BadRecord(f"malformed JSON ({error}), wanted a list of objects; fix it there") from None
+            raise BadRecord(f"malformed JSON ({error}), expected a list of objects; fix it there") from None
         if not isinstance(values, list):
-            raise BadRecord(f"got {type(values).__name__} as JSON, wanted a list of objects with '{column}'")
+            raise BadRecord(f"got {type(values).__name__} as JSON, expected a list of objects with '{column}'")
         for number, value in enumerate(values):
             yield _to_document(value, f"{place}:{number}", column)
-    elif suffix == ".zip":
-        raise BadRecord("is an archive in an archive; unpack it first")
+    elif suffix in TABLES:
+        try:
+            for number, row in enumerate(table_rows(file, suffix, encoding)):
+                yield _to_document(row, f"{place}:{number}", column)
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"got byte 0x{error.object[error.start]:02x}, expected {encoding} text") from None
+    elif suffix == WARC:
+        yield from _pages(file, place)
+    elif suffix in PAGES:
+        title, text = page_of(read_piece(file, PAGE_BYTES))
+        yield Document(id=place, text=_normalise(text), title=title or PurePosixPath(place).stem)
     else:
-        yield Document(id=place, text=_decode(_read(path), encoding), title=PurePosixPath(place).stem)
+        raw = read_piece(file)
+        text = pdf_text(raw) if suffix == PDF else _decode(raw, encoding)
+        yield Document(id=place, text=text, title=PurePosixPath(place).stem)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_file(path)
-    except UserError as fault:
-        raise BadRecord(reason_of(fault)) from None
+def _pages(file: IO[bytes], place: str) -> Iterator[Document | Refusal]:
+    """The pages of a WARC file, and the texts of a WET file."""
+    for number, (url, name, charset, raw) in enumerate(responses(file)):
+        record = name or f"{place}:{number}"
+        try:
+            if raw is None:
+                raise BadRecord(f"more than {PAGE_BYTES:,} bytes; leave it out")
+            title, text = ("", raw.decode("utf-8", "replace")) if charset == "text" else page_of(raw, charset)
+        except BadRecord as fault:
+            yield Refusal(record, str(fault))
+        else:
+            yield Document(id=record, text=_normalise(text), title=title, url=url)
 
 
 def _parse(line: bytes, record: str, column: str) -> Document | Refusal:
     try:
         return _to_document(json_value(line.removeprefix(codecs.BOM_UTF8)), record, column)
     except UnicodeDecodeError as error:
-        return Refusal(record, f"got byte 0x{line[error.start]:02x}, wanted UTF-8; JSON is always UTF-8")
+        return Refusal(record, f"got byte 0x{line[error.start]:02x}, expected UTF-8; JSON is always UTF-8")
     except ValueError as error:
-        return Refusal(record, f"malformed JSON ({error}), wanted one object per line; fix it there")
+        return Refusal(record, f"malformed JSON ({error}), expected one object per line; fix it there")
 
 
 def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
-    """The document in a row or an object: its text under `column`, and the `OPTIONAL` fields that it has."""
+    """The document in a row or an object: its text under `column`, which may be a path, `page.text`, and the `OPTIONAL`
+    fields and the id that it has."""
     if not isinstance(value, dict):
-        return Refusal(record, f"got {type(value).__name__}, wanted an object with '{column}'")
-    if not isinstance(value.get(column), str):
+        return Refusal(record, f"got {type(value).__name__}, expected an object with '{column}'")
+    text: Any = value.get(column)
+    if column not in value:
+        text = value
+        for key in column.split("."):
+            text = text.get(key) if isinstance(text, dict) else None
+    if not isinstance(text, str):
         got = f"'{column}' of type {type(value[column]).__name__}" if column in value else f"the keys {list(value)}"
-        return Refusal(record, f"got {got[:80]}, wanted '{column}' with text; rename it, or use data.local --column")
+        return Refusal(record, f"got {got[:80]}, expected '{column}' with text; rename it, or use data.local --column")
     title, url, score = (value.get(name) for name in OPTIONAL)
+    own = value.get("id") if column != "id" else None
+    named = (isinstance(own, str) and 0 < len(own) <= MOST_OF_ID) or type(own) is int
     return Document(
-        id=record,
-        text=_normalise(value[column]),
+        id=str(own) if named else record,
+        text=_normalise(text),
         title=title if isinstance(title, str) else "",
         url=url if isinstance(url, str) else "",
         language_score=score if isinstance(score, float) else None,
@@ -325,13 +424,19 @@ def _to_document(value: Any, record: str, column: str) -> Document | Refusal:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.local", description=__doc__)
     parser.add_argument(
-        "inputs", nargs="+", type=Path, metavar="FILE_OR_FOLDER", help="text, .jsonl, .json, .parquet, .zip"
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="FILE_OR_FOLDER",
+        help="text, .jsonl, .json, .csv, .parquet, .html, .warc, .pdf, .docx, .zip; also .gz and .zst; hf://datasets/NAME",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     parser.add_argument("--name", help="of the source, also used in file names (default: the name of the folder --out)")
     parser.add_argument("--licence", default="not stated", help="licence of the texts, for the catalogue")
     parser.add_argument(
-        "--column", default=PARQUET_COLUMN, help=f"where the text is, in JSON and parquet (default {PARQUET_COLUMN})"
+        "--column",
+        default=PARQUET_COLUMN,
+        help=f"name or path (page.text) of the text in JSON, tables and parquet (default {PARQUET_COLUMN})",
     )
     parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
     args = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tinyforge.data.files import check_file, make_folder, write_fault, write_json
+from tinyforge.data.files import check_file, check_name, make_folder, write_fault, write_json
 from tinyforge.data.parquet import connect, copy_to_parquet, escape_glob, quoted
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, replace, sha256_of, shown, sync
@@ -33,7 +33,7 @@ FORMAT = "tinyforge-source"
 VERSION = 1
 MANIFEST = "source.json"
 SHOWN = 20  # refused records that a command prints
-FILE_BYTES = 64 << 20  # of text in one parquet file, which is held in memory until it is written
+FILE_BYTES = 16 << 20  # of text in one parquet file, which is held in memory until it is written
 COLUMNS = {"id": "VARCHAR", "title": "VARCHAR", "url": "VARCHAR", "language_score": "DOUBLE", "text": "VARCHAR"}
 
 
@@ -58,7 +58,7 @@ class InputFile:
 
     @classmethod
     def of(cls, url: str, path: Path) -> InputFile:
-        return cls(url, path.stat().st_size, sha256_of(path))
+        return cls(_writable(url), path.stat().st_size, sha256_of(path))
 
 
 @dataclass(frozen=True)
@@ -110,16 +110,21 @@ class SourceWriter:
         make_folder(folder)
 
     def add(self, document: Document | Refusal) -> None:
-        """Add a document, or count a refusal. One that is not valid UTF-8 (half of a surrogate pair) is refused."""
+        """Add a document, or count a refusal.
+
+        A text with half of a surrogate pair is not valid UTF-8 and is refused. In an id, a title or a URL, as a file's
+        name may have it, such a character is escaped.
+        """
         if isinstance(document, Refusal):
             self.refuse(document.record, document.reason)
             return
         try:
             size = len(document.text.encode())
-            f"{document.id}{document.title}{document.url}".encode()
         except UnicodeEncodeError:
-            self.refuse(ascii(document.id)[1:-1], "contains half of a surrogate pair, so it is not text")
+            self.refuse(document.id, "contains half of a surrogate pair, so it is not text")
             return
+        id_, title, url = map(_writable, (document.id, document.title, document.url))
+        document = Document(id_, document.text, title, url, document.language_score)
         self._rows.append(document)
         self._row_bytes += size
         self.documents += 1
@@ -145,7 +150,7 @@ class SourceWriter:
 
     def add_file(self, url: str, path: Path) -> None:
         """As `add_input`, for a file that is on this machine."""
-        self._files.append(InputFile.of(_writable(url), path))
+        self._files.append(InputFile.of(url, path))
 
     def refuse(self, record: str, reason: str) -> None:
         """Count a record that is left out."""
@@ -255,6 +260,7 @@ def read_source(folder: Path, verify: bool = False) -> Source:
     version, for a parquet file that is missing or has another size, and with `verify` another SHA-256.
     """
     path = folder / MANIFEST
+    check_name(path)
     try:
         raw = path.read_bytes()
         found = json_value(raw)
@@ -269,12 +275,13 @@ def read_source(folder: Path, verify: bool = False) -> Source:
     got = (found.get("format"), found.get("version")) if isinstance(found, dict) else (type(found).__name__, None)
     if got != (FORMAT, VERSION):
         raise UserError(
-            f"{path}: got format {shown(got[0])}, version {shown(got[1])}, wanted '{FORMAT}', {VERSION}; make it again"
+            f"{path}: got format {shown(got[0])}, version {shown(got[1])}, expected '{FORMAT}', "
+            f"{VERSION}; make it again"
         )
     if "instructions" in found:
         file = found["instructions"].get("file") if isinstance(found["instructions"], dict) else None
         raise UserError(
-            f"{folder}: contains instructions, wanted documents; train on them with recipes/sft.py --data "
+            f"{folder}: contains instructions, expected documents; train on them with recipes/sft.py --data "
             f"{folder / str(file)}"
         )
     try:
@@ -305,8 +312,8 @@ def read_source(folder: Path, verify: bool = False) -> Source:
         raise UserError(f"{path}: not the manifest of a source ({error!r}); make the source again") from None
 
 
-def _check_types(entry: Any, wanted: dict[str, type]) -> None:
-    for name, kind in wanted.items():
+def _check_types(entry: Any, expected: dict[str, type]) -> None:
+    for name, kind in expected.items():
         if type(entry[name]) is not kind:
             raise TypeError(f"{name} is {shown(entry[name])}")
 

@@ -71,7 +71,7 @@ class Host:
     url: str = ""
 
     def publish(self, repository: str, files: dict[str, bytes]) -> None:
-        """A data set as Hugging Face has it: a list with sizes and hashes, and files behind a redirect."""
+        """A data set as Hugging Face has it: a list with sizes and hashes, and files after a redirect."""
         folders: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for path, content in files.items():
             folder = path.rpartition("/")[0]
@@ -145,17 +145,17 @@ class _Handler(BaseHTTPRequestHandler):
         etag = etag_of(content)
         if self.host.etags:
             headers["ETag"] = etag
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        expected = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if not ranges or (if_range and self.headers.get("If-Range", etag) != etag):
-            wanted = None
-        if wanted and int(wanted[1]) >= len(content):
+            expected = None
+        if expected and int(expected[1]) >= len(content):
             self.start(416, {"Content-Range": f"bytes */{len(content)}", "Content-Length": "0"})
             return
         begin, end = 0, len(content)
-        if wanted:
-            begin, end = int(wanted[1]), min(int(wanted[2] or end) + 1, end)
+        if expected:
+            begin, end = int(expected[1]), min(int(expected[2] or end) + 1, end)
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
-        self.start(206 if wanted else 200, headers | {"Content-Length": str(end - begin)})
+        self.start(206 if expected else 200, headers | {"Content-Length": str(end - begin)})
         self.body(content[begin:end])
 
     def start(self, status: int, headers: dict[str, str]) -> None:

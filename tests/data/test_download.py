@@ -234,7 +234,7 @@ def test_a_wrong_length_is_refused_and_tried_again(host: Any, out: Path, faults:
     assert out.read_bytes() == CONTENT
     host.files["/a.txt"] = CHANGED
     out.unlink()
-    assert "is 310,000 bytes long, wanted 300,000" in fault(host, out, size=len(CONTENT))
+    assert "is 310,000 bytes long, expected 300,000" in fault(host, out, size=len(CONTENT))
 
 
 def test_a_wrong_hash_is_refused_and_tried_again(host: Any, out: Path, faults: Any) -> None:
@@ -244,7 +244,7 @@ def test_a_wrong_hash_is_refused_and_tried_again(host: Any, out: Path, faults: A
     assert out.read_bytes() == CONTENT and len(host.gets()) == 3
     out.unlink()
     host.files["/a.txt"] = flipped
-    assert f"wanted {DIGEST[:16]}" in fault(host, out, sha256=DIGEST)
+    assert f"expected {DIGEST[:16]}" in fault(host, out, sha256=DIGEST)
     assert sorted(os.listdir(out.parent)) == ["a.txt.json"]
 
 

@@ -93,7 +93,7 @@ def test_lines_and_items_of_json_are_documents_to_recipes_too(tmp_path: Path) ->
     items = write(tmp_path / "b.json", '[{"text": "three"}]')
     assert read_documents([lines, items]) == ["one\n", "two", "three"]
     assert "b.jsonl:2: malformed JSON" in fault(write(tmp_path / "b.jsonl", '{"text": "one"}\n{"text": '))
-    assert "c.jsonl:1: got the keys ['body'], wanted 'text'" in fault(write(tmp_path / "c.jsonl", '{"body": "one"}'))
+    assert "c.jsonl:1: got the keys ['body'], expected 'text'" in fault(write(tmp_path / "c.jsonl", '{"body": "one"}'))
     assert "d.json: got dict as JSON" in fault(write(tmp_path / "d.json", "{}"))
 
 
@@ -127,7 +127,7 @@ def test_a_folder_without_documents_is_refused(tmp_path: Path) -> None:
 def test_bytes_that_are_not_utf8_are_located_and_latin1_offered(tmp_path: Path) -> None:
     path = write(tmp_path / "books" / "old.txt", b"\xef\xbb\xbfcaf\xe9 au lait")
     message = fault(tmp_path / "books")
-    assert message.startswith(f"{path}: got byte 0xe9 at offset 6, wanted utf-8")
+    assert message.startswith(f"{path}: got byte 0xe9 at offset 6, expected utf-8")
     assert "--encoding latin-1" in message
     path.write_bytes(b"caf\xe9 au lait")
     assert read_documents([path], encoding="latin-1") == ["café au lait"]
@@ -147,7 +147,7 @@ def test_an_unknown_encoding_is_refused(tmp_path: Path, encoding: str) -> None:
 
 def test_parquet_without_a_text_column_lists_its_columns(tmp_path: Path) -> None:
     absent = fault(write_parquet(tmp_path / "a.parquet", "SELECT 'a' AS body, 1 AS score"))
-    assert "got columns body VARCHAR, score INTEGER" in absent and "wanted a column 'text'" in absent
+    assert "got columns body VARCHAR, score INTEGER" in absent and "expected a column 'text'" in absent
     assert "got columns text INTEGER" in fault(write_parquet(tmp_path / "b.parquet", "SELECT 1 AS text"))
 
 
@@ -165,7 +165,7 @@ def test_a_corrupt_parquet_is_refused(tmp_path: Path) -> None:
 
 
 def test_read_text_refuses_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="got a folder, wanted a file"):
+    with pytest.raises(UserError, match="got a folder, expected a file"):
         read_text(tmp_path)
 
 
@@ -285,18 +285,18 @@ def test_a_bad_record_is_named_and_the_rest_goes_on(tmp_path: Path, capsys: pyte
     reasons = refused(tmp_path / "out")
     for record, reason in {
         "mine/a.jsonl:2": "malformed JSON",
-        "mine/a.jsonl:3": "got list, wanted an object with 'text'",
-        "mine/a.jsonl:4": "got the keys ['body'], wanted 'text'",
+        "mine/a.jsonl:3": "got list, expected an object with 'text'",
+        "mine/a.jsonl:4": "got the keys ['body'], expected 'text'",
         "mine/a.jsonl:5": "got 'text' of type int",
         "mine/a.jsonl:6": "is empty",
-        "mine/a.jsonl:7": "got byte 0xff, wanted UTF-8",
+        "mine/a.jsonl:7": "got byte 0xff, expected UTF-8",
         "mine/a.jsonl:8": "half of a surrogate pair",
-        "mine/b.json": "got dict as JSON, wanted a list",
+        "mine/b.json": "got dict as JSON, expected a list",
         "mine/c.json": "malformed JSON",
         "mine/d.txt": "got byte 0xe9 at offset 3",
         "mine/e.txt": "is empty",
         "mine/f.parquet": "not a readable parquet file",
-        "mine/g.parquet": "got columns score INTEGER, wanted a column 'text'",
+        "mine/g.parquet": "got columns score INTEGER, expected a column 'text'",
     }.items():
         assert reason in reasons.pop(record), record
     assert reasons == {}
@@ -334,7 +334,7 @@ def test_what_the_command_refuses_as_a_whole(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "text")
     assert "no.txt: no such file" in command_fault(tmp_path / "no.txt", path, *out)
     assert "--encoding utf-9: no such text encoding" in command_fault(path, *out, "--encoding", "utf-9")
-    assert "--name 'a/b': wanted letters" in command_fault(path, *out, "--name", "a/b")
+    assert "--name 'a/b': expected letters" in command_fault(path, *out, "--name", "a/b")
     (tmp_path / "empty").mkdir()
     assert "empty: no documents there" in command_fault(tmp_path / "empty", *out)
     assert "is an input too; choose another folder" in command_fault(tmp_path, "--out", tmp_path)
@@ -390,9 +390,22 @@ def test_a_zip_is_opened_once_however_many_members_it_has(tmp_path: Path, monkey
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes on Linux alone")
 def test_a_file_name_that_is_no_utf8(tmp_path: Path) -> None:
+    """Its text is read, under a name in which the bytes are escaped; a folder for DuckDB is refused in one line."""
+    folder = os.fsencode(tmp_path / "in")
     (tmp_path / "in").mkdir()
+    duckdb.sql(f"COPY (SELECT 'in parquet' AS text) TO '{tmp_path / 'in' / 'rows.parquet'}'")
+    os.rename(tmp_path / "in" / "rows.parquet", os.path.join(folder, b"rows\xe9.parquet"))
     for name, text in ((b"good.txt", "hello"), (b"bad\xff.txt", "hello"), (b"\xfe\n.jsonl", "{")):
-        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path / "in"), name))).write_text(text, encoding="utf-8")
+        Path(os.fsdecode(os.path.join(folder, name))).write_text(text, encoding="utf-8")
     source = make_source(tmp_path / "out", [tmp_path / "in"], "x")
-    assert source.documents == 1
-    assert {r.record for r in source.refused} == {"in/bad\\udcff.txt", "in/\\udcfe\n.jsonl:1"}
+    with duckdb.connect() as db:
+        found = db.execute(f"SELECT id, text FROM '{source.parquet[0]}' ORDER BY id").fetchall()
+    assert found == [
+        ("in/bad\\udcff.txt", "hello"),
+        ("in/good.txt", "hello"),
+        ("in/rows\\udce9.parquet:0", "in parquet"),
+    ]
+    assert [r.record for r in source.refused] == ["in/\\udcfe\n.jsonl:1"]
+    named = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), b"out\xe9")))
+    assert "not UTF-8" in fault_of(make_source, named, [tmp_path / "in"], "x")
+    assert "not UTF-8" in fault_of(read_source, named)

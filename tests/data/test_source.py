@@ -109,10 +109,13 @@ def test_a_parquet_file_is_taken_over(tmp_path: Path) -> None:
     assert (found.documents, found.bytes) == (5, first.bytes + 11)
 
 
-def test_half_of_a_surrogate_pair_is_refused_and_counted(tmp_path: Path) -> None:
+def test_half_of_a_surrogate_pair_is_refused_in_a_text_and_escaped_in_a_name(tmp_path: Path) -> None:
     bad = [Document(id="a", text="\ud83d"), Document(id="b", text="", title="\ud83d"), Document(id="\ud83d", text="")]
     found = write(tmp_path, [*DOCUMENTS, *bad])
-    assert found.documents == 3 and [refusal.record for refusal in found.refused[:3]] == ["a", "b", "\\ud83d"]
+    assert found.documents == 5 and found.refused[0].record == "a"
+    with duckdb.connect() as db:
+        names = db.execute("SELECT id, title FROM read_parquet($1) OFFSET 3", [str(found.parquet[0])]).fetchall()
+    assert names == [("b", "\\ud83d"), ("\\ud83d", "")]
 
 
 def test_an_error_leaves_the_older_source(tmp_path: Path) -> None:
@@ -188,7 +191,7 @@ def test_a_folder_that_is_not_whole_or_was_altered_is_refused(tmp_path: Path) ->
     manifest.write_text("[]")
     assert "got format 'list'" in fault(tmp_path)
     manifest.write_text(text.replace('"version": 1', '"version": 2'))
-    assert "version 2, wanted 'tinyforge-source', 1" in fault(tmp_path)
+    assert "version 2, expected 'tinyforge-source', 1" in fault(tmp_path)
     manifest.write_text(text.replace('"documents":', '"papers":'))
     parquet.write_bytes(good)
     assert "not the manifest of a source (KeyError('documents'))" in fault(tmp_path)
