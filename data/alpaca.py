@@ -42,8 +42,7 @@ from tinyforge.files import json_value, next_json_value, read_json, sha256_of
 from tinyforge.report import count_of
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
-from tinyforge.tokenizers.chat_templates import end_of_reply, render_prompt
-from tinyforge.tokenizers.vocabulary import start_ids
+from tinyforge.tokenizers.chat_templates import TEMPLATES, AnyTemplate
 
 if TYPE_CHECKING:
     from tinyforge.tokenizers import TextTokenizer
@@ -89,7 +88,7 @@ def read_records(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[R
 
 
 def origin_of(path: Path) -> tuple[str, str]:
-    """Name and licence of a file of records, from the source.json beside it that `make_instructions` writes."""
+    """Name and licence of a file of records, from the source.json next to it that `make_instructions` writes."""
     try:
         found = read_json(path.parent / MANIFEST, "the source")
         if found["instructions"]["file"] == path.name:
@@ -133,23 +132,21 @@ def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[li
     return training or [record for records in held_out for record in records], held_out
 
 
-def encode_example(tokenizer: TextTokenizer, record: Record, seq_len: int) -> tuple[list[int], int] | None:
-    """One example as token ids, `prompt + reply + </s>`, and the length of its prompt, which gets no loss. A published
-    vocabulary without `</s>` uses its own end token (`end_of_reply`).
+def encode_example(
+    tokenizer: TextTokenizer, record: Record, seq_len: int, template: AnyTemplate = TEMPLATES["alpaca"]
+) -> tuple[list[int], int] | None:
+    """One example as token ids, the prompt, the reply and its end as the template has them, and the length of the
+    prompt, which gets no loss.
 
     At most seq_len + 1 ids, since inputs are ids[:-1] and targets ids[1:]. An example that is too long keeps its
-    whole prompt and loses the end of its reply; a truncated reply gets no `</s>`, so that the model does not learn
+    whole prompt and loses the end of its reply; a truncated reply gets no end, so that the model does not learn
     to stop there. None if the reply is blank or the prompt leaves no room for it.
     """
-    end = tokenizer.specials[end_of_reply(tokenizer)]
-    prompt = start_ids(tokenizer)
-    for asked, reply in record.history:
-        prompt += [*tokenizer.encode(render_prompt(asked)), *tokenizer.encode(reply, "text"), end]
-    prompt += tokenizer.encode(render_prompt(record.instruction, record.input))
-    if not record.output.strip() or len(prompt) > seq_len:
+    if not record.output.strip():
         return None
-    ids = [*prompt, *tokenizer.encode(record.output, "text"), end]
-    return ids[: seq_len + 1], len(prompt)
+    turns = [*record.history, (template.question(record.instruction, record.input), record.output)]
+    ids, prompt = template.encode_reply(tokenizer, turns)
+    return (ids[: seq_len + 1], prompt) if prompt <= seq_len else None
 
 
 def _read_file(path: Path, encoding: str) -> list[Record]:
@@ -163,7 +160,7 @@ def _read_file(path: Path, encoding: str) -> list[Record]:
     return records
 
 
-def scan_file(path: Path, text: str, wanted: str = "Alpaca records") -> Iterator[tuple[int, object]]:
+def scan_file(path: Path, text: str, expected: str = "Alpaca records") -> Iterator[tuple[int, object]]:
     """As `_scan`, but raises UserError for a file without records and for malformed JSON."""
     number = 0
     try:
@@ -172,12 +169,12 @@ def scan_file(path: Path, text: str, wanted: str = "Alpaca records") -> Iterator
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path}: record {number} (counted from 0), line {error.lineno}, column {error.colno}: "
-            f"malformed JSON ({error.msg}), wanted an array of records or one per line; fix it there"
+            f"malformed JSON ({error.msg}), expected an array of records or one per line; fix it there"
         ) from None
     except ValueError as error:
         raise UserError(f"{path}: record {number} (counted from 0): malformed JSON ({error}); fix it there") from None
     if not number:
-        raise UserError(f"{path}: is empty, wanted {wanted}; give another file")
+        raise UserError(f"{path}: is empty, expected {expected}; give another file")
 
 
 def _scan(text: str) -> Iterator[tuple[int, object]]:
@@ -213,26 +210,26 @@ def fault(value: object, names: Sequence[str], missing: str) -> str:
     """What is wrong with a record that should have these string fields, among them `instruction`; "" if nothing is.
     missing: the message for an absent field, a template with {name} and {keys}."""
     if not isinstance(value, dict):
-        return f"got {_show(value)}, wanted an object with {', '.join(names)}; fix or remove it"
+        return f"got {_show(value)}, expected an object with {', '.join(names)}; fix or remove it"
     for name in names:
         if name not in value:
             return missing.format(name=name, keys=_show(list(value)))
         if not isinstance(value[name], str):
-            return f"'{name}' is {_show(value[name])}, wanted a string; put it in quotes"
+            return f"'{name}' is {_show(value[name])}, expected a string; put it in quotes"
         if not _has_utf8(value[name]):
-            return f"'{name}' contains half of a surrogate pair, wanted text; remove its \\ud... escape"
-    blank = "'instruction' is blank, wanted a task; fill it in or remove the record"
+            return f"'{name}' contains half of a surrogate pair, expected text; remove its \\ud... escape"
+    blank = "'instruction' is blank, expected a task; fill it in or remove the record"
     return "" if value["instruction"].strip() else blank
 
 
 def _to_record(value: object) -> Record | str:
     """The record in `value`, or what is wrong with it."""
-    if wrong := fault(value, _FIELDS, "got the keys {keys}, wanted '{name}' too; add it, as \"\" if it is empty"):
+    if wrong := fault(value, _FIELDS, "got the keys {keys}, expected '{name}' too; add it, as \"\" if it is empty"):
         return wrong
     assert isinstance(value, dict)
     history = value.get("history") or []
     if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
-        return f"'history' is {_show(history)}, wanted pairs of an instruction and its reply; fix or remove it"
+        return f"'history' is {_show(history)}, expected pairs of an instruction and its reply; fix or remove it"
     return Record(**{name: value[name] for name in _FIELDS}, history=tuple((turn[0], turn[1]) for turn in history))
 
 
@@ -309,7 +306,7 @@ def make_instructions(
             else:
                 refused.append(Refusal(f"{path.name}:{number}", cleaned))
         if not kept:
-            raise UserError(f"{path}: no usable record, wanted Alpaca records{first_of(refused)}")
+            raise UserError(f"{path}: no usable record, expected Alpaca records{first_of(refused)}")
         inputs = [InputFile.of(url, path)]
         target = write_instructions(out, list(kept), "alpaca", LICENCE, inputs, refused, emptied_inputs=emptied)
     return Cleaned(target, len(kept), emptied, tuple(refused))
@@ -324,10 +321,10 @@ def write_instructions(
     refused: Sequence[Refusal] = (),
     **counts: int,
 ) -> Path:
-    """Write `out`/alpaca.json, and source.json beside it with the records' origin. The caller holds the folder's lock.
+    """Write `out`/alpaca.json, and source.json next to it with the records' origin. The caller holds the folder's lock.
     Raises UserError, as make_instructions does."""
     target = out / "alpaca.json"
-    try:  # so that a new alpaca.json is never beside the old source.json
+    try:  # so that a new alpaca.json is never next to the old source.json
         (out / MANIFEST).unlink(missing_ok=True)
     except OSError as error:
         raise write_fault(out, error) from None
@@ -370,19 +367,19 @@ def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
     if isinstance(whole, list) or text.lstrip().startswith("["):
         yield from (_to_record(value) for _, value in scan_file(path, text))
     elif whole is not None and "\n" in text.strip():
-        raise UserError(f"{path}: got {_show(whole)} as JSON, wanted a list of records, or one record per line")
+        raise UserError(f"{path}: got {_show(whole)} as JSON, expected a list of records, or one record per line")
     else:
         for line in filter(str.strip, text.split("\n")):
             try:
                 yield _to_record(json_value(line))
             except ValueError as error:
-                yield f"malformed JSON ({error}), wanted one record per line; fix it there"
+                yield f"malformed JSON ({error}), expected one record per line; fix it there"
 
 
 def _read_zipped(path: Path, encoding: str) -> str:
     members = [member for member in zip_members(path) if member.name.lower().endswith((".json", ".jsonl"))]
     if len(members) != 1:
-        raise UserError(f"{path}: {len(members)} .json files in it, wanted one; unpack it and name the file")
+        raise UserError(f"{path}: {len(members)} .json files in it, expected one; unpack it and name the file")
     return decode_text(members[0].read(), encoding, f"{path}: {members[0].name}")
 
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from tinyforge.data.world import KINDS, instructions, is_correct
 from tinyforge.formats import Loaded
-from tinyforge.formats.tuning import answer
 from tinyforge.infer import make_decoder
+from tinyforge.train.tuning import answer
 
 
 def exact_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:

@@ -10,7 +10,6 @@ result under the same paths, in a shared folder, and must run the same code. Bot
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -30,8 +29,9 @@ import numpy as np
 
 from tinyforge import files
 from tinyforge.errors import UserError
+from tinyforge.invocation import PACKAGE, code_hash
+from tinyforge.requirements import needs
 
-ROOT = Path(__file__).resolve().parents[1]
 ANSWER = 5.0  # seconds to wait for an address
 START = 90.0  # seconds for every machine to start a process and report
 RETRIES = 20  # of a task whose machine or process was lost
@@ -150,7 +150,7 @@ class Nodes(Executor):
                 reference = ask()
             except Exception as error:  # on the other machine, usually a failed import
                 raise UserError(
-                    f"--ray: {name} cannot run the code of {ROOT} ({_line(error)}); every machine needs "
+                    f"--ray: {name} cannot run the code of {PACKAGE.parent} ({_line(error)}); every machine needs "
                     "it under this path, and Python with the same packages"
                 ) from None
 
@@ -166,7 +166,7 @@ def look(token: Path, readable: Sequence[Path]) -> dict[str, Any]:
         "Python": "{}.{}".format(*sys.version_info),
         "DuckDB": duckdb.__version__,
         "NumPy": np.__version__,
-        "code": code()[:12],
+        "code": code_hash()[:12],
     }
     return seen
 
@@ -187,15 +187,6 @@ def _judge(name: str, seen: dict[str, Any], folder: Path, word: str) -> None:
             raise UserError(
                 f"--ray: {name} has {what} {theirs}, this one {mine}; make them the same, or the bytes may differ"
             )
-
-
-def code() -> str:
-    """SHA-256 of the Python files that the tasks run."""
-    digest = hashlib.sha256()
-    for folder in ("data", "tinyforge"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _as_itself(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -220,8 +211,8 @@ def open_nodes(
     try:
         import ray
     except ImportError:
-        raise UserError('--ray: Ray is not installed; run pip install "tinyforge[cluster]", on every machine') from None
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        raise UserError(f"{needs('--ray', 'ray', 'cluster')}, on every machine") from None
+    paths = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     where: dict[str, Any] = {"address": address}
     if address == "local":
         where |= {"include_dashboard": False, "object_store_memory": _STORE}
@@ -252,7 +243,7 @@ def check_address(address: str) -> None:
         return
     match = re.fullmatch(r"([\w.-]+|\[[0-9a-fA-F:.]+\]):([0-9]{1,5})", address)
     if not match or not 0 < int(match[2]) < 65536:
-        raise UserError(f"--ray is {address!r}, wanted HOST:PORT, as ray start prints it, or local")
+        raise UserError(f"--ray is {address!r}, expected HOST:PORT, as ray start prints it, or local")
     fix = "start it with ray start --head, or check the address"
     try:
         with socket.create_connection((match[1].strip("[]"), int(match[2])), ANSWER) as connection:

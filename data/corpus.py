@@ -6,21 +6,22 @@
     python -m data.corpus report corpus                     # what was kept and what was dropped, and why
     build_corpus([Path("books"), Path("web")], Path("corpus"), Settings(val_share=0.02))
 
-The stages, in this order: `read` cuts long texts into documents and measures them, `filter` applies the SQL of
-data/filters.sql, `dedup` keeps the first of equal and of nearly equal documents, `decontaminate` drops train documents
-that repeat val's text or that of evaluation sets, `write` writes parquet. docs/data.md explains each. Every stage ends
-in one transaction of the catalogue, so a killed run continues where it stopped, and ends with the same bytes as one
-that was not killed.
+The stages, in this order: `read` cuts long texts into documents and measures them, `clean` cuts out what
+many documents share, `filter` applies the SQL of data/filters.sql, `dedup` keeps the first of equal and of nearly equal
+documents, `decontaminate` drops train documents that repeat val's text or that of evaluation sets, `write` writes
+parquet. docs/data.md explains each. Every stage ends in one transaction of the catalogue, so a killed run continues
+where it stopped, and ends with the same bytes as one that was not killed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,28 +30,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinyforge.backends.workers import cores
-from tinyforge.data import corpus_report
+from tinyforge.data import cleaning, corpus_report, language
+from tinyforge.data.cleaning import PRIVATE
 from tinyforge.data.cluster import Nodes, check_address, open_nodes
 from tinyforge.data.corpus_report import CATALOGUE
 from tinyforge.data.dedup import Words, band_keys, components, estimate
 from tinyforge.data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
 from tinyforge.data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
-from tinyforge.data.filters import DEFAULT_FILTERS, Filter, check_filters, read_filters
+from tinyforge.data.filters import DEFAULT_FILTERS, MEASURED, Filter, check_filters, read_filters
+from tinyforge.data.parquet import connect as connect_to_files
 from tinyforge.data.parquet import scan
 from tinyforge.data.passes import (
     Parts,
+    Reading,
     Span,
+    clean_texts,
     connect,
     count_tokens,
     duckdb_faults,
     find_grams,
-    find_overlaps,
-    find_reasons,
+    find_rules,
+    find_shared,
     find_spans,
+    read_passages,
     read_texts,
     run_tasks,
+    worker_memory,
     write_split,
 )
+from tinyforge.data.quality import load, read_bad_words
 from tinyforge.data.source import Source, read_source
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of, shown, sync
@@ -66,10 +74,11 @@ VERSION = 1
 MANIFEST = "corpus.json"
 SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
 MOST_BANDS = 256  # a band's number has one byte
-_FILE_BYTES = 32 << 20  # of text in one parquet file, which is sorted in memory
-_WORKER_MEMORY = 192 << 20  # for DuckDB in a worker: enough for a row group with tens of megabytes of books
+_FILE_BYTES = 16 << 20  # of text in one parquet file, which is sorted in memory
+_WORKER_MEMORY = 192 << 20  # for DuckDB in a worker, unless a row group takes more or the user has chosen the workers
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
 _JOIN_BYTES = 96  # per row of a join over bands, with its hash table and window
+_MOST_EXAMPLES = 1000  # of boilerplate, in the catalogue
 _CHUNK = 1 << 14  # documents or pairs whose signatures are in memory at a time
 
 
@@ -81,10 +90,15 @@ class Settings:
     val_share:     share of the documents that goes to val, 0..1; val_shares has (source, share) for exceptions.
     split_by:      "text": all parts of a text are in the same split; "part": each part is assigned separately.
     max_bytes:     a longer text is cut into parts, each a document.
+    detect_language: measure each document's language, for the filter of that name; needs tinyforge[data].
+    boilerplate:   sentences and lines that this many documents of a source share are cut out, and debris of wiki
+                   markup; 0: nothing is. fix_text: undo mojibake and normalise Unicode; needs tinyforge[data].
+    mask_pii:      put [EMAIL], [IP] and [PHONE] in place of mail addresses, machines' addresses and telephone numbers.
     shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
                    all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
-    gram_words:    words in a gram of decontamination. max_overlap: a train document with a larger share of its grams in
-                   val is dropped.
+    gram_words:    words in a gram of decontamination. common_grams: a gram that stands in more train documents than
+                   this is boilerplate and not counted. max_overlap: a train document with a larger share of its other
+                   grams in val, and with 2 gram_words - 1 consecutive words of val in them, is dropped.
     """
 
     val_share: float = 0.01
@@ -96,7 +110,12 @@ class Settings:
     rows: int = 6
     similarity: float = 0.8
     gram_words: int = 13
+    common_grams: int = 10
     max_overlap: float = 0.1
+    detect_language: bool = False
+    boilerplate: int = 10
+    fix_text: bool = False
+    mask_pii: bool = False
 
     def __post_init__(self) -> None:
         flags = {"val_share": "--val-share", "similarity": "--similarity", "max_overlap": "--max-overlap"}
@@ -104,14 +123,23 @@ class Settings:
         shares |= {f"--val-share {source}": share for source, share in self.val_shares}
         for flag, share in shares.items():
             if not 0 <= share <= 1:
-                raise UserError(f"{flag} is {share}, wanted a number from 0 to 1")
+                raise UserError(f"{flag} is {share}, expected a number from 0 to 1")
         if self.split_by not in SPLIT_HASH:
-            raise UserError(f"--split-by is {self.split_by!r}, wanted {' or '.join(SPLIT_HASH)}")
-        for name, least in {"max_bytes": 1024, "shingle_words": 1, "bands": 1, "rows": 1, "gram_words": 1}.items():
+            raise UserError(f"--split-by is {self.split_by!r}, expected {' or '.join(SPLIT_HASH)}")
+        for name, least in {
+            "max_bytes": 1024,
+            "shingle_words": 1,
+            "bands": 1,
+            "rows": 1,
+            "gram_words": 1,
+            "common_grams": 1,
+        }.items():
             if getattr(self, name) < least:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, wanted {least} or more")
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
+        if self.boilerplate < 0:
+            raise UserError(f"--boilerplate is {self.boilerplate}, expected 0 or more")
         if self.bands > MOST_BANDS:
-            raise UserError(f"--bands is {self.bands}, wanted at most {MOST_BANDS}")
+            raise UserError(f"--bands is {self.bands}, expected at most {MOST_BANDS}")
 
 
 @dataclass
@@ -130,6 +158,8 @@ class _Build:
     evaluation: Sequence[Set] = ()
     nodes: Nodes | None = None
     spans: list[Span] = field(default_factory=list)
+    bad_words: Path | None = None
+    quality: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -173,6 +203,8 @@ def build_corpus(
     show: bool = False,
     decontaminate: Sequence[Path] = (),
     ray: str | None = None,
+    bad_words: Path | None = None,
+    quality: Path | None = None,
 ) -> dict[str, float]:
     """Build the corpus folder `out` from source folders, or finish one begun with the same sources and settings.
 
@@ -185,30 +217,44 @@ def build_corpus(
     ray:          address of a Ray cluster, whose machines read, filter, measure and write; or "local". The bytes are
                    the same.
 
+    bad_words:    a file of words and phrases, one a line, for the filter of that name.
+    quality:      a classifier of data.quality, for the filter of that name.
+
     Returns the seconds of each stage that was run, nothing if the corpus is already there. The first of several
     duplicates is kept, in the order of the sources given. Raises UserError for a faulty source, naming it, for filters
     with wrong SQL, and if disk space or memory does not suffice.
     """
     settings = settings or Settings()
     if memory_limit < _LEAST_MEMORY:
-        raise UserError(f"--memory-limit is {memory_limit:,} bytes, wanted {_LEAST_MEMORY:,} (384MiB) or more")
+        raise UserError(f"--memory-limit is {memory_limit:,} bytes, expected {_LEAST_MEMORY:,} (384MiB) or more")
     if workers is not None and workers < 1:
-        raise UserError(f"--workers is {workers}, wanted 1 or more")
+        raise UserError(f"--workers is {workers}, expected 1 or more")
     if workers is not None and ray:
         raise UserError("--workers counts processes of this machine, and with --ray the cluster says how many; drop it")
     if ray:
         check_address(ray)
         # Every machine finds them, wherever a process starts.
         sources, out, filters = [path.absolute() for path in sources], out.absolute(), filters.absolute()
-        tokenizer = tokenizer and tokenizer.absolute()
+        tokenizer, quality = tokenizer and tokenizer.absolute(), quality and quality.absolute()
+        bad_words = bad_words and bad_words.absolute()
     read = _read_sources(sources, settings)
     blocks = read_filters(filters)
     if tokenizer is not None:
         from tinyforge.tokenizers import load_tokenizer
 
         load_tokenizer(tokenizer)  # fail now, not after minutes
+    if settings.detect_language:
+        language.check_installed()
+    if settings.fix_text:
+        cleaning.check_installed()
+    if bad_words:
+        read_bad_words(bad_words)
+    if quality:
+        load(quality)
     evaluation = _evaluation_sets(decontaminate, show)
     manifest = _head(read, settings, filters, tokenizer, evaluation)
+    of_files = {"bad_words_sha256": bad_words, "quality_sha256": quality}
+    manifest["settings"] |= {name: sha256_of(file) for name, file in of_files.items() if file}
     with locked(out):
         work = out / ".work"
         if _is_whole(out, manifest):
@@ -221,7 +267,8 @@ def build_corpus(
         for left in work.glob("spill-*"):
             shutil.rmtree(left, ignore_errors=True)
         path = work / CATALOGUE
-        room = memory_limit // 2 // _WORKER_MEMORY
+        spans = _find_spans(read)
+        room = _room(spans, memory_limit, workers)
         with (
             open_nodes(ray, work, [source.folder for source in read], room) as nodes,
             duckdb_faults(str(path)),
@@ -230,10 +277,21 @@ def build_corpus(
             workers = nodes.per_node if nodes else workers or max(1, min(cores(), room))
             check_filters(catalogue, blocks)
             build = _Build(
-                out, read, settings, blocks, tokenizer, workers, memory_limit, show, catalogue, evaluation, nodes
+                out,
+                read,
+                settings,
+                blocks,
+                tokenizer,
+                workers,
+                memory_limit,
+                show,
+                catalogue,
+                evaluation,
+                nodes,
+                spans,
+                bad_words,
+                quality,
             )
-            for source in read:
-                build.spans += find_spans(source.name, source.parquet, catalogue)
             _run_stages(build)
             files = _write_files(build)
             _describe(build, manifest)
@@ -252,12 +310,30 @@ def _read_sources(folders: Sequence[Path], settings: Settings) -> list[Source]:
             raise UserError(f"source {name!r} is given twice; name each folder once, or make one with another name")
         if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
             raise UserError(
-                f"source {shown(name)}: wanted at most 100 letters, digits, '-', '_' and '.'; make it with another name"
+                f"source {shown(name)}: expected at most 100 letters, digits, '-', '_' and '.'; make "
+                f"it with another name"
             )
     for name, _ in settings.val_shares:
         if name not in names:
             raise UserError(f"--val-share {name}: no such source; there are {', '.join(names)}")
     return read
+
+
+def _find_spans(sources: list[Source]) -> list[Span]:
+    with connect_to_files() as connection:
+        return [span for source in sources for span in find_spans(source.name, source.parquet, connection)]
+
+
+def _room(spans: list[Span], memory_limit: int, workers: int | None) -> int:
+    """The workers that half of the memory is enough for. UserError if it is not for one, or for those asked for."""
+    least = worker_memory(spans)
+    if memory_limit // 2 // (workers or 1) < least:
+        asked = f"--workers {workers}, " if workers else ""
+        raise UserError(
+            f"--memory-limit is {memory_limit:,} bytes, expected {max(_LEAST_MEMORY, 2 * least * (workers or 1)):,} or "
+            f"more: {asked}and a row group of the sources has {max(span.group for span in spans):,} bytes of text"
+        )
+    return memory_limit // 2 // max(least, _WORKER_MEMORY) or 1
 
 
 def _evaluation_sets(paths: Sequence[Path], show: bool) -> list[Set]:
@@ -325,7 +401,7 @@ def _same_key(path: Path, head: dict[str, Any]) -> bool:
 def _run_stages(build: _Build) -> None:
     build.catalogue.execute("CREATE TABLE IF NOT EXISTS stages (name VARCHAR)")
     done = {name for (name,) in build.query("SELECT name FROM stages")}
-    stages = {"read": _read, "filter": _filter, "dedup": _dedup, "decontaminate": _decontaminate}
+    stages = {"read": _read, "clean": _clean, "filter": _filter, "dedup": _dedup, "decontaminate": _decontaminate}
     if build.tokenizer is not None:
         stages["tokens"] = _count_tokens
     for name, stage in stages.items():
@@ -349,54 +425,176 @@ def _timed(build: _Build, stage: str) -> Iterator[None]:
         print(f"{stage:14} {size:,.0f} MB in {seconds:,.1f} s, {size / seconds:,.0f} MB/s", flush=True)
 
 
-def _read(build: _Build) -> None:
-    """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
+def _reading(build: _Build) -> Reading:
     s = build.settings
     most, total = s.max_bytes, sum(source.bytes for source in build.sources)
     if sum(source.documents for source in build.sources) == 1:  # so that both splits get something
         most = min(most, max(1024, total // 8))
-    tasks = ((span, most, s.shingle_words, s.bands * s.rows) for span in build.spans)
-    build.run("read", read_texts, tasks, [span.bytes for span in build.spans])
+    return Reading(
+        most,
+        s.shingle_words,
+        s.bands * s.rows,
+        s.detect_language,
+        s.boilerplate > 0,
+        s.fix_text,
+        s.mask_pii,
+        build.bad_words,
+        build.quality,
+    )
+
+
+def _read(build: _Build) -> None:
+    """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
+    reading = _reading(build)
+    results = build.run(
+        "read", read_texts, ((span, reading) for span in build.spans), [span.bytes for span in build.spans]
+    )
     build.catalogue.execute(
         "CREATE TABLE documents (number BIGINT, source VARCHAR, licence VARCHAR, id VARCHAR, title VARCHAR, "
-        "url VARCHAR, bytes BIGINT, words BIGINT, letters BIGINT, characters BIGINT, tokens BIGINT, "
-        "language_score DOUBLE, hash VARCHAR, text_hash VARCHAR, split VARCHAR, dropped VARCHAR, cluster BIGINT, "
-        "val_overlap DOUBLE, "
+        "url VARCHAR, bytes BIGINT, words BIGINT, letters BIGINT, characters BIGINT, repeats DOUBLE, "
+        "stops DOUBLE, bad_words DOUBLE, quality DOUBLE, "
+        "tokens BIGINT, "
+        "language_score DOUBLE, language VARCHAR, language_share DOUBLE, hash VARCHAR, text_hash VARCHAR, "
+        "split VARCHAR, dropped VARCHAR, rules VARCHAR, cluster BIGINT, "
+        "val_overlap DOUBLE, passage VARCHAR, cut_bytes BIGINT, "
         "span INTEGER, part BIGINT, row BIGINT, start BIGINT, length BIGINT)"
     )
-    shares = dict(s.val_shares)
+    build.catalogue.execute(
+        "CREATE TABLE spans (span INTEGER, file VARCHAR, first BIGINT, task INTEGER)"
+    )  # task: that cleaned it
     licences = {source.name: source.licence for source in build.sources}
-    split_hash = SPLIT_HASH[s.split_by]
-    for index, span in enumerate(build.spans):
-        # The split depends on the words alone: 52 bits of the hash of the text, or of the part, as a fraction.
+    first = 0
+    for index, (span, result) in enumerate(zip(build.spans, results, strict=True)):
         build.query(
-            "INSERT INTO documents BY NAME SELECT parts.* EXCLUDE (file_row_number), ? AS source, ? AS licence, "
-            "? AS span, (SELECT count(*) FROM documents) + parts.file_row_number AS number, file.title, file.url, "
-            "file.language_score, if(part > 0, file.id || '#' || part, file.id) AS id, "
-            f"if(('0x' || {split_hash}[1:13])::BIGINT / (1::BIGINT << 52) < ?, 'val', 'train') AS split "
+            "INSERT INTO documents BY NAME SELECT parts.* EXCLUDE (file_row_number, place), ? AS source, "
+            "? AS licence, ? AS span, ? + parts.place AS number, file.title, file.url, file.language_score, "
+            "if(part > 0, file.id || '#' || part, file.id) AS id "
             f"FROM {scan(build.result('read', index))} AS parts JOIN {scan(span.path)} AS file "
             "ON parts.row = file.file_row_number ORDER BY number",
             span.source,
             licences[span.source],
             index,
-            shares.get(span.source, s.val_share),
+            first,
+        )
+        build.query("INSERT INTO spans VALUES (?, ?, ?, NULL)", index, span.path.name, first)
+        first += result["documents"]
+
+
+def _clean(build: _Build) -> None:
+    """Cut out boilerplate and debris, measure again what has changed, and split."""
+    db, s = build.catalogue, build.settings
+    db.execute("CREATE TABLE cuts (number BIGINT, begin BIGINT, stop BIGINT)")
+    db.execute("CREATE TABLE boilerplate (source VARCHAR, documents BIGINT, example VARCHAR)")
+    db.execute("CREATE TABLE masked (kind VARCHAR, count BIGINT)")
+    if s.boilerplate or s.fix_text or s.mask_pii:
+        chosen: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
+        for source in build.sources:
+            chosen |= _find_boilerplate(build, [i for i, span in enumerate(build.spans) if span.source == source.name])
+        reading = _reading(build)
+        tasks = ((build.spans[span], reading, *found) for span, found in chosen.items())
+        results = build.run("clean", clean_texts, tasks, [build.spans[span].bytes for span in chosen])
+        for kind in PRIVATE:
+            build.query(
+                "INSERT INTO masked VALUES (?, ?)", kind, sum(result["masked"].get(kind, 0) for result in results)
+            )
+        db.execute("CREATE TEMP TABLE shown (source VARCHAR, number BIGINT, text VARCHAR)")
+        for task, span in enumerate(chosen):
+            _take_cleaned(build, task, span)
+        db.execute(
+            "INSERT INTO boilerplate SELECT source, count(DISTINCT number), text FROM shown GROUP BY source, text "
+            f"HAVING count(DISTINCT number) >= {max(2, s.boilerplate)} ORDER BY 2 DESC, 3 LIMIT {_MOST_EXAMPLES}"
+        )
+        db.execute("DROP TABLE shown")
+    split_hash, shares = SPLIT_HASH[s.split_by], dict(s.val_shares)
+    for source in build.sources:
+        # The split depends on the words alone: 52 bits of the hash of the text, or of the part, as a fraction.
+        build.query(
+            f"UPDATE documents SET split = if(('0x' || {split_hash}[1:13])::BIGINT / (1::BIGINT << 52) < ?, 'val', "
+            "'train') WHERE source = ?",
+            shares.get(source.name, s.val_share),
+            source.name,
         )
 
 
-def _parts(build: _Build, span: int, where: str, *columns: str) -> Parts:
-    """The documents of a span that `where` selects, with these columns and the place of their text."""
-    names = ", ".join(("number", "row", "start", "length", *columns))
-    found = build.catalogue.execute(f"SELECT {names} FROM documents WHERE span = {span} AND {where} ORDER BY number")
-    return Parts(build.spans[span], {name: np.asarray(values) for name, values in found.fetchnumpy().items()})
+def _find_boilerplate(build: _Build, spans: list[int]) -> dict[int, tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """The rows of these spans, of one source, that have something to clean, and their windows in many documents."""
+    db, s = build.catalogue, build.settings
+    found: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
+    db.execute("CREATE TEMP TABLE common (key UBIGINT, often BOOLEAN)")
+    windows = {index: scan(build.result("read", index, "-windows.parquet")) for index in spans}
+    if s.boilerplate and spans:
+        union = " UNION ALL ".join(f"SELECT key, place, {index} AS span FROM {windows[index]}" for index in spans)
+        [(count,)] = build.query("SELECT count(*) FROM documents WHERE list_contains(?, span)", spans)
+        db.execute(
+            f"INSERT INTO common SELECT key, count(*) >= {max(s.boilerplate, count / 20)} FROM (SELECT DISTINCT key, "
+            f"place, span FROM ({union}) SEMI JOIN (SELECT key FROM ({union}) GROUP BY key HAVING count(*) >= "
+            f"{s.boilerplate}) AS often USING (key)) GROUP BY key HAVING count(*) >= {s.boilerplate}"
+        )
+    for index in spans:
+        read = scan(build.result("read", index))
+        hits: dict[str, np.ndarray] = {name: np.empty(0, np.int64) for name in ("place", "first", "stop", "often")}
+        if s.boilerplate:
+            query = f"SELECT place, first, stop, often FROM {windows[index]} JOIN common USING (key) ORDER BY ALL"
+            hits = {name: np.asarray(values) for name, values in db.execute(query).fetchnumpy().items()}
+        touched = read_json(build.result("read", index, ".json"), "the result")["touched"]
+        db.register("touched", {"row": np.array(touched, np.int64)})
+        db.register("hit", {"place": np.unique(hits["place"])})
+        rows = db.execute(
+            f"SELECT row, min(place) AS first FROM {read} WHERE row IN (SELECT row FROM touched UNION ALL "
+            f"SELECT row FROM {read} WHERE place IN (FROM hit)) GROUP BY row ORDER BY row"
+        ).fetchnumpy()
+        db.unregister("touched")
+        db.unregister("hit")
+        if len(rows["row"]):
+            found[index] = np.stack([np.asarray(rows["row"]), np.asarray(rows["first"])], 1), hits
+    db.execute("DROP TABLE common")
+    return found
+
+
+def _take_cleaned(build: _Build, task: int, span: int) -> None:
+    """Copy the measures of the documents that a task cleaned, and what it cut, into the catalogue."""
+    names = (*(name for name in MEASURED if name != "bytes"), "hash", "text_hash")
+    [(first,)] = build.query("SELECT first FROM spans WHERE span = ?", span)
+    build.query("UPDATE spans SET task = ? WHERE span = ?", task, span)
+    build.query(
+        f"UPDATE documents SET {', '.join(f'{name} = found.{name}' for name in names)}, bytes = found.bytes, "
+        "cut_bytes = nullif(greatest(documents.bytes - found.bytes, 0), 0) "
+        f"FROM {scan(build.result('clean', task))} AS found WHERE documents.number = ? + found.place",
+        first,
+    )
+    texts = scan(build.result("clean", task, "-texts.parquet"))
+    db = build.catalogue
+    unnested = f"SELECT place + {first} AS number, unnest(cuts, recursive := true) FROM {texts}"
+    db.execute(f'INSERT INTO cuts SELECT number, "begin", stop FROM ({unnested})')
+    build.query(f"INSERT INTO shown SELECT ?, number, text FROM ({unnested})", build.spans[span].source)
+
+
+def _parts(build: _Build, span: int, where: str, columns: Mapping[str, str] | None = None, join: str = "") -> Parts:
+    """The documents of a span that `where` selects, with the place of their text and these columns, names and SQL, of
+    `documents` or the table `join`."""
+    names = dict.fromkeys(("number", "row", "start", "length")) | dict(columns or {})
+    select = ", ".join(f"{sql or name} AS {name}" for name, sql in names.items())
+    table = f"documents JOIN {join} USING (number)" if join else "documents"
+    found = build.catalogue.execute(f"SELECT {select} FROM {table} WHERE span = {span} AND {where} ORDER BY number")
+    values = {name: np.asarray(array) for name, array in found.fetchnumpy().items()}
+    [(first, task)] = build.query("SELECT first, task FROM spans WHERE span = ?", span)
+    cleaned = None if task is None else build.result("clean", task, "-texts.parquet")
+    return Parts(build.spans[span], values, first, cleaned)
 
 
 def _run_on_parts(
-    build: _Build, stage: str, function: Callable[..., Any], where: str, *rest: Any, columns: tuple[str, ...] = ()
+    build: _Build,
+    stage: str,
+    function: Callable[..., Any],
+    where: str,
+    *rest: Any,
+    columns: Mapping[str, str] | None = None,
+    join: str = "",
 ) -> list[Path]:
     """Run a pass over the selected documents, span by span; returns the parquet files that it made."""
     of_spans = f"FROM documents WHERE {where} GROUP BY span ORDER BY span"
     sizes = dict(build.query(f"SELECT span, sum(bytes)::BIGINT {of_spans}"))
-    tasks = ((_parts(build, span, where, *columns), *rest) for span in sizes)
+    tasks = ((_parts(build, span, where, columns, join), *rest) for span in sizes)
     build.run(stage, function, tasks, list(sizes.values()))
     return [build.result(stage, index) for index in range(len(sizes))]
 
@@ -410,9 +608,13 @@ def _update(build: _Build, files: list[Path], assignment: str) -> None:
 
 
 def _filter(build: _Build) -> None:
-    columns = ("bytes", "words", "letters", "characters")
-    files = _run_on_parts(build, "filter", find_reasons, "true", build.filters, columns=columns)
-    _update(build, files, "dropped = found.reason")
+    columns = {name: name for name in MEASURED}
+    columns |= {"language": "coalesce(language, '')"}
+    columns |= {
+        name: f"coalesce({name}, -1)" for name in ("language_share", "bad_words", "quality")
+    }  # NumPy has no NULL
+    files = _run_on_parts(build, "filter", find_rules, "true", build.filters, columns=columns)
+    _update(build, files, "rules = found.rules, dropped = split_part(found.rules, ',', 1)")
 
 
 def _dedup(build: _Build) -> None:
@@ -426,6 +628,9 @@ def _dedup(build: _Build) -> None:
     db.execute("UPDATE documents SET cluster = first FROM equal WHERE documents.number = equal.number")
     db.execute("UPDATE documents SET dropped = 'exact-duplicate' WHERE dropped IS NULL AND cluster < number")
     signatures = _Signatures([build.result("read", index, ".npy") for index in range(len(build.spans))])
+    for first, task in build.query("SELECT first, task FROM spans WHERE task IS NOT NULL ORDER BY span"):
+        places = db.execute(f"SELECT place FROM {scan(build.result('clean', task))} ORDER BY place").fetchnumpy()
+        signatures.replace(first + np.asarray(places["place"]), build.result("clean", task, ".npy"))
     a, b = _near_pairs(build, signatures)
     nodes, firsts = components(a, b)
     db.register("found", {"number": nodes, "first": firsts})
@@ -456,7 +661,14 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
         near.append(pairs[:, estimate(signatures.take(a), signatures.take(b)) >= build.settings.similarity])
     db.execute("DROP TABLE pairs")
     a, b = np.concatenate(near, 1)
-    return a, b
+    # Code with the same words and other operators is another program; the hash of a text has words alone.
+    db.register("near", {"a": np.ascontiguousarray(a), "b": np.ascontiguousarray(b)})
+    found = db.execute(
+        "SELECT a, b FROM near JOIN documents AS x ON x.number = a JOIN documents AS y ON y.number = b "
+        "WHERE NOT (x.text_hash = y.text_hash AND x.hash <> y.hash AND x.part = 0 AND y.part = 0) ORDER BY a, b"
+    ).fetchnumpy()
+    db.unregister("near")
+    return np.asarray(found["a"]), np.asarray(found["b"])
 
 
 def _find_candidates(build: _Build, signatures: _Signatures) -> None:
@@ -515,6 +727,11 @@ class _Signatures:
     def __init__(self, paths: list[Path]) -> None:
         self._files = [np.load(path, mmap_mode="r") for path in paths]
         self._bounds = np.cumsum([0, *(len(file) for file in self._files)])
+        self._newer: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def replace(self, numbers: np.ndarray, path: Path) -> None:
+        """Take the signatures of these documents, in ascending order, from another file."""
+        self._newer.append((numbers, np.load(path, mmap_mode="r")))
 
     def take(self, numbers: np.ndarray) -> np.ndarray:
         """(D,) -> (D, bands * rows)."""
@@ -523,25 +740,29 @@ class _Signatures:
         for file in np.unique(files):
             chosen = files == file
             out[chosen] = self._files[file][numbers[chosen] - self._bounds[file]]
+        for newer, signatures in self._newer:
+            at = np.minimum(np.searchsorted(newer, numbers), len(newer) - 1)
+            chosen = newer[at] == numbers
+            out[chosen] = signatures[at[chosen]]
         return out
 
 
 def _hold_out_one(build: _Build) -> None:
-    """If val is wanted but empty, as in a small corpus, move to it what a slightly larger share would: a text, or if
+    """If val is expected but empty, as in a small corpus, move to it what a slightly larger share would: a text, or if
     every text is more than a tenth of the corpus, a part. Does nothing if only one part is left."""
     s, kept = build.settings, "dropped IS NULL"
     shares = dict(s.val_shares)
-    wanted = [source.name for source in build.sources if shares.get(source.name, s.val_share)]
+    expected = [source.name for source in build.sources if shares.get(source.name, s.val_share)]
     [(size, count, val)] = build.query(
         f"SELECT coalesce(sum(bytes), 0)::BIGINT, count(*), count(*) FILTER (split = 'val') FROM documents WHERE {kept}"
     )
-    if val or count < 2 or not wanted:
+    if val or count < 2 or not expected:
         return
     for column, most in ((SPLIT_HASH[s.split_by], size // 10), (SPLIT_HASH["part"], size // 2)):
         found = build.query(
             f"SELECT {column} FROM documents WHERE {kept} AND list_contains(?, source) GROUP BY {column} "
             f"HAVING sum(bytes) <= {most} ORDER BY {column} LIMIT 1",
-            wanted,
+            expected,
         )
         if found:
             build.query(f"UPDATE documents SET split = 'val' WHERE {column} = ?", *found[0])
@@ -567,11 +788,63 @@ def _decontaminate(build: _Build) -> None:
             values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
             np.asarray(values, np.uint64).tofile(file)
     if grams.stat().st_size:
-        files = _run_on_parts(build, "overlap", find_overlaps, kept.format("train"), s.gram_words, grams)
-        _update(build, files, "val_overlap = found.overlap")
-    build.query("UPDATE documents SET dropped = 'contaminated' WHERE val_overlap > ?", s.max_overlap)
+        found = _run_on_parts(build, "shared", find_shared, kept.format("train"), s.gram_words, grams)
+        _drop_shared(build, found, "contaminated", s.common_grams)
     if build.evaluation:
         _drop_evaluation_sets(build)
+
+
+def _drop_shared(build: _Build, files: list[Path], reason: str, common: int | None = None) -> None:
+    """Drop the documents with shared runs of words, which the files list, and record the longest passage of each.
+
+    common: the runs in more documents than this say nothing. Of the others a document may have a share, `max_overlap`,
+    or, up to three times that, any number that never makes a passage: pages written by one template share many short
+    runs between their names and numbers, while a copy has long ones. None: a single run suffices.
+    """
+    db, s = build.catalogue, build.settings
+    if not files:
+        return
+    union = " UNION ALL ".join(f"SELECT number, place, gram FROM {scan(file)}" for file in files)
+    db.execute(f"CREATE TEMP TABLE shared AS {union}")
+    rare = "SELECT number, place FROM shared"
+    if common is not None:
+        db.execute(
+            "CREATE TEMP TABLE common AS SELECT gram FROM shared GROUP BY gram "
+            f"HAVING count(*) > {common} AND count(DISTINCT number) > {common}"
+        )
+        rare += " WHERE gram NOT IN (FROM common)"
+    # Consecutive places, less their rank, are one number: a passage.
+    db.execute(
+        "CREATE TEMP TABLE passages AS SELECT number, max({'runs': runs, 'place': -place}) AS longest, "
+        "sum(runs)::BIGINT AS rare FROM (SELECT number, min(place) AS place, count(*) AS runs FROM (SELECT number, "
+        f"place, place - row_number() OVER (PARTITION BY number ORDER BY place) AS passage FROM ({rare})) "
+        "GROUP BY number, passage) GROUP BY number"
+    )
+    dropped = "true"
+    if common is not None:
+        db.execute(
+            "UPDATE documents SET val_overlap = rare / (greatest(words - ?, 1) - coalesce(ignored, 0)) "
+            "FROM (FROM passages LEFT JOIN (SELECT number, count(*) AS ignored FROM shared WHERE gram IN (FROM common) "
+            "GROUP BY number) USING (number)) AS found WHERE documents.number = found.number",
+            [s.gram_words - 1],
+        )
+        db.execute("DROP TABLE common")
+        dropped = (
+            f"val_overlap > {s.max_overlap} AND (val_overlap > {3 * s.max_overlap} "
+            f"OR longest.runs >= least({s.gram_words}, greatest(words - {s.gram_words - 1}, 1)))"
+        )
+    db.execute(
+        "UPDATE documents SET dropped = ? FROM passages WHERE documents.number = passages.number AND "
+        f"documents.dropped IS NULL AND {dropped}",
+        [reason],
+    )
+    db.execute("DROP TABLE shared")
+    of_passages = {"place": "-longest.place", "count": f"longest.runs + {s.gram_words - 1}"}
+    read = _run_on_parts(
+        build, f"{reason}-passages", read_passages, f"dropped = '{reason}'", columns=of_passages, join="passages"
+    )
+    db.execute("DROP TABLE passages")
+    _update(build, read, "passage = found.passage")
 
 
 def _drop_evaluation_sets(build: _Build) -> None:
@@ -586,8 +859,7 @@ def _drop_evaluation_sets(build: _Build) -> None:
         with written_whole(path) as beside:
             grams.tofile(beside)
         chosen = "dropped IS NULL AND split = 'train'"
-        files = _run_on_parts(build, "evaluation", find_overlaps, chosen, n, path)
-        _update(build, files, "dropped = 'evaluation-set'")
+        _drop_shared(build, _run_on_parts(build, "evaluation", find_shared, chosen, n, path), "evaluation-set")
 
 
 def _count_tokens(build: _Build) -> None:
@@ -610,7 +882,7 @@ def _write_files(build: _Build) -> list[dict[str, Any]]:
     def tasks() -> Iterator[tuple[list[Parts], Path]]:
         for path, where, _ in planned:
             spans = build.query(f"SELECT DISTINCT span FROM documents WHERE {where} ORDER BY span")
-            yield [_parts(build, span, where, "part") for (span,) in spans], build.out / path
+            yield [_parts(build, span, where, {"part": "part"}) for (span,) in spans], build.out / path
 
     for index, (path, _, _) in enumerate(planned):
         if not (build.out / path).is_file():  # the task has a result, but the file was removed
@@ -641,11 +913,13 @@ def _describe(build: _Build, manifest: dict[str, Any]) -> None:
     db.begin()
     db.execute(
         "CREATE OR REPLACE TABLE sources (name VARCHAR, licence VARCHAR, documents BIGINT, bytes BIGINT, "
-        "refused BIGINT, source_sha256 VARCHAR)"
+        "refused BIGINT, source_sha256 VARCHAR, folder VARCHAR)"
     )
     for source in build.sources:
         values = (source.name, source.licence, source.documents, source.bytes, len(source.refused), source.sha256)
-        build.query("INSERT INTO sources VALUES (?, ?, ?, ?, ?, ?)", *values)
+        build.query(
+            "INSERT INTO sources VALUES (?, ?, ?, ?, ?, ?, ?)", *values, os.path.relpath(source.folder, build.out)
+        )
     db.execute("CREATE OR REPLACE TABLE filters (name VARCHAR, kind VARCHAR, sql VARCHAR, explanation VARCHAR)")
     for block in build.filters:
         build.query("INSERT INTO filters VALUES (?, ?, ?, ?)", block.name, block.kind, block.sql, block.explanation)
@@ -702,7 +976,7 @@ def _parse_shares(values: Sequence[str]) -> tuple[float, tuple[tuple[str, float]
             else:
                 share = float(number)
         except ValueError:
-            raise UserError(f"--val-share is {value!r}, wanted a number such as 0.01, or SOURCE=0.05") from None
+            raise UserError(f"--val-share is {value!r}, expected a number such as 0.01, or SOURCE=0.05") from None
     return share, tuple(shares)
 
 
@@ -737,11 +1011,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": "MinHash functions in a band",
         "similarity": "estimated Jaccard similarity from which documents are near-duplicates",
         "gram_words": "words in a gram of decontamination",
+        "common_grams": "ignore grams that stand in more train documents",
+        "boilerplate": "cut text that this many documents of a source share, and debris of markup; 0: cut nothing",
         "max_overlap": "the share of grams in val from which a train document is dropped",
     }.items():
         default = getattr(Settings, name)
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
+    parser.add_argument(
+        "--detect-language",
+        action="store_true",
+        help="measure each document's language, and keep English (tinyforge[data])",
+    )
+    parser.add_argument(
+        "--fix-text", action="store_true", help="undo mojibake, write Unicode as NFC, drop zero-width characters"
+    )
+    parser.add_argument(
+        "--mask-pii", action="store_true", help="put [EMAIL], [IP], [PHONE] in place of addresses and telephone numbers"
+    )
+    parser.add_argument("--bad-words", type=Path, metavar="FILE", help="drop what has many of these words, one a line")
+    parser.add_argument(
+        "--quality", type=Path, metavar="FILE", help="a classifier of data.quality; drop what is below 0.5"
+    )
     parser.add_argument(
         "--decontaminate",
         nargs="+",
@@ -769,7 +1060,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.rows,
         args.similarity,
         args.gram_words,
+        args.common_grams,
         args.max_overlap,
+        args.detect_language,
+        args.boilerplate,
+        args.fix_text,
+        args.mask_pii,
     )
     memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
     seconds = build_corpus(
@@ -783,6 +1079,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show=True,
         decontaminate=args.decontaminate,
         ray=args.ray,
+        bad_words=args.bad_words,
+        quality=args.quality,
     )
     if not seconds:
         print(f"{args.out}: already built from these sources with these settings")

@@ -15,6 +15,7 @@ from tinyforge.errors import Parser, UserError
 from tinyforge.terminal import printable
 
 CATALOGUE = "corpus.duckdb"
+_PASSAGES = 20  # that the report shows
 _OUTCOMES = "coalesce(dropped, 'kept, ' || split)"
 
 
@@ -23,7 +24,7 @@ def read_outcomes(corpus: Path) -> list[tuple[str, str, int, int, int | None]]:
 
     The outcome is "kept, train", "kept, val" or the reason why documents were dropped. UserError without a catalogue.
     """
-    return _query(
+    return query(
         corpus,
         f"SELECT source, {_OUTCOMES} AS outcome, count(*), sum(bytes)::BIGINT, sum(tokens)::BIGINT FROM documents "
         "GROUP BY source, outcome "
@@ -31,7 +32,8 @@ def read_outcomes(corpus: Path) -> list[tuple[str, str, int, int, int | None]]:
     )
 
 
-def _query(corpus: Path, sql: str) -> list[tuple[Any, ...]]:
+def query(corpus: Path, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+    """The rows that the catalogue answers with. UserError without a catalogue, or for one that cannot be read."""
     import duckdb
 
     path = corpus / CATALOGUE
@@ -39,7 +41,7 @@ def _query(corpus: Path, sql: str) -> list[tuple[Any, ...]]:
         raise UserError(f"{path}: no such file; name a folder made by python -m data.corpus")
     try:
         with duckdb.connect(str(path), read_only=True) as connection:
-            return connection.execute(sql).fetchall()
+            return connection.execute(sql, values).fetchall()
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"{path}: not a readable catalogue ({reason}); make the corpus again") from None
@@ -51,7 +53,7 @@ def render(corpus: Path) -> str:
     sources = list(dict.fromkeys(source for source, *_ in rows))
     counted = any(tokens is not None for *_, tokens in rows)
     lines = ["# The contents of the corpus", ""]
-    licences = _query(corpus, "SELECT name, licence, documents, bytes, refused FROM sources")
+    licences = query(corpus, "SELECT name, licence, documents, bytes, refused FROM sources")
     lines += _table(
         ("source", "licence", "texts", "bytes", "refused earlier"),
         [(name, licence, f"{n:,}", f"{size:,}", f"{refused:,}") for name, licence, n, size, refused in licences],
@@ -81,9 +83,10 @@ def render(corpus: Path) -> str:
                 for outcome, (documents, size, tokens) in [*ordered, ("all", everything)]
             ],
         )
-    for name, explanation in _query(corpus, "SELECT name, explanation FROM filters WHERE kind = 'filter'"):
+    for name, explanation in query(corpus, "SELECT name, explanation FROM filters WHERE kind = 'filter'"):
         if any(outcome == name for _, outcome, *_ in rows):
             lines += ["", f"`{name}`: {explanation}"]
+    lines += [*_boilerplate(corpus), *_passages(corpus)]
     without = [s for s in sources if not any(row[0] == s and row[1] == "kept, val" for row in rows)]
     if without:
         advice = _advice(corpus, without[0])
@@ -91,19 +94,50 @@ def render(corpus: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _boilerplate(corpus: Path) -> list[str]:
+    """What was cut out of documents, with the sentences and lines that most documents had."""
+    rows = query(corpus, "SELECT count(cut_bytes), coalesce(sum(cut_bytes), 0)::BIGINT FROM documents")
+    count, size = rows[0] if rows else (0, 0)
+    masked = query(corpus, "SELECT kind, count FROM masked WHERE count > 0 ORDER BY kind")
+    if not count and not masked:
+        return []
+    shown = query(corpus, f"SELECT * FROM boilerplate ORDER BY documents DESC, source, example LIMIT {_PASSAGES}")
+    rows = [
+        (source, f"{documents:,}", text if len(text) <= 240 else f"{text[:240]}...")
+        for source, documents, text in shown
+    ]
+    head = ("source", "documents", "text that they share")
+    private = f" Masked: {', '.join(f'{number:,} [{kind}]' for kind, number in masked)}." if masked else ""
+    lines = ["", "## What was cut out", "", f"{size:,} bytes, of {count:,} documents.{private}"]
+    return [*lines, *(["", *_table(head, rows)] if rows else [])]
+
+
+def _passages(corpus: Path) -> list[str]:
+    """The documents that were dropped for text of val or of an evaluation set, each with the passage."""
+    where = "FROM documents WHERE passage IS NOT NULL"
+    count = sum(row[0] for row in query(corpus, f"SELECT count(*) {where}"))
+    if not count:
+        return []
+    shown = query(corpus, f"SELECT source, id, dropped, passage {where} ORDER BY number LIMIT {_PASSAGES}")
+    rest = f"; {count - len(shown):,} more are in the catalogue" if count > len(shown) else ""
+    rows = [(source, id_, why, text if len(text) <= 240 else f"{text[:240]}...") for source, id_, why, text in shown]
+    head = ("source", "document", "dropped as", "longest passage that it shares")
+    return ["", f"## Text that is held out{rest}", "", *_table(head, rows)]
+
+
 def _advice(corpus: Path, source: str) -> str:
     """How the source gets something in val, computed from its documents that were kept."""
     which = f"FROM documents WHERE dropped IS NULL AND source = '{source}'"
-    [(count, size)] = _query(corpus, f"SELECT count(*), coalesce(sum(bytes), 0)::BIGINT {which}")
+    [(count, size)] = query(corpus, f"SELECT count(*), coalesce(sum(bytes), 0)::BIGINT {which}")
     if not count:
         return ": none of its documents was kept"
     if count == 1:
         return f": it has a single document, of {size:,} bytes; give more text"
     # The split compares 52 bits of the hash, as a fraction.
-    [(split_by,)] = _query(corpus, "SELECT value FROM settings WHERE name = 'split_by'")
-    texts = _query(corpus, f"SELECT count(DISTINCT text_hash) {which}")[0][0]
+    [(split_by,)] = query(corpus, "SELECT value FROM settings WHERE name = 'split_by'")
+    texts = query(corpus, f"SELECT count(DISTINCT text_hash) {which}")[0][0]
     by_part = json.loads(split_by) == "part" or texts == 1
-    [(least,)] = _query(corpus, f"SELECT min({'hash' if by_part else 'text_hash'}) {which}")
+    [(least,)] = query(corpus, f"SELECT min({'hash' if by_part else 'text_hash'}) {which}")
     share = (int(least[:13], 16) / (1 << 52) * 1e4 // 1 + 1) / 1e4
     return f": build again with `--val-share {source}={share:g}{' --split-by part' if by_part else ''}`"
 

@@ -5,9 +5,10 @@
     signatures = batch.signatures(5, permutations(120))
     estimate(signatures[0], signatures[1])            # of the Jaccard similarity of their 5-word shingles
 
-A word is a maximal run of letters and digits. Case, punctuation and white space make no difference: texts are
-lower-cased, and everything else becomes one space. A letter or digit is one of ASCII, or any character outside ASCII
-except the blocks "Latin-1 Supplement" up to U+00BF, "General Punctuation" and "CJK Symbols and Punctuation".
+A word is a maximal run of letters and digits; a Chinese character or a kana ends it. Case, punctuation and white space
+make no difference: texts are lower-cased, and everything else becomes one space. A letter or digit is one of ASCII, or
+any character outside ASCII except the blocks "Latin-1 Supplement" up to U+00BF, "General Punctuation" and "CJK Symbols
+and Punctuation". In code and formulas the hash and the signatures have operators too: `a + b` is not `a - b`.
 
 Sources: A. Broder, "On the resemblance and containment of documents", 1997 (shingles, MinHash). K. Lee et al.,
 "Deduplicating Training Data Makes Language Models Better", 2022 (MinHash for corpora, clusters as connected
@@ -22,37 +23,54 @@ from functools import cache
 
 import numpy as np
 
+from tinyforge.data.cleaning import hashed
+
+# The commonest words of English, four of ten in prose.
+STOP_WORDS = (
+    "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
+    "you were her she there been their one all we him has when who will no more if out so up said its"
+).split()
+_LONGEST_STOP = max(map(len, STOP_WORDS))
 _SPACE, _END = 0x20, 0xFF  # 0xFF does not occur in UTF-8: it ends a text
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
 _EMPTY = np.uint32(0xFFFFFFFF)  # the signature of a text without words
 
 
-def _make_table() -> np.ndarray:
+_OPERATORS = b"!%&*+-/<=>^|~"
+_CODE_SHARE = (
+    0.01  # of the characters of a text that are `_CODE`, from which it is code, or formulas; prose has a tenth
+)
+_CODE = bytes(byte in b"%&*+/<=>\\^_{|}~" for byte in range(256))
+
+
+def _make_table(kept: bytes = b"") -> bytes:
     """The replacement of each byte of a lower-cased text."""
-    table = np.full(256, _SPACE, np.uint8)
-    for byte in (*b"0123456789abcdefghijklmnopqrstuvwxyz", *range(0x80, 0x100)):
-        table[byte] = byte
-    return table
+    words = {*b"0123456789abcdefghijklmnopqrstuvwxyz", *range(0x80, 0x100), *kept}
+    return bytes(byte if byte in words else _SPACE for byte in range(256))
 
 
-_TABLE = _make_table()
+_TABLE, _TABLE_OF_CODE = _make_table(), _make_table(_OPERATORS)
 
 
 class Words:
     """The words of a few texts in one array, so that NumPy works on megabytes instead of words.
 
     counts: words of each text, (D,). letters: their characters without digits, (D,). characters: of the text, without
-    white space and control characters, (D,). Memory: about 40 bytes per byte of text, so a megabyte at a time is right.
+    white space and control characters, (D,). code: whether the text is code or formulas, (D,). operators: these belong
+    to words too, so that texts that differ in them alone are different. Memory: about 40 bytes per byte of text, so a
+    megabyte at a time is right.
     """
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        raw = np.frombuffer(b"".join(text.lower().encode() + b"\xff" for text in texts), np.uint8)
-        normal = _TABLE[raw]
+    def __init__(self, texts: Sequence[str], operators: bool = False) -> None:
+        joined = bytearray(b"".join(hashed(text) + b"\xff" for text in texts))
+        raw = np.frombuffer(joined, np.uint8)
+        # bytes.translate looks up 60 MB in 0.04 s, an index array of NumPy in 0.1.
+        normal = np.frombuffer(joined.translate(_TABLE_OF_CODE if operators else _TABLE), np.uint8)
         _blank_punctuation(raw, normal)
         is_word = (normal != _SPACE) & (normal != _END)
         keep = is_word | (normal == _END)
         keep[1:] |= is_word[:-1]  # one space after each word
-        self._bytes = normal[keep]
+        self._bytes, self._raw, self._is_word = normal[keep], raw, is_word
         ends = np.flatnonzero((self._bytes == _SPACE) | (self._bytes == _END))
         starts = np.concatenate([[0], ends[:-1] + 1])
         self._text_ends = np.flatnonzero(self._bytes == _END)
@@ -60,13 +78,16 @@ class Words:
         self._starts, self._ends = starts[full], ends[full]
         self._firsts = np.concatenate([[0], np.searchsorted(self._starts, self._text_ends)])
         self.counts = np.diff(self._firsts)
+        self._sums: np.ndarray | None = None
+        self._grams: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         # A character has exactly one byte that is not a continuation byte (0x80 to 0xbf).
         letter = (self._bytes >= 0x61) & ((self._bytes < 0x80) | (self._bytes >= 0xC0)) & (self._bytes != _END)
-        self.letters = np.add.reduceat(letter, self._text_starts(), dtype=np.int64)
+        self.letters = _counts(letter, self._text_ends)
         character = (raw > _SPACE) & ((raw < 0x80) | (raw >= 0xC0)) & (raw != _END)
-        self.characters = np.add.reduceat(
-            character, np.concatenate([[0], np.flatnonzero(raw == _END)[:-1] + 1]), dtype=np.int64
-        )
+        ends = np.flatnonzero(raw == _END)
+        self.characters = _counts(character, ends)
+        code = np.frombuffer(joined.translate(_CODE), bool)
+        self.code = _counts(code, ends) > _CODE_SHARE * self.characters
 
     def _text_starts(self) -> np.ndarray:
         return np.concatenate([[0], self._text_ends[:-1] + 1])
@@ -86,15 +107,64 @@ class Words:
         The hash of the bytes c_i is h = mix(sum c_i B^i mod 2^64), a difference of two prefix sums: no run is ever
         built as a string.
         """
+        if n in self._grams:
+            return self._grams[n]
         counts = np.where(self.counts >= n, self.counts - n + 1, np.minimum(self.counts, 1))
         bounds = np.concatenate([[0], np.cumsum(counts)])
         first = np.arange(bounds[-1]) + np.repeat(self._firsts[:-1] - bounds[:-1], counts)
         last = np.minimum(first + n - 1, np.repeat(self._firsts[1:] - 1, counts))
+        self._grams[n] = self._hashes(first, last), bounds
+        return self._grams[n]
+
+    def _hashes(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Of the runs from word `first` to word `last`."""
         powers, inverses = _powers(1 << (len(self._bytes) - 1).bit_length())
-        sums = np.zeros(len(self._bytes) + 1, np.uint64)
-        np.cumsum(self._bytes * powers[: len(self._bytes)], out=sums[1:])
+        if self._sums is None:
+            self._sums = np.zeros(len(self._bytes) + 1, np.uint64)
+            np.cumsum(self._bytes * powers[: len(self._bytes)], out=self._sums[1:])
         starts = self._starts[first]
-        return _mix((sums[self._ends[last]] - sums[starts]) * inverses[starts]), bounds
+        return _mix((self._sums[self._ends[last]] - self._sums[starts]) * inverses[starts])
+
+    def windows(self, least: int) -> tuple[np.ndarray, ...]:
+        """Runs of units, which are sentences and lines with a word: from each unit the shortest with `least` words.
+
+        Returns of each window the hash, the text, and its first unit in the text and the one after its last.
+        """
+        raw = self._raw
+        stops = np.flatnonzero((raw == 0x0A) | (raw == 0x21) | (raw == 0x2E) | (raw == 0x3F) | (raw == _END))
+        stops = stops[
+            (raw[stops] == 0x0A) | (raw[stops] == _END) | (raw[np.minimum(stops + 1, len(raw) - 1)] == _SPACE)
+        ]
+        begins = self._is_word.copy()
+        begins[1:] &= ~self._is_word[:-1]
+        # The words before each stop, which are the number of the first word after it; the last bound is all of them.
+        bounds = np.concatenate([[0], np.cumsum(begins, dtype=np.int32)[stops]])
+        bounds = bounds[np.append(True, bounds[1:] > bounds[:-1])]
+        words = bounds[:-1]
+        stop = np.searchsorted(bounds, words + least)
+        of_text = np.searchsorted(self._firsts, words, "right") - 1
+        full = (words + least <= self._firsts[1:][of_text]) & (stop < len(bounds))
+        first_unit = np.searchsorted(of_text, np.arange(len(self.counts)))
+        first, stop, of_text = np.flatnonzero(full), stop[full], of_text[full]
+        hashes = self._hashes(bounds[first], bounds[stop] - 1)
+        return hashes, of_text, first - first_unit[of_text], stop - first_unit[of_text]
+
+    def repeats(self, n: int) -> np.ndarray:
+        """The share of each text's runs of n words that stand in it before, 0 to 1, (D,)."""
+        grams, bounds = self.grams(n)
+        counts = np.diff(bounds)
+        # 40 bits of the hash suffice in one text; of a million runs one in a million is taken for another.
+        keys = np.repeat(np.arange(len(counts), dtype=np.uint64) << np.uint64(40), counts) | (grams >> np.uint64(24))
+        keys.sort()
+        again = keys[1:][keys[1:] == keys[:-1]] >> np.uint64(40)
+        return np.bincount(again.astype(np.int64), minlength=len(counts)) / np.maximum(counts, 1)
+
+    def stops(self) -> np.ndarray:
+        """The share of each text's words that are among `STOP_WORDS`, 0 to 1, (D,)."""
+        short = np.flatnonzero(self._ends - self._starts <= _LONGEST_STOP)
+        hashes = self._hashes(short, short)
+        hits = short[_stop_table()[hashes >> np.uint64(48)] == hashes]
+        return np.diff(np.searchsorted(hits, self._firsts)) / np.maximum(self.counts, 1)
 
     def signatures(self, shingle_words: int, functions: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         """MinHash: for each text and function (a, b) the minimum of a s + b mod 2^32 over its shingles s, (D, P)."""
@@ -109,6 +179,15 @@ class Words:
                 np.add(values, b, out=values)
                 row[found] = np.minimum.reduceat(values, bounds[found])
         return np.ascontiguousarray(out.T)
+
+
+@cache
+def _stop_table() -> np.ndarray:
+    """By its first 16 bits, in which no two of them agree, the hash of each stop word; elsewhere 0."""
+    hashes = Words(STOP_WORDS).grams(1)[0]
+    table = np.zeros(1 << 16, np.uint64)
+    table[hashes >> np.uint64(48)] = hashes
+    return table
 
 
 class WordHash:
@@ -187,6 +266,12 @@ def components(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         labels = labels[labels]
         if np.array_equal(labels, before):
             return nodes, nodes[labels]
+
+
+def _counts(flags: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """How many flags are set up to each end, from the one before."""
+    bounds = [0, *ends.tolist()]
+    return np.array([np.count_nonzero(flags[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)], np.int64)
 
 
 def _blank_punctuation(raw: np.ndarray, normal: np.ndarray) -> None:

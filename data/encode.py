@@ -74,8 +74,8 @@ def encode_file(file: Path, skip: int, out: Path, tokenizer: str) -> Path:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(path: Path, wanted: str) -> TextTokenizer:
+def _tokenizer(path: Path, expected: str) -> TextTokenizer:
     tokenizer = load_with_separator(path)
-    if tokenizer.hash() != wanted:
+    if tokenizer.hash() != expected:
         raise UserError(f"{path}: is not the tokenizer of this run; look for another run that writes there")
     return tokenizer

@@ -438,15 +438,15 @@ def _sentence_files(files: Mapping[str, Found]) -> list[Found]:
 
 def check_tasks(names: Sequence[str]) -> list[str]:
     """The tasks of --tasks, separated by blanks or commas; UserError for one that is unknown or given twice."""
-    wanted = [name for joined in names for name in joined.split(",") if name]
-    for name in wanted:
+    expected = [name for joined in names for name in joined.split(",") if name]
+    for name in expected:
         if name not in (*TASKS, *TEXT_TASKS):
             raise UserError(f"--tasks: unknown task {shown(name)}; known: {', '.join((*TASKS, *TEXT_TASKS))}")
-        if wanted.count(name) > 1:
+        if expected.count(name) > 1:
             raise UserError(f"--tasks: {name} is given twice; give it once")
-    if not wanted:
+    if not expected:
         raise UserError(f"--tasks names none; known: {', '.join(TASKS)}")
-    return wanted
+    return expected
 
 
 def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -> Set:
@@ -463,7 +463,9 @@ def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -
             if name == "blimp"
             else (" or ".join(next(ends for ends, file in zip(task.files, found, strict=True) if file is None)))
         )
-        raise MissingSet(f"--task-data: no file for {name}; wanted {missing}; docs/evaluation.md says where to get it")
+        raise MissingSet(
+            f"--task-data: no file for {name}; expected {missing}; docs/evaluation.md says where to get it"
+        )
     given = [file for file in found if file is not None]
     place = given[0].place
     try:
@@ -477,7 +479,7 @@ def read_set(name: str, files: Mapping[str, Found], any_version: bool = False) -
         raise UserError(f"{place}: holds no item of {name}; get the file again")
     if task.known and digest not in task.known and not any_version:
         raise UserError(
-            f"{place}: another version of {name} (SHA-256 {digest[:16]}, wanted "
+            f"{place}: another version of {name} (SHA-256 {digest[:16]}, expected "
             f"{' or '.join(known[:16] for known in task.known)}); get the published file, or give --any-version, "
             "whose scores are not comparable"
         )
@@ -491,7 +493,7 @@ def read_sets(
     """The sets of tasks: of TASKS from the files under `paths`, of TEXT_TASKS from the text in `data`."""
     made = [name for name in names if name in TEXT_TASKS]
     if made and not data:
-        raise UserError(f"--tasks {made[0]} wants text: --data FILE")
+        raise UserError(f"--tasks {made[0]} expects text: --data FILE")
     if len(made) < len(names) and not paths:
         missing = next(name for name in names if name not in TEXT_TASKS)
         raise UserError(

@@ -2,7 +2,7 @@
 
     filters = read_filters(Path("data/filters.sql"))
     check_filters(connection, filters)      # UserError that names the filter if its SQL is wrong
-    reason_query(filters, "documents")      # SELECT number, reason: the first filter that drops it, or NULL
+    rules_query(filters, "documents")       # SELECT number, rules: the filters that drop it, "too-short,symbols" or ""
 
 The format is explained at the top of data/filters.sql.
 """
@@ -28,12 +28,30 @@ COLUMNS = {
     "title": "VARCHAR",
     "url": "VARCHAR",
     "language_score": "DOUBLE",
+    "language": "VARCHAR",
+    "language_share": "DOUBLE",
     "bytes": "BIGINT",
     "words": "BIGINT",
     "letters": "BIGINT",
     "characters": "BIGINT",
+    "repeats": "DOUBLE",
+    "stops": "DOUBLE",
+    "bad_words": "DOUBLE",
+    "quality": "DOUBLE",
     "text": "VARCHAR",
 }
+MEASURED = (
+    "bytes",
+    "words",
+    "letters",
+    "characters",
+    "repeats",
+    "stops",
+    "bad_words",
+    "quality",
+    "language",
+    "language_share",
+)  # of them, when reading
 RESERVED = ("exact-duplicate", "near-duplicate", "contaminated", "evaluation-set")  # other reasons for dropping
 
 
@@ -57,13 +75,13 @@ def read_filters(path: Path) -> tuple[Filter, ...]:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({error}); name a filter file") from None
     heads = list(re.finditer(r"^-- *(filter|measure): *(.*?) *$", text, re.MULTILINE))
     if not any(head[1] == "filter" for head in heads):
-        raise UserError(f"{path}: no line '-- filter: NAME', wanted at least one; see data/filters.sql")
+        raise UserError(f"{path}: no line '-- filter: NAME', expected at least one; see data/filters.sql")
     found: dict[str, Filter] = {}
     for head, end in zip(heads, [*(head.start() for head in heads[1:]), len(text)], strict=True):
         kind, name = head[1], head[2]
-        wanted = r"[a-z][a-z0-9_-]*" if kind == "filter" else r"[a-z][a-z0-9_]*"
-        if not re.fullmatch(wanted, name) or name in (*RESERVED, *COLUMNS):
-            raise UserError(f"{path}: {kind} {name!r}: wanted a lower-case name that is not in use; rename it")
+        expected = r"[a-z][a-z0-9_-]*" if kind == "filter" else r"[a-z][a-z0-9_]*"
+        if not re.fullmatch(expected, name) or name in (RESERVED if kind == "filter" else COLUMNS):
+            raise UserError(f"{path}: {kind} {name!r}: expected a lower-case name that is not in use; rename it")
         if name in found:
             raise UserError(f"{path}: {kind} {name!r} occurs twice; rename one of them")
         lines = text[head.end() : end].strip().splitlines()
@@ -91,13 +109,16 @@ def check_filters(connection: duckdb.DuckDBPyConnection, filters: tuple[Filter, 
             reason = str(error).splitlines()[0]
             raise UserError(f"{block.kind} {block.name!r}: {reason}; fix its SQL") from None
         if block.kind == "filter" and kind != "BOOLEAN":
-            raise UserError(f"filter {block.name!r}: its expression is {kind}, wanted BOOLEAN; add a comparison")
+            raise UserError(f"filter {block.name!r}: its expression is {kind}, expected BOOLEAN; add a comparison")
 
 
-def reason_query(filters: tuple[Filter, ...], relation: str) -> str:
-    """SQL: `number` and `reason`, the name of the first filter that drops the document, else NULL."""
-    cases = "".join(f" WHEN ({block.sql}\n) THEN '{block.name}'" for block in filters if block.kind == "filter")
-    return f"SELECT number, CASE{cases} END AS reason FROM (SELECT *{_measures(filters)} FROM {relation})"
+def rules_query(filters: tuple[Filter, ...], relation: str) -> str:
+    """SQL: `number` and `rules`, the names of all filters that drop the document, with commas between them."""
+    # A condition of CASE stops at the first false term of an AND; as a column it would compute every term.
+    cases = ", ".join(
+        f"CASE WHEN ({block.sql}\n) THEN '{block.name}' END" for block in filters if block.kind == "filter"
+    )
+    return f"SELECT number, concat_ws(',', {cases}) AS rules FROM (SELECT *{_measures(filters)} FROM {relation})"
 
 
 def _measures(filters: tuple[Filter, ...]) -> str:

@@ -65,7 +65,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class _Slice:
-    """The slice of one published file and the request it was taken for: the record beside the slice's parquet file."""
+    """The slice of one published file and the request it was taken for: the record next to the slice's parquet file."""
 
     url: str
     bytes: int  # of the published file
@@ -247,7 +247,9 @@ def _check_columns(connection: Any, file: Published) -> int:
     for name, kind in COLUMNS.items():
         if found.get(name) != kind:
             has = ", ".join(f"{name} {kind}" for name, kind in found.items())
-            raise _BadFile(f"got columns {has}, wanted '{name}' of type {kind}; its layout is not that of FineWeb-Edu")
+            raise _BadFile(
+                f"got columns {has}, expected '{name}' of type {kind}; its layout is not that of FineWeb-Edu"
+            )
     size: int = connection.execute(
         "SELECT file_size_bytes FROM parquet_file_metadata($url)", {"url": file.url}
     ).fetchone()[0]
@@ -327,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
     args = parser.parse_args(arguments)
     if args.rows is not None and args.rows < 1:
-        raise UserError(f"--rows {args.rows}: wanted 1 or more")
+        raise UserError(f"--rows {args.rows}: expected 1 or more")
     source = make_source(
         args.out,
         bytes=parse_bytes(args.bytes, "--bytes") if args.bytes else None,

@@ -122,6 +122,12 @@ _EDITOR = re.compile(
     r"(?=(?:[^\n]+\n)*?[^\n]*\be-?texts?\b)[^\n]+(?:\n[^\n]+)*)\n*",
     _FLAGS,
 )
+# Notices of the permission to publish, which old etexts repeat between the parts of the book, in angle brackets or not.
+_RIGHTS = re.compile(
+    r"copyright|permission|distributed|commercial|personal[ ]use|machine[ ]readable|download|membership|e-?text[ ]of"
+    r"|public[ ]domain|royalt|small[ ]print|donat",
+    _FLAGS,
+)
 _MAX_NOTE = 4000  # characters: a longer paragraph is not a credit or a note
 _FRONT = 6000
 _MAX_OUTSIDE = 40_000  # before the START and after the END marker; the licence has 19,000
@@ -248,6 +254,8 @@ def _trim(body: str) -> tuple[str, list[str]]:
     if editor := _EDITOR.search(text[:_FRONT]):
         text = text[: editor.start()] + text[editor.end() :]
         cut.append("note on the file")
+    text, notices = _cut_notices(text)
+    cut += ["notice"] * notices
     lines = text.rstrip().split("\n")
     while lines and not lines[0].strip():
         del lines[0]
@@ -281,6 +289,28 @@ def _skip_front(body: str) -> tuple[int, list[str]]:
         cut.append("release line")
         begin = release.end()
     return begin, cut
+
+
+def _cut_notices(text: str) -> tuple[str, int]:
+    """The text without notices about its publication by the Project, and their number: paragraphs, or what stands in
+    double angle brackets."""
+    kept, end, count = [], 0, 0
+    for match in re.finditer(r"project\s+gutenberg", text, re.IGNORECASE):
+        at = match.start()
+        if at < end:
+            continue
+        opened = text.rfind("<<", max(0, at - _MAX_NOTE), at)
+        closed = text.find(">>", at, at + _MAX_NOTE) + 2
+        if opened > text.rfind(">>", 0, at) and closed > 1:
+            begin, stop = opened, closed
+        else:
+            begin = max(end, text.rfind("\n\n", 0, at) + 2)
+            stop = (text.find("\n\n", at) + 1 or len(text) + 1) - 1
+        notice = text[begin:stop]
+        if len(notice) <= _MAX_NOTE and _RIGHTS.search(re.sub(r"\s+", " ", notice)):
+            kept.append(text[end:begin])
+            end, count = len(text) - len(text[stop:].lstrip("\n")), count + 1
+    return "".join([*kept, text[end:]]), count
 
 
 def _find_leftover(body: str) -> str | None:
@@ -392,7 +422,7 @@ def _why_not(entry: Entry, book: Book, keep_copyrighted: bool) -> str:
     if book.body is None:
         return book.reason
     if entry.number is not None and book.number not in (None, entry.number):
-        return f"is number {book.number}, wanted {entry.number}"
+        return f"is number {book.number}, expected {entry.number}"
     if book.copyrighted and not keep_copyrighted:
         return "its header says that it is under copyright; read its terms, and pass --keep-copyrighted to keep it"
     return ""
@@ -487,11 +517,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.inputs and (args.numbers or args.base_url):
         raise UserError(
-            f"{args.inputs[0]}: got files and --numbers or --base-url, wanted one or the other; for files nothing is "
+            f"{args.inputs[0]}: got files and --numbers or --base-url, expected one or the other; for files nothing is "
             "downloaded"
         )
     if args.numbers and min(args.numbers) < 1:
-        raise UserError(f"--numbers {min(args.numbers)}: wanted 1 or more; a book's number is in its URL")
+        raise UserError(f"--numbers {min(args.numbers)}: expected 1 or more; a book's number is in its URL")
     source = make_source(
         args.out,
         args.inputs,

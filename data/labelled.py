@@ -5,7 +5,7 @@
     texts    .parquet, .jsonl (or .jsonl.gz) or .csv with the columns text and label, and text2 for pairs of texts
 
 A label is the number of a class, from 0, or its name. All data are checked before training: an error is one line with
-the file, what is wrong, and what was wanted.
+the file, what is wrong, and what was expected.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def hold_out(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
     order = Stream(seed, "hold out").permutation(len(data))
     cut = max(1, len(data) // 10)
     if len(data) < 2:
-        raise UserError(f"data: {len(data)} labelled example, wanted at least 2; give more, or --test")
+        raise UserError(f"data: {len(data)} labelled example, expected at least 2; give more, or --test")
     return data[np.sort(order[cut:])], data[np.sort(order[:cut])]
 
 
@@ -75,7 +75,7 @@ def numbered(raw: Sequence[Any], names: Sequence[str], place: str) -> tuple[np.n
         bad = next((number for number, label in enumerate(raw) if not 0 <= label < count), None)
         if bad is not None:
             there = f"there are {count} classes" if known else "classes are numbered from 0, and each has examples"
-            raise UserError(f"{place}: label {shown(raw[bad])} of example {bad}, wanted 0 to {count - 1}: {there}")
+            raise UserError(f"{place}: label {shown(raw[bad])} of example {bad}, expected 0 to {count - 1}: {there}")
         return np.array(raw, np.int32), known or tuple(map(str, range(count)))
     known = known or tuple(sorted({str(label) for label in raw}))
     numbers = {name: number for number, name in enumerate(known)}
@@ -148,7 +148,7 @@ def _unzipped(path: Path) -> bytes:
 def _read_folders(path: Path, names: Sequence[str]) -> Labelled:
     folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
-        raise UserError(f"{path}: wanted idx files (train-images-idx3-ubyte.gz, ...), or a folder of PNGs per class")
+        raise UserError(f"{path}: expected idx files (train-images-idx3-ubyte.gz, ...), or a folder of PNGs per class")
     files, raw = [], []
     for folder in folders:
         found = sorted(p for p in folder.iterdir() if p.suffix.lower() == ".png")
@@ -167,7 +167,7 @@ def _decoded(content: Any, place: str) -> np.ndarray:
 
     content = content.get("bytes") if isinstance(content, dict) else content
     if not isinstance(content, bytes | bytearray):
-        raise UserError(f"{place}: an image is {type(content).__name__}, wanted the bytes of a PNG file")
+        raise UserError(f"{place}: an image is {type(content).__name__}, expected the bytes of a PNG file")
     try:
         pixels = imread(io.BytesIO(content), format="png" if content[:4] == b"\x89PNG" else None)
     except Exception as error:  # of a dozen kinds, as the file is damaged
@@ -202,7 +202,7 @@ def read_texts(path: Path, names: Sequence[str] = ()) -> Labelled:
     elif path.suffix == ".csv":
         rows = list(_csv_rows(path))
     else:
-        raise UserError(f"{path}: wanted one of {', '.join(TEXT_SUFFIXES)}, with the columns text and label")
+        raise UserError(f"{path}: expected one of {', '.join(TEXT_SUFFIXES)}, with the columns text and label")
     if not rows:
         raise UserError(f"{path} holds no labelled text; check the path")
     for number, row in enumerate(rows):
@@ -218,7 +218,9 @@ def _json_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
             row = json_value(line)
             yield row["text"], row["label"], row.get("text2")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}:{number}: wanted an object with text and label ({error!r:.60}); fix it") from error
+            raise UserError(
+                f"{path}:{number}: expected an object with text and label ({error!r:.60}); fix it"
+            ) from error
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
@@ -226,17 +228,17 @@ def _csv_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
         rows = csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig")))
         found = rows.fieldnames or ()
         if not {"text", "label"} <= set(found):
-            raise UserError(f"{path}: its columns are {', '.join(found)[:80]}; wanted text and label")
+            raise UserError(f"{path}: its columns are {', '.join(found)[:80]}; expected text and label")
         for row in rows:
             label = row["label"]
             number = label if label and re.fullmatch("[0-9]{1,9}", label) else None
             yield row["text"], label if number is None else int(number), row.get("text2")
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: {error}; wanted CSV in UTF-8") from error
+        raise UserError(f"{path}: {error}; expected CSV in UTF-8") from error
 
 
-def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) -> list[tuple[Any, ...]]:
-    """The rows of a parquet file: the columns `wanted`, then those of `also`, None if they are missing."""
+def read_columns(path: Path, expected: Sequence[str], also: Sequence[str] = ()) -> list[tuple[Any, ...]]:
+    """The rows of a parquet file: the columns `expected`, then those of `also`, None if they are missing."""
     import duckdb
 
     source = escape_glob(path)
@@ -244,12 +246,12 @@ def read_columns(path: Path, wanted: Sequence[str], also: Sequence[str] = ()) ->
         with connect() as connection:
             described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [source]).fetchall()
             found = [row[0] for row in described]
-            if missing := [name for name in wanted if name not in found]:
+            if missing := [name for name in expected if name not in found]:
                 raise UserError(
-                    f"{path}: no column {missing[0]!r}; its columns are {', '.join(found)[:80]}, wanted "
-                    f"{' and '.join(wanted)}"
+                    f"{path}: no column {missing[0]!r}; its columns are {', '.join(found)[:80]}, expected "
+                    f"{' and '.join(expected)}"
                 )
-            columns = ", ".join(f'"{name}"' if name in found else "NULL" for name in (*wanted, *also))
+            columns = ", ".join(f'"{name}"' if name in found else "NULL" for name in (*expected, *also))
             return connection.execute(f"SELECT {columns} FROM read_parquet(?)", [source]).fetchall()
     except duckdb.Error as error:
         reason = str(error).splitlines()[0][:120]

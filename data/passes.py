@@ -10,6 +10,7 @@ smaller. Its result is a file, written completely or not at all, so a killed run
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -17,6 +18,7 @@ import signal
 import socket
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -29,10 +31,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinyforge.data import parquet
+from tinyforge.data.cleaning import boilerplate, debris, fixed, masked, without
 from tinyforge.data.dedup import WordHash, Words, permutations
 from tinyforge.data.files import FULL, write_json, written_whole
-from tinyforge.data.filters import COLUMNS, Filter, reason_query
+from tinyforge.data.filters import COLUMNS, MEASURED, Filter, rules_query
+from tinyforge.data.language import languages
 from tinyforge.data.parquet import OPTIONS, escape_glob, quoted, scan
+from tinyforge.data.quality import bad_word_shares, load, read_bad_words
 from tinyforge.data.source import COLUMNS as SOURCE_COLUMNS
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, sha256_of
@@ -45,18 +50,26 @@ if TYPE_CHECKING:
 SPAN_BYTES = 16 << 20  # of text in one task
 _BATCH_BYTES = 1 << 19  # of text in NumPy's arrays, which take 40 times as much
 _FILTER_BYTES = 1 << 21  # of text in one query
+WINDOW_WORDS = 20  # of boilerplate; fewer are shared by chance: "Once upon a time there was a girl named Lily."
+_LEAST_MEMORY = 32 << 20  # of DuckDB in a worker, without texts
+_TEXT = "substring(file.text, parts.start + 1, parts.length)"
 _connections = itertools.count()
+_NUMBERS = ("words", "letters", "characters", "repeats", "stops", "bad_words", "quality")  # three of them whole numbers
 
 
 @dataclass(frozen=True)
 class Span:
-    """The rows first..last of a parquet file of the source, and the bytes of their texts before compression."""
+    """The rows first..last of a parquet file of the source, and the bytes of their texts before compression.
+
+    group: bytes of the largest row group among them, which DuckDB holds in memory.
+    """
 
     source: str
     path: Path
     first: int
     last: int
     bytes: int
+    group: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,8 @@ class Parts:
 
     span: Span
     columns: dict[str, np.ndarray]  # number, row, start, length, and what the pass needs
+    first: int = 0  # the number of the span's first document
+    cleaned: Path | None = None  # the texts that have changed
 
 
 def connect(memory: int, folder: Path, path: Path | None = None, threads: int = 1) -> duckdb.DuckDBPyConnection:
@@ -108,6 +123,15 @@ def duckdb_faults(what: str) -> Iterator[None]:
         raise
 
 
+def worker_memory(spans: Sequence[Span]) -> int:
+    """The bytes of DuckDB in a worker that suffice for every pass over these spans.
+
+    Measured with row groups of 16, 24 and 60 MB in documents of 128 KiB to 24 MB: it read, filtered, sorted and wrote
+    all of them in 96, 96 and 192 MiB, and failed in 80, 80 and 160.
+    """
+    return _LEAST_MEMORY + 4 * max((span.group for span in spans), default=0)
+
+
 def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyConnection) -> list[Span]:
     """Spans of whole row groups, in order; UserError for a parquet file without the columns of a source."""
     import duckdb
@@ -126,13 +150,13 @@ def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyCo
         found = {column: kind for column, kind, *_ in columns}
         if any(found.get(column) != kind for column, kind in SOURCE_COLUMNS.items()):
             got, want = (", ".join(f"{c} {k}" for c, k in table.items()) for table in (found, SOURCE_COLUMNS))
-            raise UserError(f"{path}: got columns {got}; wanted {want}; make the source again")
-        first = row = size = 0
+            raise UserError(f"{path}: got columns {got}; expected {want}; make the source again")
+        first = row = size = most = 0
         for index, (rows, group_bytes) in enumerate(groups):
-            row, size = row + rows, size + group_bytes
+            row, size, most = row + rows, size + group_bytes, max(most, group_bytes)
             if row > first and (size >= SPAN_BYTES or index == len(groups) - 1):
-                spans.append(Span(source, path, first, row - 1, size))
-                first, size = row, 0
+                spans.append(Span(source, path, first, row - 1, size, most))
+                first, size, most = row, 0, 0
     return spans
 
 
@@ -150,36 +174,131 @@ class Pass:
         return connect(self.memory, self.target.parent)
 
 
-def read_texts(job: Pass, span: Span, max_bytes: int, shingle_words: int, functions: int) -> dict[str, Any]:
-    """Cut each text into documents and measure them: `target.parquet`, and `target.npy` with MinHash signatures.
+@dataclass(frozen=True)
+class Reading:
+    """The settings of reading: see `corpus.Settings`."""
 
-    Columns: row, part (from 1; 0 if the text is whole), start, length, bytes, words, letters, characters, and hash and
-    text_hash (of all parts of the text), 32 hexadecimal digits each.
-    """
-    names = ("row", "part", "start", "length", "bytes")
-    columns: dict[str, list[int]] = {name: [] for name in names}
-    measured: list[tuple[np.ndarray, ...]] = []
-    hashes: list[tuple[int, int]] = []
-    text_hashes: list[tuple[int, int]] = []
-    batch: list[str] = []
-    ends: list[int] = []  # for each text of the batch: its number of parts if this is the last of them, else 0
-    batch_bytes = 0
-    text_hash = WordHash()
+    max_bytes: int
+    shingle_words: int
+    functions: int
+    detect_language: bool
+    clean: bool
+    fix_text: bool
+    mask_pii: bool = False
+    bad_words: Path | None = None
+    quality: Path | None = None
 
-    def measure() -> None:
-        nonlocal text_hash
-        words = Words(batch)
-        signatures = words.signatures(shingle_words, permutations(functions))
-        measured.append((words.counts, words.letters, words.characters, signatures))
-        for form, count in zip(words.normal_forms(), ends, strict=True):
-            hashes.append(WordHash().update(form).halves())
-            text_hash.update(form)
+    def rewritten(self, text: str) -> tuple[str, dict[str, int]]:
+        """The text with its characters fixed and masked, as asked for, and what was masked."""
+        text = fixed(text) if self.fix_text else text
+        return masked(text) if self.mask_pii else (text, {})
+
+
+class _Measures:
+    """The measures of documents, a few at a time in memory, and the file of them."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._columns: dict[str, list[int]] = {
+            name: [] for name in ("row", "part", "start", "length", "bytes", "place")
+        }
+        self._measured: list[tuple[np.ndarray, ...]] = []
+        self._signatures: list[np.ndarray] = []
+        self._windows: list[tuple[np.ndarray, ...]] = []
+        self._hashes: list[tuple[int, int]] = []
+        self._text_hashes: list[tuple[int, int]] = []
+        self._found: list[tuple[str | None, float]] = []
+        self._batch: list[str] = []
+        self._ends: list[int] = []  # for each text of the batch: its number of parts if it is the last of them, else 0
+        self._bytes = 0
+        self._text_hash = WordHash()
+
+    def add(self, text: str, numbers: tuple[int, ...], parts: int) -> None:
+        """Add a document. numbers: row, part, start, length, bytes, and its place in the span. parts: of its text, if
+        it is the last of them."""
+        for values, value in zip(self._columns.values(), numbers, strict=True):
+            values.append(value)
+        self._batch.append(text)
+        self._ends.append(parts)
+        self._bytes += numbers[4]
+        if self._bytes >= _BATCH_BYTES:
+            self._measure()
+
+    def _measure(self) -> None:
+        reading, batch = self._reading, self._batch
+        words, functions = Words(batch), permutations(reading.functions)
+        signatures = words.signatures(reading.shingle_words, functions)
+        code = np.flatnonzero(words.code)
+        of_code: dict[int, bytes] = {}
+        if len(code):
+            with_operators = Words([batch[index] for index in code], operators=True)
+            signatures[code] = with_operators.signatures(reading.shingle_words, functions)
+            of_code = dict(zip(code.tolist(), with_operators.normal_forms(), strict=True))
+        repeats = words.repeats(reading.shingle_words)
+        unknown = np.full(len(batch), -1.0)
+        bad = bad_word_shares(words, read_bad_words(reading.bad_words)) if reading.bad_words else unknown
+        quality = load(reading.quality).scores(words) if reading.quality else unknown
+        self._measured.append((words.counts, words.letters, words.characters, repeats, words.stops(), bad, quality))
+        self._signatures.append(signatures)
+        for index, (form, count) in enumerate(zip(words.normal_forms(), self._ends, strict=True)):
+            self._hashes.append(WordHash().update(of_code.get(index, form)).halves())
+            self._text_hash.update(form)
             if count:
-                text_hashes.extend([text_hash.halves()] * count)
-                text_hash = WordHash()
-        batch.clear()
-        ends.clear()
+                self._text_hashes.extend([self._text_hash.halves()] * count)
+                self._text_hash = WordHash()
+        if reading.detect_language:
+            self._found.extend(languages(batch))
+        if reading.clean:
+            hashes, of_text, first, stop = words.windows(WINDOW_WORDS)
+            self._windows.append((hashes, of_text + len(self._hashes) - len(batch), first, stop))
+        self._batch, self._ends, self._bytes = [], [], 0
 
+    def write(self, connection: duckdb.DuckDBPyConnection, target: Path) -> int:
+        """Write `target.parquet`, and `target.npy` with the signatures; returns the number of documents."""
+        if self._batch:
+            self._measure()
+        arrays: dict[str, np.ndarray] = {name: np.array(values, np.int64) for name, values in self._columns.items()}
+        for index, name in enumerate(_NUMBERS):
+            empty = np.empty(0, np.int64 if index < 3 else np.float64)
+            arrays[name] = np.concatenate([empty, *(entry[index] for entry in self._measured)])
+        for name, pairs in (("hash", self._hashes), ("text_hash", self._text_hashes)):
+            both = np.array(pairs, np.uint64).reshape(-1, 2)
+            arrays[f"{name}_high"], arrays[f"{name}_low"] = both[:, 0].copy(), both[:, 1].copy()
+        # Hashes are passed to DuckDB as arrays of numbers; strings would be converted one by one.
+        shown = [f"format('{{:016x}}{{:016x}}', {n}_high, {n}_low) AS {n}" for n in ("hash", "text_hash")]
+        numbers = "* EXCLUDE (hash_high, hash_low, text_hash_high, text_hash_low, language)"
+        # Languages are numbers in a list, for the same reason.
+        known = sorted({language for language, _ in self._found if language})
+        places = {language: place for place, language in enumerate(known, 1)}
+        count, found = len(self._hashes), self._found
+        arrays["language"] = np.array([places.get(name or "", 0) for name, _ in found] or [0] * count, np.int64)
+        arrays["language_share"] = np.array([share for _, share in found] or [0.0] * count)
+        shown.append(f"({known!r}::VARCHAR[])[language] AS language")
+        numbers += " REPLACE (if(language > 0, language_share, NULL) AS language_share, "
+        numbers += "nullif(bad_words, -1) AS bad_words, nullif(quality, -1) AS quality)"
+        _write(connection, arrays, f"{numbers}, {', '.join(shown)}", target)
+        with written_whole(target.with_suffix(".npy")) as beside, open(beside, "wb") as file:
+            np.save(file, np.concatenate([np.empty((0, self._reading.functions), np.uint32), *self._signatures]))
+        return count
+
+    def write_windows(self, connection: duckdb.DuckDBPyConnection, target: Path) -> None:
+        """Write the windows: key, place (of the document in the span), first, stop."""
+        empty = (np.empty(0, np.uint64), *(np.empty(0, np.int64),) * 3)
+        names = ("key", "place", "first", "stop")
+        columns = {name: np.concatenate(found) for name, *found in zip(names, empty, *self._windows, strict=True)}
+        _write(connection, columns, "key, place, first, stop", target)
+
+
+def read_texts(job: Pass, span: Span, reading: Reading) -> dict[str, Any]:
+    """Cut each text into documents and measure them: `target.parquet`, `target.npy` with MinHash signatures, and with
+    reading.clean the windows of their units, `target-windows.parquet`.
+
+    Columns: row, part (from 1; 0 if the text is whole), start, length, bytes, place (in the span), words, letters,
+    characters, repeats (the share of its shingles that stand in it before), stops (of its words in STOP_WORDS),
+    language and language_share (NULL unless they are asked for), and hash and text_hash (of all parts of the text), 32
+    hexadecimal digits each. The result has the rows that have debris, or text to fix.
+    """
+    measures, touched, place = _Measures(reading), set[int](), 0
     with duckdb_faults(str(span.path)), job.connect() as connection:
         query = f"SELECT file_row_number, id, text FROM {scan(span.path)} WHERE {_rows_of(span)}"
         cursor = connection.execute(query)
@@ -188,32 +307,73 @@ def read_texts(job: Pass, span: Span, max_bytes: int, shingle_words: int, functi
                 if id_ is None or text is None:
                     missing = "id" if id_ is None else "text"
                     raise UserError(f"{span.path}: row {row} has no {missing}; make the source again")
-                pieces = cut(text, max_bytes)
-                for index, (start, length, size) in enumerate(pieces):
-                    part = index + 1 if len(pieces) > 1 else 0
-                    for name, value in zip(names, (row, part, start, length, size), strict=True):
-                        columns[name].append(value)
-                    batch.append(text[start : start + length])
-                    ends.append(len(pieces) if index == len(pieces) - 1 else 0)
-                    batch_bytes += size
-                    if batch_bytes >= _BATCH_BYTES:
-                        measure()
-                        batch_bytes = 0
-        if batch:
-            measure()
-        arrays: dict[str, np.ndarray] = {name: np.array(values, np.int64) for name, values in columns.items()}
-        for index, name in enumerate(("words", "letters", "characters")):
-            arrays[name] = np.concatenate([np.empty(0, np.int64), *(entry[index] for entry in measured)])
-        for name, pairs in (("hash", hashes), ("text_hash", text_hashes)):
-            both = np.array(pairs, np.uint64).reshape(-1, 2)
-            arrays[f"{name}_high"], arrays[f"{name}_low"] = both[:, 0].copy(), both[:, 1].copy()
-        # Hashes are passed to DuckDB as arrays of numbers; strings would be converted one by one.
-        shown = [f"format('{{:016x}}{{:016x}}', {n}_high, {n}_low) AS {n}" for n in ("hash", "text_hash")]
-        numbers = "* EXCLUDE (hash_high, hash_low, text_hash_high, text_hash_low)"
-        _write(connection, arrays, f"{numbers}, {', '.join(shown)}", job.target)
-    with written_whole(job.target.with_suffix(".npy")) as beside, open(beside, "wb") as file:
-        np.save(file, np.concatenate([np.empty((0, functions), np.uint32), *(entry[-1] for entry in measured)]))
-    return {"documents": len(arrays["row"])}
+                for numbers, part, parts in _documents_of(row, text, reading.max_bytes, place):
+                    measures.add(part, numbers, parts)
+                    place += 1
+                    if (reading.clean and debris(part)) or reading.rewritten(part)[0] != part:
+                        touched.add(row)
+        count = measures.write(connection, job.target)
+        if reading.clean:
+            measures.write_windows(connection, job.target.with_name(f"{job.target.name}-windows"))
+    return {"documents": count, "touched": sorted(touched)}
+
+
+def _documents_of(row: int, text: str, max_bytes: int, place: int) -> Iterator[tuple[tuple[int, ...], str, int]]:
+    """The documents of a text: the numbers for `_Measures.add`, the text, and the parts if it is the last."""
+    pieces = cut(text, max_bytes)
+    for index, (start, length, size) in enumerate(pieces):
+        part = index + 1 if len(pieces) > 1 else 0
+        last = len(pieces) if index == len(pieces) - 1 else 0
+        yield (row, part, start, length, size, place + index), text[start : start + length], last
+
+
+def clean_texts(
+    job: Pass, span: Span, reading: Reading, rows: np.ndarray, hits: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """Cut debris and boilerplate out of the documents in `rows`, and fix their text: as `read_texts`, for these rows.
+
+    rows: row, and the place in the span of its first document, (R, 2). hits: windows that are in many documents: place,
+    first, stop, often (in very many). Writes also `target-texts.parquet` with the documents that have changed: place,
+    text, and cuts: where in the source's text, in characters, what was cut began and ended.
+    """
+    measures, of_place = _Measures(reading), dict[int, list[tuple[int, int, bool]]]()
+    private = Counter[str]()
+    for place, *hit in zip(*(hits[name].tolist() for name in ("place", "first", "stop", "often")), strict=True):
+        of_place.setdefault(place, []).append((hit[0], hit[1], bool(hit[2])))
+    firsts = dict(rows.tolist())
+    target = job.target.with_name(f"{job.target.name}-texts")
+    lines, longest = target.with_suffix(".jsonl"), 1 << 20
+    with duckdb_faults(str(span.path)), job.connect() as connection, written_whole(lines) as beside:
+        connection.register("chosen", {"row": np.ascontiguousarray(rows[:, 0])})
+        query = f"SELECT file_row_number, text FROM {scan(span.path)} SEMI JOIN chosen ON file_row_number = chosen.row"
+        with open(beside, "w", encoding="utf-8", newline="\n") as file:
+            cursor = connection.execute(f"{query} WHERE {_rows_of(span)}")
+            while found := cursor.fetchmany(8):
+                for row, text in found:
+                    for numbers, part, parts in _documents_of(row, text, reading.max_bytes, firsts[row]):
+                        spans = debris(part) if reading.clean else []
+                        spans = [*spans, *boilerplate(part, of_place.get(numbers[5], ()))]
+                        left = without(part, spans)
+                        left, found_here = reading.rewritten(left)
+                        private.update(found_here)
+                        measures.add(left, (*numbers[:4], len(left.encode()), numbers[5]), parts)
+                        if left != part:
+                            cuts = [
+                                {"begin": a + numbers[2], "stop": b + numbers[2], "text": part[a:b][:500]}
+                                for a, b in spans
+                            ]
+                            line = json.dumps({"place": numbers[5], "text": left, "cuts": cuts}, ensure_ascii=False)
+                            longest = max(longest, 4 * len(line))
+                            file.write(f"{line}\n")
+        kinds = "{place: 'BIGINT', text: 'VARCHAR', cuts: 'STRUCT(\"begin\" BIGINT, stop BIGINT, text VARCHAR)[]'}"
+        how = f"format = 'newline_delimited', columns = {kinds}, maximum_object_size = {longest}"
+        with written_whole(target.with_suffix(".parquet")) as whole:
+            connection.execute(
+                f"COPY (FROM read_json({quoted(escape_glob(beside))}, {how})) TO {quoted(whole)} {OPTIONS}"
+            )
+        count = measures.write(connection, job.target)
+    lines.unlink()
+    return {"documents": count, "masked": dict(private)}
 
 
 def cut(text: str, max_bytes: int) -> list[tuple[int, int, int]]:
@@ -251,8 +411,8 @@ def _find_cut(raw: bytes, low: int, high: int) -> int:
     return high
 
 
-def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[str, Any]:
-    """Which filter drops which document: `target.parquet` with number, reason.
+def find_rules(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[str, Any]:
+    """Which filters drop which document: `target.parquet` with number, rules.
 
     The texts are passed back to DuckDB in small batches: it processes 2048 rows at once, which can be hundreds of
     megabytes of books, times the copies that the filters make. A batch is passed as one string, with a separator that
@@ -260,9 +420,10 @@ def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[s
     """
     import duckdb
 
-    counts = ("bytes", "words", "letters", "characters")
     chosen = {"source": "$source", "number": "batch.number", "text": "batch.text"}
-    chosen |= {name: f"parts.{name}" for name in counts}
+    chosen |= {name: f"parts.{name}" for name in MEASURED}
+    chosen |= {"language": "nullif(parts.language, '')"}
+    chosen |= {name: f"nullif(parts.{name}, -1)" for name in ("language_share", "bad_words", "quality")}
     columns = ", ".join(f"{chosen.get(name, f'file.{name}')} AS {name}" for name in COLUMNS)
     with duckdb_faults(str(parts.span.path)), job.connect() as connection, connection.cursor() as reader:
         reader.execute("SET enable_progress_bar = false")
@@ -270,7 +431,7 @@ def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[s
         connection.execute("CREATE TEMP TABLE parts AS SELECT * FROM columns")
         described = f"SELECT file_row_number, id, title, url, language_score FROM {scan(parts.span.path)}"
         connection.execute(f"CREATE TEMP TABLE file AS {described} WHERE {_rows_of(parts.span)}")
-        connection.execute("CREATE TEMP TABLE found (number BIGINT, reason VARCHAR)")
+        connection.execute("CREATE TEMP TABLE found (number BIGINT, rules VARCHAR)")
         given = "unnest(string_split($numbers, ' '))::BIGINT AS number, unnest(string_split($texts, $mark)) AS text"
         joined = f"(SELECT {given}) AS batch JOIN parts USING (number) JOIN file ON parts.row = file.file_row_number"
         documents = f"(SELECT {columns} FROM {joined})"
@@ -279,13 +440,13 @@ def find_reasons(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[s
             values = {"source": parts.span.source, "numbers": " ".join(map(str, numbers))}
             values |= {"texts": mark.join(texts), "mark": mark}
             try:
-                connection.execute(f"INSERT INTO found {reason_query(filters, documents)}", values)
+                connection.execute(f"INSERT INTO found {rules_query(filters, documents)}", values)
             except duckdb.DataError as error:
                 reason = " ".join(str(error).split())
                 name = _blame(connection, filters, documents, values)
                 raise UserError(f"{name}: {reason[:200]}, in {parts.span.path}; fix its SQL") from None
         with written_whole(job.target.with_suffix(".parquet")) as beside:
-            dropped = "SELECT * FROM found WHERE reason IS NOT NULL"
+            dropped = "SELECT * FROM found WHERE rules <> ''"
             connection.execute(f"COPY ({dropped}) TO {quoted(beside)} (FORMAT parquet)")
     return {}
 
@@ -298,7 +459,7 @@ def _blame(connection: duckdb.DuckDBPyConnection, filters: tuple[Filter, ...], d
     for block in filters:
         if block.kind == "filter":
             try:
-                connection.execute(reason_query((*measures, block), documents), values).fetchall()
+                connection.execute(rules_query((*measures, block), documents), values).fetchall()
             except duckdb.DataError:
                 return f"filter {block.name!r}"
     return "filters"
@@ -314,26 +475,44 @@ def find_grams(job: Pass, parts: Parts, n: int) -> dict[str, Any]:
     return {}
 
 
-def find_overlaps(job: Pass, parts: Parts, n: int, grams: Path) -> dict[str, Any]:
-    """The share of each document's runs of n words that are in the sorted file `grams`: number, overlap if above 0."""
+def find_shared(job: Pass, parts: Parts, n: int, grams: Path) -> dict[str, Any]:
+    """The runs of n words of each document that are in the sorted file `grams`: number, place (of the run's first word
+    in the document), gram."""
     known = np.memmap(grams, np.uint64, "r")
     table, shift = _membership(grams, len(known))
-    numbers: list[np.ndarray] = []
-    shares: list[np.ndarray] = []
+    rows: list[tuple[np.ndarray, ...]] = []
     with duckdb_faults(str(parts.span.path)), job.connect() as connection:
         for batch, texts in _batches(connection, parts):
             found, bounds = Words(texts).grams(n)
             maybe = np.flatnonzero(table[found >> shift])
             at = np.searchsorted(known, found[maybe])
             hits = maybe[known[np.minimum(at, len(known) - 1)] == found[maybe]]
-            counts = np.diff(np.searchsorted(hits, bounds))
-            numbers.append(np.array(batch)[counts > 0])
-            shares.append((counts / np.maximum(np.diff(bounds), 1))[counts > 0])
+            document = np.searchsorted(bounds, hits, "right") - 1
+            rows.append((np.array(batch, np.int64)[document], hits - bounds[document], found[hits]))
+        empty = (np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint64))
         columns = {
-            "number": np.concatenate([np.empty(0, np.int64), *numbers]),
-            "overlap": np.concatenate([np.empty(0), *shares]),
+            name: np.concatenate(values)
+            for name, *values in zip(("number", "place", "gram"), empty, *rows, strict=True)
         }
-        _write(connection, columns, "number, overlap", job.target)
+        _write(connection, columns, "number, place, gram", job.target)
+    return {}
+
+
+def read_passages(job: Pass, parts: Parts) -> dict[str, Any]:
+    """Some consecutive words of each document, `count` of them from word `place`: number, passage."""
+    numbers: list[int] = []
+    passages: list[str] = []
+    where = {
+        n: (p, c) for n, p, c in zip(*(parts.columns[k].tolist() for k in ("number", "place", "count")), strict=True)
+    }
+    with duckdb_faults(str(parts.span.path)), job.connect() as connection:
+        for batch, texts in _batches(connection, parts):
+            for number, form in zip(batch, Words(texts).normal_forms(), strict=True):
+                place, count = where[number]
+                numbers.append(number)
+                passages.append(b" ".join(form.split(b" ")[place : place + count]).decode())
+        columns = {"number": np.array(numbers, np.int64), "passage": np.array(passages, object)}
+        _write(connection, columns, "number, passage::VARCHAR AS passage", job.target)
     return {}
 
 
@@ -366,15 +545,14 @@ def count_tokens(job: Pass, parts: Parts, tokenizer: Path) -> dict[str, Any]:
 def write_split(job: Pass, pieces: Sequence[Parts], path: Path) -> dict[str, Any]:
     """Write the documents of some spans to one parquet file, in order of number: columns id, text."""
     path.parent.mkdir(exist_ok=True)
+    id_ = "if(parts.part > 0, file.id || '#' || parts.part, file.id)"
     with duckdb_faults(str(path)), job.connect() as connection, written_whole(path) as beside:
-        selects = [
-            "SELECT parts.number AS number, if(parts.part > 0, file.id || '#' || parts.part, file.id) AS id, "
-            "substring(file.text, parts.start + 1, parts.length) AS text "
-            f" FROM {_join(connection, piece, f'parts{index}')}"
-            for index, piece in enumerate(pieces)
-        ]
-        query = f"SELECT id, text FROM ({' UNION ALL '.join(selects)}) ORDER BY number"
-        connection.execute(f"COPY ({query}) TO {quoted(beside)} {OPTIONS}")
+        # Span by span: a file of val has documents of all of them, and a reader holds a row group in memory.
+        connection.execute("CREATE TEMP TABLE kept (id VARCHAR, text VARCHAR)")
+        for piece in pieces:
+            text, joined = _join(connection, piece)
+            connection.execute(f"INSERT INTO kept SELECT {id_}, {text} FROM {joined} ORDER BY parts.number")
+        connection.execute(f"COPY kept TO {quoted(beside)} {OPTIONS}")
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
@@ -382,11 +560,17 @@ def _rows_of(span: Span) -> str:
     return f"file_row_number BETWEEN {span.first} AND {span.last}"
 
 
-def _join(connection: duckdb.DuckDBPyConnection, parts: Parts, name: str = "parts") -> str:
-    """SQL: each part with its row; the parts' table is on the right, so that it is held in memory, not the texts."""
-    connection.register(name, parts.columns)
+def _join(connection: duckdb.DuckDBPyConnection, parts: Parts) -> tuple[str, str]:
+    """SQL: each part's text, and each part with its row; the parts' table is on the right, so that it is held in
+    memory, not the texts. A text that was cleaned is read from the file of these."""
+    connection.register("documents", parts.columns)
     rows = f"(SELECT * FROM {scan(parts.span.path)} WHERE {_rows_of(parts.span)})"
-    return f"{rows} AS file JOIN {name} AS parts ON file.file_row_number = parts.row"
+    joined, text = f"{rows} AS file JOIN documents AS parts ON file.file_row_number = parts.row", _TEXT
+    if parts.cleaned:
+        changed = f"(SELECT place + {parts.first} AS number, text FROM {scan(parts.cleaned)})"
+        joined += f" LEFT JOIN {changed} AS cleaned ON parts.number = cleaned.number"
+        text = f"coalesce(cleaned.text, {text})"
+    return text, joined
 
 
 def _batches(
@@ -396,9 +580,8 @@ def _batches(
     numbers: list[int] = []
     texts: list[str] = []
     size = 0
-    cursor = connection.execute(
-        f"SELECT parts.number, substring(file.text, parts.start + 1, parts.length) FROM {_join(connection, parts)}"
-    )
+    text, joined = _join(connection, parts)
+    cursor = connection.execute(f"SELECT parts.number, {text} FROM {joined}")
     while rows := cursor.fetchmany(8):
         for number, text in rows:
             numbers.append(number)

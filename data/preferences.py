@@ -16,6 +16,7 @@ from tinyforge.data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
 from tinyforge.report import count_of
 from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.chat_templates import TEMPLATES, AnyTemplate
 from tinyforge.train.preferences import Encoded
 
 FIELDS = ("instruction", "input", "chosen", "rejected")
@@ -56,16 +57,21 @@ def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[li
     training, by_file = hold_out([read_pairs([path], encoding) for path in paths], 5)
     if not training:
         pairs = count_of(sum(map(len, by_file)), "preference pair")
-        raise UserError(f"data: {pairs}, wanted at least 2 in a file; give more")
+        raise UserError(f"data: {pairs}, expected at least 2 in a file; give more")
     return training, by_file
 
 
 def encode_pairs(
-    pairs: Sequence[Pair], tokenizer: TextTokenizer, seq_len: int, what: str, may_be_none: bool = False
+    pairs: Sequence[Pair],
+    tokenizer: TextTokenizer,
+    seq_len: int,
+    what: str,
+    may_be_none: bool = False,
+    template: AnyTemplate = TEMPLATES["alpaca"],
 ) -> list[Encoded]:
-    """Pairs as ids. Prints how many are left out: pairs whose replies are equal, which express no preference; empty
-    replies; and replies that exceed seq_len, since a truncated reply is a different one. Raises UserError if no pair is
-    left, unless `may_be_none`."""
+    """Pairs as ids, in a chat template. Prints how many are left out: pairs whose replies are equal, which express no
+    preference; empty replies; and replies that exceed seq_len, since a truncated reply is a different one. Raises
+    UserError if no pair is left, unless `may_be_none`."""
     found: list[Encoded] = []
     equal = empty = long = 0
     for pair in pairs:
@@ -75,7 +81,7 @@ def encode_pairs(
             empty += 1
         else:
             sides = [
-                encode_example(tokenizer, Record(pair.instruction, pair.input, reply), 10**9)
+                encode_example(tokenizer, Record(pair.instruction, pair.input, reply), 10**9, template)
                 for reply in (pair.chosen, pair.rejected)
             ]
             (chosen, prompt), (rejected, _) = (side for side in sides if side is not None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ from tinyforge.rng import Stream
 from tinyforge.train.batches import fingerprint
 
 TASKS = ("harder-sums", "one-step")
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+# As a person reads it: a comma (or a no-break space) belongs to a number between groups of three digits, a hyphen after
+# a digit, a letter or a bracket is no sign, and a decimal may begin with its point.
+NUMBER = re.compile(
+    r"(?<![\w.,])(?:(?<!\))[-\u2212\u2013\uff0d])?[$\u20ac\u00a3]?(?=\.?\d)"
+    r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d*)(?:\.\d+)?(?:[eE][-+\u2212]?\d{1,3}(?!\w))?"
+    r"|\d+(?:\.\d+)?"
+)
+_PLAIN = str.maketrans("\u2212\u2013\uff0d", "---", ",$\u20ac\u00a3\u00a0\u2009\u202f")
 ONE_STEP, LARGEST = 4_000, 100  # training problems, and the largest number in them
 EASY, EASY_LARGEST = 8_000, 50  # solved problems for fine-tuning: any up to this number, and single steps above
 BRIEF = 2 / 3  # share of these that give the answer without the steps
@@ -69,10 +77,10 @@ def open_questions(task: str, files: Sequence[str], encoding: str) -> Questions:
     )
 
 
-def number_in(text: str) -> float | None:
-    """The last number in a text, which is how GSM8K's answers are extracted; None if there is none."""
+def number_in(text: str) -> Decimal | None:
+    """The last number in a text, exactly, which is how GSM8K's answers are extracted; None if there is none."""
     found = NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    return Decimal(found[-1].translate(_PLAIN)) if found else None
 
 
 def last_number(question: Instruction, reply: str) -> dict[str, float]:
@@ -93,7 +101,7 @@ def _of_records(files: Sequence[str], encoding: str) -> Questions:
     training, by_file = hold_out(kept)
     if not training:
         raise UserError(
-            f"{files[0]}: {usable} of {count} records have a number in their output, wanted at least 2 in a file; a "
+            f"{files[0]}: {usable} of {count} records have a number in their output, expected at least 2 in a file; a "
             "reply is checked by its last number"
         )
     held_out = [question for part in by_file for question in part]
@@ -185,7 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = p.parse_args(arguments)
     if args.count < 1 or not 0 <= args.brief <= 1:
-        raise UserError(f"got --count {args.count} and --brief {args.brief}, wanted 1 or more, and a share from 0 to 1")
+        raise UserError(
+            f"got --count {args.count} and --brief {args.brief}, expected 1 or more, and a share from 0 to 1"
+        )
     records = solved_sums(args.count, args.brief)
     with locked(args.out):
         print(f"{count_of(len(records), 'sum')} in {write_instructions(args.out, records, 'one-step sums', 'MIT')}")

@@ -33,6 +33,7 @@ from tinyforge.data.encode import ENCODED, encode_file, load_with_separator, rea
 from tinyforge.data.files import check_file, locked
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import LOCK, parse_json, read_json, sha256_of
+from tinyforge.invocation import as_typed
 from tinyforge.report import count_of
 from tinyforge.shards import (
     MANIFEST,
@@ -108,7 +109,7 @@ def read_corpus(folder: Path) -> Corpus:
         content = parse_json(raw, path, "the corpus", fix=remedy, can_be_written=True)
         if (content["format"], content["version"]) != ("tinyforge-corpus", 1):
             raise UserError(
-                f"{path}: got format {content['format']!r} version {content['version']!r}, wanted "
+                f"{path}: got format {content['format']!r} version {content['version']!r}, expected "
                 f"'tinyforge-corpus' version 1; {remedy}"
             )
         listed = {str(f["file"]): (int(f["bytes"]), str(f["sha256"])) for f in content["files"]}
@@ -132,7 +133,7 @@ def read_corpus(folder: Path) -> Corpus:
 def _corpus_source(folder: Path, entry: dict[str, Any], listed: dict[str, tuple[int, str]]) -> CorpusSource:
     name = str(entry["name"])
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-        raise ValueError(f"source name {name!r} wants letters, digits, '_', '.' and '-'")
+        raise ValueError(f"source name {name!r} expects letters, digits, '_', '.' and '-'")
     # The pattern includes the number, so that "web" does not match the files of "web-new".
     files = {s: sorted(f for f in listed if re.fullmatch(rf"{s}/{re.escape(name)}-\d+\.parquet", f)) for s in SPLITS}
     return CorpusSource(
@@ -246,7 +247,7 @@ def _check_settings(path: Path, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         if there.get(key) != value:
             raise UserError(
-                f"--out: {path.parent} has shards with {key} {there.get(key)!r}, wanted {value!r}; give the "
+                f"--out: {path.parent} has shards with {key} {there.get(key)!r}, expected {value!r}; give the "
                 "same settings, or another --out"
             )
 
@@ -332,8 +333,8 @@ def _kept_shards(
             header = read_header(path)
         except UserError:
             break
-        wanted = (tokenizer.hash(), sum(file.tokens for file in kept))
-        if (header.tokenizer_hash, header.first) != wanted or header.tokens > shard_tokens:
+        expected = (tokenizer.hash(), sum(file.tokens for file in kept))
+        if (header.tokenizer_hash, header.first) != expected or header.tokens > shard_tokens:
             break
         kept.append(describe(path))
         complete = header.tokens < shard_tokens
@@ -406,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("sample_bytes", "shard_tokens", "workers"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, wanted 1 or more")
+            raise UserError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
     if args.tokenizer and (args.vocab_size or args.single_digits):
         flag = "--vocab-size" if args.vocab_size else "--single-digits"
         raise UserError(f"{flag} is for training a tokenizer, and --tokenizer names one; give one or the other")
@@ -432,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     else:
         print(f"{args.out}: these shards were already complete; every file was checked")
-    print(f"next: python recipes/pretrain.py --data {shlex.quote(args.out)}")
+    print(as_typed(f"next: python recipes/pretrain.py --data {shlex.quote(args.out)}"))
     return 0
 
 

@@ -68,7 +68,9 @@ def make_source(
                 raise UserError(f"{path}: {fault}") from None
             writer.add_file(url, path)
         if not writer.documents:
-            raise UserError(f"{found[0][1]}: no story in it; wanted text with {SEPARATOR.decode()} between the stories")
+            raise UserError(
+                f"{found[0][1]}: no story in it; expected text with {SEPARATOR.decode()} between the stories"
+            )
     return read_source(out)
 
 
@@ -103,7 +105,7 @@ def read_stories(path: Path) -> Iterator[Document | Refusal]:
         try:
             story = raw.decode().replace("\r\n", "\n").removeprefix("\ufeff").strip()
         except UnicodeDecodeError as error:
-            yield Refusal(record, f"got byte 0x{raw[error.start]:02x}, wanted UTF-8 text")
+            yield Refusal(record, f"got byte 0x{raw[error.start]:02x}, expected UTF-8 text")
         else:
             if not story:
                 continue  # after the last separator
@@ -153,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.inputs and args.files:
         raise UserError(
-            f"{args.inputs[0]}: got files and --files, wanted one or the other; local files are not downloaded"
+            f"{args.inputs[0]}: got files and --files, expected one or the other; local files are not downloaded"
         )
     source = make_source(args.out, args.inputs, args.files, args.base_url)
     return report(source, "story", "stories")

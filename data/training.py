@@ -30,11 +30,13 @@ def built_in_held_out(seed: int) -> list[str]:
     return list(documents("val", HELD_OUT_DOCUMENTS, seed))
 
 
-def documents_of(paths: Sequence[str], encoding: str, seed: int) -> tuple[list[str], list[str]]:
-    """Training and held-out documents of --data, whose last tenth is held out, or else of the built-in world."""
+def documents_of(paths: Sequence[str], encoding: str, seed: int) -> tuple[list[str], list[str], int]:
+    """Training and held-out documents of --data, whose last tenth is held out, or else of the built-in world; and the
+    number of documents, of which one may be cut into a part of both."""
     if not paths:
         print(f"corpus: built in (no --data given), {BUILT_IN_DOCUMENTS:,} documents of a small world")
-        return built_in_training(seed), built_in_held_out(seed)
+        world = built_in_training(seed), built_in_held_out(seed)
+        return *world, sum(map(len, world))
     found = read_documents(paths, encoding)
     # The cut is a position in the joined text, so that a single large file is split too.
     remaining = int(sum(map(len, found)) * 0.9)
@@ -45,4 +47,4 @@ def documents_of(paths: Sequence[str], encoding: str, seed: int) -> tuple[list[s
         training += [text[:cut]] if cut else []
         held_out += [text[cut:]] if cut < len(text) else []
     print(f"corpus: {count_of(len(found), 'document')} from {', '.join(paths)}; the last tenth of the text is held out")
-    return training, held_out
+    return training, held_out, len(found)

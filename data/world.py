@@ -68,66 +68,29 @@ PLACES = tuple(
 KIN = ("mother", "father", "sister", "brother", "aunt", "uncle")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
-SOUNDS = {
-    "cow": "moo",
-    "dog": "woof",
-    "cat": "meow",
-    "duck": "quack",
-    "sheep": "baa",
-    "pig": "oink",
-    "horse": "neigh",
-    "hen": "cluck",
-    "frog": "croak",
-    "bee": "buzz",
-    "lion": "roar",
-    "mouse": "squeak",
-    "owl": "hoot",
-    "snake": "hiss",
-}
-HOMES = {
-    "bird": "in a nest",
-    "bee": "in a hive",
-    "fish": "in the water",
-    "bear": "in a cave",
-    "horse": "in a stable",
-    "spider": "in a web",
-    "frog": "by the pond",
-    "owl": "in a tree",
-    "pig": "in a sty",
-    "lion": "in the wild",
-}
-COLOUR_OF = {
-    "grass": "green",
-    "snow": "white",
-    "the sky": "blue",
-    "the sun": "yellow",
-    "coal": "black",
-    "milk": "white",
-    "mud": "brown",
-    "a lemon": "yellow",
-    "a leaf": "green",
-    "the night": "black",
-    "a carrot": "orange",
-}
-OPPOSITES = (
-    ("big", "small"),
-    ("hot", "cold"),
-    ("up", "down"),
-    ("day", "night"),
-    ("wet", "dry"),
-    ("full", "empty"),
-    ("fast", "slow"),
-    ("happy", "sad"),
-    ("old", "new"),
-    ("long", "short"),
-    ("high", "low"),
-    ("left", "right"),
-    ("hard", "soft"),
-    ("early", "late"),
-    ("near", "far"),
-    ("clean", "dirty"),
-    ("loud", "quiet"),
-    ("in", "out"),
+
+def _pairs(text: str) -> dict[str, str]:
+    """The text "a=b|c=d" as a dictionary."""
+    return dict(pair.split("=") for pair in text.split("|"))
+
+
+SOUNDS = _pairs(
+    "cow=moo|dog=woof|cat=meow|duck=quack|sheep=baa|pig=oink|horse=neigh|hen=cluck|frog=croak|bee=buzz|lion=roar|"
+    "mouse=squeak|owl=hoot|snake=hiss"
+)
+HOMES = _pairs(
+    "bird=in a nest|bee=in a hive|fish=in the water|bear=in a cave|horse=in a stable|spider=in a web|"
+    "frog=by the pond|owl=in a tree|pig=in a sty|lion=in the wild"
+)
+COLOUR_OF = _pairs(
+    "grass=green|snow=white|the sky=blue|the sun=yellow|coal=black|milk=white|mud=brown|a lemon=yellow|"
+    "a leaf=green|the night=black|a carrot=orange"
+)
+OPPOSITES = tuple(
+    _pairs(
+        "big=small|hot=cold|up=down|day=night|wet=dry|full=empty|fast=slow|happy=sad|old=new|long=short|high=low|"
+        "left=right|hard=soft|early=late|near=far|clean=dirty|loud=quiet|in=out"
+    ).items()
 )
 
 LARGEST = 20  # every number of the world, results included, is in 0..LARGEST
@@ -444,47 +407,18 @@ WEATHER: Beats = (
 )
 
 # What happens, what it does, how one feels, what to do, what they did, how it ends.
-WEATHERS = (
-    (
-        "It began to rain.",
-        "The rain fell on the grass.",
-        "wet",
-        "We must go in",
-        "ran into the house",
+WEATHERS = tuple(
+    tuple(weather.split("|"))
+    for weather in (
+        "It began to rain.|The rain fell on the grass.|wet|We must go in|ran into the house|"
         "After the rain the sun came out.",
-    ),
-    (
-        "It began to snow.",
-        "All the hills were white.",
-        "cold",
-        "We need a fire",
-        "sat by a warm fire",
-        "Soon they were warm.",
-    ),
-    (
-        "The wind was strong.",
-        "The wind pulled at the trees.",
-        "cold",
-        "Let us go behind the wall",
-        "sat behind a wall",
+        "It began to snow.|All the hills were white.|cold|We need a fire|sat by a warm fire|Soon they were warm.",
+        "The wind was strong.|The wind pulled at the trees.|cold|Let us go behind the wall|sat behind a wall|"
         "At last the wind stopped.",
-    ),
-    (
-        "The sun was very hot.",
-        "The sun burned all day.",
-        "hot",
-        "Come under the tree",
-        "sat under a big tree",
-        "It was cool there.",
-    ),
-    (
-        "A dark cloud came.",
-        "There was a loud sound in the sky.",
-        "afraid",
-        "Hold my hand",
-        "went home hand in hand",
+        "The sun was very hot.|The sun burned all day.|hot|Come under the tree|sat under a big tree|It was cool there.",
+        "A dark cloud came.|There was a loud sound in the sky.|afraid|Hold my hand|went home hand in hand|"
         "Soon the cloud was gone.",
-    ),
+    )
 )
 
 FAMILIES = (LOST, SHARING, FIXING, HUNGER, HELPING, WEATHER)
@@ -993,7 +927,7 @@ FORM_WEIGHTS = (16, 5, 5, 40, 20, 3, 11)
 
 def _teller(split: str, seed: int, what: str, i: int) -> Teller:
     if split not in WORDS:
-        raise ValueError(f'split is {split!r}; wanted "train" or "val"')
+        raise ValueError(f'split is {split!r}; expected "train" or "val"')
     return Teller(split, f"{seed} {split} {what} {i}")
 
 
@@ -1019,7 +953,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--instructions", action="store_true", help="questions and answers instead of documents")
     args = parser.parse_args(arguments)
     if args.n < 1:
-        raise UserError(f"--n is {args.n}; wanted 1 or more. Try --n 5")
+        raise UserError(f"--n is {args.n}; expected 1 or more. Try --n 5")
     if args.instructions:
         for example in instructions(args.split, args.n, args.seed):
             question = " | ".join(filter(None, (example.instruction, example.input)))

@@ -25,12 +25,12 @@ from tinyforge.data.alpaca import (
     origin_of,
     read_records,
     read_split,
-    render_prompt,
 )
 from tinyforge.data.download import Downloader, Patience
 from tinyforge.data.local import read_documents
 from tinyforge.data.source import read_source
 from tinyforge.errors import UserError
+from tinyforge.tokenizers.chat_templates import render_prompt
 
 GREET = {"instruction": "Greet Mia.", "input": "", "output": "Hello, Mia."}
 ADD = {"instruction": "Add.", "input": "2 and 3", "output": "5\n[five], {5}"}
@@ -41,6 +41,7 @@ class ByteTokenizer:
     """One token a byte, and `</s>` after them."""
 
     specials = {"</s>": 256}
+    user_defined: dict[str, int] = {}
     bos = None
 
     def encode(self, text: str, after: str = "start") -> list[int]:
@@ -106,18 +107,18 @@ def test_malformed_json_is_located(tmp_path: Path, text: str, index: int, place:
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"instruction": "a", "output": "b"}, """got the keys ["instruction", "output"], wanted 'input'"""),
-        ({"prompt": "a", "output": "b"}, """got the keys ["prompt", "output"], wanted 'instruction'"""),
-        ({"instruction": "a", "input": ""}, """got the keys ["instruction", "input"], wanted 'output'"""),
-        ({"key" * 50: 1}, 'got the keys ["' + "key" * 11 + "ke..., wanted 'instruction'"),
-        ({}, "got the keys [], wanted 'instruction'"),
-        (GREET | {"input": None}, "'input' is null, wanted a string"),
-        (GREET | {"output": 5}, "'output' is 5, wanted a string"),
-        (GREET | {"instruction": ["x" * 99]}, "'instruction' is [\"" + "x" * 35 + "..., wanted a string"),
+        ({"instruction": "a", "output": "b"}, """got the keys ["instruction", "output"], expected 'input'"""),
+        ({"prompt": "a", "output": "b"}, """got the keys ["prompt", "output"], expected 'instruction'"""),
+        ({"instruction": "a", "input": ""}, """got the keys ["instruction", "input"], expected 'output'"""),
+        ({"key" * 50: 1}, 'got the keys ["' + "key" * 11 + "ke..., expected 'instruction'"),
+        ({}, "got the keys [], expected 'instruction'"),
+        (GREET | {"input": None}, "'input' is null, expected a string"),
+        (GREET | {"output": 5}, "'output' is 5, expected a string"),
+        (GREET | {"instruction": ["x" * 99]}, "'instruction' is [\"" + "x" * 35 + "..., expected a string"),
         (GREET | {"instruction": " \n"}, "'instruction' is blank"),
         (GREET | {"output": "\ud83d"}, "'output' contains half of a surrogate pair"),
-        ("a string", 'got "a string", wanted an object'),
-        ([GREET], 'got [{"instruction": "Greet Mia.", "input..., wanted an object'),
+        ("a string", 'got "a string", expected an object'),
+        ([GREET], 'got [{"instruction": "Greet Mia.", "input..., expected an object'),
     ],
 )
 def test_a_bad_record_is_named(tmp_path: Path, record: object, what: str) -> None:
@@ -130,7 +131,7 @@ def test_a_bad_record_is_named(tmp_path: Path, record: object, what: str) -> Non
 
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     for text in (" \n", "[]", " [\n]\n"):
-        assert fault(write(tmp_path / "a.json", text)).startswith("is empty, wanted Alpaca records")
+        assert fault(write(tmp_path / "a.json", text)).startswith("is empty, expected Alpaca records")
     assert fault(tmp_path / "no.json").startswith("no such file")
 
 
@@ -236,7 +237,7 @@ def test_a_file_is_cleaned_and_what_is_left_out_is_counted(tmp_path: Path, capsy
     reasons = {entry["record"]: entry["reason"] for entry in manifest["refused"]}
     assert reasons["a.json:2"] == "empty output"
     assert reasons["a.json:3"] == "the same as record 0" and reasons["a.json:7"] == "the same as record 1"
-    assert "wanted an object" in reasons["a.json:4"] and "wanted 'input' too" in reasons["a.json:5"]
+    assert "expected an object" in reasons["a.json:4"] and "expected 'input' too" in reasons["a.json:5"]
     assert "half of a surrogate pair" in reasons["a.json:6"] and len(reasons) == 6
     assert manifest["files"][0]["url"] == "a.json" and str(tmp_path) not in json.dumps(manifest)
     assert manifest["instructions"]["records"] == 2
@@ -244,7 +245,7 @@ def test_a_file_is_cleaned_and_what_is_left_out_is_counted(tmp_path: Path, capsy
     assert "2 records in" in printed and "6 left out:\n" in printed and "2  the same as record N" in printed
     assert main([str(write(tmp_path / "b.json", json.dumps([GREET]))), "--out", str(tmp_path / "whole")]) == 0
     assert capsys.readouterr().out.endswith("0 left out\n")
-    with pytest.raises(UserError, match=r"contains instructions, wanted documents; .*recipes/sft\.py --data"):
+    with pytest.raises(UserError, match=r"contains instructions, expected documents; .*recipes/sft\.py --data"):
         read_source(tmp_path / "out")
 
 
@@ -270,7 +271,7 @@ def test_files_that_are_no_records(tmp_path: Path) -> None:
 
     assert "no such file" in fault_of(tmp_path / "no.json")
     assert "no usable record" in fault_of(write(tmp_path / "empty.json", " "))
-    assert "as JSON, wanted a list" in fault_of(
+    assert "as JSON, expected a list" in fault_of(
         write(tmp_path / "object.json", json.dumps({"data": [GREET]}, indent=1))
     )
     assert "record 1 (counted from 0), line 2" in fault_of(write(tmp_path / "cut.json", f"[{json.dumps(GREET)},\n"))
@@ -278,7 +279,7 @@ def test_files_that_are_no_records(tmp_path: Path) -> None:
     assert "no usable record" in fault_of(write(tmp_path / "words.json", "only words"))
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("words.txt", "words")
-    assert "0 .json files in it, wanted one" in fault_of(tmp_path / "a.zip")
+    assert "0 .json files in it, expected one" in fault_of(tmp_path / "a.zip")
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a.json", " " * 9_000_000)
     assert "do not trust this archive" in fault_of(tmp_path / "bomb.zip")
@@ -370,7 +371,7 @@ def test_records_know_their_licence_where_they_were_made(tmp_path: Path) -> None
 ARCHIVE = Path(__file__).parents[3] / "shared" / "data" / "instruct" / "alpaca.zip"
 
 
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="20,759 real records (shared/data/instruct beside the repository)")
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="20,759 real records (shared/data/instruct next to the repository)")
 def test_real_records(tmp_path: Path) -> None:
     cleaned = make_instructions(tmp_path, ARCHIVE)
     reasons = Counter(refusal.reason for refusal in cleaned.refused)
@@ -399,5 +400,5 @@ def test_what_was_said_before_is_read_and_is_no_part_of_the_reply(tmp_path: Path
 def test_a_history_of_another_form_is_refused(tmp_path: Path, history: Any) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{**ADD, "history": history}]), encoding="utf-8")
-    with pytest.raises(UserError, match=r"record 0 .*'history' is .*, wanted pairs of an instruction and its reply"):
+    with pytest.raises(UserError, match=r"record 0 .*'history' is .*, expected pairs of an instruction and its reply"):
         read_records([path])

@@ -58,7 +58,7 @@ def server(answer: bytes | None) -> Iterator[int]:
 
 @pytest.mark.parametrize("address", ["", "nonsense", "host", "host:", "host:0", "host:99999", "http://h:1", "a b:1"])
 def test_what_is_no_address(address: str) -> None:
-    with pytest.raises(UserError, match=r"--ray is .*, wanted HOST:PORT, as ray start prints it, or local"):
+    with pytest.raises(UserError, match=r"--ray is .*, expected HOST:PORT, as ray start prints it, or local"):
         check_address(address)
 
 
@@ -81,14 +81,14 @@ def test_a_machine_that_differs_is_named(tmp_path: Path) -> None:
     token.write_text("word")
     seen = cluster.look(token, [tmp_path])
     cluster._judge("machine b", seen, tmp_path, "word")
-    for change, wanted in (
+    for change, expected in (
         ({"word": None}, "machine b does not see what is written to .*; give --out in a folder that all machines"),
         ({"word": "old"}, "machine b does not see what is written to"),
         ({"missing": ["/data/web"]}, "machine b does not see /data/web; put it in a folder"),
         ({"versions": seen["versions"] | {"DuckDB": "0.1"}}, "machine b has DuckDB 0.1, this one .*; make them the"),
         ({"versions": seen["versions"] | {"code": "abc"}}, "machine b has code abc"),
     ):
-        with pytest.raises(UserError, match=wanted):
+        with pytest.raises(UserError, match=expected):
             cluster._judge("machine b", seen | change, tmp_path, "word")
     assert cluster.look(tmp_path / "elsewhere", [tmp_path / "not-there"])["missing"] == [str(tmp_path / "not-there")]
 

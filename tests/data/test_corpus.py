@@ -125,6 +125,33 @@ def test_documents_come_through_with_their_provenance(tmp_path: Path) -> None:
         assert ("text",) not in stored
 
 
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("long", [1 << 15, 6 << 20])
+def test_every_accepted_limit_finishes_and_the_least_is_named(long: int, tmp_path: Path) -> None:
+    """Row groups of 16 MB, of many texts and of a few: at the least that the refusal names, and above, the result
+    is the one of a limit with room."""
+    rng = random.Random(21)
+    page = prose(rng, 5000) * (1 + long // 30_000)
+    texts = [f"{prose(rng, 50)} {page[: long - 400]}" for _ in range(min(1200, (40 << 20) // long))]
+    source = write_source(tmp_path / "s", texts)
+    settings, filters = Settings(similarity=1.0, max_overlap=1.0), DEFAULT_FILTERS
+    build_corpus([source], tmp_path / "all", settings, filters, workers=1)
+    message = fault(build_corpus, [source], tmp_path / "out", settings, filters, workers=6, memory_limit=403 << 20)
+    match = re.search(
+        r"expected ([\d,]+) or more: --workers 6, and a row group of the sources has ([\d,]+) bytes", message
+    )
+    assert match
+    least, group = (int(number.replace(",", "")) for number in match.groups())
+    assert group >= 16 << 20 or long < 1 << 20
+    for workers, limit in ((6, least), (6, least + (24 << 20)), (1, 384 << 20)):
+        build_corpus([source], tmp_path / f"{workers}-{limit}", settings, filters, workers=workers, memory_limit=limit)
+        assert public_bytes(tmp_path / f"{workers}-{limit}") == public_bytes(tmp_path / "all")
+        shutil.rmtree(tmp_path / f"{workers}-{limit}")
+
+
 # --- filters ---------------------------------------------------------------------------------------------------------
 
 GOOD = prose(random.Random(3), 400)
@@ -137,7 +164,12 @@ BAD = {
     "ellipses": "\n".join(f"the {line[:150]} of..." for line in GOOD.split(".\n\n")),
     "repeated-lines": "\n".join([GOOD, *["the same line and no other one of all"] * 40]),
     "repeated-paragraphs": "\n\n".join([GOOD[:900]] + ["every yellow line\nand of the river " * 20] * 5),
+    "repeated-phrases": GOOD + " buy the best shoes of the town and the best hats of the town" * 15,
     "no-sentences": re.sub(r"\b(the|of|and|to)\b", "der", GOOD),
+    "stop-words": " ".join(
+        random.Random(1).choices("the that this and of with have which they there their".split(), k=200)
+    ),
+    "scanner": re.sub(r"([a-z])[aeiou]([a-z])", r"\1\g<1>0\2", GOOD).replace(" of ", " 0f "),
     "language": GOOD,
     "lorem-ipsum": GOOD + " Lorem ipsum dolor sit amet.",
     "javascript": GOOD + " Please enable JavaScript to read the page.",
@@ -152,7 +184,8 @@ def reasons(folder: Path, documents: Sequence[Document | str], filters: Path = D
 
 
 def test_each_filter_drops_what_it_is_for_and_good_prose_stays(tmp_path: Path) -> None:
-    assert set(BAD) == {block.name for block in read_filters(DEFAULT_FILTERS) if block.kind == "filter"}
+    of_files = {"bad-words", "quality"}  # tests/data/test_quality.py
+    assert {*BAD, *of_files} == {block.name for block in read_filters(DEFAULT_FILTERS) if block.kind == "filter"}
     rng = random.Random(4)
     documents = [Document(name, text, language_score=0.3 if name == "language" else None) for name, text in BAD.items()]
     documents.append(Document("good", prose(rng, 400), language_score=0.99))
@@ -218,7 +251,7 @@ def test_the_filters_of_the_project_are_sql() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip beside the repository)")
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip next to the repository)")
 def test_no_filter_drops_a_word_of_the_classics(tmp_path: Path) -> None:
     with zipfile.ZipFile(ARCHIVE) as archive:
         bodies = {name: clean(archive.read(name)).body for name in sorted(archive.namelist()) if name.endswith(".txt")}
@@ -251,6 +284,19 @@ def test_equal_words_are_one_document_and_the_first_stays(tmp_path: Path) -> Non
     dropped = rows(tmp_path / "out", "dropped, cluster")
     same = "exact-duplicate"
     assert dropped == [(None, None), (None, 1), (same, 1), (same, 1), (None, None)]
+
+
+def test_code_with_other_operators_is_no_duplicate(tmp_path: Path) -> None:
+    rng = random.Random(20)
+    lines = [f"    {words_of(rng)} = {words_of(rng)} + {words_of(rng)} * ({words_of(rng)} - 1)" for _ in range(40)]
+    program = "\n".join(["def f(x):", *lines])
+    other, spaced = program.replace(" + ", " - ", 1), program.replace("\n    ", "\n  ")
+    book = prose(rng, 100)
+    documents = [program, other, program.replace("+", "%"), spaced, book, book.replace(" ", " - ")]
+    settings, filters = Settings(val_share=0.0), filter_file(tmp_path)
+    build_corpus([write_source(tmp_path / "s", documents)], tmp_path / "out", settings, filters, workers=1)
+    same = "exact-duplicate"
+    assert [reason for (reason,) in rows(tmp_path / "out", "dropped")] == [None, None, None, same, None, same]
 
 
 @pytest.mark.slow
@@ -433,6 +479,51 @@ def test_overlap_with_val_is_the_share_of_grams(tmp_path: Path) -> None:
         dropped += reason is not None
     assert 3 < dropped < 20
     assert len(texts_of(tmp_path / "out", "val")) == 6
+
+
+def test_a_shared_header_is_no_contamination_and_the_report_shows_a_passage(tmp_path: Path) -> None:
+    rng = random.Random(12)
+    header = prose(rng, 38)
+    exam = [f"{header} {prose(rng, 150)}" for _ in range(4)]
+    train = [f"{header} {prose(rng, 100)}" for _ in range(60)]
+    passage = exam[1].split(" ")[60:110]
+    train += [f"{prose(rng, 50)} {exam[0]} {prose(rng, 50)}", f"{header} {prose(rng, 50)} {' '.join(passage)}"]
+    # Runs of 16 words: many grams are shared, but no passage.
+    train += [" ".join(f"{prose(rng, 9)} {' '.join(exam[2].split(' ')[at : at + 16])}" for at in range(40, 140, 20))]
+    settings = Settings(val_share=0.0, val_shares=(("exam", 1.0),))
+    sources = [write_source(tmp_path / "train", train), write_source(tmp_path / "exam", exam)]
+    build_corpus(sources, tmp_path / "out", settings, filter_file(tmp_path), workers=1)
+    found = rows(tmp_path / "out", "id, passage", "WHERE dropped = 'contaminated' ORDER BY number")
+    assert [id_ for id_, _ in found] == ["60", "61"]
+    words = " ".join(re.findall("[a-z]+", " ".join(passage)))
+    assert words in found[1][1] and found[1][1] in re.sub(r"[^a-z]+", " ", train[61])
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "## Text that is held out" in report and words[:200] in report
+    [(overlap,)] = rows(tmp_path / "out", "val_overlap", "WHERE id = '62' AND source = 'train'")
+    assert 0.1 < overlap < 0.3
+
+
+WIKIPEDIA = ROOT.parent / "shared" / "data" / "text" / "simple-wikipedia.parquet"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WIKIPEDIA.exists(), reason="the Simple English Wikipedia (shared/data next to the repository)")
+def test_articles_by_one_template_are_no_contamination_and_copies_are(tmp_path: Path) -> None:
+    towns = duckdb.sql(f"SELECT id, text FROM '{WIKIPEDIA}' WHERE title LIKE '%, Kansas' ORDER BY id::INT").fetchall()
+    first = build_and_read(tmp_path / "first", [Document(*row) for row in towns])
+    assert len(towns) == 380 and sum(reason is not None for _, _, reason in first) <= 2
+    held_out, others = (
+        [row for row in towns if (row[0], split) in {f[:2] for f in first}] for split in ("val", "train")
+    )
+    copies = [Document(f"copy-{id_}", f"{others[n][1]}\n{text}") for n, (id_, text) in enumerate(held_out)]
+    again = build_and_read(tmp_path / "again", [Document(*row) for row in towns] + copies)
+    kept = [id_ for id_, split, reason in again if id_.startswith("copy") and split == "train" and reason is None]
+    assert len(copies) >= 2 and not kept
+
+
+def build_and_read(folder: Path, documents: Sequence[Document]) -> list[tuple[Any, ...]]:
+    build_corpus([write_source(folder / "s", documents)], folder / "out", workers=1)
+    return rows(folder / "out", "id, split, dropped")
 
 
 # --- the same bytes, whatever happens --------------------------------------------------------------------------------
@@ -665,7 +756,7 @@ def test_bytes_with_and_without_units() -> None:
     }
     assert {text: parse_bytes(text, "--bytes") for text in sizes} == sizes
     for text in ("1 parsec", "", "0", "-1", "9" * 400, "\u0663MB"):
-        assert fault(parse_bytes, text, "--memory-limit").startswith(f"--memory-limit is {text!r}, wanted bytes")
+        assert fault(parse_bytes, text, "--memory-limit").startswith(f"--memory-limit is {text!r}, expected bytes")
 
 
 @pytest.mark.parametrize(

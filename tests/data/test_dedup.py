@@ -31,7 +31,8 @@ def random_texts(count: int, seed: int, most: int = 60) -> list[str]:
 def slow_words(text: str) -> list[str]:
     """The definition at the top of data/dedup.py, as a regular expression."""
     other = r"\u0080-\u00bf\u2000-\u207f\u3000-\u303f"
-    return re.findall(rf"(?:[0-9a-z]|[^\x00-\x7f{other}])+", text.lower())
+    runs = re.findall(rf"(?:[0-9a-z]|[^\x00-\x7f{other}])+", text.lower())
+    return [word for run in runs for word in re.findall("[^日本]*[日本]|[^日本]+", run)]
 
 
 def slow_grams(text: str, n: int) -> list[tuple[str, ...]]:
@@ -160,3 +161,26 @@ def test_a_long_chain_is_one_component() -> None:
     nodes = np.random.default_rng(0).permutation(1000)
     _, firsts = components(nodes[:-1], nodes[1:])
     assert (firsts == 0).all()
+
+
+def test_operators_are_words_of_code_alone() -> None:
+    """A program is not the one with other operators; prose is the same with other punctuation."""
+    adds, prose = "def f(a, b):\n    return a + b >= 2 * a\n", "She said - and he knew - that this was so."
+    forms = [Words([text], operators=True).normal_forms()[0] for text in (adds, adds.replace("+", "-"))]
+    assert (
+        forms[0] != forms[1] and [Words([text]).normal_forms()[0] for text in (adds,)][0] == b"def f a b return a b 2 a"
+    )
+    assert Words([adds, prose, "x = y / z", prose + " (50 % of 3)" + prose * 4]).code.tolist() == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_repeats_are_runs_of_words_that_stood_before() -> None:
+    rng = random.Random(3)
+    texts = [" ".join(rng.choice("abcd") for _ in range(rng.randrange(60))) for _ in range(50)]
+    for text, share in zip(texts, Words(texts).repeats(3), strict=True):
+        runs = slow_grams(text, 3)
+        assert share == pytest.approx((len(runs) - len(set(runs))) / max(len(runs), 1))

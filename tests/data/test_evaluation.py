@@ -130,7 +130,7 @@ def test_sets_that_are_worded_as_instructions(folder: Path, tmp_path: Path) -> N
         assert read_set(name, find_sets([other]), True).sha256 == read_set(name, find_sets([folder]), True).sha256
     (item,) = items("boolq_closed", other)
     assert item.pairs[1] == ("Question: is ice cold?\nAnswer:", " yes") and item.gold == 1
-    with pytest.raises(UserError, match="no file for boolq; wanted boolq/val.jsonl"):
+    with pytest.raises(UserError, match="no file for boolq; expected boolq/val.jsonl"):
         items("boolq", other)
 
 
@@ -208,7 +208,7 @@ def test_text_without_headings_is_one_page() -> None:
 def test_the_command_says_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert "blimp              3 items" in shown and "boolq_closed  no file for boolq_closed; wanted" in shown
+    assert "blimp              3 items" in shown and "boolq_closed  no file for boolq_closed; expected" in shown
 
 
 def test_a_corpus_without_the_evaluation_sets(folder: Path, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_corpus_without_the_evaluation_sets(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.exists(), reason="real sets (shared/data/eval beside the repository)")
+@pytest.mark.skipif(not SHARED.exists(), reason="real sets (shared/data/eval next to the repository)")
 def test_the_published_sets() -> None:
     """Each is the version that is known; every item has something to be looked for in training text."""
     files = find_sets([SHARED])

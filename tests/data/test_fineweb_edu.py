@@ -231,7 +231,7 @@ def test_a_file_without_the_columns_is_named_and_the_rest_goes_on(
     source = take(host, tmp_path / "out", rows=30, files=FILES)
     assert ids(source) == wanted(2)[:30]
     reasons = {refusal.record: refusal.reason for refusal in source.refused}
-    assert "wanted 'score' of type DOUBLE" in reasons[FILES[0]]
+    assert "expected 'score' of type DOUBLE" in reasons[FILES[0]]
     assert "not a readable parquet file" in reasons[FILES[1]]
 
 
@@ -359,9 +359,9 @@ def test_a_full_disk_is_one_line_and_leaves_no_source(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--bytes x", "--bytes is 'x', wanted bytes"),
-        ("--bytes 0", "--bytes is '0', wanted bytes"),
-        ("--rows 0", "--rows 0: wanted 1 or more"),
+        ("--bytes x", "--bytes is 'x', expected bytes"),
+        ("--bytes 0", "--bytes is '0', expected bytes"),
+        ("--rows 0", "--rows 0: expected 1 or more"),
         ("--base-url ftp://x", "not a URL"),
     ],
 )
@@ -382,7 +382,7 @@ WEB = Path(__file__).parents[3] / "shared" / "data" / "web"
 
 
 @pytest.mark.skipif(
-    not WEB.exists(), reason="real pages in FineWeb-Edu's columns (shared/data/web beside the repository)"
+    not WEB.exists(), reason="real pages in FineWeb-Edu's columns (shared/data/web next to the repository)"
 )
 def test_real_pages(tmp_path: Path, host: Any, capsys: pytest.CaptureFixture[str]) -> None:
     files = {f"sample/10BT/{path.name}": path.read_bytes() for path in sorted(WEB.glob("*.parquet"))}

@@ -205,6 +205,22 @@ def test_what_only_looks_like_the_projects_stays(words: str) -> None:
     assert clean(file(body).encode()).body == body
 
 
+@pytest.mark.parametrize(
+    "notice",
+    [
+        "<<THIS ELECTRONIC VERSION OF THE WORKS IS COPYRIGHT 1990 BY A LIBRARY, AND IS\nPROVIDED BY PROJECT GUTENBERG "
+        "ETEXT OF A COLLEGE\n\nWITH PERMISSION. COPIES ARE FOR PERSONAL USE ONLY.>>",
+        "Provided to Project\nGutenberg by A. N. Owner, and distributed with permission.",
+        "[This part of the Project Gutenberg Etext may not be used commercially.]",
+    ],
+)
+def test_a_notice_that_is_repeated_within_the_book_goes(notice: str) -> None:
+    parts = [f"ACT {n}\n\nHe <<said>> that {n} copies were distributed.\n" for n in range(1, 5)]
+    book = clean(file(f"\n{notice}\n\n\n".join(parts)).encode())
+    assert book.body == "\n".join(parts) and "notice" in book.cut
+    assert clean(file("I wrote to Project Gutenberg.\n\nAnd >> so << on.\n").encode()).body
+
+
 def test_indents_and_blank_lines_within_the_book_stay() -> None:
     body = "      INDENTED\n\n\n\n\nFour above.  \n\tTab.\n\n   * * *\n"
     assert clean(file(body).encode()).body == "      INDENTED\n\n\n\n\nFour above.  \n\tTab.\n\n   * * *\n"
@@ -408,9 +424,9 @@ def test_a_zip_bomb_is_refused_by_ratio_by_size_and_by_what_it_hides(
 
     monkeypatch.setattr(files, "MAX_BYTES", 1000)
     big = pack(tmp_path / "big.zip", a__txt=file(BOOK * 30))
-    assert "wanted at most 1,000" in fault(big, *out)
+    assert "expected at most 1,000" in fault(big, *out)
     (tmp_path / "big.txt").write_text(file(BOOK * 30))
-    assert "wanted at most 1,000" in fault(tmp_path / "big.txt", *out)
+    assert "expected at most 1,000" in fault(tmp_path / "big.txt", *out)
 
 
 def test_members_that_share_their_packed_bytes_are_counted_together(tmp_path: Path) -> None:
@@ -459,8 +475,8 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
 
 
 def test_files_and_numbers_do_not_go_together(tmp_path: Path) -> None:
-    assert "wanted one or the other" in fault("a.txt", "--numbers", "84", "--out", tmp_path)
-    assert "--numbers 0: wanted 1 or more" in fault("--numbers", "84", "0", "--out", tmp_path)
+    assert "expected one or the other" in fault("a.txt", "--numbers", "84", "--out", tmp_path)
+    assert "--numbers 0: expected 1 or more" in fault("--numbers", "84", "0", "--out", tmp_path)
 
 
 # --- books from a host -----------------------------------------------------------------------------------------------
@@ -527,7 +543,7 @@ def test_mirrors_are_tried_in_turn_and_a_missing_book_is_counted(tmp_path: Path,
 def test_another_book_under_the_number_is_refused(tmp_path: Path, host: Any) -> None:
     host.files["/cache/epub/84/pg84.txt"] = numbered(48)
     host.files["/cache/epub/85/pg85.txt"] = numbered(85)
-    assert fetch(tmp_path, host, numbers=[84, 85]).refused[0].reason == "is number 48, wanted 84"
+    assert fetch(tmp_path, host, numbers=[84, 85]).refused[0].reason == "is number 48, expected 84"
 
 
 def test_no_book_at_all_is_an_error_and_leaves_the_older_source(tmp_path: Path, host: Any) -> None:
@@ -606,13 +622,13 @@ def real_books() -> dict[str, tuple[str, Book]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip beside the repository)")
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip next to the repository)")
 def test_the_real_books_are_all_in_the_table() -> None:
     assert sorted(real_books()) == sorted(name for name, _, _ in BODIES) and len(BODIES) == 38
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip beside the repository)")
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip next to the repository)")
 @pytest.mark.parametrize(("name", "first", "last"), BODIES)
 def test_nothing_of_a_real_book_is_lost(name: str, first: str, last: str) -> None:
     published, book = real_books()[name]
@@ -632,7 +648,7 @@ def test_nothing_of_a_real_book_is_lost(name: str, first: str, last: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip beside the repository)")
+@pytest.mark.skipif(not ARCHIVE.exists(), reason="the 38 real books (shared/data/gutenberg.zip next to the repository)")
 def test_the_real_archive_becomes_a_source(tmp_path: Path) -> None:
     source = gutenberg.make_source(tmp_path, [ARCHIVE])
     assert texts(tmp_path) == {name: book.body for name, (_, book) in real_books().items() if not book.copyrighted}

@@ -85,12 +85,12 @@ def test_every_document_once_and_in_order(tmp_path: Path, corpus: Path, texts: T
         for split in ("train", "val"):
             flat = sum(splits.get(split, []), [])
             end = tokenizer.specials[SEPARATOR]
-            wanted = [i for text in flat for i in (*tokenizer.encode(text), end)]
-            assert shards.sequence(name, split)[:].tolist() == wanted
+            expected = [i for text in flat for i in (*tokenizer.encode(text), end)]
+            assert shards.sequence(name, split)[:].tolist() == expected
             part = getattr(shards.sources[name], split)
             size = sum(len(text.encode()) for text in flat)
-            assert (part.documents, part.tokens, part.bytes) == (len(flat), len(wanted), size)
-            assert len(part.files) == -(-len(wanted) // shard_tokens)
+            assert (part.documents, part.tokens, part.bytes) == (len(flat), len(expected), size)
+            assert len(part.files) == -(-len(expected) // shard_tokens)
             total += size
     assert made.bytes == total and made.seconds > 0
 
@@ -175,10 +175,10 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dic
 def test_kill_9_at_any_moment(tmp_path: Path, corpus: Path, uninterrupted: dict[str, bytes]) -> None:
     out, chance = tmp_path / "s", random.Random(0)
     shards = sum(name.endswith(".bin") for name in uninterrupted)
-    for wanted in (0, *sorted(chance.sample(range(1, shards - 5), 4))):
+    for expected in (0, *sorted(chance.sample(range(1, shards - 5), 4))):
         process = start(corpus, out)
         deadline = time.monotonic() + 60
-        while len(list(out.glob("*.bin"))) < wanted or not out.exists():
+        while len(list(out.glob("*.bin"))) < expected or not out.exists():
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.005))
@@ -250,10 +250,10 @@ def edit(corpus: Path, change: Callable[[Any], None]) -> None:
     [
         (lambda c: (c / "corpus.json").unlink(), "corpus.json: cannot be read (No such file or directory)"),
         (lambda c: (c / "corpus.json").write_text("{"), "corpus.json: it is not JSON"),
-        (lambda c: (c / "corpus.json").write_text("[1]"), "corpus.json: got a list, wanted an object"),
-        (lambda c: edit(c, lambda m: m.update(version=2)), "got format 'tinyforge-corpus' version 2, wanted"),
+        (lambda c: (c / "corpus.json").write_text("[1]"), "corpus.json: got a list, expected an object"),
+        (lambda c: edit(c, lambda m: m.update(version=2)), "got format 'tinyforge-corpus' version 2, expected"),
         (lambda c: edit(c, lambda m: m.pop("files")), "not as data.corpus writes it (KeyError: 'files')"),
-        (lambda c: edit(c, lambda m: m["sources"][0].update(name="../x")), "source name '../x' wants letters"),
+        (lambda c: edit(c, lambda m: m["sources"][0].update(name="../x")), "source name '../x' expects letters"),
         (lambda c: edit(c, lambda m: m["sources"].append(m["sources"][0])), "two sources with one name"),
         (
             lambda c: edit(c, lambda m: m["sources"][0]["train"].update(documents=3)),
@@ -299,9 +299,9 @@ def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--shard-tokens 0", "--shard-tokens is 0, wanted 1 or more"),
-        ("--workers -1", "--workers is -1, wanted 1 or more"),
-        ("--sample-bytes 0", "--sample-bytes is 0, wanted"),
+        ("--shard-tokens 0", "--shard-tokens is 0, expected 1 or more"),
+        ("--workers -1", "--workers is -1, expected 1 or more"),
+        ("--sample-bytes 0", "--sample-bytes is 0, expected"),
         ("--sample-bytes 1", "--sample-bytes: 1 of "),
         ("--vocab-size 100", "vocabulary too small for the bytes: got vocab_size 100"),
         ("--vocab-size 99999", "too little text for vocab_size 99999"),

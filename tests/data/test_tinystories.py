@@ -65,14 +65,14 @@ def test_a_story_that_is_no_text_is_counted_and_the_rest_goes_on(tmp_path: Path)
     (tmp_path / "a.txt").write_bytes(TEXT.replace(b"Tom", b"T\xffm"))
     source = make_source(tmp_path / "out", [tmp_path / "a.txt"])
     assert list(texts(source)) == ["a.txt:0", "a.txt:2"]
-    assert source.refused[0].record == "a.txt:1" and "got byte 0xff, wanted UTF-8" in source.refused[0].reason
+    assert source.refused[0].record == "a.txt:1" and "got byte 0xff, expected UTF-8" in source.refused[0].reason
 
 
 def test_the_published_file_is_fetched_and_checked(tmp_path: Path, host: Any, faults: Any) -> None:
     host.publish(REPOSITORY, {FILE: TEXT, "other.txt": b"other"})
     (path,) = (path for path, content in host.files.items() if content == TEXT)
     host.faults[path] = [faults.other(TEXT.replace(b"Tom", b"Tim")), faults.other(TEXT[:-4])]
-    with pytest.raises(FetchError, match=f"is {len(TEXT) - 4} bytes long, wanted {len(TEXT)}"):
+    with pytest.raises(FetchError, match=f"is {len(TEXT) - 4} bytes long, expected {len(TEXT)}"):
         fetch(tmp_path, host)
     source = fetch(tmp_path, host)
     assert texts(source) == expected(FILE)
@@ -101,7 +101,7 @@ def test_bad_files_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "empty.txt: no story in it" in fault(tmp_path / "empty.txt", *out)
     (tmp_path / "words.parquet").write_text("only words")
     assert "words.parquet: not a readable parquet file" in fault(tmp_path / "words.parquet", *out)
-    assert "wanted one or the other" in fault("a.txt", "--files", "b.txt", *out)
+    assert "expected one or the other" in fault("a.txt", "--files", "b.txt", *out)
     monkeypatch.setattr(tinystories, "MAX_BYTES", 1000)
     (tmp_path / "book.txt").write_text("A book. " * 1000)
     assert "1,000 bytes without <|endoftext|>" in fault(tmp_path / "book.txt", *out)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tinyforge.data.alpaca import render_prompt
 from tinyforge.data.world import (
     COLOURS,
     KINDS,
@@ -29,6 +28,7 @@ from tinyforge.data.world import (
     is_correct,
 )
 from tinyforge.tokenizers import Tokenizer
+from tinyforge.tokenizers.chat_templates import render_prompt
 
 TRAIN, VAL = WORDS["train"], WORDS["val"]
 HELD_OUT_NAMES = {*VAL.girls, *VAL.boys}
@@ -141,7 +141,7 @@ def test_same_text_in_another_process() -> None:
 
 
 def test_unknown_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="wanted"):
+    with pytest.raises(ValueError, match="expected"):
         next(documents("test", 1))
 
 
@@ -150,7 +150,7 @@ def test_command_refuses_bad_count_in_one_line() -> None:
         [sys.executable, "-m", "data.world", "--n", "0"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: --n is 0; wanted 1 or more. Try --n 5"]
+    assert done.stderr.splitlines() == ["error: --n is 0; expected 1 or more. Try --n 5"]
 
 
 def test_held_out_parts_are_apart_and_large_enough() -> None:
