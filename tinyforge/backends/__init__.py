@@ -34,21 +34,15 @@ class Precision:
     meaning: str
 
 
+IN_FP8 = "with some products of the blocks in FP8; NumPy rounds to FP8 in the same places and computes in float32"
 PRECISIONS = {
     p.name: p
     for p in (
-        Precision("fp64", "float64", "float64", ("numpy", "cupy"), "float64 everywhere: for checking"),
-        Precision("fp32", "float32", "float32", ("numpy", "cupy"), "float32 everywhere"),
+        Precision("fp64", "float64", "float64", ("numpy", "cupy", "webgpu"), "float64 everywhere: for checking"),
+        Precision("fp32", "float32", "float32", ("numpy", "cupy", "webgpu"), "float32 everywhere"),
         Precision("tf32", "float32", "float32", ("cupy",), "float32, matrix products by TF32 tensor cores"),
         Precision("bf16", "bfloat16", "float32", ("cupy",), "bf16 storage, sums and master weights in float32"),
-        Precision(
-            "fp8",
-            "bfloat16",
-            "float32",
-            ("numpy", "cupy"),
-            "as bf16, with some products of the blocks in "
-            "FP8; NumPy rounds to FP8 in the same places and computes in float32",
-        ),
+        Precision("fp8", "bfloat16", "float32", ("numpy", "cupy"), f"as bf16, {IN_FP8}"),
     )
 }
 
@@ -143,7 +137,7 @@ class Backend:
         """Wait until the device has finished all work."""
 
     def spare(self, count: int) -> None:
-        """From now on leave `count` of a GPU's multiprocessors to kernels that run beside the ops' own."""
+        """From now on leave `count` of a GPU's multiprocessors to kernels that run concurrently with the ops'."""
 
     def memory(self) -> dict[str, int]:
         """Bytes of the device's memory: used, held, free, total; empty for a device without memory of its own."""
@@ -155,7 +149,9 @@ class Backend:
 
     def graphs(self) -> Any:
         """Captures a function's launches, see `backends/graphs.py`. Raises UserError on a backend without launches."""
-        raise UserError(f"--capture makes a CUDA graph of the step, and the backend is {self.name}; use --capture off")
+        raise UserError(
+            f"--cuda-graph makes a CUDA graph of the step, and the backend is {self.name}; use --cuda-graph off"
+        )
 
     def matmul_peak(self) -> float:
         """FLOP/s of large matrix products of random numbers, the best of a few rounds: measured, not looked up."""
@@ -178,14 +174,16 @@ def get_backend(
     """
     from tinyforge.backends.numpy_backend import NumpyBackend
 
-    if name not in ("auto", "numpy", "cupy"):
-        raise UserError(f"unknown backend {name!r}; known: auto, numpy, cupy")
+    if name not in ("auto", "numpy", "cupy", "webgpu"):
+        raise UserError(f"unknown backend {name!r}; known: auto, numpy, cupy, webgpu")
     if name == "auto":
         name = "cupy" if gpu_is_there() else "numpy"
     if name == "numpy":
         if device is not None:
             raise UserError(f"--device {device} is the number of a GPU, and the backend is numpy; leave out --device")
         return NumpyBackend(precision, workers)
+    if name == "webgpu":
+        return _webgpu(precision, device)
     if importlib.util.find_spec("cupy") is None:
         raise UserError(
             'backend cupy: CuPy is not installed; pip install "cupy-cuda13x[ctk]" ml_dtypes, or use --backend numpy'
@@ -199,6 +197,14 @@ def get_backend(
             "--backend numpy"
         ) from error
     return CupyBackend(precision, device)
+
+
+def _webgpu(precision: str, device: int | None) -> Backend:
+    if importlib.util.find_spec("wgpu") is None:
+        raise UserError('backend webgpu: wgpu is not installed; pip install -e ".[webgpu]", or use --backend numpy')
+    from tinyforge.backends.webgpu import WebGPUBackend
+
+    return WebGPUBackend(precision, device)
 
 
 def gpu_is_there() -> bool:

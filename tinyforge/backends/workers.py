@@ -1,4 +1,4 @@
-"""Workers that compute beside the caller: forked processes, or threads where a process cannot be forked.
+"""Workers that compute in parallel with the caller: forked processes, or threads where a process cannot be forked.
 
 Why processes: NumPy releases the interpreter lock inside an array function and takes it again at its end, about a
 thousand times in a training step. With two threads the elementwise half of a step was a third slower than with two
@@ -27,7 +27,7 @@ from tinyforge.errors import UserError
 _pids: set[int] = set()  # forked and not yet ended
 
 # For the user of a training run in which a worker dies.
-ADVICE = "the last checkpoint is intact: continue with --resume and --workers 1 or a smaller --batch-size"
+ADVICE = "a checkpoint that was saved is intact: continue with --resume and --workers 1 or a smaller --batch-size"
 
 # On macOS a forked child may not call the system's libraries, BLAS among them; Windows has no fork.
 CAN_FORK = sys.platform == "linux"

@@ -1,0 +1,59 @@
+// GELU by the tanh formula, with a bias added to its input in the same pass.
+
+struct Sizes { count: u32, width: u32 }
+
+@group(0) @binding(0) var<uniform> sizes: Sizes;
+@group(0) @binding(1) var<storage, read_write> y: array<real>;
+@group(0) @binding(2) var<storage, read> x: array<real>;
+@group(0) @binding(3) var<storage, read> bias: array<real>;
+@group(0) @binding(4) var<storage, read_write> dx: array<real>;
+@group(0) @binding(5) var<storage, read> dy: array<real>;
+
+override BIAS: bool = false;
+override HIDDEN: bool = false;  // backward: write y too
+
+fn input(i: u32) -> real {
+    var value = x[i];
+    if (BIAS) {
+        value += bias[i % sizes.width];
+    }
+    return value;
+}
+
+// s(2z) = (1 + tanh(z)) / 2 with its tail, z = sqrt(2 / pi) (x + 0.044715 x^3)
+fn share(value: real) -> real {
+    let z = real(1.5957691216057308) * (value + real(0.044715) * value * value * value);
+    let e = real_exp(-abs(z));
+    if (z < 0.0) {
+        return e / (real(1.0) + e);
+    }
+    return real(1.0) / (real(1.0) + e);
+}
+
+@compute @workgroup_size(256)
+fn gelu_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
+            @builtin(local_invocation_index) thread: u32) {
+    let i = (group.y * grid.x + group.x) * 256 + thread;
+    if (i >= sizes.count) {
+        return;
+    }
+    let value = input(i);
+    y[i] = value * share(value);
+}
+
+// dy (s + x s(-) s 2z'),  z' = sqrt(2 / pi) (1 + 3 0.044715 x^2)
+@compute @workgroup_size(256)
+fn gelu_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
+            @builtin(local_invocation_index) thread: u32) {
+    let i = (group.y * grid.x + group.x) * 256 + thread;
+    if (i >= sizes.count) {
+        return;
+    }
+    let value = input(i);
+    let s = share(value);
+    let slope = real(1.5957691216057308) * (real(1.0) + real(0.134145) * value * value);
+    dx[i] = dy[i] * (s + value * s * share(-value) * slope);
+    if (HIDDEN) {
+        y[i] = value * s;
+    }
+}
