@@ -1,4 +1,4 @@
-"""Run all benchmarks behind the figures of the README and docs/results, and compare with the committed results.
+"""Run all benchmarks that the figures of the README and docs/results come from, and compare with the committed results.
 
     bench/all.sh --list                               the parts for this machine, their commands and predicted times
     bench/all.sh                                      all of them, into build/results
@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,179 +52,102 @@ INPUTS = {
 }
 # Figures that the table compares.
 FIGURES = {
-    "median_ms",
-    "median_us",
-    "us",
-    "ms",
-    "seconds",
-    "step_ms",
-    "forward_us",
-    "backward_us",
-    "cpu_ms",
-    "python_us",
-    "peer_us",
-    "cublas_us",
-    "peak_memory_mib",
-    "peak_mib",
-    "planned_peak_mib",
-    "ours_over_this",
-    "ours_over_peer",
-    "over_plain",
-    "tokens_per_second",
-    "tflop_per_second",
-    "gb_per_second",
-    "copy_gb_per_second",
-    "worst",
-    "worst_difference",
-    "best_val_nats",
+    *"median_ms median_us us ms seconds step_ms forward_us backward_us cpu_ms python_us peer_us cublas_us".split(),
+    *"peak_memory_mib peak_mib planned_peak_mib ours_over_this ours_over_peer over_plain tokens_per_second".split(),
+    *"tflop_per_second gb_per_second copy_gb_per_second worst worst_difference best_val_nats".split(),
 }
 NAMES = ("kernel", "product", "shape", "sets", "op", "drafts", "prompt", "name")  # keys that name an entry of a list
 
 
 @dataclass(frozen=True)
 class Part:
-    """One benchmark. seconds: predicted for a fresh machine. needs: one of INPUTS, which replaces {its name} in the
-    command."""
+    """One benchmark. seconds: predicted for a fresh machine. In the command, {text} and the other INPUTS stand for
+    files, and {config} for a file with the config NINE_MILLION, which is no preset."""
 
     name: str
     command: str
     seconds: float
-    needs: str = ""
-    config: dict[str, Any] = field(default_factory=dict)  # of a model that is no preset: a file, where {config} stands
 
     @property
     def file(self) -> str:
         return f"{self.name}.json"
+
+    @property
+    def needs(self) -> str:
+        """One of INPUTS, or nothing."""
+        return next((name for name in INPUTS if f"{{{name}}}" in self.command), "")
 
     def called(self, names: Sequence[str]) -> bool:
         """Whether one of the names is its own or a component of it, between dashes."""
         return any(f"-{name}-" in f"-{self.name}-" for name in names)
 
 
-NINE_MILLION = {
-    "dim": 256,
-    "heads": 4,
-    "kv_heads": 2,
-    "layers": 8,
-    "hidden": 688,
-    "vocab": 4096,
-    "context": 512,
-    "mtp_heads": 2,
-    "mtp_weights": [1.0, 0.5],
-}
-TRAIN = "bench/train_step.py --backend cupy --precision bf16"
+NINE_MILLION: dict[str, Any] = {"dim": 256, "heads": 4, "kv_heads": 2, "layers": 8, "hidden": 688}
+NINE_MILLION |= {"vocab": 4096, "context": 512, "mtp_heads": 2, "mtp_weights": [1.0, 0.5]}
+STEP = "bench/train_step.py --backend cupy --precision"
 DECODE = "bench/decode.py --config base --backend cupy --precision bf16 --position 256 --tokens 64"
 
+
+def parts_of(text: str) -> tuple[Part, ...]:
+    """A part on each line: name, seconds, command."""
+    lines = [line.split(maxsplit=2) for line in text.strip().splitlines()]
+    return tuple(
+        Part(name, command.replace("STEP", STEP).replace("DECODE", DECODE), float(seconds))
+        for name, seconds, command in lines
+    )
+
+
 # The most important parts come first, since a budget cuts the end. Seconds are estimates from shorter runs.
-GPU = (
-    Part("gpu-train-32x512", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --peer torch", 240),
-    Part("gpu-train-16x1024", f"{TRAIN} --config base --batch-size 16 --seq-len 1024 --peer torch", 240),
-    Part("gpu-decode-base", f"{DECODE} --peer torch", 150),
-    Part(
-        "gpu-prefill-base",
-        "bench/prefill.py --config base --backend cupy --precision bf16 --prompt 512 4096 --peer torch",
-        240,
-    ),
-    Part(
-        "gpu-train-9m",
-        f"{TRAIN} --config {{config}} --batch-size 32 --seq-len 512 --steps 100 --capture --peer torch",
-        190,
-        config=NINE_MILLION,
-    ),
-    Part(
-        "gpu-train-small",
-        f"{TRAIN} --config small --batch-size 32 --seq-len 128 --steps 100 --capture --peer torch",
-        160,
-    ),
-    Part("gpu-train-gpt2-124m", f"{TRAIN} --model gpt2 --config 124m --batch-size 16 --seq-len 1024 --peer torch", 240),
-    Part("gpu-attention", "bench/attention.py --shapes 32x512,16x1024,8x2048,4x4096,1x16384 --peer torch", 60),
-    Part("gpu-decode-base-64", f"{DECODE} --peer torch --batch-size 64 --rounds 10", 150),
-    Part("gpu-decode-base-weights", f"{DECODE} --weights int8 fp8", 40),
-    Part("gpu-ops", "bench/ops.py", 60),
-    Part("gpu-residual", "bench/ops.py --residual", 15),
-    Part("gpu-train-large", f"{TRAIN} --config large --batch-size 16 --seq-len 1024 --peer torch", 330),
-    Part(
-        "gpu-train-tf32-32x512",
-        "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 32 "
-        "--seq-len 512 --peer torch-eager",
-        90,
-    ),
-    Part(
-        "gpu-train-tf32-16x1024",
-        "bench/train_step.py --config base --backend cupy --precision tf32 --batch-size 16 "
-        "--seq-len 1024 --peer torch-eager",
-        90,
-    ),
-    Part(
-        "gpu-train-fp8-32x512",
-        "bench/train_step.py --config base --backend cupy --precision fp8 --batch-size 32 "
-        "--seq-len 512 --capture --peer torch",
-        240,
-    ),
-    Part(
-        "gpu-train-moe-32x512",
-        f"{TRAIN} --model moe --config base --batch-size 32 --seq-len 512 --peer torch --beside nanoeuler:base",
-        330,
-    ),
-    Part("gpu-train-muon", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --muon", 60),
-    Part("gpu-train-documents", f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 60 --documents 300", 60),
-    Part(
-        "gpu-train-data",
-        f"{TRAIN} --config base --batch-size 32 --seq-len 512 --steps 40 --data {{shards}}",
-        60,
-        "shards",
-    ),
-    Part("gpu-attention-tf32", "bench/attention.py --precision tf32 --peer torch", 60),
-    Part("gpu-attention-documents", "bench/attention.py --documents 300", 40),
-    Part("gpu-grouped", "bench/grouped.py", 40),
-    Part("gpu-gemm", "bench/gemm.py", 60),
-    Part("gpu-gemm-epilogues", "bench/gemm.py --epilogues", 20),
-    Part(
-        "gpu-serve-256",
-        "bench/serve.py --no-http --config base --backend cupy --precision bf16 --streams 256 "
-        "--max-tokens 256 --seconds 15 --peer torch",
-        90,
-    ),
-    Part("gpu-grouped-mma", "bench/grouped.py --file ops/grouped_mma.cu", 40),
-    Part("gpu-scan-bf16", "bench/scan.py --precision bf16 --peer torch", 90),
-    Part("gpu-scan-fp32", "bench/scan.py --precision fp32 --peer torch", 90),
-    Part("gpu-lora", "bench/lora.py --backend cupy --precision bf16 --batch-size 4 --seq-len 512 --steps 20", 60),
-    Part(
-        "gpu-speculation-small",
-        "bench/decode.py --backend cupy --precision bf16 --prompts 20 --rounds 3 --checkpoint {finetuned}",
-        60,
-        "finetuned",
-    ),
-    Part("gpu-gradcheck", "-m tinyforge.gradcheck --backend cupy", 120),
-    Part(
-        "gpu-shakespeare-char",
-        "bench/shakespeare_char.py --data {text} --backend cupy --precision bf16 --peer torch",
-        330,
-        "text",
-    ),
-)
-CPU = (
-    Part(
-        "cpu-train-16x128",
-        "bench/train_step.py --config small --backend numpy --batch-size 16 --seq-len 128 --peer torch",
-        120,
-    ),
-    Part("cpu-prefill-small", "bench/prefill.py --config small --backend numpy --prompt 512 --peer torch", 30),
-    Part("cpu-decode-small", "bench/decode.py --config small --backend numpy --peer torch", 30),
-    Part(
-        "cpu-prefill-base",
-        "bench/prefill.py --config base --backend numpy --prompt 512 --workers 1 --threads 1 --peer torch",
-        150,
-    ),
-    Part("cpu-speculation-sft", "bench/decode.py --backend numpy --checkpoint {finetuned}", 240, "finetuned"),
-    Part(
-        "cpu-speculation-pretrain",
-        "bench/decode.py --backend numpy --prompts 20 --rounds 6 --checkpoint {pretrained}",
-        60,
-        "pretrained",
-    ),
-    Part("cpu-tokenizer", "bench/tokenizer.py", 240),
-)
+GPU = parts_of("""
+gpu-train-32x512        240 STEP bf16 --config base --batch-size 32 --seq-len 512 --peer torch
+gpu-train-16x1024       240 STEP bf16 --config base --batch-size 16 --seq-len 1024 --peer torch
+gpu-decode-base         150 DECODE --peer torch
+gpu-prefill-base        240 bench/prefill.py --config base --backend cupy --precision bf16 --prompt 512 4096 \
+--peer torch
+gpu-train-9m            190 STEP bf16 --config {config} --batch-size 32 --seq-len 512 --steps 100 --capture --peer torch
+gpu-train-small         160 STEP bf16 --config small --batch-size 32 --seq-len 128 --steps 100 --capture --peer torch
+gpu-train-gpt2-124m     240 STEP bf16 --model gpt2 --config 124m --batch-size 16 --seq-len 1024 --peer torch
+gpu-attention            60 bench/attention.py --shapes 32x512,16x1024,8x2048,4x4096,1x16384 --peer torch
+gpu-decode-base-64      150 DECODE --peer torch --batch-size 64 --rounds 10
+gpu-decode-base-weights  40 DECODE --weights int8 fp8
+gpu-ops                  60 bench/ops.py
+gpu-residual             15 bench/ops.py --residual
+gpu-train-large         330 STEP bf16 --config large --batch-size 16 --seq-len 1024 --peer torch
+gpu-train-tf32-32x512    90 STEP tf32 --config base --batch-size 32 --seq-len 512 --peer torch-eager
+gpu-train-tf32-16x1024   90 STEP tf32 --config base --batch-size 16 --seq-len 1024 --peer torch-eager
+gpu-train-fp8-32x512    240 STEP fp8 --config base --batch-size 32 --seq-len 512 --capture --peer torch
+gpu-train-moe-32x512    330 STEP bf16 --model moe --config base --batch-size 32 --seq-len 512 --peer torch \
+--beside nanoeuler:base
+gpu-train-muon           60 STEP bf16 --config base --batch-size 32 --seq-len 512 --muon
+gpu-train-documents      60 STEP bf16 --config base --batch-size 32 --seq-len 512 --steps 60 --documents 300
+gpu-train-data           60 STEP bf16 --config base --batch-size 32 --seq-len 512 --steps 40 --data {shards}
+gpu-attention-tf32       60 bench/attention.py --precision tf32 --peer torch
+gpu-attention-documents  40 bench/attention.py --documents 300
+gpu-grouped              40 bench/grouped.py
+gpu-gemm                 60 bench/gemm.py
+gpu-gemm-epilogues       20 bench/gemm.py --epilogues
+gpu-serve-256            90 bench/serve.py --no-http --config base --backend cupy --precision bf16 --streams 256 \
+--max-tokens 256 --seconds 15 --peer torch
+gpu-grouped-mma          40 bench/grouped.py --file ops/grouped_mma.cu
+gpu-scan-bf16            90 bench/scan.py --precision bf16 --peer torch
+gpu-scan-fp32            90 bench/scan.py --precision fp32 --peer torch
+gpu-lora                 60 bench/lora.py --backend cupy --precision bf16 --batch-size 4 --seq-len 512 --steps 20
+gpu-speculation-small    60 bench/decode.py --backend cupy --precision bf16 --prompts 20 --rounds 3 \
+--checkpoint {finetuned}
+gpu-gradcheck           120 -m tinyforge.gradcheck --backend cupy
+gpu-shakespeare-char    330 bench/shakespeare_char.py --data {text} --backend cupy --precision bf16 --peer torch
+""")
+CPU = parts_of("""
+cpu-train-16x128         120 bench/train_step.py --config small --backend numpy --batch-size 16 --seq-len 128 \
+--peer torch
+cpu-prefill-small         30 bench/prefill.py --config small --backend numpy --prompt 512 --peer torch
+cpu-decode-small          30 bench/decode.py --config small --backend numpy --peer torch
+cpu-prefill-base         150 bench/prefill.py --config base --backend numpy --prompt 512 --workers 1 --threads 1 \
+--peer torch
+cpu-speculation-sft      240 bench/decode.py --backend numpy --checkpoint {finetuned}
+cpu-speculation-pretrain  60 bench/decode.py --backend numpy --prompts 20 --rounds 6 --checkpoint {pretrained}
+cpu-tokenizer            240 bench/tokenizer.py
+""")
 
 
 def figures(found: Any, path: str = "") -> Iterator[tuple[str, float]]:
@@ -318,60 +241,43 @@ def chosen(parts: Sequence[Part], only: str | None) -> list[Part]:
     return [part for part in parts if part.called(names)]
 
 
+def attempt(
+    part: Part, args: argparse.Namespace, inputs: dict[str, str], predicted: float, left: float, out: Path
+) -> dict[str, Any]:
+    """Run a part if it has its input and fits into the seconds that are left; its entry of `all.json`."""
+    if part.needs and part.needs not in inputs:
+        return {"status": "left out", "why": f"--{part.needs} names no file"}
+    if left < predicted:
+        return {"status": "left out", "why": f"{left:.0f} s are left, it takes about {predicted:.0f}"}
+    config = out / f"{part.name}-config.json"
+    if "{config}" in part.command:
+        write_whole(config, json.dumps(NINE_MILLION) + "\n")
+    limit = min(args.limit or LIMIT * predicted, left)
+    print(f"{part.name}: about {predicted:.0f} s, at most {limit:.0f}", flush=True)
+    return run_part(part, [word.format(**inputs, config=config) for word in part.command.split()], limit, out)
+
+
 def measure(parts: Sequence[Part], args: argparse.Namespace, inputs: dict[str, str]) -> int:
     """Run the parts, write their results, print the table; returns how many failed or were stopped."""
     out, before = Path(args.out).resolve(), Path(args.before).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    predicted = predictions(parts, before)
+    predicted, began = predictions(parts, before), time.monotonic()
     state: dict[str, Any] = {"on": args.on, "parts": {}}
     rows: list[tuple[str, str, float | None, float]] = []
     try:
-        run_parts(parts, args, inputs, predicted, state, rows, out, before)
+        for number, part in enumerate(parts, 1):
+            left = args.seconds - (time.monotonic() - began) if args.seconds else float("inf")
+            found = attempt(part, args, inputs, predicted[part.name], left, out)
+            if found["status"] == "done":
+                rows += compare(part.name, found["result"], read(before / part.file))
+            state["parts"][part.name] = found
+            write_whole(out / ALL, json.dumps(state, indent=2) + "\n")
+            took = f" in {found['seconds']:.0f} s" if "seconds" in found else ""
+            why = f", {found['why']}" if "why" in found else ""
+            print(f"{number}/{len(parts)} {part.name}: {found['status']}{took}{why}", flush=True)
     finally:  # Ctrl-C too
         print("\n" + ("\n".join(changes_table(rows)) if rows else "no figure was measured: nothing to compare"))
     return sum(found["status"] in ("failed", "stopped") for found in state["parts"].values())
-
-
-def run_parts(
-    parts: Sequence[Part],
-    args: argparse.Namespace,
-    inputs: dict[str, str],
-    predicted: dict[str, float],
-    state: dict[str, Any],
-    rows: list[tuple[str, str, float | None, float]],
-    out: Path,
-    before: Path,
-) -> None:
-    """Fill `state`, which is written to all.json after every part, and `rows` of the table."""
-    began = time.monotonic()
-    for number, part in enumerate(parts, 1):
-        left = args.seconds - (time.monotonic() - began) if args.seconds else float("inf")
-        limit = min(args.limit or LIMIT * predicted[part.name], left)
-        if part.needs and part.needs not in inputs:
-            found: dict[str, Any] = {"status": "left out", "why": f"--{part.needs} names no file"}
-        elif left < predicted[part.name]:
-            found = {"status": "left out", "why": f"{left:.0f} s are left, it takes about {predicted[part.name]:.0f}"}
-        else:
-            values = dict(inputs)
-            if part.config:
-                values["config"] = str(out / f"{part.name}-config.json")
-                write_whole(Path(values["config"]), json.dumps(part.config) + "\n")
-            command = [word.format(**values) for word in part.command.split()]
-            print(
-                f"{number}/{len(parts)} {part.name}: about {predicted[part.name]:.0f} s, at most {limit:.0f}",
-                flush=True,
-            )
-            found = run_part(part, command, limit, out)
-            if found["status"] == "done":
-                rows += compare(part.name, found["result"], read(before / part.file))
-        state["parts"][part.name] = found
-        write_whole(out / ALL, json.dumps(state, indent=2) + "\n")
-        print(
-            f"{number}/{len(parts)} {part.name}: {found['status']}"
-            + (f" in {found['seconds']:.0f} s" if "seconds" in found else "")
-            + (f", {found['why']}" if "why" in found else ""),
-            flush=True,
-        )
 
 
 def predictions(parts: Sequence[Part], before: Path) -> dict[str, float]:
@@ -395,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     for name in ("seconds", "limit"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
-            raise UserError(f"--{name} is {getattr(args, name)}, wants a number above 0")
+            raise UserError(f"--{name} is {getattr(args, name)}, expected a number above 0")
     inputs = {name: str(Path(given).resolve()) for name in INPUTS if (given := getattr(args, name))}
     for name, path in inputs.items():
         if not Path(path).exists():

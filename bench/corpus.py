@@ -17,20 +17,19 @@ the making of the text has no part in it.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import random
 import re
-import shutil
 import sys
-import tempfile
-import threading
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 if not __package__:
@@ -39,6 +38,7 @@ if not __package__:
 import duckdb
 import numpy as np
 
+from bench import harness
 from tinyforge.backends.workers import cores
 from tinyforge.data.corpus import CATALOGUE, SPLITS, Settings, build_corpus
 from tinyforge.data.dedup import candidate_probability
@@ -46,8 +46,7 @@ from tinyforge.data.files import parse_bytes
 from tinyforge.data.gutenberg import clean
 from tinyforge.data.shards import make_shards
 from tinyforge.data.source import Document, SourceWriter
-from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.errors import UserError, run_command
 
 KEPT_WORDS = 200  # of the most frequent, which stay: the filters look for some of them
 NEIGHBOURS = 50  # ranks by which a word may be moved
@@ -69,7 +68,9 @@ class Planted:
 def read_originals(folder: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """(id, text) of the books and of the web pages, exact duplicates removed."""
     if not (folder / "gutenberg.zip").is_file() or not list((folder / "web").glob("*.parquet")):
-        raise UserError(f"--data {folder}: wanted gutenberg.zip and web/*.parquet in it; name the folder that has them")
+        raise UserError(
+            f"--data {folder}: expected gutenberg.zip and web/*.parquet in it; name the folder that has them"
+        )
     with zipfile.ZipFile(folder / "gutenberg.zip") as archive:
         bodies = {name: clean(archive.read(name)).body for name in sorted(archive.namelist()) if name.endswith(".txt")}
     books = [(Path(name).stem, body) for name, body in bodies.items() if body]
@@ -120,8 +121,8 @@ def plant(id_: str, text: str, kind: str, rng: random.Random) -> tuple[Document,
     return Document(planted.id, changed), planted
 
 
-def make_sources(data: Path, folder: Path, wanted: int) -> list[Planted]:
-    """The sources `books`, `web` and `planted` in `folder`: some `wanted` bytes in all."""
+def make_sources(data: Path, folder: Path, least: int) -> list[Planted]:
+    """The sources `books`, `web` and `planted` in `folder`: at least `least` bytes in all."""
     books, pages = read_originals(data)
     rewriter = Rewriter([text for _, text in (*books, *pages)])
     rng = random.Random(0)
@@ -134,12 +135,12 @@ def make_sources(data: Path, folder: Path, wanted: int) -> list[Planted]:
     ):
         planted = min(PLANTED, len(pages) // 4)
         candidates = set(rng.sample([id_ for id_, text in pages if len(text) > 1000], 2 * planted))
-        while size < wanted:
+        while size < least:
             texts = rewriter.copy(copy)
             for (id_, _), text, writer in zip(
                 (*books, *pages), texts, [of_books] * len(books) + [of_web] * len(pages), strict=True
             ):
-                if size < wanted or copy == 0:
+                if size < least or copy == 0:
                     writer.add(Document(f"{id_}/{copy}", text))
                     size += len(text.encode())
                 if copy == 0 and writer is of_web and id_ in candidates:
@@ -165,32 +166,13 @@ def memory_of(pid: int) -> int:
     return total
 
 
-class PeakMemory:
-    """Samples a process tree until it is stopped."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.peak = pid, 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.1):
-            self.peak = max(self.peak, memory_of(self.pid))
-
-    def stop(self) -> int:
-        self._stop.set()
-        self._thread.join()
-        return self.peak
-
-
-def build(results: Any, folder: Path, memory_limit: int, workers: int | None) -> None:
-    """What is measured, in a process of its own."""
+def build(folder: Path, memory_limit: int, workers: int | None) -> dict[str, float]:
+    """Seconds of each stage."""
     settings = Settings(val_shares=(("books", 0.03),))
     sources = [folder / name for name in ("books", "web", "planted")]
-    out = folder / "corpus"
     with redirect_stdout(sys.stderr):  # stdout is for the table, or the JSON
-        results.put(build_corpus(sources, out, settings, workers=workers, memory_limit=memory_limit, show=True))
+        out = folder / "corpus"
+        return build_corpus(sources, out, settings, workers=workers, memory_limit=memory_limit, show=True)
 
 
 def tokenise(folder: Path, workers: int | None) -> dict[str, float]:
@@ -202,40 +184,37 @@ def tokenise(folder: Path, workers: int | None) -> dict[str, float]:
     return {"train": seconds - made.seconds, "encode": made.seconds, "tokens": tokens}
 
 
-def _tokenise_in_child(results: Any, folder: Path, workers: int | None) -> None:
-    results.put(tokenise(folder, workers))
+def _in_child(results: Any, function: Callable[..., Any], *args: Any) -> None:
+    results.put(function(*args))
 
 
-def in_child(function: Any, *args: Any) -> tuple[Any, int, float]:
-    """What the function puts; the peak memory and the CPU seconds of the process that ran it and of its children."""
+def in_child(function: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, float]]:
+    """The function's result; the peak memory and the CPU seconds of the process that ran it and of its children."""
     import resource  # not on Windows
 
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    context = multiprocessing.get_context("spawn")
+    before, context = resource.getrusage(resource.RUSAGE_CHILDREN), multiprocessing.get_context("spawn")
     results = context.Queue()
-    process = context.Process(target=function, args=(results, *args))
+    process = context.Process(target=_in_child, args=(results, function, *args))
     process.start()
     assert process.pid is not None
-    memory = PeakMemory(process.pid)
-    process.join()
-    peak = memory.stop()
+    peak = 0
+    while process.is_alive():
+        peak = max(peak, memory_of(process.pid))
+        process.join(0.1)
     if process.exitcode:
         raise UserError(f"{function.__name__} ended with status {process.exitcode}; its message is above")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return results.get(), peak, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return results.get(), {"peak_memory": peak, "cpu_seconds": cpu}
 
 
 def recall(corpus: Path, planted: list[Planted]) -> dict[str, Any]:
     """The share of the planted duplicates that were dropped as such."""
     with duckdb.connect(str(corpus / CATALOGUE), read_only=True) as catalogue:
         dropped = dict(catalogue.execute("SELECT id, dropped FROM documents WHERE source = 'planted'").fetchall())
-        standing = {
-            id_
-            for (id_,) in catalogue.execute(
-                "SELECT id FROM documents WHERE source = 'web' AND (dropped IS NULL OR dropped NOT IN "
-                "(SELECT name FROM filters))"
-            ).fetchall()
-        }
+        left = "SELECT id FROM documents WHERE source = 'web'"
+        left += " AND (dropped IS NULL OR dropped NOT IN (SELECT name FROM filters))"
+        standing = {id_ for (id_,) in catalogue.execute(left).fetchall()}
     found: dict[str, Any] = {}
     for key, kind, low, high in (
         ("exact", "exact", 1.0, 1.1),
@@ -249,84 +228,63 @@ def recall(corpus: Path, planted: list[Planted]) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
-    parser = Parser(description="Time the making of a corpus.")
-    parser.add_argument("--data", type=Path, required=True, help="folder with gutenberg.zip and web/*.parquet")
-    parser.add_argument("--bytes", type=int, default=10**9, help="of text to make (default 1e9)")
-    parser.add_argument("--memory-limit", default="1GB")
-    parser.add_argument("--workers", type=int, help="processes (default: one a core)")
-    parser.add_argument("--work", type=Path, help="folder for the text and the corpus, kept (default: a temporary one)")
-    parser.add_argument("--no-tokens", dest="tokens", action="store_false", help="leave out the tokenizer")
-    add_json_flag(parser)
-    args = parser.parse_args()
-    check_before(args.json)
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
+    begin = time.perf_counter()
+    planted = make_sources(args.data, folder, args.bytes)
+    print(f"made the text in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    seconds, used = in_child(build, folder, memory_limit, args.workers)
+    with duckdb.connect(str(folder / "corpus" / CATALOGUE), read_only=True) as catalogue:
+        [(documents, size, kept)] = catalogue.execute(
+            "SELECT count(*), sum(bytes)::BIGINT, coalesce(sum(bytes) FILTER (dropped IS NULL), 0)::BIGINT "
+            "FROM documents"
+        ).fetchall()
+    found: dict[str, Any] = {"bytes": size, "documents": documents, "kept_bytes": kept, "cores": cores()}
+    found |= {"memory_limit": memory_limit, **used, "seconds": sum(seconds.values()), "settings": asdict(Settings())}
+    found["stages"] = {name: {"seconds": s, "mb_per_s": size / s / 1e6} for name, s in seconds.items()}
+    found["recall"] = recall(folder / "corpus", planted)
+    found["candidates_at_threshold"] = candidate_probability(0.8, 20, 6)
+    if args.tokens:
+        timed, used = in_child(tokenise, folder, args.workers)
+        rates = {"mb_per_s": kept / timed["encode"] / 1e6, "bytes_per_token": kept / timed["tokens"]}
+        found["tokenise"] = {**timed, **rates, **used}
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = harness.Flags(__doc__, "")
+    p.text("--data", type=Path, required=True, help="folder with gutenberg.zip and web/*.parquet")
+    p.number("--bytes", 10**9, "of text to make")
+    p.text("--memory-limit", "1GB", "of the making of the corpus")
+    p.shared(workers={"help": "processes (default: one a core)"})
+    p.text("--work", type=Path, help="folder for the text and the corpus, kept (default: a temporary one)")
+    p.add_argument("--no-tokens", dest="tokens", action="store_false", help="leave out the tokenizer")
+    args = p.parse(argv)
     if not Path("/proc/self/smaps_rollup").exists():
         raise UserError("peak memory is read from /proc/PID/smaps_rollup, which this system has not; run on Linux")
-    memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
-    folder = args.work or Path(tempfile.mkdtemp(prefix="corpus-bench-"))
-    try:
-        begin = time.perf_counter()
-        planted = make_sources(args.data, folder, args.bytes)
-        print(f"made the text in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
-        seconds, peak, cpu = in_child(build, folder, memory_limit, args.workers)
-        with duckdb.connect(str(folder / "corpus" / CATALOGUE), read_only=True) as catalogue:
-            [(documents, size, kept)] = catalogue.execute(
-                "SELECT count(*), sum(bytes)::BIGINT, coalesce(sum(bytes) FILTER (dropped IS NULL), 0)::BIGINT "
-                "FROM documents"
-            ).fetchall()
-        found: dict[str, Any] = {
-            "bytes": size,
-            "documents": documents,
-            "kept_bytes": kept,
-            "cores": cores(),
-            "memory_limit": memory_limit,
-            "peak_memory": peak,
-            "cpu_seconds": cpu,
-            "stages": {name: {"seconds": s, "mb_per_s": size / s / 1e6} for name, s in seconds.items()},
-            "seconds": sum(seconds.values()),
-            "recall": recall(folder / "corpus", planted),
-            "settings": asdict(Settings()),
-            "candidates_at_threshold": candidate_probability(0.8, 20, 6),
-        }
-        if args.tokens:
-            timed, peak, cpu = in_child(_tokenise_in_child, folder, args.workers)
-            found["tokenise"] = {
-                **timed,
-                "mb_per_s": kept / timed["encode"] / 1e6,
-                "bytes_per_token": kept / timed["tokens"],
-                "peak_memory": peak,
-                "cpu_seconds": cpu,
-            }
-    finally:
-        if not args.work:
-            shutil.rmtree(folder, ignore_errors=True)
-    publish(found, render(found), args.json)
-    return 0
+    with TemporaryDirectory(prefix="corpus-bench-") as folder:
+        found = measure(args, args.work or Path(folder))
+    return harness.publish(found, table(found), args)
 
 
-def render(found: dict[str, Any]) -> str:
+def table(found: dict[str, Any]) -> list[str]:
+    kept = f"kept {found['kept_bytes'] / 1e6:,.0f} MB"
     lines = [
         f"{found['bytes'] / 1e6:,.0f} MB, {found['documents']:,} documents, {found['cores']} cores, "
-        f"--memory-limit {found['memory_limit'] / 1e6:,.0f} MB; "
-        f"kept {found['kept_bytes'] / 1e6:,.0f} MB"
+        f"--memory-limit {found['memory_limit'] / 1e6:,.0f} MB; {kept}"
     ]
-    for name, stage in found["stages"].items():
-        lines.append(f"  {name:14} {stage['seconds']:8.1f} s {stage['mb_per_s']:8.0f} MB/s")
-    lines.append(
-        f"  {'all stages':14} {found['seconds']:8.1f} s {found['bytes'] / found['seconds'] / 1e6:8.0f} MB/s, "
-        f"{found['cpu_seconds']:,.0f} s of CPU"
-    )
-    lines.append(f"  peak memory of all processes {found['peak_memory'] / 1e6:,.0f} MB")
+    rate = found["bytes"] / found["seconds"] / 1e6
+    stages = found["stages"] | {"all stages": {"seconds": found["seconds"], "mb_per_s": rate}}
+    lines += harness.rows("seconds:.1f | mb_per_s=MB/s:.0f", stages)
+    cpu, peak = f"{found['cpu_seconds']:,.0f} s of CPU", found["peak_memory"] / 1e6
+    lines.append(f"{cpu}; peak memory of all processes {peak:,.0f} MB")
     if tokens := found.get("tokenise"):
-        lines.append(f"  {'train BPE':14} {tokens['train']:8.1f} s, with a look at every file of the corpus")
-        lines.append(
-            f"  {'tokenise':14} {tokens['encode']:8.1f} s {tokens['mb_per_s']:8.1f} MB/s, "
-            f"{tokens['bytes_per_token']:.2f} bytes a token, "
-            f"peak {tokens['peak_memory'] / 1e6:,.0f} MB"
-        )
-    for kind, result in found["recall"].items():
-        lines.append(f"  planted {kind:14} {result['found']:,} of {result['planted']:,} found ({result['recall']:.4f})")
-    return "\n".join(lines)
+        rates = f"{tokens['mb_per_s']:.1f} MB/s, {tokens['bytes_per_token']:.2f} bytes a token"
+        lines += [
+            f"train BPE {tokens['train']:.1f} s, including one read of every file of the corpus",
+            f"tokenise {tokens['encode']:.1f} s, {rates}, peak {tokens['peak_memory'] / 1e6:,.0f} MB",
+        ]
+    return lines + harness.rows("found:, | planted:, | recall:.4f", found["recall"], "planted duplicates")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ Without a checkpoint the weights are random, without drafts: plain greedy decodi
 `--position`, with the cache filled before. Ours goes through the public generator (for a batch, `draw_blocks`, which is
 what `generate_batch` runs). PyTorch's loop does the same and no more: a pass, argmax, the next pass, with nothing
 copied to the host in between. On a CPU PyTorch is eager, once with one thread and once with --threads; ours has one. On
-a GPU it is eager, and compiled under a CUDA graph (mode reduce-overhead). A peer that PyTorch cannot run here is left
-out, and the reason printed. All have the same weights and must agree on the logits at `--position` before any is timed;
-they then take turns in one process.
+a GPU it is eager, and compiled under a CUDA graph (mode reduce-overhead). All must agree on the logits at `--position`.
 
 Bandwidth used (MBU): the bytes that a step must read, which are all weights but the embedding and heads 1 and up, and
 the keys and values of every row, over the time and the rate of a large copy on the same device. What a CPU's caches
@@ -27,13 +25,10 @@ with the fastest of its rounds, without its prefill.
 from __future__ import annotations
 
 import argparse
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -42,25 +37,13 @@ if not __package__:
 
 import numpy as np
 
-from bench.peers import (
-    EAGER,
-    GRAPH,
-    GRAPHS_NEED_A_GPU,
-    LOGITS_TOLERANCE,
-    OURS,
-    LeftOut,
-    Parity,
-    check_parity,
-    environment,
-    heading,
-    left_out_table,
-    soft,
-)
-from tinyforge.backends import Backend, get_backend
+from bench import harness
+from bench.harness import EAGER, GRAPH, OURS, Flags, LeftOut, Parity
+from tinyforge.backends import Backend
 from tinyforge.backends.workers import cores
-from tinyforge.data.alpaca import Record, read_split, render_prompt
+from tinyforge.data.alpaca import Record, read_split
 from tinyforge.data.world import Instruction, documents, instructions
-from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.errors import UserError, run_command
 from tinyforge.formats import load
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.choose import make_decoder
@@ -69,10 +52,8 @@ from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.models.nanoeuler.config import Config
 from tinyforge.models.nanoeuler.model import NanoEuler
-from tinyforge.params import named
 from tinyforge.quantised import FORMATS
-from tinyforge.report import add_json_flag, check_before, publish
-from tinyforge.train.settings import PretrainSettings, config_of
+from tinyforge.tokenizers.chat_templates import render_prompt
 
 COPY_BYTES = {"numpy": 256 << 20, "cupy": 2 << 30}
 COPY_ROUNDS = 7
@@ -104,8 +85,7 @@ class Options:
 
 class Ours:
     def __init__(self, options: Options, model: NanoEuler) -> None:
-        self.options = options
-        self.text = options.text()
+        self.options, self.text = options, options.text()
         self.decoder = make_decoder(model, options.batch_size)
         self.session = Session(model, self.decoder) if options.batch_size == 1 else None
         self.sampling = Sampling(temperature=0, drafts=0, max_tokens=options.tokens)
@@ -119,63 +99,39 @@ class Ours:
             self.session.set_tokens(self.text[0].tolist())
         return logits
 
-    def run(self) -> None:
+    def run(self, _: int = 0) -> None:
         """`tokens` new tokens for each row, from the cache's first `start` - 1 positions on."""
         start = self.options.start
         if self.session is not None:
             self.session.truncate(start)
-            for _ in self.session.generate(self.sampling):
+            for _token in self.session.generate(self.sampling):
                 pass
             return
         texts = self.text[:, :start].tolist()
         self.decoder.rewind([start - 1] * len(texts))
-        for drawn in draw_blocks(self.decoder, texts, self.sampling, self.options.tokens):
-            for text, new in zip(texts, drawn.ids.tolist(), strict=True):
+        for block in draw_blocks(self.decoder, texts, self.sampling, self.options.tokens):
+            for text, new in zip(texts, block.ids.tolist(), strict=True):
                 text += new
 
 
 class Torch:
-    def __init__(self, options: Options, model: NanoEuler, threads: int, compiled: bool) -> None:
+    def __init__(self, options: Options, model: NanoEuler, threads: int, mode: str | None) -> None:
         # Here and not at the top: torch is needed only when it is the peer.
         from bench.torch_decode import TorchDecoder
 
-        buffer, backend = model.buffer, model.backend
-        weights = named(buffer, buffer.masters, backend)
-        self.options = options
-        self.decoder = TorchDecoder(
-            options.config,
-            weights,
-            batch=options.batch_size,
-            precision=backend.precision.name,
-            device="cuda" if backend.name == "cupy" else "cpu",
-            threads=threads,
-            compiled=compiled,
-        )
-        self.text = options.text()
-        places = range(options.start - 1, options.start - 1 + options.tokens)
-        self.places = [(self.decoder.on_device(np.array([t])), t + 1) for t in places]
-        self.first = self.decoder.on_device(self.text[:, options.start - 1 : options.start])
+        self.decoder = TorchDecoder(model, options.batch_size, threads, mode)
+        self.text, begin = options.text(), options.start - 1
+        self.first = self.decoder.on_device(self.text[:, begin : options.start])
+        self.places = self.decoder.places(begin, options.tokens)
 
     def logits(self) -> np.ndarray:
         return self.decoder.fill(self.text)[:, -1].float().cpu().numpy()
 
-    def run(self) -> None:
+    def run(self, _: int = 0) -> None:
         self.decoder.greedy(self.first, self.places)
 
 
 Contender = Ours | Torch
-
-
-def peers_of(options: Options, model: NanoEuler) -> dict[str, Callable[[], Torch] | str]:
-    """What makes each contender of PyTorch, or why it does not apply here."""
-    if model.backend.name == "cupy":
-        return {
-            EAGER: lambda: Torch(options, model, options.threads, compiled=False),
-            GRAPH: lambda: Torch(options, model, options.threads, compiled=True),
-        }
-    numbers = sorted({1, options.threads})
-    eager = {f"torch eager, {n} thread{'s' * (n > 1)}": partial(Torch, options, model, n, False) for n in numbers}
-    return {**eager, GRAPH: GRAPHS_NEED_A_GPU}
 
 
 def contenders_of(
@@ -185,43 +141,24 @@ def contenders_of(
 
     quantised: by name, models of ours with the same weights in one byte each, whose logits differ.
     """
-    makers: dict[str, Any] = {OURS: lambda: Ours(options, model)}
-    makers |= {name: partial(Ours, options, other) for name, other in quantised.items()}
-    makers |= peers_of(options, model) if peer else {}
-    contenders, logits, left_out = soft(makers, lambda contender: contender.logits())
+    makers: dict[str, Any] = {name: partial(Ours, options, ours) for name, ours in {OURS: model, **quantised}.items()}
+    if peer:
+        makers |= harness.by_threads(model.backend, partial(Torch, options, model), options.threads, (EAGER, GRAPH))
+    contenders, logits, left_out = harness.soft(makers, lambda contender: contender.logits())
     exact = {name: found for name, found in logits.items() if name not in quantised}
-    tolerance = LOGITS_TOLERANCE[model.backend.precision.name]
-    return contenders, check_parity(exact, OURS, tolerance, "logits differ by") if peer else None, left_out
-
-
-def take_turns(contenders: dict[str, Contender], options: Options, backend: Backend) -> dict[str, list[float]]:
-    """Seconds per step of each of `rounds` runs, by contender."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(options.rounds):
-        for name, contender in contenders.items():
-            if isinstance(contender, Torch):
-                contender.decoder.use_threads()
-            contender.run()  # finds its data in no cache, and other threads perhaps still spinning: not counted
-            backend.synchronize()
-            start = time.perf_counter()
-            contender.run()
-            backend.synchronize()
-            seconds[name].append((time.perf_counter() - start) / options.tokens)
-    return seconds
+    tolerance = harness.LOGITS_TOLERANCE[model.backend.precision.name]
+    return contenders, harness.check_parity(exact, tolerance, "logits differ by") if peer else None, left_out
 
 
 def copy_bandwidth(backend: Backend) -> float:
     """Bytes per second, read and written, of a large copy: the fastest of some."""
     half = COPY_BYTES[backend.name] // 2
     source, target = (backend.zeros((half,), np.dtype(np.uint8)) for _ in range(2))
-    seconds = []
-    for _ in range(COPY_ROUNDS):
-        backend.synchronize()
-        start = time.perf_counter()
+
+    def copy(_: int) -> None:
         target[...] = source
-        backend.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * half / min(seconds)
+
+    return 2 * half / min(harness.take_turns({"copy": copy}, COPY_ROUNDS, backend.synchronize)["copy"])
 
 
 def bytes_per_step(options: Options, model: NanoEuler) -> int:
@@ -238,190 +175,131 @@ def bytes_per_step(options: Options, model: NanoEuler) -> int:
 
 def measure(options: Options, backend: Backend, peer: str | None, weights: Sequence[str] = ()) -> dict[str, Any]:
     """Microseconds of a step (one token in each row), by contender."""
-    load_average = os.getloadavg()[0]
-    model = NanoEuler(options.config, backend)
-    model.initialise(seed=0)
+    before = harness.machine()
+    model = harness.nanoeuler(options.config, backend)
     quantised = {f"{OURS}, {kind} weights": quantised_copy(model, kind) for kind in weights}
     contenders, parity, left_out = contenders_of(options, model, peer, quantised)
     bandwidth = copy_bandwidth(backend)
-    seconds = take_turns(contenders, options, backend)
-    sizes = {name: bytes_per_step(options, quantised.get(name, model)) for name in seconds}
-    base = median(seconds[OURS])
-    results = {
-        name: {
-            "median_us": 1e6 * median(times),
-            "min_us": 1e6 * min(times),
-            "tokens_per_second": options.batch_size / median(times),
-            "gb_per_second": sizes[name] / median(times) / 1e9,
-            "mbu": sizes[name] / median(times) / bandwidth,
-            "of_the_floor": sizes[name] / FLOOR_BANDWIDTH / median(times) if backend.name == "cupy" else None,
-            "ours_over_this": base / median(times),
-            "ours_over_this_by_min": min(seconds[OURS]) / min(times),
-            "bytes_per_step": sizes[name],
-            "step_us": [1e6 * t for t in times],
-        }
-        for name, times in seconds.items()
-    }
-    return environment(backend, peer, load_average) | {
-        "config": options.config.to_dict(),
-        "batch_size": options.batch_size,
-        "position": options.position,
-        "tokens_per_round": options.tokens,
-        "rounds": options.rounds,
-        "bytes_per_step": sizes[OURS],
-        "copy_gb_per_second": bandwidth / 1e9,
-        "floor_us": 1e6 * sizes[OURS] / FLOOR_BANDWIDTH if backend.name == "cupy" else None,
-        "parity": parity,
-        "left_out": left_out,
-        "results": results,
-    }
+    floor = FLOOR_BANDWIDTH if backend.name == "cupy" else None
+    runs = {name: made.run for name, made in contenders.items()}
+    times = harness.take_turns(runs, options.rounds, backend.synchronize, between=harness.threads_of(contenders))
+    seconds = {name: [t / options.tokens for t in found] for name, found in times.items()}
+    results = harness.figures(seconds, "us", "step", options.batch_size)
+    for name, found in results.items():
+        size = bytes_per_step(options, quantised.get(name, model))
+        rate = size / found["median_us"] * 1e6
+        found |= {"gb_per_second": rate / 1e9, "mbu": rate / bandwidth, "of_the_floor": rate / floor if floor else None}
+        found |= {"ours_over_this_by_min": min(seconds[OURS]) / min(seconds[name]), "bytes_per_step": size}
+    size = bytes_per_step(options, model)
+    measured: dict[str, Any] = {"bytes_per_step": size, "copy_gb_per_second": bandwidth / 1e9}
+    measured["floor_us"] = 1e6 * size / floor if floor else None
+    given = {"config": options.config.to_dict(), "batch_size": options.batch_size, "position": options.position}
+    given |= {"tokens_per_round": options.tokens, "rounds": options.rounds}
+    found = {**given, **measured, "parity": parity, "left_out": left_out, "results": results}
+    return harness.environment(backend, peer, before) | found
 
 
-def table(found: dict[str, Any]) -> str:
+COLUMNS = "median_us:.0f | min_us:.0f | tokens_per_second:,.0f | gb_per_second:.1f | mbu:.0%"
+COLUMNS += " | ours_over_this:.2f"
+
+
+def table(found: dict[str, Any]) -> list[str]:
     """The figures of `measure` for people."""
-    rows = heading(found) + [
-        (
-            "decoding",
-            f"{found['batch_size']} rows, {found['tokens_per_round']} tokens around position "
-            f"{found['position']}, {found['rounds']} rounds",
-        ),
-        ("reads", f"{found['bytes_per_step'] / 1e6:.2f} MB a step; a copy does {found['copy_gb_per_second']:.1f} GB/s"),
-    ]
-    if found["floor_us"]:
-        rows.append(("floor", f"{found['floor_us']:.0f} us a step, those bytes at {FLOOR_BANDWIDTH / 1e12} TB/s"))
-    if found["parity"]:
-        parity = found["parity"]
-        rows.append(("parity", f"logits agree to {parity['worst_difference']:.1e} (wanted {parity['tolerance']:g})"))
-    lines = [f"{name:<13} {value}" for name, value in rows]
-    of_the_floor = f" {'of the floor':>12}" if found["floor_us"] else ""
-    lines += [
-        "",
-        f"{'':<27} {'median us':>9} {'min us':>8} {'tokens/s':>9} {'GB/s':>7} {'MBU':>6} {'ours/this':>9}"
-        f"{of_the_floor}",
-    ]
-    for name, r in found["results"].items():
-        share = f" {r['of_the_floor']:>12.0%}" if found["floor_us"] else ""
-        lines.append(
-            f"{name:<27} {r['median_us']:>9.0f} {r['min_us']:>8.0f} {r['tokens_per_second']:>9,.0f} "
-            f"{r['gb_per_second']:>7.1f} {r['mbu']:>6.0%} {r['ours_over_this']:>9.2f}{share}"
-        )
-    lines += left_out_table(found["left_out"])
-    return "\n".join(lines)
+    rows, tokens, floor = found["batch_size"], found["tokens_per_round"], found["floor_us"]
+    what = f"{rows} rows, {tokens} tokens around position {found['position']}, {found['rounds']} rounds"
+    reads = f"{found['bytes_per_step'] / 1e6:.2f} MB a step; a copy does {found['copy_gb_per_second']:.1f} GB/s"
+    lines = [("decoding", what), ("reads", reads)]
+    if floor:
+        lines.append(("floor", f"{floor:.0f} us a step, those bytes at {FLOOR_BANDWIDTH / 1e12} TB/s"))
+    columns = COLUMNS + " | of_the_floor:.0%" * bool(floor)
+    return harness.heading(found, *lines) + harness.rows(columns, found["results"], left_out=found["left_out"])
+
+
+# --- a trained model --------------------------------------------------------------------------------------------------
+
+
+def prompts_of(loaded: Any, count: int, files: Sequence[str]) -> list[list[int]]:
+    """files: records whose held-out instructions are the prompts, rather than those of the built-in world."""
+    if loaded.meta["kind"] == "pretrain":
+        return [loaded.tokenizer.encode(d)[:OPENING] for d in documents("val", count, seed=0)]
+    asked: Sequence[Instruction | Record] = [*instructions("val", count, seed=0)]
+    if files:
+        held_out = [record for records in read_split(files)[1] for record in records]
+        asked = held_out[:: -(-len(held_out) // count)]
+    return [loaded.tokenizer.encode(render_prompt(e.instruction, e.input)) for e in asked]
+
+
+def speculate(loaded: Any, texts: Sequence[list[int]], sampling: Sampling, rounds: int) -> list[dict[str, Any]]:
+    """The figures of each number of drafts."""
+    session, stop = Session(loaded.model), frozenset(loaded.tokenizer.specials.values())
+    drafts = range(loaded.model.prediction_heads)
+    best, totals = np.full((len(drafts), len(texts)), np.inf), [Stats() for _ in drafts]
+    replies: list[list[list[int]]] = [[] for _ in drafts]
+    for turn in range(rounds):
+        for i, text in enumerate(texts):
+            session.set_tokens(text)
+            session.stats = Stats()
+            for _ in session.generate(replace(sampling, drafts=0, max_tokens=1)):  # the prefill, not counted
+                pass
+            for d in drafts:
+                session.set_tokens(text)
+                loaded.model.backend.synchronize()  # work queued for the last reply goes on after its end
+                session.stats = stats = totals[d] if turn == 0 else Stats()
+                before = stats.decode_seconds
+                for _ in session.generate(replace(sampling, drafts=d, seed=i), stop):
+                    pass
+                best[d, i] = min(best[d, i], stats.first_seconds + stats.decode_seconds - before)
+                if turn == 0:
+                    replies[d].append(session.tokens[len(text) :])
+    speeds = [t.tokens / seconds for t, seconds in zip(totals, best.sum(axis=1), strict=True)]
+    found = []
+    for d, of in enumerate(totals):
+        row: dict[str, Any] = {name: getattr(of, name) for name in ("tokens", "tokens_per_pass", "acceptance")}
+        row |= {"tokens_per_second": speeds[d], "over_plain": speeds[d] / speeds[0]}
+        row["us_per_pass"] = 1e6 * best[d].sum() / of.passes
+        found.append({"drafts": d, **row, "same_text_as_plain": replies[d] == replies[0]})
+    return found
 
 
 def measure_speculation(
     path: Path, backend: Backend, prompts: int, rounds: int, files: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Tokens per second of a trained model by number of drafts, greedy and by the default sampling. files: records
-    whose held-out instructions are the prompts, rather than those of the built-in world."""
-    load_average = os.getloadavg()[0]
-    loaded = load(path, backend)
-    tokenizer, config = loaded.tokenizer, loaded.model.config
-    if loaded.meta["kind"] != "pretrain":
-        asked: Sequence[Instruction | Record] = [*instructions("val", prompts, seed=0)]
-        if files:
-            held_out = [record for records in read_split(files)[1] for record in records]
-            asked = held_out[:: -(-len(held_out) // prompts)]
-        texts = [tokenizer.encode(render_prompt(e.instruction, e.input)) for e in asked]
-    else:
-        texts = [tokenizer.encode(d)[:OPENING] for d in documents("val", prompts, seed=0)]
-    texts = [t for t in texts if len(t) < config.context]
-    stop = frozenset(tokenizer.specials.values())
-    session = Session(loaded.model)
-    results: dict[str, Any] = {}
-    kinds = {
-        "greedy": Sampling(temperature=0, max_tokens=SPECULATION_TOKENS),
-        "sampled": Sampling(max_tokens=SPECULATION_TOKENS),
-    }
-    for kind, sampling in kinds.items():
-        drafts = range(loaded.model.prediction_heads)
-        best = np.full((len(drafts), len(texts)), np.inf)
-        totals = [Stats() for _ in drafts]
-        replies: list[list[list[int]]] = [[] for _ in drafts]
-        for turn in range(rounds):
-            for i, text in enumerate(texts):
-                session.set_tokens(text)
-                for _ in session.generate(replace(sampling, drafts=0, max_tokens=1)):  # the prefill
-                    pass
-                for d in drafts:
-                    session.set_tokens(text)
-                    backend.synchronize()  # what was queued for the reply before goes on behind its end
-                    session.stats = stats = Stats()
-                    for _ in session.generate(replace(sampling, drafts=d, seed=i), stop):
-                        pass
-                    best[d, i] = min(best[d, i], stats.first_seconds + stats.decode_seconds)
-                    if turn == 0:
-                        totals[d] = added(totals[d], stats)
-                        replies[d].append(session.tokens[len(text) :])
-        speeds = [t.tokens / seconds for t, seconds in zip(totals, best.sum(axis=1), strict=True)]
-        results[kind] = [
-            {
-                "drafts": d,
-                "tokens": totals[d].tokens,
-                "tokens_per_second": speeds[d],
-                "over_plain": speeds[d] / speeds[0],
-                "tokens_per_pass": totals[d].tokens_per_pass,
-                "us_per_pass": 1e6 * best[d].sum() / totals[d].passes,
-                "acceptance": totals[d].acceptance,
-                "same_text_as_plain": replies[d] == replies[0],
-            }
-            for d in drafts
-        ]
-    return environment(backend, None, load_average) | {
+    """Tokens per second of a trained model by number of drafts, greedy and by the default sampling."""
+    before, loaded = harness.machine(), load(path, backend)
+    texts = [t for t in prompts_of(loaded, prompts, files) if len(t) < loaded.model.config.context]
+    greedy, sampled = Sampling(temperature=0, max_tokens=SPECULATION_TOKENS), Sampling(max_tokens=SPECULATION_TOKENS)
+    kinds = {"greedy": greedy, "sampled": sampled}
+    return harness.environment(backend, None, before) | {
         "kind": loaded.meta["kind"],
         "step": loaded.meta.get("step"),
-        "config": config.to_dict(),
+        "config": loaded.model.config.to_dict(),
         "prompts": len(texts),
         "max_tokens": SPECULATION_TOKENS,
         "rounds": rounds,
-        "results": results,
+        "results": {kind: speculate(loaded, texts, sampling, rounds) for kind, sampling in kinds.items()},
     }
 
 
-def added(a: Stats, b: Stats) -> Stats:
-    """The counts of both."""
-    most = max(len(a.drafted), len(b.drafted))
-
-    def sums(x: list[int], y: list[int]) -> list[int]:
-        return [sum(pair) for pair in zip(*(v + [0] * (most - len(v)) for v in (x, y)), strict=True)]
-
-    return Stats(
-        passes=a.passes + b.passes,
-        tokens=a.tokens + b.tokens,
-        drafted=sums(a.drafted, b.drafted),
-        accepted=sums(a.accepted, b.accepted),
-    )
+SPECULATION_COLUMNS = (
+    "drafts | tokens:, | tokens_per_second:,.0f | over_plain=of plain:.2f | tokens_per_pass=a pass:.2f"
+    " | us_per_pass=us a pass:.0f | shares=acceptance by head | same=same text"
+)
 
 
-def speculation_table(found: dict[str, Any]) -> str:
-    rows = heading(found) + [
-        (
-            "model",
-            f"{found['kind']}, {found['prompts']} held-out prompts, up to {found['max_tokens']} tokens each, the "
-            f"fastest of {found['rounds']} rounds",
-        )
+def speculation_table(found: dict[str, Any]) -> list[str]:
+    prompts = f"{found['prompts']} held-out prompts, up to {found['max_tokens']} tokens each"
+    cases = [(kind, r) for kind, of_kind in found["results"].items() for r in of_kind]
+    shares = [" ".join(f"{share:.2f}" for share in r["acceptance"]) for _, r in cases]
+    named = [
+        (kind, r | {"shares": share, "same": "yes" if r["same_text_as_plain"] else "no"})
+        for (kind, r), share in zip(cases, shares, strict=True)
     ]
-    lines = [f"{name:<13} {value}" for name, value in rows]
-    lines += [
-        "",
-        f"{'':<8} {'drafts':>6} {'tokens':>7} {'tokens/s':>9} {'of plain':>8} {'a pass':>7} {'us a pass':>9}"
-        "  acceptance by head   same text",
-    ]
-    for kind, cases in found["results"].items():
-        for r in cases:
-            shares = " ".join(f"{share:.2f}" for share in r["acceptance"])
-            lines.append(
-                f"{kind:<8} {r['drafts']:>6} {r['tokens']:>7,} {r['tokens_per_second']:>9,.0f} "
-                f"{r['over_plain']:>8.2f} {r['tokens_per_pass']:>7.2f} {r['us_per_pass']:>9.0f}  {shares:<20} "
-                f"{'yes' if r['same_text_as_plain'] else 'no'}"
-            )
-    return "\n".join(lines)
+    lines = harness.heading(found, ("model", f"{found['kind']}, {prompts}, the fastest of {found['rounds']} rounds"))
+    return lines + harness.rows(SPECULATION_COLUMNS, named)
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    config = config_of(PretrainSettings(config=args.config))
-    assert isinstance(config, Config), "the default model is not NanoEuler"
-    position = args.position
+    config, position = harness.nanoeuler_config(args.config), args.position
     if position < args.tokens // 2 or position - args.tokens // 2 + 1 + args.tokens > config.context:
         raise UserError(
             f"--position {position}: {args.tokens} tokens around it are not within the context of {config.context}; "
@@ -431,44 +309,25 @@ def options_of(args: argparse.Namespace) -> Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__)
-    p.add_argument("--config", default="small", help="preset (small, base, large) or a JSON file (default: small)")
-    p.add_argument("--batch-size", type=int, default=1, help="rows that are decoded side by side (default: 1)")
-    p.add_argument("--position", type=int, default=64, help="tokens before the one in the middle (default: 64)")
-    p.add_argument("--tokens", type=int, default=16, help="tokens a round, around the position (default: 16)")
-    p.add_argument("--rounds", type=int, default=30, help="counted runs of each contender (default: 30)")
-    p.add_argument("--peer", choices=("torch",), help="time PyTorch too")
-    p.add_argument("--weights", nargs="+", choices=tuple(FORMATS), default=[], help="ours with such weights too")
-    p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
-    p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
-    p.add_argument("--precision", default="fp32", help="fp32, fp64, and on a GPU tf32 or bf16 (default: fp32)")
-    p.add_argument("--threads", type=int, help="threads of PyTorch (default: as many as there are cores)")
-    p.add_argument("--checkpoint", metavar="DIR", help="time plain and speculative decoding of this model instead")
-    p.add_argument("--prompts", type=int, default=60, help="held-out prompts, with --checkpoint (default: 60)")
-    p.add_argument(
-        "--instructions",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="records as given to sft.py, the "
-        "last 20th of each file being the prompts, with --checkpoint (default: built-in ones)",
-    )
-    add_json_flag(p)
-    args = p.parse_args(argv)
-    for name in ("batch_size", "tokens", "rounds", "threads", "prompts"):
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, wants a number above 0")
-    check_before(args.json, args.peer)
-    options = options_of(args)
-    backend = get_backend(args.backend, args.precision, 1, args.device)
+    p = Flags(__doc__)
+    p.shared("config")
+    p.number("--batch-size", 1, "rows that are decoded together")
+    p.number("--position", 64, "tokens before the one in the middle", 0)
+    p.number("--tokens", 16, "tokens a round, around the position")
+    p.number("--rounds", 30, "counted runs of each contender")
+    p.text("--weights", [], "ours with such weights too", nargs="+", choices=tuple(FORMATS))
+    p.shared("peer", "backend", "device", "precision", threads={"help": "threads of PyTorch (default: one a core)"})
+    p.text("--checkpoint", metavar="DIR", help="time plain and speculative decoding of this model instead")
+    p.number("--prompts", 60, "held-out prompts, with --checkpoint")
+    records = "records as given to sft.py, the last 20th of each file being the prompts, with --checkpoint"
+    p.text("--instructions", [], f"{records} (default: built-in ones)", nargs="+", metavar="FILE")
+    args = p.parse(argv)
+    options, backend = options_of(args), harness.backend_of(args, 1)
     if args.checkpoint:
         found = measure_speculation(Path(args.checkpoint), backend, args.prompts, args.rounds, args.instructions)
-        publish(found, speculation_table(found), args.json)
-    else:
-        found = measure(options, backend, args.peer, args.weights)
-        publish(found, table(found), args.json)
-    return 0
+        return harness.publish(found, speculation_table(found), args)
+    found = measure(options, backend, args.peer, args.weights)
+    return harness.publish(found, table(found), args)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@
 
 A product with SwiGLU or RoPE as its epilogue is compared with cuBLAS's product followed by the op's kernel.
 
-A variant must first be correct: compared with cuBLAS with float32 results, over poisoned memory, the same bits twice.
-Correct variants are timed briefly. The best of them then take long turns with cuBLAS, alternating, so that clock
-changes affect both. Inputs are random and rotate, so that none is still in the L2 cache; times are device times, the
-median of rounds (gpu_clock.py).
+A variant must first be correct: compared with cuBLAS with float32 results, over poisoned memory, bitwise identical
+twice. Correct variants are timed briefly. The best of them then take long turns with cuBLAS, alternating, so that clock
+changes affect both.
 
 A child process does the measuring. If it dies or is silent for half a minute, it is replaced, and the variant that it
 was running is left out and reported.
@@ -30,7 +29,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 if not __package__:
@@ -38,20 +36,21 @@ if not __package__:
 
 import numpy as np
 
-from bench.gpu_clock import CACHE_BYTES, event_ms
+from bench import harness
+from bench.gpu_clock import CONVENTION, event_us, sets_of, take_turns
 from tinyforge.backends.compile import constant
-from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.errors import UserError, run_command
 from tinyforge.models.gpt2.config import PRESETS as GPT2
 from tinyforge.models.nanoeuler.config import PRESETS as NANOEULER
 from tinyforge.models.nanoeuler.config import Config
 from tinyforge.ops.cross_entropy import row_pitch
-from tinyforge.report import add_json_flag, check_before, publish
+from tinyforge.report import check_before
 
 MODELS = ("base", "124m", "large")  # unless --models names others
 CHUNK = 4096  # tokens whose logits are computed at a time (ops/cross_entropy_cuda.py)
-SILENCE, STARTING = 30.0, 120.0  # seconds until a silent child is given up; while it starts and compiles
+SILENCE, STARTING = 30.0, 120.0  # seconds until a silent child is killed; the same while it starts and compiles
 ROPE_HEAD = constant("ops/gemm_hopper.cu", "HEAD")  # the width of a head whose product can end with RoPE
-FINALISTS, ROUNDS, SHORT = 4, 7, 8
+FINALISTS, SHORT = 4, 8
 # Relative errors, by norms, against sums in float32 by cuBLAS: one rounding to bf16; another order of the sum.
 TOLERANCE = {"bfloat16": 4e-3, "float32": 3e-5}
 
@@ -129,7 +128,7 @@ def products(model: str, tokens: int) -> Iterator[Product]:
 
 def busy(product: Product, variant: Any, splits: int, slots: int) -> float:
     """The share of the multiprocessors' time that goes into results, if all tiles take the same time: less than 1 where
-    the last round is not full, and where tiles stand out of the result."""
+    the last round is not full, and where tiles reach beyond the result."""
     down, across = -(-product.m // (variant.rows * variant.cluster)), -(-product.n // variant.columns)
     clusters = slots // variant.cluster
     rounds = -(-down * across * splits // clusters)
@@ -158,55 +157,57 @@ def tile(product: str, variant: Any) -> tuple[Any, ...]:
 
 def compile_one(product: str, numbers: tuple[int, ...]) -> tuple[str, str]:
     """Runs in a process of its own, and leaves the cubin in CuPy's disk cache."""
-    from tinyforge.backends.compile import load
-    from tinyforge.backends.gemm import FILE, Variant, macros_of
+    from tinyforge.backends.gemm import Variant
 
     v = Variant(*numbers)
     try:
-        load(
-            FILE,
-            "gemm_hopper",
-            v.shared_bytes(product),
-            arch="sm_90a",
-            SCALAR="bf16",
-            **macros_of(product),
-            ROWS=v.rows,
-            COLUMNS=v.columns,
-            STAGES=v.stages,
-            PINGPONG=v.pingpong,
-            CLUSTER=v.cluster,
-        )
-    except Exception as error:  # a variant less
+        v.kernel(product)
+    except Exception as error:  # one variant fewer
         return f"{product} {v}", str(error)
     return f"{product} {v}", ""
 
 
 class Bench:
-    """One product: its inputs, its contenders."""
+    """One product: its inputs, and its contenders: our kernel, and cuBLAS, which the op's kernel follows where the
+    product has an epilogue. A set of arrays is the two factors, the results, and further inputs of the op."""
+
+    results = slice(2, 3)  # of a set
 
     def __init__(self, backend: Any, product: Product) -> None:
         from tinyforge.backends import cublas, gemm
 
         self.xp, self.product, self.gemm, self.cublas = backend.xp, product, gemm, cublas.gemm
-        m, n, k = product.m, product.n, product.k
-        weight, forward = product.product == "WEIGHT", product.product == "FORWARD"
-        shapes = ((k, m) if weight else (m, k)), ((n, k) if forward else (k, n))
-        self.result = backend.master_dtype if weight else backend.dtype
-        bytes_of_a_set = 2 * (m * k + n * k) + m * n * self.result.itemsize
-        count = min(16, max(2, -(-CACHE_BYTES // bytes_of_a_set)))
-        random = self.xp.random.default_rng(0)
+        self.dtype, self.random = backend.dtype, backend.xp.random.default_rng(0)
+        self.weight, self.forward = product.product == "WEIGHT", product.product == "FORWARD"
+        self.result = backend.master_dtype if self.weight else backend.dtype
+        self.sets: Any = self.make_sets(product.m, product.n, product.k)
 
-        def normal(*shape: int) -> Any:
-            return random.standard_normal(shape, np.float32).astype(backend.dtype)
+    def normal(self, *shape: int) -> Any:
+        return self.random.standard_normal(shape, np.float32).astype(self.dtype)
 
-        self.sets: Any = [
-            (normal(*shapes[0]), normal(*shapes[1]), self.xp.empty((m, n), self.result)) for _ in range(count)
-        ]
-        self.transposes = {"transpose_a": weight, "transpose_b": forward}
+    def make_sets(self, m: int, n: int, k: int) -> list[tuple[Any, ...]]:
+        shapes = ((k, m) if self.weight else (m, k)), ((n, k) if self.forward else (k, n))
+        count = min(16, sets_of(2 * (m * k + n * k) + m * n * self.result.itemsize, least=2))
+        return [(*(self.normal(*s) for s in shapes), self.xp.empty((m, n), self.result)) for _ in range(count)]
+
+    def apart(self, a: Any, b: Any, out: Any) -> tuple[Any, ...]:
+        """The results by cuBLAS and the op's kernel."""
+        how = {"accumulate": self.product.accumulate, "transpose_a": self.weight, "transpose_b": self.forward}
+        return (self.cublas(a, b, out, **how),)
+
+    def keywords(self, *more: Any) -> dict[str, Any]:
+        """What the kernel takes besides the factors and the first result; more: the rest of the set."""
+        return {"accumulate": self.product.accumulate}
+
+    def reference(self) -> list[Any]:
+        """The results in float32."""
+        a, b, out = self.sets[0]
+        wide = self.xp.empty(out.shape, "float32")
+        self.cublas(a, b, wide, transpose_a=self.weight, transpose_b=self.forward)
+        return [wide]
 
     def by_cublas(self, i: int) -> None:
-        a, b, out = self.sets[i % len(self.sets)]
-        self.cublas(a, b, out, accumulate=self.product.accumulate, **self.transposes)
+        self.apart(*self.sets[i % len(self.sets)])
 
     def by_ours(self, variant: Any) -> Callable[[int], None]:
         def launch(i: int) -> None:
@@ -216,75 +217,50 @@ class Bench:
 
         return launch
 
-    def keywords(self, *more: Any) -> dict[str, Any]:
-        """What the kernel takes beside the three matrices; more: of the set, behind these."""
-        return {"accumulate": self.product.accumulate}
-
-    def reference(self) -> tuple[Any, float]:
-        a, b, out = self.sets[0]
-        wide = self.xp.empty(out.shape, "float32")
-        self.cublas(a, b, wide, **self.transposes)
-        return wide, float(self.xp.linalg.norm(wide))
-
-    def error(self, variant: Any, reference: Any, size: float) -> float:
-        """Relative, or infinite where a second run has other bits."""
-        found = []
+    def error(self, variant: Any, reference: list[Any]) -> float:
+        """Relative, the worst of the results, or infinite where a second run has other bits."""
+        found, worst, norm = [], 0.0, self.xp.linalg.norm
         for _ in range(2):
-            out = self.sets[0][2]
-            if self.product.accumulate:
-                out.fill(1)
-            else:
-                out.data.memset(0xFF, out.nbytes)  # NaN
+            for x in self.sets[0][self.results]:
+                if self.product.accumulate:
+                    x.fill(1)
+                else:
+                    x.view("uint8").fill(0xFF)  # NaN
             self.by_ours(variant)(0)
-            found.append(out.copy())
-        if not bool((found[0].view("uint8") == found[1].view("uint8")).all()):
-            return float("inf")
-        wide = found[0].astype("float32")
-        if self.product.accumulate:
-            wide -= 1
-        wide -= reference
-        return float(self.xp.linalg.norm(wide)) / size
-
-    def short(self, launch: Callable[[int], None]) -> float:
-        start, stop = self.xp.cuda.Event(), self.xp.cuda.Event()
-        launch(0)
-        start.record()
-        for i in range(SHORT):
-            launch(i)
-        stop.record()
-        stop.synchronize()
-        return float(self.xp.cuda.get_elapsed_time(start, stop)) / SHORT
+            found.append([x.copy() for x in self.sets[0][self.results]])
+        for one, two, expected in zip(*found, reference, strict=True):
+            if not bool((one.view("uint8") == two.view("uint8")).all()):
+                return float("inf")
+            wide = one.astype("float32")
+            wide -= expected
+            if self.product.accumulate:
+                wide -= 1
+            error = float(norm(wide) / norm(expected))
+            worst = error if not error <= worst else worst  # NaN stays
+        return worst
 
 
 class Gated(Bench):
-    """A product that ends with SwiGLU, forward or backward, beside cuBLAS's product and the op's kernel."""
+    """A product that ends with SwiGLU, forward or backward; results: gate|up and h, or their gradient and h."""
 
-    def __init__(self, backend: Any, product: Product) -> None:
-        from tinyforge.backends import cublas, gemm
+    results = slice(2, 4)
+
+    def make_sets(self, m: int, n: int, k: int) -> list[tuple[Any, ...]]:
         from tinyforge.ops.swiglu_cuda import swiglu_bwd, swiglu_fwd
 
-        self.xp, self.product, self.gemm, self.cublas = backend.xp, product, gemm, cublas.gemm
-        self.passes, self.result = (swiglu_fwd, swiglu_bwd), backend.dtype
-        m, n, k = product.m, product.n, product.k
-        self.forward = product.product == "SWIGLU"
+        self.passes, self.forward = (swiglu_fwd, swiglu_bwd), self.product.product == "SWIGLU"
         half = n // 2 if self.forward else n
-        random, empty = self.xp.random.default_rng(0), self.xp.empty
-
-        def normal(*shape: int) -> Any:
-            return random.standard_normal(shape, np.float32).astype(backend.dtype)
 
         def one() -> tuple[Any, ...]:
-            gu = None if self.forward else normal(m, 2 * half)
-            weight = normal(*((n, k) if self.forward else (k, n)))
-            return normal(m, k), weight, empty((m, 2 * half), backend.dtype), empty((m, half), backend.dtype), gu
+            gu = None if self.forward else self.normal(m, 2 * half)
+            weight = self.normal(*((n, k) if self.forward else (k, n)))
+            gate_up, hidden = (self.xp.empty((m, width), self.dtype) for width in (2 * half, half))
+            return self.normal(m, k), weight, gate_up, hidden, gu
 
-        self.sets = [one() for _ in range(2)]  # a hundred MiB and more each
+        return [one() for _ in range(2)]  # a hundred MiB and more each
 
-    def by_cublas(self, i: int) -> None:
-        self.apart(*self.sets[i % len(self.sets)])
-
-    def apart(self, a: Any, b: Any, out: Any, hidden: Any, gu: Any) -> tuple[Any, Any]:
-        """gate|up and h, or their gradient and h, in fresh memory where the op gives them so."""
+    def apart(self, a: Any, b: Any, out: Any, hidden: Any = None, gu: Any = None) -> tuple[Any, ...]:
+        """In fresh memory where the op returns such."""
         if self.forward:
             return self.cublas(a, b, out, transpose_b=True), self.passes[0](out)
         self.cublas(a, b, hidden)
@@ -293,111 +269,66 @@ class Gated(Bench):
     def keywords(self, *more: Any) -> dict[str, Any]:
         return dict(zip(("hidden", "gu"), more, strict=True))
 
-    def results(self) -> tuple[Any, ...]:
-        return self.sets[0][2:4]
-
-    def reference(self) -> tuple[Any, float]:
-        found = [x.astype("float32") for x in self.apart(*self.sets[0])]
-        return found, float(self.xp.linalg.norm(found[0]))
-
-    def error(self, variant: Any, reference: Any, size: float) -> float:
-        found, worst = [], 0.0
-        for _ in range(2):
-            for x in self.results():
-                x.data.memset(0xFF, x.nbytes)  # NaN
-            self.by_ours(variant)(0)
-            found.append([x.copy() for x in self.results()])
-        for one, two, wanted in zip(*found, reference, strict=True):
-            if not bool((one.view("uint8") == two.view("uint8")).all()):
-                return float("inf")
-            error = float(self.xp.linalg.norm(one.astype("float32") - wanted) / self.xp.linalg.norm(wanted))
-            worst = error if not error <= worst else worst  # NaN stays
-        return worst
+    def reference(self) -> list[Any]:
+        return [x.astype("float32") for x in self.apart(*self.sets[0])]
 
 
 class Roped(Gated):
-    """A product that ends with RoPE, four heads of five, of positions 0 to 511 again and again."""
+    """A product that ends with RoPE, four heads of five, of positions 0 to 511 repeatedly."""
 
-    def __init__(self, backend: Any, product: Product) -> None:
-        from tinyforge.backends import cublas, gemm
+    results = slice(2, 3)
+
+    def make_sets(self, m: int, n: int, k: int) -> list[tuple[Any, ...]]:
+        self.heads, head = n // self.gemm.HEAD, self.gemm.HEAD // 2
+        angles = [self.random.standard_normal((min(m, 512), head), np.float32) for _ in range(2)]
+        self.turn = self.gemm.Turn(*angles, self.heads * 4 // 5)
+        return [(self.normal(m, k), self.normal(n, k), self.xp.empty((m, n), self.result)) for _ in range(4)]
+
+    def apart(self, a: Any, b: Any, out: Any, hidden: Any = None, gu: Any = None) -> tuple[Any, ...]:
         from tinyforge.ops.rope_cuda import rope
 
-        self.xp, self.product, self.gemm, self.cublas, self.rope = backend.xp, product, gemm, cublas.gemm, rope
-        self.result, (m, n, k) = backend.dtype, (product.m, product.n, product.k)
-        random, self.heads = self.xp.random.default_rng(0), n // gemm.HEAD
-
-        def normal(*shape: int) -> Any:
-            return random.standard_normal(shape, np.float32)
-
-        positions = min(m, 512)
-        angles = [normal(positions, gemm.HEAD // 2) for _ in range(2)]
-        self.turn = gemm.Turn(angles[0], angles[1], self.heads * 4 // 5)
-        self.sets = [
-            (normal(m, k).astype(self.result), normal(n, k).astype(self.result), self.xp.empty((m, n), self.result))
-            for _ in range(4)
-        ]
-
-    def apart(self, a: Any, b: Any, out: Any) -> tuple[Any, ...]:  # type: ignore[override]
         self.cublas(a, b, out, transpose_b=True)
         heads = out.reshape(-1, len(self.turn.cosines), self.heads, self.gemm.HEAD)
-        self.rope(heads, heads, self.turn.cosines, self.turn.sines, self.turn.heads)
+        rope(heads, heads, self.turn.cosines, self.turn.sines, self.turn.heads)
         return (out,)
 
     def keywords(self, *more: Any) -> dict[str, Any]:
         return {"turn": self.turn}
 
-    def results(self) -> tuple[Any, ...]:
-        return self.sets[0][2:]
 
-
-def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tuple[Any, ...]], until: float) -> None:
+def child(pipe: Any, device: int | None, todo: list[Product], left_out: set[tuple[Any, ...]], until: float) -> None:
     from tinyforge.backends import get_backend
     from tinyforge.backends.cupy_backend import processors
 
     backend: Any = get_backend("cupy", "bf16", device=device)
-    pipe.send(
-        (
-            "device",
-            backend.describe(),
-            backend.xp.cuda.runtime.getDeviceProperties(backend.device.id)["name"].decode(),
-            backend.matmul_peak() / 1e12,
-        )
-    )
-    for product in wanted:
+    name = backend.xp.cuda.runtime.getDeviceProperties(backend.device.id)["name"].decode()
+    pipe.send(("device", backend.describe(), name, backend.matmul_peak() / 1e12))
+    for product in todo:
         if time.time() > until:
             break
         bench = {"ROPE": Roped}.get(product.product, Gated if product.instead else Bench)(backend, product)
-        reference, size = bench.reference()
+        reference = bench.reference()
         times: list[tuple[float, Any]] = []
         wrong = []
         for variant in candidates(product, processors()):
             if tile(product.product, variant) in left_out:
                 continue
             pipe.send(("trying", product.product, variant))
-            error = bench.error(variant, reference, size)
-            if not error <= TOLERANCE[bench.result.name]:  # NaN is wrong
+            error = bench.error(variant, reference)
+            if error <= TOLERANCE[bench.result.name]:
+                times.append((event_us(bench.xp, bench.by_ours(variant), SHORT)[0], variant))
+            else:  # NaN too
                 wrong.append({"variant": astuple(variant), "error": error})
-                continue
-            times.append((bench.short(bench.by_ours(variant)), variant))
         times.sort(key=lambda found: found[0])
         finalists = [variant for _, variant in times[:FINALISTS]]
-        contenders = [bench.by_cublas, *map(bench.by_ours, finalists)]
-        rounds: list[list[tuple[float, float]]] = [[] for _ in contenders]
-        for launch in contenders:
-            launch(0)
-        for _ in range(ROUNDS):
-            for launch, found in zip(contenders, rounds, strict=True):
-                found.append(event_ms(bench.xp, launch))
-        us, host = ([1e3 * median(r[i] for r in found) for found in rounds] for i in range(2))
+        (us, host), *ours = take_turns(bench.xp, [bench.by_cublas, *map(bench.by_ours, finalists)])
+        best = sorted(zip(finalists, ours, strict=True), key=lambda x: x[1])
         row = asdict(product) | {
-            "cublas_us": us[0],
-            "cublas_host_us": host[0],
+            "cublas_us": us,
+            "cublas_host_us": host,
             "wrong": wrong,
-            "ours": [
-                {"variant": astuple(v), "name": str(v), "us": t, "host_us": h}
-                for v, t, h in sorted(zip(finalists, us[1:], host[1:], strict=True), key=lambda x: x[1])
-            ],
-            "short": [{"variant": astuple(v), "us": 1e3 * t} for t, v in times],
+            "ours": [{"variant": astuple(v), "name": str(v), "us": u, "host_us": h} for v, (u, h) in best],
+            "short": [{"variant": astuple(v), "us": u} for u, v in times],
         }
         pipe.send(("row", product, row))
         del bench, reference
@@ -405,13 +336,13 @@ def child(pipe: Any, device: int | None, wanted: list[Product], left_out: set[tu
     pipe.send(("done",))
 
 
-def measure(args: argparse.Namespace, wanted: list[Product], say: Callable[[str], None]) -> dict[str, Any]:
+def measure(args: argparse.Namespace, todo: list[Product], say: Callable[[str], None]) -> dict[str, Any]:
     context, until = multiprocessing.get_context("spawn"), time.time() + args.seconds
     left_out: set[tuple[Any, ...]] = set()
     found: dict[str, Any] = {"tokens": args.tokens, "rows": [], "left_out": []}
-    while wanted and time.time() < until:
+    while todo and time.time() < until:
         pipe, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(theirs, args.device, wanted, left_out, until), daemon=True)
+        process = context.Process(target=child, args=(theirs, args.device, todo, left_out, until), daemon=True)
         process.start()
         theirs.close()
         trying: tuple[str, Any] | None = None
@@ -428,7 +359,7 @@ def measure(args: argparse.Namespace, wanted: list[Product], say: Callable[[str]
                     trying = rest[0], rest[1]
                 else:
                     found["rows"].append(rest[1])
-                    wanted, trying = [p for p in wanted if p != rest[0]], None
+                    todo, trying = [p for p in todo if p != rest[0]], None
                     say(line(rest[1]))
         except EOFError:
             process.kill()
@@ -482,20 +413,15 @@ def table(found: dict[str, Any]) -> dict[str, dict[str, list[int]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__)
-    p.add_argument(
-        "--models",
-        default=",".join(MODELS),
-        help="of whose steps: presets of NanoEuler, 124m, or as "
-        "384x1024 a width and a hidden width (default: %(default)s)",
-    )
-    p.add_argument("--tokens", type=int, nargs="+", default=[16384], help="of a step (default: 16384)")
-    p.add_argument("--seconds", type=float, default=150, help="start no product after this time (default: %(default)s)")
-    p.add_argument("--epilogues", action="store_true", help="only products with an epilogue")
-    p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
-    p.add_argument("--table", metavar="FILE", help="write the table of backends/gemm.py there")
-    add_json_flag(p)
-    args = p.parse_args(argv)
+    p = harness.Flags(__doc__, CONVENTION)
+    known = "presets of NanoEuler, 124m, or as 384x1024 a width and a hidden width"
+    p.text("--models", ",".join(MODELS), f"of whose steps: {known}")
+    p.number("--tokens", [16384], "of a step", nargs="+")
+    p.number("--seconds", 150.0, "start no product after this time")
+    p.switch("--epilogues", "only products with an epilogue")
+    p.shared("device")
+    p.text("--table", metavar="FILE", help="write the table of backends/gemm.py there")
+    args = p.parse(argv)
     names = args.models.split(",")
     if unknown := {name for name in names if name != "124m" and shape_of(name) is None}:
         raise UserError(
@@ -503,9 +429,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"nor a width in steps of {ROPE_HEAD} and a hidden width, as 384x1024"
         )
     for tokens in args.tokens:
-        if tokens < 1 or (tokens > CHUNK and tokens % CHUNK):
-            raise UserError(f"--tokens is {tokens}, wants at most {CHUNK}, or a multiple of it")
-    check_before(args.json)
+        if tokens > CHUNK and tokens % CHUNK:
+            raise UserError(f"--tokens is {tokens}, expected at most {CHUNK}, or a multiple of it")
     check_before(args.table)
     from tinyforge.backends import gpu_is_there
 
@@ -519,8 +444,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text, file=log, flush=True)
 
     start = time.perf_counter()
-    wanted = list(dict.fromkeys(p for name in names for tokens in args.tokens for p in products(name, tokens)))
-    wanted = [p for p in wanted if p.instead or not args.epilogues]
+    todo = list(dict.fromkeys(p for name in names for tokens in args.tokens for p in products(name, tokens)))
+    todo = [p for p in todo if p.instead or not args.epilogues]
     kinds = [*([] if args.epilogues else ["FORWARD", "INPUT", "WEIGHT"]), *EPILOGUES]
     jobs = [(product, astuple(v)) for product in kinds for v in compiled(product)]
     workers = min(16, os.cpu_count() or 1, len(jobs))
@@ -530,16 +455,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, error in failed.items():
         say(f"not compiled: {name}: {error}")
     say(f"{'':<33}{'cuBLAS us':>9} {'TFL/s':>5} {'ours us':>7} {'TFL/s':>5} {'ratio':>6}  variant")
-    found = measure(args, wanted, say)
+    found = measure(args, todo, say)
     found["seconds"] = time.perf_counter() - start
     found["not_compiled"] = failed
     text = [*summary(found), f"{found['seconds']:.0f} s; {found.get('device', 'no device')}"]
-    if missing := len(wanted) - len(found["rows"]):
+    if missing := len(todo) - len(found["rows"]):
         text.append(f"{missing} products were not measured: the time was up (--seconds)")
-    publish(found, "\n".join(text), args.json)
     if args.table:
         Path(args.table).write_text(written(table(found)), encoding="utf-8")
-    return 0
+    return harness.publish(found, text, args)
 
 
 def written(found: dict[str, dict[str, list[int]]]) -> str:

@@ -5,14 +5,12 @@
     python bench/grouped.py --json result.json
 
 Choices are random, so experts have nearly equal numbers of rows. cuBLAS gets gathered rows, and its products are
-launched by a host that knows the sizes, for which a step would have to wait. Products in bf16, summed in float32; times
-are device times, the median of rounds (gpu_clock.py).
+launched by a host that knows the sizes, for which a step would have to wait. Products in bf16, summed in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 if not __package__:
@@ -20,20 +18,15 @@ if not __package__:
 
 import numpy as np
 
-from bench.gpu_clock import timed
+from bench import harness
+from bench.gpu_clock import CONVENTION, take_turns
 from tinyforge.backends import get_backend
-from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.errors import run_command
 from tinyforge.kernel import bind
 from tinyforge.models.moe.config import PRESETS
 from tinyforge.ops import MixtureOfExperts
-from tinyforge.report import add_json_flag, check_before, publish
 
 FILES = ("ops/grouped_hopper.cu", "ops/grouped_mma.cu", "ops/grouped.cu")
-
-
-def each_group(product: Callable[[int, slice], Any], groups: list[tuple[int, slice]], _: int) -> None:
-    for expert, rows in groups:
-        product(expert, rows)
 
 
 def measure(backend: Any, tokens: int) -> list[dict[str, Any]]:
@@ -57,71 +50,50 @@ def _measure(
     def normal(*shape: int) -> Any:
         return rng.standard_normal(shape, np.float32).astype(backend.dtype)
 
-    x, dy, weight, gathered = normal(rows, ins), normal(rows, outs), normal(len(groups), outs, ins), name == "gate_up"
+    def by_cublas(product: Callable[[int, slice], Any]) -> Callable[[int], Any]:
+        return lambda _: [product(expert, rows) for expert, rows in groups]
+
+    x, dy, w, gathered = normal(rows, ins), normal(rows, outs), normal(len(groups), outs, ins), name == "gate_up"
     few = normal(tokens, ins if gathered else outs)
-    dweight, y, dx = backend.zeros(weight.shape, backend.master_dtype), xp.empty_like(dy), xp.empty_like(x)
-    ours_x, x_tokens, ours_dy, dy_tokens = (few, of_row, dy, None) if gathered else (x, None, few, of_row)
+    dw, y, dx = backend.zeros(w.shape, backend.master_dtype), xp.empty_like(dy), xp.empty_like(x)
+    our_x, x_tokens, our_dy, dy_tokens = (few, of_row, dy, None) if gathered else (x, None, few, of_row)
     products: dict[str, tuple[Callable[[int], Any], Callable[[int, slice], Any]]] = {
         "forward": (
-            lambda _: k.grouped_fwd(ours_x, weight, x_tokens, starts),
-            lambda e, r: gemm(x[r], weight[e], y[r], transpose_b=True),
+            lambda _: k.grouped_fwd(our_x, w, x_tokens, starts),
+            lambda e, r: gemm(x[r], w[e], y[r], transpose_b=True),
         ),
-        "dx": (
-            lambda _: k.grouped_bwd_input(ours_dy, weight, dy_tokens, starts),
-            lambda e, r: gemm(dy[r], weight[e], dx[r]),
-        ),
+        "dx": (lambda _: k.grouped_bwd_input(our_dy, w, dy_tokens, starts), lambda e, r: gemm(dy[r], w[e], dx[r])),
         "dW": (
-            lambda _: k.grouped_bwd_weight(dweight, ours_dy, ours_x, dy_tokens, x_tokens, starts),
-            lambda e, r: gemm(dy[r], x[r], dweight[e], transpose_a=True, accumulate=True),
+            lambda _: k.grouped_bwd_weight(dw, our_dy, our_x, dy_tokens, x_tokens, starts),
+            lambda e, r: gemm(dy[r], x[r], dw[e], transpose_a=True, accumulate=True),
         ),
     }
     found = []
     for what, (ours, cublas) in products.items():
-        ms, _ = timed(xp, ours)
-        peer, _ = timed(xp, partial(each_group, cublas, groups))
-        found.append(
-            {
-                "product": f"{name} {what}",
-                "us": 1e3 * ms,
-                "cublas_us": 1e3 * peer,
-                "tflop_per_second": 2 * rows * outs * ins / ms / 1e9,
-            }
-        )
+        (us, _), (peer, _) = take_turns(xp, [ours, by_cublas(cublas)])
+        rate = 2 * rows * outs * ins / us / 1e6
+        found.append({"product": f"{name} {what}", "us": us, "cublas_us": peer, "tflop_per_second": rate})
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__)
-    p.add_argument("--tokens", type=int, default=16384, help="(default: %(default)s)")
-    p.add_argument("--file", choices=FILES, help="whose kernels (default: the fastest that run here)")
-    p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
-    add_json_flag(p)
-    args = p.parse_args(argv)
-    if args.tokens < 1:
-        raise UserError(f"--tokens is {args.tokens}, wants at least 1")
-    check_before(args.json)
+    p = harness.Flags(__doc__, CONVENTION)
+    p.number("--tokens", 16384, "of a step")
+    p.text("--file", help="whose kernels (default: the fastest that run here)", choices=FILES)
+    p.shared("device")
+    args = p.parse(argv)
     backend = get_backend("cupy", "bf16", device=args.device)
     from tinyforge.ops import mixture_cuda
 
     if args.file:
         mixture_cuda._file = lambda *_: args.file
     rows = measure(backend, args.tokens)
-    found = {
-        "device": backend.describe(),
-        "tokens": args.tokens,
-        "file": args.file or "the fastest",
-        "tflop_per_second_of_a_large_product": backend.matmul_peak() / 1e12,
-        "rows": rows,
-    }
-    peak = found["tflop_per_second_of_a_large_product"]
-    table = [
-        f"{found['device']}; a product of 8192 x 8192: {peak:.0f} TFLOP/s",
-        "",
-        f"{'':<16} {'us':>8} {'TFLOP/s':>8} {'cuBLAS us':>10}",
-    ]
-    table += [f"{r['product']:<16} {r['us']:>8.1f} {r['tflop_per_second']:>8.0f} {r['cublas_us']:>10.1f}" for r in rows]
-    publish(found, "\n".join(table), args.json)
-    return 0
+    peak = backend.matmul_peak() / 1e12
+    found = {"device": backend.describe(), "tokens": args.tokens, "file": args.file or "the fastest"}
+    found |= {"tflop_per_second_of_a_large_product": peak, "rows": rows}
+    named, columns = ((r["product"], r) for r in rows), "us:.1f | tflop_per_second:.0f | cublas_us=cuBLAS us:.1f"
+    lines = [f"{found['device']}; a product of 8192 x 8192: {peak:.0f} TFLOP/s", "", *harness.rows(columns, named)]
+    return harness.publish(found, lines, args)
 
 
 if __name__ == "__main__":

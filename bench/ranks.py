@@ -1,8 +1,8 @@
 """What `bench/train_step.py --gpus N` runs in each of N processes: one GPU, N, N with ZeRO 1 and 2, and compiled DDP.
 
 Every GPU takes --batch-size sequences. The contenders take turns, a few steps each: ours in the same processes, DDP in
-one beside each of them. A turn is timed on rank 0 from idle devices to idle devices. PyTorch's gradients are averaged
-over the ranks in buckets under its backward (DistributedDataParallel), as ours are summed.
+one more process per rank. A turn is timed on rank 0 from idle devices to idle devices. PyTorch's gradients are averaged
+over the ranks in buckets during its backward (DistributedDataParallel), as ours are summed.
 """
 
 from __future__ import annotations
@@ -11,98 +11,30 @@ import atexit
 import gc
 import multiprocessing
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any
 
+from bench import harness
+from bench.training import Ours, repeated
 from tinyforge.backends import Backend, get_backend
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.parallel.launch import joined
+from tinyforge.parallel.launch import init_process_group
 from tinyforge.params import named
 from tinyforge.registry import find_model
-from tinyforge.rng import Stream
-from tinyforge.train.captured import Captured
-from tinyforge.train.data_parallel import Sharded
-from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.objectives import Batch
 from tinyforge.train.plan import Split, plan_step
 
 ONE, SEVERAL, ZERO, ZERO_2, DDP = "1 GPU", "ranks", "ranks, ZeRO", "ranks, ZeRO-2", "torch DDP, compiled"
-GRAPH = ", graph"  # behind a name: its steps are launched as CUDA graphs
-MESSAGES = 3  # from rank 0 in a step: gradients, clip, update
-LR, CLIP = 1e-3, 1.0
+GRAPH = ", graph"  # appended to a name: its steps are launched as CUDA graphs
 TURN, WARM_UP = 10, 6
 
 
-class Ours:
-    """A model on one rank, or on all of them. Rank 0 leads a step as `Run` does, the others do what it says."""
-
-    def __init__(
-        self,
-        model: str,
-        config: ModelConfig,
-        backend: Backend,
-        batches: Sequence[Batch],
-        ranks: int,
-        zero: int,
-        like: Ours | None = None,
-    ) -> None:
-        """like: has the weights to begin with; drawing many takes longer than all steps."""
-        self.model = find_model(model).build(config, backend)
-        if like is None:
-            self.model.initialise(seed=0)
-        else:
-            self.model.buffer.masters[...] = like.model.buffer.masters
-            self.model.buffer.publish()
-        self.batches = batches
-        self.sharded = Sharded(
-            self.model, backend, NextTokens(config.head_weights), batches=lambda step: [batches[step % len(batches)]]
-        )
-        self.sharded.rank.make_optimizer(None, zero)
-        self.spared = self.sharded.group.spares if ranks > 1 else 0  # of the process, which the contenders share
-        self.noise = Stream(0, "dropout")
-
-    def step(self, index: int) -> Any:
-        group = self.sharded.group
-        self.sharded.backend.spare(self.spared)
-        if group.rank:
-            for _ in range(MESSAGES):
-                work, arguments = group.send_object()
-                work(self.sharded.rank, *arguments)
-            return None
-        step = [self.batches[index % len(self.batches)]]
-        totals = self.sharded.gradients(step, self.noise.fork(str(index)), index)
-        self.sharded.clip(CLIP)
-        self.sharded.update(LR)
-        return totals
-
-
-class Graph(Ours):
-    """The same as CUDA graphs, from the third step on."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        optimizer = self.sharded.rank.optimizer
-        assert optimizer is not None
-        self.captured = Captured(self.sharded, optimizer, CLIP)
-
-    def step(self, index: int) -> Any:
-        group = self.sharded.group
-        self.sharded.backend.spare(self.spared)
-        if group.rank:
-            work, arguments = group.send_object()
-            work(self.sharded.rank, *arguments)
-            return None
-        step = [self.batches[index % len(self.batches)]]
-        return self.captured.step(step, self.noise.fork(str(index)), LR, index)[0]
-
-
 class Apart:
-    """DDP's rank in a process of its own, beside this one: NCCL reads its environment once in a process, and DDP's is
-    to be NCCL's own choice (see tinyforge/parallel/nccl.py)."""
+    """DDP's rank in a process of its own: NCCL reads its environment once in a process, and DDP's is to be NCCL's own
+    choice (see tinyforge/parallel/nccl.py)."""
 
     def __init__(self, *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -147,7 +79,7 @@ def _ddp_rank(
     device: int,
     batches: Sequence[Batch],
 ) -> None:
-    """Of `Apart`: takes the steps that it is told to, and says when it is ready and when they are done."""
+    """Of `Apart`: takes the steps that it receives, and answers when it is ready and when they are done."""
     import torch
     import torch.distributed
 
@@ -156,14 +88,12 @@ def _ddp_rank(
     torch.cuda.set_device(device)
     port = int(os.environ["MASTER_PORT"]) + 1
     torch.distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    training = TorchTraining(
-        model, config, precision=precision, device=f"cuda:{device}", threads=4, clip=CLIP, compiled="default", ddp=True
-    )
+    training = TorchTraining(model, config, precision, f"cuda:{device}", 4, "default", ddp=True)
     backend = get_backend("numpy", "fp32", workers=1)
     ours = find_model(model).build(config, backend)
     ours.initialise(seed=0)
     training.load(named(ours.buffer, ours.buffer.values, backend))
-    peer = TorchPeer(training, batches, LR)
+    peer = TorchPeer(training, batches)
     line.send(None)
     with suppress(EOFError):
         while True:
@@ -172,165 +102,120 @@ def _ddp_rank(
             else:
                 torch.cuda.synchronize()
                 line.send(None)
-    os._exit(0)  # without NCCL's farewell, in which the ranks wait for each other
+    os._exit(0)  # without NCCL's shutdown, in which the ranks wait for each other
 
 
-def measure(
-    model: str,
-    config: ModelConfig,
-    precision: str,
-    rows: int,
-    seq_len: int,
-    steps: int,
-    peer: bool,
-    batches_of: Callable[[int], list[Batch]],
-    capture: bool = False,
-) -> dict[str, Any]:
-    """The figures on rank 0; on the other ranks nothing. batches_of(rows): random ones, the same everywhere. capture:
-    time CUDA graphs of the step too."""
-    with joined() as ranks:
-        size = ranks.size
-        backend = get_backend("cupy", precision, device=ranks.local_rank)
-        of_all, own = batches_of(rows * size), slice(rows * ranks.rank, rows * (ranks.rank + 1))
+def measure(options: Any, peer: bool, batches_of: Callable[[int], list[Batch]]) -> dict[str, Any]:
+    """The figures on rank 0; on the other ranks nothing. options: of bench/train_step.py. batches_of(rows): random
+    ones, the same everywhere."""
+    with init_process_group() as ranks:
+        rows, size, rank, local = options.batch_size, ranks.size, ranks.rank, ranks.local_rank
+        backend = get_backend("cupy", options.precision, device=local)
+        of_all, own = batches_of(rows * size), slice(rows * rank, rows * (rank + 1))
         # First, as it compiles for half a minute, and as a group sets variables of NCCL's for this process.
-        apart = (
-            Apart(model, config, precision, ranks.rank, size, ranks.local_rank or 0, [batch[own] for batch in of_all])
-            if peer
-            else None
-        )
+        ddp = options.model, options.config, options.precision, rank, size, local or 0
+        apart = Apart(*ddp, [batch[own] for batch in of_all]) if peer else None
         group = ranks.group(backend)
         group.be_patient(300.0)
-        alone, many = get_backend("cupy", precision, device=ranks.local_rank), backend
+        alone, many = get_backend("cupy", options.precision, device=local), backend
         many.group = group
         contenders: dict[str, Any] = {}
         memory: dict[str, dict[str, float]] = {}
-        spec = find_model(model)
         sums: dict[str, list[Any]] = {}
-        for name, split, kind in (
-            (ONE, Split(), Ours),
-            (SEVERAL, Split(size), Ours),
-            (ZERO, Split(size, 1), Ours),
-            (ZERO_2, Split(size, 2), Ours),
-            *(
-                (
-                    (ONE + GRAPH, Split(), Graph),
-                    (SEVERAL + GRAPH, Split(size), Graph),
-                    (ZERO + GRAPH, Split(size, 1), Graph),
-                )
-                if capture
-                else ()
-            ),
-        ):
+        kinds = {ONE: Split(), SEVERAL: Split(size), ZERO: Split(size, 1), ZERO_2: Split(size, 2)}
+        kinds |= {name + GRAPH: kinds[name] for name in (ONE, SEVERAL, ZERO) if options.capture}
+        for name, split in kinds.items():
             backend = many if split.ranks > 1 else alone
             batches = of_all if split.ranks > 1 else [batch[:rows] for batch in of_all]
-            with _peak() as peak:
-                before = peak.bytes
-                contenders[name] = made = kind(
-                    model, config, backend, batches, split.ranks, split.zero, contenders.get(ONE)
-                )
+            with harness.peak_mib(backend) as peak:
+                before = peak()
+                made = contender(options, backend, batches, split, GRAPH in name, contenders.get(ONE))
                 totals = [made.step(index) for index in range(WARM_UP)]
                 backend.synchronize()
-            if ranks.rank == 0:
-                sums[name] = [backend.to_numpy(t.sums).tolist() for t in totals]
-            optimizer = made.sharded.rank.optimizer
-            assert optimizer is not None
-            masters = getattr(optimizer, "own", None)
-            masters = made.model.buffer.masters if masters is None else masters
-            plan = plan_step(spec, config, precision, rows * split.ranks, seq_len, split=split)
-            memory[name] = {
-                "peak_mib": (peak.bytes - before) / 2**20,
-                "planned_mib": plan.peak / 2**20,
-                "optimizer_mib": (optimizer.m.nbytes + optimizer.v.nbytes + masters.nbytes) / 2**20,
-            }
+                memory[name] = memory_of(options, split, made, peak() - before)
+            contenders[name] = made
+            if rank == 0:
+                sums[name] = [backend.to_numpy(loss.totals.sums).tolist() for loss in totals if loss]
         if apart:
             contenders[DDP] = apart
             apart.ready()
         gc.collect()
-        gc.freeze()  # a run has one model: what the other contenders made is not looked through again and again
-        seconds = take_turns(contenders, steps, alone, group)
-        if ranks.rank:
+        gc.freeze()  # a run has one model: the garbage collector does not look through the other contenders' objects
+        seconds = take_turns(contenders, options.steps, alone, group)
+        if rank:
             return {}
-        found = {
-            name: {
-                "median_ms": 1e3 * median(times),
-                "turn_ms": [1e3 * t for t in times],
-                "tokens_per_second": rows * seq_len * _gpus(name, size) / median(times),
-                **memory.get(name, {}),
-            }
-            for name, times in seconds.items()
-        }
-        return {
-            "flop_per_token": contenders[ONE].model.flop_per_token(seq_len),
-            "matmul_peak": alone.matmul_peak(),
-            "device": alone.describe(),
-            "ranks": size,
-            "precision": precision,
-            "rows_a_gpu": rows,
-            # All but one GPU's own begin with the same weights.
-            **(
-                {"graphs_give_the_same_losses": all(sums[name] == sums[name + GRAPH] for name in (SEVERAL, ZERO))}
-                if capture
-                else {}
-            ),
-            "seq_len": seq_len,
-            "model": model,
-            "config": config.to_dict(),
-            "steps": steps,
-            "results": found,
-        }
+        results = harness.figures(seconds, "ms", "turn", rows * options.seq_len)
+        for name, found in results.items():
+            found["tokens_per_second"] *= _gpus(name, size)
+            found |= memory.get(name, {})
+        # All but one GPU's own begin with the same weights.
+        same = {"graphs_give_the_same_losses": all(sums[name] == sums[name + GRAPH] for name in (SEVERAL, ZERO))}
+        found = {"flop_per_token": contenders[ONE].model.flop_per_token(options.seq_len)}
+        found |= {"matmul_peak": alone.matmul_peak(), "device": alone.describe(), "ranks": size, "rows_a_gpu": rows}
+        found |= {name: getattr(options, name) for name in ("precision", "seq_len", "model", "steps")}
+        found |= same if options.capture else {}
+        return found | {"config": options.config.to_dict(), "results": results}
+
+
+def contender(
+    options: Any, backend: Backend, batches: Sequence[Batch], split: Split, captured: bool, like: Ours | None
+) -> Ours:
+    """like: has the weights to begin with; sampling many takes longer than all steps."""
+    model = find_model(options.model).build(options.config, backend)
+    if like is None:
+        model.initialise(seed=0)
+    else:
+        model.buffer.masters[...] = like.model.buffer.masters
+        model.buffer.publish()
+    how: dict[str, Any] = {"captured": captured, "zero": split.zero, "ranks": split.ranks}
+    return Ours(model, backend, repeated(batches), **how)
+
+
+def memory_of(options: Any, split: Split, made: Ours, peak: float) -> dict[str, float]:
+    """MiB, measured and planned."""
+    spec, optimizer = find_model(options.model), made.optimizer
+    masters = getattr(optimizer, "own", None)
+    masters = made.model.buffer.masters if masters is None else masters
+    rows = options.batch_size * split.ranks
+    plan = plan_step(spec, options.config, options.precision, rows, options.seq_len, split=split)
+    own = (optimizer.m.nbytes + optimizer.v.nbytes + masters.nbytes) / 2**20
+    return {"peak_mib": peak, "planned_mib": plan.peak / 2**20, "optimizer_mib": own}
 
 
 def take_turns(contenders: dict[str, Any], steps: int, backend: Backend, group: Any) -> dict[str, list[float]]:
-    """Seconds a step, on average over each turn, by contender."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    index = WARM_UP
-    for _ in range(0, steps, TURN):
-        for name, contender in contenders.items():
-            if name in (ONE, ONE + GRAPH) and group.rank:
-                group.barrier()
-                group.barrier()
-                continue
-            synchronize = getattr(contender, "synchronize", backend.synchronize)
-            contender.step(index)
-            synchronize()
-            group.barrier()
-            start = time.perf_counter()
-            for i in range(TURN):
-                contender.step(index + i)
-            synchronize()
-            seconds[name].append((time.perf_counter() - start) / TURN)
-            group.barrier()
-        index += TURN
-    return seconds
+    """Seconds a step, on average over each turn, by contender. A contender of one GPU runs on rank 0 only."""
+    takes_part = {name: not (group.rank and _gpus(name, group.size) == 1) for name in contenders}
+    runs = {name: made.step if takes_part[name] else lambda _: None for name, made in contenders.items()}
+    waits = {name: getattr(made, "synchronize", backend.synchronize) for name, made in contenders.items()}
+    now = [""]
+
+    def between(name: str) -> None:
+        now[0] = name
+        group.barrier()
+
+    return harness.take_turns(runs, steps, lambda: waits[now[0]](), turn=TURN, together=True, between=between)
 
 
-def table(found: dict[str, Any]) -> str:
-    one = found["results"][ONE]["median_ms"]
-    size, flop = found["ranks"], found["flop_per_token"]
+COLUMNS = "median_ms:.2f | over_one=over 1 GPU:.3f | of_peak:.2f | peak_mib:.0f | planned_mib=planned:.0f"
+COLUMNS += " | optimizer_mib=optimizer MiB:.0f"
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    size, results = found["ranks"], found["results"]
+    named = {}
+    for name, r in results.items():
+        rate = r["tokens_per_second"] * found["flop_per_token"] / found["matmul_peak"] / _gpus(name, size)
+        named[name] = r | {"over_one": r["median_ms"] / results[ONE]["median_ms"], "of_peak": rate}
     lines = [
-        f"{found['ranks']} x {found['device']}, {found['precision']}, {found['rows_a_gpu']} x {found['seq_len']} "
-        f"tokens a GPU, {found['steps']} steps each in turns of {TURN}",
+        f"{size} x {found['device']}, {found['precision']}, {found['rows_a_gpu']} x {found['seq_len']} tokens a GPU, "
+        f"{found['steps']} steps each in turns of {TURN}",
         "",
-        f"{'':<20} {'median ms':>9} {'over 1 GPU':>10} {'of peak':>7} {'peak MiB':>9} {'planned':>8} "
-        f"{'optimizer MiB':>13}",
+        *harness.rows(COLUMNS, named),
     ]
-    for name, r in found["results"].items():
-        memory = (
-            f"{r['peak_mib']:>9.0f} {r['planned_mib']:>8.0f} {r['optimizer_mib']:>13.0f}" if "peak_mib" in r else ""
-        )
-        share = r["tokens_per_second"] * flop / found["matmul_peak"] / _gpus(name, size)
-        lines.append(f"{name:<20} {r['median_ms']:>9.2f} {r['median_ms'] / one:>10.3f} {share:>7.2f} {memory}")
-    if DDP in found["results"]:
-        ratio = found["results"][SEVERAL]["median_ms"] / found["results"][DDP]["median_ms"]
-        lines += ["", f"ours over DDP's: {ratio:.3f}"]
-    return "\n".join(lines)
+    if DDP in results:
+        lines += ["", f"ours over DDP's: {results[SEVERAL]['median_ms'] / results[DDP]['median_ms']:.3f}"]
+    return lines
 
 
 def _gpus(name: str, size: int) -> int:
     return 1 if name in (ONE, ONE + GRAPH) else size
-
-
-def _peak() -> Any:
-    from tinyforge.backends.cupy_backend import PeakMemory
-
-    return PeakMemory()

@@ -1,19 +1,20 @@
-"""Load a server: many streams at once, beside clients that vanish, send garbage and read slowly.
+"""Load a server: many streams at once, together with clients that vanish, send garbage and read slowly.
 
     python bench/serve.py                                   the shipped model on this CPU, 64 streams, five minutes
     python bench/serve.py --seconds 20 --streams 16         a quick look
     python bench/serve.py --checkpoint runs/sft --json load.json
-    python bench/serve.py --no-http                         the scheduler alone, beside the decoder's own rate
+    python bench/serve.py --no-http                         the scheduler alone, next to the decoder's own rate
     python bench/serve.py --no-http --config base --backend cupy --precision bf16 --streams 256 --max-tokens 256 \
         --seconds 20 --peer torch
 
-Over HTTP: a server is started in a process of its own, on a free port of this machine. Each of a set of requests
-(greedy and sampled, with and without drafts, chats and completions) is first made alone, one after the other: that
-gives its text and the rate of serial requests. Then `--streams` clients stream requests from the set for `--seconds`,
-without a pause, while others vanish in the middle, send what is no request, or read slowly. Every text must be the one
-that the request had alone. At the end all rows must be free, and the memory where it was after a tenth of the time.
-Time to the first token is from the request to the first piece of text. Beside the rates stands the server's processor
-time for a token, which other programs on the machine change less.
+Over HTTP: a server is started as another process, on a free port of this machine. Each of a set of requests
+(greedy and sampled, with and without drafts, chats and completions, a third by a JSON schema) is first made alone, one
+after the other: that gives its text and the rate of serial requests. Then `--streams` clients stream requests from the
+set for `--seconds`, without a pause, while others vanish in the middle, send what is no request, or read slowly. Every
+text must be the one that the request had alone. At the end all rows must be free, and the memory where it was after a
+tenth of the time.
+Time to the first token is from the request to the first piece of text. The server's processor time for a token is
+measured too: other programs on the machine change it less.
 
 With --no-http no server is needed (nor its libraries): random weights unless there is a checkpoint; each row's prompt
 is `--prompt` tokens, its reply `--max-tokens`; as one ends another takes its place. The decoder's own rate is that of
@@ -25,15 +26,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import platform
 import random
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,20 +45,15 @@ if not __package__:
 
 import numpy as np
 
-from tinyforge.backends import get_backend
-from tinyforge.backends.workers import cores, cpu_model
+from bench import harness
+from tinyforge.backends.workers import cores
 from tinyforge.data.world import documents
-from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.formats import load
+from tinyforge.errors import UserError, run_command
+from tinyforge.formats import load, resolve_checkpoint
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import Scheduler
-from tinyforge.models.nanoeuler.config import Config
-from tinyforge.models.nanoeuler.model import NanoEuler
-from tinyforge.params import named
-from tinyforge.report import add_json_flag, check_before, publish
-from tinyforge.train.settings import PretrainSettings, config_of
 
 ROOT = Path(__file__).resolve().parent.parent
 GARBAGE = (
@@ -75,26 +72,36 @@ GARBAGE = (
 
 @dataclass
 class Stream:
-    """What a client got of one request. ended: whether the stream was whole."""
+    """What a client received of one request. ended: whether the stream was complete."""
 
     text: str = ""
     tokens: int = 0
     first: float = 0.0
-    seconds: float = 0.0
     ended: bool = False
 
+    def add(self, event: bytes, begun: float) -> None:
+        if event == b"data: [DONE]":
+            self.ended = True
+            return
+        value = json.loads(event[6:])
+        for choice in value.get("choices", ()):
+            piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            if piece and not self.text:
+                self.first = time.perf_counter() - begun
+            self.text += piece
+        if value.get("usage"):
+            self.tokens = value["usage"]["completion_tokens"]
 
-@dataclass
-class Found:
-    """Of all clients together."""
 
-    first: list[float] = field(default_factory=list)
-    tokens: int = 0
-    requests: int = 0
-    refused: int = 0
-    wrong: list[str] = field(default_factory=list)
-    broken: int = 0
-    misbehaved: dict[str, int] = field(default_factory=dict)
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 12}, "minItems": 3, "maxItems": 8},
+        "count": {"type": "integer", "minimum": 0, "maximum": 1000},
+        "color": {"enum": ["red", "green", "blue"]},
+    },
+    "required": ["names", "count", "color"],
+}
 
 
 def works_of(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
@@ -113,6 +120,8 @@ def works_of(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
             body |= {"top_p": 0.9, "top_k": 40}
         if rng.random() < 0.1:
             body["tinyforge"] = {"drafts": 3}
+        if i % 3 == 2:
+            body["response_format"] = {"type": "json_object", "schema": SCHEMA}
         words = texts[rng.randrange(4)][:60] + text[: rng.randrange(5, 60)]
         if i % 3:
             found.append(("/v1/completions", body | {"prompt": words}))
@@ -121,190 +130,165 @@ def works_of(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def head_of(path: str, size: int) -> bytes:
-    return (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        f"Content-Length: {size}\r\n\r\n"
-    ).encode()
-
-
 async def ask(
-    port: int, work: tuple[str, dict[str, Any]], pause: float = 0, leave_after: int | None = None
+    port: int, work: tuple[str, dict[str, Any]], pause: float = 0, leave_after: float = float("inf")
 ) -> Stream | int:
     """A streamed request; the status where it is not 200. pause: before each read. leave_after: pieces."""
     path, content = work
     body, begun, found = json.dumps(content).encode(), time.perf_counter(), Stream()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     try:
-        writer.write(head_of(path, len(body)) + body)
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         status = int((await reader.readline()).split()[1])
         while (await reader.readline()).strip():
             pass
         if status != 200:
             return status
         rest, pieces = b"", 0
-        while True:
+        while not found.ended and pieces <= leave_after:
             if pause:
                 await asyncio.sleep(pause)
             size = int(await reader.readline() or b"0", 16)
             if not size:
-                return found  # without [DONE]: broken
-            rest += await reader.readexactly(size)
+                break  # without [DONE]: broken
+            *events, rest = (rest + await reader.readexactly(size)).split(b"\n\n")
             await reader.readexactly(2)
-            while b"\n\n" in rest:
-                event, rest = rest.split(b"\n\n", 1)
-                if event == b"data: [DONE]":
-                    found.ended, found.seconds = True, time.perf_counter() - begun
-                    return found
-                value = json.loads(event[6:])
-                for choice in value.get("choices", ()):
-                    piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-                    if piece and not found.text:
-                        found.first = time.perf_counter() - begun
-                    found.text += piece
-                if value.get("usage"):
-                    found.tokens = value["usage"]["completion_tokens"]
+            for event in events:
+                found.add(event, begun)
             pieces += 1
-            if leave_after is not None and pieces > leave_after:
-                return found
+        return found
     except (asyncio.IncompleteReadError, ConnectionError, ValueError, IndexError):
         return found
     finally:
         writer.close()
 
 
-async def get(port: int, path: str) -> str:
+async def metrics(port: int) -> dict[str, float]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    data = await reader.read()
+    writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    text = (await reader.read()).split(b"\r\n\r\n", 1)[1].decode()
     writer.close()
-    return data.split(b"\r\n\r\n", 1)[1].decode()
-
-
-async def metric(port: int) -> dict[str, float]:
-    text = await get(port, "/metrics")
     return {name: float(value) for name, value in re.findall(r"^(\w+) ([-+.e\d]+)$", text, re.M)}
 
 
-async def cpu_of(port: int) -> float:
-    """Seconds of processor time that the server has taken."""
-    return (await metric(port))["process_cpu_seconds_total"]
+CPU, RESIDENT = "process_cpu_seconds_total", "process_resident_memory_bytes"
+
+
+class Clients:
+    """Good and bad clients of the server at `port`, and what they received."""
+
+    def __init__(self, port: int, args: argparse.Namespace) -> None:
+        self.port, self.works, self.rng = port, works_of(args.works, args.max_tokens), random.Random(1)
+        self.alone: list[str] = []
+        self.first: list[float] = []
+        self.wrong: list[str] = []
+        self.tokens = self.requests = self.refused = self.broken = 0
+        self.misbehaved: Counter[str] = Counter()
+        self.until = 0.0
+
+    def on(self) -> bool:
+        return time.perf_counter() < self.until
+
+    async def one_by_one(self) -> tuple[float, float]:
+        """Each request alone: tokens a second, and the server's processor time for a token."""
+        for work in self.works[:5]:  # warm-up
+            await ask(self.port, work)
+        cpu, begun, tokens = (await metrics(self.port))[CPU], time.perf_counter(), 0
+        for work in self.works:
+            stream = await ask(self.port, work)
+            if not isinstance(stream, Stream) or not stream.ended:
+                raise UserError(f"the server does not answer a request made alone: {stream}; see its output")
+            self.alone.append(stream.text)
+            tokens += stream.tokens
+        seconds = time.perf_counter() - begun
+        return tokens / seconds, ((await metrics(self.port))[CPU] - cpu) / tokens
+
+    async def good(self) -> None:
+        while self.on():
+            number = self.rng.randrange(len(self.works))
+            stream = await ask(self.port, self.works[number])
+            if not isinstance(stream, Stream):
+                self.refused += 1
+                await asyncio.sleep(0.05)
+                continue
+            self.requests += 1
+            self.tokens += stream.tokens
+            if not stream.ended:
+                self.broken += 1
+            elif stream.text != self.alone[number]:
+                self.wrong.append(f"{self.works[number]}: {stream.text!r}, alone {self.alone[number]!r}")
+            else:
+                self.first.append(stream.first)
+
+    async def vanishing(self) -> None:
+        while self.on():
+            await ask(self.port, self.rng.choice(self.works), leave_after=self.rng.randrange(4))
+            self.misbehaved["vanished"] += 1
+            await asyncio.sleep(0.1)
+
+    async def garbage(self) -> None:
+        while self.on():
+            with suppress(ConnectionError):
+                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                writer.write(self.rng.choice(GARBAGE))
+                await asyncio.sleep(0.2)
+                writer.close()
+            self.misbehaved["garbage"] += 1
+
+    async def slow(self) -> None:
+        while self.on():
+            number = self.rng.randrange(len(self.works))
+            stream = await ask(self.port, self.works[number], pause=0.3)
+            self.misbehaved["slow readers"] += 1
+            if isinstance(stream, Stream) and stream.ended and stream.text != self.alone[number]:
+                self.wrong.append(f"slow reader, {self.works[number]}")
 
 
 async def load_it(port: int, args: argparse.Namespace) -> dict[str, Any]:
-    works, found, rng = works_of(args.works, args.max_tokens), Found(), random.Random(1)
-    alone, serial_tokens = [], 0
-    for work in works[:5]:  # warm-up
-        await ask(port, work)
-    cpu, begun = await cpu_of(port), time.perf_counter()
-    for work in works:
-        stream = await ask(port, work)
-        if not isinstance(stream, Stream) or not stream.ended:
-            raise UserError(f"the server does not answer a request made alone: {stream}; see its output")
-        alone.append(stream.text)
-        serial_tokens += stream.tokens
-    serial, serial_cpu = serial_tokens / (time.perf_counter() - begun), (await cpu_of(port) - cpu) / serial_tokens
-    until = time.perf_counter() + args.seconds
+    clients = Clients(port, args)
+    serial, serial_cpu = await clients.one_by_one()
+    before, begun, early = await metrics(port), time.perf_counter(), 0.0
+    clients.until = begun + args.seconds
 
-    async def good() -> None:
-        while time.perf_counter() < until:
-            number = rng.randrange(len(works))
-            stream = await ask(port, works[number])
-            if not isinstance(stream, Stream):
-                found.refused += 1
-                await asyncio.sleep(0.05)
-                continue
-            found.requests += 1
-            found.tokens += stream.tokens
-            if not stream.ended:
-                found.broken += 1
-            elif stream.text != alone[number]:
-                found.wrong.append(f"{works[number]}: {stream.text!r}, alone {alone[number]!r}")
-            else:
-                found.first.append(stream.first)
-
-    def counted(name: str) -> None:
-        found.misbehaved[name] = found.misbehaved.get(name, 0) + 1
-
-    async def vanishing() -> None:
-        while time.perf_counter() < until:
-            await ask(port, rng.choice(works), leave_after=rng.randrange(4))
-            counted("vanished")
-            await asyncio.sleep(0.1)
-
-    async def garbage() -> None:
-        while time.perf_counter() < until:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.write(rng.choice(GARBAGE))
-                await asyncio.sleep(0.2)
-                writer.close()
-            except ConnectionError:
-                pass
-            counted("garbage")
-
-    async def slow() -> None:
-        while time.perf_counter() < until:
-            number = rng.randrange(len(works))
-            stream = await ask(port, works[number], pause=0.3)
-            counted("slow readers")
-            if isinstance(stream, Stream) and stream.ended and stream.text != alone[number]:
-                found.wrong.append(f"slow reader, {works[number]}")
-
-    async def memory() -> tuple[float, float]:
+    async def memory() -> None:
+        nonlocal early
         await asyncio.sleep(0.1 * args.seconds)
-        early = (await metric(port))["process_resident_memory_bytes"]
-        await asyncio.sleep(0.85 * args.seconds)
-        return early, (await metric(port))["process_resident_memory_bytes"]
+        early = (await metrics(port))[RESIDENT]
 
-    cpu = await cpu_of(port)
-    begun, generated = time.perf_counter(), (await metric(port))["tinyforge_generated_tokens_total"]
-    odd = [*(vanishing() for _ in range(4)), *(garbage() for _ in range(2)), *(slow() for _ in range(3))]
-    remembered = asyncio.ensure_future(memory())
-    await asyncio.gather(*(good() for _ in range(args.streams)), *odd)
-    early, _ = await remembered
-    load_cpu = await cpu_of(port) - cpu
-    seconds = time.perf_counter() - begun
+    bad = [*(clients.vanishing() for _ in range(4)), *(clients.garbage() for _ in range(2))]
+    bad += [clients.slow() for _ in range(3)]
+    await asyncio.gather(*(clients.good() for _ in range(args.streams)), *bad, memory())
+    cpu, seconds = (await metrics(port))[CPU] - before[CPU], time.perf_counter() - begun
     await asyncio.sleep(3)
-    end = await metric(port)
-    made, first = end["tinyforge_generated_tokens_total"] - generated, sorted(found.first)
+    end, first = await metrics(port), sorted(clients.first)
+    made = end["tinyforge_generated_tokens_total"] - before["tinyforge_generated_tokens_total"]
     if not first:
         raise UserError("no stream ended well; see the server's output")
-    return {
-        "serial_tokens_per_second": serial,
-        "tokens_per_second": found.tokens / seconds,
-        "generated_per_second": made / seconds,
-        "server_cpu_us_per_token": {"serial": 1e6 * serial_cpu, "load": 1e6 * load_cpu / made},
-        "ratio": found.tokens / seconds / serial,
-        "requests": found.requests,
-        "wrong": len(found.wrong),
-        "broken": found.broken,
-        "refused": found.refused,
-        "misbehaved": found.misbehaved,
-        "first_token_ms": {"median": 1e3 * median(first), "p99": 1e3 * first[int(0.99 * len(first))]},
-        "resident_mib": {"after_a_tenth": early / 2**20, "end": end["process_resident_memory_bytes"] / 2**20},
-        "rows_busy_at_end": end["tinyforge_rows_busy"],
-        "outstanding_at_end": end["tinyforge_outstanding"],
-        "examples_of_wrong": found.wrong[:3],
+    rate = clients.tokens / seconds
+    found: dict[str, Any] = {"serial_tokens_per_second": serial, "tokens_per_second": rate}
+    found |= {"generated_per_second": made / seconds, "ratio": rate / serial}
+    found["server_cpu_us_per_token"] = {"serial": 1e6 * serial_cpu, "load": 1e6 * cpu / made}
+    found |= {"requests": clients.requests, "wrong": len(clients.wrong), "broken": clients.broken}
+    found |= {
+        "refused": clients.refused,
+        "misbehaved": dict(clients.misbehaved),
+        "first_token_ms": first_token_ms(first),
     }
+    found["resident_mib"] = {"after_a_tenth": early / 2**20, "end": end[RESIDENT] / 2**20}
+    found |= {f"{name}_at_end": end[f"tinyforge_{name}"] for name in ("rows_busy", "outstanding")}
+    return found | {"examples_of_wrong": clients.wrong[:3]}
+
+
+def first_token_ms(seconds: list[float]) -> dict[str, float]:
+    """Of sorted seconds."""
+    return {"median": 1e3 * median(seconds), "p99": 1e3 * seconds[int(0.99 * len(seconds))]}
 
 
 def over_http(args: argparse.Namespace) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "tinyforge.serve",
-        "--port",
-        "0",
-        "--rows",
-        str(args.rows or args.streams),
-        "--backend",
-        args.backend,
-        "--precision",
-        args.precision,
-    ]
-    if args.checkpoint:
-        command += ["--checkpoint", args.checkpoint]
+    flags = f"--port 0 --rows {args.rows or args.streams} --backend {args.backend} --precision {args.precision}"
+    command = [sys.executable, "-m", "tinyforge.serve", *flags.split()]
+    command += ["--checkpoint", args.checkpoint] if args.checkpoint else []
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -320,48 +304,55 @@ def over_http(args: argparse.Namespace) -> dict[str, Any]:
 # --- the scheduler alone
 
 
-def alone(args: argparse.Namespace) -> dict[str, Any]:
-    backend = get_backend(args.backend, args.precision, 1)
-    if args.checkpoint:
-        model = load(Path(args.checkpoint), backend).model
-    else:
-        config = config_of(PretrainSettings(config=args.config))
-        assert isinstance(config, Config), "the default model is not NanoEuler"
-        model = NanoEuler(config, backend)
-        model.initialise(seed=0)
-    rows, prompt, reply = args.streams, args.prompt, args.max_tokens
-    if prompt + reply > model.config.context:
-        raise UserError(
-            f"--prompt {prompt} and --max-tokens {reply} do not fit into the context of "
-            f"{model.config.context}; make them smaller"
-        )
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, model.config.vocab, (4 * rows, prompt)).tolist()
-    decoder = make_decoder(model, max(2, rows))
-    sampling = Sampling(temperature=args.temperature, drafts=0, max_tokens=reply)
+class Alone:
+    """The scheduler and its decoder, driven directly: each row has a prompt and a reply of fixed lengths."""
 
-    def own_rate() -> float:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.backend, self.rows = args, harness.backend_of(args, 1), args.streams
+        if args.checkpoint:
+            self.model: Any = load(resolve_checkpoint(args.checkpoint), self.backend).model
+        else:
+            self.model = harness.nanoeuler(harness.nanoeuler_config(args.config), self.backend)
+        config = self.model.config
+        if args.prompt + args.max_tokens > config.context:
+            raise UserError(
+                f"--prompt {args.prompt} and --max-tokens {args.max_tokens} do not fit into the context of "
+                f"{config.context}; make them smaller"
+            )
+        rng = np.random.default_rng(0)
+        self.prompts = rng.integers(0, config.vocab, (4 * self.rows, args.prompt)).tolist()
+        self.decoder = make_decoder(self.model, max(2, self.rows))
+        self.sampling = Sampling(temperature=args.temperature, drafts=0, max_tokens=args.max_tokens)
+
+    def own_rate(self) -> float:
         """Tokens a second of the decoder alone: the prompts in the cache, a reply for every row."""
-        texts = [list(p) for p in prompts[: decoder.batch]]
+        decoder = self.decoder
+        texts = [list(p) for p in self.prompts[: decoder.batch]]
         texts += [[0, 0]] * (decoder.batch - len(texts))
         decoder.rewind([0] * decoder.batch)
         for row, text in enumerate(texts):
             decoder.prefill(row, text[:-1])
-        backend.synchronize()
-        begun = time.perf_counter()
-        for drawn in draw_blocks(decoder, texts, sampling, reply):
-            for text, new in zip(texts, drawn.ids.tolist(), strict=True):
-                text += new
-        backend.synchronize()
-        return rows * reply / (time.perf_counter() - begun)
 
-    def scheduled(seconds: float) -> tuple[float, list[float]]:
-        """Tokens a second with `rows` requests at every time, and each one's time to its first token."""
-        scheduler, count, alive, tokens, first = Scheduler(model, rows, decoder=decoder), 0, 0, 0, []
+        def decode(_: int) -> None:
+            for block in draw_blocks(decoder, texts, self.sampling, self.args.max_tokens):
+                for text, new in zip(texts, block.ids.tolist(), strict=True):
+                    text += new
+
+        return self.rate(decode)
+
+    def rate(self, decode: Callable[[int], Any]) -> float:
+        """Tokens a second of a reply in every row."""
+        [[seconds]] = harness.take_turns({"": decode}, 1, self.backend.synchronize, warm_up=0).values()
+        return self.rows * self.args.max_tokens / seconds
+
+    def scheduled(self, seconds: float) -> tuple[float, list[float]]:
+        """Tokens a second with `rows` requests at every time, and each one's time to its first token, sorted."""
+        scheduler, count, alive, tokens = Scheduler(self.model, self.rows, decoder=self.decoder), 0, 0, 0
+        first: list[float] = []
         begun = time.monotonic()
         while (now := time.monotonic()) < begun + seconds or scheduler.busy:
-            while now < begun + seconds and alive < rows:
-                scheduler.submit(prompts[count % len(prompts)], sampling)
+            while now < begun + seconds and alive < self.rows:
+                scheduler.submit(self.prompts[count % len(self.prompts)], self.sampling)
                 count, alive = count + 1, alive + 1
             for request, new in scheduler.step():
                 tokens += len(new)
@@ -370,87 +361,55 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
                     first.append(request.first_token - request.submitted)
         return tokens / (time.monotonic() - begun), sorted(first)
 
-    own_rate(), scheduled(min(5, args.seconds / 4))
-    before = own_rate()
-    rate, first = scheduled(args.seconds)
-    own = median([before, own_rate(), own_rate()])
-    found = {
-        "decoder": type(decoder).__name__,
-        "own_tokens_per_second": own,
-        "tokens_per_second": rate,
-        "ratio": rate / own,
-        "first_token_ms": {"median": 1e3 * median(first), "p99": 1e3 * first[int(0.99 * len(first))]},
-    }
-    if args.peer:
-        found["torch_tokens_per_second"] = torch_rate(args, model, prompts[:rows])
-    return found
+    def torch_rate(self) -> float:
+        """PyTorch's static batch: the same prompts in its cache, the same number of tokens, greedy."""
+        from bench.torch_decode import TorchDecoder  # torch is needed only here
 
+        mode = "reduce-overhead" if self.backend.name == "cupy" else None
+        decoder, tokens = TorchDecoder(self.model, self.rows, cores(), mode), np.array(self.prompts[: self.rows])
+        places, ids = decoder.places(self.args.prompt - 1, self.args.max_tokens), decoder.on_device(tokens[:, -1:])
+        rates = []
+        for _ in range(4):
+            decoder.fill(tokens[:, :-1])
+            rates.append(self.rate(lambda _: decoder.greedy(ids, places).cpu()))
+        return median(rates[1:])
 
-def torch_rate(args: argparse.Namespace, model: Any, prompts: list[list[int]]) -> float:
-    """PyTorch's static batch: the same prompts in its cache, the same number of tokens, greedy."""
-    from bench.torch_decode import TorchDecoder  # torch is needed only here
-
-    gpu = model.backend.name == "cupy"
-    decoder = TorchDecoder(
-        model.config,
-        named(model.buffer, model.buffer.masters, model.backend),
-        batch=len(prompts),
-        precision=args.precision,
-        device="cuda" if gpu else "cpu",
-        threads=cores(),
-        compiled=gpu,
-    )
-    tokens = np.array(prompts)
-    first = args.prompt - 1
-    places = [(decoder.on_device(np.array([t])), t + 1) for t in range(first, first + args.max_tokens)]
-    rates = []
-    for _ in range(4):
-        decoder.fill(tokens[:, :-1])
-        ids = decoder.on_device(tokens[:, -1:])
-        model.backend.synchronize()
-        begun = time.perf_counter()
-        decoder.greedy(ids, places).cpu()
-        rates.append(len(prompts) * len(places) / (time.perf_counter() - begun))
-    return median(rates[1:])
-
-
-def table(found: dict[str, Any]) -> str:
-    return "\n".join(f"{name:<26} {value}" for name, value in found["results"].items())
+    def measure(self) -> dict[str, Any]:
+        self.own_rate(), self.scheduled(min(5, self.args.seconds / 4))
+        before = self.own_rate()
+        rate, first = self.scheduled(self.args.seconds)
+        own = median([before, self.own_rate(), self.own_rate()])
+        found = {
+            "decoder": type(self.decoder).__name__,
+            "own_tokens_per_second": own,
+            "tokens_per_second": rate,
+            "ratio": rate / own,
+            "first_token_ms": first_token_ms(first),
+        }
+        return found | ({"torch_tokens_per_second": self.torch_rate()} if self.args.peer else {})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__)
-    p.add_argument("--checkpoint", metavar="DIR", help="the model (default: the shipped one; random with --no-http)")
-    p.add_argument("--config", default="small", help="preset of random weights, with --no-http (default: small)")
-    p.add_argument("--streams", type=int, default=64, help="requests at a time (default: 64)")
-    p.add_argument("--rows", type=int, help="of the server (default: as many as streams)")
-    p.add_argument("--seconds", type=float, default=300, help="of load (default: 300)")
-    p.add_argument("--works", type=int, default=150, help="different requests (default: 150)")
-    p.add_argument("--max-tokens", type=int, default=80, help="longest reply (default: 80)")
-    p.add_argument("--prompt", type=int, default=32, help="tokens, with --no-http (default: 32)")
-    p.add_argument("--temperature", type=float, default=0.8, help="with --no-http (default: 0.8)")
-    p.add_argument("--no-http", action="store_true", help="drive the scheduler directly")
-    p.add_argument("--backend", default="numpy", help="numpy, cupy (default: numpy)")
-    p.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: fp32)")
-    p.add_argument("--peer", choices=("torch",), help="time PyTorch's static batch too, with --no-http")
-    add_json_flag(p)
-    args = p.parse_args(argv)
-    for name, least in (("streams", 1), ("works", 5), ("max_tokens", 8), ("prompt", 1), ("seconds", 1)):
-        if not getattr(args, name) >= least:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants {least} or more")
-    check_before(args.json, args.peer)
-    load_average = os.getloadavg()[0]
-    results = alone(args) if args.no_http else over_http(args)
-    found = {
-        "device": {"cpu": cpu_model(), "cores": cores(), "load_average_before": load_average},
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-        "backend": args.backend,
-        "precision": args.precision,
-        "streams": args.streams,
-        "seconds": args.seconds,
-        "results": results,
-    }
-    publish(found, table(found), args.json)
+    p = harness.Flags(__doc__, "")
+    p.text("--checkpoint", metavar="DIR", help="the model (default: the shipped one; random with --no-http)")
+    p.shared(config={"help": "preset of random weights, with --no-http"})
+    p.number("--streams", 64, "requests at a time")
+    p.number("--rows", None, "of the server (default: as many as streams)")
+    p.number("--seconds", 300.0, "of load")
+    p.number("--works", 150, "different requests", 5)
+    p.number("--max-tokens", 80, "longest reply", 8)
+    p.number("--prompt", 32, "tokens, with --no-http")
+    p.number("--temperature", 0.8, "with --no-http", 0)
+    p.switch("--no-http", "drive the scheduler directly")
+    p.shared("precision", backend={"default": "numpy"})
+    p.shared(peer={"help": "time PyTorch's static batch too, with --no-http"})
+    args = p.parse(argv)
+    before = harness.machine()
+    results = Alone(args).measure() if args.no_http else over_http(args)
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    given = {name: getattr(args, name) for name in ("backend", "precision", "streams", "seconds")}
+    found = {"device": before, "versions": versions, **given, "results": results}
+    harness.publish(found, (f"{name:<26} {value}" for name, value in results.items()), args)
     return 1 if results.get("wrong") or results.get("broken") else 0
 
 

@@ -17,51 +17,37 @@ these losses is reported, as nanoGPT does. Seconds are those of the steps: neith
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 import numpy as np
 
-from bench.peers import (
-    COMPILED,
-    EAGER,
-    GRAPH,
-    GRAPHS_NEED_A_GPU,
-    MODES,
-    OURS,
-    LeftOut,
-    environment,
-    heading,
-    left_out_table,
-    soft,
-)
-from tinyforge.backends import Backend, get_backend
+from bench import harness, training
+from bench.harness import COMPILED, EAGER, GRAPH, OURS, LeftOut
+from tinyforge.backends import Backend
 from tinyforge.backends.workers import cores
 from tinyforge.config import ModelConfig
-from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.optim import AdamW, AdamWConfig, learning_rate
+from tinyforge.errors import UserError, run_command
+from tinyforge.optim import AdamWConfig, learning_rate
 from tinyforge.params import named
 from tinyforge.registry import find_model
-from tinyforge.report import add_json_flag, check_before, publish
 from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
-from tinyforge.train.data_parallel import Sharded
-from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.objectives import Batch
 
 MODEL, PRESET = "gpt2", "char"
 PEERS = {"torch": (COMPILED, GRAPH), "torch-eager": (EAGER,)}
 PUBLISHED = 1.4697  # nats, nanoGPT's README
 ADAMW = AdamWConfig(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
-LR, FLOOR, WARM_UP, CLIP = 1e-3, 0.1, 100, 1.0  # FLOOR: the last rate as a share of the peak
+LR, FLOOR, WARM_UP = 1e-3, 0.1, 100  # FLOOR: the last rate as a share of the peak
 FIRST_STEPS = 5  # before the clock, to compile
 
 
@@ -80,7 +66,7 @@ class Options:
     threads: int
 
     def batch(self, step: int) -> Batch:
-        """Windows at random places of the training text, as nanoGPT draws them: a pure function of the step."""
+        """Windows at random places of the training text, as nanoGPT samples them: a pure function of the step."""
         length = self.config.context
         places = Stream(self.seed, f"shakespeare/{step}").uniform((self.rows,)) * (len(self.train) - length)
         rows = self.train[places.astype(np.int64)[:, None] + np.arange(length + 1)]
@@ -96,29 +82,15 @@ class Options:
         return learning_rate("cosine", step / self.steps, LR, decay=1.0, warmup=warm_up, floor=FLOOR)
 
 
-class Contender(Protocol):
-    def step(self, batch: Batch, number: int, lr: float) -> None:
-        """One step of training; may return before the device has done it."""
+class Ours(training.Ours):
+    def __init__(self, options: Options, backend: Backend) -> None:
+        model = find_model(MODEL).build(options.config, backend)
+        model.initialise(options.seed)
+        super().__init__(model, backend, options.batch, optimizer=ADAMW, seed=options.seed)
 
     def nll(self, batch: Batch) -> float:
         """The summed nll of a batch, without dropout."""
-
-
-class Ours:
-    def __init__(self, options: Options, backend: Backend) -> None:
-        self.model = find_model(MODEL).build(options.config, backend)
-        self.model.initialise(options.seed)
-        self.sharded = Sharded(self.model, backend, NextTokens())
-        self.optimizer = AdamW(self.model.buffer, backend, ADAMW)
-        self.noise = Stream(options.seed, "dropout")
-
-    def step(self, batch: Batch, number: int, lr: float) -> None:
-        self.sharded.gradients([batch], self.noise.fork(str(number)))
-        _, factor = self.optimizer.clip(CLIP)
-        self.optimizer.step(lr, factor)
-
-    def nll(self, batch: Batch) -> float:
-        return float(self.sharded.nll(batch)[0])
+        return float(self.parallel.nll(batch)[0])
 
 
 class Peer:
@@ -129,28 +101,19 @@ class Peer:
 
         from bench.torch_peer import TorchTraining
 
-        self.torch = torch
-        self.training = TorchTraining(
-            MODEL,
-            options.config,
-            precision=options.precision,
-            device="cuda" if backend.name == "cupy" else "cpu",
-            threads=options.threads,
-            clip=CLIP,
-            compiled=mode,
-            adamw=ADAMW,
-        )
-        self.weights, self.seed = weights, options.seed
+        self.torch, self.options, self.weights = torch, options, weights
+        device, precision, threads = "cuda" if backend.name == "cupy" else "cpu", options.precision, options.threads
+        self.training = TorchTraining(MODEL, options.config, precision, device, threads, mode, ADAMW)
         self.restart()
 
     def restart(self) -> None:
-        """The first weights, and an optimizer that knows nothing."""
+        """The first weights, and an optimizer without state."""
         self.training.load(self.weights)
         self.training.optimizer.state.clear()
-        self.torch.manual_seed(self.seed)
+        self.torch.manual_seed(self.options.seed)
 
-    def step(self, batch: Batch, number: int, lr: float) -> None:
-        self.training.step(*self.training.batch(batch), lr)
+    def step(self, index: int, lr: float) -> None:
+        self.training.step(*self.training.batch(self.options.batch(index)), lr)
 
     def nll(self, batch: Batch) -> float:
         training = self.training
@@ -161,8 +124,14 @@ class Peer:
         return float(mean) * int((batch.targets >= 0).sum())
 
 
-def train(contender: Contender, options: Options, backend: Backend, say: Callable[[str], None]) -> dict[str, Any]:
-    """The whole run of one contender. losses: (steps, held-out nats) at each evaluation."""
+def first_steps(contender: Any) -> None:
+    """Before the clock, to compile."""
+    for index in range(FIRST_STEPS):
+        contender.step(index, LR)
+
+
+def train(contender: Any, options: Options, backend: Backend, say: Callable[[str], None]) -> dict[str, Any]:
+    """The complete run of one contender. losses: (steps, held-out nats) at each evaluation."""
     held_out = options.held_out_batches()
     count = sum(int((batch.targets >= 0).sum()) for batch in held_out)
     seconds, losses = 0.0, []
@@ -171,82 +140,56 @@ def train(contender: Contender, options: Options, backend: Backend, say: Callabl
         backend.synchronize()
         start = time.perf_counter()
         for step in range(first, last):
-            contender.step(options.batch(step), step, options.lr(step))
+            contender.step(step, options.lr(step))
         backend.synchronize()
         seconds += time.perf_counter() - start
-        loss = sum(map(contender.nll, held_out)) / count
-        losses.append((last, loss))
-        say(f"step {last}: held-out loss {loss:.4f} nats, {seconds:.1f} s")
+        losses.append((last, sum(map(contender.nll, held_out)) / count))
+        say(f"step {last}: held-out loss {losses[-1][1]:.4f} nats, {seconds:.1f} s")
     best_step, best = min(losses, key=lambda found: found[1])
-    return {
-        "seconds": seconds,
-        "step_ms": 1e3 * seconds / options.steps,
-        "best_val_nats": best,
-        "best_step": best_step,
-        "last_val_nats": losses[-1][1],
-        "losses": losses,
-    }
+    found = {"seconds": seconds, "step_ms": 1e3 * seconds / options.steps, "best_val_nats": best}
+    return found | {"best_step": best_step, "last_val_nats": losses[-1][1], "losses": losses}
 
 
 def measure(options: Options, backend: Backend, peer: str | None, say: Callable[[str], None]) -> dict[str, Any]:
     """Train ours, then the peer; everything that is printed, as a JSON object."""
-    load_average = os.getloadavg()[0]
-    ours = Ours(options, backend)
+    before, ours = harness.machine(), Ours(options, backend)
     buffer = ours.model.buffer
-    weights = named(buffer, buffer.masters, backend)
-    for step in range(FIRST_STEPS):
-        ours.step(options.batch(step), step, LR)
-    parameters, ours = buffer.count, Ours(options, backend)
+    weights, parameters = named(buffer, buffer.masters, backend), buffer.count
+    first_steps(ours)
+    ours, left_out = Ours(options, backend), LeftOut()
     say(OURS)
     results = {OURS: train(ours, options, backend, say)}
 
-    def warm(other: Peer) -> None:
-        for step in range(FIRST_STEPS):
-            other.step(options.batch(step), step, LR)
+    def compiled(other: Peer) -> None:
+        first_steps(other)
         other.restart()
 
-    left_out: LeftOut = {}
-    for name in PEERS[peer] if peer else ():
-        graph_on_cpu = name == GRAPH and backend.name != "cupy"
-        make = GRAPHS_NEED_A_GPU if graph_on_cpu else partial(Peer, options, backend, weights, MODES[name])
-        made, _, why = soft({name: make}, warm)
+    makers = harness.by_mode(backend, partial(Peer, options, backend, weights), PEERS.get(peer or "", ()))
+    for name, make in makers.items():
+        made, _, why = harness.soft({name: make}, compiled)
         left_out |= why
         if made:
             say(name)
             results[name] = train(made[name], options, backend, say)
     for found in results.values():
         found["ours_over_this"] = results[OURS]["seconds"] / found["seconds"]
-    return environment(backend, peer, load_average) | {
-        "model": MODEL,
-        "config": options.config.to_dict(),
-        "parameters": parameters,
-        "steps": options.steps,
-        "batch": [options.rows, options.config.context],
-        "characters": {"train": len(options.train), "held_out": len(options.held_out)},
-        "published_val_nats": PUBLISHED,
-        "left_out": left_out,
-        "results": results,
-    }
+    found = {"model": MODEL, "config": options.config.to_dict(), "parameters": parameters, "steps": options.steps}
+    found["batch"] = [options.rows, options.config.context]
+    found["characters"] = {"train": len(options.train), "held_out": len(options.held_out)}
+    found |= {"published_val_nats": PUBLISHED, "left_out": left_out, "results": results}
+    return harness.environment(backend, peer, before) | found
 
 
-def table(found: dict[str, Any]) -> str:
+COLUMNS = "seconds:.1f | step_ms=ms/step:.2f | ours_over_this:.2f | best_val_nats=best val:.4f | best_step=at step:,"
+COLUMNS += " | last_val_nats=last val:.4f"
+
+
+def table(found: dict[str, Any]) -> list[str]:
     """The figures of `measure` for people."""
-    rows, length = found["batch"]
-    lines = [
-        *(f"{name:<13} {value}" for name, value in heading(found)),
-        f"{'run':<13} {found['steps']:,} steps of {rows} x {length} characters, {found['precision']}, "
-        f"{found['parameters']:,} parameters",
-        f"{'nanoGPT':<13} {found['published_val_nats']} nats, as published",
-        "",
-        f"{'':<27} {'seconds':>8} {'ms/step':>8} {'ours/this':>9} {'best val':>9} {'at step':>8} {'last val':>9}",
-    ]
-    lines += [
-        f"{name:<27} {r['seconds']:>8.1f} {r['step_ms']:>8.2f} {r['ours_over_this']:>9.2f} {r['best_val_nats']:>9.4f} "
-        f"{r['best_step']:>8,} {r['last_val_nats']:>9.4f}"
-        for name, r in found["results"].items()
-    ]
-    lines += left_out_table(found["left_out"])
-    return "\n".join(lines)
+    run = "{:,} steps of {} x {} characters".format(found["steps"], *found["batch"])
+    run = f"{run}, {found['precision']}, {found['parameters']:,} parameters"
+    lines = harness.heading(found, ("run", run), ("nanoGPT", f"{found['published_val_nats']} nats, as published"))
+    return lines + harness.rows(COLUMNS, found["results"], left_out=found["left_out"])
 
 
 def read_characters(path: Path, context: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -260,44 +203,28 @@ def read_characters(path: Path, context: int) -> tuple[np.ndarray, np.ndarray, i
     ids = ids.astype(np.int32)
     cut = int(0.9 * len(ids))
     if len(ids) - cut <= context:
-        raise UserError(f"--data: {path} has {len(ids):,} characters, its last tenth wants more than {context}")
+        raise UserError(f"--data: {path} has {len(ids):,} characters, its last tenth needs more than {context}")
     return ids[:cut], ids[cut:], len(alphabet)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = Parser(description=__doc__)
-    p.add_argument("--data", required=True, metavar="FILE", help="tiny Shakespeare, one text file")
-    p.add_argument("--steps", type=int, default=5000, help="steps of each (default: 5000)")
-    p.add_argument("--batch-size", type=int, default=64, help="windows a step (default: 64)")
-    p.add_argument("--eval-every", type=int, default=250, help="steps between evaluations (default: 250)")
-    p.add_argument("--peer", choices=tuple(PEERS), help="train PyTorch's after ours, compiled (twice), or eager")
-    p.add_argument("--backend", default="auto", help="ours: auto, numpy, cupy (default: auto)")
-    p.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: fp32)")
-    p.add_argument("--workers", type=int, help="processes of ours, threads of PyTorch on a CPU (default: one a core)")
-    p.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout (default: 0)")
-    add_json_flag(p)
-    args = p.parse_args(argv)
-    for name in ("steps", "batch_size", "eval_every"):
-        if getattr(args, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, wants a number above 0")
-    check_before(args.json, args.peer)
-    config = find_model(MODEL).presets[PRESET]
+    p = harness.Flags(__doc__, "")
+    p.text("--data", required=True, metavar="FILE", help="tiny Shakespeare, one text file")
+    p.number("--steps", 5000, "steps of each")
+    p.number("--batch-size", 64, "windows a step")
+    p.number("--eval-every", 250, "steps between evaluations")
+    p.shared(peer={"choices": tuple(PEERS), "help": "train PyTorch's after ours, compiled (twice), or eager"})
+    p.shared("backend", "precision")
+    p.shared(workers={"help": "processes of ours, threads of PyTorch on a CPU (default: one a core)"})
+    p.number("--seed", 0, "of weights, batches and dropout", 0)
+    args = p.parse(argv)
+    config, threads = find_model(MODEL).presets[PRESET], args.workers or cores()
     train_ids, held_out, vocab = read_characters(Path(args.data), config.context)
-    options = Options(
-        config.override({"vocab": vocab}),
-        train_ids,
-        held_out,
-        args.steps,
-        args.batch_size,
-        args.eval_every,
-        args.seed,
-        args.precision,
-        args.workers or cores(),
-    )
-    backend = get_backend(args.backend, args.precision, args.workers)
+    run = args.steps, args.batch_size, args.eval_every, args.seed, args.precision, threads
+    options = Options(config.override({"vocab": vocab}), train_ids, held_out, *run)
+    backend = harness.backend_of(args, args.workers)
     found = measure(options, backend, args.peer, lambda line: print(line, file=sys.stderr, flush=True))
-    publish(found, table(found), args.json)
-    return 0
+    return harness.publish(found, table(found), args)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ pass into an empty cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 from bench.torch_peer import Block, NanoEuler
 from tinyforge.models.nanoeuler.config import Config
+from tinyforge.params import named
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
@@ -58,7 +60,7 @@ class CachedBlock(torch.nn.Module):
 
 
 class CachedModel(torch.nn.Module):
-    """One pass: ids (B, n) at `position` (n,) to the logits of head 0 behind the last one, (B, 1, V)."""
+    """One pass: ids (B, n) at `position` (n,) to the logits of head 0 after the last one, (B, 1, V)."""
 
     def __init__(self, model: NanoEuler, config: Config, batch: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -79,35 +81,24 @@ class CachedModel(torch.nn.Module):
 
 
 class TorchDecoder:
-    """One token a step for each row of a batch, and prompts; eager or compiled.
+    """One token a step for each row of a batch, and prompts, with the weights and on the device of a model of ours.
 
-    mode: of torch.compile. "reduce-overhead" replays the pass as a CUDA graph, which a step of one token wants.
+    mode: of torch.compile, None for eager. "reduce-overhead" replays the pass as a CUDA graph, as a step of one token
+    requires to be fast. threads: on a CPU.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        weights: Mapping[str, np.ndarray],
-        *,
-        batch: int,
-        precision: str,
-        device: str,
-        threads: int,
-        compiled: bool,
-        mode: str = "reduce-overhead",
-    ) -> None:
-        self.threads = threads
+    def __init__(self, ours: Any, batch: int, threads: int, mode: str | None) -> None:
+        backend, config, self.threads, self.compiled = ours.backend, ours.config, threads, mode is not None
+        precision = backend.precision.name
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
-        self.device = torch.device(device)
-        dtype = DTYPES[precision]
-        model = NanoEuler(config)
+        self.device, dtype = torch.device("cuda" if backend.name == "cupy" else "cpu"), DTYPES[precision]
+        model, weights = NanoEuler(config), named(ours.buffer, ours.buffer.masters, backend)
         own = model.state_dict()
         model.load_state_dict({name: torch.from_numpy(w).reshape(own[name].shape) for name, w in weights.items()})
         self.model = CachedModel(model.to(dtype), config, batch, dtype).to(self.device).eval()
-        self.compiled = compiled
         # Inference mode costs eager passes less; compiled ones write to buffers that were made outside of it.
-        self.without_gradients = torch.no_grad if compiled else torch.inference_mode
-        self.forward = torch.compile(self.model, mode=mode, fullgraph=True, dynamic=False) if compiled else self.model
+        self.without_gradients = torch.no_grad if mode else torch.inference_mode
+        self.forward = torch.compile(self.model, mode=mode, fullgraph=True, dynamic=False) if mode else self.model
 
     def _step(self, ids: torch.Tensor, position: torch.Tensor, seen: int) -> torch.Tensor:
         """ids: (B, n), position: (n,), both on the device; `seen`: positions up to the last of these."""
@@ -124,11 +115,15 @@ class TorchDecoder:
         return logits
 
     def first(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """The logits behind a prompt, (1, 1, V); ids: (1, n), position: (n,), from 0 on. The cache then holds it."""
+        """The logits after a prompt, (1, 1, V); ids: (1, n), position: (n,), from 0 on. The cache then holds it."""
         with self.without_gradients():
             if self.compiled:
                 torch.compiler.cudagraph_mark_step_begin()
             return self.forward(ids, position, ids.shape[1])
+
+    def places(self, first: int, count: int) -> list[tuple[torch.Tensor, int]]:
+        """The positions of `count` steps from `first` on, for `greedy`: on the device, and what each has seen."""
+        return [(self.on_device(np.array([t])), t + 1) for t in range(first, first + count)]
 
     def greedy(self, ids: torch.Tensor, places: Sequence[tuple[torch.Tensor, int]]) -> torch.Tensor:
         """Decode from ids: (B, 1) on; places: the position and `seen` of each step. Nothing waits for the device."""

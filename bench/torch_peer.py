@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from bench.training import CLIP, LR
 from tinyforge.errors import UserError
 from tinyforge.optim import AdamWConfig
 from tinyforge.train.objectives import Batch
@@ -61,6 +62,7 @@ class Trunk(torch.nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.config = config
         self.embedding = torch.nn.Embedding(config.vocab, config.dim)
         self.blocks = torch.nn.ModuleList(self.block(config) for _ in range(config.layers))
         self.final_norm = torch.nn.RMSNorm(config.dim, config.norm_eps)
@@ -87,7 +89,10 @@ class NanoEuler(Trunk):
         self.register_buffer("weights", weights / weights.sum(), persistent=False)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self.heads(self.hidden(ids)).view(-1, self.embedding.num_embeddings)
+        return self.loss(self.hidden(ids), targets)
+
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.heads(x).view(-1, self.embedding.num_embeddings)
         # All heads in one call: a call per head copies its slice of the logits, and takes longer.
         nll = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
         counts = (targets >= 0).flatten(0, 1).sum(0).clamp(min=1)
@@ -105,7 +110,7 @@ class Weight(torch.nn.Module):
 def grouped(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """x: (R, I), rows sorted by expert; weight: (E, O, I); ends: (E,) int32, where each expert's rows end. (R, O).
 
-    In bf16 on a GPU by torch's grouped product, which is what transformers' Mixtral takes by default too; autocast does
+    In bf16 on a GPU by torch's grouped product, as transformers' Mixtral does by default too; autocast does
     not know it, so both factors are cast here. Elsewhere a loop over experts.
     """
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -144,20 +149,13 @@ class MoEBlock(Block):
         return x + y.view_as(h), usage, logits.logsumexp(dim=-1).square().sum()
 
 
-class MoE(Trunk):
-    """ids: (B, T), targets: (B, T, K), -1 for none, to the loss, with the router's two."""
+class MoE(NanoEuler):
+    """The same, with the router's two losses."""
 
     block = MoEBlock
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.experts, self.terms = config.experts, (config.balance, config.router_z)
-        self.heads = torch.nn.Linear(config.dim, config.mtp_heads * config.vocab, bias=False)
-        weights = torch.tensor(config.mtp_weights, dtype=torch.float64)
-        self.register_buffer("weights", weights / weights.sum(), persistent=False)
-
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
+        x, config = self.embedding(ids), self.config
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         usage: Any = 0.0
         squares: Any = 0.0
@@ -165,12 +163,8 @@ class MoE(Trunk):
             x, used, square = block(x, cos, sin)
             usage, squares = usage + used, squares + square
         rows = ids.numel() * len(self.blocks)
-        terms = self.experts * (usage[0] * usage[1]).sum() / rows**2, squares / rows
-        logits = self.heads(self.final_norm(x)).view(-1, self.embedding.num_embeddings)
-        nll = F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
-        counts = (targets >= 0).flatten(0, 1).sum(0).clamp(min=1)
-        loss = (nll.view(-1, len(counts)).sum(0) * self.weights / counts).sum()
-        return loss + sum(weight * term for weight, term in zip(self.terms, terms, strict=True))
+        balance, router_z = config.experts * (usage[0] * usage[1]).sum() / rows**2, squares / rows
+        return self.loss(self.final_norm(x), targets) + config.balance * balance + config.router_z * router_z
 
 
 class GPT2Block(torch.nn.Module):
@@ -199,7 +193,7 @@ class GPT2(torch.nn.Module):
     """ids: (B, T), targets: (B, T, 1), -1 for none, to the mean nll. The head is the embedding.
 
     nanoGPT pads GPT-2's 50,257 ids to 50,304, a multiple of 64, since matrix products with an odd side are slow. So
-    does this: `load` leaves the rows behind the vocabulary 0, and the loss does not read their logits.
+    does this: `load` leaves the rows after the vocabulary 0, and the loss does not read their logits.
     """
 
     def __init__(self, config: Any) -> None:
@@ -249,11 +243,9 @@ class TorchTraining:
         self,
         model: str,
         config: Any,
-        *,
         precision: str,
         device: str,
         threads: int,
-        clip: float,
         compiled: str | None,
         adamw: AdamWConfig | None = None,
         ddp: bool = False,
@@ -271,7 +263,6 @@ class TorchTraining:
             whole = ranked(self.model, device_ids=[self.device], gradient_as_bucket_view=True)
         self.forward = torch.compile(whole, mode=compiled) if compiled else whole
         self.graphs = compiled == "reduce-overhead"
-        self.clip = clip
         ours = adamw or AdamWConfig()
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
@@ -305,7 +296,7 @@ class TorchTraining:
         with self.autocast:
             loss = self.forward(ids, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loss = loss.detach()
@@ -315,10 +306,10 @@ class TorchTraining:
 class TorchPeer:
     """Training steps on `batches` in turn, which lie on the device from the start."""
 
-    def __init__(self, training: TorchTraining, batches: Sequence[Batch], lr: float) -> None:
-        self.training, self.lr = training, lr
+    def __init__(self, training: TorchTraining, batches: Sequence[Batch]) -> None:
+        self.training = training
         self.batches = [training.batch(b) for b in batches]
 
     def step(self, index: int) -> float | torch.Tensor:
-        loss = self.training.step(*self.batches[index % len(self.batches)], self.lr)
+        loss = self.training.step(*self.batches[index % len(self.batches)], LR)
         return loss.item() if self.training.device.type == "cpu" else loss

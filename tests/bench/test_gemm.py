@@ -91,9 +91,9 @@ def row(product: Product, cublas: float, ours: float | None) -> dict[str, Any]:
 def test_the_table_holds_what_is_faster() -> None:
     first, second, third = list(products("base", 16384))[:3]
     found = {"gpu": "A GPU", "rows": [row(first, 64, 50), row(second, 59, 60), row(third, 69, None)]}
-    wanted = {"A GPU": {first.key: [128, 256, 4, 0, 2, 8, 1]}}
-    assert table(found | {"rows": [*found["rows"], row(second, 61, 60)]}) == wanted  # 2 % do not count
-    assert table(found) == wanted and json.loads(written(wanted)) == wanted
+    expected = {"A GPU": {first.key: [128, 256, 4, 0, 2, 8, 1]}}
+    assert table(found | {"rows": [*found["rows"], row(second, 61, 60)]}) == expected  # 2 % do not count
+    assert table(found) == expected and json.loads(written(expected)) == expected
     (text,) = summary(found)
     assert "base, 16384 tokens: by cuBLAS 3.07 ms a step, by ours 2.86 (0.93), each by the faster 2.85 (0.93)" in text
     assert "0.78  a variant" in line(found["rows"][0])
@@ -118,12 +118,12 @@ def test_the_rules_gain_where_they_were_measured(gpu: str, monkeypatch: pytest.M
         assert len(ratios) >= 4 and max(ratios) < 1.05 and median(ratios) < 0.9, product
 
 
-def some_child(pipe: Any, device: Any, wanted: list[Product], left_out: set[Any], until: float) -> None:
+def some_child(pipe: Any, device: Any, todo: list[Product], left_out: set[Any], until: float) -> None:
     """Stands for the measuring process: of its three variants the first hangs and the second crashes."""
     from tinyforge.backends.gemm import compiled
 
     pipe.send(("device", "a GPU", "A GPU", 783.0))
-    for product in wanted:
+    for product in todo:
         for i, variant in enumerate(compiled()[:6:2]):
             if gemm.tile(product.product, variant) in left_out:
                 continue
@@ -143,9 +143,9 @@ def test_a_variant_that_hangs_or_crashes_is_left_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(gemm, "SILENCE", 5.0)
     args = argparse.Namespace(tokens=16384, device=None, seconds=100)
     said: list[str] = []
-    wanted = [p for p in products("base", 16384) if p.product == "WEIGHT"]
-    found = gemm.measure(args, list(wanted), said.append)
-    assert [r["name"] for r in found["rows"]] == [p.name for p in wanted] and found["gpu"] == "A GPU"
+    expected = [p for p in products("base", 16384) if p.product == "WEIGHT"]
+    found = gemm.measure(args, list(expected), said.append)
+    assert [r["name"] for r in found["rows"]] == [p.name for p in expected] and found["gpu"] == "A GPU"
     assert [text.split(",")[0] for text in found["left_out"]] == [
         "WEIGHT 128 x 256 cooperative",
         "WEIGHT 128 x 192 cooperative",
@@ -159,5 +159,5 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         main([])
     with pytest.raises(UserError, match="--models: 100x300, huge not among small, base, .*, 124m, nor a width in"):
         main(["--models", "huge,base,100x300,384x1024"])
-    with pytest.raises(UserError, match="--tokens is 5000, wants at most 4096, or a multiple of it"):
+    with pytest.raises(UserError, match="--tokens is 5000, expected at most 4096, or a multiple of it"):
         main(["--tokens", "5000"])

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.peers import EAGER, GRAPH, GRAPHS_NEED_A_GPU, OURS
-from bench.train_step import MASKED, MUON, READING, Options, Ours, main, make_contenders, table, torch_peer
+from bench.harness import EAGER, GRAPH, GRAPHS_NEED_A_GPU, OURS
+from bench.train_step import MASKED, MUON, READING, Options, main, make_contenders, ours, table, torch_peer
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.models.nanoeuler.config import Config
@@ -30,7 +30,7 @@ def test_it_times_our_step_and_writes_one_json_object(capsys: pytest.CaptureFixt
     assert main([*FLAGS, "--muon", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert err.strip() == table(found)
+    assert err.rstrip("\n") == "\n".join(table(found))
     assert found["parameters"] == 1_053_824
     assert found["parity"] is None and list(found["results"]) == [OURS, MUON]
     result = found["results"][OURS]
@@ -91,7 +91,7 @@ def test_shards_with_more_ids_than_the_model_are_refused(make_shards: Callable[.
 def test_json_goes_to_a_file_and_the_table_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "result.json"
     assert main([*FLAGS, "--json", str(target)]) == 0
-    assert capsys.readouterr().out.strip() == table(json.loads(target.read_text(encoding="utf-8")))
+    assert capsys.readouterr().out.rstrip("\n") == "\n".join(table(json.loads(target.read_text("utf-8"))))
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,11 @@ def test_the_torch_peer_takes_the_same_steps_in_float64(model: str, changes: dic
     config = find_model(model).config.from_dict(changes)
     options = Options(model, config, 3, 12, steps=1, backend="numpy", precision="fp64", workers=1, threads=1)
     backend = get_backend("numpy", "fp64", 1)
-    ours = Ours(options, backend)
+    first = ours(options, backend)
     peer: Any = torch_peer(options, None)
-    peer.training.load({p.name: p.value for p in ours.model.buffer.params})
+    peer.training.load({p.name: p.value for p in first.model.buffer.params})
     for index in range(5):
-        assert peer.step(index) == pytest.approx(float(ours.step(index)), abs=1e-9)
+        assert peer.step(index) == pytest.approx(float(first.step(index)), abs=1e-9)
 
 
 @pytest.mark.slow
