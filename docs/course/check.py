@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-if not __package__:
+if __name__ == "__main__":
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 from tinyforge import Param, Stash, get_backend
@@ -33,17 +33,17 @@ EXERCISES = Path(__file__).resolve().parent / "exercises"
 FP64 = get_backend("numpy", "fp64", workers=1)
 
 
-def near(what: str, got: Any, wanted: Any, bound: float = 1e-10) -> None:
-    got, wanted = np.asarray(got), np.asarray(wanted)
-    assert got.shape == wanted.shape, f"{what}: got shape {got.shape}, wanted {wanted.shape}"
-    error = float(np.abs(got - wanted).max(initial=0.0) / max(1.0, float(np.abs(wanted).max(initial=0.0))))
-    assert error <= bound, f"{what}: off by {error:.1e}, wanted at most {bound:.0e}"
+def near(what: str, got: Any, expected: Any, bound: float = 1e-10) -> None:
+    got, expected = np.asarray(got), np.asarray(expected)
+    assert got.shape == expected.shape, f"{what}: got shape {got.shape}, expected {expected.shape}"
+    error = float(np.abs(got - expected).max(initial=0.0) / max(1.0, float(np.abs(expected).max(initial=0.0))))
+    assert error <= bound, f"{what}: off by {error:.1e}, expected at most {bound:.0e}"
 
 
 def softmax(answer: Any, rng: np.random.Generator) -> None:
     with override(softmax_bwd, "numpy", answer.softmax_backward):
         for row in check_op(Softmax, FP64):
-            assert row.error <= TOLERANCE, f"softmax_backward: relative error {row.error:.1e}, wanted {TOLERANCE:.0e}"
+            assert row.error <= TOLERANCE, f"softmax_backward: relative error {row.error:.1e}, expected {TOLERANCE:.0e}"
 
 
 def linear(answer: Any, rng: np.random.Generator) -> None:
@@ -51,9 +51,9 @@ def linear(answer: Any, rng: np.random.Generator) -> None:
     op = with_buffer(Linear(Param("w", (4, 5), std=1.0), FP64), FP64, rng)
     stash = Stash()
     op.forward(x, stash)
-    wanted, start = op.backward(dy, stash), rng.normal(size=(4, 5))
+    expected, start = op.backward(dy, stash), rng.normal(size=(4, 5))
     mine = start.copy()
-    near("dx", answer.linear_backward(mine, dy, x, op.weight.value), wanted)
+    near("dx", answer.linear_backward(mine, dy, x, op.weight.value), expected)
     near("dweight, which is added to", mine, start + np.einsum("bto,bti->oi", dy, x))
 
 
@@ -62,8 +62,8 @@ def cross_entropy(answer: Any, rng: np.random.Generator) -> None:
     targets = np.array([0, 6, -1, 3, -1, 2])
     op, stash = CrossEntropy(FP64), Stash()
     op.forward(logits[:, None], targets[:, None], stash)
-    wanted = op.backward(dnll[:, None], stash)[0][:, 0]
-    near("dlogits", answer.cross_entropy_backward(dnll, logits, targets), wanted)
+    expected = op.backward(dnll[:, None], stash)[0][:, 0]
+    near("dlogits", answer.cross_entropy_backward(dnll, logits, targets), expected)
 
 
 def rmsnorm(answer: Any, rng: np.random.Generator) -> None:
@@ -72,9 +72,9 @@ def rmsnorm(answer: Any, rng: np.random.Generator) -> None:
     stash = Stash()
     op.forward(x, stash)
     op.weight.grad[...] = 0
-    wanted = op.backward(dy, stash)
+    expected = op.backward(dy, stash)
     dx, dgain = answer.rmsnorm_backward(dy, op.weight.value, x, op.eps)
-    near("dx", dx, wanted)
+    near("dx", dx, expected)
     near("dgain", dgain, op.weight.grad)
 
 
@@ -92,7 +92,7 @@ def rope(answer: Any, rng: np.random.Generator) -> None:
 def online_softmax(answer: Any, rng: np.random.Generator) -> None:
     for scale in (1.0, 800.0, -800.0):  # the largest score in the last tile, and in the first
         scores, values = np.sort(rng.normal(size=12)) * scale, rng.normal(size=(12, 3))
-        wanted = softmax_fwd(scores[None])[0] @ values
+        expected = softmax_fwd(scores[None])[0] @ values
         state = None
         for tile in (slice(0, 5), slice(5, 6), slice(6, 12)):
             m = scores[tile].max()
@@ -101,7 +101,7 @@ def online_softmax(answer: Any, rng: np.random.Generator) -> None:
             with np.errstate(over="raise", invalid="raise"):
                 state = part if state is None else answer.merge(state, part)
         assert state is not None
-        near("the output", state[2] / state[1], wanted)
+        near("the output", state[2] / state[1], expected)
 
 
 def block(answer: Any, rng: np.random.Generator) -> None:
@@ -123,7 +123,7 @@ def block(answer: Any, rng: np.random.Generator) -> None:
             return dx
 
     for name, error in check(with_buffer(Checked(), FP64, rng), [rng.normal(size=(4, 6))], rng).items():
-        assert error <= TOLERANCE, f"{name}: relative error {error:.1e}, wanted {TOLERANCE:.0e}"
+        assert error <= TOLERANCE, f"{name}: relative error {error:.1e}, expected {TOLERANCE:.0e}"
 
 
 def adamw(answer: Any, rng: np.random.Generator) -> None:
@@ -134,28 +134,28 @@ def adamw(answer: Any, rng: np.random.Generator) -> None:
         grad = rng.normal(size=9)
         mine = list(answer.adamw(*mine, grad, step, 0.01, config))
         adamw_(theirs[0], *theirs, grad, step_rates(step, 0.01, config)[0], 1.0, config)
-        for what, got, wanted in zip(("w", "m", "v"), mine, theirs, strict=True):
-            near(f"{what} after step {step}", got, wanted)
+        for what, got, expected in zip(("w", "m", "v"), mine, theirs, strict=True):
+            near(f"{what} after step {step}", got, expected)
 
 
 def nucleus(answer: Any, rng: np.random.Generator) -> None:
     for top_p in (0.1, 0.5, 0.9, 1.0):
         z = rng.normal(size=20) * 2
         p = softmax_fwd(z[None])[0]
-        wanted = probabilities(z[None], Sampling(temperature=1.0, top_k=0, top_p=top_p))[0]
-        near(f"top_p {top_p}", answer.nucleus(p, top_p), wanted)
+        expected = probabilities(z[None], Sampling(temperature=1.0, top_k=0, top_p=top_p))[0]
+        near(f"top_p {top_p}", answer.nucleus(p, top_p), expected)
 
 
 def own_op(answer: Any, rng: np.random.Generator) -> None:
     for row in check_op(answer.SquaredReLU, FP64):
-        assert row.error <= TOLERANCE, f"{row.name}: relative error {row.error:.1e}, wanted {TOLERANCE:.0e}"
+        assert row.error <= TOLERANCE, f"{row.name}: relative error {row.error:.1e}, expected {TOLERANCE:.0e}"
     print("  the op is right; now its kernel")
     kernel(Path(answer.__file__).with_suffix(".cu"), rng)
 
 
 def kernel(file: Path, rng: np.random.Generator) -> None:
     """Compile the kernel for every precision, and run it in float64 where there is a GPU."""
-    from tinyforge.backends.compile import KernelError, compile_to_cubin, load, variants
+    from tinyforge.backends.compile import KernelError, compile_to_cubin, load
 
     assert 'extern "C"' in file.read_text(encoding="utf-8"), f"{file.name} has no kernel"
     try:
@@ -165,9 +165,9 @@ def kernel(file: Path, rng: np.random.Generator) -> None:
     except (ImportError, RuntimeError):
         print('  not compiled: CuPy is not installed; pip install "cupy-cuda13x[ctk]" ml_dtypes')
         return
-    for macros in variants(file):
+    for scalar in ("double", "float", "bf16"):
         try:
-            compile_to_cubin(file, macros, "sm_80")
+            compile_to_cubin(file, {"SCALAR": scalar}, "sm_80")
         except KernelError as error:
             raise AssertionError(str(error)) from None
     import cupy

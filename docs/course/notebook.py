@@ -19,9 +19,15 @@ BOOK = HERE / "first-three.ipynb"
 LESSONS = ("01-softmax", "02-linear", "03-cross-entropy")
 PART = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 SETUP = """import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-root = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "tinyforge" / "op.py").exists())
+# The clone: around this folder, or where `pip install -e .` was run.
+found = find_spec("tinyforge")
+places = [Path.cwd(), *Path.cwd().parents, *(Path(found.origin).parents[:2] if found else [])]
+root = next((p for p in places if (p / "docs" / "course" / "check.py").exists()), None)
+if root is None:
+    raise SystemExit("no clone of tinyforge around this folder; run pip install -e . in one with this Python")
 sys.path[:0] = [str(root), str(root / "docs" / "course")]
 from check import CHECKS, EXERCISES, np"""
 

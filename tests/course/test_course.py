@@ -91,13 +91,16 @@ def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
         check.main(["11"])
 
 
-def test_the_notebook_is_the_first_three_lessons_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inside", [True, False], ids=["course", "elsewhere"])
+def test_the_notebook_is_the_first_three_lessons_and_runs(
+    inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = subprocess.run([sys.executable, str(COURSE / "notebook.py"), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}run python docs/course/notebook.py"
     book = json.loads((COURSE / "first-three.ipynb").read_text(encoding="utf-8"))
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed; the extra docs has it")
     nbformat.validate(nbformat.from_dict(book))
-    monkeypatch.chdir(COURSE)
+    monkeypatch.chdir(COURSE if inside else tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     names: dict[str, Any] = {"__name__": "notebook"}
     ran = 0
@@ -107,8 +110,8 @@ def test_the_notebook_is_the_first_three_lessons_and_runs(monkeypatch: pytest.Mo
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec("".join(cell["source"]), names)
-        wanted = "".join(line for output in cell["outputs"] for line in output["text"])
-        if wanted:
-            assert printed.getvalue() == wanted
+        expected = "".join(line for output in cell["outputs"] for line in output["text"])
+        if expected:
+            assert printed.getvalue() == expected
         ran += 1
     assert ran >= 7

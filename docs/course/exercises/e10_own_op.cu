@@ -1,7 +1,4 @@
 // Squared ReLU, backward: dx = 2 dy max(x, 0). Arithmetic is done in A, which is float for bf16.
-//
-// compile: SCALAR=double|float|bf16
-// spills: none
 
 #include "ops/common.cuh"
 

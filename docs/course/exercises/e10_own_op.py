@@ -20,16 +20,17 @@ def squared_relu_bwd(dy, x):
 class SquaredReLU(Op):
     """y = max(x, 0)^2; saves x."""
 
-    kernels = (squared_relu_fwd, squared_relu_bwd)
+    fwd = squared_relu_fwd
+    bwd = squared_relu_bwd
 
     def forward(self, x, stash=None):
         if stash is not None:
             stash.push(self, x)
-        return self.k.squared_relu_fwd(x)
+        return self.fwd(x)
 
     def backward(self, dy, stash):
         (x,) = stash.pop(self)
-        return self.k.squared_relu_bwd(dy, x)
+        return self.bwd(dy, x)
 
     @classmethod
     def cases(cls, backend, rng):
