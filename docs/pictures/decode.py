@@ -68,7 +68,7 @@ def draw() -> str:
             fill = WAIT if step == "attention" else WORK
             parts.append(box(x(start) + 1, row(blocks), (end - start) * scale - 2, fill))
     parts.append(box(x(ends[1] - COMPUTED), row(0), COMPUTED * scale - 1, ATTENTION))
-    # Requested as soon as weights are taken: at the beginning of a step, those of the steps behind it.
+    # Requested as soon as weights are taken: at the beginning of a step, those of the steps after it.
     for step, weights in ((1, OUT + GATE_UP), (3, DOWN), (4, QKV)):
         parts.append(box(x(starts[step]) + 1, row(2), weights * 2 / RATE * 1e6 * scale, COPY))
     legend = (

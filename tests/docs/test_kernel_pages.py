@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinyforge.backends.compile import constant, kernel_files, read, variants
+from tinyforge.backends.compile import constant, kernel_files, read
+from tinyforge.backends.variants import VARIANTS
 from tinyforge.infer.cuda.decode_batched_plan import TEAM_ROWS, BatchPlan
 from tinyforge.infer.cuda.decode_single_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.cuda.plan import TILE
@@ -137,7 +138,7 @@ def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
 
 
 def attention_table() -> list[str]:
-    """The causal tensor-core kernels without documents, dropout or RoPE, as the heads of the files list them."""
+    """The causal tensor-core kernels without documents, dropout or RoPE, as backends/variants.py lists them."""
     lines = [
         "| kernel | head size | rows owned, by workers a block | tile | piece | blocks a multiprocessor |",
         "|---|---|---|---|---|---|",
@@ -150,7 +151,7 @@ def attention_table() -> list[str]:
         ("attention_tf32", "tf32", 1),
     ):
         options = {"BAND", "DOCS", "DROP", "TURN"}
-        listed = [v for v in variants(f"ops/{file}.cu") if "PART" in v and not options & set(v)]
+        listed = [v for v in VARIANTS[f"ops/{file}.cu"] if "PART" in v and not options & set(v)]
         for part, short in parts.items():
             for v in sorted((v for v in listed if v["PART"] == part), key=lambda v: int(v["HEAD_DIM"])):
                 own = 16 * int(v.get("ROW_TILES", 1)) * warps
