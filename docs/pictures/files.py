@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write(wanted: Mapping[Path, str]) -> int:
+def write(expected: Mapping[Path, str]) -> int:
     """Write each text to its file where it differs; the exit status, 1 if --check finds one that does."""
     check = "--check" in sys.argv[1:]
-    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    stale = [path for path, text in expected.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if not check:
-            path.write_text(wanted[path], encoding="utf-8")
+            path.write_text(expected[path], encoding="utf-8")
         print(f"{'stale' if check else 'wrote'}: {path.name}")
     return int(check and bool(stale))

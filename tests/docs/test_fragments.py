@@ -50,7 +50,7 @@ PROGRAMS = {
 PICTURES = {("data.md", "sources"), ("kernels/README.md", "ops/rmsnorm.py")}
 # Python that is compiled and not run: page and first call. These read other programs' files; tests/tokenizers does.
 NOT_RUN = {("tokenizer.md", "gpt2 = Tokenizer.from_gpt2("), ("tokenizer.md", "tokenizer = load_tokenizer(")}
-LANGUAGES = {"python", "text", "bash", "cuda", "sql", "json", "toml", ""}
+LANGUAGES = {"python", "text", "bash", "cuda", "sql", "json", "toml", "nginx", "caddy", ""}  # tests/world runs proxies'
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -80,7 +80,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         local.main(["notes", "--out", "books"])
         corpus.main(["books", "--out", "corpus", "--workers", "1", "--val-share", "0.2"])
         shards.main(["--corpus", "corpus", "--out", "shards", "--vocab-size", "300", "--workers", "1"])
-        convert.main([str(ROOT / "models/nanoeuler/small"), "SmolLM2-135M"])
+        convert.main([str(ROOT / "models/nanoeuler/small"), "HuggingFaceTB/SmolLM2-135M"])
     return path
 
 

@@ -15,14 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from tinyforge import commands
+from tinyforge import cli
+from tinyforge.completion import words_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PACKAGES = r"(?:tinyforge|models|recipes|data|bench|tests|docs)"
+PACKAGES = r"(?:tinyforge|models|recipes|data|bench|examples|tests|docs)"
 MENTIONED = re.compile(rf"(?<![\w/.-])({PACKAGES}/[\w./-]*\w)")
-COMMAND = re.compile(r"python (?:-m ([\w.]+)|((?:recipes|bench|docs)/[\w./]+\.py))((?: [^\n`#|]*)?)")
+COMMAND = re.compile(r"python (?:-m ([\w.]+)|((?:recipes|bench|docs|examples)/[\w./]+\.py))((?: [^\n`#|]*)?)")
 INSTALLED = re.compile(r"(?:^ {4}|^\$ |`)tinyforge ((?:data )?[a-z]\w*)((?: [^\n`#|]*)?)", re.MULTILINE)
 
 
@@ -83,6 +84,7 @@ def flags(module: str, script: str, word: str) -> set[str] | None:
                 if module:
                     runpy.run_module(module, run_name="__main__", alter_sys=True)
                 else:
+                    sys.path.insert(0, str((ROOT / script).parent))  # as Python does for a script
                     runpy.run_path(str(ROOT / script), run_name="__main__")
         except SystemExit as left:
             if left.code == 0:
@@ -112,13 +114,14 @@ def test_every_command_and_flag_exists() -> None:
 
 def test_every_flag_of_the_installed_command_exists() -> None:
     wrong = []
+    table = {name: words_of(name, parser)[name] for name, parser in cli.parsers()}
     for page in PAGES:
         for name, rest in INSTALLED.findall(prose(page).replace("\\\n", " ")):
-            if name not in commands.SUMMARIES:
+            if name not in cli.SUMMARIES:
                 wrong.append(f"{page.relative_to(ROOT)}: tinyforge {name}")
             elif name != "completion":
                 asked = re.findall(r"(?<!\S)--[a-z][\w-]*", re.sub(r'"[^"]*"', "", rest))
-                unknown = {*asked} - {*commands.flags_of(tuple(name.split()))}
+                unknown = {*asked} - {*table[name].flags}
                 wrong += [f"{page.relative_to(ROOT)}: tinyforge {name} {flag}" for flag in sorted(unknown)]
     assert wrong == []
 
@@ -128,7 +131,7 @@ def test_every_module_and_name_in_it_exists() -> None:
     wrong = []
     for page in PAGES:
         for name in re.findall(r"`((?:tinyforge|models|data)(?:\.\w+)+)`", prose(page)):
-            if Path(name).suffix in (".py", ".md") or name.startswith("tinyforge._repo"):  # which only a wheel has
+            if Path(name).suffix in (".py", ".md"):
                 continue
             module, _, attribute = name.rpartition(".")
             if _is_module(name) or (_is_module(module) and hasattr(importlib.import_module(module), attribute)):
