@@ -1,9 +1,10 @@
-"""MkDocs hooks of `make docs`: formulas, links into the code, the API reference, the order of pages.
+"""MkDocs hooks of `make docs`: the first page, formulas, links into the code, the API reference, the order of pages.
 
-- Formulas become MathML when the site is built. Browsers render it without scripts or fonts.
+- The first page is made of README's first sentence, its picture of the chat page, its first commands and its table.
+- Formulas become MathML when the site is built. Browsers render it without scripts, in the font of docs/site.
 - Pages link to files of the repository, as on a forge. Each linked file becomes a page of the site.
 - The API reference has a page per package of tinyforge, written by mkdocstrings from the docstrings.
-- The navigation follows docs/README.md: its sections and links, in order.
+- The tabs and their pages follow docs/README.md: its sections and links, in order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import html
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -32,11 +32,28 @@ LANGUAGES = {
     ".toml": "toml",
     ".json": "json",
 }
-SOURCE, API, GALLERY = "source", "api", "gallery.md"
+SOURCE, API, GALLERY, HOME = "source", "api", "gallery.md", "index.md"
 LEARNED = {
     "text": "to predict the next token",
     "masked text": "to guess hidden words, and classes of texts",
     "images": "classes of images",
+}
+# Classes of the gallery's pictures, by the name of an op: the first that matches.
+KINDS = {
+    "norm": "Norm",
+    "attend": "Attention|Scan|LSTM|Conv",
+    "loss": "CrossEntropy|Loss",
+    "small": "Dropout|Residual|Fork|Take|Position|Token",
+    "linear": "Linear|Embedding|SwiGLU|Experts|Router|Patch",
+}
+# The tab, and the section in it, of the pages of a folder that docs/README.md does not name.
+PLACES = {
+    "course": ("Course", ""),
+    "ops": ("Textbook", "All ops"),
+    "models": ("Models", ""),
+    "results": ("Speed", ""),
+    "kernels": ("Speed", "The kernels"),
+    API: ("API", ""),
 }
 # Commands that latex2mathml does not know, in terms that it does.
 SPELLED = {r"\arg\max": r"\operatorname{argmax}", r"\langle": "⟨", r"\rangle": "⟩"}
@@ -55,14 +72,23 @@ def mathml(found: re.Match[str]) -> str:
     # A name that the converter does not know would stand in the page as it was typed.
     if unknown := re.search(r"<m[a-z]+>\\([A-Za-z]+)</m", text):
         raise ValueError(f"\\{unknown[1]} in the formula {tex!r} has no MathML")
-    return text
+    text = text.replace(r"\_", "_")  # the converter keeps the backslash of \text{a\_b}
+    return text.replace('display="block"', 'display="block" tabindex="0"', 1)  # a wide one scrolls
 
 
 def on_page_content(text: str, page: Any, **_: Any) -> str:
     try:
-        return FORMULA.sub(mathml, text)
+        text = FORMULA.sub(mathml, text)
     except Exception as error:
         raise ValueError(f"{page.file.src_uri}: {error}") from error
+    return text.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>")
+
+
+def on_post_page(text: str, **_: Any) -> str:
+    """The theme's dialog for the search has no name for a screen reader."""
+    return text.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
 
 
 # --- files of the repository
@@ -89,15 +115,22 @@ def source_page(target: Path) -> str:
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    if page.file.src_uri.startswith((f"{SOURCE}/", f"{API}/", GALLERY)):
+    if page.file.src_uri.startswith((f"{SOURCE}/", f"{API}/", GALLERY, HOME)):
         return text
-    here = DOCS / page.file.src_uri
+    return relinked(text, DOCS / page.file.src_uri)
+
+
+def relinked(text: str, here: Path) -> str:
+    """text with its links to files of the repository, from the page `here`, turned into links to their pages; those of
+    README from the first page."""
+    folder = DOCS if here.parent == ROOT else here.parent
 
     def replaced(found: re.Match[str]) -> str:
         target = target_of(here, found[1])
         if target is None:
-            return found[0]
-        return f"]({os.path.relpath(DOCS / place_of(target), here.parent)})"
+            same = folder == here.parent
+            return found[0] if same else f"]({os.path.relpath(here.parent / found[1], folder)}{found[2] or ''})"
+        return f"]({os.path.relpath(DOCS / place_of(target), folder)})"
 
     return LINK.sub(replaced, text)
 
@@ -110,7 +143,7 @@ def api_pages() -> dict[str, str]:
     pages = {}
     for folder in [package, *sorted(p for p in package.iterdir() if (p / "__init__.py").is_file())]:
         files = sorted(folder.glob("*.py"))
-        names = [f.stem for f in files if not f.stem.startswith("_") and not f.stem.endswith("_cuda")]
+        names = [f.stem for f in files if not f.stem.startswith("_") and not f.stem.endswith(("_cuda", "_webgpu"))]
         dotted = ".".join(folder.relative_to(ROOT).parts)
         options = "    options: {show_root_heading: false}"
         blocks = "\n\n".join(f"## `{name}`\n\n::: {dotted}.{name}\n{options}" for name in names)
@@ -121,24 +154,83 @@ def api_pages() -> dict[str, str]:
 
 
 def on_files(files: Files, config: Any) -> Files:
+    textbook = files.src_uris["README.md"]  # the first page of a forge, the second of the site
+    files.remove(textbook)
+    places = (config["docs_dir"], config["site_dir"], config["use_directory_urls"])
+    files.append(File("README.md", *places, dest_uri="textbook.html"))
     targets: set[Path] = set()
     for file in files.documentation_pages():
         here = DOCS / file.src_uri
         links = LINK.findall(here.read_text(encoding="utf-8"))
         targets |= {target for link, _ in links if (target := target_of(here, link))}
-    made = {place_of(target): source_page(target) for target in sorted(targets)} | api_pages() | {GALLERY: gallery()}
-    for name, text in made.items():
+    made = {place_of(target): source_page(target) for target in sorted(targets)} | api_pages()
+    for name, text in (made | {GALLERY: gallery(), HOME: home()}).items():
         files.append(File.generated(config, name, content=text))
     config["nav"] = navigation(files)
     return files
+
+
+# --- the first page
+
+
+def home() -> str:
+    """README's first sentence, its picture of the chat page, its first three commands and its table of measurements.
+
+    Raises: ValueError, if README has no such part."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    parts = {
+        "sentence": r"^\*\*(?P<title>[^:*]+): (?P<more>[^*]+)\*\*\n(?P<without>.*)\n",
+        "picture": r"^!\[(?P<about>[^\]]*)\]\(docs/(?P<picture>pictures/chat\.png)\)$",
+        "commands": r"^## Start\n.*?\n\n(?P<commands>(?:    [^\n]*\n){3})",
+        "table": r"^(?P<measured>Speed and memory [^:]*).*?<!-- measured:[^\n]*\n(?P<table>.*?)<!-- measured, end",
+    }
+    found: dict[str, str] = {}
+    for name, pattern in parts.items():
+        match = re.search(pattern, text, re.MULTILINE | re.DOTALL if name in ("commands", "table") else re.MULTILINE)
+        if match is None:
+            raise ValueError(f"README.md has no {name} for the first page of the site: nothing matches {pattern}")
+        found |= match.groupdict()
+    commands = re.sub(r"^    | +#.*$", "", found["commands"], flags=re.MULTILINE)
+    table, measured = (relinked(found[name], ROOT / "README.md") for name in ("table", "measured"))
+    dark = found["picture"].replace(".png", "-dark.png")
+    return f"""---
+title: tinyforge
+hide: [navigation, toc]
+---
+
+<div class="hero" markdown>
+<div markdown>
+
+# {found["title"]}
+
+{found["more"][0].upper()}{found["more"][1:]} {found["without"]}
+
+[Start the course](course/README.md){{ .md-button .md-button--primary }}
+[Train on your own text](train-on-your-text.md){{ .md-button }}
+
+```bash
+{commands}```
+
+</div>
+
+[![{found["about"]}]({found["picture"]}#only-light){{ width=1440 height=1000 }}
+![{found["about"]}]({dark}#only-dark){{ width=1440 height=1000 loading=lazy }}](chat-page.md)
+
+</div>
+
+## Measured
+
+{measured.strip()}.
+
+{table}
+"""
 
 
 # --- the gallery
 
 
 def gallery() -> str:
-    """A card per registered model."""
-    sys.path.insert(0, str(ROOT))
+    """A card per registered model, with its layers."""
     from tinyforge.registry import models
     from tinyforge.zoo.shapes import count_parameters
 
@@ -148,42 +240,79 @@ def gallery() -> str:
         title = f"[{spec.title}]({page})" if (DOCS / page).is_file() else spec.title
         sizes = "".join(f"\n| `{name}` | {count_parameters(spec, config):,} |" for name, config in spec.presets.items())
         about = ". ".join(text[0].upper() + text[1:] for text in (spec.summary, spec.source) if text)
-        learned = f"It learns {LEARNED[spec.learns]}."
-        cards.append(f"## {title}\n\n{about}.\n\n{learned}\n\n| preset | parameters |\n|---|---|{sizes}")
+        text = f"{about}.\n\nIt learns {LEARNED[spec.learns]}.\n\n| preset | parameters |\n|---|---|{sizes}"
+        cards.append(
+            f'## {title}\n\n<div class="model" markdown>\n{stack(spec)}\n<div markdown>\n\n{text}\n\n</div>\n</div>'
+        )
     head = "# Gallery of models\n\n[What has been checked and measured of each](models.md).\n\n"
     return head + "\n\n".join(cards) + "\n"
+
+
+def stack(spec: Any) -> str:
+    """A picture of a model's first preset, from a real pass: a row per op from the input down, wider for a longer last
+    axis of its output; equal layers once, with their number."""
+    from tinyforge.zoo.shapes import trace
+
+    preset, config = next(iter(spec.presets.items()))
+    layers, _ = trace(spec, config, "fp32", 1, config.context)
+    widest = max(step.output[-1] for layer in layers for step in layer.steps)
+    rows, frames, y = [], [], 2
+    for layer in layers:
+        first = y
+        for step in layer.steps:
+            width = 96 + round(100 * (step.output[-1] / widest) ** 0.5)
+            kind = next((kind for kind, part in KINDS.items() if re.search(part, step.kind)), "other")
+            rows.append(
+                f'<rect class="{kind}" x="{(200 - width) / 2:g}" y="{y}" width="{width}" height="15" rx="3"/>'
+                f'<text x="100" y="{y + 11}">{html.escape(step.kind)}</text>'
+            )
+            y += 18
+        if layer.count > 1:
+            frames.append(
+                f'<path class="frame" d="M206 {first}h5v{y - first - 3}h-5"/>'
+                f'<text class="count" x="216" y="{(first + y) // 2 + 2}">x {layer.count}</text>'
+            )
+    title = f"The layers of {spec.title}, {preset}"
+    return (
+        f'<svg class="stack" viewBox="0 0 250 {y + 2}" role="img" aria-label="{html.escape(title)}">'
+        f"{''.join(rows + frames)}</svg>"
+    )
 
 
 # --- navigation
 
 
 def navigation(files: Files) -> list[Any]:
-    """The sections of docs/README.md with their pages; other pages are in the section of their folder."""
+    """The sections of docs/README.md as tabs, their subsections and pages in them; other pages are in the tab of their
+    folder; the reference is last."""
     text = (DOCS / "README.md").read_text(encoding="utf-8")
-    chapters: dict[str, list[str]] = {}
-    seen, heading = {"README.md", GALLERY}, ""
+    tabs: dict[str, list[Any]] = {}
+    seen, pages = {"README.md", GALLERY, HOME}, []
     for line in text.splitlines():
         if line.startswith("## "):
-            heading = line.removeprefix("## ")
+            pages = tabs.setdefault(line.removeprefix("## "), [])
+        elif line.startswith("### "):
+            tabs[next(reversed(tabs))].append({line.removeprefix("### "): (pages := [])})
         for link, _ in LINK.findall(line):
             path = os.path.normpath(link)
             if path.endswith(".md") and path not in seen and files.get_file_from_path(path):
                 seen.add(path)
-                chapters.setdefault(heading, []).append(path)
-    rest = [f.src_uri for f in files.documentation_pages() if f.src_uri not in seen]
-    more: dict[str, list[str]] = {}
-    for path in sorted(rest):
-        folder = path.split("/")[0] if "/" in path else "More"
-        more.setdefault(folder, []).append(path)
-    more.pop(SOURCE, None)  # a page links to it
-    named = {
-        API: "API reference",
-        "ops": "All ops",
-        "kernels": "The kernels",
-        "results": "Measurements",
-        "models": "Models",
-        "course": "Course",
-    }
-    others = [{named.get(name, name): paths} for name, paths in more.items()]
-    book = [{name: paths} for name, paths in chapters.items()]
-    return [{"Start": "README.md"}, {"Gallery": GALLERY}, *book, *others]
+                pages.append(path)
+    tabs = {name: pages for name, pages in tabs.items() if pages}
+    tabs["Start"].insert(0, {"The textbook": "README.md"})
+    tabs["Models"].insert(0, {"Gallery": GALLERY})
+    for path in sorted(f.src_uri for f in files.documentation_pages() if f.src_uri not in seen):
+        folder = path.split("/")[0] if "/" in path else ""
+        if folder == SOURCE:  # a page links to it
+            continue
+        tab, section = PLACES.get(folder, ("Guides", "More"))
+        pages = tabs.setdefault(tab, [])
+        if section:
+            pages = next((p[section] for p in pages if section in p), None) or _added(pages, section)
+        pages.append(path)
+    return [{"Home": HOME}, *({name: pages} for name, pages in tabs.items())]
+
+
+def _added(pages: list[Any], section: str) -> list[Any]:
+    pages.append({section: (inside := [])})
+    return inside

@@ -26,29 +26,35 @@ class Page(HTMLParser):
         self.anchors: set[str] = set()
         self.fetched: list[str] = []
         self.formulas = 0
+        self.tags: set[str] = set()
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         found = dict(attrs)
         self.anchors |= {value for name in ("id", "name") if (value := found.get(name))}
         self.formulas += tag == "math"
+        self.tags.add(tag)
+        assert tag != "dl" or not found, f"<{tag} {found}> is text of a docstring"
         if tag in ("script", "img", "iframe", "link") and (source := found.get("src") or found.get("href")):
             self.fetched.append(source)
         elif tag == "a" and (link := found.get("href")):
             self.links.append(link)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build_site(out: Path) -> Path:
+    """out, with the site in it. Skips the test without the packages of the extra docs."""
     for package in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml"):
         pytest.importorskip(package, reason=f"{package} is not installed; the extra docs has it")
-    out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    )
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1", "REPOSITORY_URL": "https://example.org/us/tinyforge"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     return out
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_site(tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +90,14 @@ def test_formulas_are_drawn_by_the_browser(pages: dict[Path, Page]) -> None:
         assert not re.search(r'class="arithmatex"', path.read_text(encoding="utf-8")), path
 
 
+def test_no_text_in_angle_brackets_is_lost(pages: dict[Path, Page]) -> None:
+    """The reference's docstrings are Markdown, where <think> would be a tag that nobody sees."""
+    known = set.union(*(page.tags for path, page in pages.items() if path.parent.name != "api"))
+    known |= {"dl", "dt", "dd", "small", "h4", "h5", "h6"}
+    found = {path.name: page.tags - known for path, page in pages.items() if path.parent.name == "api"}
+    assert {name: tags for name, tags in found.items() if tags} == {}
+
+
 def test_search_reference_and_gallery_have_what_they_promise(site: Path) -> None:
     found = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))["docs"]
     assert any("RMSNorm" in entry["title"] for entry in found)
@@ -92,3 +106,10 @@ def test_search_reference_and_gallery_have_what_they_promise(site: Path) -> None
     assert "tinyforge.op.Stash" in reference and "each consumed once, by its owner" in reference
     gallery = (site / "gallery.html").read_text(encoding="utf-8")
     assert "116,417,280" in gallery and 'href="models/mamba.html"' in gallery
+    assert gallery.count('class="stack"') > 8 and ">LinearCrossEntropy<" in gallery
+
+
+def test_the_font_of_formulas_is_shipped_with_its_licence(site: Path) -> None:
+    font, licence = (site / "site" / name for name in ("stix-two-math.woff2", "stix-two-math-OFL.txt"))
+    assert font.stat().st_size < 1_000_000 and font.read_bytes()[:4] == b"wOF2"
+    assert "SIL Open Font License, Version 1.1" in licence.read_text(encoding="utf-8")
