@@ -23,11 +23,11 @@ def words(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
 
 
-@pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
-def test_philox_gives_the_published_answers(counter: str, key: str, wanted: str) -> None:
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_philox_gives_the_published_answers(counter: str, key: str, expected: str) -> None:
     k0, k1 = words(key)
     blocks = philox(np.array([[0, 0, 0, 0], words(counter)], np.uint32), (k0, k1))
-    assert blocks[1].tolist() == words(wanted)
+    assert blocks[1].tolist() == words(expected)
     assert blocks.dtype == np.uint32
 
 
@@ -134,6 +134,6 @@ def test_normals_do_not_depend_on_the_pieces_they_are_drawn_in(count: int) -> No
     stream = Stream(3, "pieces")
     u = Stream(3, "pieces").uniform((2, -(-count // 2)))
     radius, angle = np.sqrt(-2.0 * np.log1p(-u[0])), 2.0 * np.pi * u[1]
-    wanted = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
-    assert np.array_equal(stream.normal((count,)), wanted)
+    expected = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    assert np.array_equal(stream.normal((count,)), expected)
     assert stream.position == -(-count // 2)

@@ -43,8 +43,8 @@ from tinyforge.data import fineweb_edu
 from tinyforge.formats import convert
 
 WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
-HELD = 120.0  # seconds for which what a kill has left behind may hold the folder
-BUSY = ("another run is writing there", "already holds a run")  # what a child that was left behind has begun, or ended
+HELD = 120.0  # seconds for which what a kill has left after may hold the folder
+BUSY = ("another run is writing there", "already holds a run")  # what a child that was left after has begun, or ended
 
 
 class Failure(Exception):
@@ -145,8 +145,8 @@ class Chaos:
         for _ in range(rng.randint(1, 4)):
             kills += self.kill(command, rng)
         self.finish(command, lambda: doom(0))
-        wanted, got = self.whole[command.name].contents, self.digest()
-        if other := differing(wanted, got):
+        expected, got = self.whole[command.name].contents, self.digest()
+        if other := differing(expected, got):
             raise Failure(f"after {kills} kills these differ from an undisturbed run: {', '.join(other[:10])}")
         return kills
 
@@ -186,9 +186,9 @@ class Chaos:
         return json.loads(result.read_text(encoding="utf-8"))
 
 
-def differing(wanted: dict[str, str], got: dict[str, str]) -> list[str]:
+def differing(expected: dict[str, str], got: dict[str, str]) -> list[str]:
     """The names that only one of them has, or with other bytes."""
-    return sorted(name for name in wanted.keys() | got.keys() if wanted.get(name) != got.get(name))
+    return sorted(name for name in expected.keys() | got.keys() if expected.get(name) != got.get(name))
 
 
 def wait_for(child: int, patience: Patience, seconds: float = math.inf, alone: bool = False) -> int | None:

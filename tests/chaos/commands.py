@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,12 +29,12 @@ TOKENIZER = "--tokenizer inputs/tokenizers/ours.json --set vocab=300"
 CORPUS = "inputs/source inputs/second --out out --val-share 0.3"
 PLAN = "--save-every 3 --eval-every 8 --batch-size 4 --backend numpy"
 # What no two runs have in common.
-CLOCKS = ("seconds", "tokens_per_second", "elapsed", "joules", "peak_memory_mib", "gpu_memory_mib")
+CLOCKS = re.compile("seconds|[a-z]+_per_second|elapsed|joules|peak_memory_mib|gpu_memory_mib")
 
 
 @dataclass(frozen=True)
 class Command:
-    """words: of the command; it runs where `inputs` lies beside `out`, which it writes. go_on: what it is given where a
+    """words: of the command; it runs where `inputs` and `out` lie, writing the latter. go_on: what it is given where a
     run's checkpoint is found in out. before: copied to out at the start, since the command adds to it. once: it refuses
     an out that is there, which is then whole."""
 
@@ -183,7 +184,7 @@ def commands(url: str) -> list[Command]:
 
 
 def _convert_to_file(arguments: list[str]) -> Any:
-    """A model that is there is refused; it and what lies beside it must then be whole."""
+    """A model that is there is refused; it and what lies next to it must then be whole."""
     return None if Path(arguments[1]).exists() else convert.main(arguments)
 
 
@@ -253,7 +254,9 @@ def contents(out: Path) -> dict[str, bytes]:
 def _timeless(content: Any) -> Any:
     """Without the clocks, the hash of a file that has one, and the flags that --resume does not repeat."""
     if isinstance(content, dict):
-        return {key: _timeless(value) for key, value in content.items() if key not in (*CLOCKS, "meta.json")}
+        return {
+            key: _timeless(value) for key, value in content.items() if key != "meta.json" and not CLOCKS.fullmatch(key)
+        }
     return content
 
 

@@ -34,7 +34,7 @@ def half(words):  # writes in place: what a kill leaves is taken for whole
                 file.flush()
                 time.sleep(0.001)
 
-def rest(words):  # leaves what it wrote beside
+def rest(words):  # leaves what it wrote there
     out = Path("out")
     out.mkdir(exist_ok=True)
     beside = out / f".partial-{time.monotonic_ns()}"

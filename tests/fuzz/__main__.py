@@ -141,7 +141,7 @@ def fault_of(reader: Reader, outcome: Outcome) -> str:
     if outcome.status not in reader.statuses:
         return f"status {outcome.status}: {last[:200]}"
     if "out of memory" in last:
-        return f"wanted more than {MEMORY // MIB} MiB: {last[:200]}"
+        return f"expected more than {MEMORY // MIB} MiB: {last[:200]}"
     if outcome.peak > MEMORY:
         return f"held {outcome.peak // MIB} MiB"
     errors = [line for line in outcome.stderr.split("\n") if line.startswith("error: ")]

@@ -103,7 +103,7 @@ def start_child(
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         faulthandler.register(signal.SIGUSR1)  # prints where it is
-        # No thread behind progress bars, and a lock of its own: tqdm's is shared by all that are forked, and once a
+        # No thread after progress bars, and a lock of its own: tqdm's is shared by all that are forked, and once a
         # child is killed while it holds it, all later ones wait forever.
         tqdm.monitor_interval = 0
         tqdm.set_lock(RLock())

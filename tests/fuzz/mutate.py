@@ -205,7 +205,7 @@ def _changed(content: Any, rng: random.Random) -> bytes:
     if not places:
         return rng.choice(VALUES).encode()
     holder, key = rng.choice(places)
-    # A list of a thousand numbers must not hide the ten fields beside it.
+    # A list of a thousand numbers must not hide the ten fields next to it.
     if rng.random() < 0.5:
         few = [place for place in places if isinstance(place[0], dict)]
         holder, key = rng.choice(few or places)
@@ -251,8 +251,8 @@ def _places(content: Any) -> Any:
                 pending.append(holder[key])
 
 
-def _contains(value: Any, wanted: Any) -> bool:
-    return value is wanted or any(holder[key] is wanted for holder, key in _places(value))
+def _contains(value: Any, expected: Any) -> bool:
+    return value is expected or any(holder[key] is expected for holder, key in _places(value))
 
 
 def _as_lines(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
@@ -309,7 +309,7 @@ def _as_zip(data: bytes, rng: random.Random, others: Sequence[bytes]) -> bytes:
     packed = io.BytesIO()
     method = rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA))
     with warnings.catch_warnings(), zipfile.ZipFile(packed, "w", method) as archive:
-        warnings.simplefilter("ignore")  # a name twice is what is wanted
+        warnings.simplefilter("ignore")  # a name twice is what is expected
         for name, content in members:
             info = zipfile.ZipInfo(name[:9999].encode("utf-8", "replace").decode() or "x", (2020, 1, 1, 0, 0, 0))
             info.compress_type = method

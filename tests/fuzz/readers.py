@@ -33,7 +33,7 @@ STEP = (
 
 @dataclass(frozen=True)
 class Reader:
-    """target: the file to be changed, in the folder of seeds. needs: the files and folders that are copied beside it.
+    """target: the file to be changed, in the folder of seeds. needs: the files and folders that are copied next to it.
     words: the command's, with {} for the target. mend: makes hashes agree again. statuses: that it may end with. raw:
     it prints bytes as they are. draws: what is in the file gets into a picture; the other readers' are not drawn, since
     that takes ten times as long as the reading."""

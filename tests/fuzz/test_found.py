@@ -61,7 +61,7 @@ def test_a_member_that_lzma_cannot_unpack(tmp_path: Path) -> None:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_LZMA) as archive:
         archive.writestr("a", "text " * 100)
     data = bytearray(packed.getvalue())
-    at = data.index(b"a", 30) + 1 + 9  # behind the member's header and LZMA's properties
+    at = data.index(b"a", 30) + 1 + 9  # after the member's header and LZMA's properties
     data[at : at + 8] = b"\xff" * 8
     (tmp_path / "a.zip").write_bytes(data)
     (member,) = zip_members(tmp_path / "a.zip")
@@ -71,7 +71,7 @@ def test_a_member_that_lzma_cannot_unpack(tmp_path: Path) -> None:
 def test_a_source_name_too_long_for_a_file(tmp_path: Path) -> None:
     with SourceWriter(tmp_path / "source", "m" * 300, "MIT") as writer:
         writer.add(Document("1", "some text"))
-    assert "wanted at most 100 letters" in fault_of(build_corpus, [tmp_path / "source"], tmp_path / "corpus")
+    assert "expected at most 100 letters" in fault_of(build_corpus, [tmp_path / "source"], tmp_path / "corpus")
 
 
 def test_half_a_character_in_a_corpus(tmp_path: Path) -> None:
@@ -111,9 +111,12 @@ def test_adapters_that_name_no_base(about: object, tmp_path: Path) -> None:
 
 
 LABELS = {
-    "large.jsonl": (b'{"text": "a", "label": 99999999999999999999}', "label 99999999999999999999 of example 0, wanted"),
-    "far.jsonl": (b'{"text": "a", "label": 9000000000000}', "label 9000000000000 of example 0, wanted 0 to 99"),
-    "below.jsonl": (b'{"text": "a", "label": -1}', "label -1 of example 0, wanted 0 to 0"),
+    "large.jsonl": (
+        b'{"text": "a", "label": 99999999999999999999}',
+        "label 99999999999999999999 of example 0, expected",
+    ),
+    "far.jsonl": (b'{"text": "a", "label": 9000000000000}', "label 9000000000000 of example 0, expected 0 to 99"),
+    "below.jsonl": (b'{"text": "a", "label": -1}', "label -1 of example 0, expected 0 to 0"),
     "bomb.jsonl.gz": (gzip.compress(bytes(30 << 20)), "unpack to more than"),
     "odd.jsonl.gz": (gzip.compress(b"text")[:10] + b"\xff" * 20, "it is damaged, get it again"),
 }
@@ -151,7 +154,7 @@ def test_a_header_of_npy_that_python_cannot_parse(header: bytes) -> None:
 
 def test_a_report_of_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_report, "read_outcomes", lambda corpus: [])
-    monkeypatch.setattr(corpus_report, "_query", lambda corpus, sql: [])
+    monkeypatch.setattr(corpus_report, "query", lambda corpus, sql: [])
     assert "All sources" in corpus_report.render(tmp_path)
 
 
@@ -163,7 +166,7 @@ def test_a_config_that_is_not_that_of_the_weights_takes_no_memory(tmp_path: Path
     meta = {"kind": "pretrain", "model": "llama", "config": config, "tokenizer_hash": tokenizer.hash()}
     checkpoint.save(tmp_path, 1, weights, {"m": np.zeros(1)}, tokenizer, meta, keep=0)
     # Built for real this takes 2 ** 40 numbers.
-    assert "the model wants" in fault_of(load, tmp_path, get_backend("numpy", "fp32", workers=1))
+    assert "the model expects" in fault_of(load, tmp_path, get_backend("numpy", "fp32", workers=1))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_meta_data_that_lack_something(tmp_path: Path, lost: str, call: Callable
 
 def test_a_context_that_no_model_has() -> None:
     config = small_model("llama", 300).config
-    assert "context is 16,777,216, wants at most 1,048,576" in fault_of(config.override, {"context": 1 << 24})
+    assert "context is 16,777,216, expected at most 1,048,576" in fault_of(config.override, {"context": 1 << 24})
 
 
 # --- by chaos ---------------------------------------------------------------------------------------------------------
