@@ -76,9 +76,16 @@ def read_documents(paths: Sequence[str | Path], encoding: str = "utf-8") -> list
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of one file, without byte-order mark and with lines ending in "\n"; UserError if it cannot be read."""
+    """The text of one file, .gz and .zst unpacked, without byte-order mark and with lines ending in "\n"; UserError if
+    it cannot be read."""
     try:
-        raw = path.read_bytes()
+        if (packing := path.suffix.lower()) in PACKED:
+            with unpacked(path, packing) as file:
+                raw = read_piece(file)
+        else:
+            raw = path.read_bytes()
+    except BadRecord as fault:
+        raise UserError(f"{path}: {fault}") from None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
     except IsADirectoryError:
@@ -197,6 +204,23 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         raise BadRecord(f"not a readable parquet file ({reason}); download or export it again") from None
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet file, as JSON would have them. Raises UserError for a file that cannot be read."""
+    import duckdb
+
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
+    try:
+        with connect() as connection:
+            rows = connection.execute("SELECT * FROM read_parquet(?, hive_partitioning = false)", [escape_glob(path)])
+            names = [name for name, *_ in rows.description or ()]
+            while batch := rows.fetchmany(ROWS_AT_A_TIME):
+                yield from (dict(zip(names, row, strict=True)) for row in batch)
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: not a readable parquet file ({reason}); download or export it again") from None
 
 
 def _quoted(name: str) -> str:

@@ -482,6 +482,12 @@ class SftSettings(TuneSettings, Teaching):
     """recipes/sft.py: fine-tuning on replies."""
 
     out: str = with_default("out", "runs/sft")
+    data: tuple[str, ...] = with_default(
+        "data",
+        (),
+        "records in .json, .jsonl (.gz, .zst) or .parquet: instruction, input, output; or chats, messages of role and "
+        "content (default: the built-in instructions)",
+    )
     steps: int | None = with_default("steps", 2200)
     lr: float = with_default("lr", 2e-3, f"peak learning rate, with --lora {ADAPTERS_LR:g}")
     base: str | None = start_from(
@@ -530,7 +536,8 @@ class DpoSettings(AlignSettings):
     data: tuple[str, ...] = with_default(
         "data",
         (),
-        "JSON files of preference pairs: instruction, input, chosen, rejected (default: pairs of the built-in world)",
+        "preference pairs in .json, .jsonl (.gz, .zst) or .parquet: prompt, chosen, rejected, each text or messages "
+        "(default: pairs of the built-in world)",
     )
     batch_size: int = with_default("batch_size", 16, "pairs per micro-batch")
     objective: str = setting(
