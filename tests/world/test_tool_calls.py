@@ -14,7 +14,7 @@ from tinyforge.formats.tokenizers import find_tokenizer, template_in
 from tinyforge.infer.grammar import Grammars
 from tinyforge.serve.protocol import Tool
 from tinyforge.serve.tools import CallReader, Tools, grammar, read_calls
-from tinyforge.tokenizers import TextTokenizer, load_tokenizer
+from tinyforge.tokenizers import TextTokenizer, load_tokenizer, thoughts
 from tinyforge.tokenizers.chat_templates import ChatTemplate
 from tinyforge.tokenizers.tool_calls import COUNT, CallForm, learn
 
@@ -130,6 +130,21 @@ def test_grammars_of_published_templates(vocabularies: dict[str, TextTokenizer])
             text = f"{form.before}weather{form.between}{arguments}{form.after}"
             ids = tokenizer.encode(text.lstrip(), "text")
             assert all(map(constraint.accept, ids)) == right, (name, text)
+
+
+def test_tags_of_thoughts_in_published_templates(vocabularies: dict[str, TextTokenizer]) -> None:
+    tokenizer, found = vocabularies["llama3.1"], {}
+    for file in templates():
+        template = ChatTemplate({"default": file.read_text(encoding="utf-8")}, {"bos_token": "<s>"})
+        if (tags := thoughts.learn(template, tokenizer)) is not None:
+            begun = tags.begun(template.text(tokenizer, [{"role": "user", "content": "Hi"}]))
+            found[file.stem] = (tags.open, tags.close, begun)
+    think = ("<think>", "</think>")
+    assert found["Qwen-Qwen3-0.6B"] == (*think, False) and found["llama-cpp-deepseek-r1"] == (*think, True)
+    assert found["qwen3_5_think"] == (*think, True) and found["qwen3_5_nothink"] == (*think, False)
+    assert found["ByteDance-Seed-OSS"] == ("<seed:think>", "</seed:think>", False)
+    assert found["mistralai-Ministral-3-14B-Reasoning-2512"] == ("[THINK]", "[/THINK]", False)
+    assert len(found) > 45 and not (WITHOUT - {"llama-cpp-rwkv-world"}) & set(found), sorted(found)
 
 
 def test_templates_of_published_models_without_tools(smollm2: Path) -> None:

@@ -14,13 +14,14 @@ import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tinyforge.infer.grammar import BLANKS, closed
 from tinyforge.infer.stream import possible_start
 from tinyforge.serve.fields import FieldReader, rules_of
 from tinyforge.serve.protocol import ApiError, Tool, ToolChoice
 from tinyforge.tokenizers import TextTokenizer
+from tinyforge.tokenizers.thoughts import Tags
 from tinyforge.tokenizers.tool_calls import COUNT, ID, CallForm
 
 MOST_HELD = 1024
@@ -33,14 +34,17 @@ PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before the JSON of a call
 
 @dataclass(frozen=True)
 class Tools:
-    """What a request's tools come to. shown: to the template. form: of calls in the reply, None where there can be
-    none. forced: whether the reply has to be a call. strict: whether calls must follow the schemas."""
+    """What a request's tools come to, and how its reply is read. shown: to the template. form: of calls in the reply,
+    None where there can be none. forced: whether the reply has to be a call. thoughts: the tags of what comes before
+    the reply, None where it is not told apart; begun: whether the prompt ends within them."""
 
     shown: Sequence[Tool] = ()
     form: CallForm | None = None
     parallel: bool | None = None
     forced: bool = False
     ignored: bool = False
+    thoughts: Tags | None = None
+    begun: bool = False
 
     @property
     def headers(self) -> dict[str, str]:
@@ -50,11 +54,13 @@ class Tools:
     def is_constrained(self) -> bool:
         return self.forced or (self.form is not None and any(tool.function.strict for tool in self.shown))
 
-    def reader(self) -> CallReader | None:
-        if self.form is None:
-            return None
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in self.shown}
-        return CallReader(self.form, list(schemas), self.parallel is not False, schemas)
+    def reader(self) -> Reader | None:
+        """Of a reply; None where all of it is text."""
+        calls = None
+        if self.form is not None:
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in self.shown}
+            calls = CallReader(self.form, list(schemas), self.parallel is not False, schemas)
+        return calls if self.thoughts is None else ThoughtReader(self.thoughts, self.begun, calls)
 
 
 def select(
@@ -153,10 +159,10 @@ def _terms(tokenizer: TextTokenizer, text: str) -> list[str]:
 
 
 class Event(NamedTuple):
-    """Some text of a reply, the beginning of a call (text: the function's name), or a part of its arguments. number: of
-    the call."""
+    """Some text of a reply or of the thoughts before it, the beginning of a call (text: the function's name), or a part
+    of its arguments. number: of the call."""
 
-    kind: Literal["text", "call", "arguments"]
+    kind: Literal["thought", "text", "call", "arguments"]
     text: str
     id: str = ""
     number: int = 0
@@ -171,6 +177,65 @@ def read_calls(events: Sequence[Event]) -> tuple[str, list[dict[str, Any]]]:
         elif event.kind == "arguments":
             calls[-1]["function"]["arguments"] += event.text
     return "".join(event.text for event in events if event.kind == "text"), calls
+
+
+class Reader(Protocol):
+    """Reads a reply as its text comes. count: calls so far."""
+
+    @property
+    def count(self) -> int: ...
+
+    def push(self, text: str, last: bool = False) -> list[Event]: ...
+
+
+class ThoughtReader:
+    """A reply that may begin with thoughts between tags; white space at their ends is left out. begun: whether the
+    prompt has the first tag. calls: reads the rest."""
+
+    def __init__(self, tags: Tags, begun: bool, calls: CallReader | None) -> None:
+        self.tags, self.calls, self._held = tags, calls, ""
+        self._state: Literal["start", "thoughts", "blank", "reply"] = "thoughts" if begun else "start"
+        self._said = False
+
+    @property
+    def count(self) -> int:
+        return self.calls.count if self.calls else 0
+
+    def push(self, text: str, last: bool = False) -> list[Event]:
+        if self._state == "reply":
+            return self._reply(text, last)
+        self._held += text
+        found: list[Event] = []
+        if self._state == "start":
+            begun = self._held.lstrip()
+            if self.tags.open.startswith(begun) and begun != self.tags.open and not last:
+                return []
+            self._state = "reply"
+            if begun.startswith(self.tags.open):
+                self._state, self._held = "thoughts", begun[len(self.tags.open) :]
+        if self._state == "thoughts":
+            at = self._held.find(self.tags.close)
+            sure = at if at >= 0 else len(self._held) - (0 if last else possible_start(self._held, [self.tags.close]))
+            thought = self._held[:sure].rstrip()
+            self._held = self._held[sure + len(self.tags.close) :] if at >= 0 else self._held[len(thought) :]
+            thought = thought if self._said else thought.lstrip()
+            if thought:
+                self._said = True
+                found.append(Event("thought", thought))
+            if at < 0:
+                return [*found, *(self._reply("", last) if last else [])]
+            self._state = "blank"
+        if self._state == "blank":
+            self._held = self._held.lstrip()
+            if not self._held and not last:
+                return found
+            self._state = "reply"
+        return [*found, *self._reply(self._held, last)]
+
+    def _reply(self, text: str, last: bool) -> list[Event]:
+        if self.calls is not None:
+            return self.calls.push(text, last)
+        return [Event("text", text)] if text else []
 
 
 class CallReader:
