@@ -106,6 +106,12 @@ def flags() -> Parser:
         metavar="N",
         help="cache for shared beginnings of prompts (default: %(default)s)",
     )
+    parser.add_argument(
+        "--reasoning-format",
+        choices=("auto", "deepseek", "none"),
+        default="auto",
+        help="none leaves a reply's thoughts in its text; else they are its reasoning_content (default: %(default)s)",
+    )
     add_allow_host_flag(parser)
     parser.add_argument(
         "--cors-origin",
@@ -213,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.cors_origin,
         generation=loaded.generation,
         first=is_encoder(model) and takes_first(loaded.path),
+        separate_thoughts=args.reasoning_format != "none",
     )
 
     def ready() -> None:

@@ -167,7 +167,7 @@ const system = () => about.system_prompt !== false && talk.system.trim() ? [{ ro
 
 function request(messages) {
   const asked = { model: model?.id, messages: [...system(), ...messages], temperature: options.temperature, top_p: options.top_p, top_k: options.top_k, min_p: options.min_p,
-    repetition_penalty: options.repetition_penalty, stream_options: { include_usage: true } };
+    repetition_penalty: options.repetition_penalty, stream_options: { include_usage: true }, reasoning_format: "none" };
   if (options.max_tokens !== null) asked.max_tokens = options.max_tokens;
   if (options.seed !== null) asked.seed = options.seed;
   const stops = options.stop.split("\n").filter(Boolean).slice(0, 4);
