@@ -631,6 +631,9 @@ def _dedup(build: _Build) -> None:
     for first, task in build.query("SELECT first, task FROM spans WHERE task IS NOT NULL ORDER BY span"):
         places = db.execute(f"SELECT place FROM {scan(build.result('clean', task))} ORDER BY place").fetchnumpy()
         signatures.replace(first + np.asarray(places["place"]), build.result("clean", task, ".npy"))
+    signatures.cut = np.asarray(
+        db.execute("SELECT number FROM documents WHERE cut_bytes > 0 ORDER BY number").fetchnumpy()["number"]
+    )
     a, b = _near_pairs(build, signatures)
     nodes, firsts = components(a, b)
     db.register("found", {"number": nodes, "first": firsts})
@@ -658,7 +661,12 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
     for begin in range(1, count + 1, _CHUNK):
         rows = db.execute(f"SELECT a, b FROM pairs WHERE n BETWEEN {begin} AND {begin + _CHUNK - 1} ORDER BY n")
         a, b = pairs = np.stack(list(rows.fetchnumpy().values()))
-        near.append(pairs[:, estimate(signatures.take(a), signatures.take(b)) >= build.settings.similarity])
+        alike = estimate(signatures.take(a), signatures.take(b))
+        # A copy in another source, where few documents share what was cut here, still has it.
+        one = np.flatnonzero(np.isin(a, signatures.cut) != np.isin(b, signatures.cut))
+        before = estimate(signatures.take(a[one], uncut=True), signatures.take(b[one], uncut=True))
+        alike[one] = np.maximum(alike[one], before)
+        near.append(pairs[:, alike >= build.settings.similarity])
     db.execute("DROP TABLE pairs")
     a, b = np.concatenate(near, 1)
     # Code with the same words and other operators is another program; the hash of a text has words alone.
@@ -684,13 +692,18 @@ def _find_candidates(build: _Build, signatures: _Signatures) -> None:
 
     db, s = build.catalogue, build.settings
     kept = db.execute("SELECT number FROM documents WHERE dropped IS NULL ORDER BY number").fetchnumpy()["number"]
-    groups = list(_slices(s.bands, len(kept), build.memory))
+    cut = kept[np.isin(kept, signatures.cut)]
+    groups = list(_slices(s.bands, len(kept) + len(cut), build.memory))
     for bands, slice_, slices in tqdm(groups, desc="bands", disable=build.no_bar, leave=False):
         db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
-        for begin in range(0, len(kept), _CHUNK):
-            numbers = kept[begin : begin + _CHUNK]
+        chunks = [
+            (some[i : i + _CHUNK], uncut)
+            for some, uncut in ((kept, False), (cut, True))
+            for i in range(0, len(some), _CHUNK)
+        ]
+        for numbers, uncut in chunks:
             columns = slice(bands.start * s.rows, bands.stop * s.rows)
-            keys = band_keys(signatures.take(numbers)[:, columns], len(bands), s.rows).reshape(-1)
+            keys = band_keys(signatures.take(numbers, uncut)[:, columns], len(bands), s.rows).reshape(-1)
             chosen = np.flatnonzero(keys % np.uint64(slices) == slice_) if slices > 1 else slice(None)
             chunk = {
                 "band": np.tile(np.array(bands, np.uint8), len(numbers))[chosen],
@@ -722,19 +735,23 @@ def _slices(bands: int, documents: int, memory: int) -> Iterator[tuple[range, in
 
 
 class _Signatures:
-    """The MinHash signatures of all documents, memory-mapped from the files of the read stage."""
+    """The MinHash signatures of all documents, memory-mapped from the files of the read stage.
+
+    cut: the numbers, in ascending order, of those that cleaning has made shorter; they have two signatures.
+    """
 
     def __init__(self, paths: list[Path]) -> None:
         self._files = [np.load(path, mmap_mode="r") for path in paths]
         self._bounds = np.cumsum([0, *(len(file) for file in self._files)])
         self._newer: list[tuple[np.ndarray, np.ndarray]] = []
+        self.cut = np.empty(0, np.int64)
 
     def replace(self, numbers: np.ndarray, path: Path) -> None:
         """Take the signatures of these documents, in ascending order, from another file."""
         self._newer.append((numbers, np.load(path, mmap_mode="r")))
 
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        """(D,) -> (D, bands * rows)."""
+    def take(self, numbers: np.ndarray, uncut: bool = False) -> np.ndarray:
+        """(D,) -> (D, bands * rows). uncut: of what is cut, as it was before."""
         out = np.empty((len(numbers), self._files[0].shape[1]), np.uint32)
         files = np.searchsorted(self._bounds, numbers, "right") - 1
         for file in np.unique(files):
@@ -743,6 +760,8 @@ class _Signatures:
         for newer, signatures in self._newer:
             at = np.minimum(np.searchsorted(newer, numbers), len(newer) - 1)
             chosen = newer[at] == numbers
+            if uncut:
+                chosen &= ~np.isin(numbers, self.cut)
             out[chosen] = signatures[at[chosen]]
         return out
 

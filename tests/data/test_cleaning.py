@@ -10,7 +10,8 @@ import duckdb
 import pytest
 
 from tests.data.conftest import fault_of
-from tests.data.test_corpus import filter_file, prose, rows, texts_of, write_source
+from tests.data.test_corpus import filter_file, near, prose, rows, texts_of, write_source
+from tests.data.test_dedup import jaccard
 from tinyforge.data.cleaning import boilerplate, debris, fixed, normalised, units, without
 from tinyforge.data.corpus import Settings, build_corpus
 from tinyforge.data.dedup import Words
@@ -100,6 +101,20 @@ def test_the_header_and_the_footer_of_all_pages_go_and_are_counted(tmp_path: Pat
     assert "## What was cut out" in report and "| s | 39 | This page belongs" in report
     build_corpus(sources, tmp_path / "all", Settings(boilerplate=0), filter_file(tmp_path), workers=1)
     assert not rows(tmp_path / "all", "1", "WHERE cut_bytes > 0") and read_source(sources[0]).documents == 52
+
+
+def test_a_copy_in_another_source_is_found_where_only_one_of_the_two_is_cut(tmp_path: Path) -> None:
+    rng = random.Random(6)
+    bodies = [prose(rng, 90).strip() for _ in range(40)]
+    copy = near(HEADER + bodies[3], 0.01, rng)
+    assert jaccard(HEADER + bodies[3], copy) > 0.8 > jaccard(bodies[3], copy)
+    one, other = [HEADER + body for body in bodies], [copy, HEADER + prose(rng, 90)]
+    sources = [write_source(tmp_path / "s", one), write_source(tmp_path / "other", other)]
+    build_corpus(sources, tmp_path / "out", Settings(val_share=0.0), filter_file(tmp_path), workers=1)
+    assert rows(tmp_path / "out", "dropped, cluster", "WHERE number > 39 ORDER BY number") == [
+        ("near-duplicate", 3),
+        (None, None),
+    ]
 
 
 def test_what_is_hashed_is_nfc_and_without_what_cannot_be_seen(tmp_path: Path) -> None:
