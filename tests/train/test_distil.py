@@ -256,3 +256,14 @@ def test_a_teacher_that_does_not_fit_is_refused(name: str, changes: dict[str, An
     with pytest.raises(UserError) as error:
         check_teacher("runs/one", spec, teacher, find_model("nanoeuler"), student, 6, documents=True)
     assert str(error.value) == message
+
+
+def test_a_teacher_just_large_enough_is_taken() -> None:
+    """As many heads as the student, a context as long as a row, documents only where they are asked for."""
+    spec, lstm = find_model("nanoeuler"), find_model("lstm")
+    check_teacher("runs/one", spec, SMALL, spec, SMALL, 6, documents=True)
+    theirs = next(iter(lstm.presets.values())).override({"vocab": VOCAB, "context": 6})
+    one_head = SMALL.override({"mtp_heads": 1, "mtp_weights": (1,)})
+    check_teacher("runs/one", lstm, theirs, spec, one_head, 6, documents=False)
+    with pytest.raises(UserError, match="Headless has no output heads that predict next tokens"):
+        Ensemble([type("Headless", (), {"ops": lambda self: []})()], 1, FP64)
