@@ -1,4 +1,4 @@
-"""Lesson 5: the gradient of a rotation."""
+"""Lesson 6: the gradient of a rotation."""
 
 import numpy as np  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Lesson 9: nucleus sampling."""
+"""Lesson 10: nucleus sampling."""
 
 import numpy as np  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""Lesson 10: an op of your own, squared ReLU, and its CUDA kernel in e10_own_op.cu."""
+"""Lesson 11: an op of your own, squared ReLU, and its CUDA kernel in e11_own_op.cu."""
 
 import numpy as np
 

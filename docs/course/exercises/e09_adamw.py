@@ -1,4 +1,4 @@
-"""Lesson 8: a step of AdamW."""
+"""Lesson 9: a step of AdamW."""
 
 import numpy as np  # noqa: F401
 

@@ -1,7 +1,8 @@
-"""Lesson 7: the backward of a residual block."""
+"""Lesson 8: the backward of a residual block."""
+
+import numpy as np  # noqa: F401
 
 
 def block_backward(norm, down, dy, stash):
     """dx of y = x + down.forward(norm.forward(x, stash), stash): the forward, read upwards."""
-    dh = down.backward(dy, stash)
-    return dy + norm.backward(dh, stash)
+    raise NotImplementedError("your turn")

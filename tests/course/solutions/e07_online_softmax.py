@@ -1,4 +1,4 @@
-"""Lesson 6: two tiles of attention become one."""
+"""Lesson 7: two tiles of attention become one."""
 
 import numpy as np
 
