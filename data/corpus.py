@@ -91,9 +91,9 @@ class Settings:
     val_share:     share of the documents that goes to val, 0..1; val_shares has (source, share) for exceptions.
     split_by:      "text": all parts of a text are in the same split; "part": each part is assigned separately.
     max_bytes:     a longer text is cut into parts, each a document.
-    detect_language: measure each document's language, for the filter of that name; needs tinyforge[data].
+    detect_language: measure each document's language, for the filter of that name; needs the extra data.
     boilerplate:   sentences and lines that this many documents of a source share are cut out, and debris of wiki
-                   markup; 0: nothing is. fix_text: undo mojibake and normalise Unicode; needs tinyforge[data].
+                   markup; 0: nothing is. fix_text: undo mojibake and normalise Unicode; needs the extra data.
     mask_pii:      put [EMAIL], [IP] and [PHONE] in place of mail addresses, machines' addresses and telephone numbers.
     shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
                    all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
@@ -1074,7 +1074,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--detect-language",
         action="store_true",
-        help="measure each document's language, and keep English (tinyforge[data])",
+        help="measure each document's language, and keep English (needs the extra data)",
     )
     parser.add_argument(
         "--fix-text", action="store_true", help="undo mojibake, write Unicode as NFC, drop zero-width characters"

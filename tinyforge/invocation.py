@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -74,8 +75,9 @@ def code_hash() -> str:
 
 
 def as_typed(text: str, in_checkout: bool = IN_CHECKOUT) -> str:
-    """`text` with each command as it is typed here: unchanged in a checkout, else `tinyforge` and its subcommand."""
-    if in_checkout:
+    """`text` with each command as it is typed here: unchanged in a checkout, unless this process is the command
+    `tinyforge` itself; else `tinyforge` and its subcommand."""
+    if in_checkout and Path(sys.argv[0].partition(" ")[0]).stem != "tinyforge":
         return text
     for words, module in MODULES.items():
         command = " ".join(("tinyforge", *words))

@@ -135,7 +135,7 @@ def test_what_is_hashed_is_nfc_and_without_what_cannot_be_seen(tmp_path: Path) -
 
 
 def test_text_is_fixed_where_asked_to(tmp_path: Path) -> None:
-    pytest.importorskip("ftfy", reason='mojibake: pip install "tinyforge[data]"')
+    pytest.importorskip("ftfy", reason='mojibake: pip install -e ".[data]"')
     good = "Das schöne „Bärenfell“ — naïve Œuvre. " + prose(random.Random(3), 80)
     bad = good.encode().decode("cp1252", "replace").replace("\ufffd", "")
     hidden = "zero\u200bwidth and soft\u00adhyphen " + prose(random.Random(4), 80)

@@ -133,7 +133,7 @@ def write_source(folder: Path, documents: int, words: int = 300) -> Path:
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
     """A cluster of two machines on this one, without a memory monitor: others use this machine too."""
-    pytest.importorskip("ray", reason='needs Ray: pip install "tinyforge[cluster]"')
+    pytest.importorskip("ray", reason='needs Ray: pip install -e ".[cluster]"')
     patch = pytest.MonkeyPatch()
     for name, value in {"memory_monitor_refresh_ms": "0", "USAGE_STATS_ENABLED": "0", "DEDUP_LOGS": "0"}.items():
         patch.setenv(f"RAY_{name}", value)
