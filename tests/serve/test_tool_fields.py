@@ -13,7 +13,7 @@ from tests.serve.conftest import running
 from tests.serve.test_tools import ASKED, a_tool, client_of, template
 from tinyforge.formats import Loaded
 from tinyforge.infer.grammar import Grammars
-from tinyforge.serve.fields import types_of, value_of
+from tinyforge.serve.fields import all_types, value_of
 from tinyforge.serve.protocol import ApiError
 from tinyforge.serve.tools import CallReader, Tools, grammar, read_calls
 from tinyforge.tokenizers.tool_calls import CallForm, Fields, learn
@@ -147,7 +147,7 @@ def test_what_models_write_besides(forms: dict[str, CallForm]) -> None:
 
 def test_a_reader_is_quick(forms: dict[str, CallForm]) -> None:
     begun = written(forms["tags"], CALLS[:1]).partition("  def")[0]
-    for filling in ("</parameter>" * 4000, "\n" * 40_000, "x" * 40_000, "<" * 40_000):
+    for filling in ("</parameter>" * 1000, "\n" * 10_000, "x" * 10_000, "<" * 10_000):
         reader, start = CallReader(forms["tags"], ["run"], True, {"run": SCHEMA}), time.monotonic()
         for character in begun + filling:
             reader.push(character)
@@ -155,8 +155,13 @@ def test_a_reader_is_quick(forms: dict[str, CallForm]) -> None:
 
 
 def test_values_by_their_types() -> None:
-    assert types_of(SCHEMA["properties"]["days"], SCHEMA) == {"integer", "null"}
-    assert types_of({"$ref": "#/$defs/a"}, {"$defs": {"a": {"$ref": "#/$defs/a"}}}) == set()
+    assert all_types(SCHEMA["properties"]["days"], SCHEMA) == {"integer", "null"}
+    assert all_types({"$ref": "#/$defs/a"}, {"$defs": {"a": {"$ref": "#/$defs/a"}}}) == set()
+    wide = {"anyOf": [{"$ref": "#"}] * 1000}
+    assert all_types(wide, wide) == all_types({"anyOf": [{"type": "string"}, {}]}, {}) == set()
+    odd: Any
+    for odd in ({"type": 3}, {"type": [["a"]]}, {"enum": "ab"}, {"$ref": 3}, {"anyOf": {}}, 3, None, True, []):
+        assert all_types(odd, odd) == set()
     cases: list[tuple[str, set[str], Any]] = [
         ("3", {"string"}, "3"),
         ("3", {"integer"}, 3),
@@ -194,12 +199,29 @@ def test_grammars_take_calls_of_the_schema(small: Loaded, forms: dict[str, CallF
     assert takes([("run_all", {"any": "thing", "more": "x"})], forced)
     for wrong in ({}, {"code": "x", "unit": "K"}, {"code": "x", "days": 100}, {"code": "x", "other": "y"}):
         assert not takes([("run", wrong)], forced), wrong
-    for extra in ({"pattern": "^a$"}, {"maxLength": 3}):
-        tool = a_tool("run", {"properties": {"code": {"type": "string", **extra}}, "required": ["code"]})
-        with pytest.raises(ApiError, match="cannot be enforced"):
-            grammar(Tools([tool], form, None, forced=True), small.tokenizer)
-    with pytest.raises(ApiError, match="minProperties cannot be enforced"):
-        grammar(Tools([a_tool("run", {"minProperties": 1})], form, None, forced=True), small.tokenizer)
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    listed = {"anyOf": [{"const": "x"}, {"enum": [1, None, "y z"]}]}
+    tool = a_tool("run", {"properties": {"a": optional, "b": listed}, "required": ["b"]}, strict=True)
+    for value, right in (("x", True), (1, True), (None, True), ("y z", True), ("y", False), (2, False)):
+        assert takes([("run", {"a": "t", "b": value})], Tools([tool], form, None, forced=True)) == right
+    text: dict[str, Any] = {"type": "string"}
+    unnamed = Tools([a_tool("run", {"properties": {}, "required": ["b"]})], form, None, forced=True)
+    assert takes([("run", {"b": "x"})], unnamed) and not takes([("run", {})], unnamed)
+    wrong_ones: list[tuple[dict[str, Any], str]] = [
+        ({"properties": {"a": {**text, "pattern": "^a$"}}}, "pattern"),
+        ({"properties": {"a": {"anyOf": [{**text, "maxLength": 3}, {"type": "null"}]}}}, "maxLength"),
+        ({"properties": {"a": {"minimum": 3}}}, "minimum"),
+        ({"minProperties": 1}, "minProperties"),
+        ({"anyOf": [{"required": ["a"]}]}, "anyOf"),
+        ({"type": "array"}, "type 'array'"),
+        ({"properties": []}, "properties"),
+        ({"properties": {}, "required": "a"}, "required"),
+        ({"properties": {}, "required": [{}]}, "required"),
+        ({"properties": {f"a{i}": text for i in range(1025)}}, "1024 properties"),
+    ]
+    for parameters, words in wrong_ones:
+        with pytest.raises(ApiError, match=f"{words}.* cannot be enforced"):
+            grammar(Tools([a_tool("run", parameters)], form, None, forced=True), small.tokenizer)
 
 
 @pytest.mark.parametrize("name", ["tags", "kinds"])

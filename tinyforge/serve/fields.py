@@ -20,7 +20,9 @@ MOST_KEY = 1024
 CDATA = "<![CDATA["
 """Where some models wrap a text that has tags in it."""
 MOST_STEPS = 32
-"""References that are followed, one after the other."""
+"""References that are followed one after the other, and branches of a schema that are read for its types."""
+MOST_FIELDS = 1024
+"""Properties of a function in a grammar."""
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 FREE = {"title", "description", "default", "examples", "deprecated", "type", "$ref", "$defs", "definitions"}
 """Keywords that restrict no text."""
@@ -40,20 +42,34 @@ def resolved(schema: Any, root: Any) -> dict[str, Any]:
     return {}
 
 
-def types_of(schema: Any, root: Any, steps: int = MOST_STEPS) -> set[str]:
-    """The types that a schema names, in its branches too; none where it takes all."""
-    schema = resolved(schema, root)
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = [schema["const"]] if "const" in schema else schema["enum"]
+def leaves(schema: Any, root: Any) -> list[dict[str, Any]]:
+    """The schemas of which one has to hold, without references and branches; one that takes all where there are more
+    than MOST_STEPS."""
+    found, left = list[dict[str, Any]](), [schema]
+    for _ in range(MOST_STEPS):
+        if not left:
+            return found
+        schema = resolved(left.pop(0), root)
+        key = next((key for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
+        if key is None or schema.keys() - FREE - {key}:
+            found.append(schema)
+        else:
+            left += schema[key][: MOST_STEPS + 1]
+    return [{}] if left else found
+
+
+def types_of(leaf: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names; none where it takes all."""
+    if isinstance(values := [leaf["const"]] if "const" in leaf else leaf.get("enum"), list):
         return {KINDS.get(type(value), "null") for value in values}
-    named = schema.get("type", [])
-    found = {named} if isinstance(named, str) else {t for t in named if isinstance(t, str)}
-    for branches in (schema.get("anyOf"), schema.get("oneOf")):
-        for branch in branches if steps and isinstance(branches, list) else ():
-            if not (more := types_of(branch, root, steps // 2)):
-                return set()
-            found |= more
-    return found
+    named = leaf.get("type")
+    return {t for t in (named if isinstance(named, list) else [named]) if isinstance(t, str)}
+
+
+def all_types(schema: Any, root: Any) -> set[str]:
+    """The types of all `leaves`; none where one takes all."""
+    each = [types_of(leaf) for leaf in leaves(schema, root)]
+    return set().union(*each) if all(each) else set()
 
 
 def value_of(text: str, types: set[str]) -> Any:
@@ -115,7 +131,7 @@ class FieldReader:
             return "", text, False
         name = text[begun.end() : kind.start()].strip()
         schema = resolved(self.schema, self.schema).get("properties")
-        types = types_of(schema.get(name), self.schema) if isinstance(schema, dict) else set()
+        types = all_types(schema.get(name), self.schema) if isinstance(schema, dict) else set()
         if self.fields.kinds[0] != self.fields.kinds[1]:
             types = {"string"} if kind[1] == self.fields.kinds[0] else types - {"string"}
         self._types, self._streams, self._seen = types, types == {"string"}, 0
@@ -182,10 +198,14 @@ def rules_of(
 
     root = resolved(parameters, parameters)
     if unknown := sorted(root.keys() - OF_OBJECTS):
-        raise refuse(unknown[0])
-    if root.get("type", "object") != "object":
-        raise refuse(f"type {root['type']!a}")
-    properties, required = root.get("properties") or {}, root.get("required") or []
+        raise refuse(unknown[0][:40])
+    if "type" in root and "object" not in types_of({"type": root["type"]}):
+        raise refuse(f"type {str(root['type'])[:40]!a}")
+    properties, required = root.get("properties", {}), root.get("required", [])
+    named = isinstance(required, list) and all(isinstance(key, str) for key in required)
+    if not isinstance(properties, dict) or not named:
+        raise refuse("properties that are no object, or required that is no list of names,")
+    properties = {**properties, **{key: {} for key in required if key not in properties}}
     before, after = " ".join(terms(fields.before)), fields.after
     first, *others = terms(after.lstrip())
     if first.startswith("<["):
@@ -195,23 +215,27 @@ def rules_of(
     end = " ".join(terms(after))
     kinds = [" ".join(terms(fields.kind[0] + kind + fields.kind[1])) for kind in fields.kinds]
     parts, rules = [], []
+    if len(properties) > MOST_FIELDS:
+        raise refuse(f"more than {MOST_FIELDS} properties")
     for number, (key, given) in enumerate(properties.items()):
-        schema, rule = resolved(given, parameters), f"{call}_{number}"
-        types, kind, value = types_of(given, parameters), kinds[0], f"{call}_text"
-        texts = [schema["const"]] if "const" in schema else schema.get("enum")
-        if types == {"string"} and isinstance(texts, list):
-            value = f"({' | '.join(' '.join(terms(each)) or chr(34) * 2 for each in texts)}) {end}"
-        elif types == {"string"}:
-            if unknown := sorted(schema.keys() - FREE - {"anyOf", "oneOf"}):
-                raise refuse(unknown[0])
-        elif types and "string" not in types:
-            inner = {**given, **{k: parameters[k] for k in ("$defs", "definitions") if k in parameters}}
-            rules.append(f"{rule}_json: %json {json.dumps({'x-guidance': BLANKS, **closed(inner)})}")
-            kind, value = kinds[1], f"{rule}_json {end}"
-        rules.append(f"{rule}: {before} {' '.join(terms(key))} {kind} {value}")
+        rule, values = f"{call}_{number}", list[str]()
+        for place, leaf in enumerate(leaves(given, parameters)):
+            types, listed = types_of(leaf), [leaf["const"]] if "const" in leaf else leaf.get("enum")
+            if isinstance(listed, list):
+                texts = [(kinds[not isinstance(v, str)], v if isinstance(v, str) else json.dumps(v)) for v in listed]
+                values += [f"{kind} {' '.join(terms(text))} {end}" for kind, text in texts]
+            elif types and "string" not in types:
+                inner = {**{k: parameters[k] for k in ("$defs", "definitions") if k in parameters}, **leaf}
+                rules.append(f"{rule}_{place}: %json {json.dumps({'x-guidance': BLANKS, **closed(inner)})}")
+                values.append(f"{kinds[1]} {rule}_{place} {end}")
+            elif unknown := sorted(leaf.keys() - FREE):
+                raise refuse(unknown[0][:40])
+            else:
+                values.append(f"{kinds[0]} {call}_text")
+        if (whole := f"{kinds[0]} {call}_text") in values and kinds[0] == kinds[1]:
+            values = [whole]  # every other value is a text too
+        rules.append(f"{rule}: {before} {' '.join(terms(key))} ({' | '.join(values)})")
         parts.append(rule if key in required else f"{rule}?")
-    if missing := [key for key in required if key not in properties]:
-        raise refuse(f"required {missing[0]!a} without its schema")
     if not properties and root.get("additionalProperties", True) is not False:
         rules.append(f"{call}_any: {before} /[a-zA-Z_][a-zA-Z0-9_.-]{{0,63}}/ {kinds[0]} {call}_text")
         parts.append(f"{call}_any*")
