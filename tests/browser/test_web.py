@@ -35,10 +35,10 @@ TEXTS = (
     "emoji \U0001f600\U0001f468\u200d\U0001f469 <|endoftext|> </s> a\u0301e\u0300 \u0928\u092e\u0938\u094d\u0924\u0947",
     "a" * 500 + " " * 30 + "!?" * 40,
 )
-GREEDY = """async (question) => {
+GREEDY = """async ([question, most]) => {
   const { chat } = await import("./api.js"), ids = [], times = [];
   const messages = [{ role: "user", content: question }];
-  for await (const chunk of chat({ messages, temperature: 0, max_tokens: 100, tinyforge: {} }))
+  for await (const chunk of chat({ messages, temperature: 0, max_tokens: most, tinyforge: {} }))
     if (chunk.token !== undefined) { ids.push(chunk.token); times.push(performance.now()); }
   return { ids, times };
 }"""
@@ -46,13 +46,13 @@ GREEDY = """async (question) => {
 
 class Host(ThreadingHTTPServer):
     """A static host. sent: bytes of all bodies. missing: names that it answers with 404. cut: names whose last byte it
-    leaves out."""
+    leaves out. other: contents in place of a file's."""
 
     daemon_threads = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
-        self.sent, self.missing, self.cut = 0, set[str](), set[str]()
+        self.sent, self.missing, self.cut, self.other = 0, set[str](), set[str](), dict[str, bytes]()
         self.thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
         self.thread.start()
 
@@ -73,11 +73,11 @@ class _Handler(SimpleHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        name = self.path.lstrip("/") or "index.html"
+        name = self.path.partition("?")[0].lstrip("/") or "index.html"
         file = Path(self.directory) / name
         if name in self.server.missing or not file.is_file():
             return self.send_error(404)
-        data = file.read_bytes()[: -1 if name in self.server.cut else None]
+        data = self.server.other.get(name, file.read_bytes())[: -1 if name in self.server.cut else None]
         self.send_response(200)
         self.send_header("Content-Type", self.guess_type(str(file)))
         self.send_header("Content-Length", str(len(data)))
@@ -123,9 +123,10 @@ def greedy(name: str, question: str, count: int) -> list[int]:
 def test_greedy_tokens_are_numpys_and_fast_enough(hosts: Callable[[str], Host], open_page: Open) -> None:
     host = hosts("storyteller")
     page = open_page(host.url, ready=LOADED)
+    assert page.locator("html").get_attribute("data-loaded") == "JavaScript"  # faster than a GPU that a CPU imitates
     page.evaluate("() => navigator.serviceWorker.ready.then(() => null)")  # it has fetched its files too
     assert host.sent <= 25e6, "the first load"
-    found = page.evaluate(GREEDY, QUESTION)
+    found = page.evaluate(GREEDY, [QUESTION, 100])
     expected = greedy("storyteller", QUESTION, 100)
     assert len(expected) == 100 and found["ids"] == expected
     # Other processes take time from this one: the fastest ten tokens in a row tell what the code can do.
@@ -222,14 +223,62 @@ def test_weights_that_do_not_arrive(fault: str, hosts: Callable[[str], Host], op
     assert replies(page) == ["13 14 15, so 15"]
 
 
-def test_a_tied_llama_of_another_shape(open_page: Open, tmp_path: Path) -> None:
+SOFTWARE = "?webgpu=software"
+"""A GPU that a CPU imitates: a visitor's page leaves it alone."""
+
+
+@pytest.mark.slow
+def test_greedy_tokens_by_webgpu_are_numpys(hosts: Callable[[str], Host], open_page: Open) -> None:
+    page = open_page(hosts("storyteller").url + SOFTWARE, ready="html[data-loaded=WebGPU]")
+    page.set_default_timeout(600_000)
+    assert page.evaluate(GREEDY, [QUESTION, 100])["ids"] == greedy("storyteller", QUESTION, 100)
+
+
+def test_the_page_by_webgpu(hosts: Callable[[str], Host], open_page: Open) -> None:
+    """Several turns, past a pass of 16 positions, and a look inside."""
+    page = open_page(hosts("small").url + SOFTWARE, ready="html[data-loaded=WebGPU]", width=1500)
+    slide(page, "temperature", 0)
+    ask(page, "How much is 13 plus 2?")
+    assert replies(page) == ["13 14 15, so 15"] and page.locator("#model").inner_text().endswith("WebGPU")
+    page.click("#inside-switch")
+    ask(page, "Which day is next after Sunday?")
+    assert "Monday" in replies(page)[1] and "cached" in page.locator("#passes").inner_text()
+    page.locator("#heat:not([hidden])").wait_for()
+    page.click("#new")
+    asked = " ".join(["How much is 13 plus 2?"] * 5)
+    assert page.evaluate(GREEDY, [asked, 12])["ids"] == greedy("small", asked, 12)
+
+
+def test_a_gpu_that_is_lost_in_the_middle(hosts: Callable[[str], Host], open_page: Open) -> None:
+    host = hosts("small")
+    code = page_file(host, "gpu.js").decode()
+    lost = "async append(tokens, wanted = false) {\n    if (this.length > 40) this.device.destroy();"
+    host.other["gpu.js"] = code.replace("async append(tokens, wanted = false) {", lost).encode()
+    page = open_page(host.url + SOFTWARE, ready="html[data-loaded=WebGPU]")
+    found = page.evaluate(GREEDY, ["Count from one to nine and on.", 40])["ids"]
+    assert found == greedy("small", "Count from one to nine and on.", 40)
+    assert page.locator("#loading-said").inner_text() == "The GPU was lost: the model goes on in JavaScript."
+    assert page.locator("#model").inner_text().endswith("JavaScript")
+
+
+def test_a_model_beyond_the_gpus_limits(hosts: Callable[[str], Host], open_page: Open) -> None:
+    host = hosts("small")
+    code = page_file(host, "gpu.js").decode()
+    host.other["gpu.js"] = code.replace("Math.min(maxBufferSize, maxStorageBufferBindingSize)", "1000").encode()
+    page = open_page(host.url + SOFTWARE, ready="html[data-loaded=JavaScript]")
+    said = page.locator("#loading-said").inner_text()
+    assert said.startswith("The GPU binds 1 MiB at a time") and said.endswith("The model runs in JavaScript.")
+
+
+@pytest.mark.parametrize("where", ["JavaScript", "WebGPU"])
+def test_a_tied_llama_of_another_shape(where: str, open_page: Open, tmp_path: Path) -> None:
     """An odd vocabulary, RoPE over a part of each head, weights in float32, a template of its own."""
     loaded = tiny(tmp_path / "model")
     main([str(tmp_path / "site"), "--checkpoint", str(tmp_path / "model"), "--context", "56"])
     host = Host(tmp_path / "site")
     try:
-        page = open_page(host.url, ready=LOADED)
-        ids = page.evaluate(GREEDY, "Hi <|im_end|>")["ids"]
+        page = open_page(host.url + SOFTWARE * (where == "WebGPU"), ready=f"html[data-loaded={where}]")
+        ids = page.evaluate(GREEDY, ["Hi <|im_end|>", 100])["ids"]
     finally:
         host.close()
     session = Session(loaded.model)

@@ -4,8 +4,8 @@
     python -m http.server --directory site                  then open http://localhost:8000
 
 Any static host serves the folder: GitHub Pages, a bucket, a web server. It has the chat page, the model's tokenizer,
-its weights in int8, and the JavaScript that runs them. Nothing is fetched from elsewhere, nothing that is typed leaves
-the browser, and from the second visit on the page works offline.
+its weights in int8, and what runs them: kernels in WGSL where the browser has a GPU for them, else JavaScript. Nothing
+is fetched from elsewhere, nothing that is typed leaves the browser, and from the second visit on it works offline.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tinyforge.web.conversation import fixed_parts, pattern
 
 HERE = Path(__file__).parent
 CHAT, OWN = HERE.parent / "serve" / "page", HERE / "page"  # of the server's page all but api.js, which OWN has
+KERNELS = [HERE.parent / name for name in ("ops/float32.wgsl", "ops/group.wgsl", "infer/decode.wgsl")]
 CONTEXT = 2048
 """Positions of which the page keeps keys and values, at most, unless --context says otherwise."""
 PART = 8 << 20
@@ -207,6 +208,8 @@ def write_page(folder: Path) -> None:
         if file.name not in ("index.html", "sw.js"):
             shutil.copyfile(file, folder / file.name)
     (folder / "index.html").write_text(index(), encoding="utf-8")
+    kernels = "".join(file.read_text(encoding="utf-8") for file in KERNELS)
+    (folder / "decode.wgsl").write_text(f"alias real = f32;\n{kernels}", encoding="utf-8")
     files = sorted(file.name for file in folder.iterdir() if file.suffix != ".bin")
     version = hashlib.sha256(b"\0".join((folder / name).read_bytes() for name in files)).hexdigest()[:16]
     worker = (OWN / "sw.js").read_text(encoding="utf-8")

@@ -23,7 +23,9 @@ worker.addEventListener("message", ({ data }) => {
     bar.value = loaded / total;
     said.textContent = `Loading the model: ${mega(loaded)} of ${mega(total)} MB`;
   } else if (data.ready) {
-    loading.hidden = true;
+    said.textContent = data.ready.note;
+    loading.hidden = !data.ready.note;
+    bar.hidden = true;
     label = data.ready.label;
     name();
     document.documentElement.dataset.loaded = label;
@@ -37,7 +39,8 @@ worker.addEventListener("error", (event) => {
 /* Where the model runs, after its name. */
 function name() {
   const line = document.getElementById("model"), where = ` \u00b7 ${label}`;
-  if (label && manifest && line.textContent.startsWith(manifest.name) && !line.textContent.endsWith(where)) line.textContent += where;
+  if (!label || line.textContent.endsWith(where) || !line.textContent.startsWith(manifest.name)) return;
+  line.textContent = line.textContent.replace(/ \u00b7 (WebGPU|JavaScript)$/, "") + where;
 }
 
 /* Ask the worker; yields chunks, and returns the result. Throws a Problem, or an AbortError where `signal` stops it. */
@@ -82,7 +85,7 @@ export async function models() {
   const answer = await fetch("model.json").catch(() => null);
   if (!answer?.ok) throw new Problem("The page's files do not arrive. Check the connection and try again.");
   manifest = await answer.json();
-  worker.postMessage({ manifest });
+  worker.postMessage({ manifest, gpu: new URLSearchParams(location.search).get("webgpu") || "" });
   result("load").catch((error) => { said.textContent = error.message; loading.hidden = false; bar.hidden = true; });
   new MutationObserver(name).observe(document.getElementById("model"), { childList: true });
   return [{ id: manifest.name, tinyforge: manifest.about }];

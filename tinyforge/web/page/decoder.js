@@ -73,17 +73,17 @@ export class Decoder {
 
   rewind(length) { this.length = Math.min(this.length, length); }
 
-  /* Append tokens; returns the logits after each of the last `wanted`, (wanted, vocab). watch: {layer, head, weights},
+  /* Append tokens; returns the logits after the last one if they are `wanted`, else null. watch: {layer, head, weights},
      to which a row of attention weights is added for each token. */
-  async append(tokens, wanted = 0, watch = null) {
-    const { vocab } = this.shape, logits = new Float32Array(wanted * vocab);
-    for (let i = 0; i < tokens.length;) {
-      const left = tokens.length - i, rows = left >= ROWS ? ROWS : 1, first = left - wanted;  // rows before `first` need none
+  async append(tokens, wanted = false, watch = null) {
+    let rows = 0;
+    for (let i = 0; i < tokens.length; i += rows) {
+      rows = tokens.length - i >= ROWS ? ROWS : 1;
       this.pass(tokens.slice(i, i + rows), watch);
-      for (let r = Math.max(0, first); r < rows; r++)
-        multiply(this.tensors.head, this.normed(this.tensors.final_gain, rows).subarray(r * this.shape.dim), logits.subarray((wanted - left + r) * vocab, (wanted - left + r + 1) * vocab), 1, false);
-      i += rows;
     }
+    if (!wanted) return null;
+    const { dim, vocab } = this.shape, logits = new Float32Array(vocab);
+    multiply(this.tensors.head, this.normed(this.tensors.final_gain, rows).subarray((rows - 1) * dim), logits, 1, false);
     return logits;
   }
 

@@ -1,12 +1,14 @@
 // The model, in a thread of its own: loads the weights, and answers the requests of api.js.
 import { Decoder } from "./decoder.js";
+import { gpuDecoder } from "./gpu.js";
 import { choose, logProbabilities, uniforms } from "./sampling.js";
 import { Tokenizer, encodeConversation } from "./tokenizer.js";
 
 const CACHE = `tinyforge-weights ${new URL("./", location.href).pathname}`;
 const PIECE = 16;  // tokens of a prompt between two looks at whether the request was stopped
 const stopped = new Set();
-let manifest = null, ready = null, tokenizer = null, decoder = null, held = [], queue = Promise.resolve();
+let manifest = null, gpu = "", ready = null, tokenizer = null, queue = Promise.resolve();
+let decoder = null, script = null, held = [];  // `decoder` is on the GPU where there is one; `script` is the one in JavaScript
 
 class Fault extends Error {
   constructor(message, code = null) { super(message); this.code = code; }
@@ -61,9 +63,14 @@ async function load() {
   const tensors = Object.fromEntries(Object.entries(manifest.tensors).map(([name, { at, shape: [outer, inner], scales }]) => [name,
     scales === undefined ? floats(at, outer * (inner ?? 1)) : { codes: new Int8Array(all.buffer, at, outer * inner), words: new Int32Array(all.buffer, at, outer * inner / 4), scales: floats(scales, outer), outer, inner }]));
   tensors.head ??= tensors.embedding;
-  decoder = new Decoder(manifest.shape, tensors);
-  held = [];
-  postMessage({ ready: { label: decoder.label } });
+  script = new Decoder(manifest.shape, tensors);
+  const { decoder: found, reason } = gpu === "off" ? {} : await gpuDecoder(manifest.shape, tensors, gpu === "software");
+  use(found ?? script, reason && `${reason} The model runs in JavaScript.`);
+}
+
+function use(chosen, note = "") {
+  decoder = chosen;
+  postMessage({ ready: { label: decoder.label, note } });
 }
 
 // --- text
@@ -110,21 +117,31 @@ const channel = new MessageChannel();
 const breathe = () => new Promise((done) => { channel.port1.onmessage = done; channel.port2.postMessage(0); });
 const check = async (id) => { await breathe(); if (stopped.has(id)) throw new Fault("stopped", "stopped"); };
 
-/* Make the cache hold `ids`; returns the logits after each of the last `wanted`. */
-async function read(ids, id, wanted) {
+/* Append to the text; returns the logits after it if they are wanted. Where the GPU is lost, JavaScript takes over. */
+async function append(tokens, wanted = false) {
+  let logits;
+  try { logits = await decoder.append(tokens, wanted); } catch (error) {
+    if (decoder === script) throw error;
+    use(script, "The GPU was lost: the model goes on in JavaScript.");
+    script.rewind(0);
+    await script.append(held);
+    logits = await script.append(tokens, wanted);
+  }
+  held.push(...tokens);
+  return logits;
+}
+
+/* Make the cache hold `ids`; returns the logits after the last one, and how many were there. */
+async function read(ids, id) {
   let same = 0;
-  while (same < held.length && same < ids.length - wanted && held[same] === ids[same]) same++;
+  while (same < held.length && same < ids.length - 1 && held[same] === ids[same]) same++;
   decoder.rewind(same);
   held.length = same;
-  while (ids.length - held.length > wanted) {
+  while (ids.length - held.length > PIECE) {
     await check(id);
-    const next = ids.slice(held.length, Math.min(held.length + PIECE, ids.length - wanted));
-    await decoder.append(next);
-    held.push(...next);
+    await append(ids.slice(held.length, held.length + PIECE));
   }
-  const rest = ids.slice(held.length), logits = await decoder.append(rest, wanted);
-  held.push(...rest);
-  return { logits, reused: same };
+  return { logits: await append(ids.slice(held.length), true), reused: same };
 }
 
 function checkRoom(count, most) {
@@ -137,7 +154,7 @@ async function chat(request, id, say) {
   checkRoom(ids.length, context - Math.min(limit, Math.floor(context / 4)));
   const draw = uniforms(request.seed ?? crypto.getRandomValues(new Uint32Array(1))[0]), ends = new Set(manifest.template.ends);
   const stream = new TextStream(request.stop || []), most = Math.min(limit, context - ids.length), text = ids.slice();
-  let { logits, reused } = await read(ids, id, 1), first = null, made = 0, finish = "length";
+  let { logits, reused } = await read(ids, id), first = null, made = 0, finish = "length";
   while (made < most) {
     const token = choose(logits.subarray(0, Math.min(vocab, tokenizer.size)), request, text, draw);
     first ??= performance.now();
@@ -148,10 +165,7 @@ async function chat(request, id, say) {
     say({ choices: [{ delta: { content }, ...(extra.look_inside ? { tinyforge: { tokens: [inside(token, logits, extra.top)] } } : {}) }], token });
     if (stream.stopped) { finish = "stop"; break; }
     await check(id);
-    if (made < most) {
-      logits = await decoder.append([token], 1);
-      held.push(token);
-    }
+    if (made < most) logits = await append([token], true);
   }
   const now = performance.now();
   say({ choices: [{ delta: { content: stream.finish() }, finish_reason: finish }], usage: { prompt_tokens: ids.length, completion_tokens: made },
@@ -164,13 +178,12 @@ async function score(request, id) {
   const { vocab, context } = manifest.shape, before = encodeConversation(tokenizer, manifest.template, request.messages.slice(0, -1));
   const ids = encodeConversation(tokenizer, manifest.template, request.messages), count = ids.length - before.length;
   checkRoom(ids.length, context);
-  const found = [], { logits } = await read(ids.slice(0, before.length), id, 1);
+  const found = [], { logits } = await read(ids.slice(0, before.length), id);
   for (let i = 0, last = logits; i < count; i++) {
     found.push(inside(ids[before.length + i], last.subarray(0, vocab), request.tinyforge.top));
     if (i + 1 === count) break;
     await check(id);
-    last = await decoder.append([ids[before.length + i]], 1);
-    held.push(ids[before.length + i]);
+    last = await append([ids[before.length + i]], true);
   }
   return found;
 }
@@ -179,13 +192,12 @@ async function score(request, id) {
 async function attention({ messages, layer, head }, id) {
   const ids = encodeConversation(tokenizer, manifest.template, messages), most = manifest.about.attention_tokens, weights = [];
   if (ids.length > most) throw new Fault(`The conversation takes ${ids.length} tokens; attention is drawn for ${most} at most.`);
-  decoder.rewind(0);
-  held = [];
-  while (held.length < ids.length) {
+  script.rewind(0);
+  if (script === decoder) held = [];
+  for (let at = 0; at < ids.length; at += PIECE) {
     await check(id);
-    const next = ids.slice(held.length, held.length + PIECE);
-    await decoder.append(next, 0, { layer, head, weights });
-    held.push(...next);
+    await script.append(ids.slice(at, at + PIECE), false, { layer, head, weights });
+    if (script === decoder) held = ids.slice(0, at + PIECE);
   }
   return { layer, head, causal: true, tokens: ids.map(shown), weights: weights.map((row) => [...row, ...Array(ids.length - row.length).fill(0)]) };
 }
@@ -206,7 +218,7 @@ async function answer({ id, kind, request }) {
 }
 
 addEventListener("message", ({ data }) => {
-  if (data.manifest) manifest = data.manifest;
+  if (data.manifest) ({ manifest, gpu } = data);
   else if (data.stop !== undefined) stopped.add(data.stop);
   else queue = queue.then(() => answer(data));  // one after the other: there is one cache of keys and values
 });
