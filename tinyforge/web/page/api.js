@@ -91,4 +91,11 @@ export async function models() {
   return [{ id: manifest.name, tinyforge: manifest.about }];
 }
 
-navigator.serviceWorker?.register("sw.js").catch(() => {});  // without it the page works, with the network only
+/* The page's files from the browser's cache; without it the page works, with the network only. A new version that has
+   come since the last visit takes over now. */
+const store = navigator.serviceWorker;
+store?.register("sw.js").then(({ waiting }) => {
+  if (!waiting || !store.controller) return;
+  store.addEventListener("controllerchange", () => location.reload(), { once: true });
+  waiting.postMessage("take over");
+}).catch(() => {});

@@ -1,5 +1,5 @@
-// The page without the network: its files come from the browser's cache, and a new version is fetched in the background
-// and takes over when no tab shows the old one. The weights are in a cache of their own (worker.js).
+// The page without the network: its files come from the browser's cache. A new version is fetched in the background, and
+// the next visit takes it (api.js). The weights are in a cache of their own (worker.js).
 const VERSION = "", FILES = [];  // `tinyforge web` fills them in
 
 const OWN = `tinyforge-page ${new URL(registration.scope).pathname} `;
@@ -10,6 +10,7 @@ addEventListener("install", (event) => {
 addEventListener("activate", (event) => {
   event.waitUntil(caches.keys().then((names) => Promise.all(names.filter((name) => name.startsWith(OWN) && name !== OWN + VERSION).map((name) => caches.delete(name)))));
 });
+addEventListener("message", ({ data }) => { if (data === "take over") skipWaiting(); });
 addEventListener("fetch", (event) => {
   if (event.request.method !== "GET") return;
   event.respondWith(caches.open(OWN + VERSION).then((cache) => cache.match(event.request, { ignoreSearch: true })).then((kept) => kept || fetch(event.request)));
