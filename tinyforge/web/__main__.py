@@ -47,10 +47,7 @@ POLICY = (
     "connect-src 'self'; worker-src 'self'; base-uri 'none'; form-action 'none'"
 )
 FROM_DISK = 'if (location.protocol === "file:") document.getElementById("disk").hidden = false;'
-DISK_TEXT = (
-    "Browsers run no page like this one from disk. In its folder type <code>python -m http.server</code>, then open "
-    "http://localhost:8000"
-)
+DISK_TEXT = "This page needs a web server. In its folder type <code>python -m http.server</code>, then open http://localhost:8000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
