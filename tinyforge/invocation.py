@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": ("tinyforge.chat", "talk to a model"),
     "inspect": ("tinyforge.inspect", "what each head guesses"),
     "serve": ("tinyforge.serve", "answer over HTTP, as OpenAI's API does"),
+    "web": ("tinyforge.web", "a page that runs a model in the browser"),
     "board": ("tinyforge.board", "curves of runs in a browser"),
     "convert": ("tinyforge.formats.convert", "models of Hugging Face, llama.cpp and llama2.c, in and out"),
     "hub": ("tinyforge.zoo.push", "publish a model on the Hugging Face hub"),
