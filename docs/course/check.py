@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -600,6 +601,42 @@ def run_on_cpu(text: str, r: Report) -> bool:
     return True
 
 
+def own_model(answer: Any, r: Report) -> None:
+    model = load_answer("own_model", COURSE)
+    solved = SimpleNamespace(
+        **{f: getattr(load_answer(name, model.SOLUTIONS), f) for name, f in list(model.WRITTEN.items())[:-1]}
+    )
+    solved.model_backward = answer.model_backward
+    net = model.Model(solved, vocab=5, width=8, layers=2, heads=2, room=6)
+    ids, targets = r.rng.integers(0, 5, (2, 2, 6))
+    dnll, stash = r.rng.normal(size=(2, 6)), Stash()
+    net.forward(ids, targets, stash)
+    net.grads[...] = start = r.rng.normal(size=net.grads.shape)  # gradients are added to those of earlier batches
+    r.call(answer.model_backward, net, dnll, stash)
+    left = ", ".join(op.name for op, _ in stash)
+    assert not left, f"the stash is not empty: the backward of {left} was never called"
+    got, weights = net.grads - start, net.weights.copy()
+    for name, (view, _) in net.params.items():
+        first = (view.ctypes.data - net.weights.ctypes.data) // 8
+        place = slice(first, first + view.size)
+        move = np.zeros_like(weights)
+        move[place] = r.rng.normal(size=view.size)
+        move /= np.linalg.norm(move)
+        values = []
+        for h in (-2e-4, -1e-4, 1e-4, 2e-4):
+            net.weights[...] = weights + h * move
+            values.append(float((net.forward(ids, targets, Stash()) * dnll).sum()))
+        net.weights[...] = weights
+        slope = (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / 12e-4
+        assert np.any(got[place]), f"{name}: its gradient is 0. Was the backward of its op called?"
+        error = abs(float(got @ move) - slope) / max(abs(slope), float(np.linalg.norm(got[place])) / view.size**0.5)
+        wrong_sign = ".\n  the sign is wrong" if np.isclose(float(got @ move), -slope) else ""
+        assert error < 1e-7, (
+            f"{name}: along a random direction backward says {got @ move:.6g}, finite differences {slope:.6g}; "
+            f"relative error {error:.1e}{wrong_sign}"
+        )
+
+
 CHECKS: dict[str, Callable[[Any, Report], None]] = {
     "e01_softmax": softmax,
     "e02_linear": linear,
@@ -612,6 +649,7 @@ CHECKS: dict[str, Callable[[Any, Report], None]] = {
     "e09_adamw": adamw,
     "e10_nucleus": nucleus,
     "e11_own_op": own_op,
+    "e12_own_model": own_model,
 }
 
 

@@ -56,4 +56,9 @@ HINTS = {
         "In the kernel a thread finds its index i, returns if i >= total, reads x[i] and dy[i] with widen.",
         "i = blockIdx.x * 256 + threadIdx.x, and narrow(A(2) * widen(dy[i]) * max(widen(x[i]), A(0)), dx[i]);",
     ),
+    "e12_own_model": (
+        "Read Model.forward in own_model.py from the bottom: which part ran last?",
+        "d = model.loss.backward(dnll, stash); each further part takes d and returns the next d.",
+        "After loss, head and norm: for block in reversed(model.blocks); the embedding is last and returns nothing.",
+    ),
 }

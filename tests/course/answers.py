@@ -162,6 +162,22 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("2 * dy * np.maximum(x, 0)", "2 * dy * np.abs(x)", "|x| in place of"),
         ("return 2 *", "return -2 *", "the sign is wrong"),
     ],
+    "e12_own_model": [
+        ("    d = model.norm.backward(d, stash)\n", "", "reverse order of forward"),
+        ("reversed(model.blocks)", "model.blocks", "reverse order of forward"),
+        ("    model.embedding.backward(d, stash)\n", "", "the backward of embedding was never called"),
+        (
+            "    for block in reversed(model.blocks):\n        d = block.backward(d, stash)\n",
+            "",
+            "reverse order of forward",
+        ),
+        ("    model.embedding.backward(d, stash)\n", "    model.embedding.backward(d, stash)\n" * 2, "empty stash"),
+        ("backward(dnll, stash)", "backward(abs(dnll), stash)", "finite differences"),
+        ("backward(dnll, stash)", "backward(-dnll, stash)", "the sign is wrong"),
+        ("embedding.backward(d, ", "embedding.backward(0 * d, ", "embedding: its gradient is 0"),
+        ("        d = block", "        block", "finite differences"),
+        ("    d = model.loss", "    model.grads[...] = 0\n    d = model.loss", "finite differences"),
+    ],
 }
 # Slips in the CUDA kernel of lesson 11.
 KERNELS = [
@@ -456,5 +472,30 @@ RIGHT: dict[str, list[str]] = {
         "    return np.einsum('...,...,...->...', dy, x, (2 * (x > 0)).astype(x.dtype))\n",
         "    return dy * (x + np.abs(x))\n",
         "    return (2 * dy * x.clip(0)).astype(np.float32)\n",
+    ],
+    "e12_own_model": [
+        """def model_backward(model, dnll, stash):
+    d = dnll
+    for part in (model.loss, model.head, model.norm, *model.blocks[::-1], model.embedding):
+        d = part.backward(d, stash)
+""",
+        """def model_backward(model, dnll, stash):
+    d = model.norm.backward(model.head.backward(model.loss.backward(dnll, stash), stash), stash)
+    i = len(model.blocks)
+    while i:
+        i -= 1
+        d = model.blocks[i].backward(d, stash)
+    model.embedding.backward(d, stash)
+""",
+        """def model_backward(model, dnll, stash):
+    from functools import reduce
+    parts = [model.embedding, *model.blocks, model.norm, model.head, model.loss]
+    reduce(lambda d, part: part.backward(d, stash), reversed(parts), dnll)
+""",
+        """def model_backward(model, dnll, stash):
+    parts = [model.embedding, *model.blocks, model.norm, model.head, model.loss]
+    while parts:
+        dnll = parts.pop().backward(dnll, stash)
+""",
     ],
 }

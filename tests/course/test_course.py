@@ -164,6 +164,46 @@ def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
     assert "index -1 is the last token" in capsys.readouterr().out
 
 
+@pytest.fixture
+def own_model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return loaded(COURSE / "own_model.py")
+
+
+def test_the_own_model_takes_right_answers_and_replaces_wrong_ones(own_model: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    for name in check.CHECKS:
+        written(tmp_path, name)
+    written(tmp_path, "e10_nucleus", " + 1\n", " + 2\n")
+    f = own_model.functions(tmp_path, said.append)
+    assert said == ["11 of 12 functions are right; the course's take the place of nucleus"]
+    assert f.merge.__code__.co_filename == str(tmp_path / "e07_online_softmax.py")
+    assert f.nucleus.__code__.co_filename == str(SOLUTIONS / "e10_nucleus.py")
+
+
+def test_one_position_at_a_time_gives_the_logits_of_the_whole_text(own_model: Any) -> None:
+    model = own_model.Model(own_model.functions(SOLUTIONS, str), 11, width=16, layers=2, heads=2)
+    ids, stash = np.random.default_rng(0).integers(0, 11, (1, 40)), own_model.Stash()
+    model.forward(ids, ids, stash)
+    _, (logits, _) = list(stash)[-1]
+    caches: list[list[Any]] = [[] for _ in model.blocks]
+    steps = [model.step(token, caches, at) for at, token in enumerate(ids[0].tolist())]
+    np.testing.assert_allclose(steps, logits[0], atol=1e-12)
+
+
+def test_the_own_model_learns_draws_its_loss_and_samples(
+    own_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("the sun is warm. the sea is cold.\n" * 40, encoding="utf-8")
+    assert own_model.main(["--text", str(tmp_path / "a.txt"), "--seconds", "0.1", "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    assert "18 of them different" in printed and len(printed.partition("A sample:\n\n")[2]) > 300
+    assert (tmp_path / "run/loss.png").stat().st_size > 5000
+    (tmp_path / "b.txt").write_text("too short", encoding="utf-8")
+    with pytest.raises(check.UserError, match="at least 1000 are needed"):
+        own_model.main(["--text", str(tmp_path / "b.txt")])
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["course", "elsewhere"])
 def test_the_notebook_is_the_first_three_lessons_and_runs(
     inside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
