@@ -493,11 +493,9 @@ RIGHT: dict[str, list[str]] = {
     reduce(lambda d, part: part.backward(d, stash), reversed(parts), dnll)
 """,
         """def model_backward(model, dnll, stash):
-    while len(stash):
-        owner = list(stash)[-1][0]
-        part = next(p for p in (model.loss, model.head, model.norm, *model.blocks, model.embedding)
-                    if owner is p or owner in vars(getattr(p, 'inner', p)).values())
-        dnll = part.backward(dnll, stash)
+    parts = [model.embedding, *model.blocks, model.norm, model.head, model.loss]
+    while parts:
+        dnll = parts.pop().backward(dnll, stash)
 """,
     ],
 }

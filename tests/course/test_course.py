@@ -197,7 +197,7 @@ def test_the_own_model_learns_draws_its_loss_and_samples(
     (tmp_path / "a.txt").write_text("the sun is warm. the sea is cold.\n" * 40, encoding="utf-8")
     assert own_model.main(["--text", str(tmp_path / "a.txt"), "--seconds", "0.1", "--out", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr().out
-    assert "15 of them different" in printed and len(printed.partition("A sample:\n\n")[2]) > 300
+    assert "18 of them different" in printed and len(printed.partition("A sample:\n\n")[2]) > 300
     assert (tmp_path / "run/loss.png").stat().st_size > 5000
     (tmp_path / "b.txt").write_text("too short", encoding="utf-8")
     with pytest.raises(check.UserError, match="at least 1000 are needed"):
