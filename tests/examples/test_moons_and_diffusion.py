@@ -15,11 +15,12 @@ import pytest
 from examples.diffusion import benchmark, digits, sample, train
 from examples.diffusion.unet import SPEC, Config, UNet
 from tests.backends.as_graphs import AsGraphs
-from tinyforge import checkpoint, get_backend, inspect
+from tinyforge import chat, checkpoint, get_backend, inspect
 from tinyforge.errors import UserError
 from tinyforge.formats import load
 from tinyforge.gradcheck import TOLERANCE, check_op
 from tinyforge.registry import models, register
+from tinyforge.serve import __main__ as server
 from tinyforge.train import metrics
 from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.plan import plan_step
@@ -115,6 +116,11 @@ def test_commands_for_text_say_what_the_model_is_for(run: Path, capsys: pytest.C
         inspect.main(["hello", "--checkpoint", str(run)])
     with pytest.raises(UserError, match="UNet learns images from noise and cannot continue text; use it by"):
         load(run, get_backend("numpy", workers=1)).generate("Once upon a time")
+    for command_of_text in (chat.main, server.main):
+        with pytest.raises(UserError, match="UNet (reads no|learns images from noise and cannot continue) text"):
+            command_of_text(["--checkpoint", str(run), "--backend", "numpy"])
+    with pytest.raises(UserError, match="--seq-len: UNet reads no sequences of tokens; leave it out"):
+        command.main(["show", SPEC.name, "--seq-len", "10"])
     assert command.main(["show", str(run)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"architecture +UNet: .*", shown) and "use            python examples/diffusion/sample.py" in shown
