@@ -356,3 +356,20 @@ def test_states_are_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [alone.states(tokens[0, at:end].tolist()) for at, end in ((0, 1), (1, 40), (40, 90))]
     np.testing.assert_allclose(np.concatenate(found), expected, rtol=0, atol=1e-10)
     assert alone.lengths == [90] and shared.lengths == [0, 3, 0]
+
+
+@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+def test_the_last_logits_of_several_positions_are_those_of_a_pass(kind: type[Decoder]) -> None:
+    model, tokens = model_of(CONFIG), tokens_of(CONFIG, 1, 70)[0].tolist()
+    for n in (1, 2, 4, 5, 8, 31, 32, 33):
+        passes, last = kind(model, 3), kind(model, 3)
+        for decoder in (passes, last):
+            decoder.prefill(1, tokens[:20])
+        expected = passes.step_rows([1], [tokens[20 : 20 + n]], 2)[:, -1:].copy()
+        found = last.last_logits(1, tokens[20 : 20 + n], 2)
+        assert found.shape == (1, 1, 2, CONFIG.vocab) and last.lengths == [0, 20 + n, 0]
+        if n <= last.together:
+            assert np.array_equal(found, expected), n
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+        after = [decoder.step_rows([1], [tokens[60:62]], 1).copy() for decoder in (passes, last)]
+        np.testing.assert_allclose(after[0], after[1], rtol=0, atol=1e-10)

@@ -161,6 +161,11 @@ def test_thoughts_in_the_other_protocols(server: Running) -> None:
     resent = client.responses.create(**asked, input=[*again, {"role": "user", "content": "Hm?"}], max_output_tokens=1)
     thought = {"role": "assistant", "content": "So.", "reasoning_content": item.content[0].text}
     chat = [again[0], thought, {"role": "user", "content": "Hm?"}]
+    hidden = [{"role": "user", "content": "Why?"}, {"type": "reasoning", "id": "rs_1", "summary": [], "content": None}]
+    assert client.responses.create(**asked, input=[*hidden, *again[2:], chat[2]], max_output_tokens=1).output
+    blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "So."}]
+    turns = [again[0], {"role": "assistant", "content": blocks}, chat[2]]
+    assert server.post("/v1/messages", {**asked, "messages": turns, "max_tokens": 1})[0] == 200
     expected = client.chat.completions.create(**{**THINKING, "messages": chat}, max_tokens=1)
     assert resent.usage.input_tokens == expected.usage.prompt_tokens
 

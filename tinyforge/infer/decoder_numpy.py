@@ -170,6 +170,8 @@ class NumpyDecoder(Decoder):
         # A tied head is the embedding itself, read as it lies; a copy of it would be a large part of a small model.
         self.shared_head = consume and np.may_share_memory(plain(c.lm_heads), c.embedding)
         self.dtype, self.group = model.backend.dtype, product_rows()
+        # Up to here a pass over all positions reads the weights once, in less time than `prefill` and a pass do.
+        self.together = self.piece if self.group > 1 else SMALL_ROWS
         own = _owners(model) if consume else {}
         gains = [gain * c.dim**0.5 for gain in c.gains]
         queries, turned = c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim
@@ -292,11 +294,20 @@ class NumpyDecoder(Decoder):
         return self.step_rows(range(self.batch), tokens, heads)
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
-        n = len(tokens[0])
+        self._check_pass(rows, len(tokens[0]))
+        return self._pass(tokens, rows, heads)
+
+    def last_logits(self, row: int, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
+        if len(tokens) > self.together:
+            return super().last_logits(row, tokens, heads)
+        self._check_pass([row], len(tokens))
+        return self._pass([tokens], [row], heads, only_last=True)
+
+    def _check_pass(self, rows: Sequence[int], n: int) -> None:
+        """Room for n positions of each row, in the cache and in the buffers."""
         self._check_room(rows, n)
         if len(rows) * n > self.buffers.rows:
             self._reserve(len(rows) * n)
-        return self._pass(tokens, rows, heads)
 
     def saved(self, row: int, start: int) -> tuple[np.ndarray, np.ndarray]:
         here = slice(start, self.lengths[row])
@@ -320,9 +331,12 @@ class NumpyDecoder(Decoder):
             end = self.with_ones[row] = min((-(-positions // TILE) + 3) * TILE, self.positions)
             self.values[:, row, :, done:end, self.weights.head_dim :] = 1
 
-    def _pass(self, tokens: Any, rows: Sequence[int], heads: int, given: np.ndarray | None = None) -> np.ndarray:
+    def _pass(
+        self, tokens: Any, rows: Sequence[int], heads: int, given: np.ndarray | None = None, only_last: bool = False
+    ) -> np.ndarray:
         """Rows take their next tokens, (len(rows), n); returns (len(rows), n, heads, V).
 
+        only_last: of a single row the logits of its last position only, (1, 1, heads, V).
         given: the stream that the last layer reads, (C,), of a single token that the layers before it have computed.
         """
         n, batch = len(tokens[0]), len(rows)
@@ -359,8 +373,9 @@ class NumpyDecoder(Decoder):
         self._norm(v)
         if self.shared_head:
             np.multiply(v.h.all, self.last_gain, out=v.h.all)
-        multiply_packed(v.h.groups, self.lm_heads[:heads], out=v.logits_blocks[:heads])
-        return v.logits[:, :, :heads]
+        here = slice((n - 1) // self.group, None) if only_last else slice(None)
+        multiply_packed(v.h.groups[here], self.lm_heads[:heads], out=v.logits_blocks[:heads, :, here])
+        return v.logits[:, n - 1 if only_last else 0 :, :heads]
 
     def _norm(self, v: _Views) -> None:
         """h = x / sqrt(x . x + C eps)."""

@@ -54,7 +54,7 @@ class Turn(Wish):
         plain, calls = [], []
         for block in blocks:
             if block.type != special:
-                plain += [block] if block.type != "thinking" else []
+                plain += [block] if block.type not in ("thinking", "redacted_thinking") else []
             elif special == "tool_result":
                 result = text_of(block.content, place)
                 messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})

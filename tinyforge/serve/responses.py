@@ -40,7 +40,7 @@ Parts = Annotated[list[Part], Field(fail_fast=True, max_length=4096)]
 class InputItem(Wish):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: str | Parts = ""
+    content: str | Parts | None = None
     call_id: str | None = Field(default=None, max_length=200)
     name: FunctionName | None = None
     arguments: str | None = None
@@ -70,9 +70,9 @@ class InputItem(Wish):
             raise ApiError(400, f"{message}function_call_output, each with its fields", param="input")
 
     @staticmethod
-    def _text(content: str | list[Part], place: str) -> str:
-        if isinstance(content, str):
-            return content
+    def _text(content: str | list[Part] | None, place: str) -> str:
+        if content is None or isinstance(content, str):
+            return content or ""
         wrong = next((part.type for part in content if part.type not in TEXTS), None)
         if wrong is not None:
             raise ApiError(400, f"{place} has a part of type {wrong[:40]!a}; this model reads only text", param="input")
