@@ -12,20 +12,19 @@ export const apiKey = { get: () => "", set() {} };
 
 const worker = new Worker("worker.js", { type: "module" }), waiting = new Map();
 const bar = element("progress", { max: 1, value: 0, attributes: { "aria-labelledby": "loading-said" } });
-const said = element("span", { id: "loading-said", textContent: "Loading the model" }), loading = element("p", { className: "loading", hidden: true }, said, bar);
+const said = element("span", { id: "loading-said", attributes: { role: "status" } }), count = element("span", { attributes: { "aria-hidden": "true" } });
+const loading = element("div", { className: "loading", hidden: true }, said, count, bar);
 let manifest = null, calls = 0, label = "";
 document.getElementById("composer").before(loading);
 
 worker.addEventListener("message", ({ data }) => {
   if (data.progress) {
     const { loaded, total } = data.progress, mega = (bytes) => (bytes / 1e6).toFixed(1);
-    loading.hidden = bar.hidden = false;
+    if (loading.hidden || bar.hidden) note("Loading the model", true);
     bar.value = loaded / total;
-    said.textContent = `Loading the model: ${mega(loaded)} of ${mega(total)} MB`;
+    count.textContent = `${mega(loaded)} of ${mega(total)} MB`;
   } else if (data.ready) {
-    said.textContent = data.ready.note;
-    loading.hidden = !data.ready.note;
-    bar.hidden = true;
+    note(data.ready.note);
     label = data.ready.label;
     name();
     document.documentElement.dataset.loaded = label;
@@ -35,6 +34,13 @@ worker.addEventListener("error", (event) => {
   event.preventDefault();
   for (const tell of waiting.values()) tell({ fault: { message: "The model's thread does not start: this browser may be too old. Update it, or use another.", known: true } });
 });
+
+/* A line above the message box, with the bar or without; none for "". */
+function note(text, progress = false) {
+  loading.hidden = !text;
+  count.hidden = bar.hidden = !progress;
+  said.textContent = text;
+}
 
 /* Where the model runs, after its name. */
 function name() {
@@ -58,6 +64,7 @@ async function* call(kind, request, signal) {
       if (signal?.aborted) throw new DOMException("stopped", "AbortError");
       const { chunk, fault, result } = events.shift();
       over = !chunk;
+      if (fault && !label) note("");
       if (fault) throw new Problem(fault.known ? fault.message : `The page failed: ${fault.message}`, fault);
       if (over) return result;
       yield chunk;
@@ -86,7 +93,7 @@ export async function models() {
   if (!answer?.ok) throw new Problem("The page's files do not arrive. Check the connection and try again.");
   manifest = await answer.json();
   worker.postMessage({ manifest, gpu: new URLSearchParams(location.search).get("webgpu") || "" });
-  result("load").catch((error) => { said.textContent = error.message; loading.hidden = false; bar.hidden = true; });
+  result("load").catch((error) => note(error.message));
   new MutationObserver(name).observe(document.getElementById("model"), { childList: true });
   return [{ id: manifest.name, tinyforge: manifest.about }];
 }
