@@ -37,8 +37,8 @@ def lines(text: str) -> list[str]:
 
 
 def markdown(text: str) -> dict[str, Any]:
-    # A notebook is read on its own, so links into the textbook become plain words.
-    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    # A notebook is read on its own: pictures are left out, links into the textbook become plain words.
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"!\[[^\]]*\]\([^)]*\)\n+", "", text))
     return {"cell_type": "markdown", "metadata": {}, "source": lines(plain)}
 
 
