@@ -233,10 +233,24 @@ def test_the_notebook_is_the_first_three_lessons_and_runs(
 ) -> None:
     done = subprocess.run([sys.executable, str(COURSE / "notebook.py"), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}run python docs/course/notebook.py"
-    book = json.loads((COURSE / "first-three.ipynb").read_text(encoding="utf-8"))
+    monkeypatch.chdir(COURSE if inside else tmp_path)
+    assert run_notebook(COURSE / "first-three.ipynb", monkeypatch) >= 7
+
+
+def test_a_notebook_of_each_lesson_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run([sys.executable, str(COURSE / "notebook.py"), "--each", str(tmp_path)], check=True)
+    books = sorted(tmp_path.glob("*.ipynb"))
+    assert [book.stem for book in books] == [page.stem for page in sorted(COURSE.glob("[0-9]*.md"))]
+    monkeypatch.chdir(tmp_path)
+    for book in books:
+        assert run_notebook(book, monkeypatch) >= (2 if book.stem.startswith("11") else 4)
+
+
+def run_notebook(file: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run its cells, which must print what it shows; their number."""
+    book = json.loads(file.read_text(encoding="utf-8"))
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed; the extra docs has it")
     nbformat.validate(nbformat.from_dict(book))
-    monkeypatch.chdir(COURSE if inside else tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     names: dict[str, Any] = {"__name__": "notebook"}
     ran = 0
@@ -250,4 +264,4 @@ def test_the_notebook_is_the_first_three_lessons_and_runs(
         if expected:
             assert printed.getvalue() == expected
         ran += 1
-    assert ran >= 7
+    return ran
