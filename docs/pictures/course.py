@@ -1,4 +1,4 @@
-"""Draw the pictures of the course: softmax's bars, the matrix of scores, rotating arrows, two optimizers, the nucleus.
+"""Draw the pictures of the course, and the bar of a step in performance.md, from its table.
 
 python docs/pictures/course.py            write them
 python docs/pictures/course.py --check    only say whether they are what this file draws
@@ -6,6 +6,7 @@ python docs/pictures/course.py --check    only say whether they are what this fi
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -244,8 +245,33 @@ def threads() -> str:
     return page(690, 180, "Blocks of threads over an array", parts)
 
 
+def step() -> str:
+    """The table of docs/performance.md as a bar, with the time that the products alone would take at their best."""
+    page_text = (FOLDER.parent / "performance.md").read_text(encoding="utf-8")
+    table = page_text.partition("| kernels | ms a step |")[2].partition("\n\n")[0]
+    groups = {"matrix products": "products", "attention": "attention", "memory passes": "norms|AdamW|loss|all else"}
+    groups["gaps"] = "gaps"
+    times = dict.fromkeys(groups, 0.0)
+    for name, values in re.findall(r"^\| ([^*|]+) \| ([\d.+ ]+) \|$", table, re.MULTILINE):
+        (group,) = (group for group, words in groups.items() if re.match(words, name))
+        times[group] += sum(map(float, values.split("+")))
+    left, unit, x = 30.0, 24.0, 30.0
+    parts = []
+    for (name, time), kind in zip(times.items(), ("kept", "again", "box", "cut"), strict=True):
+        fill = ' fill="none"' if kind == "cut" else ""
+        parts.append(f'<rect x="{x:.1f}" y="56" width="{unit * time:.1f}" height="40" class="{kind}"{fill}/>')
+        label, row = f"{name} {time:.1f} ms", 116 if time > 3.5 else 136 if time > 1 else 156
+        parts.append(text(x + unit * time / 2, row, label, "small"))
+        x += unit * time
+    floor = left + unit * 11 / 0.783
+    parts.append(f'<path d="M{floor:.1f} 44V104" class="back"/>')
+    parts.append(text(floor, 38, "14 ms: 11 TFLOP at 783 TFLOP/s", "small"))
+    return page(700, 170, "Where the time of a step of base goes, ms on one H200", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "step": step(),
         "linear-shapes": shapes(),
         "norm-sphere": sphere(),
         "stash": stash(),
