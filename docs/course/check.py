@@ -93,9 +93,11 @@ class Report:
         wrong = ~(errors <= FLOAT32)  # NaN is wrong too
         first = tuple(int(i) for i in np.argwhere(wrong)[0])
         place = f"{what}[{', '.join(map(str, first))}]" if first else what
-        relative = "absolute" if largest == 0 else "relative"
+        size = abs(float(expected[first]))
+        kind, off = ("relative", 1 / size) if size else ("absolute", 1.0)
         raise AssertionError(
-            f"{place}: got {got[first]:.6g}, expected {expected[first]:.6g}; {relative} error {errors[first]:.1e}, "
+            f"{place}: got {got[first]:.6g}, expected {expected[first]:.6g}; "
+            f"{kind} error {abs(got[first] - expected[first]) * off:.1e}, "
             f"{wrong.sum()} of {wrong.size} entries are wrong{cause(got, expected, faults or {})}"
             + "".join(f".\n  Also, {note}" for note in self.notes)
         )
@@ -472,6 +474,11 @@ def nucleus(answer: Any, r: Report) -> None:
 
 
 def own_op(answer: Any, r: Report) -> None:
+    squared_relu(answer, r)
+    kernel(Path(answer.__file__).with_suffix(".cu"), r)
+
+
+def squared_relu(answer: Any, r: Report) -> None:
     x, dy = r.rng.normal(size=(2, 3, 9)), r.rng.normal(size=(2, 3, 9))
     up = np.maximum(x, 0)
     faults = {
@@ -487,7 +494,6 @@ def own_op(answer: Any, r: Report) -> None:
     r.near("dx", r.call(body, dy, x), 2 * dy * up, faults)
     if not r.notes:  # a ledger is strict about both
         ledger(check_op(answer.SquaredReLU, FP64))
-    kernel(Path(answer.__file__).with_suffix(".cu"), r)
 
 
 def kernel(file: Path, r: Report) -> None:

@@ -57,7 +57,10 @@ def functions(folder: Path = check.EXERCISES, say: Callable[[str], None] = print
     chosen, missing = {}, []
     for name, function in WRITTEN.items():
         try:
-            check.examine(name, folder)
+            if name == "e11_own_op":  # without its kernel for a GPU
+                check.squared_relu(check.load_answer(name, folder), check.Report())
+            else:
+                check.examine(name, folder)
             place = folder
         except Exception:  # not written, or wrong: check.py says what
             place = SOLUTIONS

@@ -1,4 +1,4 @@
-"""Draw the pictures of the course: softmax's bars, the matrix of scores, rotating arrows, two optimizers, the nucleus.
+"""Draw the pictures of the course, and the bar of a step in performance.md, from its table.
 
 python docs/pictures/course.py            write them
 python docs/pictures/course.py --check    only say whether they are what this file draws
@@ -6,6 +6,7 @@ python docs/pictures/course.py --check    only say whether they are what this fi
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -153,8 +154,128 @@ def nucleus() -> str:
     return page(600, 228, "Sorted probabilities, and where the nucleus is cut", parts)
 
 
+def shapes() -> str:
+    """The arrays of a linear map as boxes whose sides are their axes: N = 6 rows, I = 3 inputs, O = 2 outputs."""
+    unit = 18
+
+    def array(x: float, y: float, rows: int, columns: int, name: str, kind: str, sides: tuple[str, str]) -> str:
+        width, height = columns * unit, rows * unit
+        return (
+            f'<rect x="{x:g}" y="{y:g}" width="{width}" height="{height}" class="{kind}"/>'
+            + text(x + width / 2, y + height / 2 + 5, name)
+            + text(x + width / 2, y - 6, sides[1], "small")
+            + text(x - 6, y + height / 2 + 4, sides[0], "small", "end")
+        )
+
+    lines = (
+        (40, "forward", (("y", 6, 2, "N", "O"), "=", ("x", 6, 3, "N", "I"), ("W^T", 3, 2, "I", "O"))),
+        (320, "for the input", (("dx", 6, 3, "N", "I"), "=", ("dy", 6, 2, "N", "O"), ("W", 2, 3, "O", "I"))),
+        (620, "for the weight", (("dW", 2, 3, "O", "I"), "=", ("dy^T", 2, 6, "O", "N"), ("x", 6, 3, "N", "I"))),
+    )
+    parts = []
+    for left, title, items in lines:
+        x = float(left)
+        parts.append(text(left - 12, 24, title, anchor="start"))
+        for i, item in enumerate(items):
+            if isinstance(item, str):
+                parts.append(text(x - 6, 125, item))
+                x += 24
+                continue
+            name, rows, columns, side, top = item
+            kind = "again" if i == 0 else "box"
+            parts.append(array(x, 120 - rows * unit / 2, rows, columns, name, kind, (side, top)))
+            x += columns * unit + 34
+    parts.append(text(475, 204, "neighbouring sides must match; what is left over is the shape of the result", "small"))
+    return page(950, 220, "The shapes of a linear map and of its gradients", parts)
+
+
+def sphere() -> str:
+    """A norm takes every vector to the circle; the gradient runs along it."""
+    cx, cy, radius = 150, 140, 88
+    parts = [f'<circle cx="{cx}" cy="{cy}" r="{radius}" class="box"/>']
+    for angle, length in ((0.5, 124), (1.25, 44), (2.6, 106), (4.1, 60)):
+        c, s = float(np.cos(angle)), float(-np.sin(angle))
+        parts.append(f'<path d="M{cx} {cy}L{cx + length * c:.1f} {cy + length * s:.1f}" class="cut"/>')
+        parts.append(f'<circle cx="{cx + length * c:.1f}" cy="{cy + length * s:.1f}" r="4" class="again"/>')
+        parts.append(f'<circle cx="{cx + radius * c:.1f}" cy="{cy + radius * s:.1f}" r="4" class="kept"/>')
+    c, s = float(np.cos(0.5)), float(-np.sin(0.5))
+    x, y = cx + 124 * c, cy + 124 * s
+    parts.append(arrow(x, y, x + 56 * s, y - 56 * c, "back"))
+    notes = (
+        '<circle cx="306" cy="90" r="4" class="again"/>' + text(322, 94, "x, of any length", "", "start"),
+        '<circle cx="306" cy="122" r="4" class="kept"/>' + text(322, 126, "n, all of one length", "", "start"),
+        arrow(298, 154, 316, 154, "back") + text(322, 158, "dx, at a right angle to x: a longer x gives", "", "start"),
+        text(322, 176, "the same n, so the loss does not change along x", "", "start"),
+    )
+    return page(640, 270, "RMSNorm moves every vector to one sphere", [*parts, *notes])
+
+
+def stash() -> str:
+    """The stash while two ops run forward, then backward."""
+    moments = (("", []), ("norm forward", ["norm: x"]), ("down forward", ["norm: x", "down: h"]))
+    moments += (("down backward", ["norm: x"]), ("norm backward", []))
+    parts = []
+    for i, (title, records) in enumerate(moments):
+        x = 30 + i * 150
+        parts.append(f'<path d="M{x} 60V170H{x + 96}V60" class="forward"/>')
+        for j, record in enumerate(records):
+            parts.append(f'<rect x="{x + 6}" y="{136 - j * 34}" width="84" height="28" rx="3" class="box"/>')
+            parts.append(text(x + 48, 155 - j * 34, record))
+        if i:
+            parts.append(arrow(x - 46, 110, x - 8, 110, "forward" if i < 3 else "back"))
+            parts.append(text(x - 26, 40, title, "small"))
+            parts.append(text(x - 26, 98, "push" if i < 3 else "pop", "small"))
+    return page(740, 190, "The stash: forward pushes records, backward pops them in reverse", parts)
+
+
+def threads() -> str:
+    """1,000 elements, four blocks of 256 threads, the last 24 of them without an element."""
+    parts = []
+    for i in range(4):
+        x = 30 + i * 160
+        parts.append(f'<rect x="{x}" y="44" width="150" height="40" rx="3" class="box"/>')
+        parts.append(text(x + 75, 34, f"block {i}", "small"))
+        parts.append(text(x + 75, 69, "threads 0 to 255"))
+        parts.append(arrow(x + 75, 86, x + 75, 112))
+        parts.append(text(x + 75, 134, f"i = {i * 256} to {i * 256 + 255}", "small"))
+    parts.append('<rect x="646" y="44" width="14" height="40" class="kept"/>')
+    parts.append(
+        text(345, 164, "1,000 elements end at i = 999; the 24 threads in red must return without writing", "small")
+    )
+    return page(690, 180, "Blocks of threads over an array", parts)
+
+
+def step() -> str:
+    """The table of docs/performance.md as a bar, with the time that the products alone would take at their best."""
+    page_text = (FOLDER.parent / "performance.md").read_text(encoding="utf-8")
+    table = page_text.partition("| kernels | ms a step |")[2].partition("\n\n")[0]
+    groups = {"matrix products": "products", "attention": "attention", "memory passes": "norms|AdamW|loss|all else"}
+    groups["gaps"] = "gaps"
+    times = dict.fromkeys(groups, 0.0)
+    for name, values in re.findall(r"^\| ([^*|]+) \| ([\d.+ ]+) \|$", table, re.MULTILINE):
+        (group,) = (group for group, words in groups.items() if re.match(words, name))
+        times[group] += sum(map(float, values.split("+")))
+    left, unit, x = 30.0, 24.0, 30.0
+    parts = []
+    for (name, time), kind in zip(times.items(), ("kept", "again", "box", "cut"), strict=True):
+        fill = ' fill="none"' if kind == "cut" else ""
+        parts.append(f'<rect x="{x:.1f}" y="56" width="{unit * time:.1f}" height="40" class="{kind}"{fill}/>')
+        label, row = f"{name} {time:.1f} ms", 116 if time > 3.5 else 136 if time > 1 else 156
+        parts.append(text(x + unit * time / 2, row, label, "small"))
+        x += unit * time
+    floor = left + unit * 11 / 0.783
+    parts.append(f'<path d="M{floor:.1f} 44V104" class="back"/>')
+    parts.append(text(floor, 38, "14 ms: 11 TFLOP at 783 TFLOP/s", "small"))
+    return page(700, 170, "Where the time of a step of base goes, ms on one H200", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "step": step(),
+        "linear-shapes": shapes(),
+        "norm-sphere": sphere(),
+        "stash": stash(),
+        "threads": threads(),
         "softmax-bars": softmax(),
         "attention-matrix": matrix(),
         "rotation": rotation(),

@@ -4,6 +4,7 @@
 - Formulas become MathML when the site is built. Browsers render it without scripts, in the font of docs/site.
 - Pages link to files of the repository, as on a forge. Each linked file becomes a page of the site.
 - The API reference has a page per package of tinyforge, written by mkdocstrings from the docstrings.
+- A page that begins with a command says from where to run it, and how to install.
 - The first use of a term of the glossary on a page links to it.
 - The tabs and their pages follow docs/README.md: its sections and links, in order.
 """
@@ -23,6 +24,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+# A command stands before the first section.
+BEGINS = re.compile(r"# (?:(?!^## ).)*?^(?: {4}|\$ )?(?:python|make|recipes/\S+\.sh) ", re.S | re.M)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
 LANGUAGES = {
     ".py": "python",
@@ -167,7 +170,12 @@ def source_page(target: Path) -> str:
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith((f"{SOURCE}/", f"{API}/", GALLERY, HOME)):
         return text
-    return relinked(text, DOCS / page.file.src_uri)
+    here = DOCS / page.file.src_uri
+    if BEGINS.match(text):
+        title, _, rest = text.partition("\n")
+        install = os.path.relpath(DOCS / "install.md", here.parent)
+        text = f"{title}\n\n*Run the commands from the root of the repository, [installed]({install}).*\n{rest}"
+    return relinked(text, here)
 
 
 def relinked(text: str, here: Path) -> str:

@@ -93,6 +93,12 @@ def test_the_first_use_of_a_term_of_the_glossary_is_linked(site: Path) -> None:
     assert 'class="term"' in (site / "ops/attention.html").read_text(encoding="utf-8")
 
 
+def test_a_page_that_begins_with_a_command_says_where_to_run_it(site: Path) -> None:
+    said = {p.stem for p in site.rglob("*.html") if "Run the commands from the root" in p.read_text(encoding="utf-8")}
+    assert {"training", "gradcheck", "data", "base-run"} <= said and not {"softmax", "install", "glossary"} & said
+    assert 'href="../install.html">installed' in (site / "results/base-run.html").read_text(encoding="utf-8")
+
+
 def test_nothing_is_fetched_from_elsewhere(pages: dict[Path, Page]) -> None:
     assert {url for page in pages.values() for url in page.fetched if urlsplit(url).netloc} == set()
 
