@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from tinyforge.data.dedup import Words, band_keys, components, estimate
 from tinyforge.data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
 from tinyforge.data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
 from tinyforge.data.filters import DEFAULT_FILTERS, MEASURED, Filter, check_filters, read_filters
+from tinyforge.data.kept import Kept, key_of
 from tinyforge.data.parquet import connect as connect_to_files
 from tinyforge.data.parquet import scan
 from tinyforge.data.passes import (
@@ -155,9 +156,10 @@ class _Build:
     memory: int
     show: bool
     catalogue: duckdb.DuckDBPyConnection
+    spans: list[Span]
+    kept: Kept
     evaluation: Sequence[Set] = ()
     nodes: Nodes | None = None
-    spans: list[Span] = field(default_factory=list)
     bad_words: Path | None = None
     quality: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -269,6 +271,8 @@ def build_corpus(
         path = work / CATALOGUE
         spans = _find_spans(read)
         room = _room(spans, memory_limit, workers)
+        most = _max_bytes(read, settings)
+        kept = Kept(out, work, spans, {s.name: key_of(s.sha256, manifest["settings"], most) for s in read})
         with (
             open_nodes(ray, work, [source.folder for source in read], room) as nodes,
             duckdb_faults(str(path)),
@@ -286,14 +290,16 @@ def build_corpus(
                 memory_limit,
                 show,
                 catalogue,
+                spans,
+                kept,
                 evaluation,
                 nodes,
-                spans,
                 bad_words,
                 quality,
             )
             _run_stages(build)
             files = _write_files(build)
+            _keep(build)
             _describe(build, manifest)
         _publish(build, manifest, files, filters)
     return build.seconds
@@ -425,13 +431,16 @@ def _timed(build: _Build, stage: str) -> Iterator[None]:
         print(f"{stage:14} {size:,.0f} MB in {seconds:,.1f} s, {size / seconds:,.0f} MB/s", flush=True)
 
 
+def _max_bytes(sources: Sequence[Source], settings: Settings) -> int:
+    if sum(source.documents for source in sources) == 1:  # so that both splits get something
+        return min(settings.max_bytes, max(1024, sum(source.bytes for source in sources) // 8))
+    return settings.max_bytes
+
+
 def _reading(build: _Build) -> Reading:
     s = build.settings
-    most, total = s.max_bytes, sum(source.bytes for source in build.sources)
-    if sum(source.documents for source in build.sources) == 1:  # so that both splits get something
-        most = min(most, max(1024, total // 8))
     return Reading(
-        most,
+        _max_bytes(build.sources, s),
         s.shingle_words,
         s.bands * s.rows,
         s.detect_language,
@@ -446,6 +455,7 @@ def _reading(build: _Build) -> Reading:
 def _read(build: _Build) -> None:
     """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
     reading = _reading(build)
+    build.kept.restore("read", _numbered(range(len(build.spans))))
     results = build.run(
         "read", read_texts, ((span, reading) for span in build.spans), [span.bytes for span in build.spans]
     )
@@ -489,7 +499,12 @@ def _clean(build: _Build) -> None:
     if s.boilerplate or s.fix_text or s.mask_pii:
         chosen: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
         for source in build.sources:
-            chosen |= _find_boilerplate(build, [i for i, span in enumerate(build.spans) if span.source == source.name])
+            if source.name in build.kept.known:  # cleaned already
+                chosen |= dict.fromkeys(build.kept.spans_of("clean", source.name), (np.empty((0, 2), np.int64), {}))
+            else:
+                spans = [i for i, span in enumerate(build.spans) if span.source == source.name]
+                chosen |= _find_boilerplate(build, spans)
+        build.kept.restore("clean", _numbered(chosen))
         reading = _reading(build)
         tasks = ((build.spans[span], reading, *found) for span, found in chosen.items())
         results = build.run("clean", clean_texts, tasks, [build.spans[span].bytes for span in chosen])
@@ -590,21 +605,38 @@ def _run_on_parts(
     *rest: Any,
     columns: Mapping[str, str] | None = None,
     join: str = "",
-) -> list[Path]:
-    """Run a pass over the selected documents, span by span; returns the parquet files that it made."""
+) -> dict[int, Path]:
+    """Run a pass over the selected documents, span by span; returns the parquet file that it made of each span."""
     of_spans = f"FROM documents WHERE {where} GROUP BY span ORDER BY span"
     sizes = dict(build.query(f"SELECT span, sum(bytes)::BIGINT {of_spans}"))
     tasks = ((_parts(build, span, where, columns, join), *rest) for span in sizes)
     build.run(stage, function, tasks, list(sizes.values()))
-    return [build.result(stage, index) for index in range(len(sizes))]
+    return {span: build.result(stage, index) for index, span in enumerate(sizes)}
 
 
-def _update(build: _Build, files: list[Path], assignment: str) -> None:
-    """Copy columns of the files, as `found`, to the documents with the same numbers."""
-    for file in files:
-        build.catalogue.execute(
-            f"UPDATE documents SET {assignment} FROM {scan(file)} AS found WHERE documents.number = found.number"
+def _update(build: _Build, files: Mapping[int, Path], assignment: str) -> None:
+    """Copy columns of the files of the spans, as `found`, to the documents at these places."""
+    for span, file in files.items():
+        build.query(
+            f"UPDATE documents SET {assignment} FROM {scan(file)} AS found WHERE number = found.place + "
+            "(SELECT first FROM spans WHERE span = ?)",
+            span,
         )
+
+
+def _numbered(spans: Iterable[int]) -> dict[int, int]:
+    """The task of each span in a pass over these spans."""
+    return {span: task for task, span in enumerate(spans)}
+
+
+def _keep(build: _Build) -> None:
+    """Keep what the passes over single documents have found."""
+    every = _numbered(range(len(build.spans)))
+    build.kept.begin()
+    for stage in ("read", "filter", *(["tokens"] if build.tokenizer else [])):
+        build.kept.save(stage, every)
+    build.kept.save("clean", dict(build.query("SELECT span, task FROM spans WHERE task IS NOT NULL")))
+    build.kept.finish()
 
 
 def _filter(build: _Build) -> None:
@@ -613,6 +645,7 @@ def _filter(build: _Build) -> None:
     columns |= {
         name: f"coalesce({name}, -1)" for name in ("language_share", "bad_words", "quality")
     }  # NumPy has no NULL
+    build.kept.restore("filter", _numbered(range(len(build.spans))))
     files = _run_on_parts(build, "filter", find_rules, "true", build.filters, columns=columns)
     _update(build, files, "rules = found.rules, dropped = split_part(found.rules, ',', 1)")
 
@@ -802,7 +835,7 @@ def _decontaminate(build: _Build) -> None:
         bits = max(4, (count * _JOIN_BYTES // (build.memory // 4)).bit_length())
         for slice_ in range(1 << bits if found else 0):
             union = " UNION ALL ".join(
-                f"SELECT gram FROM {scan(path)} WHERE gram >> {64 - bits} = {slice_}" for path in found
+                f"SELECT gram FROM {scan(path)} WHERE gram >> {64 - bits} = {slice_}" for path in found.values()
             )
             values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
             np.asarray(values, np.uint64).tofile(file)
@@ -813,7 +846,7 @@ def _decontaminate(build: _Build) -> None:
         _drop_evaluation_sets(build)
 
 
-def _drop_shared(build: _Build, files: list[Path], reason: str, common: int | None = None) -> None:
+def _drop_shared(build: _Build, files: Mapping[int, Path], reason: str, common: int | None = None) -> None:
     """Drop the documents with shared runs of words, which the files list, and record the longest passage of each.
 
     common: the runs in more documents than this say nothing. Of the others a document may have a share, `max_overlap`,
@@ -823,7 +856,7 @@ def _drop_shared(build: _Build, files: list[Path], reason: str, common: int | No
     db, s = build.catalogue, build.settings
     if not files:
         return
-    union = " UNION ALL ".join(f"SELECT number, place, gram FROM {scan(file)}" for file in files)
+    union = " UNION ALL ".join(f"SELECT number, place, gram FROM {scan(file)}" for file in files.values())
     db.execute(f"CREATE TEMP TABLE shared AS {union}")
     rare = "SELECT number, place FROM shared"
     if common is not None:
@@ -882,6 +915,7 @@ def _drop_evaluation_sets(build: _Build) -> None:
 
 
 def _count_tokens(build: _Build) -> None:
+    build.kept.restore("tokens", _numbered(range(len(build.spans))))
     files = _run_on_parts(build, "tokens", count_tokens, "true", build.tokenizer)
     _update(build, files, "tokens = found.tokens")
 
