@@ -1,4 +1,4 @@
-r"""Documents from files: text, JSON, tables, parquet, web pages, WARC, PDF, Word, and folders and zips of these.
+r"""Documents from files: text, JSON, tables, parquet, web pages, WARC, PDF, Word, EPUB, and folders and zips of these.
 
     python -m data.local --out mine notes/ web.jsonl.gz crawl.warc.gz pages.parquet books.zip     # a source folder
     python -m data.local --out mine hf://datasets/OWNER/NAME                                      # of the hub
@@ -28,6 +28,7 @@ from tinyforge.data.datasets import fetch_dataset, is_dataset
 from tinyforge.data.files import MAX_BYTES, files_in, is_utf8, locked, name_of, write_fault, zip_members
 from tinyforge.data.parquet import connect, escape_glob
 from tinyforge.data.readers import (
+    BOOK,
     JSON,
     KNOWN,
     LINES,
@@ -41,6 +42,7 @@ from tinyforge.data.readers import (
     WARC,
     WORD,
     BadRecord,
+    book_text,
     kind_of,
     page_of,
     pdf_text,
@@ -331,8 +333,9 @@ def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[D
         for number, row in read_rows(path, column):
             yield _to_document(row, f"{place}:{number}", column)
         return
-    if suffix == WORD:
-        yield Document(id=place, text=word_text(path), title=PurePosixPath(place).stem)
+    if suffix in (WORD, BOOK):
+        text = word_text(path) if suffix == WORD else book_text(path)
+        yield Document(id=place, text=_normalise(text), title=PurePosixPath(place).stem)
         return
     try:
         with unpacked(path, packing) as file:
@@ -428,7 +431,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         type=Path,
         metavar="FILE_OR_FOLDER",
-        help="text, .jsonl, .json, .csv, .parquet, .html, .warc, .pdf, .docx, .zip; also .gz and .zst; hf://datasets/NAME",
+        help="text, .jsonl, .json, .csv, .parquet, .html, .warc, .pdf, .docx, .epub, .zip; also .gz and .zst; hf://datasets/NAME",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     parser.add_argument("--name", help="of the source, also used in file names (default: the name of the folder --out)")
