@@ -191,11 +191,16 @@ def test_each_filter_drops_what_it_is_for_and_good_prose_stays(tmp_path: Path) -
     documents = [Document(name, text, language_score=0.3 if name == "language" else None) for name, text in BAD.items()]
     documents.append(Document("good", prose(rng, 400), language_score=0.99))
     documents.append(Document("verse", "\n".join("  " + prose(rng, 8) for _ in range(60))))
+    # Film reviews in one line, or three.
+    documents += [
+        Document("dash", "- " + prose(rng, 79).replace("\n\n", "")),
+        Document("teaser", f"{prose(rng, 79)}\n\n{prose(rng, 30)}..."),
+    ]
     found = reasons(tmp_path, documents)
     # Repeated paragraphs are repeated lines too: the first of the two filters is named.
     expected = [{name, "repeated-lines"} if name == "repeated-paragraphs" else {name} for name in BAD]
     assert all(got in want for got, want in zip(found, expected, strict=False)), found
-    assert found[-2:] == [None, None]
+    assert found[-4:] == [None] * 4
 
 
 def test_filters_are_sql_over_the_document_and_the_first_that_holds_is_named(tmp_path: Path) -> None:
