@@ -108,8 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.rule is None:
         if args.show is not None or args.restore:
             raise UserError("--show and --restore need --rule; run without them to list the rules")
+        counts = count_rules(args.corpus, args.source)
         print(f"{'rule':<22} {'documents':>10} {'by it alone':>11} {'bytes':>15}")
-        for rule, documents, alone, size in count_rules(args.corpus, args.source):
+        for rule, documents, alone, size in counts:
             print(f"{rule:<22} {documents:>10,} {alone:>11,} {size:>15,}")
         return 0
     if args.show is not None and args.show < 1:

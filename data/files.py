@@ -38,7 +38,8 @@ _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 def write_fault(path: Path, error: OSError) -> UserError:
     """The error for a failed write: what is wrong, and what to do."""
-    if error.errno in _FULL:
+    # NumPy's error for a file that it could not write whole has no number.
+    if error.errno in _FULL or (error.errno is None and "requested and" in str(error)):
         return UserError(f"{path}: {FULL}")
     if error.errno in _DENIED:
         return UserError(f"{path}: not writable ({error.strerror}); choose another --out, or fix its permissions")

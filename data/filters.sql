@@ -53,12 +53,13 @@ if(contains(text, '#'), strlen(text) - strlen(replace(text, '#', '')), 0)
     + if(contains(text, '…'), strlen(text) - strlen(replace(text, '…', '')), 0) / 3 > 0.1 * words;
 
 -- filter: bullets
--- Lists without prose. Gopher: more than 90 % of the lines begin with a bullet.
-len(list_filter(lines, line -> left(ltrim(line), 1) IN ('•', '●', '*', '-', '‣', '▪', '·'))) > 0.9 * len(lines);
+-- Lists without prose. Gopher: more than 90 % of the lines begin with a bullet. Here of four lines or more, since a
+-- review in one line may begin with a dash.
+len(lines) > 3 AND len(list_filter(lines, line -> left(ltrim(line), 1) IN ('•', '●', '*', '-', '‣', '▪', '·'))) > 0.9 * len(lines);
 
 -- filter: ellipses
--- Pages of teasers. Gopher: more than 30 % of the lines end with an ellipsis.
-len(list_filter(lines, line -> suffix(line, '...') OR suffix(line, '…'))) > 0.3 * len(lines);
+-- Pages of teasers. Gopher: more than 30 % of the lines end with an ellipsis. Here too of four lines or more.
+len(lines) > 3 AND len(list_filter(lines, line -> suffix(line, '...') OR suffix(line, '…'))) > 0.3 * len(lines);
 
 -- filter: repeated-lines
 -- Boilerplate and machine-made pages. Gopher: more than 20 % of the characters are in lines that occurred before. (Its

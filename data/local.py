@@ -191,7 +191,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 found = ", ".join(f"{name} {kind}"[:100] for name, kind in kinds.items())
                 raise BadRecord(
                     f"got columns {found}, expected a column '{column}' of strings; "
-                    f"rename the column with the documents to '{column}'"
+                    f"rename the column with the documents to '{column}', or use data.local --column, such as page.text"
                 )
             names = [column, *(name for name, kind in OPTIONAL.items() if kinds.get(name) == kind and name != column)]
             select = [text, *map(_quoted, names[1:])]
@@ -204,7 +204,7 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
                     if text is not None:
                         yield number, {column: _normalise(text), **dict(zip(names[1:], rest, strict=True))}
     except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].replace(escape_glob(path), path.name)
         raise BadRecord(f"not a readable parquet file ({reason}); download or export it again") from None
 
 
@@ -318,6 +318,8 @@ def _each_file(inputs: Sequence[Path], out: Path, writer: SourceWriter) -> Itera
         for place, file in files:
             if place in places:
                 writer.refuse(place, "another input has this name; rename one, or use a separate --out")
+            elif not file.is_file():
+                writer.refuse(place, "is a pipe or a device; give a file")
             elif not os.access(file, os.R_OK):
                 writer.refuse(place, "cannot be read; check its permissions")
             elif file.suffix.lower() == ".zip":
@@ -385,7 +387,7 @@ def _of_stream(file: IO[bytes], suffix: str, place: str, column: str, encoding: 
             yield _to_document(value, f"{place}:{number}", column)
     elif suffix in TABLES:
         try:
-            for number, row in enumerate(table_rows(file, suffix, encoding)):
+            for number, row in enumerate(table_rows(file, suffix, encoding, column)):
                 yield _to_document(row, f"{place}:{number}", column)
         except UnicodeDecodeError as error:
             raise BadRecord(f"got byte 0x{error.object[error.start]:02x}, expected {encoding} text") from None

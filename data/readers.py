@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import logging
 import posixpath
 import re
 import signal
@@ -141,14 +142,17 @@ def read_piece(file: IO[bytes], most: int = MAX_BYTES) -> bytes:
     return raw
 
 
-def table_rows(file: IO[bytes], suffix: str, encoding: str) -> Iterator[dict[str, Any]]:
-    """The rows of a table with a head line, by the names there."""
+def table_rows(file: IO[bytes], suffix: str, encoding: str, column: str) -> Iterator[dict[str, Any]]:
+    """The rows of a table with a head line, by the names there; BadRecord if `column` is not among them."""
     csv.field_size_limit(MAX_BYTES)
     text = io.TextIOWrapper(
         file, encoding="utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding, newline=""
     )
     try:
-        yield from csv.DictReader(text, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+        rows = csv.DictReader(text, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+        if (names := rows.fieldnames) and column not in names:
+            raise BadRecord(f"got the columns {str(names)[:100]}, expected '{column}'; use data.local --column")
+        yield from rows
     except csv.Error as error:
         raise BadRecord(f"malformed {suffix[1:]} ({error}); fix it there") from None
     finally:
@@ -223,6 +227,7 @@ def _cpu_limit() -> Iterator[Any]:
 def pdf_text(raw: bytes) -> str:
     """The text of a PDF, page after page; BadRecord for a scan without text, and for one that takes too long."""
     pypdf = _package("pypdf", "pypdf")
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what it mends in a file, on many lines
     try:
         with _cpu_limit() as limit:
             limit(PDF_SECONDS)

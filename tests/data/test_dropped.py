@@ -56,9 +56,10 @@ def test_dropped_documents_are_shown_and_restored(
     assert any(id_.startswith("book#") and text.startswith("x x") for id_, text in expected.items())
 
 
-def test_what_cannot_be_shown_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_shown_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there are" in fault_of(list, read_dropped(corpus, "language"))
     assert "need --rule" in fault_of(main, [str(corpus), "--show", "3"])
-    assert "no such file" in fault_of(main, [str(tmp_path / "s")])
+    capsys.readouterr()
+    assert "no such file" in fault_of(main, [str(tmp_path / "s")]) and not capsys.readouterr().out
     write_source(tmp_path / "s", [Document("other", MENU)])
     assert "was made again" in fault_of(list, read_dropped(corpus, "too-short"))

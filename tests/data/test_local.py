@@ -357,6 +357,13 @@ def test_two_inputs_of_one_name(tmp_path: Path) -> None:
     assert "another input has this name" in refused(tmp_path / "out")["a.txt"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes, as on POSIX")
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert main([str(tmp_path / "pipe.txt"), str(write(tmp_path / "a.txt", "a")), "--out", str(tmp_path / "out")]) == 1
+    assert "is a pipe" in refused(tmp_path / "out")["pipe.txt"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
 def test_a_file_that_may_not_be_read_is_counted(tmp_path: Path) -> None:
     secret = write(tmp_path / "secret.txt", "secret")

@@ -84,7 +84,7 @@ def test_tables_by_the_name_of_their_column(tmp_path: Path) -> None:
     (tmp_path / "b.tsv").write_text("id\tbody\n1\tfive\n")
     found = source_of(tmp_path, tmp_path / "a.csv", tmp_path / "b.tsv", column="body")
     assert found == {"x": 'one, "two"\nthree', "y": "four", "1": "five"}
-    assert "the keys ['a', 'b']" in refused(tmp_path, "c.csv", b"a,b\n1,2\n")
+    assert "got the columns ['a', 'b'], expected 'text'" in refused(tmp_path, "c.csv", b"a,b\n1,2\n")
     assert "malformed csv" in refused(tmp_path, "d.csv", b'text\n"open')
     assert "got byte 0xe9" in refused(tmp_path, "e.csv", b"text\ncaf\xe9\n")
 
@@ -202,6 +202,12 @@ def bomb_of(archive: bytes) -> bytes:
     with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as opened:
         opened.writestr("bomb.xml", b"a" * (30 << 20))
     return file.getvalue()
+
+
+def test_a_damaged_pdf_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("pypdf")
+    assert "not a readable PDF" in refused(tmp_path, "a.pdf", b"%PDF-1.7\n")
+    assert "marker" not in capfd.readouterr().err
 
 
 def test_a_pdf_that_takes_for_ever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.data.conftest import fault_of
 from tinyforge.data import source
+from tinyforge.data.files import write_fault
 from tinyforge.data.source import Document, Source, SourceWriter, read_source
 from tinyforge.errors import UserError
 
@@ -195,3 +196,8 @@ def test_a_folder_that_is_not_whole_or_was_altered_is_refused(tmp_path: Path) ->
     manifest.write_text(text.replace('"documents":', '"papers":'))
     parquet.write_bytes(good)
     assert "not the manifest of a source (KeyError('documents'))" in fault(tmp_path)
+
+
+def test_a_file_that_numpy_could_not_write_whole_is_a_full_disk(tmp_path: Path) -> None:
+    assert "the disk is full" in str(write_fault(tmp_path, OSError("8040 requested and 4064 written")))
+    assert "the disk is full" not in str(write_fault(tmp_path, OSError("other")))
