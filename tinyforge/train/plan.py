@@ -48,7 +48,7 @@ class Plan:
             ("temporary", self.peak - self.weights - self.moments - self.saved),
             ("peak", self.peak),
         )
-        return "\n".join(f"  {what:<28} {gib(count):>10}" for what, count in rows)
+        return "\n".join(f"  {what:<28} {gib(count, self.peak):>10}" for what, count in rows)
 
 
 @dataclass(frozen=True)
