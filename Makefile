@@ -43,12 +43,12 @@ demo: $(VENV)/.stamp-run ## pretrain, fine-tune and question a small model: minu
 	$(RUN) recipes/pretrain.py --out $(DEMO)/pretrain
 	@printf '\n2. Fine-tuning\n'
 	$(RUN) recipes/sft.py --base $(DEMO)/pretrain --out $(DEMO)/sft
-	@printf '\n3. Questions: python -m models.nanoeuler.chat --prompt "..."\n'
+	@printf '\n3. Questions: python -m tinyforge.chat --prompt "..."\n'
 	@for question in $(QUESTIONS); do \
 		printf '\n> %s\n' "$$question"; \
-		$(RUN) -m models.nanoeuler.chat --checkpoint $(DEMO)/sft --prompt "$$question" || exit 1; \
+		$(RUN) -m tinyforge.chat --checkpoint $(DEMO)/sft --prompt "$$question" || exit 1; \
 	done
-	@printf '\nTo ask more: %s -m models.nanoeuler.chat\n' "$(RUN)"
+	@printf '\nTo ask more: %s -m tinyforge.chat\n' "$(RUN)"
 
 speedrun: $(VENV)/.stamp-run ## from raw text to a chat: downloads a few books, a quarter of an hour on a CPU
 	PYTHON=$(RUN) recipes/speedrun.sh $(SPEEDRUN_FLAGS)

@@ -379,9 +379,9 @@ if [[ -n $task_data ]]; then
             --tasks "$tasks" --task-data "$task_data" --json "$out/tasks-$name.json" --resume "${where[@]}" $tasks_more
     done
 fi
-stage chat "" "$python" -m models.nanoeuler.chat --checkpoint "$tuned" --prompt "$QUESTION" "${where[@]}"
+stage chat "" "$python" -m tinyforge.chat --checkpoint "$tuned" --prompt "$QUESTION" "${where[@]}"
 stage report "" "$python" -m tinyforge.board "$out" --export "$out/report.html"
 
 printf '\nThis took %d min %d s. Report: %s; figures: %s. To ask more:\n' $((SECONDS / 60)) \
     $((SECONDS % 60)) "$out/report.html" "$out/*.json"
-echo "  $(quoted "$python") -m models.nanoeuler.chat --checkpoint $(quoted "$tuned") --backend $backend"
+echo "  $(quoted "$python") -m tinyforge.chat --checkpoint $(quoted "$tuned") --backend $backend"

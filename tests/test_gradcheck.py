@@ -1483,6 +1483,9 @@ def test_the_command_checks_the_modules_that_are_named(capsys: pytest.CaptureFix
         gradcheck.main(["no_such_module"])
     with pytest.raises(UserError, match="tinyforge.rng defines no op"):
         gradcheck.main(["tinyforge.rng"])
+    for path in ("./gated", ".gated", "folder/gated.py", "gated.py", "..", ""):
+        with pytest.raises(UserError, match=f"^{re.escape(path)} is no module's name|is empty"):
+            gradcheck.main([path])
 
 
 def test_the_seeds_are_printed_and_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@
     frozen         a frozen parameter gets no gradient, and all else stays as it was
     strides        inputs and `dy` may have gaps, be transposed, or be read backwards
     precision      the backend's dtype throughout; the other precisions agree with float64
+    memory         arrays without memory have the shapes and dtypes of the real ones, and as much is saved
     parameters     `params()` lists every parameter that the op holds
     cases          there are some with more than one row
 """
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend, get_backend
+from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.model import Model
@@ -86,6 +88,8 @@ def violations(kind: type[Op], backend: Backend, seed: int = 0) -> Iterator[str]
         yield "cases: none has two rows; yield one, since some faults show only between rows"
     if not said and backend.precision.name == "fp64":
         yield from _other_precisions(kind, backend, seed)
+        if backend.name == "numpy":
+            yield from _memory(kind, backend, seed)
 
 
 def _rows(x: Array) -> int:
@@ -476,3 +480,34 @@ def _difference(low: tuple[Op, Sequence[Any]], exact: Op, tolerance: float, rng:
         if not (distance := _distance(a, b)) <= tolerance:
             return f"{name} is off by {distance:.0e} of the largest number in float64"
     return ""
+
+
+def _memory(kind: type[Op], backend: Backend, seed: int) -> Iterator[str]:
+    """Forward on arrays without memory, by which a step is forecast, next to the real one. An op that cannot run on
+    them is no fault here."""
+    meta, fix = MetaBackend("fp64"), 'correct the kernel\'s function on "meta" (docs/add-an-op.md)'
+    try:
+        pairs = zip(*(kind.cases(b, np.random.default_rng(seed)) for b in (backend, meta)), strict=True)
+        for (op, inputs), (other, _) in pairs:
+            empty, stash, stash_of_meta = [meta.asarray(x) for x in inputs], *(Stash(Stream(7, "memory")) for _ in "12")
+            real = [(y.shape, str(y.dtype)) for y in outputs_of(op, inputs, stash)]
+            y = outputs_of(other, empty, stash_of_meta)
+            if (found := [(part.shape, str(part.dtype)) for part in y]) != real:
+                yield f"memory: forward on arrays without memory returns {found}, expected {real}; {fix}"
+                return
+            for (owner, saved), (_, of_meta) in zip(stash, stash_of_meta, strict=True):
+                if (size := _bytes(of_meta)) != (expected := _bytes(saved)):
+                    yield f"memory: {owner.name} saves {size} bytes without memory, {expected} in NumPy; {fix}"
+                    return
+            gradients_of(empty, other.backward(y[0] if len(y) == 1 else y, stash_of_meta))
+    except ContractError as error:
+        yield f"memory: on arrays without memory, {error}; {fix}"
+    except Exception:  # the forecast itself says so, and refuses
+        return
+
+
+def _bytes(saved: Any) -> int:
+    """Of all arrays among what a record holds."""
+    if isinstance(saved, tuple | list):
+        return sum(map(_bytes, saved))
+    return int(saved.size * saved.dtype.itemsize) if hasattr(saved, "dtype") else 0

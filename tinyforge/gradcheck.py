@@ -36,6 +36,7 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,9 @@ def fp8_rows(kind: Any, backend: str, device: int | None = None, seed: int = 0) 
 
 def ops_of(module: str) -> list[type[Op]]:
     """The ops of a module: its tuple `ALL` if it has one, else the ops that it defines. Raises UserError if none."""
+    if not all(map(str.isidentifier, module.split("."))) or module.endswith(".py"):
+        name = Path(module).stem if Path(module).stem.isidentifier() else "mypackage.ops"
+        raise UserError(f"{module} is no module's name; write it as `import` does, e.g. {name}")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

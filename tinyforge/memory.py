@@ -11,9 +11,9 @@ OUTSIDE = 128 << 20
 """Bytes on a GPU outside of our arrays: cuBLAS's workspace, the kernels' code."""
 
 
-def gib(count: int) -> str:
-    """In GiB, or in MiB below a tenth of one."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 // 10 else f"{count / 2**20:.2f} MiB"
+def gib(count: int, largest: int = 0) -> str:
+    """In GiB, or in MiB below a tenth of one; in a table with the unit of its `largest`."""
+    return f"{count / 2**30:.2f} GiB" if max(count, largest) >= 2**30 // 10 else f"{count / 2**20:.2f} MiB"
 
 
 def free_memory(backend: Backend) -> tuple[int | None, str]:

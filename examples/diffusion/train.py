@@ -32,7 +32,7 @@ from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import MeanOfRows
 from tinyforge.train.plan import print_plan
 from tinyforge.train.run import Run, Task, running
-from tinyforge.train.settings import MODEL, Settings, above_zero, open_backend, parse, setting, with_default
+from tinyforge.train.settings import MODEL, OF_TEXT, Settings, above_zero, open_backend, parse, setting, with_default
 
 HELD_OUT = 2000  # images, each at one time and with one noise, the same at every evaluation
 
@@ -41,6 +41,7 @@ HELD_OUT = 2000  # images, each at one time and with one noise, the same at ever
 class DiffusionSettings(Settings):
     """examples/diffusion/train.py: images and the U-Net's width."""
 
+    unused = OF_TEXT
     out: str = with_default("out", "runs/diffusion")
     data: tuple[str, ...] = with_default("data", (), "a folder of images, or a parquet file")
     steps: int | None = with_default("steps", 2000)

@@ -17,7 +17,7 @@ that stand in the training text, that of all corpora and records given; of the h
 `answers`: twelve stories typed by hand, each asked about at five seeds; the share of the replies that are short and
 name what was asked for, with the question on the story's line, and with an empty line between.
 
-Speed: the seconds from the command `python -m models.nanoeuler.chat --prompt ...` to its first letter, and tokens a
+Speed: the seconds from the command `python -m tinyforge.chat --prompt ...` to its first letter, and tokens a
 second of a whole story; both on the CPU.
 """
 
@@ -222,7 +222,7 @@ def first_letter_seconds(path: Path, prompt: str, rounds: int = 5) -> float:
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
-        command = [sys.executable, "-m", "models.nanoeuler.chat", "--checkpoint", str(path), "--prompt", prompt]
+        command = [sys.executable, "-m", "tinyforge.chat", "--checkpoint", str(path), "--prompt", prompt]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).resolve().parents[2]) as process:
             assert process.stdout is not None
             process.stdout.read(1)

@@ -75,14 +75,20 @@ def test_an_own_recipe_is_wrong_in_one_line(tmp_path: Path, write_examples: Call
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr, done.stderr
 
 
-def test_the_cuda_kernel_of_add_an_op_compiles(tmp_path: Path, write_examples: Callable[[Path, Path], None]) -> None:
+def test_the_cuda_kernel_of_add_an_op_compiles(
+    tmp_path: Path, write_examples: Callable[[Path, Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed")
     try:
         nvrtc.getVersion()
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"NVRTC is not installed: {error}")
     write_examples(ROOT / "docs/add-an-op.md", tmp_path)
-    file = tmp_path / "squared_reglu.cu"
-    for scalar in ("double", "float", "bf16"):
+    monkeypatch.chdir(tmp_path)
+    for scalar, file in (
+        ("double", tmp_path / "squared_reglu.cu"),
+        ("float", "squared_reglu.cu"),
+        ("bf16", Path("squared_reglu.cu")),
+    ):
         log = compile_to_cubin(file, {"SCALAR": scalar}, "sm_80")
         assert "Used" in log and not any(map(int, re.findall(r"(\d+) bytes spill", log)))

@@ -13,9 +13,10 @@ import pytest
 
 from tinyforge import gradcheck
 from tinyforge.backends import Backend, get_backend
+from tinyforge.backends.meta import empty
 from tinyforge.contract import ContractError, violations
 from tinyforge.gradcheck import TOLERANCE, check_op
-from tinyforge.kernel import Array
+from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import IN_FP8, Softmax
 from tinyforge.params import with_buffer
@@ -412,6 +413,69 @@ class Unchecked(Op):
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         yield cls(backend), (backend.asarray(rng.integers(0, 3, 4)),)
+
+
+@kernel
+def half_and_mask(x: Array) -> tuple[Array, Array]:
+    return x[..., ::2] * 2, x[..., ::2] > 0
+
+
+@kernel
+def half_bwd(dy: Array, mask: Array) -> Array:
+    return np.stack([2 * dy, 0 * dy], axis=-1).reshape(*dy.shape[:-1], -1)
+
+
+@wrong(r"memory: forward on arrays without memory returns .*\(2, 6\).*, expected .*\(2, 3\)")
+class Half(Op):
+    """y = 2 x[..., ::2], with no function on "meta" to say that it is smaller."""
+
+    fwd, bwd = half_and_mask, half_bwd
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        y, mask = self.fwd(x)
+        if stash is not None:
+            stash.push(self, mask)
+        return y
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        return self.bwd(dy, *stash.pop(self))
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        yield cls(backend), (backend.asarray(rng.normal(size=(2, 6))),)
+
+
+def halved(x: Array, dtype: Any = None) -> Array:
+    return empty((*x.shape[:-1], x.shape[-1] // 2), dtype or x.dtype)
+
+
+@wrong("memory: HalfOfWideMasks saves 48 bytes without memory, 6 in NumPy")
+class HalfOfWideMasks(Half):
+    @kernel
+    def fwd(x: Array) -> tuple[Array, Array]:  # type: ignore[misc]  # noqa: N805
+        return half_and_mask(x)
+
+    fwd.on("meta")(lambda x: (halved(x), halved(x)))
+
+
+@wrong("memory: on arrays without memory, gradients: that of input 0 is float64 .2, 3., expected float64 .2, 6.")
+class HalfOfANarrowGradient(Half):
+    @kernel
+    def fwd(x: Array) -> tuple[Array, Array]:  # type: ignore[misc]  # noqa: N805
+        return half_and_mask(x)
+
+    fwd.on("meta")(lambda x: (halved(x), halved(x, bool)))
+
+
+def test_memory_functions_that_are_right_pass() -> None:
+    class HalfOfAll(HalfOfANarrowGradient):
+        @kernel
+        def bwd(dy: Array, mask: Array) -> Array:  # type: ignore[misc]  # noqa: N805
+            return half_bwd(dy, mask)
+
+        bwd.on("meta")(lambda dy: empty((*dy.shape[:-1], 2 * dy.shape[-1]), dy.dtype))
+
+    assert len(check_op(HalfOfAll, FP64)) == 1
 
 
 @wrong("error")

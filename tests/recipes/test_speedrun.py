@@ -140,7 +140,7 @@ def test_the_stages_in_order_and_a_second_run_asks_only(run: Run) -> None:
     for stage in STAGES:
         assert f"\n=== {stage}\n./python " in out and f"=== {stage}: complete after 0 min " in out
         assert f"{stage}: done" in (run.out / "logs" / f"{stage}.log").read_text(encoding="utf-8")
-    assert "./python -m models.nanoeuler.chat --checkpoint 'a run/sft'" in out
+    assert "./python -m tinyforge.chat --checkpoint 'a run/sft'" in out
     out, _ = run.finish(*run.files)
     assert run.stages() == [*STAGES, "chat", "report"]
     assert all(f"=== {stage}: complete, skipped; a run/" in out for stage in STAGES[:-2])

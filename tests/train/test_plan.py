@@ -21,7 +21,7 @@ from tinyforge.op import Op, Stash
 from tinyforge.ops import Linear
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec, find_model, models
-from tinyforge.train.plan import check_fits, plan_step
+from tinyforge.train.plan import Plan, check_fits, plan_step
 from tinyforge.train.settings import PretrainSettings
 
 SPEC = find_model("nanoeuler")
@@ -198,6 +198,12 @@ def test_what_does_not_fit_is_refused_with_the_batch_that_does() -> None:
         check_fits(SPEC, TINY, Small(with_recomputation), rows(64))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="not even --batch-size 1 fits"):
         check_fits(SPEC, TINY, Small(OUTSIDE), rows(64))  # type: ignore[arg-type]
+
+
+def test_a_plan_has_one_unit() -> None:
+    for peak, unit in ((3 << 30, "GiB"), (90 << 20, "MiB")):
+        lines = str(Plan(1 << 20, 2 << 20, 40 << 20, peak, 1 << 10)).splitlines()
+        assert {line.split()[-1] for line in lines} == {unit}
 
 
 def test_an_unknown_precision() -> None:

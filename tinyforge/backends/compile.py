@@ -159,9 +159,12 @@ def warm_up_wanted() -> bool:
 
 
 def compile_to_cubin(file: File, macros: Macros, arch: str) -> str:
-    """Compile for `arch` ("sm_80") without a GPU; returns the log, with each kernel's registers and spills."""
+    """Compile for `arch` ("sm_80") without a GPU; returns the log, with each kernel's registers and spills. A file that
+    the package does not have is looked for in the current folder."""
     from cupy_backends.cuda.libs import nvrtc
 
+    if not files("tinyforge").joinpath(str(file)).is_file() and Path(file).is_file():
+        file = Path(file).absolute()
     macros, own_arch = _without_arch(macros)
     arch = own_arch or arch
     code = specialise(file, tuple(sorted(macros.items())))

@@ -48,7 +48,7 @@ class Plan:
             ("temporary", self.peak - self.weights - self.moments - self.saved),
             ("peak", self.peak),
         )
-        return "\n".join(f"  {what:<28} {gib(count):>10}" for what, count in rows)
+        return "\n".join(f"  {what:<28} {gib(count, self.peak):>10}" for what, count in rows)
 
 
 @dataclass(frozen=True)
@@ -239,11 +239,12 @@ def check_task(task: Any, backend: Backend, settings: Settings) -> Plan:
     --document-mask too, if the model has neither."""
     kind, config = type(task.model), task.model.config
     spec = next((spec for spec in models().values() if spec.build is kind), None)
-    if settings.recompute and not task.model.recompute:
+    recompute = getattr(task.model, "recompute", "")
+    if settings.recompute and not recompute:
         raise UserError(f"--recompute: {kind.__name__} recomputes nothing; leave it out")
     if spec is None:
         masked = "documents" in signature(kind.forward).parameters
-        blocks = task.model.recompute == "blocks"
+        blocks = recompute == "blocks"
         name = task.meta.get("model", kind.__name__)
         spec = ModelSpec(name, kind.__name__, kind, type(config), {}, documents=masked, blocks=blocks, fp8=True)
     return check_fits(spec, config, backend, settings, backend.group.size if backend.group else 1, built=True)

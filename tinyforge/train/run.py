@@ -542,7 +542,7 @@ class Run:
         rate = float(np.median(self.rates))
         achieved = rate * self.task.flop_per_token / 1e9
         gflop = f"{achieved:,.0f}" if achieved >= 10 else f"{achieved:.3g}"
-        share = f"{achieved / peak:.0%}" if achieved >= 0.01 * peak else f"{achieved / peak:.2%}"
+        share = f"{achieved / peak:.0%}" if achieved >= 0.01 * peak else f"{100 * achieved / peak:.2g}%"
         counted = f" ({FLOP_CONVENTION})" if self.task.unit == "tokens" else ""
         print(
             f"median {rate:,.0f} {self.task.unit}/s: {gflop} GFLOP/s, {share} of the {peak:,.0f} "
