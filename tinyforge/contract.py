@@ -3,12 +3,14 @@
 `violations(kind, backend)` yields a sentence for each rule that an op breaks, beginning with the rule's name:
 
     inference      forward gives the same bits with and without a stash, and each time
-    untouched      forward and backward write to no input, no parameter, no `dy`, and to nothing that they have returned
-    gradients      backward returns a gradient of the shape and dtype of each floating-point input, None for integers
+    untouched      forward and backward write to no input, no parameter, no `dy`, to nothing that they have returned,
+                   and to no state of the process: np.random, random, np.seterr
+    gradients      backward returns a gradient of the shape and dtype of each floating-point input, None for integers;
+                   it is linear in `dy`
     stash          backward pops what forward has pushed, no more and no less; what it needs is kept there alone
     accumulation   parameter gradients are added (+=), into the memory that they have
     frozen         a frozen parameter gets no gradient, and all else stays as it was
-    strides        inputs and `dy` may have gaps, be transposed, or be read backwards
+    strides        inputs and `dy` may have gaps, be transposed, or be read backwards; `dy` may repeat a row
     precision      the backend's dtype throughout; the other precisions agree with float64
     memory         arrays without memory have the shapes and dtypes of the real ones, and as much is saved
     parameters     `params()` lists every parameter that the op holds
@@ -17,6 +19,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +175,7 @@ def _of_case(op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> Iterato
     if hidden:
         yield f"parameters: the op holds {', '.join(hidden)}, which params() does not list"
     rule = "forward"
+    before = _global_state()
     try:
         case = _Case(op, inputs, rng)
         for rule, check in _CHECKS.items():
@@ -185,6 +189,14 @@ def _of_case(op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> Iterato
     except Exception as error:
         shapes = ", ".join(str(x.shape) for x in inputs)
         yield f"{rule}: {_WHERE.get(rule, 'a pass')} raises {type(error).__name__} for inputs of {shapes}: {error}"
+    for what, state in _global_state().items():
+        if state != before[what]:
+            yield f"untouched: a pass changes {what}, which is everyone's"
+
+
+def _global_state() -> dict[str, str]:
+    state = {"np.random's state": np.random.get_state(), "random's state": random.getstate(), "np.seterr": np.geterr()}
+    return {what: repr(found) for what, found in state.items()}
 
 
 def _held(op: Op) -> list[Param]:
@@ -260,6 +272,13 @@ def _gradients(case: _Case, rng: np.random.Generator) -> Iterator[str]:
     for i, dx in enumerate(first.inputs):
         if dx is not None and not np.isfinite(dx).all():
             yield f"that of input {i} is not finite"
+            return
+    for scale in (-1024.0, 2.0**-20):  # powers of two round nothing
+        found = case.run(dy=[scale * d if d.dtype.kind == "f" else d for d in case.upstream])
+        pairs = zip(found.all()[len(found.outputs) :], first.all()[len(first.outputs) :], strict=True)
+        if not all(_distance(dx / scale, expected) <= 1e-11 for dx, expected in pairs):
+            yield f"they are not linear in dy: {scale:g} dy gives something else than {scale:g} times the gradients"
+            return
 
 
 def _stash(case: _Case, rng: np.random.Generator) -> Iterator[str]:
@@ -277,18 +296,21 @@ def _stash(case: _Case, rng: np.random.Generator) -> Iterator[str]:
         return
     if case.broken & {"untouched", "gradients", "accumulation"}:
         return
-    other = _moved(case, rng)
-    runs, stash = (case.run(), case.run(other)), Stash()
-    for p in case.learned():
-        p.grad[...] = 0
-    case.forward(stash)
-    case.forward(stash, other)
-    case.backward(stash)
-    dx = [d for d in case.backward(stash) if d is not None]
-    found = case.copies([*dx, *(p.grad for p in case.learned())])
+    other, twice, one, two = _moved(case, rng), [2 * d for d in case.upstream], Stash(), Stash()
+    runs, dys = (case.run(), case.run(other, twice)), (case.upstream, twice)
     sums = [runs[0].params[p.name] + runs[1].params[p.name] for p in case.learned()]
-    if not case.near(found, [*(d for d in runs[0].inputs if d is not None), *sums]):
-        yield "after two forward passes backward gives other gradients; keep what it needs on the stash, not in the op"
+    # The last pass goes back first, as on one stash; and the first one, with a stash each.
+    for first, second, (early, late) in ((one, one, (1, 0)), (one, two, (0, 1))):
+        for p in case.learned():
+            p.grad[...] = 0
+        case.forward(first)
+        case.forward(second, other)
+        case.backward(first, dys[early])
+        dx = [d for d in case.backward(second, dys[late]) if d is not None]
+        found = case.copies([*dx, *(p.grad for p in case.learned())])
+        if not case.near(found, [*(d for d in runs[late].inputs if d is not None), *sums]):
+            yield "after two forward passes backward gives other gradients; keep what it needs on the stash alone"
+            return
 
 
 def _accumulation(case: _Case, rng: np.random.Generator) -> Iterator[str]:
@@ -374,6 +396,9 @@ def _strides(case: _Case, rng: np.random.Generator) -> Iterator[str]:
         if not case.near(found.all(), expected.all()):
             yield f"inputs and dy with {what} give another result; do not reshape or take the address without a copy"
             return
+    repeated = [xp.broadcast_to(d[:1], d.shape) if d.shape else d for d in case.upstream]
+    if not case.near(case.run(dy=repeated).all(), case.run(dy=[d.copy() for d in repeated]).all()):
+        yield "a dy that repeats a row, with a stride of 0, gives another result"
 
 
 def _precision(case: _Case, rng: np.random.Generator) -> Iterator[str]:

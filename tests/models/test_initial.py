@@ -58,6 +58,26 @@ def test_initial_values(name: str) -> None:
                 assert p.decay or p.name == "class_token", p.name
 
 
+NO_HIDDEN_MAP = ("embedding", "positions", "segments", "head", "heads", "conv", "a_log", "outer", "class_token")
+PARTS = {"qkv": 3, "gate_up": 2, "inputs": 4, "recurrent": 4, "select": 3, "input": 2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hidden_maps_are_the_matrices_that_muon_updates(name: str) -> None:
+    """Tables, heads and vectors are none. Of an array of several maps each is one: queries, keys and values; gate and
+    up; the gates of an LSTM; each expert's."""
+    for case, _ in models()[name].build.cases(FP64, np.random.default_rng(0)):
+        model: Any = case.op if isinstance(case, WithKeywords) else case
+        for p in model.params():
+            last = p.name.removesuffix(".weight").rsplit(".", 1)[-1]
+            if len(p.shape) == 1 or last in NO_HIDDEN_MAP:
+                assert p.matrices == (), p.name
+                continue
+            experts = p.shape[0] if len(p.shape) == 3 else 1
+            assert len(p.matrices) == PARTS.get(last, 1) * experts and sum(p.matrices) == p.size // p.shape[-1], p.name
+            assert p.matrices[-1] == p.matrices[-2:][0], p.name  # keys and values, gate and up, B and C
+
+
 def test_mambas_steps_are_spread_over_their_range() -> None:
     """Between 0.001 and 0.1, their logarithms uniform; A = -1 .. -N."""
     spec = models()["mamba"]

@@ -138,3 +138,51 @@ def test_flop_of_a_model_small_enough_to_count_by_hand() -> None:
         assert model.flop_per_token(3) * 3 == pytest.approx(6 * params * 3 + 3 * 2 * (2 * 4) * pairs, rel=1e-15)
     untied = Llama(config.override({"tied": False}), FP64)
     assert untied.flop_per_token(3) == model.flop_per_token(3)
+
+
+def weighted(config: Config, **factors: float) -> np.ndarray:
+    """nll of random weights, the same for every config; those whose name ends with a key times its factor."""
+    model, rng = Llama(config, FP64), np.random.default_rng(0)
+    for p in sorted(model.params(), key=lambda p: p.name):
+        p.value[...] = rng.normal(size=p.shape) / 3 + (len(p.shape) == 1)
+        for end, factor in factors.items():
+            if p.name.split(".")[-2] == end:
+                p.value[...] *= factor
+    ids = np.random.default_rng(1).integers(0, 11, (2, 20), dtype=np.int32)
+    return np.asarray(model.forward(ids[:, :-1], ids[:, 1:, None]))
+
+
+UNTIED = TINY.override({"tied": False})
+
+
+@pytest.mark.parametrize(
+    ("option", "factors"),
+    [("embedding_scale", ("embedding",)), ("residual_scale", ("out", "down")), ("logit_scale", ("heads",))],
+)
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_a_scale_is_that_of_the_weights_before_it(option: str, factors: tuple[str, ...], factor: float) -> None:
+    found = weighted(UNTIED.override({option: factor}))
+    np.testing.assert_allclose(found, weighted(UNTIED, **dict.fromkeys(factors, factor)), rtol=1e-12)
+    assert np.abs(found - weighted(UNTIED)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *({"window": 3}, {"window": 3, "full_every": 2}, {"no_rope_every": 2}, {"rotary_dim": 2}, {"parallel": True}),
+        *(
+            {"norms": "after"},
+            {"norm": "layer"},
+            {"norm_plus_one": True},
+            {"activation": "gelu_tanh"},
+            {"norm_eps": 0.1},
+        ),
+        *({"attention_scale": 1.0}, {"attention_softcap": 1.0}, {"logit_softcap": 1.0}, {"rope_theta": 100.0}),
+        {"window": 30, "full_every": 2, "local_rope_theta": 100.0},
+    ],
+    ids=str,
+)
+def test_every_option_has_an_effect(option: dict[str, Any]) -> None:
+    before = dict([*option.items()][:-1])  # the last one is compared with its absence
+    difference = weighted(UNTIED.override(option)) - weighted(UNTIED.override(before))
+    assert np.abs(difference).max() > 1e-4

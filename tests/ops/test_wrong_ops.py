@@ -500,6 +500,137 @@ class SmallTermLost(Right):
         return dx
 
 
+@wrong("strides: .*axes in another order")
+class ReadsDyAsItLies(Right):
+    def add(self, dy: Array, x: Array) -> None:
+        super().add(dy.ravel(order="K").reshape(dy.shape), x)
+
+
+@wrong("strides: a dy that repeats a row")
+class TakesAStrideForALength(Right):
+    """A dy that one row is broadcast to is taken for that row."""
+
+    def add(self, dy: Array, x: Array) -> None:
+        super().add(dy, x)
+        if self.bias.grad is not None and dy.strides[0] == 0 and dy.size:
+            self.bias.grad[...] -= rows_of(dy)[1:].sum(axis=0)
+
+
+@wrong("error")
+class TwoRowsAtATime(Right):
+    """Right for an even number of rows: the last of an odd one is left out."""
+
+    shapes = ((4, 4), (2, 5, 4))
+
+    def add(self, dy: Array, x: Array) -> None:
+        even = rows_of(x).shape[0] // 2 * 2
+        super().add(rows_of(dy)[:even], rows_of(x)[:even])
+
+
+@wrong("error")
+class NoBiasForOne(Right):
+    """A batch of one is not summed over."""
+
+    def add(self, dy: Array, x: Array) -> None:
+        bias = None if self.bias.grad is None else self.bias.grad.copy()
+        super().add(dy, x)
+        if bias is not None and len(x) == 1:
+            self.bias.grad[...] = bias
+
+
+@wrong("error")
+class KeepsItsFirstWeights(Right):
+    """Backward uses the weights of the first step."""
+
+    kept = None
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        (x,) = stash.pop(self)
+        self.add(dy, x)
+        if self.kept is None:
+            self.kept = self.weight.value.copy()
+        return dy * self.kept
+
+
+@wrong("error")
+class OnlyForOnes(Right):
+    """As if dy were 1 everywhere."""
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        return super().backward(np.full_like(dy, dy.mean()) if dy.size else dy, stash)
+
+
+@wrong("gradients: they are not linear in dy")
+class Clips(Right):
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        return super().backward(dy.clip(-9, 9), stash)
+
+
+@wrong("gradients: they are not linear in dy")
+class DropsSmallOnes(Right):
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        return super().backward(np.where(np.abs(dy) > 1e-5, dy, 0), stash)
+
+
+@wrong("stash: after two forward passes backward gives other gradients")
+class AStackOfItsOwn(Right):
+    """The last pass is the first to go back: on one stash, not with a stash each."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.stack: list[Array] = []
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        if stash is not None:
+            self.stack.append(x)
+        return super().forward(x, stash)
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        stash.pop(self)
+        x = self.stack.pop()
+        self.add(dy, x)
+        return dy * self.weight.value
+
+
+@wrong("gradients: a second backward on the same inputs gives other gradients")
+class NoisySums(Right):
+    """In the last digits, as sums in the order in which threads end."""
+
+    def add(self, dy: Array, x: Array) -> None:
+        super().add(dy * (1 + 1e-13 * np.random.default_rng().normal()), x)
+
+
+@wrong("untouched: a pass changes np.random's state")
+class SeedsEveryone(Right):
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        np.random.seed(3)  # noqa: NPY002
+        return super().forward(x, stash)
+
+
+@wrong("untouched: a pass changes np.seterr")
+class SilencesEveryone(Right):
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        np.seterr(under="warn" if np.geterr()["under"] != "warn" else "ignore")
+        return super().forward(x, stash)
+
+
+@wrong("error")
+class SumsInFloat32(Right):
+    def add(self, dy: Array, x: Array) -> None:
+        super().add(dy.astype(np.float32), x.astype(np.float32))
+
+
+@wrong("untouched: backward writes to input 0")
+class WritesToItsStash(Right):
+    """What is stashed is the input itself."""
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        (x,) = [saved[0] for _, saved in stash][-1:]
+        dx = super().backward(dy, stash)
+        x *= 0.5
+        return dx
+
+
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
 def test_a_wrong_op_is_refused_and_the_rule_named(kind: type[Op], capsys: pytest.CaptureFixture[str]) -> None:
     if WRONG[kind] == "error":
