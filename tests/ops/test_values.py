@@ -472,6 +472,15 @@ def test_rope_scalings_are_those_of_transformers(kind: str, theirs: dict[str, An
     np.testing.assert_allclose(np.hypot(op.sin[1], op.cos[1]), attention_factor, rtol=1e-12)
 
 
+@pytest.mark.parametrize(("context", "stretch"), [(16, 1.0), (32, 1.0), (64, 5.0)])
+def test_dynamic_rope_raises_theta_with_the_context(context: int, stretch: float) -> None:
+    """theta (s L / L0 - (s - 1))^(d / (d - 2)) beyond the original context L0, plain theta up to it."""
+    scaling = ops.RopeScaling("dynamic", 4.0, original_context=32, context=context)
+    theta = 100.0 * stretch ** (8 / 6)
+    found = scaling.apply(100.0 ** (-np.arange(0, 8, 2) / 8))
+    np.testing.assert_allclose(found, theta ** (-np.arange(0, 8, 2) / 8), rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
