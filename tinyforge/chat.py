@@ -252,7 +252,6 @@ class Repl:
 
 def once(loaded: Loaded, text: str, sampling: Sampling, system: str = "", asked: str | None = None) -> None:
     """Print one reply, and nothing else, on standard output. asked: the template of --template, for the note."""
-    loaded.model.only_decodes = True  # one decoder, and no other use of the weights
     conversation = conversation_with(loaded, system)
     if asked:
         print(f"note: chat template: {asked}", file=sys.stderr)
@@ -293,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = with_template(
         load(path, backend, frozen=True, weights=args.weights), args.template, args.template_variables
     )
+    loaded.model.mostly_decodes = True
     sampling = loaded.generation.sampling(DEFAULTS, **given)
     if args.prompt is not None:
         once(loaded, args.prompt, sampling, args.system, args.template)

@@ -189,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows, engine = 1, Engine(NoTexts(capacity), loaded.tokenizer)
     else:
         rows = args.rows or default_rows(model, capacity)
+        model.mostly_decodes = True  # attention pictures and embeddings may take longer
         scheduler = Scheduler(model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20)
         engine = Engine(scheduler, loaded.tokenizer)
     limits = Limits(

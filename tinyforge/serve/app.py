@@ -502,7 +502,9 @@ class App:
                     param="input",
                     code="context_length_exceeded" if ids else None,
                 )
-        vectors = await self._background(request, embeddings(self.model, each, self.first))
+        vectors = await self._background(
+            request, embeddings(self.model, each, self.first, self.engine.scheduler.decoder)
+        )
         if wish.dimensions not in (None, size := vectors.shape[1]):
             raise ApiError(400, f"dimensions is {wish.dimensions}, this model has {size}", param="dimensions")
         if wish.encoding_format == "float" and FLOAT_BYTES * vectors.size > MOST_ANSWER:
