@@ -59,6 +59,7 @@ def cpu() -> list[Finding]:
         *kernels(),
         Finding("cores", f"{cores()}, the default of --workers"),
         *(package_found(package) for package in CORE if package not in ("numpy", "duckdb")),
+        package_found("numba", "CPU decoder", "NumPy's; numba's is faster", missing=None),
         package_found("duckdb", "DuckDB", "not installed; only the commands in data/ need it", missing=None),
     ]
 
