@@ -21,10 +21,10 @@ from numba.extending import intrinsic
 
 from tinyforge.infer.cpu_code import NAME, machine
 
-ROWS, OUTPUTS = 4, 4
+ROWS, OUTPUTS = 4, 6
 """Rows of x, or one, that a tile of weights is multiplied with together, and weight rows of a tile."""
-PREFETCH = 8
-"""Weight rows ahead of a product's that it asks memory for: two tiles. Codes then arrive twice as fast."""
+PREFETCH = OUTPUTS
+"""Weight rows ahead of a product's that it asks memory for. Codes then arrive twice as fast."""
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 KINDS = {"int8": types.int8, "uint8": types.uint8, "float32": types.float32, "float64": types.float64}
 VECTOR_BYTES = 64
