@@ -3,10 +3,10 @@
     python bench/decode_llama_cpp.py models/nanoeuler/storyteller --peer ~/.cache/tinyforge/world/clients/bin/python
     python bench/decode_llama_cpp.py MODEL --peer PYTHON --turns 9 --json results.json
 
---peer: a Python that has xllamacpp, llama.cpp's server as a package. The model is converted for it, to f32 and q8_0; ours
-keeps float32, or int8 codes. In turns each continues the same prompt by --tokens tokens, greedily. Counted is the time of
-the processor, not the clock's, so other programs disturb less: of the peer's process, of the turn less one that ends after
-a token, and of this one. It reads /proc, so it needs Linux.
+--peer: a Python that has xllamacpp, llama.cpp's server as a package. The model is converted for it, to f32 and q8_0;
+ours keeps float32, or int8 codes. In turns each continues the same prompt by --tokens tokens, greedily. What counts is
+processor time, with which other programs interfere less: for the peer that of its process, less a turn of one token.
+It reads /proc, so it needs Linux.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import http.client
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator

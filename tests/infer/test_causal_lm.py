@@ -17,6 +17,7 @@ from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import _WANTED, CausalLM, logits
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.infer.decoder_cpu import CPUDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.evaluate import log_probabilities, speculate
 from tinyforge.infer.generation import generate, generate_batch
@@ -47,7 +48,7 @@ def greedy_by_hand(model: Recurrent | Wide, text: list[int], count: int) -> list
 
 
 def test_the_fused_decoder_is_taken_where_the_model_has_its_shape() -> None:
-    assert type(make_decoder(Wide(SIZES, CPU))) is NumpyDecoder
+    assert isinstance(make_decoder(Wide(SIZES, CPU)), CPUDecoder)
     assert type(make_decoder(Wide(SIZES, CPU, fused=False))) is ReferenceDecoder
     assert type(make_decoder(Recurrent(), 3)) is ReferenceDecoder
     with pytest.raises(UserError, match="Wide has no fused weights; use make_decoder"):
