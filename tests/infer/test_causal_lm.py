@@ -60,7 +60,7 @@ def test_heads_need_not_be_as_wide_as_the_stream(head_dim: int) -> None:
     model = Wide(replace(SIZES, head_dim=head_dim), CPU)
     tokens, found = ids_of(2, 60), []
     expected = logits(model, tokens)
-    decoder = NumpyDecoder(model, 2)
+    decoder = make_decoder(model, 2)
     for start, end in itertools.pairwise((0, 1, 3, 40, 44, 60)):
         found.append(decoder.step(tokens[:, start:end])[:, :, 0].copy())
     assert np.abs(expected).max() > 1
