@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 NAME = "tinyforge_pass"
-OLDEST = (0, 60)
+OLDEST = (0, 62)
+"""The first numba whose LLVM has untyped pointers, as the kernels' names of intrinsics take for granted."""
 _engines: list[Any] = []  # each owns the memory of a function's code
 
 
