@@ -22,6 +22,7 @@ from tinyforge.backends.compile import INSTALL
 from tinyforge.backends.numpy_backend import KERNELS, blas_kernels
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, run_command
+from tinyforge.infer.cpu_code import missing
 from tinyforge.requirements import CORE, OLDEST_PYTHON
 
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
@@ -59,8 +60,17 @@ def cpu() -> list[Finding]:
         *kernels(),
         Finding("cores", f"{cores()}, the default of --workers"),
         *(package_found(package) for package in CORE if package not in ("numpy", "duckdb")),
+        decoder(),
         package_found("duckdb", "DuckDB", "not installed; only the commands in data/ need it", missing=None),
     ]
+
+
+def decoder() -> Finding:
+    """What decodes on the CPU, and why."""
+    reason, _, fix = missing().partition(": ")
+    if reason:
+        return Finding("CPU decoder", f"NumPy's: {reason}", None, fix)
+    return Finding("CPU decoder", f"compiled by numba {version_of('numba')}")
 
 
 def package_found(

@@ -144,7 +144,7 @@ class LlamaLike(Model):
         sizes = (c.dim, c.hidden, c.heads, c.kv_heads, c.head_dim, c.context, c.vocab, c.norm_eps)
         layers, gains = [block.fused() for block in self.blocks], [norm.op.weight.value for norm in norms]
         heads = self.heads.weight.stored.reshape(*self.heads.shape)
-        return FusedWeights(*sizes, layers, gains, self.embedding.weight.value, heads, rope.cos, rope.sin)
+        return FusedWeights(*sizes, layers, gains, self.embedding.weight.stored, heads, rope.cos, rope.sin)
 
     def flop_per_token(self, seq_len: int) -> float:
         """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product, and

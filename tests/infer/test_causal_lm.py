@@ -17,6 +17,7 @@ from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import _WANTED, CausalLM, logits
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.infer.decoder_cpu import CPUDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.evaluate import log_probabilities, speculate
 from tinyforge.infer.generation import generate, generate_batch
@@ -47,7 +48,7 @@ def greedy_by_hand(model: Recurrent | Wide, text: list[int], count: int) -> list
 
 
 def test_the_fused_decoder_is_taken_where_the_model_has_its_shape() -> None:
-    assert type(make_decoder(Wide(SIZES, CPU))) is NumpyDecoder
+    assert isinstance(make_decoder(Wide(SIZES, CPU)), CPUDecoder)
     assert type(make_decoder(Wide(SIZES, CPU, fused=False))) is ReferenceDecoder
     assert type(make_decoder(Recurrent(), 3)) is ReferenceDecoder
     with pytest.raises(UserError, match="Wide has no fused weights; use make_decoder"):
@@ -59,7 +60,7 @@ def test_heads_need_not_be_as_wide_as_the_stream(head_dim: int) -> None:
     model = Wide(replace(SIZES, head_dim=head_dim), CPU)
     tokens, found = ids_of(2, 60), []
     expected = logits(model, tokens)
-    decoder = NumpyDecoder(model, 2)
+    decoder = make_decoder(model, 2)
     for start, end in itertools.pairwise((0, 1, 3, 40, 44, 60)):
         found.append(decoder.step(tokens[:, start:end])[:, :, 0].copy())
     assert np.abs(expected).max() > 1

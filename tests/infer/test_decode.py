@@ -6,15 +6,20 @@ import sys
 import tracemalloc
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tinyforge.backends import get_backend
-from tinyforge.frozen_model import frozen_model
+from tinyforge.frozen_model import frozen_model, quantised_copy
+from tinyforge.infer import cpu_code
 from tinyforge.infer.causal_lm import logits
 from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.cpu_code import missing
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
+from tinyforge.infer.decoder_compiled import CompiledDecoder
+from tinyforge.infer.decoder_cpu import CPUDecoder
 from tinyforge.infer.decoder_numpy import (
     SMALL_KERNELS,
     SMALL_ROWS,
@@ -36,6 +41,10 @@ CONFIG = Config(
 ALONE = replace(CONFIG, heads=3, kv_heads=3)  # every query head has its own keys
 SHARED = replace(CONFIG, heads=6, kv_heads=1, layers=3)
 CHUNKS = [[150], [1] * 150, [127, 1, 1, 1, 20], [128, 1, 21], [100, 50], [3, 130, 17], [15, 1, 1, 63, 65, 5]]
+needs_numba = pytest.mark.skipif(bool(missing()), reason=missing())
+COMPILED = pytest.param(CompiledDecoder, marks=needs_numba)
+FUSED = [NumpyDecoder, COMPILED]
+KINDS = [ReferenceDecoder, *FUSED]
 
 
 @pytest.fixture(autouse=True, params=[1, SMALL_ROWS], ids=["vectors", "four rows"])
@@ -67,7 +76,7 @@ def whole(model: NanoEuler, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 @pytest.mark.parametrize("config", [CONFIG, ALONE, SHARED], ids=["grouped", "alone", "shared"])
-@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_cache_gives_the_logits_of_the_whole_sequence(
     kind: type[Decoder], config: Config, chunks: list[int]
 ) -> None:
@@ -84,16 +93,18 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(
 @pytest.mark.parametrize("chunks", [[149], [1, 2, 3, 143], [16, 100, 33], [17, 32, 5, 64]], ids=str)
 @pytest.mark.parametrize("config", [CONFIG, ALONE, SHARED], ids=["grouped", "alone", "shared"])
 @pytest.mark.parametrize("scale", [1.0, 12.0], ids=["small scores", "large scores"])
+@pytest.mark.parametrize("kind", FUSED)
 def test_a_prompt_leaves_the_keys_and_values_of_the_whole_sequence(
-    config: Config, chunks: list[int], scale: float, monkeypatch: pytest.MonkeyPatch
+    kind: type[CPUDecoder], config: Config, chunks: list[int], scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However it is cut, in blocks and tiles with and without a rest, on both sides of SAFE_SCORE."""
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.PREFILL_ROWS", 32)
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.QUERY_TILE", 12)
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.KEY_TILE", 20)
+    monkeypatch.setattr("tinyforge.infer.decoder_compiled.AT_ONCE", 30)
     model, tokens = model_of(config), tokens_of(config, 1, 150)
     model.buffer.values[: model.buffer.decay_end] *= scale
-    decoder, end = NumpyDecoder(model), sum(chunks)
+    decoder, end = kind(model), sum(chunks)
     for last, size in zip(np.cumsum(chunks), chunks, strict=True):
         decoder.prefill(0, tokens[0, last - size : last].tolist())
     expected = whole(model, tokens)
@@ -103,7 +114,7 @@ def test_a_prompt_leaves_the_keys_and_values_of_the_whole_sequence(
 
 @pytest.mark.parametrize("prompts", [[1, 2, 37, 110], [150], [149, 1]], ids=str)
 @pytest.mark.parametrize("config", [CONFIG, ALONE, replace(CONFIG, layers=1)], ids=["grouped", "alone", "one layer"])
-@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_behind_a_prompt(kind: type[Decoder], config: Config, prompts: list[int]) -> None:
     """Of all heads, one prompt after the other; the last one fills the cache."""
     model, tokens = model_of(config), tokens_of(config, 1, 150)
@@ -128,11 +139,12 @@ def test_threads_that_share_a_prompt_change_no_bit(monkeypatch: pytest.MonkeyPat
         assert np.array_equal(shared.keys, alone.keys) and np.array_equal(shared.values, alone.values)
 
 
-def test_a_cache_that_grows_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_cache_that_grows_changes_no_bit(kind: type[CPUDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = model_of(CONFIG, "fp32"), tokens_of(CONFIG, 3, 150)
 
     def run() -> list[np.ndarray]:
-        decoder, found = NumpyDecoder(model, 3), []
+        decoder, found = kind(model, 3), []
         for row, start in enumerate((1, 40, 90)):
             decoder.prefill(row, tokens[row, :start].tolist())
         for at in range(90, 135):
@@ -144,14 +156,16 @@ def test_a_cache_that_grows_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
         return [*found, decoder.step(tokens[:, 135:140]).copy()]
 
     expected = run()
-    monkeypatch.setattr("tinyforge.infer.decoder_numpy.FIRST_POSITIONS", 5)
+    monkeypatch.setattr("tinyforge.infer.decoder_cpu.FIRST_POSITIONS", 5)
     assert all(np.array_equal(*pair) for pair in zip(run(), expected, strict=True))
 
 
-def test_a_long_context_costs_what_is_used_of_it() -> None:
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_long_context_costs_what_is_used_of_it(kind: type[CPUDecoder]) -> None:
     config = LlamaConfig(dim=64, heads=4, kv_heads=2, layers=4, context=131_072, vocab=50, hidden=32)
+    kind(Llama(replace(config, context=9), get_backend("numpy", "fp32")))  # what the first one imports
     tracemalloc.start()
-    decoder = NumpyDecoder(Llama(config, get_backend("numpy", "fp32")))
+    decoder = kind(Llama(config, get_backend("numpy", "fp32")))
     decoder.first(list(range(40)))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -159,7 +173,9 @@ def test_a_long_context_costs_what_is_used_of_it() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_that_mostly_decodes_reads_its_weights_from_the_decoder(tied: bool) -> None:
+def test_a_model_that_mostly_decodes_reads_its_weights_from_the_decoder(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = LlamaConfig(dim=128, heads=4, kv_heads=2, layers=3, context=64, vocab=600, hidden=300, tied=tied)
     backend = get_backend("numpy", "fp32")
     frozen, rng = frozen_model(partial(Llama, config, backend)), np.random.default_rng(3)
@@ -171,6 +187,7 @@ def test_a_model_that_mostly_decodes_reads_its_weights_from_the_decoder(tied: bo
     weights = {p.name: p.value.copy() for p in frozen.buffer.frozen}
     weights[frozen.blocks[1].mlp.up.weight.name][:, 7] = 0
     frozen.mostly_decodes = True
+    monkeypatch.setattr("tinyforge.infer.choose.missing", lambda: "not installed")
     found = make_decoder(frozen)
     assert isinstance(found, NumpyDecoder) and found.shared_head == tied
     np.testing.assert_allclose(found.first([1, 2, 3]), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
@@ -187,7 +204,7 @@ def test_a_model_that_mostly_decodes_reads_its_weights_from_the_decoder(tied: bo
         assert released * 1024 * 4 > 0.9 * sum(p.stored.nbytes for p in frozen.buffer.frozen if p.weights)
 
 
-@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_unequal_lengths_go_on_side_by_side(kind: type[Decoder]) -> None:
     model, tokens = model_of(CONFIG), tokens_of(CONFIG, 3, 140)
     expected = whole(model, tokens)
@@ -205,7 +222,7 @@ def test_rows_of_unequal_lengths_go_on_side_by_side(kind: type[Decoder]) -> None
     assert decoder.lengths == [start + 10 for start in starts]
 
 
-@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_rewound_row_forgets(kind: type[Decoder]) -> None:
     """What lay after the new end, other tokens, leaves no trace; the other row keeps all of its own."""
     model, tokens = model_of(CONFIG), tokens_of(CONFIG, 2, 60)
@@ -220,20 +237,22 @@ def test_a_rewound_row_forgets(kind: type[Decoder]) -> None:
     np.testing.assert_allclose(logits[1, :, 0], expected[1, 50:54, 0], rtol=0, atol=1e-10)
 
 
-def test_float32_stays_near_float64() -> None:
+@pytest.mark.parametrize("kind", FUSED)
+def test_float32_stays_near_float64(kind: type[CPUDecoder]) -> None:
     tokens = tokens_of(CONFIG, 1, 150)
     exact = whole(model_of(CONFIG), tokens)
-    logits = NumpyDecoder(model_of(CONFIG, "fp32")).step(tokens, 3)
+    logits = kind(model_of(CONFIG, "fp32")).step(tokens, 3)
     assert np.abs(logits - exact).max() < 1e-5 * np.abs(exact).max()
 
 
-def test_scores_that_would_overflow_an_exponential_do_not() -> None:
+@pytest.mark.parametrize("kind", FUSED)
+def test_scores_that_would_overflow_an_exponential_do_not(kind: type[CPUDecoder]) -> None:
     """float32's exp overflows at 89; these scores are in the hundreds, and SwiGLU's gates are too."""
     model = model_of(CONFIG, "fp32")
     model.buffer.values[: model.buffer.decay_end] *= 12
     tokens = tokens_of(CONFIG, 1, 40)
     with np.errstate(all="raise", under="ignore"):
-        logits = NumpyDecoder(model).step(tokens, 3)
+        logits = kind(model).step(tokens, 3)
     expected = whole(model, tokens)
     assert np.isfinite(logits).all()
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-2 * np.abs(expected).max())
@@ -241,11 +260,14 @@ def test_scores_that_would_overflow_an_exponential_do_not() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_several_positions_at_once_give_the_bits_of_one_after_the_other(n: int, precision: str) -> None:
+@pytest.mark.parametrize("kind", FUSED)
+def test_several_positions_at_once_give_the_bits_of_one_after_the_other(
+    kind: type[CPUDecoder], n: int, precision: str
+) -> None:
     """What makes speculation exact in floating point: each product adds up a row in the same order, see `pack`."""
     model = model_of(PRESETS["small"], precision)
     tokens = tokens_of(model.config, 1, 120)
-    several, single = NumpyDecoder(model), NumpyDecoder(model)
+    several, single = kind(model), kind(model)
     for at in range(0, 120, n):
         logits = several.step(tokens[:, at : at + n], 4).copy()
         for i in range(n):
@@ -282,9 +304,10 @@ def test_four_rows_are_multiplied_where_openblas_has_a_kernel_for_them(
     assert product_rows() == (SMALL_ROWS if kernels in SMALL_KERNELS else 1)
 
 
-def test_a_token_allocates_nothing() -> None:
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_token_allocates_nothing(kind: type[CPUDecoder]) -> None:
     """Views and a few small objects come and go; no array does, and nothing stays."""
-    decoder = NumpyDecoder(model_of(PRESETS["small"], "fp32"))
+    decoder = kind(model_of(PRESETS["small"], "fp32"))
 
     def tokens(count: int) -> None:
         for token in range(count):
@@ -310,23 +333,23 @@ def test_a_token_allocates_nothing() -> None:
     assert min(peak for peak, _ in found) < 5000 and min(stays for _, stays in found) < 1024, found
 
 
-def test_a_decoder_refuses_what_it_has_no_room_for() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decoder_refuses_what_it_has_no_room_for(kind: type[Decoder]) -> None:
     model = model_of(CONFIG)
-    for kind in (ReferenceDecoder, NumpyDecoder):
-        decoder = kind(model, 2, 10)
-        decoder.prefill(1, [1] * 10)
-        decoder.prefill(0, [])
-        with pytest.raises(ValueError, match="row 1 holds 10 of 10 positions, no room for 1 more"):
-            decoder.step([[1], [1]])
-        with pytest.raises(ValueError, match="no room for 11"):
-            decoder.prefill(0, [1] * 11)
-        assert decoder.lengths == [0, 10]
-        with pytest.raises(ValueError, match="row 0 holds 0 positions, cannot go to 3"):
-            decoder.rewind([3, 3])
-        with pytest.raises(ValueError, match="capacity 151, expected 1 to 150"):
-            kind(model, 1, 151)
-        assert not decoder.draws(Sampling())
-    assert isinstance(make_decoder(model), NumpyDecoder)
+    decoder = kind(model, 2, 10)
+    decoder.prefill(1, [1] * 10)
+    decoder.prefill(0, [])
+    with pytest.raises(ValueError, match="row 1 holds 10 of 10 positions, no room for 1 more"):
+        decoder.step([[1], [1]])
+    with pytest.raises(ValueError, match="no room for 11"):
+        decoder.prefill(0, [1] * 11)
+    assert decoder.lengths == [0, 10]
+    with pytest.raises(ValueError, match="row 0 holds 0 positions, cannot go to 3"):
+        decoder.rewind([3, 3])
+    with pytest.raises(ValueError, match="capacity 151, expected 1 to 150"):
+        kind(model, 1, 151)
+    assert not decoder.draws(Sampling())
+    assert isinstance(make_decoder(model), CPUDecoder)
 
 
 def test_scores_of_a_prompt_are_shifted_where_an_exponential_would_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,11 +369,12 @@ def test_scores_of_a_prompt_are_shifted_where_an_exponential_would_overflow(monk
         assert not np.isfinite(last_logits()).all()
 
 
-def test_states_are_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", FUSED)
+def test_states_are_the_model_s(kind: type[CPUDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.PREFILL_ROWS", 16)
     model, tokens = model_of(CONFIG), tokens_of(CONFIG, 1, 90)
     expected = model.hidden(tokens)[0]
-    shared = NumpyDecoder(model, 3)
+    shared = kind(model, 3)
     shared.prefill(1, [5, 6, 7])
     alone = shared.alone(90)
     found = [alone.states(tokens[0, at:end].tolist()) for at, end in ((0, 1), (1, 40), (40, 90))]
@@ -373,3 +397,90 @@ def test_the_last_logits_of_several_positions_are_those_of_a_pass(kind: type[Dec
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
         after = [decoder.step_rows([1], [tokens[60:62]], 1).copy() for decoder in (passes, last)]
         np.testing.assert_allclose(after[0], after[1], rtol=0, atol=1e-10)
+
+
+@needs_numba
+@pytest.mark.parametrize("config", [CONFIG, ALONE, SHARED], ids=["grouped", "alone", "shared"])
+def test_compiled_float64_is_the_numpy_decoder_s(config: Config) -> None:
+    model, tokens = model_of(config), tokens_of(config, 2, 150)
+    pair = CompiledDecoder(model, 2), NumpyDecoder(model, 2)
+    for at, end in ((0, 70), (70, 71), (71, 75), (75, 76), (76, 150)):
+        found, expected = (decoder.step(tokens[:, at:end], 3).copy() for decoder in pair)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+@needs_numba
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_codes_are_multiplied_as_they_are_stored(weights: str, precision: str, tied: bool) -> None:
+    """As the NumPy decoder multiplies the dequantised numbers; every code of a format occurs."""
+    config = LlamaConfig(dim=72, heads=6, kv_heads=2, layers=2, context=40, vocab=301, hidden=77, tied=tied)
+    model = Llama(config, get_backend("numpy", precision))
+    model.initialise(0)
+    model.buffer.values[: model.buffer.decay_end] *= 4
+    small, tokens = quantised_copy(model, weights), tokens_of(config, 3, 30)
+    codes = small.heads.weight.stored.codes
+    every = np.delete(np.arange(256), [127, 255]).astype(np.uint8)  # but the two that are NaN in fp8
+    codes.reshape(-1)[: len(every)] = every.view(codes.dtype)
+    found, expected = CompiledDecoder(small, 3), NumpyDecoder(small, 3)
+    assert any(array is codes or array.base is codes for array in found._matrices)  # memory once
+    for at, end in ((0, 10), (10, 11), (11, 13), (13, 30)):
+        logits = expected.step(tokens[:, at:end])
+        exact = 1e-12 if precision == "fp64" and weights == "fp8" else 1e-5
+        np.testing.assert_allclose(found.step(tokens[:, at:end]), logits, rtol=0, atol=exact * np.abs(logits).max())
+
+
+@needs_numba
+def test_a_row_s_bits_do_not_depend_on_other_rows_or_the_prompt_s_pieces() -> None:
+    model, tokens = quantised_copy(model_of(PRESETS["small"], "fp32"), "int8"), tokens_of(PRESETS["small"], 7, 60)
+    together, alone = CompiledDecoder(model, 7), CompiledDecoder(model)
+    for row in range(7):
+        together.prefill(row, tokens[row, : 9 * row].tolist())
+    logits = together.step([tokens[row, 9 * row : 9 * row + 3] for row in range(7)], 4).copy()
+    for row in range(7):
+        alone.rewind([0])
+        found = [alone.step([[token]], 4)[0, 0].copy() for token in tokens[row, : 9 * row + 3]]
+        assert np.array_equal(logits[row], found[-3:])
+
+
+@needs_numba
+def test_machine_code_is_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyforge.infer import cpu_kernels
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    code, made = cpu_kernels.build("float32", "float32"), []
+    monkeypatch.setattr(cpu_kernels, "build", lambda *names: made.append(names) or code)
+    for _ in range(2):
+        cpu_code.load.__wrapped__("float32", "float32")
+    (kept,) = cpu_code.folder().iterdir()
+    assert made == [("float32", "float32")] and kept.is_relative_to(tmp_path)
+    kept.write_bytes(kept.read_bytes()[:-1])
+    cpu_code.load.__wrapped__("float32", "float32")
+    assert len(made) == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file: nothing can be kept
+    assert callable(cpu_code.load.__wrapped__("float32", "float32")) and len(made) == 3
+
+
+def test_without_numba_or_with_one_that_fails_numpy_decodes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_of(CONFIG)
+    monkeypatch.setattr("tinyforge.infer.choose.missing", lambda: "numba is not installed")
+    assert type(make_decoder(model)) is NumpyDecoder and not capsys.readouterr().err
+
+    def fail(*names: str) -> None:
+        raise ImportError("numba needs NumPy 1.0 or less")
+
+    monkeypatch.setattr("tinyforge.infer.choose.missing", lambda: "")
+    monkeypatch.setattr("tinyforge.infer.decoder_compiled.load", fail)
+    monkeypatch.setattr("tinyforge.infer.choose._noted", set())
+    assert [type(make_decoder(model)) for _ in range(2)] == [NumpyDecoder] * 2
+    said = capsys.readouterr().err
+    assert said.count("note: decoding with NumPy: numba fails: numba needs NumPy 1.0 or less") == 1
+
+
+@needs_numba
+def test_the_compiled_decoder_is_chosen_where_numba_is_installed() -> None:
+    assert type(make_decoder(model_of(CONFIG))) is CompiledDecoder
+    assert type(make_decoder(quantised_copy(model_of(CONFIG, "fp32"), "int8"), 2)) is CompiledDecoder

@@ -33,8 +33,8 @@ class FusedWeights:
     The shape: each layer is x + out(attention(rope(qkv(rmsnorm(x))))), then x + down(silu(gate(h)) up(h)) with
     h = rmsnorm(x); no biases, causal attention over all positions with grouped queries, RoPE with split halves. A
     final RMSNorm and `lm_heads` follow. gains: of the norms in the order of forward, 2 layers + 1. embedding: (vocab,
-    dim). lm_heads: (K, vocab, dim), an array or `Quantised`; head k predicts the token k + 1 positions ahead. cos, sin:
-    of RoPE's angles, (context, head_dim / 2).
+    dim), and lm_heads: (K, vocab, dim), each an array or `Quantised`; head k predicts the token k + 1 positions ahead.
+    cos, sin: of RoPE's angles, (context, head_dim / 2).
     """
 
     dim: int
@@ -47,7 +47,7 @@ class FusedWeights:
     norm_eps: float
     layers: Sequence[FusedLayer]
     gains: Sequence[Array]
-    embedding: Array
+    embedding: Any
     lm_heads: Any
     cos: Array
     sin: Array

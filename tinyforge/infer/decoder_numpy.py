@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tinyforge.backends.numpy_backend import blas_kernels
-from tinyforge.errors import UserError
-from tinyforge.infer.cache import FIRST_POSITIONS
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.decoder_cpu import TILE, CPUDecoder
 from tinyforge.op import Param
 from tinyforge.quantised import plain
 
@@ -29,8 +27,6 @@ SMALL_ROWS = 4
 """Rows of a product of `step`, where OpenBLAS has a kernel for small products; elsewhere one row. See `pack`."""
 SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")
 """OpenBLAS's kernels, by name, with one for small products: those for AVX-512."""
-TILE = 16
-"""Keys and values are taken in multiples of this: BLAS's inner loop, without a remainder."""
 SMALL_PRODUCT = 1e6
 """Multiply-adds up to which that kernel is used. Larger products pack their operands first."""
 
@@ -138,8 +134,8 @@ def blocks_of(out: np.ndarray, packed: np.ndarray, group: int) -> np.ndarray:
 multiply_packed = partial(np.matmul, order="C")
 
 
-class NumpyDecoder(Decoder):
-    """A decoder of any number of rows for models with `fused_weights`; UserError for others, and for another backend.
+class NumpyDecoder(CPUDecoder):
+    """The decoder that needs NumPy alone.
 
     A pass is some 30 NumPy calls per layer on preallocated arrays. With B rows, n positions each, heads of size D:
 
@@ -147,8 +143,8 @@ class NumpyDecoder(Decoder):
     - RoPE: the rows of q and k are reordered so that the two numbers of a pair are neighbours. A pair is then one
       complex number, and its rotation one complex product. q . k does not change when both are reordered alike. The
       scores' 1 / sqrt(D) is folded into the rows of q.
-    - Cache: keys (layers, B, Hkv, D, positions), values (layers, B, Hkv, positions, D + 1 or more), contiguous for each
-      head. The columns after D are 1: one product gives the weighted sum and, in them, the softmax's denominator.
+    - Cache: the columns of values after D are 1: one product gives the weighted sum and, in them, the softmax's
+      denominator.
     - SwiGLU: the gate's rows are halved, and silu(2 a) = a (1 + tanh(a)), which does not overflow.
     - Products in `step` all have the same number of rows, and its attention is one product per position: a position's
       result depends, to the last bit, neither on the number of other positions nor on their values. See `pack`.
@@ -157,19 +153,12 @@ class NumpyDecoder(Decoder):
     here (`Packed`): its own passes take longer, and their results are equal up to rounding.
     """
 
-    can_save = True
-
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None, consume: bool = False) -> None:
         super().__init__(model, batch, capacity)
-        if model.backend.name != "numpy":
-            raise UserError(f"NumpyDecoder: the model is on backend {model.backend.name}, not numpy; use make_decoder")
-        weights = model.fused_weights()
-        if weights is None:
-            raise UserError(f"NumpyDecoder: {type(model).__name__} has no fused weights; use make_decoder")
-        c = self.weights = weights
+        c = self.weights = replace(self.weights, embedding=plain(self.weights.embedding))
         # A tied head is the embedding itself, read as it lies; a copy of it would be a large part of a small model.
         self.shared_head = consume and np.may_share_memory(plain(c.lm_heads), c.embedding)
-        self.dtype, self.group = model.backend.dtype, product_rows()
+        self.group = product_rows()
         # Up to here a pass over all positions reads the weights once, in less time than `prefill` and a pass do.
         self.together = self.piece if self.group > 1 else SMALL_ROWS
         own = _owners(model) if consume else {}
@@ -211,58 +200,27 @@ class NumpyDecoder(Decoder):
         if not (self.shared_head or np.may_share_memory(heads, c.embedding)):
             _give_up(own, c.lm_heads, self.lm_heads, partial(_undone, gain=self.last_gain, scales=self.dtype.type(1)))
         self.value_width = -(-(c.head_dim + 1) // TILE) * TILE
-        self.room, self.with_ones = 0, [0] * batch  # with_ones: positions of a row whose columns of ones are written
-        self._make_room(min(self.capacity, FIRST_POSITIONS))
         self.norm_eps = self.dtype.type(c.dim * c.norm_eps)
         self.one = self.dtype.type(1)
         self.map, self.workers = model.backend.map, model.backend.workers
-        self._reserve(batch * self.prediction_heads)
+        self._open()
+
+    def _open(self) -> None:
+        self.with_ones = [0] * self.batch  # positions of a row whose columns of ones are written
+        super()._open()
 
     def _make_room(self, positions: int) -> None:
-        """Make the cache and the tables large enough for that many positions of each row, at least twice as large as
-        before: a long context costs what is used of it."""
+        super()._make_room(positions)
         c = self.weights
-        self.room = min(self.capacity, max(positions, 2 * self.room))
-        # Two tiles of padding: rows of keys a power of two apart would compete for a few cache sets.
-        self.positions = (-(-self.room // TILE) + 2) * TILE
+        self.with_ones = [min(pair) for pair in zip(self.with_ones, self.lengths, strict=True)]
         complex_dtype = np.result_type(self.dtype, np.complex64)
         self.turns = (c.cos[: self.room] + 1j * c.sin[: self.room]).astype(complex_dtype)
-        lead = len(c.layers), self.batch, c.kv_heads
-        keys: np.ndarray = np.zeros((*lead, c.head_dim, self.positions), self.dtype)
-        values: np.ndarray = np.zeros((*lead, self.positions, self.value_width), self.dtype)
-        for row, length in enumerate(self.lengths):  # memory of rows that hold nothing is not touched
-            used = -(-length // TILE) * TILE
-            self.with_ones[row] = min(self.with_ones[row], used)
-            if used:
-                keys[:, row, ..., :used] = self.keys[:, row, ..., :used]
-                values[:, row, :, :used] = self.values[:, row, :, :used]
-        self.keys: np.ndarray = keys
-        self.values: np.ndarray = values
         # Row i is 0 up to column i, then -inf; all rows are views of the same numbers.
         steps = np.zeros(2 * self.positions - 1, self.dtype)
         steps[self.positions :] = -np.inf
         self.masks = np.lib.stride_tricks.sliding_window_view(steps, self.positions)[::-1]
-        if hasattr(self, "buffers"):
-            self._reserve(self.buffers.rows)
-
-    def _check_room(self, rows: Iterable[int], count: int) -> None:
-        rows = list(rows)
-        super()._check_room(rows, count)
-        needed = max((self.lengths[row] for row in rows), default=0) + count
-        if needed > self.room:
-            self._make_room(needed)
-
-    def alone(self, capacity: int) -> NumpyDecoder:
-        """A decoder of one row, with a cache of its own and this one's weights."""
-        other = copy.copy(self)
-        del other.buffers
-        other.batch, other.capacity, other.lengths, other.with_ones, other.room = 1, capacity, [0], [0], 0
-        other._make_room(capacity)
-        other._reserve(self.prediction_heads)
-        return other
 
     def states(self, tokens: Sequence[int]) -> np.ndarray:
-        """Append to the only row; returns the final hidden states of the new positions, (n, C)."""
         self._check_room([0], len(tokens))
         prompt = _Prompt(self, 0, tokens)
         prompt.run()
@@ -275,12 +233,6 @@ class NumpyDecoder(Decoder):
             _Prompt(self, row, tokens).run()
             self.lengths[row] += len(tokens)
 
-    def repeat(self, row: int, source: int) -> bool:
-        length = self.lengths[row] = self.lengths[source]
-        self.keys[:, row, ..., :length] = self.keys[:, source, ..., :length]
-        self.values[:, row, :, :length] = self.values[:, source, :, :length]
-        return True
-
     def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
         if len(tokens) == 1:
             return self.step([tokens], heads)
@@ -289,9 +241,6 @@ class NumpyDecoder(Decoder):
         prompt.run()
         self.lengths[0] += len(tokens) - 1
         return self._pass([tokens[-1:]], [0], heads, prompt.x[len(tokens) - 1])
-
-    def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
-        return self.step_rows(range(self.batch), tokens, heads)
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         self._check_pass(rows, len(tokens[0]))
@@ -309,19 +258,8 @@ class NumpyDecoder(Decoder):
         if len(rows) * n > self.buffers.rows:
             self._reserve(len(rows) * n)
 
-    def saved(self, row: int, start: int) -> tuple[np.ndarray, np.ndarray]:
-        here = slice(start, self.lengths[row])
-        return self.keys[:, row, :, :, here].copy(), self.values[:, row, :, here, : self.weights.head_dim].copy()
-
-    def restore(self, row: int, saved: tuple[np.ndarray, np.ndarray], length: int) -> None:
-        if length > self.room:
-            self._make_room(length)
-        here = slice(self.lengths[row], length)
-        self.keys[:, row, :, :, here], self.values[:, row, :, here, : self.weights.head_dim] = saved
-        self.lengths[row] = length
-
     def _reserve(self, rows: int) -> None:
-        """Allocate buffers for passes of up to `rows` positions in all."""
+        super()._reserve(rows)
         self.buffers = _Buffers(self, -(-rows // self.group) * self.group)
         self._views: dict[tuple[int, int], _Views] = {}
 

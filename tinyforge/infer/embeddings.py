@@ -10,7 +10,7 @@ import numpy as np
 
 from tinyforge.errors import UserError
 from tinyforge.files import read_json
-from tinyforge.infer.decoder_numpy import NumpyDecoder
+from tinyforge.infer.decoder_cpu import CPUDecoder
 
 SLICE = 64
 """Positions of a pass of a decoder. Between passes the caller may do other work."""
@@ -42,9 +42,9 @@ def embeddings(
 
     v = m / |m|, m = 1/T sum_t h_t; with first, m = h_1. Yields after each text of an encoder, and after each pass of a
     decoder over SLICE positions. texts: token ids, at least one each, and at most the model's context; an encoder's
-    with [CLS] and [SEP]. decoder: the model's own, where there is one; a `NumpyDecoder` is faster than the model.
+    with [CLS] and [SEP]. decoder: the model's own, where there is one; a `CPUDecoder` is faster than the model.
     """
-    if isinstance(decoder, NumpyDecoder):
+    if isinstance(decoder, CPUDecoder):
         model = decoder
     found = []
     for ids in texts:
@@ -61,7 +61,7 @@ def _encoded(model: Any, ids: Sequence[int], first: bool) -> Generator[None, Non
 
 
 def _decoded(model: Any, ids: Sequence[int], first: bool) -> Generator[None, None, np.ndarray]:
-    read = model.alone(len(ids)).states if isinstance(model, NumpyDecoder) else _Reader(model, len(ids)).states
+    read = model.alone(len(ids)).states if isinstance(model, CPUDecoder) else _Reader(model, len(ids)).states
     total = np.zeros(())
     for start in range(0, len(ids), SLICE):
         total = total + read(ids[start : start + SLICE]).astype(np.float64).sum(axis=0)
@@ -70,7 +70,7 @@ def _decoded(model: Any, ids: Sequence[int], first: bool) -> Generator[None, Non
 
 
 class _Reader:
-    """The final hidden states of a text by the model's own ops, as `NumpyDecoder.states` gives them."""
+    """The final hidden states of a text by the model's own ops, as `CPUDecoder.states` gives them."""
 
     def __init__(self, model: Any, capacity: int) -> None:
         self.model, self.cache = model, model.make_cache(1, capacity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -84,7 +85,7 @@ class DeviceDecoder(Decoder):
                 f"{name}: {weights.heads} heads of {weights.head_dim} do not add up to the model's width, "
                 f"{weights.dim}; use make_decoder"
             )
-        self.fused = weights
+        self.fused = replace(weights, embedding=plain(weights.embedding))
         self.prompts = Prompts(model, self.capacity, in_place=batch == 1)
 
     def _shape(self) -> dict[str, Any]:
