@@ -17,7 +17,9 @@ from tinyforge.errors import UserError
 from tinyforge.formats import gguf_file, open_model
 from tinyforge.tokenizers.gguf_vocabulary import from_gguf
 
-MOST = 1.3  # times the weights in float32: the peak of memory from the command to the end of a reply
+# Times the weights in float32: the peak of a process's own memory from the command to the end of a reply. The pages of
+# libraries, LLVM's among them, are files' that processes share and the system can drop.
+MOST = 1.25
 
 
 @pytest.mark.parametrize("name", ["gemma3", "smollm2"])
@@ -57,9 +59,8 @@ def test_a_reply_needs_little_more_memory_than_the_weights(name: str, request: p
     peak = 0
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as run:
         while run.poll() is None:
-            status = Path(f"/proc/{run.pid}/status").read_text()
-            if found := re.search(r"VmHWM:\s+(\d+) kB", status):  # a process that has ended has none
-                peak = 1024 * int(found[1])
+            status = Path(f"/proc/{run.pid}/status").read_text()  # of a process that has ended without these lines
+            peak = max(peak, 1024 * sum(map(int, re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))))
             time.sleep(0.01)
         assert run.stdout is not None and run.stdout.read().strip()
     assert run.returncode == 0
