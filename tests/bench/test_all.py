@@ -178,6 +178,8 @@ def test_the_parts_are_those_of_the_results() -> None:
         "gpu-step-by-kernel",
         "gpu-train-moe-beside-dense",
         "cpu-prefill-base-avx2",
+        # with a peer that is another program
+        "cpu-serve-llama-cpp",
     }
     assert committed - set(names) <= trained
 
