@@ -2,6 +2,7 @@
 
     python examples/storyteller/chats.py corpus --out chats           chats/alpaca.json, for recipes/sft.py
     python examples/storyteller/chats.py corpus --out chats --others dolly.json --records 20000
+    python examples/storyteller/chats.py own.json --out own-chats     of stories from own_pairs.py --stories 1
 
 Another story, with a wish or without; more of it; a longer or a shorter version; in two sentences; yes and no to the
 model's own offers; greetings; poems, which it declines. Every story is one of the training split of a corpus that
@@ -120,6 +121,7 @@ class Library:
         self.stories = [s for s in stories if SHORTEST < len(s) < LONGEST and s.rstrip()[-1:] in '.!?"']
         self.about: dict[str, list[str]] = defaultdict(list)
         self.placed: dict[str, list[str]] = defaultdict(list)
+        self._quiet: dict[str, list[str]] = {}
         self.days: dict[str, list[tuple[str, str]]] = defaultdict(list)  # by kind: a hero's name, what happens one day
         if not self.stories:
             raise UserError(f"the corpus has too few stories of {SHORTEST} to {LONGEST} characters; make a larger one")
@@ -165,11 +167,17 @@ class Library:
             others += CLASSES["person"]
         if word in CLASSES["creature"]:
             others += ["bear", "lion", "giant"]
-        pool = [(o, s) for o in others if o != word for s in self.about[o] if not SOUNDS.search(s)]
-        if not pool:
+        others = [other for other in others if other != word and self.quiet(other)]
+        if not others:
             return (word, rng.choice(own)) if own else ("", "")
-        other, story = rng.choice(pool)
-        return word, swapped(story, other, word)
+        other = rng.choices(others, [len(self.quiet(other)) for other in others])[0]
+        return word, swapped(rng.choice(self.quiet(other)), other, word)
+
+    def quiet(self, word: str) -> list[str]:
+        """The stories about a word in which it makes no sound and does nothing that another would not do."""
+        if word not in self._quiet:
+            self._quiet[word] = [story for story in self.about[word] if not SOUNDS.search(story)]
+        return self._quiet[word]
 
     def tale(self, unlike: str = "", plain: bool = False, below: int = LONGEST) -> Tale:
         """A story with a wish that it fulfils. plain: the wish is a single word with its article."""
@@ -241,9 +249,9 @@ class Chats:
         self.library, self.rng = library, library.rng
         # What copies from the story before it is learned last, and more often refused here for want of sentences.
         self.ways: dict[Callable[[], Record | None], float] = {
-            self.another: 10, self.another_about: 14, self.same_hero: 3, self.more: 24, self.longer: 18,
-            self.shorter: 20, self.in_sentences: 16, self.poem: 7, self.accepted: 10, self.refused: 7, self.small: 9,
-            self.first: 6,
+            self.another: 14, self.another_about: 18, self.same_hero: 3, self.more: 24, self.longer: 18,
+            self.shorter: 18, self.in_sentences: 16, self.poem: 7, self.accepted: 16, self.refused: 12, self.small: 9,
+            self.first: 12,
         }  # fmt: skip
 
     def first_line(self, wish: str) -> str:
@@ -272,7 +280,7 @@ class Chats:
     def talk(self, wish: str = "") -> tuple[Turns, bool]:
         """A remark and a reply; and whether the reply offers a story about {x}, the wish."""
         rng = self.rng
-        kinds = ("hello greet", "how well", "foreign english", "poem no_poem", "hello greet_any", "cannot")
+        kinds = ("hello greet", "how well", "foreign english", "poem no_poem", "hello greet_any", "cannot", "cannot")
         kind = rng.choice(kinds)
         words = {"x": wish or with_article(rng.choice(HEROES)), "w": rng.choice(DECLINED)}
         if kind == "cannot":
@@ -428,7 +436,9 @@ def chats(stories: Sequence[str], others: Sequence[str], count: int, seed: int) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="made of TinyStories by data.corpus")
+    parser.add_argument(
+        "corpus", type=Path, metavar="CORPUS", help="made of TinyStories by data.corpus; or records of own_pairs.py"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the result")
     parser.add_argument("--others", type=Path, metavar="FILE", help="Alpaca records whose questions it should decline")
     parser.add_argument("--records", type=int, default=30000, metavar="N", help="how many (default: %(default)s)")
