@@ -250,7 +250,7 @@ class Chats:
         # What copies from the story before it is learned last, and more often refused here for want of sentences.
         self.ways: dict[Callable[[], Record | None], float] = {
             self.another: 14, self.another_about: 18, self.same_hero: 3, self.more: 24, self.longer: 18,
-            self.shorter: 18, self.in_sentences: 16, self.poem: 7, self.accepted: 16, self.refused: 12, self.small: 9,
+            self.shorter: 22, self.in_sentences: 20, self.poem: 8, self.accepted: 20, self.refused: 12, self.small: 12,
             self.first: 12,
         }  # fmt: skip
 
@@ -280,8 +280,8 @@ class Chats:
     def talk(self, wish: str = "") -> tuple[Turns, bool]:
         """A remark and a reply; and whether the reply offers a story about {x}, the wish."""
         rng = self.rng
-        kinds = ("hello greet", "how well", "foreign english", "poem no_poem", "hello greet_any", "cannot", "cannot")
-        kind = rng.choice(kinds)
+        kinds = "hello greet", "how well", "foreign english", "poem no_poem", "hello greet_any", "cannot"
+        kind = rng.choices(kinds, (1, 2, 1, 1, 1, 2))[0]
         words = {"x": wish or with_article(rng.choice(HEROES)), "w": rng.choice(DECLINED)}
         if kind == "cannot":
             a, b, c = rng.randint(0, 99), rng.randint(0, 99), rng.choice(told.COUNTRIES)
@@ -348,8 +348,8 @@ class Chats:
 
     def longer(self) -> Record | None:
         rng = self.rng
-        turns, tale = self.begun(750 if rng.random() < 0.7 else LONGEST)
-        if len(tale.text) < 750:
+        turns, tale = self.begun(950 if rng.random() < 0.8 else LONGEST)
+        if len(tale.text) < 950:
             rest = self.library.another_day(tale, below=650)
             text = f"{tale.text}\n\n{rest}" if rest else ""
         else:
@@ -369,16 +369,17 @@ class Chats:
         rng = self.rng
         count = rng.choice((2, 2, 2, 3, 4))
         number = {2: "two", 3: "three", 4: "four"}[count] if rng.random() < 0.8 else str(count)
-        turns, tale = self.begun()
-        if rng.random() < 0.5:
+        (turns, tale), again = self.begun(), rng.random() < 0.5
+        if again:
             asked, text = ask("sentences_again", rng, k=number), tale.text
         else:
             tale = self.library.tale(plain=rng.random() < 0.7)
             asked, text = ask("sentences", rng, x=tale.wish, k=number), tale.text
             turns = turns if rng.random() < 0.3 else []
         short = shortened(text, count)
-        subject = tale.wish.split()[1:2] if tale.wish.startswith(("a ", "an ")) else []
-        fits = short and len(short) < 110 * count and (turns or not subject or subject[0] in short)
+        wanted = {word for word in re.findall(r"\w+", tale.wish) if word in SUBJECTS or word == tale.name}
+        kept = tale.name in short if again else all(word in short for word in wanted)
+        fits = short and len(short) < 110 * count and kept
         return Record(asked, "", short, tuple(turns)) if fits else None
 
     def poem(self) -> Record:
@@ -390,7 +391,7 @@ class Chats:
     def accepted(self) -> Record:
         rng = self.rng
         turns, tale = self.offer()
-        if rng.random() < 0.2 or not turns[-1][1].endswith("?") or tale.wish not in turns[-1][1] and rng.random() < 0.5:
+        if rng.random() < 0.2 or tale.wish not in turns[-1][1] and rng.random() < 0.5:
             return Record(ask("wish", rng, x=tale.wish), "", tale.text, tuple(turns))
         return Record(ask("yes", rng), "", tale.text, tuple(turns))
 

@@ -93,6 +93,10 @@ def test_in_two_sentences_is_two_sentences(made: Chats) -> None:
         said = re.search(r"\b(two|three|four|\d)\b(?=[ -]sentence)", record.instruction.lower())
         assert said, record.instruction
         assert len(sentences_of(record.output)) == (numbers.get(said[1]) or int(said[1]))
+        named = re.search(r"named ([A-Z]\w+)", record.instruction)
+        again = record.history and not re.search("about|story of", record.instruction)
+        names = lines._NAME.findall(record.history[-1][1]) if again else [named[1]] if named else [""]
+        assert any(name in record.output for name in names), record
     assert len(sentences_of(shortened(STORY, 2))) == 2 and shortened("Hello. Bye.", 4) == ""
 
 
