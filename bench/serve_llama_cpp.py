@@ -5,9 +5,9 @@
 
 --peer: a Python that has xllamacpp, llama.cpp's server as a package. Each server runs alone, with --threads threads.
 
-prefix: milliseconds to the first token of a prompt of some 900 tokens, and of a second one with another last line.
-long: the same of a short prompt, alone and while 4 clients send prompts of some 900 tokens: median and worst.
-queue: 24 requests of 32 tokens at once: tokens per second, and milliseconds to the first token.
+prefix: milliseconds to the first token of a prompt of some 450 tokens, and of a second one with another last line.
+long: the same of a short prompt, alone and while 2 clients send prompts of some 450 tokens: median and worst.
+queue: 12 requests of 16 tokens at once: tokens per second, and milliseconds to the first token.
 llama.cpp computes with the weights as stored, in 4 bits; this server in fp32, so speeds of one stream differ.
 """
 
@@ -35,7 +35,8 @@ from tinyforge.data.world import documents
 from tinyforge.errors import Parser, run_command
 
 ROOT = Path(__file__).resolve().parent.parent
-LONG = 3600  # characters, some 900 tokens
+LONG = 1800  # characters, some 450 tokens
+HOGS, SHORT, QUEUED, TOKENS = 2, 5, 12, 16
 SLOTS = 8
 
 
@@ -80,7 +81,7 @@ def measure(url: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     first, second = (ask(url, part(0) + f"\nQuestion {i}: who?", 1)[0] for i in range(2))
     found["prefix_ms"] = {"first": 1e3 * first, "second": 1e3 * second}
-    alone = [ask(url, f"{i} is a number", 1)[0] for i in range(10)]
+    alone = [ask(url, f"{i} is a number", 1)[0] for i in range(SHORT)]
     ended, sent = threading.Event(), [0]
 
     def hog(number: int) -> None:
@@ -90,12 +91,12 @@ def measure(url: str) -> dict[str, Any]:
             ask(url, f"{number} {i} " + part(1 + number), 1)
             sent[0] += 1
 
-    hogs = [threading.Thread(target=hog, args=(i,), daemon=True) for i in range(4)]
+    hogs = [threading.Thread(target=hog, args=(i,), daemon=True) for i in range(HOGS)]
     for thread in hogs:
         thread.start()
     time.sleep(1)
     begun = time.perf_counter()
-    busy = [ask(url, f"{i} is no number", 1)[0] for i in range(10)]
+    busy = [ask(url, f"{i} is no number", 1)[0] for i in range(SHORT)]
     passed = time.perf_counter() - begun
     ended.set()
     for thread in hogs:
@@ -107,8 +108,10 @@ def measure(url: str) -> dict[str, Any]:
     found["long_prompts_meanwhile_per_s"] = sent[0] / passed
     results: list[tuple[float, int]] = []
     queue = [
-        threading.Thread(target=lambda i=i: results.append(ask(url, f"Story {i}: {part(9)[i * 40 : i * 40 + 90]}", 32)))
-        for i in range(24)
+        threading.Thread(
+            target=lambda i=i: results.append(ask(url, f"Story {i}: {part(9)[i * 40 : i * 40 + 90]}", TOKENS))
+        )
+        for i in range(QUEUED)
     ]
     begun = time.perf_counter()
     for thread in queue:

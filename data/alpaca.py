@@ -7,9 +7,10 @@
     records = read_records(["alpaca.json"])
     encode_example(tokenizer, records[0], seq_len=128)  ->  (ids, prompt_length)
 
-The format is that of Stanford Alpaca (Taori et al., 2023): objects with the string fields `instruction`,
-`input` (often empty) and `output`, in one JSON array or one per line. They were written by a language model, with its
-errors: some replies are empty, some inputs are the words "no input", and some replies run on into the next task.
+The format is that of Stanford Alpaca (Taori et al., 2023): objects with the string fields `instruction`, `input` (often
+empty) and `output`, in a JSON array, one per line (also .gz and .zst), or as the columns of a .parquet file. Records of
+other formats are read as `data.conversations` says. Alpaca's were written by a language model, with its errors: some
+replies are empty, some inputs are the words "no input", and some replies run on into the next task.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tinyforge.data.conversations import Fault, chat_of, is_chat, named, shown
 from tinyforge.data.download import Downloader, check_url
 from tinyforge.data.files import locked, write_fault, write_json, zip_members
-from tinyforge.data.local import decode_text, read_text
+from tinyforge.data.local import decode_text, read_objects, read_text
 from tinyforge.data.source import (
     MANIFEST,
     Document,
@@ -66,25 +68,26 @@ _NEXT_TASK = re.compile(r"^\s*\d+\s*\.\s*(?:Instruction|Input|Output):", re.IGNO
 @dataclass(frozen=True)
 class Record:
     """One instruction, its input (may be empty), and the reply to learn. history: earlier turns, pairs of an
-    instruction and its reply."""
+    instruction and its reply. system: the system prompt, "" for none."""
 
     instruction: str
     input: str
     output: str
     history: tuple[tuple[str, str], ...] = ()
+    system: str = ""
 
 
-_FIELDS = tuple(field.name for field in fields(Record) if field.type == "str")
+_FIELDS = ("instruction", "input", "output")
 
 
 def read_records(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Record]:
-    """Read Alpaca records from JSON or JSON-lines files, in the order given.
+    """Read records from JSON, JSON-lines or parquet files, in the order given. A chat is a record per reply.
 
     Records with an empty output are kept: whether to train on them is the caller's decision. Raises UserError,
     naming the file, the record (counted from 0) and its line, for malformed JSON and for a record that lacks a
     field, has a field that is not a string, or has a blank instruction.
     """
-    return [record for path in paths for record in _read_file(Path(path), encoding)]
+    return [record for path in paths for records in _read_file(Path(path), encoding) for record in records]
 
 
 def origin_of(path: Path) -> tuple[str, str]:
@@ -126,10 +129,12 @@ def names_of(files: Sequence[str]) -> list[str]:
 
 
 def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Record], list[Sequence[Record]]]:
-    """Training records, and the last 20th of each file, by file, to evaluate on. If no file has two records, all of
-    them are both. Raises UserError, as read_records does."""
+    """Training records, and the last 20th of each file, by file, to evaluate on: a chat is not cut in two. If no file
+    has two records, all of them are both. Raises UserError, as read_records does."""
     training, held_out = hold_out([_read_file(Path(path), encoding) for path in paths])
-    return training or [record for records in held_out for record in records], held_out
+    by_file: list[Sequence[Record]] = [[record for records in chats for record in records] for chats in held_out]
+    learned = [record for records in training for record in records]
+    return learned or [record for records in by_file for record in records], by_file
 
 
 def encode_example(
@@ -145,19 +150,33 @@ def encode_example(
     if not record.output.strip():
         return None
     turns = [*record.history, (template.question(record.instruction, record.input), record.output)]
-    ids, prompt = template.encode_reply(tokenizer, turns)
+    ids, prompt = template.encode_reply(tokenizer, turns, record.system)
     return (ids[: seq_len + 1], prompt) if prompt <= seq_len else None
 
 
-def _read_file(path: Path, encoding: str) -> list[Record]:
-    text = read_text(path, encoding)
-    records: list[Record] = []
-    for line, value in scan_file(path, text):
-        record = _to_record(value)
-        if isinstance(record, str):
-            raise UserError(f"{path}: record {len(records)} (counted from 0), line {line}: {record}")
-        records.append(record)
-    return records
+def _read_file(path: Path, encoding: str) -> list[list[Record]]:
+    """The records of each object of a file: of a chat one per reply."""
+    found: list[list[Record]] = []
+    for place, value in each_object(path, encoding):
+        records = _to_records(value)
+        if isinstance(records, str):
+            raise UserError(f"{path}: record {len(found)} (counted from 0), {place}: {records}")
+        found.append(records)
+    return found
+
+
+def each_object(path: Path, encoding: str, expected: str = "Alpaca records") -> Iterator[tuple[str, object]]:
+    """The objects of a .json, .jsonl (.gz, .zst) or .parquet file, each with its place. UserError, as `scan_file`, and
+    for a file that cannot be read."""
+    if path.suffix.lower() == ".parquet":
+        number = -1
+        for number, row in enumerate(read_objects(path)):
+            yield f"row {number}", row
+        if number < 0:
+            raise UserError(f"{path}: is empty, expected {expected}; give another file")
+    else:
+        for line, value in scan_file(path, read_text(path, encoding), expected):
+            yield f"line {line}", value
 
 
 def scan_file(path: Path, text: str, expected: str = "Alpaca records") -> Iterator[tuple[int, object]]:
@@ -210,27 +229,41 @@ def fault(value: object, names: Sequence[str], missing: str) -> str:
     """What is wrong with a record that should have these string fields, among them `instruction`; "" if nothing is.
     missing: the message for an absent field, a template with {name} and {keys}."""
     if not isinstance(value, dict):
-        return f"got {_show(value)}, expected an object with {', '.join(names)}; fix or remove it"
+        return f"got {shown(value)}, expected an object with {', '.join(names)}; fix or remove it"
     for name in names:
         if name not in value:
-            return missing.format(name=name, keys=_show(list(value)))
+            return missing.format(name=name, keys=shown(list(value)))
         if not isinstance(value[name], str):
-            return f"'{name}' is {_show(value[name])}, expected a string; put it in quotes"
+            return f"'{name}' is {shown(value[name])}, expected a string; put it in quotes"
         if not _has_utf8(value[name]):
             return f"'{name}' contains half of a surrogate pair, expected text; remove its \\ud... escape"
     blank = "'instruction' is blank, expected a task; fill it in or remove the record"
     return "" if value["instruction"].strip() else blank
 
 
-def _to_record(value: object) -> Record | str:
-    """The record in `value`, or what is wrong with it."""
-    if wrong := fault(value, _FIELDS, "got the keys {keys}, expected '{name}' too; add it, as \"\" if it is empty"):
+def _to_records(value: object) -> list[Record] | str:
+    """The records in `value`, one per reply of a chat, or what is wrong with it."""
+    if is_chat(value):
+        assert isinstance(value, dict)
+        try:
+            chat = chat_of(value)
+        except Fault as fault_of_chat:
+            return str(fault_of_chat)
+        if not all(map(_has_utf8, [chat.system, *(text for turn in chat.answered for text in turn)])):
+            return "a message contains half of a surrogate pair, expected text; remove its \\ud... escape"
+        answered = chat.answered
+        return [Record(user, "", reply, answered[:i], chat.system) for i, (user, reply) in enumerate(answered)]
+    value = named(value)
+    if wrong := fault(value, _FIELDS, "got the keys {keys}, expected '{name}' too; add it, or see data.conversations"):
         return wrong
     assert isinstance(value, dict)
-    history = value.get("history") or []
+    history, system = value.get("history") or [], value.get("system") or ""
     if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
-        return f"'history' is {_show(history)}, expected pairs of an instruction and its reply; fix or remove it"
-    return Record(**{name: value[name] for name in _FIELDS}, history=tuple((turn[0], turn[1]) for turn in history))
+        return f"'history' is {shown(history)}, expected pairs of an instruction and its reply; fix or remove it"
+    if not isinstance(system, str) or not _has_utf8(system):
+        return f"'system' is {shown(system)}, expected a string; fix or remove it"
+    earlier = tuple((turn[0], turn[1]) for turn in history)
+    return [Record(**{name: value[name] for name in _FIELDS}, history=earlier, system=system)]
 
 
 def _is_turn(value: object) -> bool:
@@ -244,11 +277,6 @@ def _has_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _show(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 # --- cleaning --------------------------------------------------------------------------------------------------------
@@ -328,7 +356,7 @@ def write_instructions(
         (out / MANIFEST).unlink(missing_ok=True)
     except OSError as error:
         raise write_fault(out, error) from None
-    write_json(target, [asdict(record) for record in records])
+    write_json(target, [{name: v for name, v in asdict(r).items() if v or name != "system"} for r in records])
     instructions = {
         "file": target.name,
         "bytes": target.stat().st_size,
@@ -359,19 +387,29 @@ def make_documents(out: Path, files: Sequence[Path]) -> Source:
 
 def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
     """Every record of a file, or what is wrong with it. In JSON lines a malformed line does not affect later ones."""
+    for value in _each_value(path, encoding):
+        records = value if isinstance(value, str) else _to_records(value[0])
+        yield from [records] if isinstance(records, str) else records
+
+
+def _each_value(path: Path, encoding: str) -> Iterator[tuple[object] | str]:
+    """Every value of a file, in a tuple, or what is wrong with its line."""
+    if path.suffix.lower() == ".parquet":
+        yield from ((value,) for _, value in each_object(path, encoding))
+        return
     text = _read_zipped(path, encoding) if path.suffix.lower() == ".zip" else read_text(path, encoding)
     try:
         whole = json_value(text)
     except ValueError:
         whole = None
     if isinstance(whole, list) or text.lstrip().startswith("["):
-        yield from (_to_record(value) for _, value in scan_file(path, text))
+        yield from ((value,) for _, value in scan_file(path, text))
     elif whole is not None and "\n" in text.strip():
-        raise UserError(f"{path}: got {_show(whole)} as JSON, expected a list of records, or one record per line")
+        raise UserError(f"{path}: got {shown(whole)} as JSON, expected a list of records, or one record per line")
     else:
         for line in filter(str.strip, text.split("\n")):
             try:
-                yield _to_record(json_value(line))
+                yield (json_value(line),)
             except ValueError as error:
                 yield f"malformed JSON ({error}), expected one record per line; fix it there"
 

@@ -21,7 +21,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +38,7 @@ from tinyforge.data.dedup import Words, band_keys, components, estimate
 from tinyforge.data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
 from tinyforge.data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
 from tinyforge.data.filters import DEFAULT_FILTERS, MEASURED, Filter, check_filters, read_filters
+from tinyforge.data.kept import Kept, key_of
 from tinyforge.data.parquet import connect as connect_to_files
 from tinyforge.data.parquet import scan
 from tinyforge.data.passes import (
@@ -90,9 +91,9 @@ class Settings:
     val_share:     share of the documents that goes to val, 0..1; val_shares has (source, share) for exceptions.
     split_by:      "text": all parts of a text are in the same split; "part": each part is assigned separately.
     max_bytes:     a longer text is cut into parts, each a document.
-    detect_language: measure each document's language, for the filter of that name; needs tinyforge[data].
+    detect_language: measure each document's language, for the filter of that name; needs the extra data.
     boilerplate:   sentences and lines that this many documents of a source share are cut out, and debris of wiki
-                   markup; 0: nothing is. fix_text: undo mojibake and normalise Unicode; needs tinyforge[data].
+                   markup; 0: nothing is. fix_text: undo mojibake and normalise Unicode; needs the extra data.
     mask_pii:      put [EMAIL], [IP] and [PHONE] in place of mail addresses, machines' addresses and telephone numbers.
     shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
                    all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
@@ -155,9 +156,10 @@ class _Build:
     memory: int
     show: bool
     catalogue: duckdb.DuckDBPyConnection
+    spans: list[Span]
+    kept: Kept
     evaluation: Sequence[Set] = ()
     nodes: Nodes | None = None
-    spans: list[Span] = field(default_factory=list)
     bad_words: Path | None = None
     quality: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)
@@ -269,6 +271,8 @@ def build_corpus(
         path = work / CATALOGUE
         spans = _find_spans(read)
         room = _room(spans, memory_limit, workers)
+        most = _max_bytes(read, settings)
+        kept = Kept(out, work, spans, {s.name: key_of(s.sha256, manifest["settings"], most) for s in read})
         with (
             open_nodes(ray, work, [source.folder for source in read], room) as nodes,
             duckdb_faults(str(path)),
@@ -286,14 +290,16 @@ def build_corpus(
                 memory_limit,
                 show,
                 catalogue,
+                spans,
+                kept,
                 evaluation,
                 nodes,
-                spans,
                 bad_words,
                 quality,
             )
             _run_stages(build)
             files = _write_files(build)
+            _keep(build)
             _describe(build, manifest)
         _publish(build, manifest, files, filters)
     return build.seconds
@@ -425,13 +431,16 @@ def _timed(build: _Build, stage: str) -> Iterator[None]:
         print(f"{stage:14} {size:,.0f} MB in {seconds:,.1f} s, {size / seconds:,.0f} MB/s", flush=True)
 
 
+def _max_bytes(sources: Sequence[Source], settings: Settings) -> int:
+    if sum(source.documents for source in sources) == 1:  # so that both splits get something
+        return min(settings.max_bytes, max(1024, sum(source.bytes for source in sources) // 8))
+    return settings.max_bytes
+
+
 def _reading(build: _Build) -> Reading:
     s = build.settings
-    most, total = s.max_bytes, sum(source.bytes for source in build.sources)
-    if sum(source.documents for source in build.sources) == 1:  # so that both splits get something
-        most = min(most, max(1024, total // 8))
     return Reading(
-        most,
+        _max_bytes(build.sources, s),
         s.shingle_words,
         s.bands * s.rows,
         s.detect_language,
@@ -446,6 +455,7 @@ def _reading(build: _Build) -> Reading:
 def _read(build: _Build) -> None:
     """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
     reading = _reading(build)
+    build.kept.restore("read", _numbered(range(len(build.spans))))
     results = build.run(
         "read", read_texts, ((span, reading) for span in build.spans), [span.bytes for span in build.spans]
     )
@@ -489,7 +499,12 @@ def _clean(build: _Build) -> None:
     if s.boilerplate or s.fix_text or s.mask_pii:
         chosen: dict[int, tuple[np.ndarray, dict[str, np.ndarray]]] = {}
         for source in build.sources:
-            chosen |= _find_boilerplate(build, [i for i, span in enumerate(build.spans) if span.source == source.name])
+            if source.name in build.kept.known:  # cleaned already
+                chosen |= dict.fromkeys(build.kept.spans_of("clean", source.name), (np.empty((0, 2), np.int64), {}))
+            else:
+                spans = [i for i, span in enumerate(build.spans) if span.source == source.name]
+                chosen |= _find_boilerplate(build, spans)
+        build.kept.restore("clean", _numbered(chosen))
         reading = _reading(build)
         tasks = ((build.spans[span], reading, *found) for span, found in chosen.items())
         results = build.run("clean", clean_texts, tasks, [build.spans[span].bytes for span in chosen])
@@ -590,21 +605,38 @@ def _run_on_parts(
     *rest: Any,
     columns: Mapping[str, str] | None = None,
     join: str = "",
-) -> list[Path]:
-    """Run a pass over the selected documents, span by span; returns the parquet files that it made."""
+) -> dict[int, Path]:
+    """Run a pass over the selected documents, span by span; returns the parquet file that it made of each span."""
     of_spans = f"FROM documents WHERE {where} GROUP BY span ORDER BY span"
     sizes = dict(build.query(f"SELECT span, sum(bytes)::BIGINT {of_spans}"))
     tasks = ((_parts(build, span, where, columns, join), *rest) for span in sizes)
     build.run(stage, function, tasks, list(sizes.values()))
-    return [build.result(stage, index) for index in range(len(sizes))]
+    return {span: build.result(stage, index) for index, span in enumerate(sizes)}
 
 
-def _update(build: _Build, files: list[Path], assignment: str) -> None:
-    """Copy columns of the files, as `found`, to the documents with the same numbers."""
-    for file in files:
-        build.catalogue.execute(
-            f"UPDATE documents SET {assignment} FROM {scan(file)} AS found WHERE documents.number = found.number"
+def _update(build: _Build, files: Mapping[int, Path], assignment: str) -> None:
+    """Copy columns of the files of the spans, as `found`, to the documents at these places."""
+    for span, file in files.items():
+        build.query(
+            f"UPDATE documents SET {assignment} FROM {scan(file)} AS found WHERE number = found.place + "
+            "(SELECT first FROM spans WHERE span = ?)",
+            span,
         )
+
+
+def _numbered(spans: Iterable[int]) -> dict[int, int]:
+    """The task of each span in a pass over these spans."""
+    return {span: task for task, span in enumerate(spans)}
+
+
+def _keep(build: _Build) -> None:
+    """Keep what the passes over single documents have found."""
+    every = _numbered(range(len(build.spans)))
+    build.kept.begin()
+    for stage in ("read", "filter", *(["tokens"] if build.tokenizer else [])):
+        build.kept.save(stage, every)
+    build.kept.save("clean", dict(build.query("SELECT span, task FROM spans WHERE task IS NOT NULL")))
+    build.kept.finish()
 
 
 def _filter(build: _Build) -> None:
@@ -613,6 +645,7 @@ def _filter(build: _Build) -> None:
     columns |= {
         name: f"coalesce({name}, -1)" for name in ("language_share", "bad_words", "quality")
     }  # NumPy has no NULL
+    build.kept.restore("filter", _numbered(range(len(build.spans))))
     files = _run_on_parts(build, "filter", find_rules, "true", build.filters, columns=columns)
     _update(build, files, "rules = found.rules, dropped = split_part(found.rules, ',', 1)")
 
@@ -631,6 +664,9 @@ def _dedup(build: _Build) -> None:
     for first, task in build.query("SELECT first, task FROM spans WHERE task IS NOT NULL ORDER BY span"):
         places = db.execute(f"SELECT place FROM {scan(build.result('clean', task))} ORDER BY place").fetchnumpy()
         signatures.replace(first + np.asarray(places["place"]), build.result("clean", task, ".npy"))
+    signatures.cut = np.asarray(
+        db.execute("SELECT number FROM documents WHERE cut_bytes > 0 ORDER BY number").fetchnumpy()["number"]
+    )
     a, b = _near_pairs(build, signatures)
     nodes, firsts = components(a, b)
     db.register("found", {"number": nodes, "first": firsts})
@@ -658,7 +694,12 @@ def _near_pairs(build: _Build, signatures: _Signatures) -> tuple[np.ndarray, np.
     for begin in range(1, count + 1, _CHUNK):
         rows = db.execute(f"SELECT a, b FROM pairs WHERE n BETWEEN {begin} AND {begin + _CHUNK - 1} ORDER BY n")
         a, b = pairs = np.stack(list(rows.fetchnumpy().values()))
-        near.append(pairs[:, estimate(signatures.take(a), signatures.take(b)) >= build.settings.similarity])
+        alike = estimate(signatures.take(a), signatures.take(b))
+        # A copy in another source, where few documents share what was cut here, still has it.
+        one = np.flatnonzero(np.isin(a, signatures.cut) != np.isin(b, signatures.cut))
+        before = estimate(signatures.take(a[one], uncut=True), signatures.take(b[one], uncut=True))
+        alike[one] = np.maximum(alike[one], before)
+        near.append(pairs[:, alike >= build.settings.similarity])
     db.execute("DROP TABLE pairs")
     a, b = np.concatenate(near, 1)
     # Code with the same words and other operators is another program; the hash of a text has words alone.
@@ -684,13 +725,18 @@ def _find_candidates(build: _Build, signatures: _Signatures) -> None:
 
     db, s = build.catalogue, build.settings
     kept = db.execute("SELECT number FROM documents WHERE dropped IS NULL ORDER BY number").fetchnumpy()["number"]
-    groups = list(_slices(s.bands, len(kept), build.memory))
+    cut = kept[np.isin(kept, signatures.cut)]
+    groups = list(_slices(s.bands, len(kept) + len(cut), build.memory))
     for bands, slice_, slices in tqdm(groups, desc="bands", disable=build.no_bar, leave=False):
         db.execute("CREATE TEMP TABLE bands (band UTINYINT, key UBIGINT, number BIGINT)")
-        for begin in range(0, len(kept), _CHUNK):
-            numbers = kept[begin : begin + _CHUNK]
+        chunks = [
+            (some[i : i + _CHUNK], uncut)
+            for some, uncut in ((kept, False), (cut, True))
+            for i in range(0, len(some), _CHUNK)
+        ]
+        for numbers, uncut in chunks:
             columns = slice(bands.start * s.rows, bands.stop * s.rows)
-            keys = band_keys(signatures.take(numbers)[:, columns], len(bands), s.rows).reshape(-1)
+            keys = band_keys(signatures.take(numbers, uncut)[:, columns], len(bands), s.rows).reshape(-1)
             chosen = np.flatnonzero(keys % np.uint64(slices) == slice_) if slices > 1 else slice(None)
             chunk = {
                 "band": np.tile(np.array(bands, np.uint8), len(numbers))[chosen],
@@ -722,19 +768,23 @@ def _slices(bands: int, documents: int, memory: int) -> Iterator[tuple[range, in
 
 
 class _Signatures:
-    """The MinHash signatures of all documents, memory-mapped from the files of the read stage."""
+    """The MinHash signatures of all documents, memory-mapped from the files of the read stage.
+
+    cut: the numbers, in ascending order, of those that cleaning has made shorter; they have two signatures.
+    """
 
     def __init__(self, paths: list[Path]) -> None:
         self._files = [np.load(path, mmap_mode="r") for path in paths]
         self._bounds = np.cumsum([0, *(len(file) for file in self._files)])
         self._newer: list[tuple[np.ndarray, np.ndarray]] = []
+        self.cut = np.empty(0, np.int64)
 
     def replace(self, numbers: np.ndarray, path: Path) -> None:
         """Take the signatures of these documents, in ascending order, from another file."""
         self._newer.append((numbers, np.load(path, mmap_mode="r")))
 
-    def take(self, numbers: np.ndarray) -> np.ndarray:
-        """(D,) -> (D, bands * rows)."""
+    def take(self, numbers: np.ndarray, uncut: bool = False) -> np.ndarray:
+        """(D,) -> (D, bands * rows). uncut: of what is cut, as it was before."""
         out = np.empty((len(numbers), self._files[0].shape[1]), np.uint32)
         files = np.searchsorted(self._bounds, numbers, "right") - 1
         for file in np.unique(files):
@@ -743,6 +793,8 @@ class _Signatures:
         for newer, signatures in self._newer:
             at = np.minimum(np.searchsorted(newer, numbers), len(newer) - 1)
             chosen = newer[at] == numbers
+            if uncut:
+                chosen &= ~np.isin(numbers, self.cut)
             out[chosen] = signatures[at[chosen]]
         return out
 
@@ -783,7 +835,7 @@ def _decontaminate(build: _Build) -> None:
         bits = max(4, (count * _JOIN_BYTES // (build.memory // 4)).bit_length())
         for slice_ in range(1 << bits if found else 0):
             union = " UNION ALL ".join(
-                f"SELECT gram FROM {scan(path)} WHERE gram >> {64 - bits} = {slice_}" for path in found
+                f"SELECT gram FROM {scan(path)} WHERE gram >> {64 - bits} = {slice_}" for path in found.values()
             )
             values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
             np.asarray(values, np.uint64).tofile(file)
@@ -794,7 +846,7 @@ def _decontaminate(build: _Build) -> None:
         _drop_evaluation_sets(build)
 
 
-def _drop_shared(build: _Build, files: list[Path], reason: str, common: int | None = None) -> None:
+def _drop_shared(build: _Build, files: Mapping[int, Path], reason: str, common: int | None = None) -> None:
     """Drop the documents with shared runs of words, which the files list, and record the longest passage of each.
 
     common: the runs in more documents than this say nothing. Of the others a document may have a share, `max_overlap`,
@@ -804,7 +856,7 @@ def _drop_shared(build: _Build, files: list[Path], reason: str, common: int | No
     db, s = build.catalogue, build.settings
     if not files:
         return
-    union = " UNION ALL ".join(f"SELECT number, place, gram FROM {scan(file)}" for file in files)
+    union = " UNION ALL ".join(f"SELECT number, place, gram FROM {scan(file)}" for file in files.values())
     db.execute(f"CREATE TEMP TABLE shared AS {union}")
     rare = "SELECT number, place FROM shared"
     if common is not None:
@@ -863,6 +915,7 @@ def _drop_evaluation_sets(build: _Build) -> None:
 
 
 def _count_tokens(build: _Build) -> None:
+    build.kept.restore("tokens", _numbered(range(len(build.spans))))
     files = _run_on_parts(build, "tokens", count_tokens, "true", build.tokenizer)
     _update(build, files, "tokens = found.tokens")
 
@@ -1021,7 +1074,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--detect-language",
         action="store_true",
-        help="measure each document's language, and keep English (tinyforge[data])",
+        help="measure each document's language, and keep English (needs the extra data)",
     )
     parser.add_argument(
         "--fix-text", action="store_true", help="undo mojibake, write Unicode as NFC, drop zero-width characters"

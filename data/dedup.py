@@ -79,7 +79,7 @@ class Words:
         self._firsts = np.concatenate([[0], np.searchsorted(self._starts, self._text_ends)])
         self.counts = np.diff(self._firsts)
         self._sums: np.ndarray | None = None
-        self._grams: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._grams: dict[tuple[int, int | None], tuple[np.ndarray, np.ndarray]] = {}
         # A character has exactly one byte that is not a continuation byte (0x80 to 0xbf).
         letter = (self._bytes >= 0x61) & ((self._bytes < 0x80) | (self._bytes >= 0xC0)) & (self._bytes != _END)
         self.letters = _counts(letter, self._text_ends)
@@ -99,22 +99,24 @@ class Words:
             for start, end in zip(self._text_starts(), self._text_ends, strict=True)
         ]
 
-    def grams(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+    def grams(self, n: int, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """A 64-bit hash of every run of n words, text after text, and the bounds of each text's runs: (G,), (D + 1,).
 
         A text of w >= n words has w - n + 1 runs; a shorter one has one, of all its words; one without words has none.
+        most: the runs of each text that are hashed, from its beginning.
 
         The hash of the bytes c_i is h = mix(sum c_i B^i mod 2^64), a difference of two prefix sums: no run is ever
         built as a string.
         """
-        if n in self._grams:
-            return self._grams[n]
+        if (n, most) in self._grams:
+            return self._grams[n, most]
         counts = np.where(self.counts >= n, self.counts - n + 1, np.minimum(self.counts, 1))
+        counts = counts if most is None else np.minimum(counts, most)
         bounds = np.concatenate([[0], np.cumsum(counts)])
         first = np.arange(bounds[-1]) + np.repeat(self._firsts[:-1] - bounds[:-1], counts)
         last = np.minimum(first + n - 1, np.repeat(self._firsts[1:] - 1, counts))
-        self._grams[n] = self._hashes(first, last), bounds
-        return self._grams[n]
+        self._grams[n, most] = self._hashes(first, last), bounds
+        return self._grams[n, most]
 
     def _hashes(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """Of the runs from word `first` to word `last`."""

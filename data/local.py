@@ -1,4 +1,4 @@
-r"""Documents from files: text, JSON, tables, parquet, web pages, WARC, PDF, Word, and folders and zips of these.
+r"""Documents from files: text, JSON, tables, parquet, web pages, WARC, PDF, Word, EPUB, and folders and zips of these.
 
     python -m data.local --out mine notes/ web.jsonl.gz crawl.warc.gz pages.parquet books.zip     # a source folder
     python -m data.local --out mine hf://datasets/OWNER/NAME                                      # of the hub
@@ -28,6 +28,7 @@ from tinyforge.data.datasets import fetch_dataset, is_dataset
 from tinyforge.data.files import MAX_BYTES, files_in, is_utf8, locked, name_of, write_fault, zip_members
 from tinyforge.data.parquet import connect, escape_glob
 from tinyforge.data.readers import (
+    BOOK,
     JSON,
     KNOWN,
     LINES,
@@ -41,6 +42,7 @@ from tinyforge.data.readers import (
     WARC,
     WORD,
     BadRecord,
+    book_text,
     kind_of,
     page_of,
     pdf_text,
@@ -76,9 +78,16 @@ def read_documents(paths: Sequence[str | Path], encoding: str = "utf-8") -> list
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """The text of one file, without byte-order mark and with lines ending in "\n"; UserError if it cannot be read."""
+    """The text of one file, .gz and .zst unpacked, without byte-order mark and with lines ending in "\n"; UserError if
+    it cannot be read."""
     try:
-        raw = path.read_bytes()
+        if (packing := path.suffix.lower()) in PACKED:
+            with unpacked(path, packing) as file:
+                raw = read_piece(file)
+        else:
+            raw = path.read_bytes()
+    except BadRecord as fault:
+        raise UserError(f"{path}: {fault}") from None
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
     except IsADirectoryError:
@@ -197,6 +206,23 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
     except duckdb.Error as error:
         reason = str(error).splitlines()[0]
         raise BadRecord(f"not a readable parquet file ({reason}); download or export it again") from None
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet file, as JSON would have them. Raises UserError for a file that cannot be read."""
+    import duckdb
+
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
+    try:
+        with connect() as connection:
+            rows = connection.execute("SELECT * FROM read_parquet(?, hive_partitioning = false)", [escape_glob(path)])
+            names = [name for name, *_ in rows.description or ()]
+            while batch := rows.fetchmany(ROWS_AT_A_TIME):
+                yield from (dict(zip(names, row, strict=True)) for row in batch)
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: not a readable parquet file ({reason}); download or export it again") from None
 
 
 def _quoted(name: str) -> str:
@@ -331,8 +357,9 @@ def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[D
         for number, row in read_rows(path, column):
             yield _to_document(row, f"{place}:{number}", column)
         return
-    if suffix == WORD:
-        yield Document(id=place, text=word_text(path), title=PurePosixPath(place).stem)
+    if suffix in (WORD, BOOK):
+        text = word_text(path) if suffix == WORD else book_text(path)
+        yield Document(id=place, text=_normalise(text), title=PurePosixPath(place).stem)
         return
     try:
         with unpacked(path, packing) as file:
@@ -428,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         type=Path,
         metavar="FILE_OR_FOLDER",
-        help="text, .jsonl, .json, .csv, .parquet, .html, .warc, .pdf, .docx, .zip; also .gz and .zst; hf://datasets/NAME",
+        help="text, .jsonl, .json, .csv, .parquet, .html, .warc, .pdf, .docx, .epub, .zip; also .gz and .zst; hf://datasets/NAME",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
     parser.add_argument("--name", help="of the source, also used in file names (default: the name of the folder --out)")

@@ -412,7 +412,7 @@ def _find_cut(raw: bytes, low: int, high: int) -> int:
 
 
 def find_rules(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[str, Any]:
-    """Which filters drop which document: `target.parquet` with number, rules.
+    """Which filters drop which document: `target.parquet` with place (in the span), rules.
 
     The texts are passed back to DuckDB in small batches: it processes 2048 rows at once, which can be hundreds of
     megabytes of books, times the copies that the filters make. A batch is passed as one string, with a separator that
@@ -446,7 +446,7 @@ def find_rules(job: Pass, parts: Parts, filters: tuple[Filter, ...]) -> dict[str
                 name = _blame(connection, filters, documents, values)
                 raise UserError(f"{name}: {reason[:200]}, in {parts.span.path}; fix its SQL") from None
         with written_whole(job.target.with_suffix(".parquet")) as beside:
-            dropped = "SELECT * FROM found WHERE rules <> ''"
+            dropped = f"SELECT number - {parts.first} AS place, rules FROM found WHERE rules <> ''"
             connection.execute(f"COPY ({dropped}) TO {quoted(beside)} (FORMAT parquet)")
     return {}
 
@@ -499,8 +499,8 @@ def find_shared(job: Pass, parts: Parts, n: int, grams: Path) -> dict[str, Any]:
 
 
 def read_passages(job: Pass, parts: Parts) -> dict[str, Any]:
-    """Some consecutive words of each document, `count` of them from word `place`: number, passage."""
-    numbers: list[int] = []
+    """Some consecutive words of each document, `count` of them from word `place`: place (in the span), passage."""
+    places: list[int] = []
     passages: list[str] = []
     where = {
         n: (p, c) for n, p, c in zip(*(parts.columns[k].tolist() for k in ("number", "place", "count")), strict=True)
@@ -509,10 +509,10 @@ def read_passages(job: Pass, parts: Parts) -> dict[str, Any]:
         for batch, texts in _batches(connection, parts):
             for number, form in zip(batch, Words(texts).normal_forms(), strict=True):
                 place, count = where[number]
-                numbers.append(number)
+                places.append(number - parts.first)
                 passages.append(b" ".join(form.split(b" ")[place : place + count]).decode())
-        columns = {"number": np.array(numbers, np.int64), "passage": np.array(passages, object)}
-        _write(connection, columns, "number, passage::VARCHAR AS passage", job.target)
+        columns = {"place": np.array(places, np.int64), "passage": np.array(passages, object)}
+        _write(connection, columns, "place, passage::VARCHAR AS passage", job.target)
     return {}
 
 
@@ -528,17 +528,17 @@ def _membership(grams: Path, count: int) -> tuple[np.ndarray, np.uint64]:
 
 
 def count_tokens(job: Pass, parts: Parts, tokenizer: Path) -> dict[str, Any]:
-    """The number of tokens of each document: `target.parquet` with number, tokens."""
+    """The number of tokens of each document: `target.parquet` with place (in the span), tokens."""
     from tinyforge.tokenizers import load_tokenizer
 
     encode = load_tokenizer(tokenizer).encode
-    numbers, counts = [], []
+    places, counts = [], []
     with duckdb_faults(str(parts.span.path)), job.connect() as connection:
         for batch, texts in _batches(connection, parts):
-            numbers += batch
+            places += [number - parts.first for number in batch]
             counts += [len(encode(text)) for text in texts]
-        columns = {"number": np.array(numbers, np.int64), "tokens": np.array(counts, np.int64)}
-        _write(connection, columns, "number, tokens", job.target)
+        columns = {"place": np.array(places, np.int64), "tokens": np.array(counts, np.int64)}
+        _write(connection, columns, "place, tokens", job.target)
     return {}
 
 

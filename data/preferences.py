@@ -1,6 +1,6 @@
 """Preference pairs for recipes/dpo.py: a prompt, a preferred reply and a rejected one.
 
-pairs = read_pairs(["pairs.json"])               objects with instruction, input, chosen and rejected
+pairs = read_pairs(["pairs.json"])               objects with prompt, chosen and rejected, or as data.conversations says
 pairs = world_pairs("train", 6000, seed=0)       of the built-in world: the right answer and a near miss
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinyforge.data.alpaca import Record, encode_example, fault, hold_out, scan_file
-from tinyforge.data.local import read_text
+from tinyforge.data.alpaca import Record, each_object, encode_example, fault, hold_out
+from tinyforge.data.conversations import Fault, is_chat, named, preference
 from tinyforge.data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
 from tinyforge.report import count_of
@@ -20,35 +20,53 @@ from tinyforge.tokenizers.chat_templates import TEMPLATES, AnyTemplate
 from tinyforge.train.preferences import Encoded
 
 FIELDS = ("instruction", "input", "chosen", "rejected")
-MISSING = f"it has no '{{name}}'; a preference pair has {', '.join(FIELDS)}; add it"
+MISSING = "it has no '{name}'; a preference pair has a prompt, chosen and rejected; add it"
 
 
 @dataclass(frozen=True)
 class Pair:
     """Two replies to one instruction; `input` may be empty. cut: the rejected reply was truncated, so its end gets no
-    loss either."""
+    loss either. history, system: as in a Record."""
 
     instruction: str
     input: str
     chosen: str
     rejected: str
     cut: bool = False
+    history: tuple[tuple[str, str], ...] = ()
+    system: str = ""
 
 
 def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pair]:
-    """The pairs of JSON or JSON-lines files, in the order given. Other fields than `cut` are ignored.
+    """The pairs of JSON, JSON-lines or parquet files, in the order given. Other fields than `cut` are ignored.
 
     Raises UserError, naming the file, the record (counted from 0) and its line, for malformed JSON and for a record
     that lacks a field or has one that is not a string.
     """
     found: list[Pair] = []
     for path in map(Path, paths):
-        for number, (line, value) in enumerate(scan_file(path, read_text(path, encoding), "preference pairs")):
-            if wrong := fault(value, FIELDS, MISSING):
-                raise UserError(f"{path}: record {number} (counted from 0), line {line}: {wrong}")
-            assert isinstance(value, dict)
-            found.append(Pair(**{name: value[name] for name in FIELDS}, cut=value.get("cut") is True))
+        for number, (place, value) in enumerate(each_object(path, encoding, "preference pairs")):
+            try:
+                found.append(_pair(value))
+            except Fault as wrong:
+                raise UserError(f"{path}: record {number} (counted from 0), {place}: {wrong}") from None
     return found
+
+
+def _pair(value: object) -> Pair:
+    cut = isinstance(value, dict) and value.get("cut") is True
+    if is_chat(value):
+        assert isinstance(value, dict)
+        chat, chosen, rejected = preference(value)
+        made = Pair(chat.turns[-1][0], "", chosen, rejected, cut, chat.answered, chat.system)
+        texts = [part for turn in made.history for part in turn] + [made.instruction, made.system]
+        value = {"instruction": "\n".join(texts), "input": "", "chosen": chosen, "rejected": rejected}
+    else:
+        value, made = named(value), None
+    if wrong := fault(value, FIELDS, MISSING):
+        raise Fault(wrong)
+    assert isinstance(value, dict)
+    return made or Pair(**{name: value[name] for name in FIELDS}, cut=cut, system=str(value.get("system") or ""))
 
 
 def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Pair], list[Sequence[Pair]]]:
@@ -81,7 +99,9 @@ def encode_pairs(
             empty += 1
         else:
             sides = [
-                encode_example(tokenizer, Record(pair.instruction, pair.input, reply), 10**9, template)
+                encode_example(
+                    tokenizer, Record(pair.instruction, pair.input, reply, pair.history, pair.system), 10**9, template
+                )
                 for reply in (pair.chosen, pair.rejected)
             ]
             (chosen, prompt), (rejected, _) = (side for side in sides if side is not None)

@@ -53,12 +53,17 @@ class Classifier:
 def _features(words: Words) -> tuple[np.ndarray, np.ndarray]:
     """The buckets of each text, and the bounds of each text's: (F,), (D + 1,)."""
     found, bounds = list[np.ndarray](), [0]
-    both = [words.grams(n) for n in (1, 2)]
+    (ones, of_ones), (twos, of_twos) = ((words.grams(n, _WORDS)) for n in (1, 2))
+    ones, twos = ((hashes >> np.uint64(64 - 18)).astype(np.int64) for hashes in (ones, twos))
+    latest, places = np.empty(BUCKETS, np.int32), np.arange(2 * _WORDS, dtype=np.int32)
     for text in range(len(words.counts)):
-        hashes = np.concatenate([grams[ends[text] : ends[text + 1]][:_WORDS] for grams, ends in both])
-        found.append(np.unique(hashes >> np.uint64(64 - 18)))
+        both = np.concatenate([ones[of_ones[text] : of_ones[text + 1]], twos[of_twos[text] : of_twos[text + 1]]])
+        # Each bucket once, without a sort: where its last place was noted.
+        here = places[: len(both)]
+        latest[both] = here
+        found.append(both[latest[both] == here])
         bounds.append(bounds[-1] + len(found[-1]))
-    return np.concatenate([np.empty(0, np.uint64), *found]).astype(np.int64), np.array(bounds)
+    return np.concatenate([np.empty(0, np.int64), *found]), np.array(bounds)
 
 
 def _probability(weights: np.ndarray, bias: float, buckets: np.ndarray, bounds: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Files as the web and offices have them: packed lines, tables, web pages, archives of pages, PDF, Word.
+"""Files as the web and offices have them: packed lines, tables, web pages, archives of pages, PDF, Word, EPUB.
 
     with unpacked(Path("web.jsonl.gz")) as file: ...        # .gz and .zst while they are read, never on the disk
     page_of(b"<html>...")  ->  ("title", "text")            # without menus, headers and footers
@@ -15,32 +15,38 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import posixpath
 import re
+import signal
+import threading
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import unquote
 
-from tinyforge.data.files import MAX_BYTES, zip_members
+from tinyforge.data.files import MAX_BYTES, Member, zip_members
 from tinyforge.errors import UserError
 from tinyforge.requirements import needs
 
 PAGE_BYTES = 8 << 20  # of HTML in one piece: its tree takes ten times as much memory
 PACKED = (".gz", ".zst")
 LINES, TABLES, PAGES = (".jsonl", ".ndjson"), (".csv", ".tsv"), (".html", ".htm", ".xhtml")
-WARC, PARQUET, JSON, PDF, WORD = ".warc", ".parquet", ".json", ".pdf", ".docx"
-KNOWN = (*LINES, *TABLES, *PAGES, WARC, PARQUET, JSON, PDF, WORD)
+WARC, PARQUET, JSON, PDF, WORD, BOOK = ".warc", ".parquet", ".json", ".pdf", ".docx", ".epub"
+KNOWN = (*LINES, *TABLES, *PAGES, WARC, PARQUET, JSON, PDF, WORD, BOOK)
 # What is not text, and how it becomes text.
 UNREAD = {
-    (".epub", ".doc", ".odt", ".rtf", ".mobi"): "convert it to .txt or .docx, for instance with pandoc or LibreOffice",
+    (".doc", ".odt", ".rtf", ".mobi"): "convert it to .txt or .docx, for instance with pandoc or LibreOffice",
     (".xls", ".xlsx", ".ods"): "export it as .csv",
     (".ppt", ".pptx"): "export it as .pdf",
     (".tar", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".lz4"): "unpack it, or pack it as .zip, .gz or .zst",
 }
 _PAGE_KINDS = ("text/html", "application/xhtml+xml")
+PDF_SECONDS, PDF_PAGE_SECONDS = 60, 1  # of CPU time: for a document, and more for each page
 _PIECE = 2048  # packed bytes at a time: a bomb unpacks 32,000 to 1
 
 
@@ -57,7 +63,7 @@ def kind_of(name: str) -> tuple[str, str]:
     for suffixes, advice in UNREAD.items():
         if suffix in suffixes:
             raise BadRecord(f"{suffix} is not read; {advice}")
-    if packing and suffix in (PARQUET, PDF, WORD, ".zip"):
+    if packing and suffix in (PARQUET, PDF, WORD, BOOK, ".zip"):
         raise BadRecord(f"is a {suffix} file inside {packing}; unpack it first")
     return suffix, packing
 
@@ -191,12 +197,40 @@ def responses(file: IO[bytes]) -> Iterator[tuple[str, str, str | None, bytes | N
         raise BadRecord(f"is a damaged or incomplete WARC file ({reason}); download it again") from None
 
 
+class _TooLong(BaseException):
+    """The time is over; no handler of a library's own faults catches it."""
+
+
+@contextmanager
+def _cpu_limit() -> Iterator[Any]:
+    """Yields a function that takes the seconds of CPU time until `_TooLong` is raised, and again each second, in
+    case that it is caught. Without effect on Windows, and in other threads than the first."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield lambda seconds: None
+        return
+
+    def stop(*_: Any) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        yield lambda seconds: signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def pdf_text(raw: bytes) -> str:
-    """The text of a PDF, page after page; BadRecord for a scan without text."""
+    """The text of a PDF, page after page; BadRecord for a scan without text, and for one that takes too long."""
     pypdf = _package("pypdf", "pypdf")
     try:
-        reader = pypdf.PdfReader(io.BytesIO(raw))
-        text = "\n\n".join(filter(str.strip, (page.extract_text() for page in reader.pages)))
+        with _cpu_limit() as limit:
+            limit(PDF_SECONDS)
+            reader = pypdf.PdfReader(io.BytesIO(raw))
+            limit(PDF_SECONDS + PDF_PAGE_SECONDS * len(reader.pages))
+            text = "\n\n".join(filter(str.strip, (page.extract_text() for page in reader.pages)))
+    except _TooLong:
+        raise BadRecord("is a PDF that takes too long to read; print it to a new PDF, or leave it out") from None
     except Exception as error:  # pypdf raises whatever Python does for a damaged file
         reason = " ".join(str(error).split())[:100] or type(error).__name__
         raise BadRecord(f"not a readable PDF ({reason}); save it again, or leave it out") from None
@@ -225,3 +259,90 @@ def word_text(path: Path) -> str:
         raise BadRecord(str(error).partition(": ")[2]) from None
     except (KeyError, ValueError, zipfile.BadZipFile, zlib.error, SyntaxError, docx.opc.exceptions.OpcError) as error:
         raise BadRecord(f"not a readable Word document ({' '.join(str(error).split())[:100]}); save it again") from None
+
+
+_BLOCKS = frozenset(
+    "address article aside blockquote body br dd div dl dt figcaption figure footer h1 h2 h3 h4 h5 h6 header hr li nav "
+    "ol p pre section table td th tr ul".split()
+)
+_UNSEEN = frozenset(("head", "rt", "script", "style", "title"))  # rt: how a character is read
+
+
+class _Tags(HTMLParser):
+    """The tags of a file, without their prefixes, and its text with an empty line between blocks."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self._pieces: list[str] = []
+        self._unseen = self._pre = 0
+        self.feed(source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        tag = tag.rpartition(":")[2]
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        self._unseen += tag in _UNSEEN
+        self._pre += tag == "pre"
+        if tag in _BLOCKS:
+            self._pieces.append("\0" if tag in ("br", "td", "th") else "\0\0")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        tag = tag.rpartition(":")[2]
+        self._unseen -= tag in _UNSEEN and self._unseen > 0
+        self._pre -= tag == "pre" and self._pre > 0
+        if tag in _BLOCKS and tag not in ("br", "td", "th"):
+            self._pieces.append("\0\0")
+
+    def handle_data(self, data: str) -> None:
+        if not self._unseen:
+            data = data.replace("\0", "")
+            self._pieces.append(data.replace("\n", "\0") if self._pre else data)
+
+    @property
+    def text(self) -> str:
+        joined = re.sub(r" ?(\0+) ?", r"\1", re.sub(r"[ \t\r\n]+", " ", "".join(self._pieces)))
+        return re.sub(r"\0+", lambda found: "\n" if len(found[0]) == 1 else "\n\n", joined).strip()
+
+
+def book_text(path: Path) -> str:
+    """The text of an EPUB's chapters, in the order of its spine; BadRecord for one that is damaged or protected."""
+    try:
+        members = {member.name: member for member in zip_members(path)}
+        package = _named(_tags_of(members, "META-INF/container.xml"), "rootfile")[0]["full-path"]
+        tags = _tags_of(members, package)
+        items = {found["id"]: found for found in _named(tags, "item") if {"id", "href"} <= found.keys()}
+        spine = [items[found["idref"]] for found in _named(tags, "itemref") if found.get("idref") in items]
+        spine = [found for found in spine if "nav" not in found.get("properties", "").split()]
+        folder = posixpath.dirname(package)
+        chapters = [posixpath.normpath(posixpath.join(folder, unquote(found["href"]))) for found in spine]
+        protected = {found.get("uri") for found in _named(_tags_of(members, _ENCRYPTION), "cipherreference")}
+        if protected & set(chapters):
+            raise BadRecord("is a protected EPUB; get it without protection, or leave it out")
+        texts = [_Tags(_decoded(members[name])).text for name in chapters if name in members]
+    except UserError as error:
+        raise BadRecord(str(error).partition(": ")[2]) from None
+    except (KeyError, IndexError, AssertionError) as error:
+        raise BadRecord(f"not a readable EPUB (nothing at {str(error)[:60]}); convert it to .txt") from None
+    return "\n\n".join(filter(None, texts))
+
+
+_ENCRYPTION = "META-INF/encryption.xml"
+
+
+def _tags_of(members: dict[str, Member], name: str) -> list[tuple[str, dict[str, str]]]:
+    return [] if name == _ENCRYPTION and name not in members else _Tags(_decoded(members[name])).tags
+
+
+def _named(tags: list[tuple[str, dict[str, str]]], name: str) -> list[dict[str, str]]:
+    return [attributes for tag, attributes in tags if tag == name]
+
+
+def _decoded(member: Member) -> str:
+    """EPUB's files are UTF-8 or UTF-16."""
+    raw = member.read()
+    return raw.decode("utf-16" if raw[:2] in (b"\xfe\xff", b"\xff\xfe") else "utf-8-sig", "replace")

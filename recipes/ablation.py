@@ -37,7 +37,7 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, count_of, publish
 from tinyforge.train.metrics import read_scores
 from tinyforge.train.run import claimed
-from tinyforge.train.settings import PretrainSettings, config_of, parse
+from tinyforge.train.settings import EVERY_ACTION, PretrainSettings, config_of, parse
 
 OVERALL = "held-out text, bits per byte"
 _OF_SOURCE = re.compile(r"held-out text of ([^,]+), bits per byte")
@@ -72,7 +72,11 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
         raise UserError(f"{taken}: is set by the comparison itself (runs end by --steps); leave it out")
     given = (*common, *own)
     try:
-        return Arm(name.strip(), given, parse(PretrainSettings, "", given, prog="recipes/pretrain.py").settings)
+        return Arm(
+            name.strip(),
+            given,
+            parse(PretrainSettings, "", given, actions=EVERY_ACTION, prog="recipes/pretrain.py").settings,
+        )
     except UserError as error:
         raise UserError(f"--arm {name.strip()}: {error}") from error
 

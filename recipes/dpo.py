@@ -43,7 +43,7 @@ from tinyforge.train.metrics import save_scores
 from tinyforge.train.plan import print_plan
 from tinyforge.train.preferences import DPO, OBJECTIVES, Pairs, SimPO, cached_reference, measure
 from tinyforge.train.run import Run, Task, running
-from tinyforge.train.settings import DpoSettings, parse, print_schedule, sequence_length, start_ranks
+from tinyforge.train.settings import EVERY_ACTION, DpoSettings, parse, print_schedule, sequence_length, start_ranks
 from tinyforge.train.tuning import (
     answer,
     build,
@@ -58,7 +58,7 @@ BUILT_IN_PAIRS, HELD_OUT_PAIRS = 2_000, 300
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume, plan_only, with_card = parse(DpoSettings, __doc__ or "", argv)
+    settings, resume, plan_only, with_card = parse(DpoSettings, __doc__ or "", argv, actions=EVERY_ACTION)
     base = open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:

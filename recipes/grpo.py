@@ -45,7 +45,7 @@ from tinyforge.train.plan import print_plan
 from tinyforge.train.policy import GRPO, advantages, policy_batch, reward_figures, worth_learning
 from tinyforge.train.preferences import reply_rows
 from tinyforge.train.run import Run, Task, running
-from tinyforge.train.settings import GrpoSettings, parse
+from tinyforge.train.settings import EVERY_ACTION, GrpoSettings, parse
 from tinyforge.train.tuning import (
     build,
     open_start,
@@ -61,7 +61,7 @@ EQUAL = 20  # rollouts in a row without any difference between the rewards of a 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume, plan_only, with_card = parse(GrpoSettings, __doc__ or "", argv)
+    settings, resume, plan_only, with_card = parse(GrpoSettings, __doc__ or "", argv, actions=EVERY_ACTION)
     base = open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:

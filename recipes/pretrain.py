@@ -49,6 +49,7 @@ from tinyforge.train.objectives import MaskedTokens, NextTokens, Objective
 from tinyforge.train.plan import Plan, check_fits, print_plan
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import (
+    EVERY_ACTION,
     PretrainSettings,
     config_of,
     open_backend,
@@ -70,7 +71,7 @@ EVAL_TOKENS = 16_384  # of each evaluation while training; the last one reads al
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume, plan_only, with_card = parse(PretrainSettings, __doc__ or "", argv)
+    settings, resume, plan_only, with_card = parse(PretrainSettings, __doc__ or "", argv, actions=EVERY_ACTION)
     spec, base = find_model(settings.model), open_base(settings, resume)
     config = with_fields(base.config, settings.set) if base else config_of(settings)
     if spec.learns != "masked text":

@@ -43,7 +43,15 @@ from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
 from tinyforge.train.plan import print_plan
 from tinyforge.train.run import Run, Task, running
-from tinyforge.train.settings import SftSettings, parse, print_schedule, restarts, sequence_length, start_ranks
+from tinyforge.train.settings import (
+    EVERY_ACTION,
+    SftSettings,
+    parse,
+    print_schedule,
+    restarts,
+    sequence_length,
+    start_ranks,
+)
 from tinyforge.train.teachers import (
     add_teacher_metadata,
     check_teachers,
@@ -116,7 +124,7 @@ def open_replay(settings: SftSettings, base: Opened) -> Shards | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv)
+    settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv, actions=EVERY_ACTION)
     base = open_base(settings, resume)
     next_token_model(base.spec.name)
     restarts(settings, base.spec)  # refused before ranks start

@@ -46,6 +46,7 @@ MODULES = {
     "chats": "examples.storyteller.chats",
     "lines": "examples.storyteller.lines",
     "board": "tinyforge.board.__main__",
+    "web": "tinyforge.web.__main__",
     "scaling": "tinyforge.scaling",
     "tinyforge": "tinyforge.__main__",
 }
@@ -158,6 +159,14 @@ error: file'
     board run --host ''
     board run --host 192.0.2.1
     board run runs
+    web
+    web text.txt
+    web DST --checkpoint absent
+    web DST --checkpoint broken
+    web DST --checkpoint run --context 3
+    web DST --checkpoint run --context many
+    web DST --checkpoint run --template absent
+    web text.txt/site --checkpoint run
     pretrain --model vit
     pretrain --model bert --stateful
     pretrain --model bert --document-mask keep

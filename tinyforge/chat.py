@@ -28,6 +28,7 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, hub, load, resolve_checkpoint
 from tinyforge.formats.generation import FIELDS, FILE
 from tinyforge.formats.runs import add_template_flag, with_template
+from tinyforge.infer.causal_lm import check_causal_lm
 from tinyforge.infer.conversation import Conversation
 from tinyforge.infer.sampling import Sampling
 from tinyforge.registry import models
@@ -252,7 +253,6 @@ class Repl:
 
 def once(loaded: Loaded, text: str, sampling: Sampling, system: str = "", asked: str | None = None) -> None:
     """Print one reply, and nothing else, on standard output. asked: the template of --template, for the note."""
-    loaded.model.only_decodes = True  # one decoder, and no other use of the weights
     conversation = conversation_with(loaded, system)
     if asked:
         print(f"note: chat template: {asked}", file=sys.stderr)
@@ -293,6 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = with_template(
         load(path, backend, frozen=True, weights=args.weights), args.template, args.template_variables
     )
+    check_causal_lm(loaded.model)
+    loaded.model.mostly_decodes = True
     sampling = loaded.generation.sampling(DEFAULTS, **given)
     if args.prompt is not None:
         once(loaded, args.prompt, sampling, args.system, args.template)

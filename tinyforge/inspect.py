@@ -3,10 +3,10 @@
     python -m tinyforge.inspect "Once upon a time"
     python -m tinyforge.inspect "Once upon a time" --top 3 --checkpoint runs/pretrain --out attention.png
 
-For each token of the text it prints the tokens that the heads predict next, with probabilities: head 0 the next token,
-head 1 the one after, and so on. The token that really follows is marked with *. The picture has one panel for each
-layer and query head: row t shows how the token at t distributes its attention over the tokens up to it. A model without
-attention has no picture.
+For each token it prints the tokens that the heads predict next, with probabilities: head 0 the next token, head 1 the
+one after, and so on. The token that really follows is marked with *. The picture has one panel for each layer and query
+head: row t shows how the token at t distributes its attention over the tokens up to it. A model without attention has
+no picture. A model with a chat template reads the text as a question in it; --template plain leaves it as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from tinyforge.backends import get_backend
 from tinyforge.errors import TextParser, UserError, run_command
 from tinyforge.formats import add_checkpoint_flag, load, resolve_checkpoint
+from tinyforge.formats.runs import add_template_flag, with_template
 from tinyforge.infer.trace import trace
 from tinyforge.terminal import printable
 from tinyforge.tokenizers import TextTokenizer
@@ -81,20 +82,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_checkpoint_flag(parser)
     parser.add_argument("--top", type=int, default=5, help="candidates a head and position (default: %(default)s)")
     parser.add_argument("--out", default="attention.png", metavar="FILE", help="the picture (default: %(default)s)")
+    add_template_flag(parser)
     args = parser.parse_args(argv)
     if args.top < 1:
         raise UserError(f"--top is {args.top}, expected at least 1")
-    loaded = load(resolve_checkpoint(args.checkpoint), get_backend("numpy", "fp32", workers=1))
-    ids, context = loaded.tokenizer.encode(args.text), loaded.model.config.context
+    opened = load(resolve_checkpoint(args.checkpoint), get_backend("numpy", "fp32", workers=1))
+    loaded = with_template(opened, args.template, args.template_variables)
+    tokenizer, template = loaded.tokenizer, loaded.template
+    plain = template.name == "plain"
+    ids = tokenizer.encode(args.text) if plain else template.encode(tokenizer, [(args.text, None)])
+    context = loaded.model.config.context
     if not 1 <= len(ids) <= context:
         raise UserError(
             f"the text has {len(ids)} tokens, expected 1 to {context}, the model's context; change the text"
         )
     print(printable(str(loaded.path)))
     found = trace(loaded.model, ids)
-    print_candidates(loaded.tokenizer, ids, found.probabilities, args.top)
+    print_candidates(tokenizer, ids, found.probabilities, args.top)
     if found.attention:
-        plot_attention(loaded.tokenizer, ids, found.attention, Path(args.out))
+        plot_attention(tokenizer, ids, found.attention, Path(args.out))
         print(f"wrote {printable(args.out)}")
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
@@ -26,6 +27,7 @@ COMMANDS = {
     "chat": ("tinyforge.chat", "talk to a model"),
     "inspect": ("tinyforge.inspect", "what each head guesses"),
     "serve": ("tinyforge.serve", "answer over HTTP, as OpenAI's API does"),
+    "web": ("tinyforge.web", "a page that runs a model in the browser"),
     "board": ("tinyforge.board", "curves of runs in a browser"),
     "convert": ("tinyforge.formats.convert", "models of Hugging Face, llama.cpp and llama2.c, in and out"),
     "hub": ("tinyforge.zoo.push", "publish a model on the Hugging Face hub"),
@@ -74,8 +76,9 @@ def code_hash() -> str:
 
 
 def as_typed(text: str, in_checkout: bool = IN_CHECKOUT) -> str:
-    """`text` with each command as it is typed here: unchanged in a checkout, else `tinyforge` and its subcommand."""
-    if in_checkout:
+    """`text` with each command as it is typed here: unchanged in a checkout, unless this process is the command
+    `tinyforge` itself; else `tinyforge` and its subcommand."""
+    if in_checkout and Path(sys.argv[0].partition(" ")[0]).stem != "tinyforge":
         return text
     for words, module in MODULES.items():
         command = " ".join(("tinyforge", *words))

@@ -39,8 +39,8 @@ class Param:
     (with the leading axes folded): Muon makes the update of each orthogonal. An integer n means n matrices of equal
     height. Empty for all else: embeddings, heads, norms, vectors.
 
-    weights: for a frozen parameter, set before the buffer is made: the one-byte format it is kept in, see quantised.py.
-    `value` is then computed from `stored` on every read.
+    weights: for a frozen parameter, set before the buffer is made: the one-byte format it is kept in, see quantised.py;
+    "packed" once a decoder has its memory. `value` is then computed from `stored` on every read.
 
     arrive: set while the value is in flight from other ranks; calling it makes the device wait for the value.
 

@@ -18,7 +18,7 @@ Learning" (2022), and the OCP "8-bit Floating Point Specification" (2023) for e4
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -138,6 +138,6 @@ class Quantised:
         return int(self.codes.nbytes + self.scales.nbytes)
 
 
-def plain(matrix: Array | Quantised) -> Array:
-    """The matrix, dequantised if it is quantised."""
-    return matrix.values() if isinstance(matrix, Quantised) else matrix
+def plain(matrix: Any) -> Array:
+    """The matrix, computed if it is stored in another form: `Quantised`, or as a decoder packs it."""
+    return matrix.values() if hasattr(matrix, "values") else matrix

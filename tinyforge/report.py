@@ -30,6 +30,11 @@ def count_of(n: int, one: str, many: str = "") -> str:
     return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
+def figure(value: float) -> str:
+    """A measured number for people: three decimals, and at least three significant digits below 0.1."""
+    return f"{value:,.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
+
+
 def add_json_flag(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--json",

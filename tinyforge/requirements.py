@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
+from importlib import metadata
 from pathlib import Path
+
+from tinyforge.invocation import ROOT
 
 OLDEST_PYTHON = (3, 11)
 CORE = ("numpy", "duckdb", "tqdm", "safetensors", "matplotlib")
@@ -41,7 +45,17 @@ def not_installed(absent: list[str], root: Path) -> str:
 
 def needs(what: str, package: str, extra: str) -> str:
     """The message for a package of one of tinyforge's extras. what: that which is not possible without it."""
-    return f'{what} needs the package {package}; run pip install "tinyforge[{extra}]"'
+    return f"{what} needs the package {package}; run pip install {what_brings(extra)}"
+
+
+def what_brings(extra: str, root: Path = ROOT) -> str:
+    """The arguments of pip that install an extra: the checkout's, or the extra's packages. Never the name tinyforge,
+    which belongs to another project on PyPI."""
+    if (root / "pyproject.toml").exists():
+        return f'-e "{"." if root == Path.cwd() else root}[{extra}]"'
+    listed = (line.partition(";") for line in metadata.requires("tinyforge") or ())
+    own = re.compile(rf"extra == ['\"]{extra}['\"]")
+    return " ".join(f'"{package.strip()}"' for package, _, condition in listed if own.search(condition))
 
 
 def install_line(root: Path, absent: list[str]) -> str:

@@ -4,6 +4,8 @@
 - Formulas become MathML when the site is built. Browsers render it without scripts, in the font of docs/site.
 - Pages link to files of the repository, as on a forge. Each linked file becomes a page of the site.
 - The API reference has a page per package of tinyforge, written by mkdocstrings from the docstrings.
+- A page that begins with a command says from where to run it, and how to install.
+- The first use of a term of the glossary on a page links to it.
 - The tabs and their pages follow docs/README.md: its sections and links, in order.
 """
 
@@ -22,6 +24,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+# A command stands before the first section.
+BEGINS = re.compile(r"# (?:(?!^## ).)*?^(?: {4}|\$ )?(?:python|make|recipes/\S+\.sh) ", re.S | re.M)
 FORMULA = re.compile(r'<(span|div) class="arithmatex">(.*?)</\1>', re.S)
 LANGUAGES = {
     ".py": "python",
@@ -32,7 +36,9 @@ LANGUAGES = {
     ".toml": "toml",
     ".json": "json",
 }
-SOURCE, API, GALLERY, HOME = "source", "api", "gallery.md", "index.md"
+SOURCE, API, GALLERY, HOME, GLOSSARY = "source", "api", "gallery.md", "index.md", "glossary.md"
+# Elements whose text is not linked to the glossary.
+PLAIN = {"a", "code", "pre", "math", "svg", "button", *(f"h{n}" for n in range(1, 7))}
 LEARNED = {
     "text": "to predict the next token",
     "masked text": "to guess hidden words, and classes of texts",
@@ -81,6 +87,8 @@ def on_page_content(text: str, page: Any, **_: Any) -> str:
         text = FORMULA.sub(mathml, text)
     except Exception as error:
         raise ValueError(f"{page.file.src_uri}: {error}") from error
+    if not page.file.src_uri.startswith((f"{SOURCE}/", f"{API}/", GALLERY, HOME, GLOSSARY)):
+        text = with_terms(text, os.path.relpath("glossary.html", Path(page.file.dest_uri).parent.as_posix()))
     return text.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>")
 
 
@@ -89,6 +97,51 @@ def on_post_page(text: str, **_: Any) -> str:
     return text.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )
+
+
+# --- the glossary
+
+
+def terms() -> dict[re.Pattern[str], str]:
+    """The anchor of each term, by what finds it: a heading of the glossary has one or more, between commas."""
+    found = {}
+    for heading in re.findall(r"^## (.*)$", (DOCS / GLOSSARY).read_text(encoding="utf-8"), re.MULTILINE):
+        anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for term in heading.split(", "):
+            same = (
+                re.escape(term) if term[1:] != term[1:].lower() else f"(?i:{re.escape(term).replace('y', '(?:y|ie)')})"
+            )
+            found[re.compile(rf"(?<![\w.-]){same}(?:s|es)?(?![\w-])")] = anchor
+    return found
+
+
+def with_terms(text: str, glossary: str) -> str:
+    """A page's HTML in which the first use of each term is a link, but for headings, code, formulas and links."""
+    wanted, pieces, closed = terms(), re.split(r"(<[^>]+>)", text), ""
+    for i, piece in enumerate(pieces):
+        if piece.startswith("<"):
+            name = re.match(r"</?([\w-]*)", piece)[1]  # type: ignore[index]
+            if closed and piece == closed:
+                closed = ""
+            elif not closed and name in PLAIN and not piece.startswith("</") and not piece.endswith("/>"):
+                closed = f"</{name}>"
+            continue
+        if closed:
+            continue
+        places = {}
+        for term, anchor in wanted.items():
+            if use := term.search(piece):
+                places[use.span()] = term, anchor
+        end = 0
+        done = []
+        for (a, b), (term, anchor) in sorted(places.items(), key=lambda place: (place[0][0], -place[0][1])):
+            if a < end:  # a longer term begins here too: the shorter one waits for its next use
+                continue
+            done.append(f'{piece[end:a]}<a class="term" href="{glossary}#{anchor}">{piece[a:b]}</a>')
+            end = b
+            del wanted[term]
+        pieces[i] = "".join(done) + piece[end:]
+    return "".join(pieces)
 
 
 # --- files of the repository
@@ -117,7 +170,12 @@ def source_page(target: Path) -> str:
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith((f"{SOURCE}/", f"{API}/", GALLERY, HOME)):
         return text
-    return relinked(text, DOCS / page.file.src_uri)
+    here = DOCS / page.file.src_uri
+    if BEGINS.match(text):
+        title, _, rest = text.partition("\n")
+        install = os.path.relpath(DOCS / "install.md", here.parent)
+        text = f"{title}\n\n*Run the commands from the root of the repository, [installed]({install}).*\n{rest}"
+    return relinked(text, here)
 
 
 def relinked(text: str, here: Path) -> str:

@@ -24,17 +24,17 @@ from examples.diffusion.unet import SPEC, Config
 from tinyforge import checkpoint
 from tinyforge.data.labelled import Labelled, has_test_images, hold_out, read_images
 from tinyforge.errors import UserError, run_command
+from tinyforge.parallel.launch import ProcessGroupInfo
 from tinyforge.rng import Stream
 from tinyforge.train.batches import Shuffled, fingerprint, micro_batches
 from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import MeanOfRows
-from tinyforge.train.plan import check_fits, print_plan
+from tinyforge.train.plan import print_plan
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import MODEL, Settings, above_zero, open_backend, parse, setting, with_default
 
 HELD_OUT = 2000  # images, each at one time and with one noise, the same at every evaluation
-ROWS = 100
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if plan_only:
         print_plan(SPEC, Config(width=settings.width), settings)
         return 0
-    with running(settings, resume):
-        train(settings, resume)
+    with running(settings, resume) as ranks:
+        train(settings, resume, ranks)
     return 0
 
 
@@ -73,12 +73,11 @@ def read(settings: DiffusionSettings) -> tuple[Labelled, Labelled]:
     return (data, read_images(path, data.names, "test")) if has_test_images(path) else hold_out(data, settings.seed)
 
 
-def train(settings: DiffusionSettings, resume: bool) -> None:
-    backend, settings = open_backend(settings)
+def train(settings: DiffusionSettings, resume: bool, ranks: ProcessGroupInfo) -> None:
+    backend, settings = open_backend(settings, ranks)
     print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
     data, test = read(settings)
     config = Config(data.inputs.shape[2], data.inputs.shape[1], len(data.names), settings.width)
-    plan = check_fits(SPEC, config, backend, settings)
     model = SPEC.build(config, backend)
     model.initialise(settings.seed)
     print(f"model: {model.buffer.count:,} parameters; data: {len(data):,} images, {len(test):,} held out")
@@ -88,11 +87,8 @@ def train(settings: DiffusionSettings, resume: bool) -> None:
     def evaluate(parallel: DataParallel) -> dict[str, float]:
         times = (np.arange(count) + 0.5) / count  # every part of the path
         noise = Stream(1, "held out").normal((count, config.image, config.image, config.channels))
-        losses = [
-            parallel.losses(noised(test.inputs[r], test.labels[r], times[r], noise[r], config.features))
-            for r in np.split(np.arange(count), range(ROWS, count, ROWS))
-        ]
-        return {"val_mse": float(np.concatenate(losses).mean())}
+        held_out = noised(test.inputs[:count], test.labels[:count], times, noise, config.features)
+        return {"val_mse": float(parallel.losses(held_out).mean())}
 
     def sample() -> str:
         labels = np.arange(4 * config.classes) % config.classes
@@ -116,7 +112,6 @@ def train(settings: DiffusionSettings, resume: bool) -> None:
         flop_per_token=model.flop_per_token(1),
         unit="images",
         curve="mse",
-        plan=plan,
     )
     last = Run(task, settings, backend, resume).train()
     found = evaluate(DataParallel(model, backend))

@@ -317,3 +317,73 @@ def test_chat_tuning_and_evaluation(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert evaluate.main([*given, "--json", str(tmp_path / f"{backend}.json")]) == 0
         figures.append(json.loads((tmp_path / f"{backend}.json").read_text())["text"]["bits_per_byte"])
     np.testing.assert_allclose(*figures, rtol=1e-4)
+
+
+# --- decoding, as the browser's page launches it ----------------------------------------------------------------------
+
+
+def test_the_kernels_of_a_decoder(exact: Any, rng: np.random.Generator) -> None:
+    """Odd counts of rows, two positions, a cache of more positions than a group has threads."""
+    dim, hidden, heads, kv_heads, size, context, start, rows = 24, 10, 6, 2, 10, 300, 280, 2
+    wide = (heads + 2 * kv_heads) * size
+    sizes = (1e-5, start, 0)
+
+    def matrix(outer: int, inner: int) -> tuple[Any, Any, np.ndarray]:
+        codes, scales = rng.integers(-127, 128, (outer, inner), np.int8), rng.uniform(0.002, 0.01, outer)
+        return (
+            exact.asarray(codes.view(np.uint32), np.dtype(np.uint32)),
+            exact.asarray(scales),
+            codes * scales[:, None],
+        )
+
+    def launch(
+        entry: str, outputs: int, grid: tuple[int, int], arrays: dict[str, Any], *widths: int, **flags: Any
+    ) -> Any:
+        y = exact.asarray(arrays.pop("y", np.zeros(outputs)))
+        numbers = (*sizes[:2], flags.pop("skip", 0), *widths, heads, kv_heads, size, context)
+        webgpu_array.launch("infer/decode.wgsl", entry, grid, {"y": y, **arrays}, numbers, flags)
+        return exact.to_numpy(y)
+
+    x, gain = rng.normal(size=(rows, dim)), rng.normal(size=dim)
+    h = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * gain
+    given = {"x": exact.asarray(x), "gain": exact.asarray(gain)}
+
+    words, scales, w = matrix(2 * hidden, dim)
+    got = launch(
+        "gate_up", rows * hidden, (2, rows), {**given, "words": words, "scales": scales}, dim, hidden, NORM=True
+    )
+    gate, up = np.split(h @ w.T, 2, axis=-1)
+    np.testing.assert_allclose(got.reshape(rows, -1), gate / (1 + np.exp(-gate)) * up, rtol=1e-8)
+
+    words, scales, w = matrix(wide - 1, dim)
+    known = {**given, "words": words, "scales": scales}
+    before, count = rng.normal(size=(rows, wide - 1)), (-(-wide // 16), rows)
+    got = launch("project", 0, count, {**known, "y": before.reshape(-1)}, dim, wide - 1, ADD=True)
+    np.testing.assert_allclose(got.reshape(rows, -1), before + x @ w.T, rtol=1e-8)
+    got = launch("project", wide - 1, (count[0], 1), dict(known), dim, wide - 1, NORM=True, skip=1)
+    np.testing.assert_allclose(got, h[1] @ w.T, rtol=1e-8)
+
+    words, scales, w = matrix(wide, dim)
+    keys, values = rng.normal(size=(2, kv_heads, context, size))
+    angles = rng.normal(size=(context, size // 2))
+    turns = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+    cache = {"keys": exact.asarray(keys), "values": exact.asarray(values)}
+    known = {**given, "words": words, "scales": scales, "turns": exact.asarray(turns)}
+    got = launch("qkv", rows * heads * size, (-(-wide // 16), rows), {**known, **cache}, dim, 0, NORM=True)
+    made = (h @ w.T).reshape(rows, heads + 2 * kv_heads, size)
+    first, second = np.split(made[:, : heads + kv_heads], 2, axis=-1)
+    cos, sin = (f(angles[start : start + rows])[:, None] for f in (np.cos, np.sin))
+    turned = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    q = turned[:, :heads] / np.sqrt(size)
+    keys[:, start : start + rows] = turned[:, heads:].swapaxes(0, 1)
+    values[:, start : start + rows] = made[:, heads + kv_heads :].swapaxes(0, 1)
+    np.testing.assert_allclose(got.reshape(q.shape), q, rtol=1e-8, atol=1e-10)
+    for name, expected in (("keys", keys), ("values", values)):
+        np.testing.assert_allclose(exact.to_numpy(cache[name]), expected, rtol=1e-8, atol=1e-10)
+
+    got = launch("attend", rows * heads * size, (heads, rows), {**cache, "q": exact.asarray(q)}, 0, 0)
+    scores = np.einsum("rkgd,ksd->rkgs", q.reshape(rows, kv_heads, -1, size), keys)
+    scores[np.broadcast_to(np.arange(context) > start + np.arange(rows)[:, None, None, None], scores.shape)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("rkgs,ksd->rkgd", weights / weights.sum(-1, keepdims=True), values)
+    np.testing.assert_allclose(got, expected.reshape(-1), rtol=1e-8)

@@ -12,6 +12,8 @@ import pytest
 
 from tests.browser.fake import FakeServer
 
+FLAGS = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader")
+"""WebGPU on a CPU."""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -32,7 +34,7 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as playwright:
         # In a container the sandbox of Chromium has no namespaces to make; the pages are ours.
-        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        started = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", *FLAGS])
         yield started
         started.close()
 

@@ -21,6 +21,7 @@ from tinyforge.data import alpaca, corpus, fineweb_edu, gutenberg, local, shards
 from tinyforge.formats import convert, load
 from tinyforge.recipes import ablation, classify, evaluate, pretrain, sft
 from tinyforge.tokenizers import command
+from tinyforge.web import __main__ as web
 
 Main = Callable[[list[str]], Any]
 STEPS = 24
@@ -176,6 +177,7 @@ def commands(url: str) -> list[Command]:
         Command("convert to Hugging Face", convert.main, "inputs/sft out", once=True),
         Command("convert to an adapter", convert.main, "inputs/lora out --adapter", once=True),
         Command("merge an adapter", convert.main, "inputs/peft out --base inputs/merged --format tinyforge", once=True),
+        Command("web", web.main, "out --checkpoint inputs/sft", once=True),
         Command("convert to ours", convert.main, "inputs/llama out --format tinyforge", once=True),
         Command("convert to llama2.c", _into_folder(_convert_to_file), "inputs/llama2c/model.bin out/model.bin"),
         *([gguf] if importlib.util.find_spec("gguf") else []),  # an extra

@@ -6,29 +6,20 @@ import contextlib
 import importlib.util
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+
+from tests.course.answers import KERNELS, RIGHT, WRONG
 
 ROOT = Path(__file__).parents[2]
 COURSE, SOLUTIONS = ROOT / "docs/course", Path(__file__).parent / "solutions"
-# A slip in each solution that its check must find.
-SLIPS = {
-    "e01_softmax": ("(dy - (dy * y).sum(axis=-1, keepdims=True))", "dy"),
-    "e02_linear": ("dweight +=", "dweight[...] ="),
-    "e03_cross_entropy": ("np.where(seen, dnll, 0)", "dnll"),
-    "e04_rmsnorm": ("r**3", "r**2"),
-    "e05_rope": ("db * cos - da * sin", "db * cos + da * sin"),
-    "e06_online_softmax": ("np.maximum(m1, m2)", "m1"),
-    "e07_block": ("return dy + norm", "return norm"),
-    "e08_adamw": ("/ (1 - config.beta2**step)", ""),
-    "e09_nucleus": (" + 1\n", " + 2\n"),
-    "e10_own_op": ("2 * dy", "dy"),
-}
 
 
 def loaded(path: Path) -> ModuleType:
@@ -42,53 +33,204 @@ def loaded(path: Path) -> ModuleType:
 check: Any = loaded(COURSE / "check.py")
 
 
-def test_there_are_ten_of_everything() -> None:
+def test_there_is_a_lesson_an_exercise_and_a_hint_for_each_check() -> None:
     lessons = sorted(path.name[:2] for path in COURSE.glob("[0-9]*.md"))
-    assert lessons == [f"{n:02}" for n in range(1, 11)]
-    assert list(check.CHECKS) == list(SLIPS) == [p.stem for p in sorted((COURSE / "exercises").glob("*.py"))]
+    assert lessons == [f"{n:02}" for n in range(1, len(check.CHECKS) + 1)]
+    assert list(check.CHECKS) == [p.stem for p in sorted((COURSE / "exercises").glob("*.py"))]
+    listed = (COURSE / "README.md").read_text(encoding="utf-8")
+    hints = check.load_answer("hints", COURSE).HINTS
+    assert list(hints) == list(check.CHECKS) and all(len(set(three)) == 3 for three in hints.values())
     for number, name in enumerate(check.CHECKS, start=1):
         (page,) = COURSE.glob(f"{number:02}-*.md")
-        assert f"exercises/{name}.py" in page.read_text(encoding="utf-8"), page
+        text = page.read_text(encoding="utf-8")
+        assert f"exercises/{name}.py" in text and f"check.py {number}\n" in text, page
+        title = text.partition("\n")[0].removeprefix(f"# {number}. ")
+        assert f"{number}. [{title}]({page.name})\n" in listed, page
 
 
-@pytest.mark.parametrize("name", SLIPS)
+@pytest.mark.parametrize("name", check.CHECKS)
 def test_the_unsolved_form_fails(name: str) -> None:
     with pytest.raises(NotImplementedError):
         check.examine(name)
 
 
-@pytest.mark.parametrize("name", SLIPS)
+@pytest.mark.parametrize("name", check.CHECKS)
 def test_the_solved_form_passes(name: str) -> None:
-    check.examine(name, SOLUTIONS)
+    assert not [note for note in check.examine(name, SOLUTIONS).notes if "CPU" not in note]
 
 
-@pytest.mark.parametrize("name", SLIPS)
-def test_a_slip_is_found(name: str, tmp_path: Path) -> None:
-    text = (SOLUTIONS / f"{name}.py").read_text(encoding="utf-8")
-    right, wrong = SLIPS[name]
-    assert right in text
-    (tmp_path / f"{name}.py").write_text(text.replace(right, wrong), encoding="utf-8")
-    with pytest.raises((AssertionError, FloatingPointError)):
-        check.examine(name, tmp_path)
+def written(folder: Path, name: str, right: str = "", wrong: str = "", text: str = "", suffix: str = ".py") -> Path:
+    """folder, with the solution of an exercise in which `right` is replaced, or with another text of it."""
+    for file in SOLUTIONS.glob(f"{name}.*"):
+        solution = file.read_text(encoding="utf-8")
+        if file.suffix == suffix:
+            assert right in solution
+            solution = text or solution.replace(right, wrong)
+        (folder / file.name).write_text(solution, encoding="utf-8")
+    return folder
 
 
-def test_the_unsolved_kernel_does_not_compile() -> None:
+SLIPS = [(name, *slip) for name, slips in WRONG.items() for slip in slips]
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "words"), SLIPS, ids=[f"{s[0]}-{s[3]}" for s in SLIPS])
+def test_a_slip_is_named(
+    name: str, right: str, wrong: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check.show(name, written(tmp_path, name, right, wrong)) is False
+    printed = capsys.readouterr().out
+    assert words in printed and "right" not in printed.partition("\n")[0].split(), printed
+
+
+@pytest.mark.parametrize(("right", "wrong", "words"), KERNELS)
+def test_a_slip_of_the_kernel_is_named(right: str, wrong: str, words: str, tmp_path: Path) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    with pytest.raises(AssertionError, match=words):
+        check.examine("e11_own_op", written(tmp_path, "e11_own_op", right, wrong, suffix=".cu"))
+
+
+def in_style(name: str, body: str) -> str:
+    if name != "e11_own_op":
+        return f"import numpy as np\n\n\n{body}"
+    solution = (SOLUTIONS / f"{name}.py").read_text(encoding="utf-8")
+    return solution.replace("    return 2 * dy * np.maximum(x, 0)\n", body)
+
+
+ANSWERS = [(name, body) for name, bodies in RIGHT.items() for body in bodies]
+
+
+@pytest.mark.parametrize(("name", "body"), ANSWERS, ids=[f"{a[0]}-{i}" for i, a in enumerate(ANSWERS)])
+def test_a_right_answer_in_another_style_is_right(name: str, body: str, tmp_path: Path) -> None:
+    check.examine(name, written(tmp_path, name, text=in_style(name, body)))
+
+
+def test_every_exercise_has_six_wrong_answers_and_four_right_ones() -> None:
+    assert list(WRONG) == list(RIGHT) == list(check.CHECKS)
+    assert min(map(len, WRONG.values())) >= 6 and min(map(len, RIGHT.values())) >= 4
+
+
+def test_writing_into_an_argument_is_said_and_does_not_spoil_the_check(tmp_path: Path) -> None:
+    text = "import numpy as np\n\n\n" + RIGHT["e01_softmax"][1]
+    assert check.examine("e01_softmax", written(tmp_path, "e01_softmax", text=text)).notes == [
+        "it writes into `dy`, which other code may still read: work on `dy.copy()`"
+    ]
+
+
+def test_the_first_wrong_entry_and_the_kind_of_error_are_said() -> None:
+    report = check.Report()
+    with pytest.raises(AssertionError, match=r"dx\[0, 1\]: got 3, expected 2; relative error 5.0e-01, 1 of 2"):
+        report.near("dx", np.array([[1.0, 3.0]]), np.array([[1.0, 2.0]]))
+    with pytest.raises(AssertionError, match=r"dx\[1\]: got 0.5, expected 0; absolute error 5.0e-01"):
+        report.near("dx", np.array([0.0, 0.5]), np.zeros(2))
+
+
+def test_an_exception_is_shown_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, "e07_online_softmax", "np.maximum(m1, m2)", "np.maximum(m1, m3)")
+    check.show("e07_online_softmax", tmp_path)
+    assert capsys.readouterr().out == (
+        "e07_online_softmax, line 12, `m = np.maximum(m1, m3)`: NameError: name 'm3' is not defined\n"
+    )
+    (tmp_path / "e08_block.py").write_text("def block_backward(:\n", encoding="utf-8")
+    check.show("e08_block", tmp_path)
+    assert capsys.readouterr().out.startswith("e08_block, line 1: SyntaxError: ")
+
+
+def test_a_kernel_that_was_not_run_is_not_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "compile_all", lambda file: False)
+    monkeypatch.setattr(check, "run_on_gpu", lambda file, r: False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert check.show("e11_own_op", SOLUTIONS) is False
+    first, compiled, ran = capsys.readouterr().out.splitlines()
+    assert first == "e11_own_op: right in what was checked"
+    assert compiled.startswith("  not checked: whether the kernel compiles") and "pip install" in compiled
+    assert ran.startswith("  not checked: what the kernel computes") and "C++ compiler" in ran
+
+
+def test_the_unsolved_kernel_is_not_written_yet() -> None:
+    with pytest.raises(AssertionError, match="its kernel is not written yet"):
+        check.kernel(COURSE / "exercises/e11_own_op.cu", check.Report())
+
+
+def test_the_kernel_compiles_where_cupy_is() -> None:
     nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed")
     try:
         nvrtc.getVersion()
     except (ImportError, RuntimeError) as error:
         pytest.skip(f"NVRTC is not installed: {error}")
-    import numpy as np
-
+    assert check.compile_all(SOLUTIONS / "e11_own_op.cu")
     with pytest.raises(AssertionError, match="your turn"):
-        check.kernel(COURSE / "exercises/e10_own_op.cu", np.random.default_rng(0))
+        check.compile_all(COURSE / "exercises/e11_own_op.cu")
 
 
 def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["1"]) == 1
     assert capsys.readouterr().out == "e01_softmax: not written yet; it is docs/course/exercises/e01_softmax.py\n"
-    with pytest.raises(check.UserError, match="lessons are 1 to 10"):
-        check.main(["11"])
+    with pytest.raises(check.UserError, match=f"lessons are 1 to {len(check.CHECKS)}"):
+        check.main(["99"])
+    assert check.main(["3", "--hint", "2"]) == 0
+    assert "index -1 is the last token" in capsys.readouterr().out
+
+
+@pytest.fixture
+def own_model(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return loaded(COURSE / "own_model.py")
+
+
+def test_the_own_model_takes_right_answers_and_replaces_wrong_ones(own_model: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    for name in check.CHECKS:
+        written(tmp_path, name)
+    written(tmp_path, "e10_nucleus", " + 1\n", " + 2\n")
+    shutil.copy(COURSE / "exercises/e11_own_op.cu", tmp_path)  # the kernel is not needed
+    f = own_model.functions(tmp_path, said.append)
+    assert said == ["11 of 12 functions are right; the course's take the place of nucleus"]
+    assert f.merge.__code__.co_filename == str(tmp_path / "e07_online_softmax.py")
+    assert f.nucleus.__code__.co_filename == str(SOLUTIONS / "e10_nucleus.py")
+
+
+@pytest.mark.parametrize("style", range(4))
+def test_the_own_model_learns_the_same_from_right_answers_in_any_style(
+    style: int, own_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that write into their arguments too: nothing that they change is read again."""
+    said: list[str] = []
+    for name, bodies in RIGHT.items():
+        written(tmp_path, name, text=in_style(name, bodies[style]))
+    losses = []
+    for folder in (SOLUTIONS, tmp_path):
+        model = own_model.Model(own_model.functions(folder, said.append), 7, width=16, layers=2, heads=2)
+        ids = np.random.default_rng(0).integers(0, 7, 200)
+        losses.append(list(own_model.train(model, ids, lambda step: step == 4, batch=2, length=20)))
+        losses[-1] += own_model.sample(model, [1, 2], 30)
+    assert said == ["12 of 12 functions are right"] * 2
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+
+
+def test_one_position_at_a_time_gives_the_logits_of_the_whole_text(own_model: Any) -> None:
+    model = own_model.Model(own_model.functions(SOLUTIONS, str), 11, width=16, layers=2, heads=2)
+    ids, stash = np.random.default_rng(0).integers(0, 11, (1, 40)), own_model.Stash()
+    model.forward(ids, ids, stash)
+    _, (logits, _) = list(stash)[-1]
+    caches: list[list[Any]] = [[] for _ in model.blocks]
+    steps = [model.step(token, caches, at) for at, token in enumerate(ids[0].tolist())]
+    np.testing.assert_allclose(steps, logits[0], atol=1e-12)
+
+
+def test_the_own_model_learns_draws_its_loss_and_samples(
+    own_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("the sun is warm. the sea is cold.\n" * 40, encoding="utf-8")
+    assert own_model.main(["--text", str(tmp_path / "a.txt"), "--seconds", "0.1", "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().out
+    assert "18 of them different" in printed and len(printed.partition("A sample:\n\n")[2]) > 300
+    assert (tmp_path / "run/loss.png").stat().st_size > 5000
+    (tmp_path / "b.txt").write_text("too short", encoding="utf-8")
+    with pytest.raises(check.UserError, match="at least 1000 are needed"):
+        own_model.main(["--text", str(tmp_path / "b.txt")])
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["course", "elsewhere"])
@@ -97,10 +239,24 @@ def test_the_notebook_is_the_first_three_lessons_and_runs(
 ) -> None:
     done = subprocess.run([sys.executable, str(COURSE / "notebook.py"), "--check"], capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}run python docs/course/notebook.py"
-    book = json.loads((COURSE / "first-three.ipynb").read_text(encoding="utf-8"))
+    monkeypatch.chdir(COURSE if inside else tmp_path)
+    assert run_notebook(COURSE / "first-three.ipynb", monkeypatch) >= 7
+
+
+def test_a_notebook_of_each_lesson_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subprocess.run([sys.executable, str(COURSE / "notebook.py"), "--each", str(tmp_path)], check=True)
+    books = sorted(tmp_path.glob("*.ipynb"))
+    assert [book.stem for book in books] == [page.stem for page in sorted(COURSE.glob("[0-9]*.md"))]
+    monkeypatch.chdir(tmp_path)
+    for book in books:
+        assert run_notebook(book, monkeypatch) >= (2 if book.stem.startswith("11") else 4)
+
+
+def run_notebook(file: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run its cells, which must print what it shows; their number."""
+    book = json.loads(file.read_text(encoding="utf-8"))
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed; the extra docs has it")
     nbformat.validate(nbformat.from_dict(book))
-    monkeypatch.chdir(COURSE if inside else tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     names: dict[str, Any] = {"__name__": "notebook"}
     ran = 0
@@ -114,4 +270,4 @@ def test_the_notebook_is_the_first_three_lessons_and_runs(
         if expected:
             assert printed.getvalue() == expected
         ran += 1
-    assert ran >= 7
+    return ran

@@ -107,12 +107,11 @@ def test_malformed_json_is_located(tmp_path: Path, text: str, index: int, place:
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"instruction": "a", "output": "b"}, """got the keys ["instruction", "output"], expected 'input'"""),
-        ({"prompt": "a", "output": "b"}, """got the keys ["prompt", "output"], expected 'instruction'"""),
+        ({"text": "a", "output": "b"}, """got the keys ["text", "output"], expected 'instruction'"""),
         ({"instruction": "a", "input": ""}, """got the keys ["instruction", "input"], expected 'output'"""),
         ({"key" * 50: 1}, 'got the keys ["' + "key" * 11 + "ke..., expected 'instruction'"),
         ({}, "got the keys [], expected 'instruction'"),
-        (GREET | {"input": None}, "'input' is null, expected a string"),
+        (GREET | {"input": 5}, "'input' is 5, expected a string"),
         (GREET | {"output": 5}, "'output' is 5, expected a string"),
         (GREET | {"instruction": ["x" * 99]}, "'instruction' is [\"" + "x" * 35 + "..., expected a string"),
         (GREET | {"instruction": " \n"}, "'instruction' is blank"),
@@ -237,7 +236,7 @@ def test_a_file_is_cleaned_and_what_is_left_out_is_counted(tmp_path: Path, capsy
     reasons = {entry["record"]: entry["reason"] for entry in manifest["refused"]}
     assert reasons["a.json:2"] == "empty output"
     assert reasons["a.json:3"] == "the same as record 0" and reasons["a.json:7"] == "the same as record 1"
-    assert "expected an object" in reasons["a.json:4"] and "expected 'input' too" in reasons["a.json:5"]
+    assert "expected an object" in reasons["a.json:4"] and "expected 'output' too" in reasons["a.json:5"]
     assert "half of a surrogate pair" in reasons["a.json:6"] and len(reasons) == 6
     assert manifest["files"][0]["url"] == "a.json" and str(tmp_path) not in json.dumps(manifest)
     assert manifest["instructions"]["records"] == 2

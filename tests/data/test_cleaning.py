@@ -10,7 +10,8 @@ import duckdb
 import pytest
 
 from tests.data.conftest import fault_of
-from tests.data.test_corpus import filter_file, prose, rows, texts_of, write_source
+from tests.data.test_corpus import filter_file, near, prose, rows, texts_of, write_source
+from tests.data.test_dedup import jaccard
 from tinyforge.data.cleaning import boilerplate, debris, fixed, normalised, units, without
 from tinyforge.data.corpus import Settings, build_corpus
 from tinyforge.data.dedup import Words
@@ -102,19 +103,39 @@ def test_the_header_and_the_footer_of_all_pages_go_and_are_counted(tmp_path: Pat
     assert not rows(tmp_path / "all", "1", "WHERE cut_bytes > 0") and read_source(sources[0]).documents == 52
 
 
+def test_a_copy_in_another_source_is_found_where_only_one_of_the_two_is_cut(tmp_path: Path) -> None:
+    rng = random.Random(6)
+    bodies = [prose(rng, 90).strip() for _ in range(40)]
+    copy = near(HEADER + bodies[3], 0.01, rng)
+    assert jaccard(HEADER + bodies[3], copy) > 0.8 > jaccard(bodies[3], copy)
+    one, other = [HEADER + body for body in bodies], [copy, HEADER + prose(rng, 90)]
+    sources = [write_source(tmp_path / "s", one), write_source(tmp_path / "other", other)]
+    build_corpus(sources, tmp_path / "out", Settings(val_share=0.0), filter_file(tmp_path), workers=1)
+    assert rows(tmp_path / "out", "dropped, cluster", "WHERE number > 39 ORDER BY number") == [
+        ("near-duplicate", 3),
+        (None, None),
+    ]
+
+
 def test_what_is_hashed_is_nfc_and_without_what_cannot_be_seen(tmp_path: Path) -> None:
-    text = "Ünïcödé " + prose(random.Random(2), 80)
-    same = [unicodedata.normalize("NFD", text), text.replace("a", "a\u200b", 9), text.replace("r", "r\u00ad", 9)]
-    settings = Settings(val_share=0.0)
-    build_corpus(
-        [write_source(tmp_path / "s", [text, *same])], tmp_path / "out", settings, filter_file(tmp_path), workers=1
-    )
-    assert [reason for (reason,) in rows(tmp_path / "out", "dropped")] == [None, *["exact-duplicate"] * 3]
-    assert texts_of(tmp_path / "out", "train")["0"] == text and normalised("plain") == "plain"
+    rng = random.Random(2)
+    # Letters with marks of six alphabets; a Korean syllable is two or three letters in NFD.
+    marked = "Ünïcödé żółć Việt ngữ йё άέή 한국어 が"
+    texts = [f"{marked} {prose(rng, 80)}" for _ in range(80)]
+    same = [unicodedata.normalize("NFD", text) for text in texts]
+    for n, hidden in enumerate("\u200b\u00ad\ufeff\u200d\u2060" * 2):
+        same.append(texts[n].replace("a", f"a{hidden}", 9))
+    assert len({*texts, *same}) == 170
+    source = write_source(tmp_path / "s", [*texts, *same])
+    build_corpus([source], tmp_path / "out", Settings(val_share=0.0), filter_file(tmp_path), workers=1)
+    found = rows(tmp_path / "out", "dropped, cluster")
+    assert [reason for reason, _ in found] == [None] * 80 + ["exact-duplicate"] * 90
+    assert [cluster for _, cluster in found[80:]] == [*range(80), *range(10)]
+    assert texts_of(tmp_path / "out", "train")["0"] == texts[0] and normalised("plain") == "plain"
 
 
 def test_text_is_fixed_where_asked_to(tmp_path: Path) -> None:
-    pytest.importorskip("ftfy", reason='mojibake: pip install "tinyforge[data]"')
+    pytest.importorskip("ftfy", reason='mojibake: pip install -e ".[data]"')
     good = "Das schöne „Bärenfell“ — naïve Œuvre. " + prose(random.Random(3), 80)
     bad = good.encode().decode("cp1252", "replace").replace("\ufffd", "")
     hidden = "zero\u200bwidth and soft\u00adhyphen " + prose(random.Random(4), 80)
@@ -132,14 +153,17 @@ def test_a_negative_count_is_refused(tmp_path: Path) -> None:
     assert "--boilerplate is -1, expected 0 or more" in fault_of(Settings, boilerplate=-1)
 
 
-def test_chinese_with_few_characters_changed_is_a_near_duplicate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("letters", [[(0x4E00, 0x9FA5)], [(0x3041, 0x3097), (0x30A1, 0x30FB), (0x4E00, 0x9FA5)]])
+def test_chinese_and_japanese_with_few_characters_changed_are_near_duplicates(
+    letters: list[tuple[int, int]], tmp_path: Path
+) -> None:
     rng = random.Random(5)
-    texts = [
-        "".join(chr(rng.randrange(0x4E00, 0x9FA5)) + "\u3002" * (n % 30 == 29) for n in range(600)) for _ in range(40)
-    ]
-    edited = [
-        "".join(chr(rng.randrange(0x4E00, 0x9FA5)) if rng.random() < 0.005 else c for c in text) for text in texts
-    ]
+
+    def letter() -> str:
+        return chr(rng.randrange(*rng.choice(letters)))
+
+    texts = ["".join(letter() + "\u3002" * (n % 30 == 29) for n in range(600)) for _ in range(40)]
+    edited = ["".join(letter() if rng.random() < 0.005 else c for c in text) for text in texts]
     source = write_source(tmp_path / "s", [*texts, *edited])
     build_corpus([source], tmp_path / "out", Settings(val_share=0.0), filter_file(tmp_path), workers=1)
     found = rows(tmp_path / "out", "dropped IS NOT NULL, cluster", "WHERE number >= 40 ORDER BY number")

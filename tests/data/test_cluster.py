@@ -133,7 +133,7 @@ def write_source(folder: Path, documents: int, words: int = 300) -> Path:
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Any]:
     """A cluster of two machines on this one, without a memory monitor: others use this machine too."""
-    pytest.importorskip("ray", reason='needs Ray: pip install "tinyforge[cluster]"')
+    pytest.importorskip("ray", reason='needs Ray: pip install -e ".[cluster]"')
     patch = pytest.MonkeyPatch()
     for name, value in {"memory_monitor_refresh_ms": "0", "USAGE_STATS_ENABLED": "0", "DEDUP_LOGS": "0"}.items():
         patch.setenv(f"RAY_{name}", value)
@@ -163,19 +163,21 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_a_cluster_makes_the_same_bytes_also_when_a_machine_is_killed(
     two_nodes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data.passes.SPAN_BYTES", 200_000)
+    monkeypatch.setattr("tinyforge.data.source.FILE_BYTES", 60_000)  # so that there are many tasks
     monkeypatch.chdir(tmp_path)
     write_source(Path("web"), 600)
     corpus = ["web", "--val-share", "0.1"]
     assert make_corpus([*corpus, "--out", "plain", "--workers", "1"]) == 0
     assert make_shards(["--corpus", "plain", "--out", "plain-shards", "--vocab-size", "300", "--workers", "1"]) == 0
     machine = two_nodes.add_node(**two_nodes.size)
-    done = threading.Event()
+    done, killed = threading.Event(), threading.Event()
 
     def kill() -> None:
         """Once the first results are there."""
         while not done.is_set() and len(list(Path("rayed/.work").glob("read-*.json"))) < 2:
             time.sleep(0.01)
+        if not done.is_set():
+            killed.set()
         two_nodes.remove_node(machine, allow_graceful=False)
 
     killer = threading.Thread(target=kill)
@@ -185,6 +187,7 @@ def test_a_cluster_makes_the_same_bytes_also_when_a_machine_is_killed(
     finally:
         done.set()
         killer.join()
+    assert killed.is_set() and len(list(Path("web").glob("*.parquet"))) > 9
     assert files_of(Path("plain")) == files_of(Path("rayed"))
     assert (
         make_shards(["--corpus", "rayed", "--out", "rayed-shards", "--vocab-size", "300", "--ray", two_nodes.address])

@@ -14,6 +14,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -582,6 +583,45 @@ def test_a_corpus_that_is_there_is_not_made_again_and_other_settings_replace_it(
     assert not any("web" in name for name in public_bytes(out))
     build_corpus(sources, out, SETTINGS, workers=1)
     assert public_bytes(out) == before
+
+
+def test_a_source_that_is_added_does_not_have_the_others_read_again(
+    mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(12)
+    header = "A line of many words, which all of these pages have above their text, is cut out of each one of them.\n"
+    pages = write_source(tmp_path / "pages", [header + prose(rng, 100) for _ in range(30)])
+    added = write_source(tmp_path / "added", [header + prose(rng, 100), *[prose(rng, 60) for _ in range(5)], "few"])
+    kept, settings = [mixed[0][0], pages, mixed[0][1]], replace(SETTINGS, detect_language=False)
+    build_corpus(kept, tmp_path / "out", settings, workers=1)
+    looked: list[str] = []
+    for name in ("read_texts", "clean_texts", "find_rules"):
+        real = getattr(passes, name)
+
+        def counted(job: Any, span: Any, *rest: Any, real: Any = real) -> Any:
+            looked.append(getattr(span, "span", span).source)
+            return real(job, span, *rest)
+
+        monkeypatch.setattr(corpus_module, name, counted)
+    for sources in ([*kept[:2], added, kept[2]], kept[::-1], [*kept, added]):
+        looked.clear()
+        build_corpus(sources, tmp_path / "out", settings, workers=1)
+        assert set(looked) == ({"added"} if added in sources else set())
+        build_corpus(
+            sources, tmp_path / f"new-{sources[0].name}-{len(sources)}-{sources[-1].name}", settings, workers=1
+        )
+        assert public_bytes(tmp_path / "out") == public_bytes(
+            tmp_path / f"new-{sources[0].name}-{len(sources)}-{sources[-1].name}"
+        )
+    looked.clear()
+    build_corpus(kept, tmp_path / "out", replace(settings, similarity=0.7), workers=1)
+    assert not looked  # documents are compared again, and none is measured
+    next((tmp_path / "out" / ".kept" / "pages").glob("clean-*.npy")).unlink()  # incomplete, so not used
+    build_corpus(kept, tmp_path / "out", replace(settings, similarity=0.8), workers=1)
+    assert set(looked) == {"pages"}
+    looked.clear()
+    build_corpus(kept, tmp_path / "out", replace(settings, boilerplate=0), workers=1)
+    assert set(looked) == {"books", "pages", "web"}
 
 
 class Stop(Exception):

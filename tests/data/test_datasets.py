@@ -10,7 +10,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-pytest.importorskip("huggingface_hub", reason='names on the hub: pip install "tinyforge[hub]"')
+pytest.importorskip("huggingface_hub", reason='names on the hub: pip install -e ".[hub]"')
 
 from tests.data.conftest import fault_of
 from tests.data.test_corpus import prose, texts_of, write_source

@@ -65,6 +65,13 @@ def test_equal_grams_and_only_those_have_equal_hashes(n: int) -> None:
     assert len(set(known.values())) == len(known) > 100
 
 
+def test_the_first_grams_are_the_first_of_all() -> None:
+    words = Words(random_texts(20, 4))
+    (every, bounds), (first, of_first) = words.grams(2), words.grams(2, 7)
+    parts = [every[a:b][:7] for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert np.array_equal(first, np.concatenate(parts)) and np.array_equal(np.diff(of_first), [*map(len, parts)])
+
+
 def test_a_gram_has_the_same_hash_wherever_it_stands() -> None:
     alone, _ = Words(["one two three"]).grams(3)
     later, _ = Words(["x " * 1000, "zero one. Two\n\nTHREE four"]).grams(3)

@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.docs.test_glossary import Uses
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
@@ -78,6 +80,23 @@ def test_every_link_leads_somewhere(site: Path, pages: dict[Path, Page]) -> None
             elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
                 broken.append(f"{path.relative_to(site)}: {link}, no such anchor")
     assert sorted(set(broken)) == []
+
+
+def test_the_first_use_of_a_term_of_the_glossary_is_linked(site: Path) -> None:
+    wrong = {}
+    for source in sorted((ROOT / "docs").rglob("*.md")):
+        name = source.relative_to(ROOT / "docs").as_posix()
+        built = site / {"README.md": "textbook.html"}.get(name, re.sub("README.md$", "index.md", name)[:-3] + ".html")
+        if name != "glossary.md" and (missing := Uses(built.read_text(encoding="utf-8")).not_linked()):
+            wrong[name] = missing
+    assert wrong == {}
+    assert 'class="term"' in (site / "ops/attention.html").read_text(encoding="utf-8")
+
+
+def test_a_page_that_begins_with_a_command_says_where_to_run_it(site: Path) -> None:
+    said = {p.stem for p in site.rglob("*.html") if "Run the commands from the root" in p.read_text(encoding="utf-8")}
+    assert {"training", "gradcheck", "data", "base-run"} <= said and not {"softmax", "install", "glossary"} & said
+    assert 'href="../install.html">installed' in (site / "results/base-run.html").read_text(encoding="utf-8")
 
 
 def test_nothing_is_fetched_from_elsewhere(pages: dict[Path, Page]) -> None:

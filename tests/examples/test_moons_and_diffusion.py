@@ -15,12 +15,14 @@ import pytest
 from examples.diffusion import benchmark, digits, sample, train
 from examples.diffusion.unet import SPEC, Config, UNet
 from tests.backends.as_graphs import AsGraphs
-from tinyforge import checkpoint, get_backend, inspect
+from tinyforge import chat, checkpoint, get_backend, inspect
 from tinyforge.errors import UserError
 from tinyforge.formats import load
 from tinyforge.gradcheck import TOLERANCE, check_op
 from tinyforge.registry import models, register
+from tinyforge.serve import __main__ as server
 from tinyforge.train import metrics
+from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.plan import plan_step
 from tinyforge.zoo import command
 
@@ -114,6 +116,11 @@ def test_commands_for_text_say_what_the_model_is_for(run: Path, capsys: pytest.C
         inspect.main(["hello", "--checkpoint", str(run)])
     with pytest.raises(UserError, match="UNet learns images from noise and cannot continue text; use it by"):
         load(run, get_backend("numpy", workers=1)).generate("Once upon a time")
+    for command_of_text in (chat.main, server.main):
+        with pytest.raises(UserError, match="UNet (reads no|learns images from noise and cannot continue) text"):
+            command_of_text(["--checkpoint", str(run), "--backend", "numpy"])
+    with pytest.raises(UserError, match="--seq-len: UNet reads no sequences of tokens; leave it out"):
+        command.main(["show", SPEC.name, "--seq-len", "10"])
     assert command.main(["show", str(run)]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"architecture +UNet: .*", shown) and "use            python examples/diffusion/sample.py" in shown
@@ -132,6 +139,19 @@ def test_the_path_and_its_velocity() -> None:
     x, times, labels, target = digits.noised(images, np.array([1, 0]), np.array([0.0, 1.0]), noise, 6).given
     assert np.allclose(x[0], digits.as_pixels(images)[0]) and np.allclose(x[1], noise[1])
     assert np.allclose(target, noise - digits.as_pixels(images)) and times.shape == (2, 6) and labels.dtype == np.int32
+
+
+def test_held_out_losses_take_no_more_rows_at_once_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = UNet(Config(image=8, width=8), get_backend("numpy", "fp64", workers=1))
+    model.initialise(0)
+    images, noise = np.zeros((7, 1, 8, 8), np.uint8), np.random.default_rng(0).normal(size=(7, 8, 8, 1))
+    batch = digits.noised(images, np.arange(7), np.linspace(0, 1, 7), noise, 32)
+    parallel, seen, forward = DataParallel(model, model.backend), [], model.forward
+    monkeypatch.setattr(model, "forward", lambda *given, **how: (seen.append(len(given[0])), forward(*given, **how))[1])
+    whole = parallel.losses(batch)
+    parallel.rows = 3
+    assert np.allclose(parallel.losses(batch), whole, rtol=1e-12) and seen == [7, 3, 3, 1]
+    assert parallel.losses(batch[:0]).shape == (0,)
 
 
 def test_captured_steps_are_plain_ones() -> None:

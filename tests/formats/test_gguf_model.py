@@ -543,7 +543,7 @@ def test_a_file_that_is_not_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     (tmp_path / "m.gguf").write_bytes(file([LLAMA]))
-    with pytest.raises(UserError, match=r'needs the package gguf; run pip install "tinyforge\[gguf\]"'):
+    with pytest.raises(UserError, match=r'needs the package gguf; run pip install -e ".*\[gguf\]"'):
         load(tmp_path / "m.gguf", FP32)
 
 

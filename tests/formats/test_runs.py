@@ -53,6 +53,16 @@ def damage(path: Path, name: str, content: str) -> None:
 # --- which one
 
 
+def test_a_model_that_generates_no_text_is_not_taken(tmp_path: Path) -> None:
+    """Whatever its kind; one that is not registered here is, so that its name is in the refusal."""
+    text = save_run(tmp_path / "a", "pretrain", 1, 30)
+    save_run(tmp_path / "b", "pretrain", 1, 20, model="bert")
+    save_run(tmp_path / "c", "sft", 1, 10, model="vit")
+    assert newest_run(("tuned", "pretrain"), tmp_path) == text
+    stranger = save_run(tmp_path / "d", "pretrain", 1, 5, model="absent")
+    assert newest_run(("tuned", "pretrain"), tmp_path) == stranger
+
+
 def test_the_newest_fine_tuned_run_comes_first(tmp_path: Path) -> None:
     tuned, base = save_run(tmp_path / "a", "sft", 3, 20), save_run(tmp_path / "c", "pretrain", 1, 10)
     save_run(tmp_path / "b", "sft", 1, 30)

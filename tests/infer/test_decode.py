@@ -12,6 +12,7 @@ import pytest
 
 from tinyforge.backends import get_backend
 from tinyforge.frozen_model import frozen_model
+from tinyforge.infer.causal_lm import logits
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import (
@@ -157,20 +158,33 @@ def test_a_long_context_costs_what_is_used_of_it() -> None:
     assert peak < 20 << 20  # all positions of the cache would be 260 MB, and those of the angles 17
 
 
-def test_a_model_that_only_decodes_gives_its_memory_to_the_decoder() -> None:
-    config = LlamaConfig(dim=128, heads=4, kv_heads=2, layers=3, context=64, vocab=600, hidden=300)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_mostly_decodes_reads_its_weights_from_the_decoder(tied: bool) -> None:
+    config = LlamaConfig(dim=128, heads=4, kv_heads=2, layers=3, context=64, vocab=600, hidden=300, tied=tied)
     backend = get_backend("numpy", "fp32")
     frozen, rng = frozen_model(partial(Llama, config, backend)), np.random.default_rng(3)
     for p in frozen.buffer.frozen:
         frozen.buffer.set_master(p, rng.normal(size=p.shape) * 0.1 + p.fill)
-    expected = NumpyDecoder(frozen).first([1, 2, 3])
-    frozen.only_decodes = True
+    frozen.blocks[1].norm2.op.weight.value[7] = 0  # erases a column, which need not come back
+    plain, ids = NumpyDecoder(frozen), np.array([[1, 2, 3]])
+    expected, passed, nbytes = plain.first([1, 2, 3]).copy(), logits(frozen, ids), frozen.buffer.nbytes
+    weights = {p.name: p.value.copy() for p in frozen.buffer.frozen}
+    weights[frozen.blocks[1].mlp.up.weight.name][:, 7] = 0
+    frozen.mostly_decodes = True
     found = make_decoder(frozen)
-    assert isinstance(found, NumpyDecoder) and found.shared_head
+    assert isinstance(found, NumpyDecoder) and found.shared_head == tied
     np.testing.assert_allclose(found.first([1, 2, 3]), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(logits(frozen, ids), passed, rtol=0, atol=1e-5 * np.abs(passed).max())
+    again = make_decoder(frozen).first([1, 2, 3])
+    np.testing.assert_allclose(again, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    for p in frozen.buffer.frozen:
+        np.testing.assert_allclose(p.value, weights[p.name], rtol=3e-7, atol=0, err_msg=p.name)
+    packed = {p.name for p in frozen.buffer.frozen if p.weights}
+    assert len(packed) == 3 * 4 + (not tied) and frozen.buffer.nbytes == nbytes
     if sys.platform == "linux":
-        assert not frozen.blocks[1].mlp.up.weight.value[20:100].any()
-        assert frozen.embedding.weight.value[1].any()
+        flat = frozen.buffer.frozen_values
+        released = sum(not part.any() for part in np.split(flat[: flat.size // 1024 * 1024], flat.size // 1024))
+        assert released * 1024 * 4 > 0.9 * sum(p.stored.nbytes for p in frozen.buffer.frozen if p.weights)
 
 
 @pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
@@ -330,3 +344,32 @@ def test_scores_of_a_prompt_are_shifted_where_an_exponential_would_overflow(monk
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.SAFE_SCORE", 1e9)
     with np.errstate(all="ignore"):
         assert not np.isfinite(last_logits()).all()
+
+
+def test_states_are_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.PREFILL_ROWS", 16)
+    model, tokens = model_of(CONFIG), tokens_of(CONFIG, 1, 90)
+    expected = model.hidden(tokens)[0]
+    shared = NumpyDecoder(model, 3)
+    shared.prefill(1, [5, 6, 7])
+    alone = shared.alone(90)
+    found = [alone.states(tokens[0, at:end].tolist()) for at, end in ((0, 1), (1, 40), (40, 90))]
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=0, atol=1e-10)
+    assert alone.lengths == [90] and shared.lengths == [0, 3, 0]
+
+
+@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+def test_the_last_logits_of_several_positions_are_those_of_a_pass(kind: type[Decoder]) -> None:
+    model, tokens = model_of(CONFIG), tokens_of(CONFIG, 1, 70)[0].tolist()
+    for n in (1, 2, 4, 5, 8, 31, 32, 33):
+        passes, last = kind(model, 3), kind(model, 3)
+        for decoder in (passes, last):
+            decoder.prefill(1, tokens[:20])
+        expected = passes.step_rows([1], [tokens[20 : 20 + n]], 2)[:, -1:].copy()
+        found = last.last_logits(1, tokens[20 : 20 + n], 2)
+        assert found.shape == (1, 1, 2, CONFIG.vocab) and last.lengths == [0, 20 + n, 0]
+        if n <= last.together:
+            assert np.array_equal(found, expected), n
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+        after = [decoder.step_rows([1], [tokens[60:62]], 1).copy() for decoder in (passes, last)]
+        np.testing.assert_allclose(after[0], after[1], rtol=0, atol=1e-10)

@@ -14,7 +14,7 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import logits
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder, SequenceStart
-from tinyforge.infer.decoder_numpy import NumpyDecoder
+from tinyforge.infer.decoder_numpy import SMALL_ROWS, NumpyDecoder
 from tinyforge.infer.generation import generate
 from tinyforge.infer.sampling import Sampling, choose
 from tinyforge.infer.scheduler import AHEAD, BLOCK, Prefixes, QueueFull, Request, Scheduler
@@ -225,6 +225,30 @@ def test_what_a_prompt_has_beyond_its_pieces_passes_beside_other_rows() -> None:
     assert [request.tokens for request in requests] == [drawn_alone(model, *wish) for wish in asked]
     assert [r.stats.prefilled for r in requests] == [n - 1 for n in lengths] and not gone.tokens
     assert [r.stats.passes for r in requests] == [min(20, CONFIG.context - n) for n in lengths]
+
+
+@pytest.mark.parametrize(("length", "prefills"), [(1, 0), (32, 0), (33, 1), (40, 1), (65, 2)])
+def test_the_end_of_a_prompt_takes_one_pass(length: int, prefills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside complete pieces nothing is prefilled, where the decoder takes several positions at once."""
+    monkeypatch.setattr("tinyforge.infer.decoder_numpy.product_rows", lambda: SMALL_ROWS)
+    model, filled = tiny(config=replace(CONFIG, context=100)), list[int]()
+    scheduler = Scheduler(model, 2, prefix_bytes=0)
+    prefill = scheduler.decoder.prefill
+
+    def counted(row: int, ids: Sequence[int]) -> None:
+        filled.append(len(ids))
+        prefill(row, ids)
+
+    monkeypatch.setattr(scheduler.decoder, "prefill", counted)
+    prompt = [i % 11 for i in range(length)]
+    request = scheduler.submit(prompt, Sampling(temperature=0, max_tokens=3, drafts=0))
+    while request.reason is None:
+        scheduler.step()
+    assert filled == [32] * prefills and request.stats.prefilled == length - 1 and request.stats.passes == 3
+    decoder = ReferenceDecoder(model)
+    decoder.prefill(0, prompt[:-1])
+    for token, last in zip(request.tokens, [prompt[-1], *request.tokens], strict=False):
+        assert int(decoder.step([[last]])[0, 0, 0].argmax()) == token
 
 
 def test_a_block_is_queued_before_the_one_before_it_is_read() -> None:

@@ -94,3 +94,14 @@ def test_the_command(tmp_path: Path, model: NanoEuler, capsys: pytest.CaptureFix
             inspect.main([wrong, *text[1:]])
     with pytest.raises(UserError, match="--top is 0"):
         inspect.main([*text[:3], "--top", "0"])
+
+
+def test_a_chat_model_reads_a_question_in_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """README's line: each head of the shipped model is sure of its part of the answer, "in the yard"."""
+    asked = ["Zobert is in the yard. Where is Zobert?", "--checkpoint", "small", "--out", str(tmp_path / "a.png")]
+    assert inspect.main([*asked, "--top", "1"]) == 0
+    templated = capsys.readouterr().out
+    last = templated.splitlines()[-5:-1]
+    assert [line.split("'")[1] for line in last] == ["in", " the", " y", "ar"]
+    assert inspect.main([*asked, "--top", "1", "--template", "plain"]) == 0
+    assert len(capsys.readouterr().out) < 0.5 * len(templated)

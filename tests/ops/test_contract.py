@@ -7,6 +7,7 @@ row and to one, tied parameters, messages.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -218,3 +219,79 @@ def test_what_an_op_does_not_expect_is_refused_by_its_name(kind: type[Op]) -> No
         if kind not in ANY_WIDTH:
             with pytest.raises(ValueError, match=rf"^({names}): .*[,;] expected "):
                 op.forward(*inputs[:i], wide, *inputs[i + 1 :], stash=Stash())
+
+
+def weight(*shape: int) -> Param:
+    return Param("w", shape, std=1.0)
+
+
+LIMITS: tuple[tuple[Callable[..., Op], Sequence[Any], Sequence[Any]], ...] = (
+    (lambda rate: ops.Dropout(rate, FP64), (0.0, 0.99), (-0.01, 1.0)),
+    (lambda rate: ops.Attention(1, 1, FP64, dropout=rate), (0.0, 0.99), (-0.01, 1.0)),
+    (
+        lambda rate: ops.LoRA(weight(3, 4), weight(2, 4), weight(3, 2), FP64, alpha=1.0, rate=rate),
+        (0.0, 0.9),
+        (-0.1, 1),
+    ),
+    (lambda a: ops.LoRA(weight(3, 4), weight(*a), weight(3, 2), FP64, alpha=1.0), ((2, 4),), ((1, 4), (2, 3), (2, 5))),
+    (lambda b: ops.LoRA(weight(3, 4), weight(2, 4), weight(*b), FP64, alpha=1.0), ((3, 2),), ((3, 3), (4, 2))),
+    (lambda window: ops.Attention(1, 1, FP64, window=window), (1, 2, None), (0, -1)),
+    (lambda causal: ops.Attention(1, 1, FP64, window=1, causal=causal), (True,), (False,)),
+    (lambda cap: ops.Attention(1, 1, FP64, softcap=cap), (0.0, 0.1), (-0.1,)),
+    (lambda heads: ops.Attention(heads, 2, FP64), (2, 4), (1, 3)),
+    (lambda stride: ops.Conv2d(weight(2, 3, 3, 1), FP64, stride=stride), (1, 2), (0, -1)),
+    (lambda padding: ops.Conv2d(weight(2, 3, 3, 1), FP64, padding=padding), (0, 3), (-1,)),
+    (lambda shape: ops.Conv2d(weight(*shape), FP64), ((2, 1, 1, 1),), ((2, 1, 1), (2, 1, 1, 1, 1))),
+    (lambda size: ops.MaxPool2d(size, FP64), (1, 15), (0, 16)),
+    (lambda stride: ops.AveragePool2d(2, FP64, stride=stride), (1, 3, None), (0, -1)),
+    (lambda factor: ops.Upsample(factor, FP64), (1, 2), (0,)),
+    (lambda groups: ops.GroupNorm(weight(6), weight(6), groups, FP64), (1, 2, 6), (4, 5)),
+    (lambda width: ops.RoPE(6, 2, 1, FP64, width=width), (0, 2, 6), (1, 3, 8, -2)),
+    (lambda dim: ops.RoPE(dim, 2, 1, FP64), (2, 4), (3,)),
+    (lambda heads: ops.CappedCrossEntropy(weight(heads, 5, 3), 1.0, FP64), (1,), (2,)),
+    (lambda count: ops.Sequential(*[ops.ReLU(FP64)] * count), (1, 2), (0,)),
+)
+
+
+@pytest.mark.parametrize(("make", "taken", "refused"), LIMITS)
+def test_arguments_are_taken_up_to_their_limits(
+    make: Callable[[Any], Op], taken: Sequence[Any], refused: Sequence[Any]
+) -> None:
+    for value in taken:
+        assert make(value).params() is not None
+    for value in refused:
+        with pytest.raises((ValueError, UserError), match=r"expected|divide|want"):
+            make(value)
+
+
+def test_inputs_are_taken_up_to_their_limits() -> None:
+    """The smallest image that a window fits, the last position of a table; one less, or one more, is refused."""
+
+    def conv(size: int) -> None:
+        op = with_buffer(ops.Conv2d(weight(1, 3, 2, 1), FP64), FP64, np.random.default_rng(0))
+        op.forward(np.zeros((1, size + 1, size, 1)))
+
+    def place(last: int) -> None:
+        op = with_buffer(ops.LearnedPositions(weight(5, 2), FP64), FP64, np.random.default_rng(0))
+        op.forward(np.zeros((1, 2, 2)), offset=last - 2)
+
+    def attend(options: dict[str, Any]) -> None:
+        causal = "lengths" not in options or options.pop("causal", False)
+        ops.Attention(1, 1, FP64, causal=causal).forward(np.zeros((1, 2, 3, 2)), **options)
+
+    taken: list[tuple[Callable[[Any], Any], Any, Any]] = [
+        (conv, 2, 1),
+        (lambda shape: ops.MaxPool2d(3, FP64).forward(np.zeros(shape)), (1, 3, 3, 1), (1, 2, 3, 1)),
+        (lambda shape: ops.AveragePool2d(3, FP64).forward(np.zeros(shape)), (1, 3, 3, 1), (1, 3, 2, 1)),
+        (lambda shape: ops.MaxPool2d(1, FP64).forward(np.zeros(shape)), (1, 2, 2, 1), (2, 2, 1)),
+        (lambda side: ops.Patches(2, FP64).forward(np.zeros((1, 1, 4, side))), 4, 3),
+        (lambda side: ops.Patches(2, FP64).forward(np.zeros((1, 1, side, 4))), 2, 5),
+        (lambda shape: ops.MSE(FP64).forward(np.zeros((2, 3)), np.zeros(shape)), (2, 3), (2, 4)),
+        (lambda dtype: ops.MSE(FP64).forward(np.zeros(3), np.zeros(3, dtype)), "f8", "f4"),
+        (place, 5, 6),
+        (attend, {"starts": np.zeros((1, 2), np.int32)}, {"lengths": np.array([1]), "causal": True}),
+    ]
+    for call, right, wrong in taken:
+        call(right)
+        with pytest.raises(ValueError, match=r"expected|the table|lengths with causal"):
+            call(wrong)

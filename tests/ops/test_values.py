@@ -601,6 +601,24 @@ def test_a_teachers_logits_may_be_large(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(dh, (np.exp(logp) - q) * there @ weight, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("shift", [30.0, 59.9, 60.1, 100.0, 1000.0, -30.0, -60.1, -100.0, -1000.0])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_the_softmax_of_a_loss_does_not_depend_on_where_its_logits_lie(
+    shift: float, precision: str, rng: np.random.Generator
+) -> None:
+    """All of them far above 0, or far below; in one row alone."""
+    backend = get_backend("numpy", precision, workers=1)
+    logits, targets = rng.normal(size=(4, 1, 6)), rng.integers(-1, 6, (4, 1))
+    where, found = np.array([shift, shift, shift, 0])[:, None, None], []
+    for given in (logits, logits + shift, logits + where):
+        op, stash = ops.CrossEntropy(backend), Stash()
+        nll = op.forward(backend.asarray(given), targets, stash)
+        found.append((nll, op.backward(np.ones(1, backend.master_dtype), stash)[0]))
+    for other in found[1:]:
+        for got, expected in zip(other, found[0], strict=True):
+            np.testing.assert_allclose(got, expected, rtol=0, atol=3e-4 if precision == "fp32" else 1e-12)
+
+
 def test_gelu_erf_is_the_math_librarys(rng: np.random.Generator) -> None:
     x = np.concatenate([np.linspace(-10, 10, 4001), rng.normal(size=2000), [0.0, 1e-300, -1e-20, 5e3, -5e3]])
     root = 0.5**0.5

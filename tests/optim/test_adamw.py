@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -86,6 +87,24 @@ def test_the_norm_is_that_of_all_gradients_and_clipping_brings_it_to_the_limit()
     assert norm * factor == pytest.approx(1.0, rel=1e-6)
 
 
+def test_pieces_whose_squares_are_known_before_add_up_to_the_same_norm() -> None:
+    found = []
+    for pieces, known in ((None, range(0)), ((9, 30_000), range(0)), ((9, 30_000), range(1, 2)), ((5,), range(2))):
+        buffer, _ = some_buffer("fp32", 1)
+        ends = (0, *(pieces or ()), buffer.values.size)
+        optimizer = AdamW(
+            buffer, get_backend("numpy", "fp32", 1), CONFIG, [slice(*two) for two in itertools.pairwise(ends)]
+        )
+        buffer.grads[...] = np.random.default_rng(3).normal(size=buffer.grads.shape)
+        optimizer.know(known)
+        norm, factor = optimizer.clip(1.0)
+        optimizer.step(0.1, factor)
+        found.append((norm, factor, buffer.values.copy()))
+    for norm, factor, values in found[1:]:
+        assert (norm, factor) == pytest.approx(found[0][:2], rel=1e-6)
+        np.testing.assert_allclose(values, found[0][2], rtol=1e-5, atol=1e-6)
+
+
 def test_clipping_leaves_what_is_within_the_limit() -> None:
     assert clip_scale(2.0, 1.0) == 0.5
     assert clip_scale(0.5, 1.0) == clip_scale(1.0, 1.0) == 1.0
@@ -103,6 +122,7 @@ def test_the_first_rate_is_a_hundredth_of_the_peak() -> None:
 def test_warm_up_is_linear_and_never_zero(schedule: str) -> None:
     rates = [learning_rate(schedule, p, 2.0, decay=0.4, warmup=0.1) for p in (0.0, 0.025, 0.05, 0.1)]
     assert 0 < rates[0] < 0.05
+    assert learning_rate(schedule, 0.0, 2.0, decay=0.4, warmup=0.0) == 2.0  # there may be none
     assert rates[1:] == pytest.approx([0.5, 1.0, 2.0])
 
 

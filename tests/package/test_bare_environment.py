@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -51,6 +52,24 @@ def test_a_program_of_its_own_gets_the_usual_error(bare: Path, tmp_path: Path) -
     program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport tinyforge\n", encoding="utf-8")
     done = run(bare, str(program), where=tmp_path)
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'numpy'"
+
+
+def test_an_extra_is_installed_without_the_name_of_another_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On PyPI another project has the name tinyforge. A wheel's metadata list the packages, with their bounds."""
+    monkeypatch.chdir(ROOT)
+    assert requirements.what_brings("gguf", ROOT) == '-e ".[gguf]"'
+    monkeypatch.chdir(tmp_path)
+    assert requirements.what_brings("gguf", ROOT) == f'-e "{ROOT}[gguf]"'
+    listed = ["numpy>=2.0", 'gguf>=0.17 ; extra == "hub"', "wgpu>=0.32; extra == 'webgpu'", 'hub>1; extra == "hubs"']
+    monkeypatch.setattr(requirements.metadata, "requires", lambda name: listed)
+    assert requirements.what_brings("hub", tmp_path) == '"gguf>=0.17"'
+    assert requirements.what_brings("webgpu", tmp_path) == '"wgpu>=0.32"'
+    monkeypatch.chdir(ROOT)
+    named = re.compile(r"pip install (-\w+ )*[\"']?tinyforge\b|\btinyforge\[")
+    pages = [*ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("tinyforge/**/*.py"), *ROOT.glob("data/*.py")]
+    assert [page for page in pages if named.search(page.read_text(encoding="utf-8"))] == []
 
 
 def test_what_to_type_follows_from_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

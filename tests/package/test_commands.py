@@ -12,6 +12,7 @@ import pytest
 from tests.test_import import fresh_import
 from tinyforge import cli
 from tinyforge.errors import UserError
+from tinyforge.invocation import as_typed
 
 ROOT = Path(__file__).parents[2]
 NAMES = [" ".join(words) for words in cli.present()]
@@ -34,7 +35,14 @@ def test_a_command_is_its_module(name: str, capsys: pytest.CaptureFixture[str]) 
             run()
         assert left.value.code == 0
         shown.append(capsys.readouterr().out.partition("\n\n")[2])
-    assert shown[0] == shown[1] != ""
+    assert shown[0] == as_typed(shown[1], in_checkout=False) != ""
+
+
+def test_a_refusal_names_the_command_that_was_typed() -> None:
+    with pytest.raises(UserError, match="see tinyforge models --help"):
+        cli.main(["models"])
+    with pytest.raises(UserError, match="see python -m models --help"):
+        importlib.import_module("tinyforge.zoo.command").main([])
 
 
 def test_flags_reach_the_module(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,7 @@ BESIDE = Path(sys.executable).with_name("mpirun")
 MPIRUN = str(BESIDE) if BESIDE.exists() else shutil.which("mpirun")
 needs_mpi = pytest.mark.skipif(
     MPIRUN is None or importlib.util.find_spec("mpi4py") is None,
-    reason="needs mpirun and mpi4py: pip install 'tinyforge[cluster]'",
+    reason="needs mpirun and mpi4py: pip install -e '.[cluster]'",
 )
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent by Linux's own means")
 

@@ -483,6 +483,6 @@ def test_what_ends_a_copy_leaves_the_process(letters: Tokenizer, monkeypatch: py
 def test_without_jinja2_the_package_is_named(monkeypatch: pytest.MonkeyPatch, letters: Tokenizer) -> None:
     monkeypatch.setattr(jinja_client, "_PROCESS", jinja_client._Process())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'needs the package jinja2; run pip install "tinyforge\[hub\]"'):
+    with pytest.raises(UserError, match=r'needs the package jinja2; run pip install -e ".*\[hub\]"'):
         published(CHATML).encode(letters, [("Hi", None)])
     assert TEMPLATES["alpaca"].encode(letters, [("Hi", None)])

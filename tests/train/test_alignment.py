@@ -15,9 +15,9 @@ from tinyforge.gradcheck import TOLERANCE, directional_error
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Stash
 from tinyforge.train.data_parallel import DataParallel
-from tinyforge.train.objectives import Batch, NextTokens
+from tinyforge.train.objectives import Batch, Classes, MaskedTokens, NextTokens
 from tinyforge.train.policy import GRPO, OLD, REFERENCE, advantages, policy_batch, reward_figures, worth_learning
-from tinyforge.train.preferences import DPO, IPO, ORPO, Encoded, Pairs, SimPO, cached_reference, reply_rows
+from tinyforge.train.preferences import DPO, IPO, ORPO, Encoded, Pairs, SimPO, cached_reference, measure, reply_rows
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 CONFIG = Config(dim=8, heads=2, kv_heads=1, layers=1, context=9, vocab=11, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5))
@@ -124,6 +124,120 @@ def test_the_divisor_counts_replies_without_a_gradient(how: str) -> None:
     shares = {"dapo": 1 / sum(lengths), "grpo": 1 / (8 * 3), "dr_grpo": 1 / (8 * 6)}[how]
     reply = -advantages(rewards.reshape(-1, 4), how != "dr_grpo")[0, 0] * shares  # d loss / d log p of its tokens
     np.testing.assert_allclose(slopes[0][0, :, 0], [-reply] * 3 + [0] * 3, rtol=1e-12)
+
+
+EVERY_OBJECTIVE = [NextTokens((1.0, 0.5)), MaskedTokens((1.0, 0.5)), Classes((1.0, 0.5)), *PREFERENCES, *POLICIES]
+
+
+def small_batch(objective: Any, rows: int, lengths: int, target: int, seed: int = 0) -> tuple[np.ndarray, Batch]:
+    """nll, (rows, 3, 2), and a batch whose replies have so many targets, all of them `target`."""
+    rng = np.random.default_rng(seed)
+    targets = np.full((rows, 3, 2), -1, np.int32)
+    targets[:, :lengths] = target
+    more = (rng.normal(size=rows),) + tuple(-rng.uniform(0.5, 2, (rows, 3)) for _ in range(2))
+    given = more if isinstance(objective, GRPO) else more[:1] if isinstance(objective, DPO) else ()
+    nll = rng.uniform(0.5, 2, (rows, 3, 2)) * (targets >= 0)
+    return nll, Batch(np.zeros((rows, 3), np.int32), targets, objective_inputs=given)
+
+
+@pytest.mark.parametrize("objective", EVERY_OBJECTIVE, ids=repr)
+def test_an_objective_does_not_read_which_token_a_target_is(objective: Any) -> None:
+    """The first one of the vocabulary is one like any other."""
+    found = []
+    for target in (0, 7):
+        nll, batch = small_batch(objective, 4, 2, target)
+        counts = objective.count(batch)
+        found.append((counts, *objective.weigh(nll, batch, counts, FP64)))
+    for first, other in zip(*found, strict=True):
+        assert np.array_equal(first, other)
+
+
+@pytest.mark.parametrize("objective", EVERY_OBJECTIVE, ids=repr)
+def test_a_step_may_be_as_small_as_one_token_or_none(objective: Any) -> None:
+    """The gradient is divided by the counts also where they are 1; without targets it is 0, and no figure is NaN."""
+    nll, batch = small_batch(objective, 2 if isinstance(objective, DPO) else 1, 1, 0)
+    counts = objective.count(batch)
+    assert counts.min() <= 1
+    (sums, one), (_, half) = (objective.weigh(nll, batch, n * counts, FP64) for n in (1, 2))
+    np.testing.assert_allclose(one, 2 * half, rtol=1e-12)
+    assert np.any(one)
+    twice = objective.figures(sums if isinstance(objective, GRPO) else 2 * sums, 2 * counts)
+    for name, value in objective.figures(sums, counts).items():
+        expected = twice[name] * (2 if isinstance(objective, GRPO) and name != "loss" else 1)
+        assert value == pytest.approx(expected, rel=1e-12), name
+    nll, batch = small_batch(objective, 2, 0, 0)
+    counts = objective.count(batch)
+    sums, nothing = objective.weigh(nll, batch, counts, FP64)
+    assert np.isfinite(np.broadcast_to(nothing, nll.shape)).all()
+    assert np.isfinite([*objective.figures(sums, counts).values()]).all()
+    none = 0 * counts
+    assert np.isfinite([*objective.figures(0 * sums, none).values()]).all()
+    assert np.isfinite(np.asarray(objective.weigh(nll[:0], batch[:0], none, FP64)[1])).all()
+
+
+@pytest.mark.parametrize("objective", POLICIES, ids=repr)
+def test_the_figures_of_rewards_are_those_counted_token_by_token(objective: GRPO) -> None:
+    """A token whose advantage is 0 is never clipped, wherever its ratio lies; so is none at the clip itself."""
+    rng, nll = np.random.default_rng(0), np.random.default_rng(1).uniform(0.5, 2, (6, 4, 1))
+    targets = np.where(np.arange(4) < np.array([4, 3, 1, 2, 4, 4])[:, None], 1, -1)[..., None].astype(np.int32)
+    advantage = np.array([1.5, -0.5, 0.0, 0.0, -2.0, 0.7])
+    old, reference = (-nll[..., 0] + rng.uniform(-0.8, 0.8, (6, 4)) for _ in range(2))
+    batch = policy_batch(np.zeros((6, 4), np.int32), targets, advantage.reshape(2, 3), (old, reference))
+    names = ("kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean")
+    sums: dict[str, float] = dict.fromkeys(names, 0.0)
+    for i, t in np.argwhere(targets[..., 0] >= 0):
+        logp, a = -nll[i, t, 0], advantage[i]
+        ratio, away = np.exp(logp - old[i, t]), reference[i, t] - logp
+        sums["kl"] += np.exp(away) - away - 1
+        sums["entropy"] += nll[i, t, 0]
+        sums["clip_ratio/low_mean"] += a < 0 and ratio < 1 - objective.low
+        sums["clip_ratio/high_mean"] += a > 0 and ratio > 1 + objective.high
+    counts = objective.count(batch)
+    found = objective.figures(objective.weigh(nll, batch, counts, FP64)[0], counts)
+    assert counts.tolist() == [6, 18] and sums["clip_ratio/low_mean"] >= 1 <= sums["clip_ratio/high_mean"]
+    assert {name: found[name] for name in names} == pytest.approx({name: sums[name] / 18 for name in names}, rel=1e-12)
+
+
+@pytest.mark.parametrize("objective", PREFERENCES, ids=repr)
+def test_the_figures_of_preferences_are_those_of_each_pair(objective: DPO) -> None:
+    """Of three pairs, one of which has two equal replies: that is no win."""
+    nll, batch = small_batch(objective, 6, 2, 0, seed=4)
+    nll[5], batch.objective_inputs[0][5] = nll[4], batch.objective_inputs[0][4]
+    counts, reference = objective.count(batch), batch.objective_inputs[0]
+    found = objective.figures(objective.weigh(nll, batch, counts, FP64)[0], counts)
+    logps = -nll[:, :2, 0].sum(axis=1)
+    s = objective.scores(np, logps, np.full(6, 2.0), reference)[0].reshape(3, 2)
+    losses = objective.loss(np, s[:, 0] - s[:, 1])[0]
+    learned = -logps[::2].sum() / 6 if isinstance(objective, ORPO) else 0.0
+    expected = {
+        "loss": losses.mean() + learned,
+        "rewards/chosen": objective.beta * s[:, 0].mean(),
+        "rewards/rejected": objective.beta * s[:, 1].mean(),
+        "rewards/accuracies": (s[:, 0] > s[:, 1]).mean(),
+        "rewards/margins": objective.beta * (s[:, 0] - s[:, 1]).mean(),
+        "logps/chosen": logps[::2].mean(),
+        "logps/rejected": logps[1::2].mean(),
+    }
+    assert found == pytest.approx(expected, rel=1e-12) and 0 < expected["rewards/accuracies"] < 1
+
+
+def test_measuring_is_the_figures_of_all_pairs_and_the_accuracy_of_each_part() -> None:
+    net, objective = model(), DPO(0.7)
+    parts = {"a": pairs(3, 0, model(2)), "b": pairs(4, 1, model(2))}
+    parallel = DataParallel(net, FP64)
+    each = {}
+    for name, part in parts.items():
+        batch = part.of(range(len(part.pairs)))
+        sums, counts = (
+            objective.weigh(net.forward(batch.ids, batch.targets), batch, objective.count(batch), FP64)[0],
+            objective.count(batch),
+        )
+        each[name] = sums, counts, objective.figures(sums, counts)
+        assert measure(parallel, objective, {name: part}, 2) == pytest.approx(each[name][2], rel=1e-12)
+    found = measure(parallel, objective, parts, 2)
+    together = objective.figures(each["a"][0] + each["b"][0], each["a"][1] + each["b"][1])
+    accuracies = {f"rewards/accuracies_{name}": each[name][2]["rewards/accuracies"] for name in parts}
+    assert found == pytest.approx(together | accuracies, rel=1e-12)
 
 
 # --- faults
@@ -249,6 +363,7 @@ def test_advantages() -> None:
     np.testing.assert_allclose(found[0], np.array([0.5, -0.5, -0.5, 0.5]) / (deviation + 1e-4))
     assert not found[1].any()
     np.testing.assert_allclose(advantages(np.array([[1.0, 0, 0, 1]]), scale=False), [[0.5, -0.5, -0.5, 0.5]])
+    assert advantages(np.array([[1.0], [0.0]])).tolist() == [[0.0], [0.0]]  # one reply has nothing to be compared with
 
 
 def test_what_a_rollout_earned() -> None:

@@ -284,3 +284,14 @@ def test_a_teacher_of_the_first_rows_leaves_the_others_to_the_text(taught: int) 
     halves = [replace(given, taught=taught)[rows] for rows in (slice(2), slice(2, 4))]
     assert [half.taught for half in halves] == [min(taught, 2), max(taught - 2, 0)]
     np.testing.assert_allclose(gradients(both, halves), whole, rtol=1e-12, atol=1e-15)
+
+
+def test_a_teacher_just_large_enough_is_taken() -> None:
+    """As many heads as the student, a context as long as a row, documents only where they are asked for."""
+    spec, lstm = find_model("nanoeuler"), find_model("lstm")
+    check_teacher("runs/one", spec, SMALL, spec, SMALL, 6, documents=True)
+    theirs = next(iter(lstm.presets.values())).override({"vocab": VOCAB, "context": 6})
+    one_head = SMALL.override({"mtp_heads": 1, "mtp_weights": (1,)})
+    check_teacher("runs/one", lstm, theirs, spec, one_head, 6, documents=False)
+    with pytest.raises(UserError, match="Headless has no output heads that predict next tokens"):
+        Ensemble([type("Headless", (), {"ops": lambda self: []})()], 1, FP64)

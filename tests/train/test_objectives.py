@@ -13,8 +13,9 @@ from tinyforge.backends import get_backend
 from tinyforge.gradcheck import TOLERANCE, directional_error
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Stash
+from tinyforge.ops.attention import Documents
 from tinyforge.train.data_parallel import DataParallel
-from tinyforge.train.objectives import Batch, MeanOfRows, NextTokens, WithTerms
+from tinyforge.train.objectives import Arrays, Batch, MaskedTokens, MeanOfRows, NextTokens, WithTerms, likelihoods
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 CONFIG = Config(dim=8, heads=2, kv_heads=1, layers=1, context=7, vocab=11, mtp_heads=2, hidden=6, mtp_weights=(1, 0.5))
@@ -127,6 +128,8 @@ def test_bits_per_byte_counts_true_bytes() -> None:
     b = Batch(np.zeros((1, 4), np.int32), np.array([[[0, 5], [1, 5], [2, -1], [-1, 5]]], np.int32))
     sums = np.array([0, 0, 8 * np.log(2), 0])
     assert objective.figures(sums, objective.count(b))["bits_per_byte"] == pytest.approx(2.0)
+    for size in (0, 1):  # a step without text counts as one byte
+        assert objective.figures(sums, np.array([3, 3, size]))["bits_per_byte"] == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize("weights", ["none", "random"])
@@ -155,3 +158,43 @@ def test_the_mean_of_rows_has_a_gradient_for_each_row() -> None:
     sums, dloss = objective.weigh(loss, batch, np.array([12]), FP64)
     assert sums.tolist() == [9.0] and dloss.tolist() == [1 / 12] * 3
     assert objective.figures(np.array([36.0]), np.array([12])) == {"loss": 3.0, "mse": 3.0}
+    for rows in (0, 1):  # none counts as one
+        _, dloss = objective.weigh(loss[:rows], batch, np.array([rows]), FP64)
+        assert dloss.tolist() == [1.0] * rows and objective.figures(loss[:1], np.array([rows]))["loss"] == 1.0
+    given = replace(Arrays((loss,)), factors=np.array([0.25]))
+    assert objective.weigh(loss, given, np.array([1]), FP64)[1].tolist() == [0.25] * 3
+
+
+def test_a_perplexity_beyond_all_numbers_is_a_number() -> None:
+    assert np.isfinite(MaskedTokens().figures(np.array([1e5, 1e5]), np.array([1, 0]))["perplexity"])
+
+
+def test_batches_are_cut_by_rows_and_moved_part_by_part() -> None:
+    """Every array, and the place in the carried state; what was moved comes back in order."""
+    starts = np.arange(12, dtype=np.int32).reshape(4, 3)
+    whole = Batch(
+        starts + 100,
+        starts[..., None] + 200,
+        starts[..., None] * 0.5,
+        (starts + 300, starts + 400),
+        Documents(starts, restart=True),
+        stream=5,
+        objective_inputs=(starts[:, 0] * 1.0,),
+        group_size=2,
+    )
+    part = whole[2:4]
+    assert len(part) == 2 and (part.size("tokens"), part.size("images")) == (6, 2) and part.stream == 7
+    assert whole[:2].stream == 5 and Batch(starts, starts).group_size == 1 == Arrays(()).group_size
+    for got, expected in zip(part.parts(FP64), whole.parts(FP64), strict=True):
+        assert np.array_equal(got, expected[2:])
+    assert np.array_equal(part.objective_inputs[0], [6, 9]) and part.group_size == 2
+    back = replace(part, ids=part.ids * 0, extra_inputs=(starts, starts)).moved(iter(part.parts(FP64)))
+    assert [a.tolist() for a in back.parts(FP64)] == [a.tolist() for a in part.parts(FP64)]
+    assert back.documents is not None and back.documents.restart
+    assert part.nothing(FP64).shape == (2, 3, 1) and [a.tolist() for a in back.inputs(FP64)][3][0] == [406, 407, 408]
+    assert part.kind() == back.kind() != whole.kind() and replace(part, documents=None).kind() != part.kind()
+    rows = Arrays((np.ones((4, 2)), np.arange(4)))
+    assert len(rows) == rows.size("tokens") == 4 and len(rows[1:]) == 3 and rows.nothing(FP64).shape == (0,)
+    assert [a.dtype.kind for a in rows.parts(FP64)] == ["f", "i"] and rows.kind() == ((4, 2), (4,))
+    assert rows[1:].moved(iter(rows.parts(FP64))).given[1].tolist() == [0, 1, 2, 3]
+    assert likelihoods((starts, None)) is starts is likelihoods(starts)

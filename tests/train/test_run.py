@@ -27,12 +27,14 @@ from tinyforge.backends import compile, get_backend
 from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.errors import UserError
 from tinyforge.models.nanoeuler import Config, NanoEuler
+from tinyforge.registry import find_model
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.data_parallel import DataParallel, evaluate_nll
 from tinyforge.train.objectives import NextTokens
-from tinyforge.train.run import Run, Task, claimed, train
+from tinyforge.train.plan import plan_step
+from tinyforge.train.run import Run, Task, claimed, running, train
 from tinyforge.train.settings import Settings, SftSettings
 
 CONFIG = Config(
@@ -218,7 +220,7 @@ def test_the_share_of_the_peak_is_what_the_numbers_say(
     trial.train()
     rates = [row["tokens_per_second"] for row in metrics.read(tmp_path / "metrics.jsonl") if "loss" in row]
     found = re.search(
-        r"median ([\d,]+) tokens/s: ([\d,]+) GFLOP/s, (\d+)% of the 1,000 .* in fp32 ", capsys.readouterr().out
+        r"median ([\d,]+) tokens/s: ([\d,.]+) GFLOP/s, ([\d.]+)% of the 1,000 .* in fp32 ", capsys.readouterr().out
     )
     assert found is not None
     tokens, gflop, share = (float(number.replace(",", "")) for number in found.groups())
@@ -414,6 +416,20 @@ def test_a_curve_is_plotted_with_its_own_held_out_figures(
     metrics.plot(rows, tmp_path / "loss.png", curve)
 
 
+def test_a_loss_that_spans_decades_has_a_logarithmic_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Any] = []
+    write = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda fig, *a, **k: (drawn.append(fig.axes[0]), write(fig, *a, **k)))
+    for smallest in (0.5, 1e-3):
+        rows = [{"step": n, "images": n, "loss": 1.0, "lr": 0.1, "seconds": n, "mse": 1.0} for n in (1, 2)]
+        held_out = {"step": 2, "images": 2, "val_mse": smallest}
+        metrics.plot([*rows, held_out], tmp_path / "loss.png", "mse", "images")
+    assert [axes.get_yscale() for axes in drawn] == ["linear", "log"]
+    assert drawn[1].get_ylim()[0] < 1e-3 and drawn[1].get_ylim()[1] > 1
+
+
 def test_samples_and_what_the_run_is_are_written(tmp_path: Path) -> None:
     """As the figures are: rows after the checkpoint go when a run is resumed, and the files have the same bytes."""
     whole = Trial(tmp_path / "whole")
@@ -421,7 +437,7 @@ def test_samples_and_what_the_run_is_are_written(tmp_path: Path) -> None:
     lines = (tmp_path / "whole" / "samples.jsonl").read_bytes()
     assert [json.loads(line)["step"] for line in lines.splitlines()] == [3, 6] and b'"a sample"' in lines
     about = json.loads((tmp_path / "whole" / "run.json").read_bytes())
-    assert about["model"] == "nanoeuler" and about["settings"]["steps"] == 6 and about["plan"] is None
+    assert about["model"] == "nanoeuler" and about["settings"]["steps"] == 6 and about["plan"]["peak"] > 0
     assert about["parameters"] == about["learned"] == whole.model.buffer.count
 
     def interrupt(trial: Trial, step: int) -> None:
@@ -645,3 +661,69 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
     trial(tmp_path / "usual", save_every=4).train()
     assert (kept(tmp_path / "best"), kept(tmp_path / "usual")) == ([3, 6], [6])
     assert metrics.best_step(tmp_path / "best" / "metrics.jsonl") == 3
+
+
+@pytest.mark.parametrize(("curve", "figure", "kept"), [("mse", "val_mse", [2, 6]), ("", "val_other", [6])])
+def test_the_best_checkpoint_of_another_figure(
+    curve: str, figure: str, kept: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the curve, or a sentence that there is none to compare."""
+    trial = Trial(tmp_path, keep=1, eval_every=2, save_every=4, keep_best=True)
+    found, values = trial.task.objective, iter((1.0, 3.0, 2.0))
+    objective = SimpleNamespace(**{name: getattr(found, name) for name in ("count", "factors", "weigh")})
+    objective.figures = lambda sums, counts: found.figures(sums, counts) | {"mse": 0.00012345}
+    trial.task = replace(trial.task, objective=objective, curve=curve, evaluate=lambda _: {figure: next(values)})
+    trial.train()
+    assert [checkpoint.step_of(path) for path in checkpoint.steps(tmp_path)] == kept
+    shown = capsys.readouterr()
+    assert ("--keep-best keeps no checkpoint: none of val_bits_per_byte" in shown.out) == (not curve)
+    assert ("mse 0.000123" in shown.err) == bool(curve)
+
+
+def test_a_step_that_does_not_fit_is_refused_by_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe need not ask; the model, which is in memory by then, is not counted twice."""
+    needed, less = (plan_step(find_model("nanoeuler"), CONFIG, "fp32", rows, 16) for rows in (4, 2))
+    for free, said in (
+        (needed.peak, ""),
+        (needed.peak - needed.weights, ""),
+        (less.peak - less.weights, "--(recompute|batch-size 2)"),
+    ):
+        monkeypatch.setattr("tinyforge.memory.free_host_memory", lambda free=free: free)
+        trial = Trial(tmp_path / str(free))
+        if not said:
+            assert Run(trial.task, trial.settings, trial.backend).task.plan == needed
+            continue
+        with pytest.raises(UserError, match=f"4 x 16 tokens in fp32 need .* of memory, .* are free; {said}"):
+            trial.train()
+
+
+def test_what_the_model_lacks_is_refused_by_the_run_itself(tmp_path: Path) -> None:
+    class Own(NanoEuler):
+        """Not registered."""
+
+        def forward(self, ids: Any, targets: Any, stash: Any = None) -> Any:
+            return super().forward(ids, targets, stash)
+
+    for flags, said in (
+        ({"recompute": "norms"}, "--recompute: Own recomputes nothing; leave it out"),
+        ({"document_mask": "keep"}, "--document-mask: nanoeuler does not keep documents apart"),
+    ):
+        trial = Trial(tmp_path, **flags)
+        trial.task = replace(trial.task, model=Own(CONFIG, trial.backend))
+        with pytest.raises(UserError, match=said):
+            trial.train()
+    with pytest.raises(UserError, match="--gpus: this recipe starts no ranks"), running(Settings(gpus=2), False):
+        pass
+
+
+def test_one_rank_has_nothing_to_share_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Trial(tmp_path, zero=1).train()
+    assert "--zero 1 changes nothing here: there is one rank" in capsys.readouterr().out
+
+
+def test_a_run_that_had_ended_names_base_only_where_the_recipe_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Trial(tmp_path).train()
+    Trial(tmp_path).train(resume=True)
+    assert "the run had ended before; start another, in another --out" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tinyforge.train.settings import (
     BITS,
     LEARNING,
     NOTHING,
+    OF_TEXT,
     RECIPES,
     PretrainSettings,
     Settings,
@@ -183,6 +185,21 @@ def test_a_former_flag_is_accepted_and_says_what_to_write(
         parse(kind, "", ["--help"])
     shown = capsys.readouterr().out
     assert new in shown and f"{old} " not in shown
+
+
+@dataclass(frozen=True)
+class OfNumbers(Settings):
+    unused = OF_TEXT
+
+
+def test_a_recipe_without_text_or_a_card_has_no_such_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(OfNumbers, "", ["--help"])
+    shown = capsys.readouterr().out
+    assert not re.search(r"text|token|sequence|corpus|bits per|attention|--card|--plan", shown)
+    for flag in ("--card", "--document-mask=keep"):
+        with pytest.raises(UserError, match="unrecognized"):
+            parse(OfNumbers, "", [flag])
 
 
 def test_help_names_every_flag_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,9 @@ from tinyforge.formats.tokenizers import find_tokenizer, template_in
 from tinyforge.infer.grammar import Grammars
 from tinyforge.serve.protocol import Tool
 from tinyforge.serve.tools import CallReader, Tools, grammar, read_calls
-from tinyforge.tokenizers import TextTokenizer, load_tokenizer
+from tinyforge.tokenizers import TextTokenizer, load_tokenizer, thoughts
 from tinyforge.tokenizers.chat_templates import ChatTemplate
-from tinyforge.tokenizers.tool_calls import CallForm, learn
+from tinyforge.tokenizers.tool_calls import COUNT, CallForm, learn
 
 pytest.importorskip("llguidance", reason="needs the extra [serve]")
 
@@ -30,12 +30,25 @@ FAMILIES = {
     "meta-llama-Llama-3.2-3B-Instruct": ("{", '{"name": "', '", "parameters": '),
     "mistralai-Mistral-Nemo-Instruct-2407": ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "', '", "arguments": '),
     "unsloth-mistral-Devstral-Small-2507": ("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]"),
+    "moonshotai-Kimi-K2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        f":{COUNT}<|tool_call_argument_begin|>",
+    ),
+    "Qwen3-Coder": ("<tool_call>", "<tool_call>\n<function=", ">\n"),
+    "GLM-4.6": ("<tool_call>", "<tool_call>", "\n"),
+    "MiniMax-M2": ("<minimax:tool_call>", '\n<minimax:tool_call>\n<invoke name="', '">\n'),
+    "deepseek-ai-DeepSeek-V3.2": (
+        "<｜DSML｜function_calls>",
+        '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="',
+        '">\n',
+    ),
 }
 WITHOUT = {"google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct", "llama-cpp-rwkv-world"}
 CITY = {"type": "string", "description": "Its name"}
 SCHEMA = {"type": "object", "properties": {"city": CITY}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}]
-ARGUMENTS = ({"city": 'Köln "{}]'}, {"city": "", "days": 2})
+ARGUMENTS = ({"city": 'Köln "{}]\n  <b>'}, {"city": "", "days": 2})
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +90,7 @@ def test_forms_of_published_templates(vocabularies: dict[str, TextTokenizer]) ->
         for count in (1, 2) if form.separator else (1,):
             reply = reply_of(template, tokenizer, form, count)
             for size in (1, len(reply)):
-                reader = CallReader(form, ["weather"], True)
+                reader = CallReader(form, ["weather"], True, {"weather": SCHEMA})
                 events = [e for at in range(0, len(reply), size) for e in reader.push(reply[at : at + size])]
                 _, calls = read_calls([*events, *reader.push("", last=True)])
                 got = [json.loads(call["function"]["arguments"]) for call in calls]
@@ -86,13 +99,20 @@ def test_forms_of_published_templates(vocabularies: dict[str, TextTokenizer]) ->
     assert {
         name: (form.head, form.before, form.between) for name, form in found.items() if name in FAMILIES
     } == FAMILIES
-    assert not WITHOUT & set(found) and len(found) > 30 and read > 100, sorted(found)
+    assert not WITHOUT & set(found) and len(found) > 50 and read > 180, (len(found), read, sorted(found))
+    assert sum(form.fields is not None for form in found.values()) > 20
 
 
 def test_grammars_of_published_templates(vocabularies: dict[str, TextTokenizer]) -> None:
     """What a template writes of a call is what its grammar takes, special tokens included."""
     tool = Tool.model_validate(TOOLS[0])
-    for name, family in (("meta-llama-Llama-3.1-8B-Instruct", "llama3.1"), ("Qwen-Qwen3-0.6B", "qwen3")):
+    for name, family in (
+        ("meta-llama-Llama-3.1-8B-Instruct", "llama3.1"),
+        ("Qwen-Qwen3-0.6B", "qwen3"),
+        ("Qwen3-Coder", "qwen3"),
+        ("GLM-4.6", "qwen3"),
+        ("deepseek-ai-DeepSeek-V3.2", "deepseek-v3"),
+    ):
         tokenizer = vocabularies[family]
         file = artefact("llama.cpp-templates") / f"{name}.jinja"
         form = learn(ChatTemplate({"default": file.read_text(encoding="utf-8")}, {"bos_token": ""}), tokenizer)
@@ -100,10 +120,31 @@ def test_grammars_of_published_templates(vocabularies: dict[str, TextTokenizer])
         end = max(tokenizer.specials.values())
         grammars = Grammars(tokenizer, [end], tokenizer.vocab_size)
         for arguments, right in (('{"city": "Rome"}', True), ('{"days": 1}', False), ('{"city": 1}', False)):
+            if form.fields is not None:
+                if not right and "city" in arguments:
+                    continue  # every text is one
+                ((key, value),) = json.loads(arguments).items()
+                of = form.fields
+                arguments = f"{of.before}{key}{of.kind[0]}{of.kinds[0]}{of.kind[1]}{value}{of.after}"
             constraint = grammars.compile("lark", grammar(Tools([tool], form, None, forced=True), tokenizer))
             text = f"{form.before}weather{form.between}{arguments}{form.after}"
             ids = tokenizer.encode(text.lstrip(), "text")
             assert all(map(constraint.accept, ids)) == right, (name, text)
+
+
+def test_tags_of_thoughts_in_published_templates(vocabularies: dict[str, TextTokenizer]) -> None:
+    tokenizer, found = vocabularies["llama3.1"], {}
+    for file in templates():
+        template = ChatTemplate({"default": file.read_text(encoding="utf-8")}, {"bos_token": "<s>"})
+        if (tags := thoughts.learn(template, tokenizer)) is not None:
+            begun = tags.begun(template.text(tokenizer, [{"role": "user", "content": "Hi"}]))
+            found[file.stem] = (tags.open, tags.close, begun)
+    think = ("<think>", "</think>")
+    assert found["Qwen-Qwen3-0.6B"] == (*think, False) and found["llama-cpp-deepseek-r1"] == (*think, True)
+    assert found["qwen3_5_think"] == (*think, True) and found["qwen3_5_nothink"] == (*think, False)
+    assert found["ByteDance-Seed-OSS"] == ("<seed:think>", "</seed:think>", False)
+    assert found["mistralai-Ministral-3-14B-Reasoning-2512"] == ("[THINK]", "[/THINK]", False)
+    assert len(found) > 45 and not (WITHOUT - {"llama-cpp-rwkv-world"}) & set(found), sorted(found)
 
 
 def test_templates_of_published_models_without_tools(smollm2: Path) -> None:

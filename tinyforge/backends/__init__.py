@@ -17,6 +17,7 @@ import numpy as np
 from tinyforge.backends.workers import cpu_model
 from tinyforge.errors import UserError
 from tinyforge.report import count_of
+from tinyforge.requirements import needs
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def get_backend(
 
 def _webgpu(precision: str, device: int | None) -> Backend:
     if importlib.util.find_spec("wgpu") is None:
-        raise UserError('backend webgpu: wgpu is not installed; pip install -e ".[webgpu]", or use --backend numpy')
+        raise UserError(f"{needs('backend webgpu', 'wgpu', 'webgpu')}, or use --backend numpy")
     from tinyforge.backends.webgpu import WebGPUBackend
 
     return WebGPUBackend(precision, device)

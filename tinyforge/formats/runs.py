@@ -286,11 +286,15 @@ def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None
 
 
 def _checkpoints(root: Path) -> Iterator[tuple[int, Path, str]]:
-    """The time, the path and the kind of every checkpoint whose meta.json can be read."""
+    """The time, the path and the kind of every checkpoint whose meta.json can be read, but for registered models that
+    do not generate text."""
     for hashes in root.glob("**/step-*/hashes.json"):
         path = hashes.parent
         try:
-            yield hashes.stat().st_mtime_ns, path, str(checkpoint.read_meta(path).get("kind"))
+            meta = checkpoint.read_meta(path)
+            spec = models().get(str(meta.get("model", default_model())))
+            if spec is None or spec.learns == "text":
+                yield hashes.stat().st_mtime_ns, path, str(meta.get("kind"))
         except (OSError, UserError) as error:
             _skip(path, error)
 

@@ -14,7 +14,7 @@ from tinyforge.errors import UserError
 from tinyforge.infer.cache import Cache
 from tinyforge.kernel import Array
 from tinyforge.op import Stash
-from tinyforge.registry import models
+from tinyforge.registry import models, next_token_model
 
 
 class FusedLayer(NamedTuple):
@@ -90,10 +90,12 @@ def check_causal_lm(model: Any) -> CausalLM:
     """The model, if it can generate text; else UserError says what it lacks."""
     missing = [name for name in _WANTED if not hasattr(model, name)]
     if missing:
-        known = next((spec.advice for spec in models().values() if spec.build is type(model)), "")
+        for spec in models().values():
+            if spec.build is type(model):
+                next_token_model(spec.name)
         raise UserError(
-            f"{type(model).__name__} cannot generate text: it lacks {', '.join(missing)}; "
-            f"{known or 'use a causal language model (tinyforge.infer.CausalLM)'}"
+            f"{type(model).__name__} cannot generate text: it lacks {', '.join(missing)}; use a causal language model "
+            "(tinyforge.infer.CausalLM)"
         )
     return model
 

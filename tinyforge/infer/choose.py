@@ -14,12 +14,13 @@ def make_decoder(model: CausalLM, batch: int = 1, capacity: int | None = None, s
     """The fastest decoder for the model's backend and shape: a fused one where it fits, else the reference.
 
     spare_memory: on a GPU make no second copy of the weights, for use during training; slower. A model with
-    `only_decodes` set gives its weights up to the decoder, on a CPU.
+    `mostly_decodes` set reads its weights from the decoder's copy, on a CPU: half the memory, and slower passes of its
+    own.
     """
     backend = check_causal_lm(model).backend.name
     if model.fused_weights() is not None:
         if backend == "numpy":
-            return NumpyDecoder(model, batch, capacity, consume=getattr(model, "only_decodes", False))
+            return NumpyDecoder(model, batch, capacity, consume=getattr(model, "mostly_decodes", False))
         if backend == "cupy" and not spare_memory:
             from tinyforge.infer.cuda.decode_batched import BatchDecoder
             from tinyforge.infer.cuda.decode_single import RowDecoder

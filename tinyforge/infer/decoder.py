@@ -48,12 +48,13 @@ class Decoder(ABC):
 
     can_rewind: whether a row can go back to any length, as keys and values can; else only to 0. can_save: whether part
     of one row's cache can be copied into another's. most_drafts: drafts that a pass can verify. piece: positions of a
-    prompt that a scheduler prefills together.
+    prompt that a scheduler prefills together. together: positions at its end that `last_logits` takes faster.
     """
 
     can_rewind = True
     can_save = False
     piece = 32
+    together = 1
 
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         check_causal_lm(model)
@@ -102,6 +103,11 @@ class Decoder(ABC):
                 lengths[row] += 1
             self.rewind(lengths)
         return np.concatenate(found, axis=1)
+
+    def last_logits(self, row: int, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
+        """Append tokens, one or more, to a row; returns the logits after the last, (1, 1, heads, V), as `step` does."""
+        self.prefill(row, tokens[:-1])
+        return self.step_rows([row], [tokens[-1:]], heads)
 
     def saved(self, row: int, start: int) -> Any:
         """Where `can_save`: a copy of a row's cache from position `start` on, for `restore`; arrays in tuples and

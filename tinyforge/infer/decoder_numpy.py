@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from tinyforge.errors import UserError
 from tinyforge.infer.cache import FIRST_POSITIONS
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import Decoder
+from tinyforge.op import Param
 from tinyforge.quantised import plain
 
 PREFILL_ROWS, QUERY_TILE, KEY_TILE = 256, 64, 256
@@ -38,22 +40,53 @@ def product_rows() -> int:
     return SMALL_ROWS if blas_kernels() in SMALL_KERNELS else 1
 
 
-def pack(weight: np.ndarray, copy: bool = True) -> np.ndarray:
-    """(..., O, I) to (..., O / b, 1, I, b): x @ this is x W^T in blocks of b columns. The 1 is for groups of rows.
+def in_blocks(weight: np.ndarray) -> np.ndarray:
+    """A view of (..., O, I) as (..., O / b, 1, I, b): x @ this is x W^T in blocks of b columns. The 1 is for groups of
+    rows.
 
     Every product of `step` has the same number of rows, so that a row has the same bits alone and among others. With
     AVX-512 that is SMALL_ROWS: for blocks of this size OpenBLAS has a kernel that is as fast as a matrix times a
     vector, since both wait for the weights, so four tokens cost as much as one. Without it a product of few rows packs
-    the weights first, and takes twice as long as a matrix times a vector. Without `copy` it is a view.
+    the weights first, and takes twice as long as a matrix times a vector.
     """
     *lead, rows, columns = weight.shape
     limit = int(SMALL_PRODUCT / (SMALL_ROWS * columns))
     # If one block is too large, 64 columns are fastest. Rows that no multiple of TILE divides stay one, slower, block.
     sizes = [64, *range(limit // TILE * TILE, 0, -TILE)]
     size = rows if rows <= limit else next((b for b in sizes if b <= limit and rows % b == 0), rows)
-    blocks = weight.reshape(*lead, rows // size, 1, size, columns)
-    blocks = blocks.swapaxes(-1, -2)
-    return np.ascontiguousarray(blocks) if copy else blocks
+    return weight.reshape(*lead, rows // size, 1, size, columns).swapaxes(-1, -2)
+
+
+def pack(weight: np.ndarray, gains: Any = None) -> np.ndarray:
+    """`in_blocks` of W diag(gains), contiguous."""
+    blocks = in_blocks(weight)
+    packed = np.empty(blocks.shape, weight.dtype)
+    if gains is None:
+        packed[...] = blocks
+    else:  # straight into its place: memory of a layer's size that comes and goes would stay with the process
+        np.multiply(blocks, gains[:, None], out=packed)
+    return packed
+
+
+def unpack(packed: np.ndarray) -> np.ndarray:
+    """The matrix that was packed, (..., O, I), a new array."""
+    *lead, blocks, _, columns, size = packed.shape
+    found: np.ndarray = np.empty((*lead, blocks * size, columns), packed.dtype)
+    found.reshape(*lead, blocks, 1, size, columns)[...] = packed.swapaxes(-1, -2)
+    return found
+
+
+class Packed:
+    """A parameter of a model whose only memory is the decoder's: read back on every use, equal up to rounding."""
+
+    def __init__(self, packed: np.ndarray, restore: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...]) -> None:
+        self._packed, self._restore, self._shape, self.nbytes = packed, restore, shape, packed.nbytes
+
+    def values(self) -> np.ndarray:
+        return self._restore(unpack(self._packed)).reshape(self._shape)
+
+    def reshape(self, *shape: int) -> Packed:
+        return Packed(self._packed, self._restore, shape)
 
 
 def release(array: Any) -> None:
@@ -70,6 +103,27 @@ def release(array: Any) -> None:
     if last > first:
         with suppress(OSError):  # a kernel that cannot
             base.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+
+def _owners(model: Any) -> dict[int, Param]:
+    """A model's frozen parameters by the address of their memory."""
+    buffer = getattr(model, "buffer", None)
+    arrays = {p: p.stored for p in (buffer.frozen if buffer is not None else ())}
+    return {array.ctypes.data: p for p, array in arrays.items() if isinstance(array, np.ndarray)}
+
+
+def _give_up(own: Mapping[int, Param], array: Any, packed: np.ndarray, restore: Callable[..., np.ndarray]) -> None:
+    """Let the parameter that owns `array` read `packed`, and release its memory."""
+    if isinstance(array, np.ndarray) and (param := own.get(array.ctypes.data)) is not None:
+        param.weights, param.value = "packed", Packed(packed, restore, param.shape)
+        release(array)
+
+
+def _undone(matrix: np.ndarray, gain: np.ndarray, scales: Any) -> np.ndarray:
+    """matrix / (scales gain), in place; what a gain of 0 has erased stays 0."""
+    matrix /= scales
+    matrix /= np.where(gain == 0, 1, gain)
+    return matrix
 
 
 def blocks_of(out: np.ndarray, packed: np.ndarray, group: int) -> np.ndarray:
@@ -99,7 +153,8 @@ class NumpyDecoder(Decoder):
     - Products in `step` all have the same number of rows, and its attention is one product per position: a position's
       result depends, to the last bit, neither on the number of other positions nor on their values. See `pack`.
 
-    consume: the memory of the model's layers is given back as they are copied, and the model can compute no more.
+    consume: the memory of the model's own matrices is given back as they are copied. The model then reads them from
+    here (`Packed`): its own passes take longer, and their results are equal up to rounding.
     """
 
     can_save = True
@@ -115,26 +170,46 @@ class NumpyDecoder(Decoder):
         # A tied head is the embedding itself, read as it lies; a copy of it would be a large part of a small model.
         self.shared_head = consume and np.may_share_memory(plain(c.lm_heads), c.embedding)
         self.dtype, self.group = model.backend.dtype, product_rows()
-        root = c.dim**0.5
-        gains = [gain * root for gain in c.gains]
-        turned = (c.heads + c.kv_heads) * c.head_dim
+        # Up to here a pass over all positions reads the weights once, in less time than `prefill` and a pass do.
+        self.together = self.piece if self.group > 1 else SMALL_ROWS
+        own = _owners(model) if consume else {}
+        gains = [gain * c.dim**0.5 for gain in c.gains]
+        queries, turned = c.heads * c.head_dim, (c.heads + c.kv_heads) * c.head_dim
         # Within a head: 0, D/2, 1, D/2 + 1, ...
         pairs = np.arange(turned).reshape(-1, 2, c.head_dim // 2).swapaxes(1, 2).reshape(-1)
         order = np.concatenate([pairs, np.arange(turned, turned + c.kv_heads * c.head_dim)])
+        scales = np.ones((len(order), 1), self.dtype)
+        scales[:queries] = c.head_dim**-0.5
+        halves = np.array([0.5, 1], self.dtype)[:, None, None]
+
+        def restore_qkv(qkv: np.ndarray, gain: np.ndarray) -> np.ndarray:
+            found = np.empty_like(qkv)
+            found[order] = _undone(qkv, gain, scales)
+            return found
+
         self.layers = []
         for i, layer in enumerate(c.layers):
             w_qkv, w_out, w_gate_up, w_down = map(plain, layer)
-            qkv = w_qkv[order] * gains[2 * i]
-            qkv[: c.heads * c.head_dim] *= c.head_dim**-0.5
-            gate_up = w_gate_up.reshape(2, c.hidden, c.dim) * gains[2 * i + 1]
+            qkv = w_qkv[order]
+            qkv *= gains[2 * i]
+            qkv *= scales
+            gate_up = pack(w_gate_up.reshape(2, c.hidden, c.dim), gains[2 * i + 1])
             gate_up[0] *= 0.5
-            self.layers.append([pack(w) for w in (qkv, w_out, gate_up, w_down)])
-            if consume:
-                for array in layer:
-                    release(array)
+            packed = [pack(qkv), pack(w_out), gate_up, pack(w_down)]
+            self.layers.append(packed)
+            restore: Sequence[Callable[..., np.ndarray]] = (
+                partial(restore_qkv, gain=gains[2 * i]),
+                np.asarray,
+                partial(_undone, gain=gains[2 * i + 1], scales=halves),
+                np.asarray,
+            )
+            for array, blocks, back in zip(layer, packed, restore, strict=True):
+                _give_up(own, array, blocks, back)
         heads = plain(c.lm_heads)
         self.last_gain = gains[-1]
-        self.lm_heads = pack(heads, copy=False) if self.shared_head else pack(heads * gains[-1])
+        self.lm_heads = in_blocks(heads) if self.shared_head else pack(heads, self.last_gain)
+        if not (self.shared_head or np.may_share_memory(heads, c.embedding)):
+            _give_up(own, c.lm_heads, self.lm_heads, partial(_undone, gain=self.last_gain, scales=self.dtype.type(1)))
         self.value_width = -(-(c.head_dim + 1) // TILE) * TILE
         self.room, self.with_ones = 0, [0] * batch  # with_ones: positions of a row whose columns of ones are written
         self._make_room(min(self.capacity, FIRST_POSITIONS))
@@ -177,6 +252,23 @@ class NumpyDecoder(Decoder):
         if needed > self.room:
             self._make_room(needed)
 
+    def alone(self, capacity: int) -> NumpyDecoder:
+        """A decoder of one row, with a cache of its own and this one's weights."""
+        other = copy.copy(self)
+        del other.buffers
+        other.batch, other.capacity, other.lengths, other.with_ones, other.room = 1, capacity, [0], [0], 0
+        other._make_room(capacity)
+        other._reserve(self.prediction_heads)
+        return other
+
+    def states(self, tokens: Sequence[int]) -> np.ndarray:
+        """Append to the only row; returns the final hidden states of the new positions, (n, C)."""
+        self._check_room([0], len(tokens))
+        prompt = _Prompt(self, 0, tokens)
+        prompt.run()
+        self.lengths[0] += len(tokens)
+        return prompt.states()
+
     def prefill(self, row: int, tokens: Sequence[int]) -> None:
         self._check_room([row], len(tokens))
         if len(tokens):
@@ -202,11 +294,20 @@ class NumpyDecoder(Decoder):
         return self.step_rows(range(self.batch), tokens, heads)
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
-        n = len(tokens[0])
+        self._check_pass(rows, len(tokens[0]))
+        return self._pass(tokens, rows, heads)
+
+    def last_logits(self, row: int, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
+        if len(tokens) > self.together:
+            return super().last_logits(row, tokens, heads)
+        self._check_pass([row], len(tokens))
+        return self._pass([tokens], [row], heads, only_last=True)
+
+    def _check_pass(self, rows: Sequence[int], n: int) -> None:
+        """Room for n positions of each row, in the cache and in the buffers."""
         self._check_room(rows, n)
         if len(rows) * n > self.buffers.rows:
             self._reserve(len(rows) * n)
-        return self._pass(tokens, rows, heads)
 
     def saved(self, row: int, start: int) -> tuple[np.ndarray, np.ndarray]:
         here = slice(start, self.lengths[row])
@@ -230,9 +331,12 @@ class NumpyDecoder(Decoder):
             end = self.with_ones[row] = min((-(-positions // TILE) + 3) * TILE, self.positions)
             self.values[:, row, :, done:end, self.weights.head_dim :] = 1
 
-    def _pass(self, tokens: Any, rows: Sequence[int], heads: int, given: np.ndarray | None = None) -> np.ndarray:
+    def _pass(
+        self, tokens: Any, rows: Sequence[int], heads: int, given: np.ndarray | None = None, only_last: bool = False
+    ) -> np.ndarray:
         """Rows take their next tokens, (len(rows), n); returns (len(rows), n, heads, V).
 
+        only_last: of a single row the logits of its last position only, (1, 1, heads, V).
         given: the stream that the last layer reads, (C,), of a single token that the layers before it have computed.
         """
         n, batch = len(tokens[0]), len(rows)
@@ -269,8 +373,9 @@ class NumpyDecoder(Decoder):
         self._norm(v)
         if self.shared_head:
             np.multiply(v.h.all, self.last_gain, out=v.h.all)
-        multiply_packed(v.h.groups, self.lm_heads[:heads], out=v.logits_blocks[:heads])
-        return v.logits[:, :, :heads]
+        here = slice((n - 1) // self.group, None) if only_last else slice(None)
+        multiply_packed(v.h.groups[here], self.lm_heads[:heads], out=v.logits_blocks[:heads, :, here])
+        return v.logits[:, n - 1 if only_last else 0 :, :heads]
 
     def _norm(self, v: _Views) -> None:
         """h = x / sqrt(x . x + C eps)."""
@@ -376,8 +481,15 @@ class _Prompt:
         for layer in range(len(self.decoder.layers)):
             self.decoder.map(partial(self._share, layer), self.shares)
 
+    def states(self) -> np.ndarray:
+        """After `run`: the final hidden states, (n, C)."""
+        self.decoder.map(partial(self._share, len(self.decoder.layers)), self.shares)
+        h = self._normed(slice(self.count), np.empty((self.count, self.weights.dim), self.x.dtype))
+        h *= self.decoder.last_gain
+        return h
+
     def _share(self, layer: int, blocks: Sequence[slice]) -> None:
-        """One thread's blocks of a layer."""
+        """One thread's blocks of a layer; the one after the last has no keys."""
         c, most = self.weights, max(rows.stop - rows.start for rows in blocks)
         scratch = np.empty(most * max(3 * c.hidden, c.dim + (c.heads + 2 * c.kv_heads) * c.head_dim), self.x.dtype)
         scores = np.empty(c.heads * min(QUERY_TILE, most) * (self.past + self.count), self.x.dtype)
@@ -385,7 +497,8 @@ class _Prompt:
             if layer:
                 self._attend(layer - 1, rows, scratch, scores)
                 self._feed(layer - 1, rows, scratch)
-            self._keys(layer, rows, scratch)
+            if layer < len(self.decoder.layers):
+                self._keys(layer, rows, scratch)
 
     def _normed(self, rows: slice, out: np.ndarray) -> np.ndarray:
         x = self.x[rows]

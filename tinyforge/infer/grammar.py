@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -67,6 +67,47 @@ class Constraint:
 
     def copy(self) -> Constraint:
         return Constraint(self._matcher.deep_copy())
+
+
+class After(Constraint):
+    """A constraint that begins after a mark; up to there the text is free, but cannot end. tokens: their bytes."""
+
+    def __init__(self, inner: Constraint, mark: bytes, tokens: Callable[[int], bytes], ends: Sequence[int]) -> None:
+        self._inner, self._mark, self._tokens, self._ends = inner, mark, tokens, list(ends)
+        self._tail: bytes | None = b""  # None: the constraint has begun
+
+    def mask(self, z: np.ndarray) -> None:
+        if self._tail is None:
+            self._inner.mask(z)
+        else:
+            z[self._ends] = -np.inf
+
+    def mask_along(self, z: np.ndarray, drafts: Sequence[int]) -> None:
+        tail = self._tail
+        for i, draft in enumerate([*drafts, None]):
+            if self._tail is None:
+                self._inner.mask_along(z[i:], drafts[i:])
+                break
+            self.mask(z[i])
+            if draft is not None:
+                self.accept(draft)
+        self._tail = tail
+
+    def accept(self, token: int) -> bool:
+        if self._tail is None:
+            return self._inner.accept(token)
+        text = self._tail + self._tokens(token)
+        self._tail = None if self._mark in text else text[-len(self._mark) :]
+        return True
+
+    @property
+    def complete(self) -> bool:
+        return self._tail is None and self._inner.complete
+
+    def copy(self) -> Constraint:
+        made = After(self._inner.copy(), self._mark, self._tokens, self._ends)
+        made._tail = self._tail
+        return made
 
 
 class _Tokens:

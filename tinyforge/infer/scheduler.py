@@ -15,7 +15,8 @@ long prompts keep a share of the time. Requests of one `owner` get at most SHARE
 A request's text depends only on its prompt, its sampling and its seed, to the last bit, whatever runs at the same time:
 
 - A prompt is prefilled in pieces of `Decoder.piece` positions; the last piece has the remainder. The last token is left
-  to the first pass. So the shape of each product is the prompt's own.
+  to the first pass, and with it a remainder that fits `Decoder.together`. So the shape of each product is the prompt's
+  own.
 - Where the decoder draws, a remainder shorter than a piece is not prefilled: the row takes one of its tokens in each
   pass, together with the other rows' tokens, until it has the last one and draws.
 - Prompts share complete pieces: a saved piece holds the bits that computing it again would give. Only a prompt that
@@ -332,8 +333,12 @@ class Scheduler:
         if request.device and request.budget and stop < begin + size:
             request.filled = True
             return 0
-        decoder.prefill(row, request.prompt[start:stop])
         request.stats.prefilled += stop - start
+        short = len(request.prompt) - start <= decoder.together and stop < begin + size  # a complete piece is kept
+        if short and request.budget and not request.device:
+            request.filled = True
+            return stop - start
+        decoder.prefill(row, request.prompt[start:stop])
         if keep and stop == begin + size:
             self.prefixes.put(request.prompt, begin, stop, decoder.saved(row, begin), size - 1)
         return stop - start
@@ -409,9 +414,14 @@ class Scheduler:
         """One pass over the rows that the host draws: a token each, or more with drafts."""
         found: list[tuple[Request, list[Token]]] = []
         running = [r for _, r in sorted(self.running.items()) if not r.device]
-        for (drafts, heads), group in _grouped(running, lambda r: (len(r.drafts), r.sampling.drafts + 1)):
+        for (drafts, heads, begins), group in _grouped(
+            running, lambda r: (len(r.drafts), r.sampling.drafts + 1, r.row if self._begins(r) else None)
+        ):
             rows = [r.row for r in group if r.row is not None]
-            logits = self.decoder.step_rows(rows, [[r.text[-1], *r.drafts] for r in group], heads)
+            if begins is None:
+                logits = self.decoder.step_rows(rows, [[r.text[-1], *r.drafts] for r in group], heads)
+            else:
+                logits = self.decoder.last_logits(begins, group[0].text[self.decoder.lengths[begins] :], heads)
             for request in group:
                 request.stats.passes += 1
             if heads == 1 and not drafts:
@@ -423,6 +433,11 @@ class Scheduler:
                 for request, made in zip(group, new, strict=True)
             ]
         return found
+
+    def _begins(self, request: Request) -> bool:
+        """Whether its pass takes the end of its prompt, not only the last token."""
+        assert request.row is not None
+        return self.decoder.lengths[request.row] < len(request.text) - 1
 
     def _plain(self, group: Sequence[Request], logits: np.ndarray) -> list[list[Token]]:
         """A token for each row from its logits, (rows, V)."""

@@ -239,13 +239,16 @@ class Conv2d(Op):
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        # A window of odd and of even size, strides that leave a rest, no padding, one position, no image.
+        # A window of odd and of even size, strides that leave a rest, no padding, as much as the window, and less, one
+        # position, no image.
         for (b, h, w, i), (o, down, across), stride, padding in (
             ((2, 5, 4, 3), (4, 3, 3), 1, 1),
             ((1, 6, 7, 2), (3, 3, 2), 2, 1),
             ((3, 3, 3, 1), (2, 3, 3), 1, 0),
             ((2, 7, 5, 2), (1, 2, 2), 3, 0),
             ((2, 3, 2, 8), (8, 1, 1), 1, 0),
+            ((1, 3, 2, 1), (2, 2, 2), 1, 2),
+            ((2, 2, 3, 1), (1, 2, 2), 1, 1),
             ((0, 3, 3, 2), (2, 3, 3), 1, 1),
         ):
             for bias in (None, Param("bias", (o,), fill=0.0, decay=False)):

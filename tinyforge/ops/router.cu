@@ -78,11 +78,13 @@ extern "C" __global__ void __launch_bounds__(TOKENS) router_bwd(
     for (int e = 0; e < experts; e++) along_p += dusage[e] * exp(widen(z[e]) - lse);
     for (int j = 0; j < active; j++) along_w += dw[j] * w[j];
     for (int e = 0; e < experts; e++) {
-        A d = exp(widen(z[e]) - lse) * (dusage[e] - along_p + A(2) * dusage[experts] * lse);
-        if (!NORMALISED) d -= exp(widen(z[e]) - lse) * along_w;
+        const A p = exp(widen(z[e]) - lse);
+        // What comes through the weights is summed on its own: where p_e is near 1 its terms cancel.
+        A through = 0;
         for (int j = 0; j < active; j++) {
-            if (mine[j] == e) d += w[j] * (NORMALISED ? dw[j] - along_w : dw[j]);
+            if (mine[j] == e) through += w[j] * (NORMALISED ? dw[j] - along_w : dw[j]);
         }
-        narrow(d, dlogits[i64(n) * experts + e]);
+        if (!NORMALISED) through -= p * along_w;
+        narrow(p * (dusage[e] - along_p + A(2) * dusage[experts] * lse) + through, dlogits[i64(n) * experts + e]);
     }
 }

@@ -49,8 +49,9 @@ def router_bwd(
     if normalised:
         dlogits[at] += w * (dw - along)
     else:
-        dlogits[at] += w * dw
-        dlogits -= p * along
+        through = -p * along  # on its own: where p is near 1 its terms cancel
+        through[at] += w * dw
+        dlogits += through
     return dlogits.reshape(logits.shape)
 
 

@@ -12,7 +12,7 @@ from tinyforge.backends.meta import empty, like
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Stash
-from tinyforge.ops.sigmoid import one_plus_exp, silu_slope
+from tinyforge.ops.sigmoid import one_plus_exp
 
 
 @kernel
@@ -20,11 +20,12 @@ def swiglu_fwd(gu: Array) -> Array:
     half = gu.shape[-1] // 2
     rows = gu.reshape(-1, 2 * half)
     y = np.empty((len(rows), half), gu.dtype)
-    for part in row_blocks(len(rows), rows.itemsize * 2 * half):
+    for part, (other,) in _blocks(y, 1):
         out = y[part]
         out[...] = rows[part, :half]
-        out /= one_plus_exp(out)
-        out *= rows[part, half:]
+        out /= one_plus_exp(out, other)
+        other[...] = rows[part, half:]
+        out *= other
     return y.reshape(*gu.shape[:-1], half)
 
 
@@ -37,19 +38,39 @@ def swiglu_bwd(hidden: Array | None, dy: Array, gu: Array) -> Array:
     half = gu.shape[-1] // 2
     rows, dys = gu.reshape(-1, 2 * half), dy.reshape(-1, half)
     dgu = np.empty(rows.shape, gu.dtype)
-    for part in row_blocks(len(rows), rows.itemsize * 4 * half):
-        # Passes over a contiguous copy of the gate take half the time of those over every second half of a row.
-        gate, up = rows[part, :half].copy(), rows[part, half:]
-        s = one_plus_exp(gate)
-        silu = gate / s
-        np.divide(1, s, out=s)
-        slope = silu_slope(gate, s)
-        slope *= dys[part]
-        np.multiply(slope, up, out=dgu[part, :half])
-        np.multiply(dys[part], silu, out=dgu[part, half:])
-        if hidden is not None:
-            np.multiply(silu, up, out=hidden[part])
+    for part, (gate, s, slope, other) in _blocks(dys, 4):
+        gate[...] = rows[part, :half]
+        np.divide(1, one_plus_exp(gate, s), out=s)
+        np.subtract(1, s, out=slope)
+        np.add(1, gate, out=other)
+        slope *= other
+        slope += s  # times s, the derivative: see silu_slope
+        other[...] = rows[part, half:]
+        slope *= other
+        if hidden is None:
+            s *= dys[part]
+        else:
+            other *= s
+            s *= dys[part]
+            np.multiply(other, gate, out=hidden[part])
+        slope *= s
+        gate *= s
+        dgu[part, :half], dgu[part, half:] = slope, gate
     return dgu.reshape(gu.shape)
+
+
+def _blocks(rows: Array, count: int) -> Iterator[tuple[slice, Array]]:
+    """Slices of rows that stay in the core's cache, and for each `count` arrays of its shape to compute in, reused.
+
+    A pass in place over such an array takes half the time of one that writes to a third, and a quarter of one over
+    every second half of a row: halves are copied out, and in.
+    """
+    made = np.empty((count, 0, rows.shape[-1]), rows.dtype)
+    for part in row_blocks(len(rows), rows.itemsize * 2 * count * rows.shape[-1]):
+        length = part.stop - part.start
+        if length > made.shape[1]:
+            made = np.empty((count, length, rows.shape[-1]), rows.dtype)
+        yield part, made[:, :length]
 
 
 swiglu_bwd.on("meta")(lambda gu: like(gu))

@@ -106,6 +106,12 @@ def flags() -> Parser:
         metavar="N",
         help="cache for shared beginnings of prompts (default: %(default)s)",
     )
+    parser.add_argument(
+        "--reasoning-format",
+        choices=("auto", "deepseek", "none"),
+        default="auto",
+        help="none leaves a reply's thoughts in its text; else they are its reasoning_content (default: %(default)s)",
+    )
     add_allow_host_flag(parser)
     parser.add_argument(
         "--cors-origin",
@@ -189,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows, engine = 1, Engine(NoTexts(capacity), loaded.tokenizer)
     else:
         rows = args.rows or default_rows(model, capacity)
+        model.mostly_decodes = True  # attention pictures and embeddings may take longer
         scheduler = Scheduler(model, rows, capacity=capacity, queue=args.queue, prefix_bytes=args.prefix_mib << 20)
         engine = Engine(scheduler, loaded.tokenizer)
     limits = Limits(
@@ -212,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.cors_origin,
         generation=loaded.generation,
         first=is_encoder(model) and takes_first(loaded.path),
+        separate_thoughts=args.reasoning_format != "none",
     )
 
     def ready() -> None:

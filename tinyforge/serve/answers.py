@@ -13,7 +13,7 @@ from typing import Any
 from tinyforge.infer.session import Token
 from tinyforge.serve.engine import Answer, Choice, Piece
 from tinyforge.serve.protocol import ApiError, Extension
-from tinyforge.serve.tools import CallReader, Tools, read_calls
+from tinyforge.serve.tools import Event, Reader, Tools, read_calls
 from tinyforge.tokenizers import TextTokenizer
 
 
@@ -61,7 +61,7 @@ class Writer:
         first_token: int = 0,
         tools: Tools | None = None,
     ) -> None:
-        self.tools, self.readers = tools, dict[int, CallReader | None]()
+        self.tools, self.readers = tools, dict[int, Reader | None]()
         self.tokenizer, self.chat, self.top, self.extension = tokenizer, chat, top, extension
         self.prompts, self.echo, self.timings, self.usage, self.prompt_top = prompts, echo, timings, usage, prompt_top
         self.places, self.first_token = dict(enumerate(places)), first_token
@@ -100,7 +100,7 @@ class Writer:
     def _spoken(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self.chat else {"text": text}
 
-    def _reader(self, index: int) -> CallReader | None:
+    def _reader(self, index: int) -> Reader | None:
         if index not in self.readers:
             self.readers[index] = self.tools.reader() if self.tools is not None else None
         return self.readers[index]
@@ -114,6 +114,9 @@ class Writer:
         for event in reader.push(text, last):
             if event.kind == "text":
                 found.append(self._spoken(event.text))
+                continue
+            if event.kind == "thought":
+                found.append({"delta": {"reasoning_content": event.text}})
                 continue
             call: dict[str, Any] = {"function": {"arguments": event.text}}
             if event.kind == "call":
@@ -171,9 +174,15 @@ class Writer:
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
         reader = self._reader(index)
-        said, calls = (text, []) if reader is None else read_calls(reader.push(text, last=True))
+        events = [Event("text", text)] if reader is None else reader.push(text, last=True)
+        said, calls = read_calls(events)
         message = {"role": "assistant", "content": said or (None if calls else ""), "refusal": None}
-        return {**message, "tool_calls": calls} if calls else message
+        thoughts = "".join(event.text for event in events if event.kind == "thought")
+        return {
+            **message,
+            **({"reasoning_content": thoughts} if thoughts else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
 
     # --- tokens
 

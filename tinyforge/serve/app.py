@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from tinyforge.files import json_value
 from tinyforge.formats.generation import NOTHING, GenerationConfig
 from tinyforge.hosts import REFUSED, is_allowed
 from tinyforge.infer.embeddings import embeddings, is_encoder
-from tinyforge.infer.grammar import Constraint, Grammars
+from tinyforge.infer.grammar import After, Constraint, Grammars
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import QueueFull
 from tinyforge.infer.session import checked_ids
@@ -63,6 +64,7 @@ from tinyforge.serve.protocol import (
 from tinyforge.serve.responses import Conversations, ResponsesRequest, ResponseWriter
 from tinyforge.serve.routes import ENDPOINTS
 from tinyforge.serve.tools import IGNORED, Tools, grammar, select
+from tinyforge.tokenizers import thoughts
 from tinyforge.tokenizers.chat_templates import AnyTemplate, ChatTemplate
 from tinyforge.tokenizers.template_formats import jinja
 from tinyforge.tokenizers.tool_calls import learn
@@ -149,7 +151,8 @@ def send(file: Path) -> Callable[[Request], Awaitable[Response]]:
 class App:
     """The server's routes around an engine. template: the model's chat template. key: the API key, "" for none. hosts:
     further names by which browsers may call it. origins: of other pages that may call it. generation: how requests that
-    do not say are sampled. first: of `embeddings`."""
+    do not say are sampled. first: of `embeddings`. separate_thoughts: whether a reply's thoughts are told apart where a
+    request does not say."""
 
     def __init__(
         self,
@@ -165,6 +168,7 @@ class App:
         page: Path = PAGE,
         generation: GenerationConfig = NOTHING,
         first: bool = False,
+        separate_thoughts: bool = True,
     ) -> None:
         self.engine, self.template, self.name, self.limits, self.key = engine, template, name, limits, key
         self.model, self.spec, self.tokenizer = model, spec, engine.tokenizer
@@ -172,6 +176,8 @@ class App:
         self.context = engine.scheduler.decoder.capacity
         self.stop_ids = template.stop_ids(self.tokenizer)
         self.call_form = learn(template, self.tokenizer)
+        self.thoughts = thoughts.learn(template, self.tokenizer)
+        self.separate_thoughts = separate_thoughts
         self.hosts, self.origins = hosts, set(origins)
         self.generation, self.default = generation, generation.sampling(OPENAI)
         self.created = int(time.time())
@@ -398,6 +404,7 @@ class App:
         if wish.extension.score:
             return await self._score_reply(request, wish, tools)
         ids = await self._chat_ids(wish, tools)
+        tools = self._with_thoughts(tools, wish, ids)
         top = (wish.top_logprobs or 0) if wish.logprobs else None
         return await self._answer(
             request, wish, [ids], wish.tokens, top, chat=True, echo=[], param="messages", tools=tools
@@ -421,6 +428,15 @@ class App:
 
         ids: list[int] = await self._slowly(length, encoded)
         return ids
+
+    def _with_thoughts(self, tools: Tools, wish: ChatRequest, ids: Sequence[int]) -> Tools:
+        """How the reply to a prompt is read, thoughts included."""
+        tags = self.thoughts
+        asked = wish.reasoning_format or ("auto" if self.separate_thoughts else "none")
+        if tags is None or asked == "none":
+            return tools
+        end = b"".join(map(self.tokenizer.token_bytes, ids[-2 * len(tags.open) :])).decode("utf-8", "replace")
+        return replace(tools, thoughts=tags, begun=tags.begun(end))
 
     async def _score_reply(self, request: Request, wish: ChatRequest, tools: Tools) -> Response:
         """The last message as the tokens that the model reads, each with what the model expected in its place."""
@@ -449,6 +465,7 @@ class App:
         chat.check()
         tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
         ids = await self._chat_ids(chat, tools)
+        tools = self._with_thoughts(tools, chat, ids)
 
         def keep(name: str, reply: dict[str, Any]) -> None:
             self.conversations.put(name, [*messages, reply])
@@ -466,6 +483,7 @@ class App:
         chat.check()
         tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
         ids = await self._chat_ids(chat, tools)
+        tools = self._with_thoughts(tools, chat, ids)
         inner = Writer(self.tokenizer, self.name, self.fingerprint, True, None, Extension(), [ids], [])
         return await self._answer(
             request,
@@ -502,7 +520,9 @@ class App:
                     param="input",
                     code="context_length_exceeded" if ids else None,
                 )
-        vectors = await self._background(request, embeddings(self.model, each, self.first))
+        vectors = await self._background(
+            request, embeddings(self.model, each, self.first, self.engine.scheduler.decoder)
+        )
         if wish.dimensions not in (None, size := vectors.shape[1]):
             raise ApiError(400, f"dimensions is {wish.dimensions}, this model has {size}", param="dimensions")
         if wish.encoding_format == "float" and FLOAT_BYTES * vectors.size > MOST_ANSWER:
@@ -604,6 +624,9 @@ class App:
         inside = top is not None or extension.look_inside or scored
         alternatives = max(top or 0, wish.prompt_logprobs or 0, extension.top + 1 if extension.look_inside else 0)
         constraint = await self._constraint(wish, tools)
+        if constraint is not None and tools.thoughts is not None and tools.begun:
+            mark, ends = tools.thoughts.close.encode(), sorted(self.stop_ids)
+            constraint = After(constraint, mark, self.tokenizer.token_bytes, ends)
         expected = self._samplings(wish, prompts, tokens, inside, param)
         self._check_share(expected, tokens, alternatives + inside)
         seconds = min(self.limits.seconds, wish.timeout or math.inf)

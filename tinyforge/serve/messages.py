@@ -54,7 +54,7 @@ class Turn(Wish):
         plain, calls = [], []
         for block in blocks:
             if block.type != special:
-                plain += [block] if block.type != "thinking" else []
+                plain += [block] if block.type not in ("thinking", "redacted_thinking") else []
             elif special == "tool_result":
                 result = text_of(block.content, place)
                 messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": result})
@@ -188,12 +188,16 @@ class MessageWriter:
             if event.kind == "call":
                 events.append(self._begin({"type": "tool_use", "id": event.id, "name": event.text, "input": {}}))
                 continue
+            if event.kind == "thought" and (not self.blocks or self.blocks[-1]["type"] != "thinking"):
+                events.append(self._begin({"type": "thinking", "thinking": "", "signature": ""}))
             if event.kind == "text" and (not self.blocks or self.blocks[-1]["type"] != "text"):
                 events.append(self._begin({"type": "text", "text": ""}))
             self.parts.append(event.text)
             delta = {"type": "input_json_delta", "partial_json": event.text}
             if event.kind == "text":
                 delta = {"type": "text_delta", "text": event.text}
+            elif event.kind == "thought":
+                delta = {"type": "thinking_delta", "thinking": event.text}
             events.append(self._event("content_block_delta", index=len(self.blocks) - 1, delta=delta))
         return b"".join(events)
 
@@ -207,8 +211,8 @@ class MessageWriter:
             return b""
         block, text = self.blocks[-1], "".join(self.parts)
         self.parts = []
-        if block["type"] == "text":
-            block["text"] = text
+        if block["type"] != "tool_use":
+            block[block["type"]] = text
         else:
             try:
                 block["input"] = json.loads(text)

@@ -383,6 +383,9 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, bool | int | float | str | None] | None = Field(
         default=None, description="Variables of the model's chat template, as in vLLM: enable_thinking, for instance."
     )
+    reasoning_format: Literal["none", "deepseek", "auto"] | None = Field(
+        default=None, description="none: thoughts stay in the text; else they are the reply's reasoning_content."
+    )
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call.")

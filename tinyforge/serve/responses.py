@@ -30,7 +30,7 @@ from tinyforge.serve.tools import Event, Tools
 MOST_KEPT, MOST_KEPT_CHARACTERS = 1024, 16 << 20
 """Responses that can be continued, and characters of their conversations; the oldest are forgotten first."""
 LOGPROBS = "message.output_text.logprobs"
-TEXTS = ("text", "input_text", "output_text")
+TEXTS = ("text", "input_text", "output_text", "reasoning_text")
 
 Conversation = list[dict[str, Any]]
 """Messages, as of a chat."""
@@ -40,7 +40,7 @@ Parts = Annotated[list[Part], Field(fail_fast=True, max_length=4096)]
 class InputItem(Wish):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: str | Parts = ""
+    content: str | Parts | None = None
     call_id: str | None = Field(default=None, max_length=200)
     name: FunctionName | None = None
     arguments: str | None = None
@@ -57,16 +57,22 @@ class InputItem(Wish):
         elif self.type == "function_call_output" and self.call_id:
             text = self._text(self.output, place)
             messages.append({"role": "tool", "tool_call_id": self.call_id, "content": text})
+        elif self.type == "reasoning":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": self._text(self.content, place)})
         elif self.type == "message":
-            messages.append({"role": self.role, "content": self._text(self.content, place)})
+            last = messages[-1] if messages else {}
+            said = {"role": self.role, "content": self._text(self.content, place)}
+            if self.role == last.get("role") == "assistant" and last.keys() == {*said, "reasoning_content"}:
+                said = {**messages.pop(), **said}  # its thoughts came first
+            messages.append(said)
         else:
-            message = f"{place} is of type {self.type[:40]!a}, expected a message, function_call or "
+            message = f"{place} is of type {self.type[:40]!a}, expected a message, reasoning, function_call or "
             raise ApiError(400, f"{message}function_call_output, each with its fields", param="input")
 
     @staticmethod
-    def _text(content: str | list[Part], place: str) -> str:
-        if isinstance(content, str):
-            return content
+    def _text(content: str | list[Part] | None, place: str) -> str:
+        if content is None or isinstance(content, str):
+            return content or ""
         wrong = next((part.type for part in content if part.type not in TEXTS), None)
         if wrong is not None:
             raise ApiError(400, f"{place} has a part of type {wrong[:40]!a}; this model reads only text", param="input")
@@ -231,7 +237,10 @@ class ResponseWriter:
                 if i["type"] == "function_call"
             ]
             text = "".join(i["content"][0]["text"] for i in self.items if i["type"] == "message")
-            self.keep(self.id, {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})})
+            thoughts = "".join(i["content"][0]["text"] for i in self.items if i["type"] == "reasoning")
+            more = {"tool_calls": calls, "reasoning_content": thoughts}
+            kept = {key: value for key, value in more.items() if value}
+            self.keep(self.id, {"role": "assistant", "content": text, **kept})
         usage = self.chat.usage_of(answer.choices)
         return self._response(
             status,
@@ -245,7 +254,7 @@ class ResponseWriter:
             },
         )
 
-    # --- items: a message for the text, and the calls
+    # --- items: the thoughts, a message for the text, and the calls
 
     def _take(self, piece: Piece | None, last: bool) -> bytes:
         """Add a piece of the reply to the items; returns its events."""
@@ -258,12 +267,16 @@ class ResponseWriter:
             if event.kind == "call":
                 events += [self._end_item(), self._begin_call(event)]
                 continue
+            if event.kind == "thought" and (not self.items or self.items[-1]["type"] != "reasoning"):
+                events += [self._end_item(), self._begin_reasoning()]
             if event.kind == "text" and (not self.items or self.items[-1]["type"] != "message"):
                 events += [self._end_item(), self._begin_message()]
             self.parts.append(event.text)
             kind, more = "function_call_arguments", {}
             if event.kind == "text":
                 kind, more, told = "output_text", {"content_index": 0, "logprobs": told}, []
+            elif event.kind == "thought":
+                kind, more = "reasoning_text", {"content_index": 0}
             events.append(self._event(f"response.{kind}.delta", **self._place, **more, delta=event.text))
         return b"".join(events)
 
@@ -273,6 +286,11 @@ class ResponseWriter:
         added = self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
         part = self._part("", [])
         return added + self._event("response.content_part.added", **self._place, content_index=0, part=part)
+
+    def _begin_reasoning(self) -> bytes:
+        item = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": []}
+        self.items.append({**item, "content": []})
+        return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
 
     def _begin_call(self, event: Event) -> bytes:
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", "arguments": ""}
@@ -291,6 +309,9 @@ class ResponseWriter:
             where = {**self._place, "content_index": 0}
             done = self._event("response.output_text.done", **where, text=text, logprobs=self.logprobs)
             done += self._event("response.content_part.done", **where, part=item["content"][0])
+        elif item["type"] == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            done = self._event("response.reasoning_text.done", **self._place, content_index=0, text=text)
         else:
             item["arguments"] = text
             more = {"name": item["name"], "arguments": text}

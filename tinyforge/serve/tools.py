@@ -12,33 +12,39 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from tinyforge.infer.grammar import BLANKS, closed
 from tinyforge.infer.stream import possible_start
+from tinyforge.serve.fields import FieldReader, rules_of
 from tinyforge.serve.protocol import ApiError, Tool, ToolChoice
 from tinyforge.tokenizers import TextTokenizer
-from tinyforge.tokenizers.tool_calls import ID, CallForm
+from tinyforge.tokenizers.thoughts import Tags
+from tinyforge.tokenizers.tool_calls import COUNT, ID, CallForm
 
 MOST_HELD = 1024
 """Characters of a call up to its arguments, white space included."""
 IGNORED = {"x-tools-ignored": "the model's chat template has no tools"}
+ANYTHING = "TEXT: /(.|\\n)*/"
 LETTERS = string.ascii_letters + string.digits
 PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before the JSON of a call
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What a request's tools come to. shown: to the template. form: of calls in the reply, None where there can be
-    none. forced: whether the reply has to be a call. strict: whether calls must follow the schemas."""
+    """What a request's tools come to, and how its reply is read. shown: to the template. form: of calls in the reply,
+    None where there can be none. forced: whether the reply has to be a call. thoughts: the tags of what comes before
+    the reply, None where it is not told apart; begun: whether the prompt ends within them."""
 
     shown: Sequence[Tool] = ()
     form: CallForm | None = None
     parallel: bool | None = None
     forced: bool = False
     ignored: bool = False
+    thoughts: Tags | None = None
+    begun: bool = False
 
     @property
     def headers(self) -> dict[str, str]:
@@ -48,10 +54,13 @@ class Tools:
     def is_constrained(self) -> bool:
         return self.forced or (self.form is not None and any(tool.function.strict for tool in self.shown))
 
-    def reader(self) -> CallReader | None:
-        if self.form is None:
-            return None
-        return CallReader(self.form, [tool.function.name for tool in self.shown], self.parallel is not False)
+    def reader(self) -> Reader | None:
+        """Of a reply; None where all of it is text."""
+        calls = None
+        if self.form is not None:
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in self.shown}
+            calls = CallReader(self.form, list(schemas), self.parallel is not False, schemas)
+        return calls if self.thoughts is None else ThoughtReader(self.thoughts, self.begun, calls)
 
 
 def select(
@@ -104,13 +113,21 @@ def grammar(tools: Tools, tokenizer: TextTokenizer, schema: Any = None) -> str:
             others = _terms(tokenizer, before[len(head) :])
         times = "?" if tools.parallel is False else "*"
         rules = [f"start: (begin {' '.join(others)} {rest}){times} TEXT"]
-        rules += [f"begin{lazy}: TEXT {trigger}", "TEXT: /(.|\\n)*/"]
+        rules += [f"begin{lazy}: TEXT {trigger}", ANYTHING]
     calls = [f"call_{i}" for i in range(len(tools.shown))]
     rules.append(f"call: {' | '.join(calls)}")
     for call, tool in zip(calls, tools.shown, strict=True):
         function = tool.function
         parameters = {"type": "object"} if function.parameters is None else function.parameters
-        rules.append(f"{call}: {_spelt(tokenizer, function.name)} {between} %json {_json(parameters)}")
+        arguments = f"%json {_json(parameters)}"
+        if form.fields is not None:
+            arguments, more = rules_of(
+                function.name, form.fields, parameters, call, lambda text: _terms(tokenizer, text)
+            )
+            rules += more
+        rules.append(f"{call}: {_spelt(tokenizer, function.name)} {between} {arguments}")
+    if not any(rule.startswith("TEXT:") for rule in rules) and any("TEXT" in rule for rule in rules):
+        rules.append(ANYTHING)
     return "\n".join(["%llguidance {}", *rules, ""])
 
 
@@ -124,11 +141,13 @@ def _spelt(tokenizer: TextTokenizer, text: str) -> str:
 
 def _terms(tokenizer: TextTokenizer, text: str) -> list[str]:
     """A text in Lark: special tokens by their ids, an id of a call by a pattern, the rest as strings."""
-    marks = "|".join(map(re.escape, sorted({*tokenizer.specials, ID}, key=len, reverse=True)))
+    marks = "|".join(map(re.escape, sorted({*tokenizer.specials, ID, COUNT}, key=len, reverse=True)))
     terms = []
     for part in re.split(f"({marks})", text):
         if part == ID:
             terms.append(f"/[a-zA-Z0-9]{{{len(ID)}}}/")
+        elif part == COUNT:
+            terms.append("/[0-9]{1,3}/")
         elif part in tokenizer.specials:
             terms.append(f"<[{tokenizer.specials[part]}]>")
         elif part:
@@ -140,10 +159,10 @@ def _terms(tokenizer: TextTokenizer, text: str) -> list[str]:
 
 
 class Event(NamedTuple):
-    """Some text of a reply, the beginning of a call (text: the function's name), or a part of its arguments. number: of
-    the call."""
+    """Some text of a reply or of the thoughts before it, the beginning of a call (text: the function's name), or a part
+    of its arguments. number: of the call."""
 
-    kind: Literal["text", "call", "arguments"]
+    kind: Literal["thought", "text", "call", "arguments"]
     text: str
     id: str = ""
     number: int = 0
@@ -160,11 +179,73 @@ def read_calls(events: Sequence[Event]) -> tuple[str, list[dict[str, Any]]]:
     return "".join(event.text for event in events if event.kind == "text"), calls
 
 
+class Reader(Protocol):
+    """Reads a reply as its text comes. count: calls so far."""
+
+    @property
+    def count(self) -> int: ...
+
+    def push(self, text: str, last: bool = False) -> list[Event]: ...
+
+
+class ThoughtReader:
+    """A reply that may begin with thoughts between tags; white space at their ends is left out. begun: whether the
+    prompt has the first tag. calls: reads the rest."""
+
+    def __init__(self, tags: Tags, begun: bool, calls: CallReader | None) -> None:
+        self.tags, self.calls, self._held = tags, calls, ""
+        self._state: Literal["start", "thoughts", "blank", "reply"] = "thoughts" if begun else "start"
+        self._said = False
+
+    @property
+    def count(self) -> int:
+        return self.calls.count if self.calls else 0
+
+    def push(self, text: str, last: bool = False) -> list[Event]:
+        if self._state == "reply":
+            return self._reply(text, last)
+        self._held += text
+        found: list[Event] = []
+        if self._state == "start":
+            begun = self._held.lstrip()
+            if self.tags.open.startswith(begun) and begun != self.tags.open and not last:
+                return []
+            self._state = "reply"
+            if begun.startswith(self.tags.open):
+                self._state, self._held = "thoughts", begun[len(self.tags.open) :]
+        if self._state == "thoughts":
+            at = self._held.find(self.tags.close)
+            sure = at if at >= 0 else len(self._held) - (0 if last else possible_start(self._held, [self.tags.close]))
+            thought = self._held[:sure].rstrip()
+            self._held = self._held[sure + len(self.tags.close) :] if at >= 0 else self._held[len(thought) :]
+            thought = thought if self._said else thought.lstrip()
+            if thought:
+                self._said = True
+                found.append(Event("thought", thought))
+            if at < 0:
+                return [*found, *(self._reply("", last) if last else [])]
+            self._state = "blank"
+        if self._state == "blank":
+            self._held = self._held.lstrip()
+            if not self._held and not last:
+                return found
+            self._state = "reply"
+        return [*found, *self._reply(self._held, last)]
+
+    def _reply(self, text: str, last: bool) -> list[Event]:
+        if self.calls is not None:
+            return self.calls.push(text, last)
+        return [Event("text", text)] if text else []
+
+
 class CallReader:
     """The calls in a reply, as its text comes. names: of the functions. parallel: whether it may have several calls;
-    otherwise all after the first is left out."""
+    otherwise all after the first is left out. schemas: of their parameters, where the form needs them."""
 
-    def __init__(self, form: CallForm, names: Sequence[str], parallel: bool) -> None:
+    def __init__(
+        self, form: CallForm, names: Sequence[str], parallel: bool, schemas: Mapping[str, Any] | None = None
+    ) -> None:
+        self._fields, self._schemas = form.fields, schemas or {}
         self.parallel, self.count = parallel, 0
         self._names = sorted(names, key=len, reverse=True)
         self._heads = [form.head, PYTHON_TAG] if form.is_bare else [form.head]
@@ -172,12 +253,19 @@ class CallReader:
         if form.is_bare:
             begun.append(begun[0].replace("{", '{"type": "function", ', 1))
             begun += [PYTHON_TAG + each for each in begun]
+        if form.fields is not None and (inner := begun[0][begun[0].rfind("<") :]) != begun[0]:
+            begun.append(inner)  # Qwen3-Coder may leave the outer tag out
+            self._heads.append(re.match(r"[^\s\"]*", inner)[0])  # type: ignore[index]
         self._begun = [_loose(text) for text in begun]
         between = [form.between]
         if '"arguments"' in form.between or '"parameters"' in form.between:
             between = [re.sub("arguments|parameters", key, form.between) for key in ("arguments", "parameters")]
-        self._between = [_loose(text + "{")[:-1] for text in between]
         self._after = _loose(form.after)
+        if form.fields is None:
+            self._between = [(match := _loose(text + "{")[:-1], match) for text in between]
+        else:  # an argument or the end has to follow: a name may begin with another
+            starts = (form.fields.before, form.after)
+            self._between = [(_loose(form.between + text), _loose(form.between)) for text in starts]
         self._separator = None if form.separator is None else _loose(form.separator)
         self._held, self._blank = "", ""  # text that may belong to a call; white space that may stand before one
         self._depth, self._quoted, self._escaped = 0, False, False
@@ -220,14 +308,19 @@ class CallReader:
         text, partial = self._held, False
         for name in self._names:
             end = _match(list(name), text, at)
-            for between in self._between:
-                done = end if end is None or end < 0 else _match(between, text, end)
+            for whole, between in self._between:
+                done = end if end is None or end < 0 else _match(whole, text, end)
                 partial = partial or done is None
-                if done is not None and done >= 0:
+                if end is not None and done is not None and done >= 0:
+                    done = _match(between, text, end) or 0
                     self.count += 1
                     id = "".join(secrets.choice(LETTERS) for _ in ID)
                     found.append(Event("call", name, id, self.count - 1))
-                    self._blank, self._held, self._depth, self._read = "", text[done - 1 :], 0, self._read_arguments
+                    if self._fields is None:
+                        self._blank, self._held, self._depth, self._read = "", text[done - 1 :], 0, self._read_arguments
+                        return done
+                    self._blank, self._held, self._read = "", text[done:], self._read_fields
+                    self._reader = FieldReader(self._fields, self._schemas.get(name), self._ends)
                     return done
         return None if partial else -1
 
@@ -249,6 +342,26 @@ class CallReader:
         found.append(Event("arguments", self._held, "", self.count - 1))
         self._held = ""
         return False
+
+    def _read_fields(self, last: bool, found: list[Event]) -> bool:
+        """Arguments between tags."""
+        made, self._held, done = self._reader.push(self._held, last)
+        if made:
+            found.append(Event("arguments", made, "", self.count - 1))
+        if done:
+            self._read = self._read_after if self.parallel else self._read_rest
+        return done
+
+    def _ends(self, text: str, at: int) -> bool | None:
+        """Whether an argument, the end of the call, or another call follows at a place."""
+        assert self._fields is not None
+        patterns = [[SPACE, *_loose(self._fields.before)], [SPACE, *self._after]]
+        if self._separator is not None:
+            patterns.append([SPACE, *self._separator])
+        ends = [_match(pattern, text, at) for pattern in patterns]
+        if any(end is not None and end >= 0 for end in ends):
+            return True
+        return None if None in ends and len(text) - at < MOST_HELD else False
 
     def _read_after(self, last: bool, found: list[Event]) -> bool:
         text = self._held
@@ -280,16 +393,16 @@ class CallReader:
             found.append(Event("text", shown))
 
 
-SPACE, ANY_ID = " ", ID
+SPACE = " "
 _LETTER = re.compile(r"[a-zA-Z0-9]*")
 
 
 def _loose(text: str) -> list[str]:
     """A text as a list of characters that have to stand there, white space being free around JSON's punctuation."""
     found: list[str] = []
-    for part in re.split(rf"({ID}|[{{}}\[\],:]|\s+)", text):
+    for part in re.split(rf"({ID}|{COUNT}|[{{}}\[\],:]|\s+)", text):
         blank, mark = part.isspace(), part in tuple("{}[],:")
-        found += [SPACE] if blank else [SPACE, part, SPACE] if mark else [part] if part == ID else list(part)
+        found += [SPACE] if blank else [SPACE, part, SPACE] if mark else [part] if part in (ID, COUNT) else list(part)
     return [part for i, part in enumerate(found) if part != SPACE or found[i - 1 : i] != [SPACE]]
 
 
@@ -301,7 +414,7 @@ def _match(pattern: Sequence[str], text: str, at: int) -> int | None:
                 at += 1
         elif at == len(text):
             return None
-        elif part == ANY_ID:
+        elif part in (ID, COUNT):
             found = _LETTER.match(text, at)
             at = found.end() if found else at
         elif text[at] == part:

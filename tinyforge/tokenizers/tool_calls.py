@@ -4,13 +4,15 @@
 
 A template is asked instead of recognised: it renders a reply with a call, and what surrounds the call's name and its
 arguments is the form. Hermes and Qwen begin it with `<tool_call>`, Mistral with `[TOOL_CALLS]`; Llama 3's is only the
-JSON. Forms whose arguments are not a JSON object are not supported.
+JSON. Qwen3-Coder, GLM, MiniMax and DeepSeek 3.2 write each argument between tags instead of a JSON object (`Fields`).
+Arguments in the syntax of Python or of a language of their own (LFM2, Gemma 4) are not supported.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import string
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -21,8 +23,10 @@ from tinyforge.tokenizers.chat_templates import AnyTemplate, ChatTemplate
 from tinyforge.tokenizers.vocabulary import TextTokenizer
 
 ID, OTHER_ID = "a1B2c3D4e", "f5G6h7I8j"  # nine characters, as Mistral's templates demand
+COUNT = "\ue001"  # stands for the number of a call, where a form has one
 NAMES, KEYS = ("probe_one", "probe_two"), ("key_one", "key_two")
 MARK = "\ue000"  # stands for a reply's text
+TEXT, NUMBER = "value", 90817
 TOOL = {
     "type": "function",
     "function": {
@@ -30,7 +34,10 @@ TOOL = {
         "description": "a function",
         "parameters": {
             "type": "object",
-            "properties": {KEYS[0]: {"type": "string", "description": "a text"}},
+            "properties": {
+                KEYS[0]: {"type": "string", "description": "a text"},
+                KEYS[1]: {"type": "integer", "description": "a number"},
+            },
             "required": [KEYS[0]],
         },
     },
@@ -38,11 +45,26 @@ TOOL = {
 
 
 @dataclass(frozen=True)
+class Fields:
+    """How a call writes its arguments one by one: (before KEY kind[0] KIND kind[1] VALUE after)*.
+
+    A text stands as it is, any other value as JSON. kinds: what is written for a text and for another value, the same
+    text in most forms, which do not say.
+    """
+
+    before: str
+    kind: tuple[str, str]
+    kinds: tuple[str, str]
+    after: str
+
+
+@dataclass(frozen=True)
 class CallForm:
     """How a reply calls tools: before NAME between ARGUMENTS (separator NAME between ARGUMENTS)* after.
 
-    separator: None where a reply has at most one call. An id in these texts is spelt `ID`. as_text: the template takes
-    the arguments of earlier calls as text, not as an object.
+    separator: None where a reply has at most one call. An id in these texts is spelt `ID`, a call's number `COUNT`.
+    as_text: the template takes the arguments of earlier calls as text, not as an object. fields: where the arguments
+    are no JSON object.
     """
 
     before: str
@@ -50,6 +72,7 @@ class CallForm:
     after: str
     separator: str | None
     as_text: bool = False
+    fields: Fields | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -60,7 +83,7 @@ class CallForm:
     def head(self) -> str:
         """What a call begins with."""
         found = re.match(r"\[?[^\s{\[]*", self.before.lstrip())
-        return "{" if self.is_bare else (found[0] if found else "").partition(ID)[0]
+        return "{" if self.is_bare else re.split(f"{ID}|{COUNT}", found[0] if found else "")[0]
 
 
 def learn(template: AnyTemplate, tokenizer: TextTokenizer) -> CallForm | None:
@@ -89,7 +112,10 @@ def _learn(template: ChatTemplate, tokenizer: TextTokenizer, as_text: bool) -> C
     plain, single = render({"role": "assistant", "content": MARK}), render(_calling(1, as_text))
     start = _tag_start(single, len(commonprefix([plain, single])))
     ending = single[_tag_end(single, len(single) - len(commonprefix([plain[::-1], single[::-1]]))) :]
-    before, between, after = _parts(single, start, ending, 0)
+    try:
+        before, between, after = _parts(single, start, ending, 0)
+    except ValueError:
+        return _learn_fields(render, plain)
     if not before.strip():
         raise ValueError("nothing shows where a call begins")
     separator = None
@@ -97,15 +123,54 @@ def _learn(template: ChatTemplate, tokenizer: TextTokenizer, as_text: bool) -> C
         rest = render(_calling(2, as_text))
         second = rest.index("}", rest.rindex(KEYS[0])) + 1
         found, again, last = _parts(rest, second, ending, 1)
-        if (again, last.replace(OTHER_ID, ID)) == (between, after):
-            separator = found.replace(OTHER_ID, ID)
+        counted = between.replace("0", COUNT) if again == between.replace("0", "1") else between
+        if (again, last.replace(OTHER_ID, ID)) in ((between, after), (between.replace("0", "1"), after)):
+            separator, between = found.replace(OTHER_ID, ID), counted
     return CallForm(before, between, after, separator, as_text)
 
 
-def _calling(count: int, as_text: bool) -> dict[str, Any]:
+def _learn_fields(render: Callable[..., str], plain: str) -> CallForm:
+    """The form of calls with their arguments one by one."""
+    arguments = {KEYS[0]: TEXT * 2, KEYS[1]: NUMBER}
+    single, double = (render(_calling(count, False, arguments)) for count in (1, 2))
+    start = _tag_start(single, len(commonprefix([plain, single])))
+    ending = single[_tag_end(single, len(single) - len(commonprefix([plain[::-1], single[::-1]]))) :]
+    body = single[start : len(single) - len(ending)]
+    marks = (NAMES[0], KEYS[0], TEXT * 2, KEYS[1], str(NUMBER))
+    found = re.fullmatch("(.*?)" + "(.*?)".join(map(re.escape, marks)) + "(.*)", body, re.DOTALL)
+    if found is None or NAMES[0] in found[2]:
+        raise ValueError("it renders no call with arguments")
+    before, opening, of_text, following, of_number, end = found.groups()
+    at = opening.rfind("<")
+    field, between = opening[at:], opening[:at]
+    closing = following.removesuffix(field)
+    if at < 0 or closing == following or "<" not in closing or not before.strip():
+        raise ValueError("nothing shows where an argument begins and ends")
+    closing = closing if end.startswith(closing) else closing.rstrip()
+    kind = commonprefix([of_text, of_number])
+    rest = commonprefix([of_text[len(kind) :][::-1], of_number[len(kind) :][::-1]])[::-1]
+    rest = rest.lstrip(string.ascii_letters)  # of "true" and "false"
+    kinds = tuple(text[len(kind) : len(text) - len(rest)] for text in (of_text, of_number))
+    if not end.startswith(closing) or not (kind + rest).strip():
+        raise ValueError("nothing shows where an argument ends")
+    after, separator = end[len(closing) :], None
+    second = double.rfind(NAMES[1])
+    first_end = double.rfind(str(NUMBER), 0, second) + len(str(NUMBER)) + len(closing)
+    between_calls, opening = double[first_end:second], double[second + len(NAMES[1]) :]
+    if NAMES[0] not in between_calls and opening.startswith((field, between + field, between.replace("1", "2"))):
+        separator = between_calls
+        if opening.startswith(between.replace("1", "2")) and "1" in between:
+            between = between.replace("1", COUNT)
+    return CallForm(
+        before, between, after, separator, False, Fields(field, (kind, rest), (kinds[0], kinds[1]), closing)
+    )
+
+
+def _calling(count: int, as_text: bool, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A reply with calls. given: the arguments of each."""
     calls = []
     for name, key, id in zip(NAMES[:count], KEYS, (ID, OTHER_ID), strict=False):
-        arguments: Any = f'{{"{key}": "value"}}' if as_text else {key: "value"}
+        arguments: Any = given or (f'{{"{key}": "{TEXT}"}}' if as_text else {key: TEXT})
         calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
     return {"role": "assistant", "content": "", "tool_calls": calls}
 

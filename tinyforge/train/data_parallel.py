@@ -130,8 +130,10 @@ class DataParallel:
 
     `backend.workers` forked workers have replicas, which read the model's weights and own their gradients. If the
     backend has a group instead, each rank has made the same model and its own `DataParallel`: rank 0 continues the run,
-    the others `follow`.
+    the others `follow`. rows: that `losses` takes at once; in a run those of a micro-batch, whose memory is planned.
     """
+
+    rows = 64
 
     def __init__(
         self,
@@ -203,8 +205,10 @@ class DataParallel:
         return self.backend.to_numpy(self.on_all_ranks(_token_nll, batch))
 
     def losses(self, batch: Arrays) -> np.ndarray:
-        """What forward returns for each row, (B,); nothing is saved."""
-        return self.backend.to_numpy(self.on_all_ranks(_losses, batch))
+        """What forward returns for each row, (B,), from passes over `rows` rows; nothing is saved."""
+        starts = range(0, max(1, len(batch)), self.rows)
+        parts = (self.on_all_ranks(_losses, batch[start : start + self.rows]) for start in starts)
+        return np.concatenate([self.backend.to_numpy(part) for part in parts])
 
     def logits(self, batch: Batch) -> np.ndarray:
         """The logits of a classifier, (B, classes); nothing is saved."""

@@ -21,7 +21,7 @@ from tinyforge.params import ParamBuffer
 from tinyforge.report import NOISE
 
 Row = dict[str, Any]
-BEST = "val_bits_per_byte"  # what --keep-best compares
+COMPARED = ("val_bits_per_byte", "val_loss", "test_loss")  # by --keep-best: the first that is there, the lowest
 
 
 class Metrics:
@@ -106,9 +106,18 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def best_step(path: Path, key: str = BEST) -> int | None:
-    """The first step at which the held-out figure `key` was lowest; None where none is logged."""
-    held_out = [row for row in read(path) if key in row]
+def compared(rows: Sequence[Mapping[str, Any]], curve: str = "") -> str:
+    """The held-out figure that --keep-best compares: the first of COMPARED that is logged, else "val_" and `curve`;
+    empty where none is."""
+    logged = {key for row in rows for key in row}
+    return next((key for key in (*COMPARED, f"val_{curve}") if key in logged), "")
+
+
+def best_step(path: Path, curve: str = "") -> int | None:
+    """The first step at which the figure of `compared` was lowest; None where none is logged."""
+    rows = read(path)
+    key = compared(rows, curve)
+    held_out = [row for row in rows if key in row]
     return int(min(held_out, key=lambda row: row[key])["step"]) if held_out else None
 
 
@@ -176,9 +185,9 @@ CLOCKS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "", unit: str = "tokens") -> bool:
     """Plot training and held-out bits per byte against tokens and minutes, with the learning rate below; returns
-    whether there was anything to plot. curve: another figure instead, with its held-out figures, "val_" and its name;
-    if there are none, with all that begin with "val_". One that is logged for held-out data alone is plotted with the
-    training loss. unit: what training reads.
+    whether there was anything to plot. The axis is logarithmic where the loss spans a factor of 100. curve: another
+    figure instead, with its held-out figures, "val_" and its name; if there are none, with all that begin with "val_".
+    One that is logged for held-out data alone is plotted with the training loss. unit: what training reads.
 
     Raises OSError if the picture cannot be written; an old one then stays.
     """
@@ -221,6 +230,9 @@ def plot(rows: Sequence[dict[str, Any]], target: Path, curve: str = "", unit: st
     evaluated = [value for points in held_out.values() for _, value in points]
     lowest, highest = min(loss + evaluated), sorted(loss)[int(len(loss) * 0.98)] * 1.15
     highest = max([highest, *evaluated]) if curve else highest
+    if 0 < 100 * lowest < max(loss):
+        top.set_yscale("log")
+        highest = 1.15 * max(loss + evaluated)
     if 0.9 * lowest < highest:
         top.set_ylim(0.9 * lowest, highest)
     top.set_xlim(0, 1.01 * tokens[-1])  # the last point is not cut

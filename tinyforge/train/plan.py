@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tinyforge.optim import AdamW, Muon
 from tinyforge.parallel import Alone
 from tinyforge.parallel.buckets import Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
-from tinyforge.registry import ModelSpec
+from tinyforge.registry import ModelSpec, models
 from tinyforge.report import count_of
 from tinyforge.rng import Stream
 from tinyforge.train.distil import Teachers
@@ -115,7 +116,10 @@ def plan_step(
     ready = METER.now - start
     sums = [backend.zeros((model.buffer.size,), backend.master_dtype) for _ in range(split.levels)]
     integers = np.dtype(np.int32)
-    shapes = config.input_shapes(batch_size, seq_len)
+    try:
+        shapes = config.input_shapes(batch_size, seq_len)
+    except NotImplementedError as error:
+        raise UserError(f"{error}; the forecast of memory needs them (docs/train-your-own.md)") from error
     inputs = [
         backend.zeros(shape, None if number in config.float_inputs else integers) for number, shape in enumerate(shapes)
     ]
@@ -192,18 +196,20 @@ def check_fits(
     ranks: int = 1,
     each: int = 1,
     teachers: Teachers | None = None,
+    built: bool = False,
 ) -> Plan:
-    """The plan of a step. Raises UserError, before anything is allocated, if it does not fit in free memory.
+    """The plan of a step. Raises UserError, before its arrays are allocated, if it does not fit in free memory.
 
     The forecast for a CPU is that for a GPU plus a copy of the gradients for each worker beyond the first. Kernels
-    there allocate a little more or less, so the limit is approximate. each: rows per example of --batch-size.
+    there allocate a little more or less, so the limit is approximate. each: rows per example of --batch-size. built:
+    the model is in memory already.
     """
     free, place = free_memory(backend)
     planned = _planner(spec, config, backend.precision.name, settings, ranks, teachers)
     size = settings.batch_size
 
     def total(plan: Plan) -> int:
-        return plan.peak + (backend.workers - 1) * plan.gradients
+        return plan.peak + (backend.workers - 1) * plan.gradients - built * plan.weights
 
     def needed(size: int, **changed: Any) -> int:
         return total(planned(each * size, **changed))
@@ -226,3 +232,18 @@ def check_fits(
         f"{size_of(config, each * size, sequence_length(config, settings))} in {backend.precision.name} need "
         f"{gib(total(plan))} {place}, {gib(free)} are free; {fix}"
     )
+
+
+def check_task(task: Any, backend: Backend, settings: Settings) -> Plan:
+    """`check_fits` of a `Task`, whose model need not be registered. Raises UserError for --recompute and
+    --document-mask too, if the model has neither."""
+    kind, config = type(task.model), task.model.config
+    spec = next((spec for spec in models().values() if spec.build is kind), None)
+    if settings.recompute and not task.model.recompute:
+        raise UserError(f"--recompute: {kind.__name__} recomputes nothing; leave it out")
+    if spec is None:
+        masked = "documents" in signature(kind.forward).parameters
+        blocks = task.model.recompute == "blocks"
+        name = task.meta.get("model", kind.__name__)
+        spec = ModelSpec(name, kind.__name__, kind, type(config), {}, documents=masked, blocks=blocks, fp8=True)
+    return check_fits(spec, config, backend, settings, backend.group.size if backend.group else 1, built=True)

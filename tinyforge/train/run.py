@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,10 +28,10 @@ from tinyforge.errors import UserError
 from tinyforge.files import locked
 from tinyforge.optim import AdamWConfig, MuonConfig, learning_rate
 from tinyforge.parallel import Alone, Group
-from tinyforge.parallel.launch import ProcessGroupInfo, assert_equal_on_ranks, init_process_group
+from tinyforge.parallel.launch import ProcessGroupInfo, assert_equal_on_ranks, init_process_group, started_as_rank
 from tinyforge.parallel.star import PREPARING
 from tinyforge.params import load_named
-from tinyforge.report import count_of, took
+from tinyforge.report import count_of, figure, took
 from tinyforge.rng import Stream
 from tinyforge.terminal import printable
 from tinyforge.train import diagnose, metrics
@@ -40,7 +40,7 @@ from tinyforge.train.captured import Captured, captures
 from tinyforge.train.data_parallel import DataParallel, Totals, Trainable
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
-from tinyforge.train.plan import Plan
+from tinyforge.train.plan import Plan, check_task
 from tinyforge.train.settings import Settings, Teaching
 from tinyforge.train.writers import open_writer
 
@@ -62,10 +62,12 @@ class Task:
     report the share of the machine's peak that training reached. carried: rows whose state is carried from batch to
     batch, see `Batch.stream`. unit: what training reads: "tokens", or the name of a row of a batch, such as "images";
     it names columns of the metrics. curve: the figure that is plotted, any that is logged, held-out ones by "val_" and
-    its name; by default the loss or bits per byte. figures(): more to log for the step whose batches were made last.
+    its name; by default the loss or bits per byte. --keep-best compares bits per byte or the loss where they are held
+    out, else the curve's, and keeps the lowest. figures(): more to log for the step whose batches were made last.
     state: float arrays that `batches` keeps from one step to the next if it is not a pure function: they are saved in
-    the checkpoint and restored. plan: of the memory; it is recorded with the run. published: the base's published
-    files, kept in the checkpoints.
+    the checkpoint and restored. plan: of the memory, recorded with the run, from a recipe that has called `check_fits`
+    before it made the model; by default `Run` checks that a step fits. published: the base's published files, kept in
+    the checkpoints.
     """
 
     model: Trainable
@@ -129,7 +131,7 @@ class Signals:
 @contextmanager
 def claimed(settings: Settings, resume: bool) -> Iterator[None]:
     """Lock --out for this process. Raises UserError if another run is writing there, or, without `resume`, if it holds
-    a run. A recipe claims its folder before it prepares anything, so that it fails at once.
+    a run. `running` calls this for a recipe.
     """
     out = Path(settings.out)
     with ExitStack() as held:
@@ -148,12 +150,17 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
 
 @contextmanager
 def running(settings: Settings, resume: bool) -> Iterator[ProcessGroupInfo]:
-    """Connect to the run's other ranks, if there are any; rank 0 locks --out. A recipe does all its work inside: if any
-    rank fails, rank 0 prints why and all end."""
+    """Connect to the run's other ranks, if there are any; rank 0 claims --out. A recipe does all its work inside, so
+    that it fails at once: if any rank fails, rank 0 prints why and all end. The ranks are for `open_backend`.
+
+    Raises UserError as `claimed` does, and for flags that do not fit the number of ranks.
+    """
     with init_process_group() as ranks:
         ranks.saved = lambda: bool(checkpoint.steps(Path(settings.out)))
         if not settings.several_ranks:
             ranks.must_be_one()
+        if settings.gpus and settings.gpus > 1 and not started_as_rank():
+            raise UserError("--gpus: this recipe starts no ranks; put mpirun -n 2 before the command, or leave it out")
         if settings.batch_size % ranks.size:
             raise UserError(f"--batch-size is {settings.batch_size}, the run has {ranks.size} ranks; use a multiple")
         with claimed(settings, resume) if ranks.rank == 0 else nullcontext():
@@ -169,6 +176,8 @@ class Run:
     """
 
     def __init__(self, task: Task, settings: Settings, backend: Backend, resume: bool = False) -> None:
+        if task.plan is None:
+            task = replace(task, plan=check_task(task, backend, settings))
         self.task, self.settings, self.backend = task, settings, backend
         self.out = Path(settings.out)
         self.buffer = task.model.buffer
@@ -178,6 +187,7 @@ class Run:
         self.parallel = DataParallel(
             task.model, backend, task.objective, task.carried, shards=shards, batches=task.batches
         )
+        self.parallel.rows = settings.batch_size
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens = 0, 0
         self.last_saved: Path | None = None
@@ -222,7 +232,9 @@ class Run:
         rank = self.parallel.rank
         config = (MuonConfig if settings.optimizer == "muon" else AdamWConfig)(weight_decay=settings.weight_decay)
         self.optimizer = rank.make_optimizer(config, settings.zero, settings.grad_accum)
-        if settings.zero == 2 and rank.zero_optimizer and rank.zero_optimizer.grads is None:
+        if settings.zero and group.size == 1:
+            print(f"--zero {settings.zero} changes nothing here: there is one rank, and nothing to share out")
+        elif settings.zero == 2 and rank.zero_optimizer and rank.zero_optimizer.grads is None:
             print(
                 "--zero 2 keeps the gradients whole here, as --zero 1: --reduction-shards adds up parts of a step in "
                 "them"
@@ -407,11 +419,14 @@ class Run:
             )
         if self._bar is not None:
             bits = f", {found['bits_per_byte']:.2f} bits/byte" if "bits_per_byte" in found else ""
-            bits += f", {self.task.curve} {found[self.task.curve]:.3f}" if self.task.curve else ""
+            loss = f"loss {figure(found['loss'])}{bits}"
+            if curve := self.task.curve:  # a second name of the loss, or another figure
+                named = f"{curve} {figure(found[curve])}"
+                loss = named if found[curve] == found["loss"] else f"{loss}, {named}"
             left = max(0.0, 60 * (self.settings.minutes or 0) - self.elapsed())
             rest = "" if self.settings.steps else f", {left:.0f} s left"
             speed = f"{rate:,.0f} {self.task.unit}/s"
-            self._bar.set_postfix_str(f"loss {found['loss']:.3f}{bits}, {speed}{rest}", refresh=False)
+            self._bar.set_postfix_str(f"{loss}, {speed}{rest}", refresh=False)
         self.unread.clear()
         self._began = time.perf_counter()
 
@@ -425,8 +440,11 @@ class Run:
         if held := self.backend.memory().get("held"):
             memory["gpu_memory_mib"] = round(held / 2**20, 1)
         self.log.write(step=self.step, **self._read(), seconds=round(self.elapsed(), 3), **figures, **norms, **memory)
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in figures.items())
+        shown = ", ".join(f"{name.replace('_', ' ')} {figure(value)}" for name, value in figures.items())
         self._say(f"step {self.step}: {shown}")
+        if self.settings.keep_best and not metrics.compared([figures], self.task.curve):
+            names = ", ".join((*metrics.COMPARED, *([f"val_{self.task.curve}"] if self.task.curve else [])))
+            self._say(f"--keep-best keeps no checkpoint: none of {names} is among the held-out figures")
         if text := self.task.sample():
             self.log.write_sample(step=self.step, **self._read(), text=text)
             self._say(text)
@@ -434,7 +452,7 @@ class Run:
 
     def _best(self) -> int | None:
         """With --keep-best, the step with the best held-out figure so far."""
-        return metrics.best_step(self.log.path) if self.settings.keep_best else None
+        return metrics.best_step(self.log.path, self.task.curve) if self.settings.keep_best else None
 
     def _say(self, line: str) -> None:
         line = printable(line)  # a sample is untrusted text
@@ -506,7 +524,10 @@ class Run:
         )
         print(f"wrote {', '.join(map(str, written))}")
         if self.step == self._bar.initial:
-            print(f"the run had ended before; to train on from its weights, give --base {self.out} and another --out")
+            base = (
+                f" with --base {self.out}, which trains on from its weights" if hasattr(self.settings, "base") else ""
+            )
+            print(f"the run had ended before; start another{base}, in another --out")
         self._print_utilisation()
         _print_overfitting(rows, self.settings)
         return last
@@ -520,9 +541,11 @@ class Run:
             return
         rate = float(np.median(self.rates))
         achieved = rate * self.task.flop_per_token / 1e9
+        gflop = f"{achieved:,.0f}" if achieved >= 10 else f"{achieved:.3g}"
+        share = f"{achieved / peak:.0%}" if achieved >= 0.01 * peak else f"{achieved / peak:.2%}"
         counted = f" ({FLOP_CONVENTION})" if self.task.unit == "tokens" else ""
         print(
-            f"median {rate:,.0f} {self.task.unit}/s: {achieved:,.0f} GFLOP/s, {achieved / peak:.0%} of the {peak:,.0f} "
+            f"median {rate:,.0f} {self.task.unit}/s: {gflop} GFLOP/s, {share} of the {peak:,.0f} "
             f"that a matrix product reaches here in {self.backend.precision.name}{counted}"
         )
 

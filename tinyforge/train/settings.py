@@ -5,7 +5,7 @@
         out: str = setting("runs/mine", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
         colour: str = setting("red", "what to paint", choices=("red", "blue"))
 
-    settings, resume, plan, card = parse(MySettings, __doc__, argv)
+    settings, resume, _, _ = parse(MySettings, __doc__, argv)
 
 The fields define the command line, which settings --resume may change, what makes two runs comparable, and the flags on
 the model's card; a recipe has no other flags.
@@ -51,6 +51,7 @@ from tinyforge.train.writers import WRITERS, check_writer
 NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
 # The groups of --help, in this order.
 BASICS, MODEL, DATA, TRAINING, OUTPUT, HARDWARE = "basics", "model", "data", "training", "output", "hardware"
+OF_TEXT = ("encoding", "seq_len", "document_mask")  # settings without a meaning for data that are no text
 # When a model's card shows the flag.
 NEVER, UNUSUAL, ALWAYS = "never", "unusual", "always"
 
@@ -128,10 +129,12 @@ class Settings:
     """The settings of every training run. They are stored in its checkpoints, and `--resume` reads them there.
 
     steps=None: the run ends after `minutes`. The help of other fields explains their None. Values are checked by
-    `check`, which `parse` calls. several_ranks: whether the recipe can run on several ranks.
+    `check`, which `parse` calls. several_ranks: whether the recipe can run on several ranks. unused: fields without a
+    flag, for a recipe that ignores them, such as `OF_TEXT`.
     """
 
     several_ranks: ClassVar[bool] = True
+    unused: ClassVar[tuple[str, ...]] = ()
     longest: ClassVar[int] = MOST  # of a default --seq-len
 
     backend: str = setting(
@@ -159,14 +162,14 @@ class Settings:
     precision: str = setting(
         "fp32", "fp32, fp64 or fp8, and on a GPU tf32 or bf16; fp8 on a GPU needs a Hopper", group=HARDWARE
     )
-    data: tuple[str, ...] = basic((), "files or folders to learn from (default: the built-in corpus)", metavar="PATH")
+    data: tuple[str, ...] = basic((), "files or folders to learn from", metavar="PATH")
     encoding: str = of_data("utf-8", "encoding of text files")
     out: str = basic("", "directory of the run", metavar="DIR", changes=NOTHING, card=NEVER)
     steps: int | None = basic(None, "optimizer steps", check=above_zero, card=ALWAYS)
     minutes: float | None = basic(
         None, "train for this many minutes instead; the schedule follows the clock", check=above_zero
     )
-    batch_size: int = setting(8, "sequences per micro-batch", check=above_zero)
+    batch_size: int = setting(8, "rows per micro-batch", check=above_zero)
     grad_accum: int = setting(1, "micro-batches per step", check=above_zero)
     seq_len: int | None = of_data(None, "tokens per sequence (default: the config's context)", check=above_zero)
     document_mask: str | None = of_data(
@@ -193,12 +196,11 @@ class Settings:
     weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more, card=ALWAYS)
     clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
     seed: int = setting(0, "seed of weights, data order and samples")
-    eval_every: int = output(250, "steps between evaluations on held-out text", check=above_zero)
+    eval_every: int = output(250, "steps between evaluations on held-out data", check=above_zero)
     save_every: int = output(500, "steps between checkpoints", check=above_zero)
     keep: int = output(2, "how many of the newest checkpoints to keep, 0 for all", check=zero_or_more)
     keep_best: bool = output(
-        False,
-        "also keep the checkpoint with the fewest held-out bits per byte, for text so short that a model overfits",
+        False, "also keep the checkpoint with the lowest held-out loss, for data so small that a model overfits"
     )
     log: str = output(
         "none",
@@ -375,6 +377,7 @@ class Teaching:
 class PretrainSettings(ModelSettings, Teaching):
     """recipes/pretrain.py: the mix of its text, and the order of its batches."""
 
+    data: tuple[str, ...] = with_default("data", (), "files or folders to learn from (default: the built-in corpus)")
     out: str = with_default("out", "runs/pretrain")
     steps: int | None = with_default("steps", 2800)
     lr: float = with_default("lr", 4e-3, "peak learning rate; larger presets have lower defaults of their own")
@@ -482,6 +485,12 @@ class SftSettings(TuneSettings, Teaching):
     """recipes/sft.py: fine-tuning on replies."""
 
     out: str = with_default("out", "runs/sft")
+    data: tuple[str, ...] = with_default(
+        "data",
+        (),
+        "records in .json, .jsonl (.gz, .zst) or .parquet: instruction, input, output; or chats, messages of role and "
+        "content (default: the built-in instructions)",
+    )
     steps: int | None = with_default("steps", 2200)
     lr: float = with_default("lr", 2e-3, f"peak learning rate, with --lora {ADAPTERS_LR:g}")
     base: str | None = start_from(
@@ -548,7 +557,8 @@ class DpoSettings(AlignSettings):
     data: tuple[str, ...] = with_default(
         "data",
         (),
-        "JSON files of preference pairs: instruction, input, chosen, rejected (default: pairs of the built-in world)",
+        "preference pairs in .json, .jsonl (.gz, .zst) or .parquet: prompt, chosen, rejected, each text or messages "
+        "(default: pairs of the built-in world)",
     )
     batch_size: int = with_default("batch_size", 16, "pairs per micro-batch")
     objective: str = setting(
@@ -662,6 +672,7 @@ _ACTIONS = {
     "plan": "print the memory that a step needs, and exit",
     "card": "write a model card, README.md, into --out at the end",
 }
+EVERY_ACTION = tuple(_ACTIONS)
 
 
 def parse(
@@ -669,11 +680,11 @@ def parse(
     description: str,
     argv: Sequence[str] | None,
     *,
-    actions: Sequence[str] = tuple(_ACTIONS),
+    actions: Sequence[str] = ("resume",),
     prog: str | None = None,
 ) -> Command[S]:
-    """Parse and check the command line of a recipe with settings `kind`. actions: which of resume, plan and card the
-    recipe supports; the other flags are refused. Raises UserError."""
+    """Parse and check the command line of a recipe with settings `kind`. actions: which of --resume, --plan and --card
+    the recipe acts on; it has no other flag of these. Raises UserError."""
     given = {
         name: value
         for name, value in vars(_parser(kind, description, actions, prog).parse_args(argv)).items()
@@ -701,7 +712,7 @@ def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog
     p = Parser(prog=prog, description=description)
     usual, types = kind(), get_type_hints(kind)
     groups = {name: p.add_argument_group(name) for name in (BASICS, MODEL, DATA, TRAINING, OUTPUT, HARDWARE)}
-    for f in fields(kind):
+    for f in (f for f in fields(kind) if f.name not in kind.unused):
         default, options = getattr(usual, f.name), {k: f.metadata[k] for k in ("metavar", "choices") if f.metadata[k]}
         shown = "" if default is False or default in (None, (), "") else f" (default: {default})"
         plain = types[f.name]

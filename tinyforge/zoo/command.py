@@ -39,7 +39,10 @@ def show(spec: ModelSpec, name: str, precision: str, batch_size: int, seq_len: i
     if name not in spec.presets:
         raise UserError(f"{spec.name} has no preset {name!r}; known: {', '.join(spec.presets)}")
     config = spec.presets[name]
-    context = getattr(config, "context", 1)  # 1: a model that reads no tokens
+    context = getattr(config, "context", None)
+    if context is None and seq_len is not None:
+        raise UserError(f"--seq-len: {spec.title} reads no sequences of tokens; leave it out")
+    context = context or 1
     seq_len = min(context, MOST_TOKENS) if seq_len is None else seq_len
     if batch_size < 1 or not 1 <= seq_len <= context:
         raise UserError(

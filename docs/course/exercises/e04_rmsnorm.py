@@ -3,6 +3,6 @@
 import numpy as np  # noqa: F401
 
 
-def rmsnorm_backward(dy, gain, x, eps):
-    """(dx, dgain) of y = gain * x / sqrt(mean(x^2) + eps). dy, x: (N, C); gain: (C,)."""
+def rmsnorm_backward(dgain, dy, gain, x, eps):
+    """Return dx of y = gain * x / sqrt(mean(x^2) + eps); add gain's gradient to `dgain`. dy, x: (N, C); gain: (C,)."""
     raise NotImplementedError("your turn")

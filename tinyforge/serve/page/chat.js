@@ -69,7 +69,7 @@ function draw() {
 function welcome() {
   const base = about.chat === false;
   $("welcome").replaceChildren(element("h2", { textContent: base ? "Begin a text, and the model continues it" : "Ask the model something" }),
-    element("p", { textContent: base ? "This is a base model: it was trained to continue text, not to answer." : "It runs on this server, and what you write is sent nowhere else. Conversations are stored in this browser." }),
+    element("p", { textContent: base ? "This is a base model: it was trained to continue text, not to answer." : `It runs ${about.local ? "in" : "on"} this ${about.local ? "browser" : "server"}, and what you write is sent nowhere else. Conversations are stored in this browser.` }),
     ...(about.template === "alpaca" ? [element("div", { className: "tries" }, ...(model.id === "storyteller" ? STORIES : WORLD).map((text) => {
       const button = element("button", { type: "button", textContent: text });
       button.addEventListener("click", () => ask(text));
@@ -167,7 +167,7 @@ const system = () => about.system_prompt !== false && talk.system.trim() ? [{ ro
 
 function request(messages) {
   const asked = { model: model?.id, messages: [...system(), ...messages], temperature: options.temperature, top_p: options.top_p, top_k: options.top_k, min_p: options.min_p,
-    repetition_penalty: options.repetition_penalty, stream_options: { include_usage: true } };
+    repetition_penalty: options.repetition_penalty, stream_options: { include_usage: true }, reasoning_format: "none" };
   if (options.max_tokens !== null) asked.max_tokens = options.max_tokens;
   if (options.seed !== null) asked.seed = options.seed;
   const stops = options.stop.split("\n").filter(Boolean).slice(0, 4);
@@ -378,6 +378,7 @@ async function connect() {
   $("model").textContent = [model?.id, ...facts].filter(Boolean).join(" \u00b7 ");
   form.drafts.max = about.most_drafts || 0;
   $("drafts-field").hidden = !about.most_drafts;
+  form.key.parentElement.hidden = Boolean(about.local);
   if (about.limits?.max_tokens) { form.max_tokens.max = about.limits.max_tokens; if (options.max_tokens > about.limits.max_tokens) options.max_tokens = null; }
   fillForm();
   form.system.disabled = about.system_prompt === false;

@@ -1,8 +1,0 @@
-"""Lesson 5: the gradient of a rotation."""
-
-import numpy as np  # noqa: F401
-
-
-def rotate_backward(dy, cos, sin):
-    """dx of y = [a cos - b sin, a sin + b cos], x = [a, b]. dy: (T, 2 D); cos, sin: (T, D)."""
-    raise NotImplementedError("your turn")

@@ -1,0 +1,285 @@
+"""Draw the pictures of the course, and the bar of a step in performance.md, from its table.
+
+python docs/pictures/course.py            write them
+python docs/pictures/course.py --check    only say whether they are what this file draws
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import checkout  # noqa: F401
+import files
+import numpy as np
+from recurrences import arrow, page, text
+
+from tinyforge.optim.adamw import AdamWConfig, adamw_, step_rates
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def bar(x: float, base: float, height: float, kind: str, width: float = 40) -> str:
+    return f'<rect x="{x:g}" y="{base - height:.1f}" width="{width:g}" height="{height:.1f}" rx="2" class="{kind}"/>'
+
+
+def softmax() -> str:
+    """Scores 1, 2, 3; their exponentials; their shares."""
+    scores = np.array([1.0, 2.0, 3.0])
+    powers = np.exp(scores)
+    panels = (
+        ("scores x", scores, 20, "{:.0f}"),
+        ("exp(x), all positive", powers, 6, "{:.1f}"),
+        ("divided by their sum: y", powers / powers.sum(), 150, "{:.2f}"),
+    )
+    parts = []
+    for i, (title, values, scale, shown) in enumerate(panels):
+        left = 40 + i * 230
+        parts.append(text(left + 80, 24, title))
+        for j, value in enumerate(values):
+            x = left + j * 56
+            parts.append(bar(x, 180, scale * value, "kept" if i == 2 else "box"))
+            parts.append(text(x + 20, 172 - scale * value, shown.format(value), "small"))
+        parts.append(f'<path d="M{left - 8} 180H{left + 168}" class="forward"/>')
+        if i:
+            parts.append(arrow(left - 50, 110, left - 18, 110))
+    parts.append(text(350, 206, "the largest score takes most of the whole, and the shares sum to 1", "small"))
+    return page(700, 220, "Softmax: scores, their exponentials, their shares of the sum", parts)
+
+
+def matrix() -> str:
+    """The probabilities of 8 positions, the future hidden, cut into blocks of 2 x 2."""
+    rng, n, size, left, top = np.random.default_rng(0), 8, 30, 110, 56
+    scores = rng.normal(size=(n, n)) * 1.2
+    p = np.where(np.tri(n, dtype=bool), np.exp(scores), 0)
+    p /= p.sum(-1, keepdims=True)
+    parts = [
+        text(left + n * size / 2, 22, "keys: position s"),
+        text(left - 14, top + n * size / 2, "queries:", anchor="end"),
+        text(left - 14, top + n * size / 2 + 17, "position t", anchor="end"),
+    ]
+    for t in range(n):
+        parts.append(text(left + (t + 0.5) * size, top - 8, str(t), "small"))
+        for s in range(n):
+            x, y = left + s * size, top + t * size
+            if s <= t:
+                parts.append(
+                    f'<rect x="{x}" y="{y}" width="{size - 2}" height="{size - 2}" class="kept" '
+                    f'fill-opacity="{0.12 + 0.88 * p[t, s]:.2f}"/>'
+                )
+            else:
+                parts.append(f'<rect x="{x}" y="{y}" width="{size - 2}" height="{size - 2}" class="cut" fill="none"/>')
+    for i in range(0, n + 1, 2):
+        at = i * size - 1
+        parts.append(f'<path d="M{left - 1} {top + at}h{n * size}M{left + at} {top - 1}v{n * size}" class="back"/>')
+    notes = (
+        "A row is what one position looks at:",
+        "darker is more weight, and it sums to 1.",
+        "Dashed: the future, hidden by the mask.",
+        "Blue: the tiles of lesson 7. Tiles that lie",
+        "in the future entirely are never computed.",
+    )
+    parts += [text(380, top + 60 + 24 * i, note, "", "start") for i, note in enumerate(notes)]
+    return page(680, 310, "The full T x T matrix of attention, with its blocks", parts)
+
+
+def rotation() -> str:
+    """A query and a key at positions 2 apart, early and late: both have turned, the angle between them has not."""
+    parts, theta, radius = [], 0.3, 84
+    for i, (tq, tk) in enumerate(((3, 1), (8, 6))):
+        cx, cy = 170 + i * 330, 140
+        parts.append(f'<circle cx="{cx}" cy="{cy}" r="{radius}" class="box"/>')
+        ends = {}
+        for name, start, t, kind in (("q", 0.9, tq, "forward"), ("k", 0.2, tk, "back")):
+            angle = start + theta * t
+            ends[name] = angle
+            x, y = cx + radius * np.cos(angle), cy - radius * np.sin(angle)
+            parts.append(arrow(cx, cy, float(x), float(y), kind))
+            x, y = cx + (radius + 18) * np.cos(angle), cy - (radius + 18) * np.sin(angle) + 4
+            parts.append(text(float(x), float(y), name))
+        a, b = ends["k"], ends["q"]
+        x1, y1, x2, y2 = (
+            float(f) for f in (cx + 34 * np.cos(a), cy - 34 * np.sin(a), cx + 34 * np.cos(b), cy - 34 * np.sin(b))
+        )
+        parts.append(f'<path d="M{x1:.1f} {y1:.1f}A34 34 0 0 0 {x2:.1f} {y2:.1f}" class="forward"/>')
+        parts.append(text(cx, 258, f"query at position {tq}, key at {tk}"))
+    parts.append(
+        text(335, 284, "both arrows have turned on; the angle between them, and so the score, is the same", "small")
+    )
+    return page(670, 300, "RoPE: arrows that turn with the position", parts)
+
+
+def optimizers() -> str:
+    """Gradient descent and AdamW without decay, 60 steps on a valley that is 30 times as steep in y as in x."""
+    steep, start = np.array([1.0, 30.0]), np.array([-2.6, 0.9])
+    config, left, top, unit = AdamWConfig(weight_decay=0.0), 330, 120, 105
+    w, m, v = start.copy(), np.zeros(2), np.zeros(2)
+    paths: dict[str, list[np.ndarray]] = {"forward": [start], "back": [start]}
+    plain = start.copy()
+    for step in range(1, 61):
+        plain = plain - 0.06 * steep * plain
+        paths["forward"].append(plain)
+        adamw_(w, w, m, v, steep * w, step_rates(step, 0.1, config)[0], 1.0, config)
+        paths["back"].append(w.copy())
+    parts = []
+    for level in (0.3, 1.2, 2.7, 4.8):
+        rx, ry = np.sqrt(2 * level / steep) * unit
+        parts.append(f'<ellipse cx="{left}" cy="{top}" rx="{rx:.1f}" ry="{ry:.1f}" class="cut" fill="none"/>')
+    for kind, points in paths.items():
+        line = " ".join(f"{left + unit * x:.1f},{top - unit * y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{line}" class="{kind}"/>')
+    parts += [
+        f'<circle cx="{left}" cy="{top}" r="4" class="kept"/>',
+        arrow(40, 246, 76, 246),
+        text(84, 250, "gradient descent: the steep direction swings, the flat one creeps", "small", "start"),
+        arrow(40, 268, 76, 268, "back"),
+        text(84, 272, "AdamW: each direction is divided by the size of its own gradients", "small", "start"),
+    ]
+    return page(660, 288, "Two optimizers in a narrow valley", parts)
+
+
+def nucleus() -> str:
+    p, top_p = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]), 0.75
+    running = p.cumsum()
+    kept = int((running < top_p).sum()) + 1
+    parts = [text(300, 24, f"top_p = {top_p}: the fewest tokens whose probabilities sum to it or more")]
+    for i, value in enumerate(p):
+        x = 60 + i * 84
+        parts.append(bar(x, 190, 320 * value, "kept" if i < kept else "box", 52))
+        parts.append(text(x + 26, 182 - 320 * value, f"{value:.2f}", "small"))
+        parts.append(text(x + 26, 210, f"{running[i]:.2f}", "small"))
+    cut = 60 + kept * 84 - 16
+    parts += [f'<path d="M{cut} 44V216" class="cut"/>', text(34, 210, "sum", "small")]
+    return page(600, 228, "Sorted probabilities, and where the nucleus is cut", parts)
+
+
+def shapes() -> str:
+    """The arrays of a linear map as boxes whose sides are their axes: N = 6 rows, I = 3 inputs, O = 2 outputs."""
+    unit = 18
+
+    def array(x: float, y: float, rows: int, columns: int, name: str, kind: str, sides: tuple[str, str]) -> str:
+        width, height = columns * unit, rows * unit
+        return (
+            f'<rect x="{x:g}" y="{y:g}" width="{width}" height="{height}" class="{kind}"/>'
+            + text(x + width / 2, y + height / 2 + 5, name)
+            + text(x + width / 2, y - 6, sides[1], "small")
+            + text(x - 6, y + height / 2 + 4, sides[0], "small", "end")
+        )
+
+    lines = (
+        (40, "forward", (("y", 6, 2, "N", "O"), "=", ("x", 6, 3, "N", "I"), ("W^T", 3, 2, "I", "O"))),
+        (320, "for the input", (("dx", 6, 3, "N", "I"), "=", ("dy", 6, 2, "N", "O"), ("W", 2, 3, "O", "I"))),
+        (620, "for the weight", (("dW", 2, 3, "O", "I"), "=", ("dy^T", 2, 6, "O", "N"), ("x", 6, 3, "N", "I"))),
+    )
+    parts = []
+    for left, title, items in lines:
+        x = float(left)
+        parts.append(text(left - 12, 24, title, anchor="start"))
+        for i, item in enumerate(items):
+            if isinstance(item, str):
+                parts.append(text(x - 6, 125, item))
+                x += 24
+                continue
+            name, rows, columns, side, top = item
+            kind = "again" if i == 0 else "box"
+            parts.append(array(x, 120 - rows * unit / 2, rows, columns, name, kind, (side, top)))
+            x += columns * unit + 34
+    parts.append(text(475, 204, "neighbouring sides must match; what is left over is the shape of the result", "small"))
+    return page(950, 220, "The shapes of a linear map and of its gradients", parts)
+
+
+def sphere() -> str:
+    """A norm takes every vector to the circle; the gradient runs along it."""
+    cx, cy, radius = 150, 140, 88
+    parts = [f'<circle cx="{cx}" cy="{cy}" r="{radius}" class="box"/>']
+    for angle, length in ((0.5, 124), (1.25, 44), (2.6, 106), (4.1, 60)):
+        c, s = float(np.cos(angle)), float(-np.sin(angle))
+        parts.append(f'<path d="M{cx} {cy}L{cx + length * c:.1f} {cy + length * s:.1f}" class="cut"/>')
+        parts.append(f'<circle cx="{cx + length * c:.1f}" cy="{cy + length * s:.1f}" r="4" class="again"/>')
+        parts.append(f'<circle cx="{cx + radius * c:.1f}" cy="{cy + radius * s:.1f}" r="4" class="kept"/>')
+    c, s = float(np.cos(0.5)), float(-np.sin(0.5))
+    x, y = cx + 124 * c, cy + 124 * s
+    parts.append(arrow(x, y, x + 56 * s, y - 56 * c, "back"))
+    notes = (
+        '<circle cx="306" cy="90" r="4" class="again"/>' + text(322, 94, "x, of any length", "", "start"),
+        '<circle cx="306" cy="122" r="4" class="kept"/>' + text(322, 126, "n, all of one length", "", "start"),
+        arrow(298, 154, 316, 154, "back") + text(322, 158, "dx, at a right angle to x: a longer x gives", "", "start"),
+        text(322, 176, "the same n, so the loss does not change along x", "", "start"),
+    )
+    return page(640, 270, "RMSNorm moves every vector to one sphere", [*parts, *notes])
+
+
+def stash() -> str:
+    """The stash while two ops run forward, then backward."""
+    moments = (("", []), ("norm forward", ["norm: x"]), ("down forward", ["norm: x", "down: h"]))
+    moments += (("down backward", ["norm: x"]), ("norm backward", []))
+    parts = []
+    for i, (title, records) in enumerate(moments):
+        x = 30 + i * 150
+        parts.append(f'<path d="M{x} 60V170H{x + 96}V60" class="forward"/>')
+        for j, record in enumerate(records):
+            parts.append(f'<rect x="{x + 6}" y="{136 - j * 34}" width="84" height="28" rx="3" class="box"/>')
+            parts.append(text(x + 48, 155 - j * 34, record))
+        if i:
+            parts.append(arrow(x - 46, 110, x - 8, 110, "forward" if i < 3 else "back"))
+            parts.append(text(x - 26, 40, title, "small"))
+            parts.append(text(x - 26, 98, "push" if i < 3 else "pop", "small"))
+    return page(740, 190, "The stash: forward pushes records, backward pops them in reverse", parts)
+
+
+def threads() -> str:
+    """1,000 elements, four blocks of 256 threads, the last 24 of them without an element."""
+    parts = []
+    for i in range(4):
+        x = 30 + i * 160
+        parts.append(f'<rect x="{x}" y="44" width="150" height="40" rx="3" class="box"/>')
+        parts.append(text(x + 75, 34, f"block {i}", "small"))
+        parts.append(text(x + 75, 69, "threads 0 to 255"))
+        parts.append(arrow(x + 75, 86, x + 75, 112))
+        parts.append(text(x + 75, 134, f"i = {i * 256} to {i * 256 + 255}", "small"))
+    parts.append('<rect x="646" y="44" width="14" height="40" class="kept"/>')
+    parts.append(
+        text(345, 164, "1,000 elements end at i = 999; the 24 threads in red must return without writing", "small")
+    )
+    return page(690, 180, "Blocks of threads over an array", parts)
+
+
+def step() -> str:
+    """The table of docs/performance.md as a bar, with the time that the products alone would take at their best."""
+    page_text = (FOLDER.parent / "performance.md").read_text(encoding="utf-8")
+    table = page_text.partition("| kernels | ms a step |")[2].partition("\n\n")[0]
+    groups = {"matrix products": "products", "attention": "attention", "memory passes": "norms|AdamW|loss|all else"}
+    groups["gaps"] = "gaps"
+    times = dict.fromkeys(groups, 0.0)
+    for name, values in re.findall(r"^\| ([^*|]+) \| ([\d.+ ]+) \|$", table, re.MULTILINE):
+        (group,) = (group for group, words in groups.items() if re.match(words, name))
+        times[group] += sum(map(float, values.split("+")))
+    left, unit, x = 30.0, 24.0, 30.0
+    parts = []
+    for (name, time), kind in zip(times.items(), ("kept", "again", "box", "cut"), strict=True):
+        fill = ' fill="none"' if kind == "cut" else ""
+        parts.append(f'<rect x="{x:.1f}" y="56" width="{unit * time:.1f}" height="40" class="{kind}"{fill}/>')
+        label, row = f"{name} {time:.1f} ms", 116 if time > 3.5 else 136 if time > 1 else 156
+        parts.append(text(x + unit * time / 2, row, label, "small"))
+        x += unit * time
+    floor = left + unit * 11 / 0.783
+    parts.append(f'<path d="M{floor:.1f} 44V104" class="back"/>')
+    parts.append(text(floor, 38, "14 ms: 11 TFLOP at 783 TFLOP/s", "small"))
+    return page(700, 170, "Where the time of a step of base goes, ms on one H200", parts)
+
+
+if __name__ == "__main__":
+    drawn = {
+        "step": step(),
+        "linear-shapes": shapes(),
+        "norm-sphere": sphere(),
+        "stash": stash(),
+        "threads": threads(),
+        "softmax-bars": softmax(),
+        "attention-matrix": matrix(),
+        "rotation": rotation(),
+        "optimizers": optimizers(),
+        "nucleus": nucleus(),
+    }
+    sys.exit(files.write({FOLDER / f"{name}.svg": svg for name, svg in drawn.items()}))
