@@ -4,6 +4,7 @@
     python recipes/sft.py --data alpaca.json --base runs/pretrain
     python recipes/sft.py --base HuggingFaceTB/SmolLM2-135M --lora 8    LoRA adapters on a frozen model of the hub
     python recipes/sft.py --teacher runs/large-sft          distillation from a larger fine-tuned model
+    python recipes/sft.py --replay shards                   half of the rows are text, which is so not forgotten
     python recipes/sft.py --resume                          continue runs/sft
 
 Each record is formatted with the chat template of the base; a base without one learns Alpaca's, or that of --template.
@@ -32,9 +33,11 @@ from tinyforge.formats.tokenizers import published_files
 from tinyforge.parallel.launch import ProcessGroupInfo
 from tinyforge.registry import next_token_model
 from tinyforge.report import count_of, timed
+from tinyforge.shards import Shards, open_shards, separator_of
 from tinyforge.tokenizers import TextTokenizer
 from tinyforge.tokenizers.chat_templates import AnyTemplate
-from tinyforge.train.batches import Examples, fingerprint, micro_batches
+from tinyforge.train.batches import Batches, DocumentMask, Examples, MixedTokens, Replayed, fingerprint, micro_batches
+from tinyforge.train.corpus import mix_weights
 from tinyforge.train.data_parallel import DataParallel, evaluate_nll
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import NextTokens
@@ -107,6 +110,19 @@ def open_base(settings: SftSettings, resume: bool) -> Opened:
     return open_model(path)
 
 
+def open_replay(settings: SftSettings, base: Opened) -> Shards | None:
+    """The shards of --replay, verified. Raises UserError if they have another tokenizer than the base."""
+    if not settings.replay:
+        return None
+    shards = open_shards([Path(folder) for folder in settings.replay])
+    if shards.tokenizer.hash() != base.tokenizer.hash():
+        raise UserError(
+            f"--replay: {settings.replay[0]} has another tokenizer than {base.path}; make the shards with "
+            f"python -m data.shards --tokenizer {base.path}/tokenizer.json"
+        )
+    return shards
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(SftSettings, __doc__ or "", argv, actions=EVERY_ACTION)
     base = open_base(settings, resume)
@@ -170,7 +186,16 @@ def fine_tune(
             "held-out_records": sum(map(len, held.values())),
         }
     ]
-    accum, rows = settings.grad_accum, settings.batch_size
+    accum, rows, replayed = settings.grad_accum, settings.batch_size, settings.replayed_rows
+    source: Batches = data
+    if shards := open_replay(settings, base):
+        weights, heads = mix_weights(settings.mix, shards), config.prediction_heads
+        mask = None if restart is None else DocumentMask(tokenizer.specials[separator_of(tokenizer)], restart)
+        read = {name: shards.sequence(name, "train") for name in weights}
+        source = Replayed(
+            data, MixedTokens(read, weights, seq_len, heads, settings.seed, mask), replayed, bool(teachers)
+        )
+        print(f"replay: {replayed} of {rows} rows, of {', '.join(weights)}")
     sizes = {
         name: sum(int(tokenizer.byte_lengths[ids[prompt:]].sum()) for ids, prompt in examples)
         for name, examples in held.items()
@@ -194,8 +219,8 @@ def fine_tune(
         asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
         return f"  {asked} -> {answer(loaded, record.instruction, record.input)}".replace("\n", "\n  ")
 
-    step = f"{count_of(rows * accum, 'row')} of several records"
-    print_schedule(settings, step, data.batches_in(0, rows) / accum, "records")
+    step = f"{count_of((rows - replayed) * accum, 'row')} of several records"
+    print_schedule(settings, step, data.batches_in(0, rows - replayed) / accum, "records")
 
     began = {k: base.meta[k] for k in OF_BASE if k in base.meta} | {"inputs": base.inputs()}
     if resume and not adapters:
@@ -204,7 +229,7 @@ def fine_tune(
     learner = wrap_with_teachers(model, teachers, backend, settings)
     meta = {
         "kind": "sft",
-        "data_hash": fingerprint(stream),
+        "data_hash": fingerprint(stream) + (shards.hash if shards else ""),
         "corpus": summary,
         "base": began,
         "inputs": input_hashes(settings.data),
@@ -216,7 +241,7 @@ def fine_tune(
         model=learner,
         tokenizer=tokenizer,
         objective=objective,
-        batches=micro_batches(data, rows, accum),
+        batches=micro_batches(source, rows, accum),
         evaluate=evaluate,
         sample=sample,
         meta=add_teacher_metadata(teachers, meta),

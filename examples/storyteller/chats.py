@@ -2,6 +2,7 @@
 
     python examples/storyteller/chats.py corpus --out chats           chats/alpaca.json, for recipes/sft.py
     python examples/storyteller/chats.py corpus --out chats --others dolly.json --records 20000
+    python examples/storyteller/chats.py own.json --out own-chats     of stories from own_pairs.py --stories 1
 
 Another story, with a wish or without; more of it; a longer or a shorter version; in two sentences; yes and no to the
 model's own offers; greetings; poems, which it declines. Every story is one of the training split of a corpus that
@@ -120,6 +121,7 @@ class Library:
         self.stories = [s for s in stories if SHORTEST < len(s) < LONGEST and s.rstrip()[-1:] in '.!?"']
         self.about: dict[str, list[str]] = defaultdict(list)
         self.placed: dict[str, list[str]] = defaultdict(list)
+        self._quiet: dict[str, list[str]] = {}
         self.days: dict[str, list[tuple[str, str]]] = defaultdict(list)  # by kind: a hero's name, what happens one day
         if not self.stories:
             raise UserError(f"the corpus has too few stories of {SHORTEST} to {LONGEST} characters; make a larger one")
@@ -165,11 +167,17 @@ class Library:
             others += CLASSES["person"]
         if word in CLASSES["creature"]:
             others += ["bear", "lion", "giant"]
-        pool = [(o, s) for o in others if o != word for s in self.about[o] if not SOUNDS.search(s)]
-        if not pool:
+        others = [other for other in others if other != word and self.quiet(other)]
+        if not others:
             return (word, rng.choice(own)) if own else ("", "")
-        other, story = rng.choice(pool)
-        return word, swapped(story, other, word)
+        other = rng.choices(others, [len(self.quiet(other)) for other in others])[0]
+        return word, swapped(rng.choice(self.quiet(other)), other, word)
+
+    def quiet(self, word: str) -> list[str]:
+        """The stories about a word in which it makes no sound and does nothing that another would not do."""
+        if word not in self._quiet:
+            self._quiet[word] = [story for story in self.about[word] if not SOUNDS.search(story)]
+        return self._quiet[word]
 
     def tale(self, unlike: str = "", plain: bool = False, below: int = LONGEST) -> Tale:
         """A story with a wish that it fulfils. plain: the wish is a single word with its article."""
@@ -241,9 +249,9 @@ class Chats:
         self.library, self.rng = library, library.rng
         # What copies from the story before it is learned last, and more often refused here for want of sentences.
         self.ways: dict[Callable[[], Record | None], float] = {
-            self.another: 10, self.another_about: 14, self.same_hero: 3, self.more: 24, self.longer: 18,
-            self.shorter: 20, self.in_sentences: 16, self.poem: 7, self.accepted: 10, self.refused: 7, self.small: 9,
-            self.first: 6,
+            self.another: 14, self.another_about: 18, self.same_hero: 3, self.more: 24, self.longer: 18,
+            self.shorter: 22, self.in_sentences: 20, self.poem: 8, self.accepted: 20, self.refused: 12, self.small: 12,
+            self.first: 12,
         }  # fmt: skip
 
     def first_line(self, wish: str) -> str:
@@ -272,8 +280,8 @@ class Chats:
     def talk(self, wish: str = "") -> tuple[Turns, bool]:
         """A remark and a reply; and whether the reply offers a story about {x}, the wish."""
         rng = self.rng
-        kinds = ("hello greet", "how well", "foreign english", "poem no_poem", "hello greet_any", "cannot")
-        kind = rng.choice(kinds)
+        kinds = "hello greet", "how well", "foreign english", "poem no_poem", "hello greet_any", "cannot"
+        kind = rng.choices(kinds, (1, 2, 1, 1, 1, 2))[0]
         words = {"x": wish or with_article(rng.choice(HEROES)), "w": rng.choice(DECLINED)}
         if kind == "cannot":
             a, b, c = rng.randint(0, 99), rng.randint(0, 99), rng.choice(told.COUNTRIES)
@@ -340,8 +348,8 @@ class Chats:
 
     def longer(self) -> Record | None:
         rng = self.rng
-        turns, tale = self.begun(750 if rng.random() < 0.7 else LONGEST)
-        if len(tale.text) < 750:
+        turns, tale = self.begun(950 if rng.random() < 0.8 else LONGEST)
+        if len(tale.text) < 950:
             rest = self.library.another_day(tale, below=650)
             text = f"{tale.text}\n\n{rest}" if rest else ""
         else:
@@ -361,16 +369,17 @@ class Chats:
         rng = self.rng
         count = rng.choice((2, 2, 2, 3, 4))
         number = {2: "two", 3: "three", 4: "four"}[count] if rng.random() < 0.8 else str(count)
-        turns, tale = self.begun()
-        if rng.random() < 0.5:
+        (turns, tale), again = self.begun(), rng.random() < 0.5
+        if again:
             asked, text = ask("sentences_again", rng, k=number), tale.text
         else:
             tale = self.library.tale(plain=rng.random() < 0.7)
             asked, text = ask("sentences", rng, x=tale.wish, k=number), tale.text
             turns = turns if rng.random() < 0.3 else []
         short = shortened(text, count)
-        subject = tale.wish.split()[1:2] if tale.wish.startswith(("a ", "an ")) else []
-        fits = short and len(short) < 110 * count and (turns or not subject or subject[0] in short)
+        wanted = {word for word in re.findall(r"\w+", tale.wish) if word in SUBJECTS or word == tale.name}
+        kept = tale.name in short if again else all(word in short for word in wanted)
+        fits = short and len(short) < 110 * count and kept
         return Record(asked, "", short, tuple(turns)) if fits else None
 
     def poem(self) -> Record:
@@ -382,7 +391,7 @@ class Chats:
     def accepted(self) -> Record:
         rng = self.rng
         turns, tale = self.offer()
-        if rng.random() < 0.2 or not turns[-1][1].endswith("?") or tale.wish not in turns[-1][1] and rng.random() < 0.5:
+        if rng.random() < 0.2 or tale.wish not in turns[-1][1] and rng.random() < 0.5:
             return Record(ask("wish", rng, x=tale.wish), "", tale.text, tuple(turns))
         return Record(ask("yes", rng), "", tale.text, tuple(turns))
 
@@ -428,7 +437,9 @@ def chats(stories: Sequence[str], others: Sequence[str], count: int, seed: int) 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("corpus", type=Path, metavar="CORPUS", help="made of TinyStories by data.corpus")
+    parser.add_argument(
+        "corpus", type=Path, metavar="CORPUS", help="made of TinyStories by data.corpus; or records of own_pairs.py"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the result")
     parser.add_argument("--others", type=Path, metavar="FILE", help="Alpaca records whose questions it should decline")
     parser.add_argument("--records", type=int, default=30000, metavar="N", help="how many (default: %(default)s)")

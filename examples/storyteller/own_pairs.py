@@ -3,6 +3,7 @@
     python examples/storyteller/own_pairs.py --base runs/sft --data alpaca.json --out circles.json
     python recipes/dpo.py --base runs/sft --data circles.json --out runs/orderly
     python examples/storyteller/own_pairs.py --base runs/sft --data stories/alpaca.json --stories 8 --out told.json
+    python examples/storyteller/own_pairs.py --base storyteller --data chats/alpaca.json --stories 1 --out own.json
 
 Fine-tuning shows a model good replies, but never where its own replies lead: a greedy reply that has repeated a
 sentence tends to repeat it for ever. Here the model answers instructions that it was fine-tuned on, greedily and
@@ -11,7 +12,9 @@ of each file is left out, because the model is evaluated on it.
 
 With --stories N, the records are those that ask for a story. Of N stories sampled for each, the best is preferred to
 the worst: a story ought to end, to be about whom it was asked for, under that name, and to share few runs of eight
-words with the records' own replies.
+words with the records' own replies. With --stories 1, the requests are the first lines of all chats, and the stories
+without a fault are written as records: what chats.py makes of them costs the model little of what it knew, as they are
+its own words.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from tinyforge.data.preferences import Pair
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.formats import Loaded, load, resolve_checkpoint
 from tinyforge.infer import Sampling
-from tinyforge.infer.evaluate import Reply, reply_decoder, reply_shares, text_replies
+from tinyforge.infer.evaluate import Reply, repeats_four_words, reply_decoder, reply_shares, text_replies
 from tinyforge.parallel.launch import refuse_ranks
 from tinyforge.report import count_of
 from tinyforge.train.tuning import prompt_ids
@@ -106,6 +109,19 @@ def pairs_of_stories(
     return found
 
 
+def own_stories(loaded: Loaded, requests: Sequence[str], sampling: Sampling) -> list[Record]:
+    """A story for each request, without those that miss what was asked for, do not end, or repeat themselves."""
+    prompts = [prompt_ids(loaded, request, "") for request in requests]
+    stop = loaded.template.stop_ids(loaded.tokenizer)
+    decoder = reply_decoder(loaded.model, len(prompts))
+    replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder, stop)
+    return [
+        Record(request, "", reply.text.strip())
+        for request, reply in zip(requests, replies, strict=True)
+        if reply_shares([reply])["all_three"] and not repeats_four_words(reply.text) and not misses(request, reply.text)
+    ]
+
+
 def _cost(told: tuple[int, float, Reply]) -> float:
     faults, share, _ = told
     return faults + share
@@ -119,7 +135,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
     p.add_argument("--records", type=int, default=1000, help="how many are asked, at most (default: %(default)s)")
     p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
-    p.add_argument("--stories", type=int, default=0, metavar="N", help="pairs of stories, the best and the worst of N")
+    p.add_argument(
+        "--stories",
+        type=int,
+        default=0,
+        metavar="N",
+        help="pairs of stories, the best and the worst of N; 1: records of stories",
+    )
     p.add_argument("--seed", type=int, default=0, help="draws the sampled replies (default: %(default)s)")
     p.add_argument("--backend", default="auto", help="numpy, cupy, webgpu, or auto: cupy if CUDA is there")
     p.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
@@ -127,14 +149,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("records", "max_tokens"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected 1 or more")
-    if args.stories < 0 or args.stories == 1:
+    if args.stories < 0:
         raise UserError(
-            f"--stories is {args.stories}, expected 2 or more: the best and the worst of so many make a pair"
+            f"--stories is {args.stories}, expected 1 for records of stories, or more: the best and the worst of so "
+            "many make a pair"
         )
     refuse_ranks()
     check_writable(args.out)
     loaded = load(resolve_checkpoint(args.base), get_backend(args.backend, args.precision), frozen=True)
     training = read_split(args.data, args.encoding)[0]
+    if args.stories == 1:
+        training = [Record(r.history[0][0], "", r.history[0][1]) if r.history else r for r in training]
     asked = [record for record in training if asks_for_a_story(record)] if args.stories else training
     if args.stories and not asked:
         raise UserError(
@@ -142,7 +167,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     records = records_to_ask(loaded, asked, args.records, args.max_tokens)
     given = {"max_tokens": args.max_tokens, "seed": args.seed}
-    if args.stories:
+    pairs: Sequence[Pair | Record]
+    if args.stories == 1:
+        pairs = own_stories(loaded, [record.instruction for record in records], replace(WIDE, **given))
+        summary = f"{len(pairs):,} stories without a fault, of {len(records):,}"
+    elif args.stories:
         known = np.unique(np.concatenate(list(grams_of((record.output for record in training), GRAM))))
         pairs = pairs_of_stories(loaded, records, args.stories, replace(WIDE, **given), known)
         summary = f"{count_of(len(pairs), 'pair')} of {len(records) * args.stories:,} stories"

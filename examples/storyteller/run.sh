@@ -18,13 +18,11 @@
 #   TEACHER="--steps 20" PRETRAIN="--steps 20" SFT="--steps 20" OWN="--records 20 --backend numpy" DPO="--steps 2" \
 #       examples/storyteller/run.sh train OUT --backend numpy --precision fp32
 #
-# $SETS (instructions) is what all of them are fine-tuned on: SETS="instructions chats" adds chats of several lines, a chain
-# that has not been measured.
-#
-# chats fine-tunes $BASE (the shipped model) on chats of several lines for $CHATS (--steps 200), mixes it with its base by
-# each of $SHARES (0.3 0.4 0.5 0.7), and measures the mixtures: OUT/chats-SHARE, OUT/lines-SHARE.json, OUT/evaluate-SHARE.json.
-# It stops after $LIMIT seconds (1500); the same command goes on from there. $SECOND (--rounds 3) and $EVALUATE
-# (--prompts 100) are flags of the measurements.
+# chats fine-tunes $BASE (OUT/storyteller, else the shipped model) on chats of several lines: $RECORDS (3000) in each of
+# fourteen files, eleven of TinyStories and three of the stories that $BASE tells. Eight of ten rows are the text that it was
+# trained on, where it learns from itself ($CHATS: --steps 3450). OUT/talker is the result, calibrated, in int8; OUT/lines.json
+# and OUT/evaluate.json are its measurements, with the flags $SECOND (--rounds 3) and $EVALUATE (--prompts 100). It stops after
+# $LIMIT seconds (1500), and the same command goes on from there.
 #
 # To another machine, in files of $PART_MIB MiB (32):
 #
@@ -44,6 +42,18 @@ what=${1-} out=$(realpath -m "${2:-.}") root=$(dirname "$(realpath "$0")")/../..
 source "$root/recipes/stages.sh"
 [[ $# -ge 2 ]] || die "got $# of 2 arguments, expected data, pack, unpack, train or chats, then a folder; see $0 --help"
 shift 2
+
+chats() { # SEED SOURCE: of a corpus, or of records with stories
+    local others=()
+    [[ ! -e $out/others.json ]] || others=(--others "$out/others.json")
+    [[ -e $out/chats-$1/source.json ]] || run examples/storyteller/chats.py "$2" --out "$out/chats-$1" --seed "$1" \
+        --records "${RECORDS:-3000}" ${others[@]+"${others[@]}"}
+}
+calibrated() { # NAME MODEL SHARDS FLAGS...: sampled in the chat as the shipped one
+    [[ -e $out/$1/model.safetensors ]] ||
+        run recipes/calibrate.py "$out/$2" "$out/$1" --data "$out/$3" --source tinystories "${@:4}"
+    cp models/nanoeuler/storyteller/generation_config.json "$out/$1"
+}
 
 case $what in
 data)
@@ -70,11 +80,10 @@ data)
     run -m data.shards --corpus "$out/corpus-retold" --out "$out/shards-retold" --tokenizer "$out/shards/tokenizer.json"
     [[ -e $out/instructions/source.json ]] ||
         run examples/storyteller/stories.py instruct "$out/corpus" --out "$out/instructions" ${4:+--others "$4"}
-    # shellcheck disable=SC2086 # flags are words
-    [[ -e $out/chats/source.json ]] ||
-        run examples/storyteller/chats.py "$out/corpus" --out "$out/chats" ${RECORDS:+--records $RECORDS} ${4:+--others "$4"}
+    [[ -z ${4-} ]] || cp "$4" "$out/others.json"
+    for seed in {0..10}; do chats "$seed" "$out/corpus"; done
     ;;
-pack) pack shards shards-retold instructions chats corpus{,-retold}/{corpus.json,train,val} ;;
+pack) pack shards shards-retold instructions others.json chats-{0..10} corpus{,-retold}/{corpus.json,train,val} ;;
 unpack) unpack ;;
 train)
     [[ -e $out/shards/manifest.json ]] || die "$out has no shards; make them: examples/storyteller/run.sh data $out ..."
@@ -87,9 +96,7 @@ train)
     }
     # shellcheck disable=SC2086 # flags are words
     tuned() { # NAME BASE FLAGS...
-        local sets=() set
-        for set in ${SETS:-instructions}; do sets+=("$out/$set/alpaca.json"); done
-        trained "$1" recipes/sft.py --base "$out/$2" --data "${sets[@]}" --document-mask restart \
+        trained "$1" recipes/sft.py --base "$out/$2" --data "$out/instructions/alpaca.json" --document-mask restart \
             --batch-size 32 --weight-decay 0.5 --eval-every 250 --save-every 500 --card --precision bf16 \
             ${SFT:---steps 700} "${@:3}"
     }
@@ -117,13 +124,9 @@ train)
         tuned sft base --lr 8e-4 --seed 5 "${by_three[@]}" --teacher-share 0.9 "$@"
         SFT=${SFT:---steps 350} tuned gentle base --lr 4e-4 --seed 4 "${by_three[@]}" --teacher-share 0.7 "$@"
     }
-    calibrated() { # NAME MODEL FLAGS...
-        [[ -e $out/$1/model.safetensors ]] ||
-            run recipes/calibrate.py "$out/$2" "$out/$1" --data "$out/shards" --source tinystories "${@:3}"
-    }
     [[ -e $out/mean/model.safetensors ]] ||
         run -m tinyforge.formats average "$out/base" "$out/sft" "$out/mean" --weights 0.3 0.7
-    calibrated teller mean
+    calibrated teller mean shards
     # shellcheck disable=SC2086 # flags are words
     [[ -e $out/told.json ]] || run examples/storyteller/own_pairs.py --base "$out/teller" --data "$out/instructions/alpaca.json" \
         --stories 8 --max-tokens 400 --out "$out/told.json" ${OWN:---records 2000 --precision bf16}
@@ -137,34 +140,38 @@ train)
     done
     [[ -e $out/blend/model.safetensors ]] ||
         run -m tinyforge.formats average "${blend[@]}" "$out/blend" --weights "${weights[@]}"
-    calibrated storyteller blend --dtype int8
-    cp models/nanoeuler/storyteller/generation_config.json "$out/storyteller" # how the chat draws from it
+    calibrated storyteller blend shards --dtype int8
     ;;
 chats)
-    [[ -e $out/chats/source.json ]] || die "$out has no chats; make them: examples/storyteller/run.sh data $out ..."
+    [[ -e $out/chats-0/source.json ]] || die "$out has no chats; make them: examples/storyteller/run.sh data $out ..."
     if [[ -z ${LIMITED-} ]]; then
         LIMITED=1 exec timeout "${LIMIT:-1500}" "$(realpath "$0")" chats "$out" "$@"
     fi
     cd "$root"
-    base=${BASE:-storyteller} backend=auto
+    base=$out/storyteller backend=auto
+    [[ -z ${BASE-} && -e $base ]] || base=${BASE:-storyteller}
     [[ " $* " != *" --backend numpy "* ]] || backend=numpy
-    # shellcheck disable=SC2086 # flags are words
-    trained chats-sft recipes/sft.py --base "$base" --data "$out/chats/alpaca.json" --document-mask restart \
-        --batch-size 32 --lr 1e-4 --weight-decay 0.1 --eval-every 100 --save-every 100 --card ${CHATS:---steps 200} "$@"
-    # shellcheck disable=SC2086 # flags are words
-    for share in ${SHARES:-0.3 0.4 0.5 0.7}; do
-        mixed=$out/mixed-$share
-        [[ -e $mixed/model.safetensors ]] || run -m tinyforge.formats average "$base" "$out/chats-sft" "$mixed" \
-            --weights "$("$PYTHON" -c "print(1 - $share)")" "$share"
-        [[ -e $out/chats-$share/model.safetensors ]] || run recipes/calibrate.py "$mixed" "$out/chats-$share" \
-            --data "$out/shards" --source tinystories --dtype int8
-        cp models/nanoeuler/storyteller/generation_config.json "$out/chats-$share"
-        [[ -e $out/lines-$share.json ]] || run examples/storyteller/lines.py "$out/chats-$share" --backend "$backend" \
-            ${SECOND:---rounds 3} --json "$out/lines-$share.json"
-        [[ -e $out/evaluate-$share.json ]] || run examples/storyteller/evaluate.py "$out/corpus" "$out/corpus-retold" \
-            "$out"/{instructions,chats}/alpaca.json --checkpoint "$out/chats-$share" --backend "$backend" \
-            ${EVALUATE:---prompts 100} --json "$out/evaluate-$share.json"
+    tokenizer=$base/tokenizer.json # the shipped model has another than that of $out/shards
+    [[ -e $tokenizer ]] || tokenizer=models/nanoeuler/$base/tokenizer.json
+    for name in "" -retold; do
+        run -m data.shards --corpus "$out/corpus$name" --out "$out/replay$name" --tokenizer "$tokenizer"
     done
+    # shellcheck disable=SC2086 # flags are words
+    {
+        [[ -e $out/own.json ]] || run examples/storyteller/own_pairs.py --base "$base" --data "$out"/chats-{0..10}/alpaca.json \
+            --stories 1 --max-tokens 400 --out "$out/own.json" ${OWN:---records 4000 --precision bf16}
+        [[ ! -e $out/own.json ]] || for seed in 11 12 13; do chats $seed "$out/own.json"; done
+        trained second-lines recipes/sft.py --base "$base" --data "$out"/chats-*/alpaca.json --replay "$out"/replay{,-retold} \
+            --mix tinystories=0.35 retold=0.4 gutenberg=0.1 simple=0.15 --replay-share 0.8 --teacher "$base" --teacher-share 1 \
+            --document-mask restart --batch-size 32 --lr 4e-4 --weight-decay 0.1 --decay-fraction 0.6 --seed 4 \
+            --eval-every 1000 --save-every 1000 --card --precision bf16 ${CHATS:---steps 3450} "$@"
+        calibrated talker second-lines replay --dtype int8 --backend $backend
+        [[ -e $out/lines.json ]] || run examples/storyteller/lines.py "$out/talker" --backend $backend \
+            ${SECOND:---rounds 3} --json "$out/lines.json"
+        [[ -e $out/evaluate.json ]] || run examples/storyteller/evaluate.py "$out/corpus" "$out/corpus-retold" \
+            "$out"/instructions/alpaca.json "$out"/chats-*/alpaca.json --checkpoint "$out/talker" --backend $backend \
+            ${EVALUATE:---prompts 100} --json "$out/evaluate.json"
+    }
     ;;
 *) die "$what: expected data, pack, unpack, train or chats" ;;
 esac

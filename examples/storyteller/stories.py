@@ -567,7 +567,9 @@ def records(stories: Sequence[str], others: Sequence[str], seed: int) -> Iterato
 
 
 def stories_of(corpus: Path) -> list[str]:
-    """The training stories of a corpus folder. Raises UserError if it has none."""
+    """The training stories of a corpus folder, or the replies of a file of records. Raises UserError if it has none."""
+    if corpus.suffix == ".json":
+        return [record.output for record in read_records([corpus])]
     found = next((source for source in read_corpus(corpus).sources if source.name == STORIES), None)
     if found is None:
         raise UserError(f"{corpus}: has no source {STORIES}; make it with python -m data.tinystories and data.corpus")
@@ -595,7 +597,7 @@ def questions_in(others: Path | None) -> list[str]:
 
 def write(out: Path, name: str, made: list[Record], corpus: Path, others: Path | None) -> None:
     """Write alpaca.json, and source.json with its origin."""
-    read = [corpus / "corpus.json", *([others] if others else [])]
+    read = [corpus if corpus.suffix == ".json" else corpus / "corpus.json", *([others] if others else [])]
     inputs = [InputFile.of(path.name, path) for path in read]
     licence = f"{LICENCE}; questions without an answer CC BY-SA 3.0" if others else LICENCE
     with locked(out):

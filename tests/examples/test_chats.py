@@ -7,6 +7,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from examples.storyteller import chats, lines
 from examples.storyteller.chats import SAY, Chats, Library, ask, sentences_of, shortened, swapped
 from examples.storyteller.stories import small_story
-from tinyforge.data.alpaca import Record
+from tinyforge.data.alpaca import Record, read_records
 from tinyforge.errors import UserError
 from tinyforge.infer.sampling import Sampling
 
@@ -92,6 +93,10 @@ def test_in_two_sentences_is_two_sentences(made: Chats) -> None:
         said = re.search(r"\b(two|three|four|\d)\b(?=[ -]sentence)", record.instruction.lower())
         assert said, record.instruction
         assert len(sentences_of(record.output)) == (numbers.get(said[1]) or int(said[1]))
+        named = re.search(r"named ([A-Z]\w+)", record.instruction)
+        again = record.history and not re.search("about|story of", record.instruction)
+        names = lines._NAME.findall(record.history[-1][1]) if again else [named[1]] if named else [""]
+        assert any(name in record.output for name in names), record
     assert len(sentences_of(shortened(STORY, 2))) == 2 and shortened("Hello. Bye.", 4) == ""
 
 
@@ -129,6 +134,15 @@ def test_a_corpus_without_short_stories_will_do() -> None:
     stories = ["\n\n".join(small_story(rng)[0] for _ in range(4)) for _ in range(100)]
     assert len([s for s in stories if len(s) < 600]) == 0
     assert len(list(chats.chats(stories, [], 40, 0))) == 40
+
+
+def test_own_stories_are_read_as_records(stories: list[str], tmp_path: Path) -> None:
+    told = tmp_path / "own.json"
+    told.write_text(json.dumps([asdict(Record("Tell a story.", "", story)) for story in stories]), encoding="utf-8")
+    assert chats.main([str(told), "--out", str(tmp_path / "out"), "--records", "12"]) == 0
+    assert len(read_records([tmp_path / "out" / "alpaca.json"])) == 12
+    made_of = json.loads((tmp_path / "out" / "source.json").read_text(encoding="utf-8"))
+    assert "own.json" in json.dumps(made_of)
 
 
 def test_too_few_stories_are_refused() -> None:

@@ -17,7 +17,7 @@ import pytest
 from examples.storyteller import own_pairs
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
-from tinyforge.data.alpaca import names_of, read_records
+from tinyforge.data.alpaca import Record, names_of, read_records
 from tinyforge.data.preferences import Pair, encode_pairs, read_pairs, read_split, world_pairs
 from tinyforge.data.rewards import (
     EASY,
@@ -335,10 +335,32 @@ def test_pairs_of_stories(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert seeds == [7]
 
 
+def test_records_of_its_own_stories(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For the first line of every chat: those that end, repeat nothing and are about whom it was asked for."""
+    story, request = "A big red box of jam is by Max.", "Tell a story about Max."
+    chat = {"instruction": "More.", "input": "", "output": "Bye.", "history": [[request, story], ["Yes.", "No."]]}
+    other = {"instruction": "Say.", "input": "", "output": "yes", "history": [["Who are you?", "Max."]]}
+    Path("chats.json").write_text(json.dumps([chat] * 5 + [other] * 40), encoding="utf-8")
+    texts = [f" {story}", "A cat is here now and it is red.", story, "Max ran. " * 3, story]
+    tokenizer = load(Path("tuned"), CPU).tokenizer
+
+    def replies(_: Any, prompts: list[list[int]], *__: Any) -> list[tuple[list[int], bool]]:
+        assert len(prompts) == 5
+        return [(tokenizer.encode(text), n != 2) for n, text in enumerate(texts)]
+
+    monkeypatch.setattr(evaluate, "reply_to", replies)
+    flags = "--base tuned --data chats.json --stories 1 --records 5 --max-tokens 34 --backend numpy --out own.json"
+    assert own_pairs.main(flags.split()) == 0
+    assert "2 stories without a fault, of 5: own.json" in capsys.readouterr().out
+    assert read_records(["own.json"]) == [Record(request, "", story)] * 2
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--stories 1", "--stories is 1, expected 2 or more"),
+        ("--stories -1", "--stories is -1, expected 1 for records of stories, or more"),
         ("--stories 4", "--data: no record asks for a story"),
         ("--records 0", "--records is 0, expected 1 or more"),
         ("--max-tokens 0", "--max-tokens is 0, expected 1 or more"),

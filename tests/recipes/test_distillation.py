@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from tinyforge import checkpoint
 from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.recipes import pretrain, sft
+from tinyforge.tokenizers import Tokenizer
+from tinyforge.train.batches import Replayed
+from tinyforge.train.objectives import Batch
 from tinyforge.train.settings import PretrainSettings
 
 TEACHER = "--set dim=32 heads=4 kv_heads=2 layers=1 hidden=48 context=96 vocab=280"
@@ -159,6 +163,41 @@ def test_adapters_learn_from_a_teacher(folder: Path) -> None:
     assert sft.main(f"{TUNED} --lora 2 --out plain".split()) == 0
     assert sft.main(f"{TUNED} --lora 2 --teacher teacher-0 --out taught".split()) == 0
     assert weights("taught") != weights("plain")
+
+
+def test_replayed_text_is_learned_beside_the_records(
+    folder: Path, make_shards: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a teacher, from it: the records' rows have none. A resumed run reads the same rows."""
+    make_shards(
+        folder / "shards",
+        Tokenizer.load(checkpoint.latest(Path("teacher-1")) / "tokenizer.json"),
+        {"books": (20, 2), "web": (20, 2)},
+    )
+    replay = f"{TUNED} --batch-size 4 --replay shards --mix books=1 --replay-share 0.25"
+    read: list[Batch] = []
+    batch = Replayed.batch
+    monkeypatch.setattr(Replayed, "batch", lambda self, *place: read.append(batch(self, *place)) or read[-1])
+    assert sft.main(f"{replay} --out plain".split()) == 0
+    assert "replay: 1 of 4 rows, of books" in capsys.readouterr().out
+    assert {given.taught for given in read} == {None}
+    text, examples = ((part.targets[..., 0] >= 0).mean() for part in (read[0][:1], read[0][1:]))
+    assert text > 0.9 and 0 < examples < text
+    assert sft.main(f"{replay} --teacher teacher-0 --teacher-share 1 --out taught".split()) == 0
+    assert read[-1].taught == 1
+    before = weights("taught")
+    assert before != weights("plain")
+    shutil.rmtree("taught/step-00000004")
+    assert sft.main("--resume --out taught".split()) == 0
+    assert weights("taught") == before
+    make_shards(folder / "others", Tokenizer([], ["<|endoftext|>"]), {"books": (20, 2)})
+    for flags, said in (
+        ("--replay others", "--replay: others has another tokenizer than .*teacher-1"),
+        ("--mix books=1", "--mix and --replay-share are of --replay, which is not given"),
+        ("--replay shards --batch-size 1", "--replay: a micro-batch of 1 row has no room"),
+    ):
+        with pytest.raises(UserError, match=said):
+            sft.main(f"{TUNED} {flags} --out refused".split())
 
 
 def test_fine_tuning_refuses_a_teacher_with_another_tokenizer(folder: Path) -> None:

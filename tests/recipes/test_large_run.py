@@ -155,7 +155,7 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     files = [texts / name for name in ("tinystories.parquet", "books.zip", "simple.parquet", "alpaca.json")]
-    call(STORYTELLER, "data", tmp_path / "out", *files, RECORDS="200")
+    call(STORYTELLER, "data", tmp_path / "out", *files, RECORDS="40")
     there = in_parts(STORYTELLER, tmp_path / "out")
     tiny = TINY.replace("context=160", "context=340")  # for a whole story
     learn = {
@@ -180,14 +180,17 @@ def test_the_storyteller(texts: Path, tmp_path: Path) -> None:
     assert shown.count("complete, skipped") == 13 and f"0.1 {there / 'told-8'}" in shown
     assert (there / "storyteller" / "model.safetensors").exists()
 
-    learn = {"CHATS": "--batch-size 2 --steps 3", "SHARES": "0.5", "BASE": str(there / "storyteller")}
-    learn |= {"SECOND": "--max-tokens 8", "EVALUATE": "--prompts 2"}
-    call(STORYTELLER, "chats", there, *PLAIN, **learn)
+    # The shipped model, whose tokenizer is not that of these shards.
+    learn = {"CHATS": "--batch-size 2 --steps 2 --seq-len 128", "RECORDS": "40", "SECOND": "--max-tokens 8"}
+    learn |= {"EVALUATE": "--prompts 2", "BASE": "storyteller"}
+    (there / "own.json").write_text((there / "chats-0" / "alpaca.json").read_text(encoding="utf-8"), encoding="utf-8")
+    shown = call(STORYTELLER, "chats", there, *PLAIN, **learn)
+    assert "replay: 1 of 2 rows" in shown and "chats-13" in shown
     assert "complete, skipped" in call(STORYTELLER, "chats", there, *PLAIN, **learn)
-    shares = json.loads((there / "lines-0.5.json").read_text(encoding="utf-8"))
-    assert shares["all"] < 0.5 and (there / "evaluate-0.5.json").exists()
-    card = (there / "chats-0.5" / "README.md").read_text(encoding="utf-8")
-    assert "chats" in card and (there / "chats-0.5" / "generation_config.json").exists()
+    shares = json.loads((there / "lines.json").read_text(encoding="utf-8"))
+    assert shares["all"] < 0.5 and (there / "evaluate.json").exists()
+    card = (there / "talker" / "README.md").read_text(encoding="utf-8")
+    assert "chats" in card and (there / "talker" / "generation_config.json").exists()
 
 
 def test_without_any_book_the_storyteller_stops(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from tinyforge.models.mamba import Mamba
 from tinyforge.models.moe import Config as MoEConfig
 from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler
+from tinyforge.op import Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
@@ -256,6 +258,32 @@ def test_a_teacher_that_does_not_fit_is_refused(name: str, changes: dict[str, An
     with pytest.raises(UserError) as error:
         check_teacher("runs/one", spec, teacher, find_model("nanoeuler"), student, 6, documents=True)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize("taught", [0, 1, 3, 4])
+def test_a_teacher_of_the_first_rows_leaves_the_others_to_the_text(taught: int) -> None:
+    student, teacher = built(NanoEuler, SMALL), built(NanoEuler, LARGE, 1)
+    documents = Documents(np.repeat([[0, 0, 0, 3, 3, 3]], 4, axis=0).astype(np.int32), True)
+    given, both = batch(0, documents=documents), taught_by(student, [teacher], 0.8)
+    first, weight = np.arange(4)[:, None, None] < taught, np.random.default_rng(2).normal(size=(4, 6, 2))
+
+    def passed(model: Any, weights: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        stash = Stash()
+        nll = model.forward(given.ids, given.targets, stash=stash, documents=documents, **options)
+        student.buffer.clear_grads()
+        student.backward(weights, stash)
+        student.buffer.settle_grads()
+        return nll, np.array(student.buffer.grads)
+
+    soft, of_soft = passed(both, weight * first)
+    hard, of_hard = passed(student, weight * ~first)
+    nll, gradient = passed(both, weight, taught=taught)
+    np.testing.assert_allclose(nll, np.where(first, soft, hard), rtol=1e-12)
+    np.testing.assert_allclose(gradient, of_soft + of_hard, rtol=1e-10, atol=1e-13)
+    whole = gradients(both, [replace(given, taught=taught)])
+    halves = [replace(given, taught=taught)[rows] for rows in (slice(2), slice(2, 4))]
+    assert [half.taught for half in halves] == [min(taught, 2), max(taught - 2, 0)]
+    np.testing.assert_allclose(gradients(both, halves), whole, rtol=1e-12, atol=1e-15)
 
 
 def test_a_teacher_just_large_enough_is_taken() -> None:

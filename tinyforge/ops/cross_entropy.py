@@ -31,7 +31,8 @@ class SoftTargets:
     """Targets that a teacher shares in, for distillation: q = (1 - share) onehot(ids) + share softmax(h W^T)
 
     ids: (..., K) int32, -1 for none, which the teacher does not change. hidden: h, (..., C'), and heads: W,
-    (K or more, V, C'), the teacher's; they have no gradient. share: 0 to 1. A model takes them as its `targets`.
+    (K or more, V, C'), the teacher's; they have no gradient. share: 0 to 1. A model takes them as its `targets`. Where
+    h has fewer rows than ids, the rows after them have no teacher: share is 0 there.
     """
 
     ids: Array
@@ -172,14 +173,18 @@ def linear_cross_entropy_fwd_memory(h: Array, weight: Array, keep: bool) -> tupl
 def linear_soft_cross_entropy_fwd(
     h: Array, weight: Array, targets: Array, teacher_h: Array, teacher_weight: Array, keep: bool, share: float
 ) -> tuple[Array, Any]:
-    """As linear_cross_entropy_fwd, with `SoftTargets`. teacher_h: (n, C'); teacher_weight: (K, V, C')."""
+    """As linear_cross_entropy_fwd, with `SoftTargets`. teacher_h: (n or less, C'); teacher_weight: (K, V, C')."""
     heads, vocab, dim = weight.shape
     residual, flat = [], teacher_weight.reshape(heads * vocab, -1)
     nll = np.empty((len(h), heads), h.dtype)
     for part in chunks(len(h), weight):
         logits = (weight.reshape(-1, dim) @ h[part].T).reshape(heads, vocab, -1)
         teacher = (flat @ teacher_h[part].T).reshape(heads, vocab, -1)
-        nll[part] = soft_residual_(logits, teacher, targets[part], share)
+        soft, own, taught = nll[part], targets[part], teacher.shape[-1]
+        if taught:
+            soft[:taught] = soft_residual_(logits[..., :taught], teacher, own[:taught], share)
+        if taught < len(own):
+            soft[taught:] = softmax_residual_(logits[..., taught:], own[taught:])
         if keep:
             residual.append(logits)
     return nll, residual if keep else None

@@ -147,12 +147,16 @@ def linear_soft_cross_entropy_fwd(
     beside = new((min(tokens, CHUNK), pitch), h.dtype)
     for start in range(0, tokens, CHUNK):
         part = slice(start, min(start + CHUNK, tokens))
-        teacher = beside[: part.stop - start]
         logits = residual[part] if keep else residual[: part.stop - start]
         gemm(h[part], rows, logits, transpose_b=True, tf32=backend.tf32)
-        gemm(teacher_h[part], teacher_rows, teacher, transpose_b=True, tf32=backend.tf32)
-        of_rows = -1, pitch // heads
-        soft_residual_(nll[part], logits.reshape(of_rows), teacher.reshape(of_rows), targets[part], share, vocab)
+        of_rows, stop = (-1, pitch // heads), max(start, min(part.stop, len(teacher_h)))
+        soft, hard, taught = slice(start, stop), slice(stop, part.stop), logits[: stop - start].reshape(of_rows)
+        if stop > start:
+            teacher = beside[: stop - start]
+            gemm(teacher_h[soft], teacher_rows, teacher, transpose_b=True, tf32=backend.tf32)
+            soft_residual_(nll[soft], taught, teacher.reshape(of_rows), targets[soft], share, vocab)
+        if stop < part.stop:
+            softmax_residual_(nll[hard], logits[stop - start :].reshape(of_rows), targets[hard], keep, vocab)
     return nll, residual if keep else None
 
 

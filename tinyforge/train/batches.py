@@ -371,6 +371,32 @@ class Examples:
         )
 
 
+class Replayed:
+    """Batches whose first rows are text and whose others are examples, so that what was learned from the text is not
+    forgotten.
+
+    rows: how many rows of a batch are text. taught: a teacher has a share in them, and none in the examples.
+    """
+
+    def __init__(self, examples: Examples, text: Batches, rows: int, taught: bool) -> None:
+        self.examples, self.text, self.rows, self.taught = examples, text, rows, taught
+
+    def batch(self, index: int, size: int) -> Batch:
+        """The index-th batch of `size` rows, or of fewer if the examples have fewer; padded to the longest."""
+        parts = self.text.batch(index, self.rows), self.examples.batch(index, size - self.rows)
+        longest = max(part.ids.shape[1] for part in parts)
+        ids, targets, starts = [], [], []
+        for part in parts:
+            more = (0, 0), (0, longest - part.ids.shape[1])
+            ids.append(np.pad(part.ids, more))
+            targets.append(np.pad(part.targets, (*more, (0, 0)), constant_values=-1))
+            if part.documents:
+                starts.append(np.pad(part.documents.starts, more, mode="edge"))
+        documents = parts[0].documents and Documents(np.concatenate(starts), parts[0].documents.restart)
+        taught = self.rows if self.taught else None
+        return Batch(np.concatenate(ids), np.concatenate(targets), documents=documents, taught=taught)
+
+
 class Shuffled:
     """Examples of a set, in another order in each epoch; make(rows, stream) makes a batch of the examples `rows`.
 

@@ -435,6 +435,8 @@ def forward(model: Trainable, backend: Backend, batch: Any, stash: Stash | None,
     options: dict[str, Any] = {}
     if batch.documents is not None:
         options["documents"] = batch.documents.on(backend)
+    if stash is not None and getattr(batch, "taught", None) is not None:
+        options["taught"] = batch.taught
     if state is not None and batch.stream is not None:
         options["state"] = state[:, :, batch.stream : batch.stream + len(batch)]
         if batch.reset_state:

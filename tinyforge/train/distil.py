@@ -72,7 +72,7 @@ class Ensemble:
 
 class Distilled:
     """`model` in training with a teacher. Other attributes are the model's. Without a stash, as in evaluation, it is
-    the model alone. share: of the teacher in the targets."""
+    the model alone. share: of the teacher in the targets; taught: of so many of the first rows, or of all."""
 
     def __init__(self, model: Any, teacher: Ensemble, share: float) -> None:
         self.model, self.teacher, self.share = model, teacher, share
@@ -80,10 +80,15 @@ class Distilled:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)
 
-    def forward(self, ids: Array, targets: Array, *, stash: Stash | None = None, **options: Any) -> Any:
-        if stash is None:
-            return self.model.forward(ids, targets, **options)
-        soft = SoftTargets(targets, self.teacher.hidden(ids, **options), self.teacher.weight, self.share)
+    def forward(
+        self, ids: Array, targets: Array, *, stash: Stash | None = None, taught: int | None = None, **options: Any
+    ) -> Any:
+        if stash is None or taught == 0:
+            return self.model.forward(ids, targets, stash=stash, **options)
+        first = slice(taught)
+        of_teacher = {name: value[first] for name, value in options.items()}
+        hidden = self.teacher.hidden(ids[first], **of_teacher)
+        soft = SoftTargets(targets, hidden, self.teacher.weight, self.share)
         return self.model.forward(ids, soft, stash=stash, **options)
 
     def replica(self) -> Distilled:

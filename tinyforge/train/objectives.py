@@ -49,6 +49,7 @@ class Batch:
     objective_inputs: inputs of the objective only, B rows each.
     group_size: number of consecutive rows that are weighed together, such as a preference pair: a rank takes all.
     factors: the result of the objective's `factors`, if it is on the device already.
+    taught: how many of the first rows a teacher has a share in (train/distil.py); None for all.
     """
 
     ids: np.ndarray
@@ -61,6 +62,7 @@ class Batch:
     objective_inputs: tuple[np.ndarray, ...] = ()
     group_size: int = 1
     factors: Array | None = None
+    taught: int | None = None
 
     def __getitem__(self, rows: slice) -> Batch:
         weights = None if self.weights is None else self.weights[rows]
@@ -68,8 +70,10 @@ class Batch:
         documents = None if self.documents is None else self.documents[rows]
         stream = None if self.stream is None else self.stream + rows.indices(len(self.ids))[0]
         given = tuple(array[rows] for array in self.objective_inputs)
+        first, last, _ = rows.indices(len(self.ids))
+        taught = None if self.taught is None else min(max(self.taught - first, 0), last - first)
         own = self.ids[rows], self.targets[rows], weights, more, documents, stream
-        return Batch(*own, self.reset_state, given, self.group_size, self.factors)
+        return Batch(*own, self.reset_state, given, self.group_size, self.factors, taught)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -108,7 +112,7 @@ class Batch:
         arrays = (self.ids, self.targets, self.weights, *self.extra_inputs, *self.objective_inputs)
         documents = self.documents and (self.documents.starts.shape, self.documents.restart)
         shapes = (None if a is None else a.shape for a in arrays)
-        return (*shapes, documents, self.stream, self.reset_state, self.group_size)
+        return (*shapes, documents, self.stream, self.reset_state, self.group_size, self.taught)
 
 
 @dataclass(frozen=True)

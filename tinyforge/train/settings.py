@@ -504,13 +504,31 @@ class SftSettings(TuneSettings, Teaching):
         metavar="TOKENS",
     )
 
+    replay: tuple[str, ...] = of_data(
+        (),
+        "token shards of the text that the base has read: some rows of each step, so that it is not forgotten; with "
+        "--teacher, the teacher has its share in these rows alone",
+        metavar="DIR",
+    )
+    replay_share: float = of_data(0.5, "share of the rows that are of --replay", check=below_one)
+    mix: tuple[str, ...] = of_data((), "shares of the sources of --replay, as in pretrain.py", metavar="NAME=WEIGHT")
+
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
         return cls(**{**({"lr": ADAPTERS_LR} if "lora" in given else {}), **given})
 
+    @property
+    def replayed_rows(self) -> int:
+        """The rows of a micro-batch that are of --replay: one at least, and not all."""
+        return min(max(1, round(self.batch_size * self.replay_share)), self.batch_size - 1) if self.replay else 0
+
     def check(self) -> None:
         super().check()
         self.check_teaching()
+        if not self.replay and (self.mix or self.replay_share != type(self).replay_share):
+            raise UserError("--mix and --replay-share are of --replay, which is not given; add it, or leave them out")
+        if self.replay and self.batch_size < 2:
+            raise UserError("--replay: a micro-batch of 1 row has no room for records and text; use --batch-size 2")
 
 
 @dataclass(frozen=True)
