@@ -16,6 +16,7 @@ import pytest
 
 from tinyforge import chat, checkpoint, gradcheck, ops
 from tinyforge.backends import Backend, get_backend
+from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.op import Stash
 from tinyforge.optim.adamw import AdamWConfig, adamw_, clip_factor, square_sums, step_rates
@@ -268,8 +269,11 @@ TINY = "--set dim=32 heads=2 kv_heads=1 layers=2 hidden=48 context=32 --batch-si
 
 
 def run(out: Path, backend: str, *more: str) -> list[float]:
-    """The losses of a run of 20 steps, or of one that is resumed."""
-    new = [] if "--resume" in more else [*TINY.split(), "--steps", "20", "--save-every", "10"]
+    """The losses of a run of 20 steps, or of one that is resumed. All held-out text is evaluated: it is little."""
+    text = out.parent / "text.txt"
+    text.write_text("\n\n".join(documents("train", 100, 0)), encoding="utf-8")
+    given = [*TINY.split(), "--data", str(text), "--tokenizer", "chars", "--steps", "20", "--save-every", "10"]
+    new = [] if "--resume" in more else given
     assert pretrain.main([*new, "--backend", backend, "--out", str(out), *more]) == 0
     return [row["loss"] for row in metrics.read(out / "metrics.jsonl") if "loss" in row]
 
