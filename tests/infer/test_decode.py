@@ -382,7 +382,7 @@ def test_states_are_the_model_s(kind: type[CPUDecoder], monkeypatch: pytest.Monk
     assert alone.lengths == [90] and shared.lengths == [0, 3, 0]
 
 
-@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder])
+@pytest.mark.parametrize("kind", [ReferenceDecoder, NumpyDecoder, COMPILED])
 def test_the_last_logits_of_several_positions_are_those_of_a_pass(kind: type[Decoder]) -> None:
     model, tokens = model_of(CONFIG), tokens_of(CONFIG, 1, 70)[0].tolist()
     for n in (1, 2, 4, 5, 8, 31, 32, 33):

@@ -17,6 +17,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from tinyforge.requirements import what_brings
+
 NAME = "tinyforge_pass"
 OLDEST = (0, 62)
 """The first numba whose LLVM has untyped pointers, as the kernels' names of intrinsics take for granted."""
@@ -44,7 +46,7 @@ def missing() -> str:
     try:
         version = importlib.metadata.version("numba")
     except importlib.metadata.PackageNotFoundError:
-        return 'numba is not installed: pip install "tinyforge[fast]"'
+        return f"numba is not installed: pip install {what_brings('fast')}"
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         return f"numba {version} is too old: pip install --upgrade numba"
     return ""

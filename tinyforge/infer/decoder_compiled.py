@@ -26,6 +26,8 @@ class CompiledDecoder(CPUDecoder):
     number of other positions of a pass, those of a prompt included, nor on their values: see cpu_kernels.py.
     """
 
+    together = CPUDecoder.piece
+
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         super().__init__(model, batch, capacity)
         c = self.weights
@@ -73,10 +75,14 @@ class CompiledDecoder(CPUDecoder):
             self._pass([row], [tokens[start : start + AT_ONCE]], 0, 0)
 
     def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
-        self._check_room([0], len(tokens))
+        return self.last_logits(0, tokens, heads)
+
+    def last_logits(self, row: int, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
+        self._check_room([row], len(tokens))
         last = (len(tokens) - 1) // AT_ONCE * AT_ONCE
-        self.prefill(0, tokens[:last])
-        return self._pass([0], [tokens[last:]], 1, heads)
+        if last:
+            self.prefill(row, tokens[:last])
+        return self._pass([row], [tokens[last:]], 1, heads)
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         n = len(tokens[0])
