@@ -1,6 +1,6 @@
 """Records as others publish them, as instructions: chats, prompts with completions, Dolly's and GSM8K's names.
 
-    replies({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})
+    chat_of({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})
     preference({"prompt": "Hi", "chosen": "Hello!", "rejected": "What?"})
 
 | record | of |
@@ -76,13 +76,11 @@ def preference(value: Mapping[str, Any]) -> tuple[Chat, str, str]:
     Fault
         As `chat_of`, and for replies to different conversations.
     """
-    before = value.get("prompt", [])
-    before = [{"role": USER, "content": before}] if isinstance(before, str) else before
+    before = _list(value, "prompt") if "prompt" in value else []
     system = str(value.get("system") or "")
     sides = []
     for name in ("chosen", "rejected"):
-        side = value.get(name)
-        messages = [{"role": ASSISTANT, "content": side}] if isinstance(side, str) else _list(value, name)
+        messages = _list(value, name)
         whole = messages if before and messages[: len(before)] == before else [*before, *messages]
         chat = read_messages(whole, name, system)
         if not chat.turns or chat.turns[-1][1] is None:
