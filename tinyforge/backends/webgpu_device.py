@@ -207,6 +207,22 @@ def source(file: str) -> str:
     return (ROOT / file).read_text(encoding="utf-8")
 
 
+def unrolled(text: str) -> str:
+    """`for (var i = 0u; i < N; i++) {  // unrolled` written out, N a number or a constant of the text.
+
+    Compilers keep an array in registers only where its indices are constants, and of the loops that naga writes for
+    them, with a count of its own against those without an end, they unroll none.
+    """
+    constants = dict(re.findall(r"const (\w+) = (\d+)u?;", text))
+    while head := re.search(r"\n( *)for \(var (\w+) = 0u; \2 < (\w+); \2\+\+\) \{  // unrolled", text):
+        indent, name, count = map(str, head.groups())
+        end = text.index(f"\n{indent}}}\n", head.end())
+        body, turns = text[head.end() : end], range(int(constants.get(count, count)))
+        written = "".join("\n{" + re.sub(rf"\b{name}\b", f"{turn}u", body) + "\n}" for turn in turns)
+        text = text[: head.start()] + written + text[end + len(f"\n{indent}}}") :]
+    return text
+
+
 class Pipeline:
     """A compiled entry point. names: its arrays, in the order of their bindings; fields: types of its sizes."""
 
@@ -238,7 +254,7 @@ class Pipeline:
             entries.append({"binding": binding, "visibility": wgpu.ShaderStage.COMPUTE, "buffer": buffer})
         self.layout = device.handle.create_bind_group_layout(entries=entries)
         both = device.handle.create_pipeline_layout(bind_group_layouts=[self.layout])
-        stage = {"module": _module(device, text), "entry_point": entry, "constants": dict(flags)}
+        stage = {"module": _module(device, unrolled(text)), "entry_point": entry, "constants": dict(flags)}
         self.handle = device.handle.create_compute_pipeline(layout=both, compute=stage)
         self.fields = sizes_of(text, file)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tinyforge.backends.webgpu_array import contiguous, launch, new
 from tinyforge.kernel import Array
 
-SMALL, LARGE = {"TILE": 64, "PER": 4, "DEPTH": 16}, {"TILE": 128, "PER": 8, "DEPTH": 8}
+SMALL = {"TILE": 64, "PER": 4, "FOURS": 1, "DEPTH": 16}
+LARGE = {"TILE": 128, "PER": 8, "FOURS": 2, "DEPTH": 8}
 ENOUGH = 64
 """Large tiles from which on they are used: half the reads of memory, but a group for each of fewer tiles."""
 

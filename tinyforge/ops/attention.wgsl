@@ -118,7 +118,7 @@ fn attention_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
     var range = vec2<u32>(0u, 0u);
     if (inside) {
         range = seen(b, t);
-        for (var d = 0u; d < HEAD; d++) {
+        for (var d = 0u; d < HEAD; d++) {  // unrolled
             mine[d] = q[sizes.q_at + b * sizes.q_b + t * sizes.q_t + head * sizes.q_h + d] * sizes.scale;
             sum[d] = 0.0;
         }
@@ -133,14 +133,14 @@ fn attention_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
             for (var j = max(first, range.x); j < min(first + TILE, range.y); j++) {
                 let row = (j - first) * HEAD;
                 var score: real = 0.0;
-                for (var d = 0u; d < HEAD; d++) {
+                for (var d = 0u; d < HEAD; d++) {  // unrolled
                     score += mine[d] * tile_a[row + d];
                 }
                 score = capped(score).x;
                 if (score > top) {
                     let shrink = real_exp(top - score);
                     total *= shrink;
-                    for (var d = 0u; d < HEAD; d++) {
+                    for (var d = 0u; d < HEAD; d++) {  // unrolled
                         sum[d] *= shrink;
                     }
                     top = score;
@@ -151,7 +151,7 @@ fn attention_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
                 if (DROPOUT) {
                     weight *= mask(b, head, t, j);
                 }
-                for (var d = 0u; d < HEAD; d++) {
+                for (var d = 0u; d < HEAD; d++) {  // unrolled
                     sum[d] += weight * tile_b[row + d];
                 }
             }
@@ -159,7 +159,7 @@ fn attention_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocat
         workgroupBarrier();
     }
     if (inside) {
-        for (var d = 0u; d < HEAD; d++) {
+        for (var d = 0u; d < HEAD; d++) {  // unrolled
             out[sizes.o_at + b * sizes.o_b + t * sizes.o_t + head * sizes.o_h + d] = sum[d] / total;
         }
         lse[(b * sizes.heads + head) * sizes.queries + t] = top + real_log(total);
@@ -198,7 +198,7 @@ fn attention_bwd_queries(@builtin(workgroup_id) group: vec3<u32>, @builtin(local
         range = seen(b, t);
         norm = saved_lse[(b * sizes.heads + head) * sizes.queries + t];
         along = saved_delta[(b * sizes.heads + head) * sizes.queries + t];
-        for (var d = 0u; d < HEAD; d++) {
+        for (var d = 0u; d < HEAD; d++) {  // unrolled
             mine[d] = q[sizes.q_at + b * sizes.q_b + t * sizes.q_t + head * sizes.q_h + d] * sizes.scale;
             up[d] = dy[sizes.dy_at + b * sizes.dy_b + t * sizes.dy_t + head * sizes.dy_h + d];
             sum[d] = 0.0;
@@ -213,7 +213,7 @@ fn attention_bwd_queries(@builtin(workgroup_id) group: vec3<u32>, @builtin(local
                 let row = (j - first) * HEAD;
                 var score: real = 0.0;
                 var dp: real = 0.0;
-                for (var d = 0u; d < HEAD; d++) {
+                for (var d = 0u; d < HEAD; d++) {  // unrolled
                     score += mine[d] * tile_a[row + d];
                     dp += up[d] * tile_b[row + d];
                 }
@@ -222,7 +222,7 @@ fn attention_bwd_queries(@builtin(workgroup_id) group: vec3<u32>, @builtin(local
                     dp *= mask(b, head, t, j);
                 }
                 let ds = real_exp(c.x - norm) * (dp - along) * c.y * sizes.scale;
-                for (var d = 0u; d < HEAD; d++) {
+                for (var d = 0u; d < HEAD; d++) {  // unrolled
                     sum[d] += ds * tile_a[row + d];
                 }
             }
@@ -230,7 +230,7 @@ fn attention_bwd_queries(@builtin(workgroup_id) group: vec3<u32>, @builtin(local
         workgroupBarrier();
     }
     if (inside) {
-        for (var d = 0u; d < HEAD; d++) {
+        for (var d = 0u; d < HEAD; d++) {  // unrolled
             dq[sizes.dq_at + b * sizes.dq_b + t * sizes.dq_t + head * sizes.dq_h + d] = sum[d];
         }
     }
@@ -249,7 +249,7 @@ fn attention_bwd_keys(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_in
     var dkey: array<real, HEAD>;
     var dvalue: array<real, HEAD>;
     if (inside) {
-        for (var d = 0u; d < HEAD; d++) {
+        for (var d = 0u; d < HEAD; d++) {  // unrolled
             key[d] = k[sizes.k_at + b * sizes.k_b + s * sizes.k_t + kv * sizes.k_h + d] * sizes.scale;
             value[d] = v[sizes.v_at + b * sizes.v_b + s * sizes.v_t + kv * sizes.v_h + d];
             dkey[d] = 0.0;
@@ -283,7 +283,7 @@ fn attention_bwd_keys(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_in
                     let row = (t - first) * HEAD;
                     var score: real = 0.0;
                     var dp: real = 0.0;
-                    for (var d = 0u; d < HEAD; d++) {
+                    for (var d = 0u; d < HEAD; d++) {  // unrolled
                         score += key[d] * tile_a[row + d];
                         dp += value[d] * tile_b[row + d];
                     }
@@ -296,7 +296,7 @@ fn attention_bwd_keys(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_in
                         dp *= m;
                     }
                     let ds = p * (dp - tile_delta[t - first]) * c.y * sizes.scale;
-                    for (var d = 0u; d < HEAD; d++) {
+                    for (var d = 0u; d < HEAD; d++) {  // unrolled
                         dkey[d] += ds * tile_a[row + d];
                         dvalue[d] += weight * tile_b[row + d];
                     }
@@ -306,7 +306,7 @@ fn attention_bwd_keys(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_in
         }
     }
     if (inside) {
-        for (var d = 0u; d < HEAD; d++) {
+        for (var d = 0u; d < HEAD; d++) {  // unrolled
             dkv[sizes.dk_at + b * sizes.dk_b + s * sizes.dk_t + kv * sizes.dk_h + d] = dkey[d];
             dkv[sizes.dv_at + b * sizes.dv_b + s * sizes.dv_t + kv * sizes.dv_h + d] = dvalue[d];
         }

@@ -18,7 +18,7 @@ override RESIDUAL: bool = false;  // backward: add another gradient of x
 
 fn input(at: u32) -> real {
     if (ADD) {
-        return x[at] + delta[at];
+        return sum[at];
     }
     return x[at];
 }
@@ -33,11 +33,10 @@ fn layernorm_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroup
     let first = row * sizes.width;
     var total: real = 0.0;
     for (var j = thread; j < sizes.width; j += 256u) {
-        let value = input(first + j);
         if (ADD) {
-            sum[first + j] = value;
+            sum[first + j] = x[first + j] + delta[first + j];
         }
-        total += value;
+        total += input(first + j);
     }
     let centre = group_sum(thread, total) / real(sizes.width);
     var squares: real = 0.0;
@@ -86,10 +85,17 @@ fn layernorm_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroup
     }
     let mean_g = group_sum(thread, plain) / real(sizes.width);
     let mean_along = group_sum(thread, along) / real(sizes.width);
+    // A compiler may round the product in g - mean(g) as it did not in the sum, which r then multiplies by up to
+    // 1 / sqrt(eps): the mean of what is left is taken away too. Of one number nothing is left.
+    var rest: real = 0.0;
+    for (var j = thread; j < sizes.width; j += 256u) {
+        rest += dy[first + j] * weight[j] - mean_g;
+    }
+    let mean_rest = group_sum(thread, rest) / real(sizes.width);
     for (var j = thread; j < sizes.width; j += 256u) {
         let xhat = (x[first + j] - centre) * r;
         product[first + j] = dy[first + j] * xhat;
-        var d = r * (dy[first + j] * weight[j] - mean_g - xhat * mean_along);
+        var d = r * (dy[first + j] * weight[j] - mean_g - mean_rest - xhat * mean_along);
         if (RESIDUAL) {
             d += residual[first + j];
         }
