@@ -8,6 +8,7 @@ launches themselves are given is compared in tests/backends/test_launchers.py; g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.backends.as_graphs import AsGraphs
 from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.memory import OUTSIDE
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.moe import Config as MoEConfig
@@ -29,6 +31,7 @@ from tinyforge.train import captured
 from tinyforge.train.captured import MOST, Captured, Inputs, captures
 from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, MaskedTokens, NextTokens
+from tinyforge.train.plan import Plan
 from tinyforge.train.preferences import DPO
 from tinyforge.train.settings import DpoSettings, GrpoSettings
 
@@ -146,18 +149,60 @@ def test_what_cannot_be_captured_is_one_line() -> None:
             settings.check()
 
 
-def test_by_default_steps_become_graphs_on_several_gpus() -> None:
-    """For tokens, without a carried state; --cuda-graph and --cuda-graph off decide otherwise."""
-    tokens = NextTokens((1, 0.5))
-    one, gpus, forked = (
-        SimpleNamespace(name=name, group=group)
-        for name, group in (("cupy", None), ("cupy", SimpleNamespace(size=2)), ("numpy", SimpleNamespace(size=2)))
-    )
-    for backend, by_default in ((one, False), (gpus, True), (forked, False)):
-        assert captures("auto", tokens, backend) == by_default
-        assert not captures("auto", tokens, backend, carried=8)
-        assert not captures("auto", DPO(), backend) and not captures("auto", MaskedTokens(), backend)
+def test_by_default_steps_become_graphs_on_gpus() -> None:
+    """For tokens, without a carried state, and on one GPU where its memory holds a step's 100 bytes twice, apart from
+    the weights and moments; --cuda-graph and --cuda-graph off decide otherwise."""
+    tokens, plan = NextTokens((1, 0.5)), Plan(weights=40, moments=20, saved=70, peak=160, gradients=10)
+    two = SimpleNamespace(size=2)
+    for name, group, free, by_default in (
+        ("cupy", None, 200, True),
+        ("cupy", None, 199, False),
+        ("cupy", two, 0, True),
+        ("numpy", two, 200, False),
+    ):
+        backend: Any = SimpleNamespace(name=name, group=group, memory=lambda free=free: {"free": free + OUTSIDE})
+        assert captures("auto", tokens, backend, plan=plan) == by_default
+        assert not captures("auto", tokens, backend, carried=8, plan=plan)
+        for other in (DPO(), MaskedTokens()):
+            assert not captures("auto", other, backend, plan=plan)
         assert captures("on", tokens, backend) and not captures("off", tokens, backend)
+
+
+@pytest.mark.parametrize("when", ["run", "capture"])
+def test_what_a_graph_cannot_repeat_runs_without_one_unless_it_was_asked_for(
+    when: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refusing(AsGraphs):
+        """As CuPy's where the step uploads: before the weights change."""
+
+        def run(self, work: Any) -> None:
+            if when == "run":
+                raise UserError("--cuda-graph: the step uploads; use --cuda-graph off")
+            super().run(work)
+
+        def capture(self, work: Any) -> Any:
+            raise UserError("--cuda-graph: the step cannot be captured; use --cuda-graph off")
+
+    rng = np.random.default_rng(0)
+    steps = [[Batch(*rng.integers(0, VOCAB, (2, 2, 6, 1), dtype=np.int32).repeat(2, axis=-1))] for _ in range(5)]
+    steps = [[replace(batch, ids=batch.ids[..., 0]) for batch in batches] for batches in steps]
+
+    def trained(with_graph: bool) -> Trained:
+        backend = get_backend("numpy", "fp32", workers=1)
+        if with_graph:
+            backend.graphs = Refusing  # type: ignore[method-assign]
+        build, config = MODELS["nanoeuler"]
+        return Trained(backend, build(config, backend), with_graph)
+
+    ours = trained(True)
+    assert ours.captured is not None
+    ours.captured.optional = True
+    assert_same_bits(trained(False), ours, steps)
+    assert capsys.readouterr().err.count("steps run without a graph: --cuda-graph: the step") == 1
+    asked = trained(True)
+    with pytest.raises(UserError, match="use --cuda-graph off"):
+        for number, batches in enumerate(steps):
+            asked.step(number, batches)
 
 
 def test_inputs_keep_their_places() -> None:

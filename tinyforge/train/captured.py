@@ -1,4 +1,4 @@
-"""The training step as a CUDA graph (--cuda-graph): for small models and several GPUs, which wait for Python.
+"""The training step as a CUDA graph (--cuda-graph): small models, several GPUs and busy hosts wait for Python.
 
     step 1 of a kind   runs without a graph; records which dropout keys are used
     step 2             runs on arrays at fixed addresses, in the graph's memory: this compiles its kernels
@@ -12,6 +12,7 @@ without a graph: the same kernels with the same arguments, in the same order.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,33 +23,41 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
+from tinyforge.memory import free_memory
 from tinyforge.optim import AdamW
 from tinyforge.rng import Stream
 from tinyforge.train.data_parallel import DataParallel, Totals, Worker, gradients_of
 from tinyforge.train.objectives import Batch, NextTokens, Objective, of_tokens
+from tinyforge.train.plan import Plan
 
 MOST = 4
 """Kinds of steps that get a graph; further kinds run without."""
 _ALIGNED = 256  # bytes: the alignment that kernels may assume of an array's memory
 
 
-def captures(setting: str, objective: Objective, backend: Backend, carried: int = 0) -> bool:
-    """Whether steps become graphs. "auto" (--cuda-graph): on several GPUs, whose processes would wait for one another's
-    Python, where all batches have one shape, as those of tokens do. carried: rows whose state is carried."""
+def captures(setting: str, objective: Objective, backend: Backend, carried: int = 0, plan: Plan | None = None) -> bool:
+    """Whether steps become graphs. "auto" (--cuda-graph): on GPUs where all batches have one shape, as those of tokens
+    do; on a single one where its free memory holds a step's arrays twice, since evaluation shares none with a graph.
+    carried: rows whose state is carried."""
     if setting != "auto":
         return setting == "on"
-    several = backend.group is not None and backend.group.size > 1 and backend.name == "cupy"
-    return several and type(of_tokens(objective)) is NextTokens and not carried
+    if backend.name != "cupy" or type(of_tokens(objective)) is not NextTokens or carried:
+        return False
+    if backend.group is not None and backend.group.size > 1:
+        return True
+    free, _ = free_memory(backend)
+    return plan is not None and free is not None and 2 * (plan.peak - plan.weights - plan.moments) <= free
 
 
 class Captured:
     """Captured steps of `parallel` with `optimizer`. limit: of the gradient's norm, see `AdamW.clip`.
 
     Each rank makes its own, at the same point of the program: all capture and launch the same steps. Raises UserError
-    if the step cannot be captured: on a CPU, or with an objective that is weighed on the host.
+    if the step cannot be captured: on a CPU, or with an objective that is weighed on the host. optional: a step with
+    something that a graph cannot repeat, such as a custom op's upload, says so and runs without.
     """
 
-    def __init__(self, parallel: DataParallel, optimizer: AdamW, limit: float) -> None:
+    def __init__(self, parallel: DataParallel, optimizer: AdamW, limit: float, optional: bool = False) -> None:
         if not hasattr(of_tokens(parallel.objective), "factors"):
             raise UserError(
                 f"--cuda-graph: the objective {type(of_tokens(parallel.objective)).__name__} is not one that a "
@@ -60,6 +69,7 @@ class Captured:
         # The last step's clipping factor, which all graphs read and write.
         self.factor = self.backend.zeros((), np.dtype(np.float64))
         self.factor.fill(1)
+        self.optional, self.most = optional, MOST
         self._kinds: dict[Any, _Kind] = {}
         parallel.rank.captured = self
 
@@ -75,12 +85,21 @@ class Captured:
         assert objective is not None
         counts = sum((objective.count(batch) for batch in batches[1:]), objective.count(batches[0]))
         shapes = tuple(batch.kind() for batch in batches)
-        if shapes not in self._kinds and len(self._kinds) < MOST:
+        if shapes not in self._kinds and len(self._kinds) < self.most:
             self._kinds[shapes] = _Kind(self)
         known = self._kinds.get(shapes)
         if known is None:
             return self.plain(batches, counts, noise, lr)
         return known.step(batches, counts, noise, lr)
+
+    def refused(self, error: UserError) -> None:
+        """No graphs from now on. Raises the error if they are not optional."""
+        if not self.optional:
+            raise error
+        print(f"steps run without a graph: {error}", file=sys.stderr)
+        self.most = 0
+        self._kinds.clear()
+        self.optimizer.step_count -= 1
 
     def plain(self, batches: Sequence[Batch], counts: np.ndarray, noise: Any, lr: float) -> tuple[Totals, Any]:
         """A step without a graph, with the matrix products that graphs use."""
@@ -122,13 +141,17 @@ class _Kind:
         rates = self._rates(owner.optimizer.count_step(lr))
         self.inputs.put([*self._arrays(batches), factors, rates, self._keys(noise)])
         owner.optimizer.settle()  # a graph does not wait for transfers that were started outside of it
-        if self.replay is None and self.warm:
-            self.replay = owner.parallel.group.captured(partial(owner.graphs.capture, self._work))
-        if self.replay is None:
-            owner.graphs.run(self._work)
-            self.warm = True
-        else:
-            self.replay()
+        try:
+            if self.replay is None and self.warm:
+                self.replay = owner.parallel.group.captured(partial(owner.graphs.capture, self._work))
+            if self.replay is None:
+                owner.graphs.run(self._work)
+                self.warm = True
+            else:
+                self.replay()
+        except UserError as error:
+            owner.refused(error)
+            return owner.plain(batches, counts, noise, lr)
         owner.optimizer.factor = owner.factor
         out = self.out.copy()  # the next step writes over it
         return Totals(out[:-1], counts), out[-1]

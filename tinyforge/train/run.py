@@ -200,8 +200,9 @@ class Run:
             self.group, {key: task.meta.get(key) for key in ("model", "config", "tokenizer_hash", "data_hash")}
         )
         self._begin(checkpoint.load(self.out) if resume and self.group.rank == 0 else None)
-        graphs = captures(settings.cuda_graph, task.objective, backend, task.carried)
-        self.captured = Captured(self.parallel, self.optimizer, settings.clip) if graphs else None
+        graphs = captures(settings.cuda_graph, task.objective, backend, task.carried, task.plan)
+        optional = settings.cuda_graph == "auto" and self.group.size == 1
+        self.captured = Captured(self.parallel, self.optimizer, settings.clip, optional) if graphs else None
         if self.group.rank:
             return
         self.log = metrics.Metrics(self.out, self.step)

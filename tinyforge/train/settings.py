@@ -153,8 +153,8 @@ class Settings:
     )
     cuda_graph: str = hardware(
         "auto",
-        "on: launch each step as one CUDA graph, which is faster for small models and on several GPUs; the same "
-        "bits; auto: on several GPUs (without a value: on)",
+        "on: launch each step as one CUDA graph, which does not wait for a small model's, or a busy machine's, Python; "
+        "the same bits; auto: on GPUs, for language models, where memory suffices (without a value: on)",
         choices=("auto", "on", "off"),
         bare="on",
         formerly="capture",
