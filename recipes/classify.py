@@ -49,6 +49,7 @@ from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import (
     ClassifySettings,
     config_of,
+    described,
     open_backend,
     parse,
     print_schedule,
@@ -187,7 +188,7 @@ def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | 
 def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: ProcessGroupInfo) -> None:
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
-    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    print(described(backend, settings))
     start_from = Path(settings.out) if resume else resolve_checkpoint(settings.base) if settings.base else None
     base = load(start_from, backend) if start_from else None
     if base and (kind := spec_of_model(base.model).name) != spec.name:  # before the data are read, which takes seconds

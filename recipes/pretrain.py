@@ -52,6 +52,7 @@ from tinyforge.train.settings import (
     EVERY_ACTION,
     PretrainSettings,
     config_of,
+    described,
     open_backend,
     parse,
     print_schedule,
@@ -175,10 +176,10 @@ def pretrain(
     what fine-tuning lays around a question."""
     spec, seq_len = find_model(settings.model), sequence_length(config, settings)
     with timed("opening the backend"):
-        backend, settings = open_backend(settings, ranks)
+        backend, settings = open_backend(settings, ranks, settings.model)
     shape = ", ".join(f"{name} {value}" for name, value in config.to_dict().items())
     print(f"model {spec.name}, config {settings.config}: {shape}")
-    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    print(described(backend, settings, settings.model))
     with timed("planning the memory"):
         plan = check_fits(spec, config, backend, settings, ranks.size, teachers=teacher_specs(teachers, settings))
     text_len = seq_len - FRAME if spec.learns == "masked text" else seq_len

@@ -1,6 +1,7 @@
 """The doctor names what is missing and the command that installs it; it fails only where the CPU cannot train."""
 
 import importlib.metadata
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,17 @@ def test_training_works_without_duckdb(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert line.startswith("- ") and "only the commands in data/ need it" in line
     assert line.endswith("pip install duckdb")
     assert "training on the CPU: works" in out
+
+
+def test_a_report_says_what_adapters_compute(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wgpu", reason="the adapters of WebGPU")
+    assert doctor.main(["--report"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"--backend auto takes \w+ to train a language model: \w+", said)
+    report = said.split("```")[1].splitlines()
+    assert report[1].startswith("tinyforge ") and "wgpu" in report[1]
+    for line in report[2:]:
+        assert re.match(r"adapter \d+: .*features: |  products: off by \d\.\de-0[4-9] .* GFLOP/s$", line), line
 
 
 def test_no_cupy_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Check this machine for tinyforge: what is installed, what is missing, and the command that installs it.
 
     python -m tinyforge.doctor
+    python -m tinyforge.doctor --report     with what each GPU of WebGPU computes, to paste into an issue
 
 Exit status 0 when training on the CPU works. A GPU is optional, and so is DuckDB, which only data/ uses.
 """
@@ -18,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge.backends import WITH_WGSL, automatic
 from tinyforge.backends.compile import INSTALL
 from tinyforge.backends.numpy_backend import KERNELS, blas_kernels
 from tinyforge.backends.workers import cores
-from tinyforge.errors import Parser, run_command
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.infer.cpu_code import missing
-from tinyforge.requirements import CORE, OLDEST_PYTHON
+from tinyforge.requirements import CORE, OLDEST_PYTHON, needs
 
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
 
@@ -152,6 +154,28 @@ def webgpu() -> list[Finding]:
     return [Finding(f"WebGPU {i}", text) for i, text in enumerate(found)]
 
 
+def report() -> list[str]:
+    """What the adapters are, have and compute: for an issue on hardware that nobody here has."""
+    from tinyforge.backends.webgpu import WebGPUBackend, adapters
+    from tinyforge.backends.webgpu_gemm import gemm
+
+    lines = [f"tinyforge {version_of('tinyforge')}, wgpu {version_of('wgpu')}, {platform.platform()}"]
+    for number, adapter in enumerate(adapters()):
+        usable = sorted({"shader-f64", "shader-f16", "subgroup"} & set(adapter.features))
+        told = ", ".join(f"{key} {value}" for key, value in adapter.info.items() if value)
+        lines.append(f"adapter {number}: {told}; features: {', '.join(usable)}")
+        try:
+            backend = WebGPUBackend("fp32", number)
+            x = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
+            device: Any = backend.asarray(x)
+            found = backend.to_numpy(gemm(device, device))
+            error = float(np.abs(found - x.astype(float) @ x).max())
+            lines.append(f"  products: off by {error:.1e} (1e-4 is well), {backend.matmul_peak() / 1e9:,.0f} GFLOP/s")
+        except Exception as problem:  # whatever a driver raises is what the report is for
+            lines.append(f"  {type(problem).__name__}: {problem}")
+    return lines
+
+
 def _dotted(version: int) -> str:
     """CUDA's 13020 as 13.2."""
     return f"{version // 1000}.{version % 1000 // 10}"
@@ -159,12 +183,19 @@ def _dotted(version: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tinyforge.doctor", description=(__doc__ or "").split("\n")[0])
-    parser.parse_args(argv)
+    parser.add_argument("--report", action="store_true", help="also what the adapters of WebGPU compute, for an issue")
+    args = parser.parse_args(argv)
     needed, extra = cpu(), gpu()
     print("\n".join(map(str, [*needed, *extra, *webgpu()])))
     works = all(f.ok is not False for f in needed)
     on_gpu = works and all(f.ok for f in extra)
     print(f"\ntraining on the CPU: {'works' if works else 'see above'}; on a GPU: {'works' if on_gpu else 'see above'}")
+    name, why = automatic("fp32", WITH_WGSL[0])
+    print(f"--backend auto takes {name} to train a language model: {why}")
+    if args.report:
+        if version_of("wgpu") is None:
+            raise UserError(needs("--report", "wgpu", "webgpu"))
+        print("\n```", *report(), "```", sep="\n")
     return 0 if works else 1
 
 

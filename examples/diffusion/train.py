@@ -32,7 +32,17 @@ from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import MeanOfRows
 from tinyforge.train.plan import print_plan
 from tinyforge.train.run import Run, Task, running
-from tinyforge.train.settings import MODEL, OF_TEXT, Settings, above_zero, open_backend, parse, setting, with_default
+from tinyforge.train.settings import (
+    MODEL,
+    OF_TEXT,
+    Settings,
+    above_zero,
+    described,
+    open_backend,
+    parse,
+    setting,
+    with_default,
+)
 
 HELD_OUT = 2000  # images, each at one time and with one noise, the same at every evaluation
 
@@ -76,7 +86,7 @@ def read(settings: DiffusionSettings) -> tuple[Labelled, Labelled]:
 
 def train(settings: DiffusionSettings, resume: bool, ranks: ProcessGroupInfo) -> None:
     backend, settings = open_backend(settings, ranks)
-    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    print(described(backend, settings))
     data, test = read(settings)
     config = Config(data.inputs.shape[2], data.inputs.shape[1], len(data.names), settings.width)
     model = SPEC.build(config, backend)

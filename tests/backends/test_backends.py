@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tinyforge.backends import PRECISIONS, get_backend, gpu_is_there
+from tinyforge.backends import PRECISIONS, automatic, get_backend, gpu_is_there
 from tinyforge.errors import UserError
 from tinyforge.op import Param
 from tinyforge.params import ParamBuffer
@@ -30,6 +32,32 @@ def test_without_a_gpu_the_error_is_one_line_and_auto_is_numpy() -> None:
     assert str(caught.value).startswith("backend cupy: ") and "\n" not in str(caught.value)
     assert "--backend numpy" in str(caught.value)
     assert get_backend("auto", workers=1).name == "numpy"
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "expected"),
+    [
+        ("DiscreteGPU", {}, ("webgpu", "WebGPU finds a GPU")),
+        ("IntegratedGPU", {}, ("webgpu", "WebGPU finds a GPU")),
+        ("CPU", {}, ("numpy", "neither CuPy nor WebGPU finds a GPU")),
+        ("DiscreteGPU", {"precision": "bf16"}, ("numpy", "CuPy finds no GPU")),
+        ("DiscreteGPU", {"model": "mamba"}, ("numpy", "CuPy finds no GPU")),
+        ("DiscreteGPU", {"ranks": 2}, ("numpy", "CuPy finds no GPU")),
+    ],
+)
+def test_what_a_run_computes_on_unless_it_is_told(
+    kind: str, how: dict[str, Any], expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CuPy's GPU, else one of WebGPU for a model whose kernels it has, but no adapter in software; else the CPU."""
+    found = SimpleNamespace(adapters=lambda: [SimpleNamespace(info={"adapter_type": kind})])
+    monkeypatch.setitem(sys.modules, "tinyforge.backends.webgpu", found)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr("tinyforge.backends.gpu_is_there", lambda: False)
+    assert automatic(**{"precision": "fp32", "model": "llama", **how}) == expected
+    found.adapters = None  # as a wgpu that does not load
+    assert automatic("fp32", "llama") == ("numpy", "neither CuPy nor WebGPU finds a GPU")
+    monkeypatch.setattr("tinyforge.backends.gpu_is_there", lambda: True)
+    assert automatic(**{"precision": "fp32", "model": "llama", **how}) == ("cupy", "CuPy finds a GPU")
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])

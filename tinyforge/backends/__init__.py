@@ -169,7 +169,7 @@ class Backend:
 def get_backend(
     name: str = "auto", precision: str = "fp32", workers: int | None = None, device: int | None = None
 ) -> Backend:
-    """The backend called `name`; `auto` takes a GPU if there is one.
+    """The backend called `name`; `auto` takes a GPU that CuPy finds. Recipes take one of WebGPU too: `automatic`.
 
     workers: for NumPy. device: the number of the GPU, for CuPy.
     """
@@ -206,6 +206,25 @@ def _webgpu(precision: str, device: int | None) -> Backend:
     from tinyforge.backends.webgpu import WebGPUBackend
 
     return WebGPUBackend(precision, device)
+
+
+WITH_WGSL = ("nanoeuler", "gpt2", "llama")
+"""Models whose every kernel is written for WebGPU; those of others would run on the host, one by one."""
+
+
+def automatic(precision: str, model: str, ranks: int = 1) -> tuple[str, str]:
+    """The backend that a run with `--backend auto` takes, and why. Never raises: it must work on any machine."""
+    if gpu_is_there():
+        return "cupy", "CuPy finds a GPU"
+    if precision != "fp32" or model not in WITH_WGSL or ranks > 1 or importlib.util.find_spec("wgpu") is None:
+        return "numpy", "CuPy finds no GPU"
+    try:
+        from tinyforge.backends.webgpu import adapters
+
+        real = [adapter for adapter in adapters() if adapter.info["adapter_type"] in ("DiscreteGPU", "IntegratedGPU")]
+    except Exception:  # a wgpu that does not load
+        real = []
+    return ("webgpu", "WebGPU finds a GPU") if real else ("numpy", "neither CuPy nor WebGPU finds a GPU")
 
 
 def gpu_is_there() -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 
 from tinyforge import checkpoint
 from tinyforge.adapters import Adapters
-from tinyforge.backends import Backend, get_backend, gpu_count, gpu_is_there
+from tinyforge.backends import Backend, automatic, get_backend, gpu_count, gpu_is_there
 from tinyforge.backends.workers import cores
 from tinyforge.config import BaseConfig, ModelConfig
 from tinyforge.errors import Parser, UserError
@@ -139,7 +139,7 @@ class Settings:
 
     backend: str = setting(
         "auto",
-        "where to compute: numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto: cupy if there is CUDA",
+        "where to compute: numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto: what finds a GPU, else numpy",
         changes=NOTHING,
         group=HARDWARE,
     )
@@ -830,10 +830,18 @@ def sequence_length(config: BaseConfig, settings: Settings) -> int:
     return asked or min(config.context, settings.longest)
 
 
-def open_backend(settings: S, ranks: ProcessGroupInfo | None = None) -> tuple[Backend, S]:
+def described(backend: Backend, settings: Settings, model: str = "") -> str:
+    """The line that a run begins with: "backend numpy (auto: CuPy finds no GPU), fp32, ..."."""
+    _, why = automatic(settings.precision, model, backend.group.size if backend.group else 1)
+    auto = f" (auto: {why})" if settings.backend == "auto" else ""
+    return f"backend {backend.name}{auto}, {settings.precision}, {backend.describe()}"
+
+
+def open_backend(settings: S, ranks: ProcessGroupInfo | None = None, model: str = "") -> tuple[Backend, S]:
     """The backend of the settings, and the settings with its number of workers, on which a run's last bits depend.
 
-    ranks: the ranks of this run; each has a GPU of its own, or one worker, and the backend gets their group.
+    ranks: the ranks of this run; each has a GPU of its own, or one worker, and the backend gets their group. model: its
+    name in the zoo, for `automatic`.
     """
     ranks = ranks or ProcessGroupInfo()
     shards = settings.reduction_shards or 0
@@ -849,7 +857,9 @@ def open_backend(settings: S, ranks: ProcessGroupInfo | None = None) -> tuple[Ba
         workers = 1
     elif shards and workers is None:
         workers = min(shards, 1 << (cores().bit_length() - 1))
-    backend = get_backend(settings.backend, settings.precision, workers, device)
+    automatically, _ = automatic(settings.precision, model, ranks.size)
+    name = automatically if settings.backend == "auto" else settings.backend
+    backend = get_backend(name, settings.precision, workers, device)
     if settings.cuda_graph == "on" and backend.name != "cupy":
         backend.graphs()  # refused where there are none
     if ranks.size > 1:

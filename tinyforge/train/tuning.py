@@ -27,7 +27,7 @@ from tinyforge.tokenizers.chat_templates import TEMPLATES, AnyTemplate, read_tem
 from tinyforge.train.card import write_card
 from tinyforge.train.distil import Teachers
 from tinyforge.train.plan import Plan, check_fits
-from tinyforge.train.settings import TuneSettings, open_backend
+from tinyforge.train.settings import TuneSettings, described, open_backend
 
 S = TypeVar("S", bound=TuneSettings)
 PLAIN = "plain"
@@ -85,7 +85,8 @@ def build(
     Returns the memory plan too. UserError if a step does not fit into memory."""
     spec, config, adapters = base.spec, base.config, settings.adapters
     with timed("opening the backend"):
-        backend, settings = open_backend(settings, ranks)
+        whole = "" if adapters else spec.name  # adapters have no kernels for WebGPU
+        backend, settings = open_backend(settings, ranks, whole)
     plan = check_fits(spec, config, backend, settings, ranks.size if ranks else 1, each, teachers)
     with timed("making the model"):
         loaded = replace(base.build(backend, settings.recompute, adapters), template=template)
@@ -105,7 +106,7 @@ def build(
             f"adapters: rank {adapters.rank}, alpha {adapters.alpha:g}, on {', '.join(names)}: {learned:,} "
             "parameters are learned, the base is frozen"
         )
-    print(f"backend {backend.name}, {settings.precision}, {backend.describe()}")
+    print(described(backend, settings, whole))
     return loaded, backend, settings, plan
 
 
