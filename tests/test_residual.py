@@ -15,7 +15,7 @@ from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config, Llama
 from tinyforge.op import Op, Param, Stash
 from tinyforge.params import with_buffer
-from tinyforge.residual import Addend, PreNorm, ResidualStream
+from tinyforge.residual import Addend, AttentionContext, PreNorm, ResidualStream
 from tinyforge.rng import Stream
 
 FP64 = get_backend("numpy", "fp64", workers=1)
@@ -64,6 +64,20 @@ def test_an_addition_is_part_of_the_product_or_of_the_next_norm(
     np.testing.assert_allclose(stream.x, expected, rtol=0, atol=1e-13)
     np.testing.assert_allclose(y, norm.normed(expected), rtol=0, atol=1e-13)
     assert [owner for owner, _ in stash] == [out, dropout, norm]
+
+
+def test_attention_begins_at_the_first_position_and_a_checkpoint_computes_without_a_stash() -> None:
+    model = Llama(Config(**LLAMA), FP64, recompute="blocks")
+    model.initialise(seed=0)
+    attention, h = model.blocks[0].attention, np.random.default_rng(0).normal(size=(1, 4, 12))
+    alone, told, later = (
+        attention.forward(h, None, *context).value()
+        for context in ((), (AttentionContext(offset=0),), (AttentionContext(offset=3),))
+    )
+    assert np.array_equal(alone, told) and not np.array_equal(alone, later)
+    plain = Llama(Config(**LLAMA), FP64, values=model.buffer.values)
+    ids = np.arange(4)[None]
+    assert np.array_equal(model.hidden(ids), plain.hidden(ids))
 
 
 def test_a_norm_must_read_the_stream_between_two_additions() -> None:

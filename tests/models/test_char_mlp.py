@@ -78,6 +78,17 @@ def test_with_a_cache_it_computes_the_same(window: int) -> None:
     assert np.array_equal(model.hidden(ids[:, 6:20], cache=cache), whole[:, 6:20])
 
 
+def test_what_a_cache_saved_can_be_read_again() -> None:
+    model, ids = random_model(3), np.random.default_rng(0).integers(0, 5, (2, 20))
+    cache, other = model.make_cache(2, 20), model.make_cache(2, 20)
+    whole = model.hidden(ids, cache=cache)
+    assert model.embedding.weight.shape == (5 + 1, 3) and np.array_equal(cache.saved(4), ids[:, 4:])
+    model.hidden(ids[:, :4], cache=other)
+    other.restore(cache.saved(4))
+    other.rewind(15)
+    assert np.array_equal(model.hidden(ids[:, 15:], cache=other), whole[:, 15:])
+
+
 def test_it_generates() -> None:
     model, prompt = random_model(3), [1, 2]
     expected = list(prompt)

@@ -88,3 +88,19 @@ def test_mambas_steps_are_spread_over_their_range() -> None:
     assert 1e-3 <= steps.min() < 1.01e-3 and 0.099 < steps.max() <= 0.1
     assert np.quantile(steps, [0.25, 0.5, 0.75]) == pytest.approx([10**-2.5, 1e-2, 10**-1.5], rel=0.1)
     assert np.array_equal(np.exp(scan.a_log.value).round(12), np.broadcast_to([1.0, 2.0, 3.0], (4096, 3)))
+
+
+@pytest.mark.parametrize("name", ["bert", "lstm", "mamba"])
+def test_initial_values_of_its_own_are_published(name: str) -> None:
+    """After the last of them, to the copy in lower precision that products read; the others are drawn, too."""
+    for case, _ in models()[name].build.cases(FP64, np.random.default_rng(0)):
+        model: Any = case.op if isinstance(case, WithKeywords) else case
+        calls: list[str] = []
+        right = model.buffer.set_master
+        model.buffer.set_master = lambda *args, _right=right, _calls=calls: (_calls.append("set"), _right(*args))
+        model.buffer.publish = lambda *_, _calls=calls: _calls.append("published")
+        model.buffer.masters[...] = 0
+        model.initialise(3)
+        assert calls[-2:] == ["set", "published"]
+        drawn = [p for p in model.params() if p.std]
+        assert drawn and all(model.buffer.view(model.buffer.masters, p).any() for p in drawn)

@@ -11,6 +11,7 @@ from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.models.llama import PRESETS, Config, Llama
+from tinyforge.models.llama.model import scale
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 TINY = Config(dim=12, heads=3, kv_heads=1, layers=2, context=40, vocab=11, hidden=10)
@@ -127,6 +128,8 @@ def test_the_plain_shape_has_fused_weights(tied: bool) -> None:
     assert fused.lm_heads.shape == (1, 11, 12) and np.shares_memory(fused.lm_heads, model.heads.weight.value)
     assert np.shares_memory(fused.lm_heads, fused.embedding) == tied
     assert fused.cos.shape == (40, 2)
+    assert scale("scale", 1.0, FP64) is None and scale("scale", 2.0, FP64) is not None
+    assert Llama(TINY.override({"layers": 1}), FP64).fused_weights() is not None
 
 
 def test_flop_of_a_model_small_enough_to_count_by_hand() -> None:

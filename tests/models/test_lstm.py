@@ -76,6 +76,13 @@ def test_a_reset_begins_anew_also_at_the_end_of_a_window() -> None:
     assert np.abs(tiny().hidden(text)[:, 3:] - expected).max() > 1e-3
 
 
+def test_a_state_is_a_hidden_and_a_cell_vector_and_a_reset_may_be_the_first_token() -> None:
+    model = tiny(reset=0)
+    assert model.state_shape(5) == (len(model.layers), 2, 5, 6)
+    text = np.array([[4, 1, 0, 5, 3]])
+    np.testing.assert_allclose(model.hidden(text)[:, 3:], model.hidden(text[:, 3:]), rtol=1e-12, atol=1e-14)
+
+
 def test_dropout_is_between_layers_and_decided_by_the_noise() -> None:
     model = tiny(dropout=0.5)
     ids = np.arange(7)[None]

@@ -21,12 +21,15 @@ from tinyforge.ops.fp8 import (
     E4M3,
     E5M2,
     Scaled,
+    fp8_weight_of,
     largest_scale,
     quantise_rows,
     quantise_transposed,
+    quantise_weights,
     rounded,
     swiglu_bwd_fp8,
 )
+from tinyforge.ops.fp8_rmsnorm import FP8AddRMSNorm
 from tinyforge.ops.swiglu import swiglu_bwd
 from tinyforge.params import with_buffer
 from tinyforge.registry import find_model
@@ -164,6 +167,28 @@ def test_changed_weights_are_quantised_before_they_are_used() -> None:
     fresh.buffer.masters[...] = model.buffer.masters
     fresh.buffer.publish()
     assert not np.array_equal(before, after) and np.array_equal(after, fresh.hidden(ids))
+
+
+def test_small_weights_use_the_whole_range() -> None:
+    weight, odd = Param("weight", (8, 16), fill=0.0), Param("odd", (12, 16), fill=0.0)
+    weight.value = np.float32([[0.004, -0.002] * 8] * 8)
+    k = bind((quantise_weights,), FP8, "test")
+    out = fp8_weight_of(weight, FP8, codes=True)
+    k.quantise_weights([out], [weight.value])
+    assert float(out.scale[0]) == pytest.approx(0.004 / 448)
+    np.testing.assert_allclose(out.codes.astype(np.float32) * out.scale, weight.value, rtol=2**-4)
+    with pytest.raises(UserError, match="a multiple of 8, here 12"):
+        fp8_weight_of(odd, FP8, codes=True)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_norm_quantises_what_it_computes_again_as_before(scaled: bool) -> None:
+    op = with_buffer(FP8AddRMSNorm(Param("gain", (16,), fill=1.0), FP8, scaled=scaled), FP8, np.random.default_rng(0))
+    x = np.random.default_rng(1).normal(size=(3, 16)).astype(np.float32)
+    (_, first), again = op.forward(x, None), op.normed(x)
+    assert isinstance(first, Scaled) == isinstance(again, Scaled) == scaled
+    for one, two in zip(first if scaled else [first], again if scaled else [again], strict=True):
+        assert np.array_equal(one.astype(float), two.astype(float))
 
 
 def test_what_fp8_cannot_do_is_an_error_of_one_line() -> None:

@@ -13,11 +13,25 @@ from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check_op
-from tinyforge.kernel import Array, override
+from tinyforge.kernel import Array, bind, override
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, dropout_mask
-from tinyforge.ops.cross_entropy import CHUNK_BYTES, SoftTargets, masked_targets, row_pitch, sum_tokens
+from tinyforge.ops.conv2d import chunk_rows as window_rows
+from tinyforge.ops.conv2d import conv2d_bwd_weight
+from tinyforge.ops.cross_entropy import (
+    CHUNK_BYTES,
+    SoftTargets,
+    chunk_rows,
+    exp_needs_shift,
+    masked_targets,
+    row_pitch,
+    soft_residual_,
+    sum_tokens,
+)
+from tinyforge.ops.dropout import dropout
 from tinyforge.ops.mixture import sort_by_expert
+from tinyforge.ops.patches import patches_fwd
+from tinyforge.ops.rmsnorm import gain_of
 from tinyforge.ops.selective_scan import TILE as SCAN_TILE
 from tinyforge.ops.sigmoid import sigmoid, silu_slope
 from tinyforge.ops.swiglu_linear import swiglu_mlp
@@ -493,6 +507,62 @@ def test_dynamic_rope_raises_theta_with_the_context(context: int, stretch: float
 def test_rope_scalings_that_make_no_sense_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         ops.RopeScaling(*arguments)
+
+
+def published_yarn(dim: int, theta: float, scaling: ops.RopeScaling) -> Any:
+    """The published code's ramp, by the dimension at which a pair makes so many turns; dim > 2."""
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.high_freq_factor), dimension(scaling.low_freq_factor)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0
+    ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+    f = theta ** (-np.arange(0, dim, 2) / dim)
+    return f / scaling.factor * ramp + f * (1 - ramp)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("dim", "context"), [(4, 30), (4, 3000), (8, 200), (16, 100_000), (64, 4096)])
+def test_yarns_ramp_is_the_published_one_at_its_ends(dim: int, context: int, truncate: bool) -> None:
+    for low, high in ((1.0, 32.0), (0.01, 3.0), (1e-9, 1e-8)):
+        scaling = ops.RopeScaling("yarn", 4.0, low, high, context, truncate=truncate)
+        found = scaling.apply(100.0 ** (-np.arange(0, dim, 2) / dim))
+        np.testing.assert_allclose(found, published_yarn(dim, 100.0, scaling), rtol=1e-12)
+
+
+def test_rope_scalings_at_their_limits() -> None:
+    f = 100.0 ** (-np.arange(0, 4, 2) / 4)
+    assert ops.RopeScaling("llama3", 8.0) == ops.RopeScaling("llama3", 8.0, 1.0, 4.0, 8192, 0.0, 0, (), (), True)
+    assert np.array_equal(ops.RopeScaling("linear", 1.0).apply(f), f)
+    for factor, magnitude in ((0.5, 1.0), (1.5, 1 + 0.1 * math.log(1.5))):
+        assert ops.RopeScaling("yarn", factor).magnitude == pytest.approx(magnitude, rel=1e-14)
+    close(ops.RopeScaling("dynamic", 4.0, original_context=32, context=64).apply(f), f / [1, 5])
+    for context, divisor in ((63, 2.0), (64, 2.0), (65, 3.0)):
+        longrope = ops.RopeScaling("longrope", 2.0, original_context=64, context=context, short=(2, 2), long=(3, 3))
+        close(longrope.apply(f), f / divisor)
+    one = ops.RopeScaling("yarn", 4.0, 1.0, 32.0, 400)  # of a single pair the ramp is 0
+    close(one.apply(np.ones(1)), [1.0])
+
+
+def test_ropes_angles_are_computed_as_far_as_they_are_read(rng: np.random.Generator) -> None:
+    op, x = ops.RoPE(4, 1 << 40, 1, FP64, theta=50.0), rng.normal(size=(1, 3, 1, 4))
+    far = op.forward(x, offset=300)
+    angles = np.arange(300, 303)[:, None] * 50.0 ** (-np.arange(0, 4, 2) / 4)
+    first, second = x[0, :, 0, :2], x[0, :, 0, 2:]
+    close(far[0, :, 0, :2], first * np.cos(angles) - second * np.sin(angles))
+    assert 303 <= len(op.cos._values) < 1000
+
+
+def test_rope_of_a_part_copies_the_rest(rng: np.random.Generator) -> None:
+    x = rng.normal(size=(1, 5, 2, 8))
+    turned = ops.RoPE(8, 16, 2, FP64, width=4, scaling=ops.RopeScaling("yarn", 4.0, 1.0, 32.0, 64)).forward(x)
+    for rest in (slice(2, 4), slice(6, 8)):  # pairs 2 and 3
+        assert np.array_equal(turned[..., rest], x[..., rest])
+    assert not np.allclose(turned[:, :, :, :2], x[:, :, :, :2])
 
 
 def test_softmax(rng: np.random.Generator) -> None:
@@ -1164,3 +1234,121 @@ def test_a_gain_of_1_plus_w_and_capped_scores(rng: np.random.Generator) -> None:
 def test_rows_of_logits_are_padded_for_one_head_with_a_large_odd_vocabulary() -> None:
     sizes = ((1, 1025, 2), (1, 1025, 4), (1, 1023, 2), (1, 1024, 2), (1, 1032, 2), (2, 1025, 2), (3, 7, 4))
     assert [row_pitch(*size) for size in sizes] == [1088, 1056, 1023, 1024, 1032, 2050, 21]
+
+
+def test_a_word_of_exactly_the_rate_is_kept() -> None:
+    """bits >= floor(p 2^32), as the kernels of a GPU compare."""
+    key = (3, 4)
+    words = philox(np.array([[0, 0, 0, 0]], np.uint32), key).reshape(-1)
+    assert dropout(np.ones(4), key, float(words[2]) / 2**32)[2] > 0
+    whole = slice(0, 1), slice(0, 16), slice(0, 16), 1, 1, key
+    least = np.float64(words[0]) / 2**32  # the word of key 0 and query 0
+    assert dropout_mask(*whole, least, np.dtype(np.float64))[0, 0, 0, 0] > 0
+    assert dropout_mask(*whole, least + 2.0**-32, np.dtype(np.float64))[0, 0, 0, 0] == 0
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(17, 33), (1, 49), (33, 17)])
+def test_a_mask_of_any_size_is_a_part_of_a_larger_ones(queries: int, keys: int) -> None:
+    rest: Any = (2, 1, (3, 4), 0.4, np.dtype(np.float64))
+    part = dropout_mask(slice(0, 2), slice(0, queries), slice(0, keys), *rest)
+    whole = dropout_mask(slice(0, 2), slice(0, 64), slice(0, 64), *rest).reshape(2, 1, 64, 2, 64)
+    assert np.array_equal(part.reshape(2, 1, keys, 2, queries), whole[:, :, :keys, :, :queries])
+
+
+def test_losses_refuse_ids_and_dtypes_that_they_would_compute_with() -> None:
+    weight = param("weight", np.ones((3, 2)))
+    h = np.ones((1, 2))
+    for op in (ops.LinearCrossEntropy(weight, FP64), ops.CappedCrossEntropy(weight, 5.0, FP64)):
+        for wrong in (-2, 3):
+            with pytest.raises(IndexError, match=str(wrong)):
+                op.forward(h, np.array([[wrong]], np.int32))
+    for loss in (ops.MSE(FP32), ops.BinaryCrossEntropy(FP32)):
+        with pytest.raises(TypeError, match="float64"):
+            loss.forward(np.ones((2, 3)), np.ones((2, 3)))
+
+
+def test_a_shift_of_another_shape_is_refused() -> None:
+    op = ops.GroupNorm(param("gain", np.ones(4)), param("bias", np.zeros(4)), 2, FP64)
+    with pytest.raises(ValueError, match=r"\(2, 4\)"):
+        op.forward(np.ones((2, 3, 3, 4)), shift=np.ones((1, 4)))
+
+
+def test_softcapped_logits_in_several_chunks_are_those_in_one(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    h, targets, dy = rng.normal(size=(300, 3)), rng.integers(-1, 5, (300, 1)), rng.normal(size=(300, 1))
+    value = rng.normal(size=(5, 3))
+    for logits in (1 << 25, 5 * 128):
+        monkeypatch.setattr("tinyforge.ops.cross_entropy.FROZEN_LOGITS", logits)
+        for upstream in (dy, np.ones(1)):
+            op = ops.CappedCrossEntropy(param("weight", value), 2.0, FP64)
+            stash = Stash()
+            nll = op.forward(h, targets, stash)
+            dh, _ = op.backward(upstream, stash)
+            found.append((nll, dh, op.weight.grad.copy()))
+    for one, several in zip(found[:2], found[2:], strict=True):
+        for got, expected in zip(several, one, strict=True):
+            close(got, expected)
+
+
+def test_sizes_of_chunks_on_a_gpu() -> None:
+    assert [chunk_rows(pitch) for pitch in (1, 16384, 50304, 1 << 30)] == [4096, 2048, 640, 128]
+    assert [window_rows(depth, 4) for depth in (1000, 1 << 30)] == [(64 << 20) // 4000, 1]
+
+
+def test_rows_after_the_teachers_have_the_ids_alone(rng: np.random.Generator) -> None:
+    weight, h = param("weight", rng.normal(size=(2, 5, 3))), rng.normal(size=(5, 3))
+    ids = np.array([[1, 2], [0, -1], [4, 3], [-1, 0], [2, 2]], np.int32)
+    op, stash, plain = ops.LinearCrossEntropy(weight, FP64), Stash(), Stash()
+    nll = op.forward(h, SoftTargets(ids, rng.normal(size=(2, 4)), rng.normal(size=(2, 5, 4)), 0.6), stash)
+    alone = op.forward(h, ids, plain)
+    close(nll[2:], alone[2:])
+    assert not np.allclose(nll[:2], alone[:2])
+    dy = rng.normal(size=(5, 2))
+    close(op.backward(dy, stash)[0][2:], op.backward(dy, plain)[0][2:])
+
+
+def test_a_teacher_of_a_vocabulary_of_one_token() -> None:
+    logits, teacher = np.ones((1, 1, 2)), np.ones((1, 1, 2))
+    assert soft_residual_(logits, teacher, np.array([[-1], [0]]), 0.5).tolist() == [[0.0], [0.0]]
+
+
+def test_one_large_score_needs_the_shift() -> None:
+    assert exp_needs_shift(np.array([100.0])) and exp_needs_shift(np.array([-100.0]))
+    assert not exp_needs_shift(np.array([59.0, -59.0])) and not exp_needs_shift(np.empty(0))
+
+
+def test_a_convolution_in_parts_is_the_one_of_each_image(rng: np.random.Generator) -> None:
+    """Images whose windows exceed a core's cache are taken one by one."""
+    x, dy = rng.normal(size=(3, 40, 48, 8)), rng.normal(size=(3, 40, 48, 2))
+    k = bind((conv2d_bwd_weight,), FP64, "test")
+    dweight, each, dbias = np.zeros((2, 3, 3, 8)), np.zeros((2, 3, 3, 8)), np.zeros(2)
+    k.conv2d_bwd_weight(dweight, None, dy, x, 1, 1)
+    for i in range(3):
+        k.conv2d_bwd_weight(each, dbias, dy[i : i + 1], x[i : i + 1], 1, 1)
+    close(dweight, each, 1e-10)
+    frozen = np.zeros(2)
+    k.conv2d_bwd_weight(None, frozen, dy, x, 1, 1)
+    close(frozen, dbias, 1e-10)
+
+
+def test_scales_of_pixels_and_of_streams() -> None:
+    x, k = np.arange(4.0).reshape(1, 1, 2, 2), bind((patches_fwd,), FP64, "test")
+    for scale, shift in ((2.0, 0.0), (1.0, 1.0), (0.5, -1.0), (1.0, 0.0)):
+        assert np.array_equal(k.patches_fwd(x, 2, scale, shift, x.dtype)[0, 0], x.ravel() * scale + shift)
+    assert ops.Scale(4.0, FP64).forward(np.array([0.5, 3.0])).tolist() == [2.0, 12.0]
+
+
+def test_a_place_that_is_not_there_is_zeros() -> None:
+    found = ops.Take(FP64).forward(np.ones((1, 2, 3)), np.array([[1, -1]], np.int32))
+    assert found.tolist() == [[[1.0] * 3, [0.0] * 3]]
+
+
+def test_one_token_for_one_expert() -> None:
+    usage, starts = np.array([0.25, 0.75, 3.0]), np.array([0, 0, 1])
+    close(ops.RouterLosses(1, FP64).forward(usage, starts), [2 * 0.75, 3.0])
+
+
+def test_a_gain_of_zero_counts_as_the_least_one() -> None:
+    assert gain_of(np.array([0.0, 1.0])).tolist() == [2.0**-50, 1.0]  # as in rmsnorm.cu

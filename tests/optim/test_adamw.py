@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from tinyforge.backends import get_backend
+from tinyforge.kernel import bind
 from tinyforge.op import Param
 from tinyforge.optim import SCHEDULES, AdamW, AdamWConfig, MuonConfig, clip_scale, learning_rate
+from tinyforge.optim.adamw import square_sums
 from tinyforge.params import ParamBuffer
 
 CONFIG = AdamWConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
@@ -85,6 +87,16 @@ def test_the_norm_is_that_of_all_gradients_and_clipping_brings_it_to_the_limit()
     norm, factor = optimizer.clip(1.0)
     assert norm == pytest.approx(math.sqrt(float((buffer.grads.astype(np.float64) ** 2).sum())), rel=1e-6)
     assert norm * factor == pytest.approx(1.0, rel=1e-6)
+    assert optimizer.clip(1.0) == (norm, factor)  # nothing is left of the first time
+    assert some_buffer("fp32", 1)[1].factor == 1.0
+
+
+def test_squares_are_written_over_what_was_there() -> None:
+    sums = np.full((2, 3), 7.0)
+    bind((square_sums,), get_backend("numpy", "fp64", 1), "test").square_sums(
+        sums, np.array([1.0, 2.0, 3.0]), np.array([[0, 2], [2, 3]])
+    )
+    assert sums.sum(axis=1).tolist() == [5.0, 9.0]
 
 
 def test_pieces_whose_squares_are_known_before_add_up_to_the_same_norm() -> None:
@@ -106,7 +118,7 @@ def test_pieces_whose_squares_are_known_before_add_up_to_the_same_norm() -> None
 
 
 def test_clipping_leaves_what_is_within_the_limit() -> None:
-    assert clip_scale(2.0, 1.0) == 0.5
+    assert clip_scale(2.0, 1.0) == clip_scale(0.5, 0.25) == 0.5
     assert clip_scale(0.5, 1.0) == clip_scale(1.0, 1.0) == 1.0
     assert clip_scale(100.0, 0.0) == 1.0  # no limit
     assert clip_scale(0.0, 1.0) == 1.0

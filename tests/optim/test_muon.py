@@ -27,7 +27,7 @@ SHAPES = [(64, 96), (96, 64), (43, 17), (1, 5), (5, 1)]
 
 def some_buffer(precision: str, workers: int) -> tuple[ParamBuffer, Muon]:
     """Two stacked parameters with matrices of three shapes among them, and what stays with AdamW: before, between and
-    after them."""
+    after them, two of it neighbours."""
     backend = get_backend("numpy", precision, workers)
     params = [
         Param("embedding", (11, 6)),
@@ -35,6 +35,7 @@ def some_buffer(precision: str, workers: int) -> tuple[ParamBuffer, Muon]:
         Param("between", (3, 5)),
         Param("gate_up", (2, 4, 6), matrices=(2,) * 4),
         Param("head", (11, 6)),
+        Param("after head", (3, 6)),
         Param("norm", (7,), decay=False),
     ]
     buffer = ParamBuffer(params, backend)
@@ -127,6 +128,11 @@ def test_singular_values_come_near_one_and_vectors_stay(shape: tuple[int, int]) 
         assert 0.6 < np.linalg.svd(got, compute_uv=False).min() <= np.linalg.svd(got, compute_uv=False).max() < 1.3
 
 
+def test_the_constants_are_the_published_ones_and_neighbours_are_updated_together() -> None:
+    assert (A, B, C, STEPS, EPS) == (3.4445, -4.7750, 2.0315, 5, 1e-7)
+    assert len(some_buffer("fp64", 1)[1]._plain) == 4
+
+
 @pytest.mark.slow
 def test_parity_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.optim.Muon rounds to bf16 whatever it is given; with that taken out it computes in float64, as we do."""
@@ -160,8 +166,8 @@ def test_workers_do_not_change_a_bit() -> None:
 
 def test_a_matrix_has_one_moment_and_what_was_taken_out_can_be_put_in() -> None:
     buffer, optimizer = some_buffer("fp32", 1)
-    assert optimizer.m.size == buffer.size and optimizer.v.size == sum(-(-n // 32) * 32 for n in (66, 15, 66, 7))
-    assert [p.name for p in optimizer.having("v")] == ["embedding", "between", "head", "norm"]
+    assert optimizer.m.size == buffer.size and optimizer.v.size == sum(-(-n // 32) * 32 for n in (66, 15, 66, 18, 7))
+    assert [p.name for p in optimizer.having("v")] == ["embedding", "between", "head", "after head", "norm"]
     for what in ("masters", "m", "v"):
         tensors = [np.random.default_rng(n).normal(size=p.shape) for n, p in enumerate(optimizer.having(what))]
         for p, tensor in zip(optimizer.having(what), tensors, strict=True):

@@ -363,18 +363,20 @@ def test_advantages() -> None:
     np.testing.assert_allclose(found[0], np.array([0.5, -0.5, -0.5, 0.5]) / (deviation + 1e-4))
     assert not found[1].any()
     np.testing.assert_allclose(advantages(np.array([[1.0, 0, 0, 1]]), scale=False), [[0.5, -0.5, -0.5, 0.5]])
+    close = np.array([[1.0, -1.0]]) * 0.5 / (0.5**0.5 + 1e-4)
+    np.testing.assert_allclose(advantages(np.array([[1.0, 0.0]])), close)
     assert advantages(np.array([[1.0], [0.0]])).tolist() == [[0.0], [0.0]]  # one reply has nothing to be compared with
 
 
 def test_what_a_rollout_earned() -> None:
-    rewards = np.array([[1.1, 1, 1], [0.2, 0, 1], [1.1, 1, 1], [1.1, 1, 1]])
-    found = reward_figures(rewards, ("correct", "format"), np.array([3, 5, 4, 4]), 2)
+    rewards = np.array([[1.1, 1, 1], [0.2, 0, 1], [1.1, 1, 1], [1.1, 1, 1], [1.1, 1, 1], [1.1, 1, 1]])
+    found = reward_figures(rewards, ("correct", "format"), np.array([3, 5, 4, 4, 4, 4]), 2)
     assert found == pytest.approx(
         {
-            "reward": 0.875,
-            "reward_std": np.std([1.1, 0.2], ddof=1) / 2,
-            "frac_reward_zero_std": 0.5,
-            "rewards/correct": 0.75,
+            "reward": 5.7 / 6,
+            "reward_std": np.std([1.1, 0.2], ddof=1) / 3,
+            "frac_reward_zero_std": 2 / 3,
+            "rewards/correct": 5 / 6,
             "rewards/format": 1.0,
             "completions/mean_length": 4.0,
         }
@@ -485,10 +487,53 @@ def test_the_defaults_are_the_papers_and_trls() -> None:
     [np.zeros((3, 2)), np.zeros((2, 2), np.float32), np.full((2, 2), np.nan), np.zeros((2, 2))],
     ids=["of other pairs", "in float32", "not finite", "right"],
 )
-def test_kept_log_probabilities_are_read_if_they_are_whole(damaged: np.ndarray, tmp_path: Path) -> None:
+def test_kept_log_probabilities_are_read_if_they_are_whole(
+    damaged: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save(tmp_path / f"{'k' * 32}.npy", damaged)
     right = damaged.shape == (2, 2) and damaged.dtype == np.float64 and not np.isnan(damaged).any()
-    for _ in range(2):  # written where they were damaged
+    for number in range(2):  # written where they were damaged
         found = cached_reference(tmp_path, "k" * 40, 2, lambda: np.ones((2, 2)))
         assert np.array_equal(found, np.zeros((2, 2)) if right else np.ones((2, 2)))
+        said = capsys.readouterr().out
+        assert ("are those of" if right or number else "is damaged; computing it again") in said
     assert np.array_equal(np.load(tmp_path / f"{'k' * 32}.npy"), found)
+
+
+def test_log_probabilities_are_kept_in_a_new_folder_or_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = tmp_path / "one" / "two"
+    cached_reference(new, "k" * 40, 2, lambda: np.ones((2, 2)))
+    assert np.array_equal(np.load(new / f"{'k' * 32}.npy"), np.ones((2, 2))) and not capsys.readouterr().err
+    (tmp_path / "file").write_text("no folder")
+    found = cached_reference(tmp_path / "file", "k" * 40, 2, lambda: np.ones((2, 2)))
+    assert np.array_equal(found, np.ones((2, 2)))
+    assert "the next run computes it again" in capsys.readouterr().err
+
+
+def test_rows_of_replies() -> None:
+    ids, targets = reply_rows([([5, 6, 7, 8], 2), ([9, 3], 1)], 2)
+    assert ids.tolist() == [[5, 6, 7], [9, 0, 0]]
+    assert targets[..., 0].tolist() == [[-1, 7, 8], [3, -1, -1]] and (targets[..., 1] == -1).all()
+    made = Pairs([([1, 2, 3], [1, 2], 1), ([4, 5], [4, 6, 7], 1)], 2, 0)
+    assert DPO().count(made.of([0, 1])).tolist() == [2, 3]
+
+
+def test_replies_of_one_token_have_their_whole_length() -> None:
+    """The mean over one token, in SimPO and GRPO."""
+    batch = Pairs([([1, 2], [1, 3], 1)], 2, 0).of([0])
+    nll = np.zeros((2, 1, 2))
+    nll[:, 0, 0] = 1.0, 3.0
+    sums, _ = SimPO(2.0, 0.0, 0.5).weigh(nll, batch, SimPO().count(batch), FP64)
+    assert sums[0] == pytest.approx(np.logaddexp(0, -(2.0 * (3 - 1) - 0.5)))
+    shares = GRPO(normalise="grpo")._shares(np.array([[True, False], [True, True]]), np.array([2, 3]))
+    assert shares.tolist() == [[0.5, 0.0], [0.25, 0.25]]
+
+
+def test_a_ratio_at_the_clip_is_not_clipped() -> None:
+    ids, targets = reply_rows([([1, 2], 1), ([1, 3], 1)], 2)
+    batch = policy_batch(ids, targets, np.array([[1.0, -1.0]]), [np.empty((2, 0))] * 2)
+    objective = GRPO(low=0.0, high=0.0)
+    _, dnll = objective.weigh(np.ones((2, 1, 2)), batch, objective.count(batch), FP64)
+    assert dnll[:, 0, 0].tolist() == [0.5, -0.5]

@@ -85,6 +85,7 @@ def test_the_held_out_loss_is_the_mean_over_the_masked_words_of_all_batches() ->
     found = evaluate_masked(parallel, iter(batches))  # type: ignore[arg-type]
     assert found == {"val_loss": 2.0, "val_perplexity": np.exp(2.0)}
     assert evaluate_masked(parallel, iter([])) == {"val_loss": 0.0, "val_perplexity": 1.0}
+    assert evaluate_masked(parallel, iter(batches[1:]))["val_loss"] == 4.0  # of a single word
     losses[id(batches[1])] = [1e5]
     assert np.isfinite(evaluate_masked(parallel, iter(batches[1:]))["val_perplexity"])  # a loss of any size has one
 

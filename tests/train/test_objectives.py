@@ -193,6 +193,9 @@ def test_batches_are_cut_by_rows_and_moved_part_by_part() -> None:
     assert back.documents is not None and back.documents.restart
     assert part.nothing(FP64).shape == (2, 3, 1) and [a.tolist() for a in back.inputs(FP64)][3][0] == [406, 407, 408]
     assert part.kind() == back.kind() != whole.kind() and replace(part, documents=None).kind() != part.kind()
+    taught = replace(whole, taught=3)
+    assert [taught[rows].taught for rows in (slice(0, 2), slice(1, 2), slice(2, 4), slice(3, 4))] == [2, 1, 1, 0]
+    assert len(Arrays((np.ones((4, 2)),))) == 4 and NextTokens((1.0, 1.0)).count(whole)[-1] == 0
     rows = Arrays((np.ones((4, 2)), np.arange(4)))
     assert len(rows) == rows.size("tokens") == 4 and len(rows[1:]) == 3 and rows.nothing(FP64).shape == (0,)
     assert [a.dtype.kind for a in rows.parts(FP64)] == ["f", "i"] and rows.kind() == ((4, 2), (4,))
