@@ -1,6 +1,7 @@
 """MkDocs hooks of `make docs`: the first page, formulas, links into the code, the API reference, the order of pages.
 
-- The first page is made of README's first sentence, its picture of the chat page, its first commands and its table.
+- The first page is made of README's first sentence, its picture of the chat page, its first commands and its table. The
+  storyteller runs in it: `tinyforge web` writes the files.
 - Formulas become MathML when the site is built. Browsers render it without scripts, in the font of docs/site.
 - Pages link to files of the repository, as on a forge. Each linked file becomes a page of the site.
 - The API reference has a page per package of tinyforge, written by mkdocstrings from the docstrings.
@@ -12,8 +13,10 @@
 from __future__ import annotations
 
 import html
+import io
 import os
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -37,6 +40,7 @@ LANGUAGES = {
     ".json": "json",
 }
 SOURCE, API, GALLERY, HOME, GLOSSARY = "source", "api", "gallery.md", "index.md", "glossary.md"
+TALK = "talk"
 # Elements whose text is not linked to the glossary.
 PLAIN = {"a", "code", "pre", "math", "svg", "button", *(f"h{n}" for n in range(1, 7))}
 LEARNED = {
@@ -276,12 +280,26 @@ hide: [navigation, toc]
 
 </div>
 
+<details class="talk">
+<summary>Talk to it here</summary>
+<p>17 million parameters in your browser, 16 MB: nothing that you type leaves it.</p>
+<iframe src="{TALK}/index.html" loading="lazy" title="The chat page, with the storyteller in your browser"></iframe>
+</details>
+
 ## Measured
 
 {measured.strip()}.
 
 {table}
 """
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """The model that the first page talks to, which is too large for the repository: `tinyforge web` writes it."""
+    from tinyforge.web.__main__ import main
+
+    with redirect_stdout(io.StringIO()):
+        main([str(Path(config["site_dir"]) / TALK), "--checkpoint", "storyteller"])
 
 
 # --- the gallery

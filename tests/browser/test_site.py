@@ -157,6 +157,19 @@ def test_the_first_page_shows_its_picture_within_a_second(address: str, open_pag
     assert page.locator(".md-header__source a").get_attribute("href") == "https://example.org/us/tinyforge"
 
 
+def test_the_first_page_talks_once_it_is_asked_to(address: str, open_page: Open) -> None:
+    page = open_page(address, width=1440, height=900, ready=".talk summary")
+    page.wait_for_load_state("networkidle")
+    assert [f.url for f in page.frames if "/talk/" in f.url] == []  # 16 MB are not loaded unasked
+    page.locator(".talk summary").click()
+    inside = page.frame_locator(".talk iframe")
+    box = inside.locator("#draft")
+    box.wait_for(timeout=60_000)
+    box.fill("Tell me a story about a dog.")
+    box.press("Enter")
+    inside.locator('.assistant :text("dog")').first.wait_for(timeout=60_000)
+
+
 PAGES = (
     "index",
     "textbook",
