@@ -91,7 +91,7 @@ chaos: $(VENV)/.stamp-dev ## kill every command that writes files, resume, compa
 soak: $(VENV)/.stamp-dev ## train and chat for an hour in little memory
 	$(RUN) -m tests.soak --seconds $(SOAK_SECONDS)
 
-mutants: $(VENV)/.stamp-dev ## change ops, models, optimizers, objectives a token at a time; the tests must notice: hours
+mutants: $(VENV)/.stamp-dev ## change ops, models, optimizers, objectives a token at a time; the tests must notice: an hour
 	$(RUN) -m tests.mutants --number $(MUTANTS)
 
 bench: $(VENV)/.stamp-dev ## time a training step
