@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from tinyforge import quantised
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import METER, MetaBackend
 from tinyforge.errors import UserError
-from tinyforge.formats import load, open_model
+from tinyforge.formats import load, load_pretrained, open_model, save_pretrained
 from tinyforge.frozen_model import frozen_model, matrices, quantised_copy
 from tinyforge.infer import Conversation, Sampling, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
@@ -213,6 +215,34 @@ def test_memory_is_forecast_with_codes_and_without_gradients() -> None:
     assert held(learned=True) >= 10 * count  # a value, a master weight, a gradient
     assert 2 * count <= held() <= 2.1 * count  # tables of rotary positions too
     assert held("int8") <= 1.2 * count + 2 * opened.config.vocab * opened.config.dim
+
+
+@pytest.mark.parametrize("file", ["run", "hf", "model.gguf"])
+def test_codes_are_made_while_a_file_is_read(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor, the embedding, in parts: never in memory in full precision."""
+    if file.endswith(".gguf"):
+        pytest.importorskip("gguf")
+    backend = get_backend("numpy", "fp32", workers=1)
+    loaded, path = load_pretrained("storyteller", backend), tmp_path / file
+    kinds = {"run": "tinyforge", "hf": "hf", "model.gguf": "gguf"}
+    save_pretrained(*loaded, path, format=kinds[file])
+    expected = quantised_copy(load(path, backend).model, "int8")
+    for module in ("tinyforge.tensors.READ_AT_ONCE", "tinyforge.formats.gguf_file.READ_AT_ONCE"):
+        monkeypatch.setattr(module, 1 << 14)
+    monkeypatch.setattr(quantised, "AT_ONCE", 1 << 14)
+    opened = open_model(path)
+    tracemalloc.start()
+    found = opened.build(backend, weights="int8").model
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    codes, embedding = found.buffer.nbytes, 4 * found.embedding.weight.size
+    assert peak < codes + 0.6 * embedding, f"{peak / 1e6:.1f} MB, codes of {codes / 1e6:.1f}"
+    for p, q in zip(found.buffer.frozen, expected.buffer.frozen, strict=True):
+        assert p.name == q.name and p.weights == q.weights
+        if p.weights:
+            assert np.array_equal(p.stored.codes, q.stored.codes) and np.array_equal(p.stored.scales, q.stored.scales)
+        else:
+            assert np.array_equal(p.value, q.value)
 
 
 def test_dequantise_is_a_kernel_with_a_memory_of_its_numbers() -> None:

@@ -116,11 +116,15 @@ class Quantised:
         codes, scales = backend.zeros(shape, FORMATS[kind].dtype), backend.zeros(shape[:-1], np.dtype(np.float32))
         return cls(kind, codes, scales, backend)
 
-    def fill(self, value: np.ndarray) -> None:
-        """Quantise `value`, an array in host memory, into this one."""
+    def __getitem__(self, rows: Any) -> Quantised:
+        """A view of some rows; the last axis must stay whole."""
+        return Quantised(self.kind, self.codes[rows], self.scales[rows], self._backend)
+
+    def __setitem__(self, rows: Any, value: np.ndarray) -> None:
+        """Quantise `value`, rows in host memory, into these rows."""
         codes, scales = quantise(value, self.kind)
-        self.codes[...] = self._backend.asarray(codes, codes.dtype)
-        self.scales[...] = self._backend.asarray(scales, scales.dtype)
+        self.codes[rows] = self._backend.asarray(codes, codes.dtype)
+        self.scales[rows] = self._backend.asarray(scales, scales.dtype)
 
     def values(self) -> Array:
         """The dequantised numbers, a new array."""
@@ -132,6 +136,10 @@ class Quantised:
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
 
     @property
     def nbytes(self) -> int:

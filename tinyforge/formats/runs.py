@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,7 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     # A damaged config could ask for any amount of memory: compare it with the weights before allocating.
     check_named(spec.build(config, MetaBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
-    tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    tensors = found.weights.readers()
     published = found.path / checkpoint.PUBLISHED if (found.path / checkpoint.PUBLISHED).is_dir() else None
     generation = read_generation(found.path)
     if published and not generation.content:
@@ -143,7 +142,7 @@ def _without_tokenizer(found: checkpoint.Checkpoint, spec: ModelSpec, config: Mo
             f"checkpoint {found.path}: meta.json has no 'tokenizer_hash'; use another checkpoint of the run"
         )
     check_named(spec.build(config, MetaBackend("fp32")).buffer.params, found.weights, found.path)
-    tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    tensors = found.weights.readers()
     return Opened(found.path, spec, config, NoTokenizer(spec), found.meta, TEMPLATES["plain"], tensors, NOTHING)
 
 
