@@ -36,7 +36,7 @@ CALLED = {
 }
 """The types in the sentence of a model card."""
 SCALE = "_scale"
-READ_AT_ONCE = 1 << 20  # numbers
+READ_AT_ONCE = 1 << 18  # numbers
 
 Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
 """A tensor's shape, and a function that makes it, so that only one tensor is in memory at a time."""

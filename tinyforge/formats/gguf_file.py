@@ -221,7 +221,20 @@ class _Header:
         return count
 
     def string(self) -> str:
-        return self.take(self.number("<Q")).decode()
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """The loop over a vocabulary: nothing in it is called that need not be."""
+        found, data, at, unpack = [], self.data, self.at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            length = unpack(data, at)[0] if at + 8 <= self.end else 8
+            at += 8
+            if length > self.end - at:
+                raise ValueError(f"{length:,} bytes expected at byte {at:,}, {max(self.end - at, 0):,} are left")
+            found.append(data[at : at + length].decode())
+            at += length
+        self.at = at
+        return found
 
     def value(self, kind: int) -> Any:
         if kind in _NUMBERS:
@@ -232,7 +245,7 @@ class _Header:
             raise ValueError(f"a value of type {kind}")
         kind = self.number("<I")
         if kind == _STRING:
-            return [self.string() for _ in range(self.limited("strings in one array", MOST_ITEMS))]
+            return self.strings(self.limited("strings in one array", MOST_ITEMS))
         if kind not in _NUMBERS:
             raise ValueError(f"an array of type {kind}")
         return self.numbers(kind, self.number("<Q"))
