@@ -1,13 +1,14 @@
-"""Decoding and prompts on a CPU next to llama.cpp: processor milliseconds, one thread, float32 and one byte a weight.
+"""Decoding and prompts on a CPU next to llama.cpp: processor milliseconds, one thread, float32, one byte and four bits.
 
     python bench/decode_llama_cpp.py models/nanoeuler/storyteller --peer ~/.cache/tinyforge/world/clients/bin/python
     python bench/decode_llama_cpp.py MODEL --peer PYTHON --turns 9 --json results.json
     python bench/decode_llama_cpp.py MODEL --peer PYTHON --prompt 512 --tokens 0
 
---peer: a Python that has xllamacpp, llama.cpp's server as a package. The model is converted for it, to f32 and q8_0;
-ours keeps float32, or int8 codes. In turns each continues the same prompt by --tokens tokens, greedily, and reads a
-prompt of --prompt tokens up to its first token. What counts is processor time, with which other programs interfere
-less: for the peer that of its process, of tokens less a turn of one token. It reads /proc, so it needs Linux.
+--peer: a Python that has xllamacpp, llama.cpp's server as a package. The model is converted for it, to f32, q8_0 and
+q4_0; ours keeps float32, or codes of int8 and int4. In turns each continues the same prompt by --tokens tokens,
+greedily, and reads a prompt of --prompt tokens up to its first token. What counts is processor time, with which other
+programs interfere less: for the peer that of its process, of tokens less a turn of one token. It reads /proc, so it
+needs Linux.
 """
 
 from __future__ import annotations
@@ -121,9 +122,10 @@ def main() -> int:
         runs = {
             "ours, f32": ours(args.model, "", args.tokens, ids),
             "ours, int8": ours(args.model, "int8", args.tokens, ids),
+            "ours, int4": ours(args.model, "int4", args.tokens, ids),
             "ours by NumPy, f32": ours(args.model, "", args.tokens, ids, NumpyDecoder),
         }
-        for kind in ("f32", "q8_0"):
+        for kind in ("f32", "q8_0", "q4_0"):
             file = folder / f"{kind}.gguf"
             convert.main([str(args.model), str(file), "--type", kind])
             runs[f"llama.cpp, {kind}"] = stack.enter_context(llama_cpp(args.peer, file, args.tokens, ids))

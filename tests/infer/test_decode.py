@@ -413,10 +413,11 @@ def test_compiled_float64_is_the_numpy_decoder_s(config: Config) -> None:
 @needs_numba
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
 def test_codes_are_multiplied_as_they_are_stored(weights: str, precision: str, tied: bool) -> None:
     """As the NumPy decoder multiplies the dequantised numbers; every code of a format occurs."""
-    config = LlamaConfig(dim=72, heads=6, kv_heads=2, layers=2, context=80, vocab=301, hidden=77, tied=tied)
+    dim, hidden = (96, 160) if weights == "int4" else (72, 77)  # whole groups
+    config = LlamaConfig(dim=dim, heads=6, kv_heads=2, layers=2, context=80, vocab=301, hidden=hidden, tied=tied)
     model = Llama(config, get_backend("numpy", precision))
     model.initialise(0)
     model.buffer.values[: model.buffer.decay_end] *= 4

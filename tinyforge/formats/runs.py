@@ -25,7 +25,7 @@ from tinyforge.formats.lost import unread
 from tinyforge.formats.opened import Loaded, Opened
 from tinyforge.formats.tokenizers import class_names, find_tokenizer, given_ids, template_in
 from tinyforge.params import check_named
-from tinyforge.quantised import FORMATS
+from tinyforge.quantised import KINDS
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.terminal import one_line
 from tinyforge.tokenizers import TextTokenizer, load_tokenizer
@@ -212,9 +212,9 @@ def add_weights_flag(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--weights",
         default="",
-        choices=tuple(FORMATS),
-        help="store matrices in one byte per weight: less memory, and on a GPU faster decoding of one text "
-        "(default: as --precision says)",
+        choices=KINDS,
+        help="store matrices in one byte per weight, or with int4, on a CPU, in four bits: less memory and faster "
+        "decoding (default: as --precision says)",
     )
 
 

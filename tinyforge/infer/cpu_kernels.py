@@ -17,20 +17,16 @@ from llvmlite import binding
 from numba import njit, types
 
 from tinyforge.infer.cpu_code import NAME, machine
-from tinyforge.infer.cpu_instructions import OUTPUTS, ROWS, at, cast_to, dots_of, exp_of
+from tinyforge.infer.cpu_instructions import OUTPUTS, ROWS, Stored, at, cast_to, dots_of, exp_of, stored_as
 from tinyforge.infer.cpu_prompts import prompts_of
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
-KINDS = {"int8": types.int8, "uint8": types.uint8, "float32": types.float32, "float64": types.float64}
 
 
-def functions(weight: types.Type, real: types.Type) -> Any:
-    """The pass, as a function for numba."""
-    scalar = np.float64 if real is types.float64 else np.float32
-    reals, codes, words, singles = map(cast_to, (real, weight, types.intp, types.float32))
-    one_row, tile, single = (dots_of(*of, weight, real) for of in ((1, OUTPUTS), (ROWS, OUTPUTS), (1, 1)))
-    quantised = weight in (types.int8, types.uint8)
-    exp, zero, one, prompt = exp_of(real), scalar(0), scalar(1), prompts_of(weight, real)
+def product_of(stored: Stored, real: types.Type) -> Any:
+    one_row, tile, single = (dots_of(*of, stored, real) for of in ((1, OUTPUTS), (ROWS, OUTPUTS), (1, 1)))
+    row_of, scales_of = stored.row, stored.row_scales
+    by_row = stored.codes in (types.int8, types.uint8) and not stored.groups
 
     @njit(fastmath=FAST, error_model="numpy")
     def product(w: Any, scales: Any, outputs: Any, n: Any, x: Any, rows: Any, out: Any, part: Any, add: Any) -> None:
@@ -41,23 +37,36 @@ def functions(weight: types.Type, real: types.Type) -> Any:
             r = 0
             while r < rows:
                 many = ROWS if r + ROWS <= rows else 1
-                here, xs = at(w, o * n), at(x, r * n)
+                here, factors, xs = row_of(w, o, n), scales_of(scales, o, n), at(x, r * n)
                 if size == 1:
                     for i in range(many):
-                        single(here, at(xs, i * n), n, at(part, i * OUTPUTS), OUTPUTS)
+                        single(here, factors, at(xs, i * n), n, at(part, i * OUTPUTS), OUTPUTS)
                 elif many == 1:
-                    one_row(here, xs, n, part, OUTPUTS)
+                    one_row(here, factors, xs, n, part, OUTPUTS)
                 else:
-                    tile(here, xs, n, part, OUTPUTS)
+                    tile(here, factors, xs, n, part, OUTPUTS)
                 for i in range(many):
                     for j in range(size):
                         found = part[i * OUTPUTS + j]
-                        if quantised:
-                            found *= scales[o + j]
+                        if by_row:
+                            found *= factors[j]
                         place = (r + i) * outputs + o + j
                         out[place] = out[place] + found if add else found
                 r += many
             o += size
+
+    return product
+
+
+def functions(weight: str, real: types.Type) -> Any:
+    """The pass, as a function for numba."""
+    scalar = np.float64 if real is types.float64 else np.float32
+    stored, stored_heads = stored_as(weight), stored_as("int8" if weight == "int4" else weight)
+    reals, codes, words, singles = map(cast_to, (real, stored.codes, types.intp, types.float32))
+    head_codes = cast_to(stored_heads.codes)
+    row_of, scales_of, product = stored.row, stored.row_scales, product_of(stored, real)
+    head_product = product_of(stored_heads, real) if weight == "int4" else product
+    exp, zero, one, prompt = exp_of(real), scalar(0), scalar(1), prompts_of(stored, real)
 
     @njit(fastmath=FAST, error_model="numpy")
     def norm(x: Any, gain: Any, n: Any, eps: Any, out: Any) -> None:
@@ -177,7 +186,7 @@ def functions(weight: types.Type, real: types.Type) -> Any:
                 norm(at(x, r * dim), reals(gains[2 * layer + 1]), dim, eps, at(h, r * dim))
             up, matrix, scales = at(wide, rows * hidden), codes(w[4]), singles(w[5])
             product(matrix, scales, hidden, dim, h, rows, wide, part, False)
-            product(at(matrix, hidden * dim), at(scales, hidden), hidden, dim, h, rows, up, part, False)
+            product(row_of(matrix, hidden, dim), scales_of(scales, hidden, dim), hidden, dim, h, rows, up, part, False)
             swiglu(wide, up, rows * hidden)
             product(codes(w[6]), singles(w[7]), dim, hidden, wide, rows, x, part, True)
         last, layers = at(x, (rows - answers) * dim), sizes[6]
@@ -186,8 +195,8 @@ def functions(weight: types.Type, real: types.Type) -> Any:
             norm(at(last, r * dim), reals(gains[2 * layers]), dim, eps, at(h, r * dim))
         if answers:
             for head in range(sizes[12]):
-                matrix, scales = at(codes(w[0]), head * vocab * dim), at(singles(w[1]), head * vocab)
-                product(matrix, scales, vocab, dim, h, answers, at(logits, head * answers * vocab), part, False)
+                table, factors = at(head_codes(w[0]), head * vocab * dim), at(singles(w[1]), head * vocab)
+                head_product(table, factors, vocab, dim, h, answers, at(logits, head * answers * vocab), part, False)
 
     return forward
 
@@ -196,7 +205,9 @@ def build(weight: str, real: str) -> bytes:
     """Machine code for this CPU, an object file with the function `tinyforge_pass`."""
     pointer = types.CPointer(types.intp)
     options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    forward = njit((pointer, pointer), **options)(functions(KINDS[weight], KINDS[real]))
+    forward = njit((pointer, pointer), **options)(
+        functions(weight, {"float32": types.float32, "float64": types.float64}[real])
+    )
     (text,) = forward.inspect_llvm().values()
     module = binding.parse_assembly(text)
     # The function itself; those that it calls have another linkage.

@@ -14,17 +14,19 @@ import numpy as np
 from numba import njit, types
 
 from tinyforge.infer.cpu_code import KEYS_AT_ONCE, PANEL_BYTES, has_wide_vectors
-from tinyforge.infer.cpu_instructions import at, cast_to, exp_of, number_of, tiles_of
+from tinyforge.infer.cpu_instructions import Stored, at, cast_to, exp_of, number_of, tiles_of
+from tinyforge.quantised_groups import GROUP
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
-def prompts_of(weight: types.Type, real: types.Type) -> Any:
+def prompts_of(stored: Stored, real: types.Type) -> Any:
     """The layers of a pass over a prompt, as a function for numba: `cpu_kernels.forward` has the arguments."""
     scalar = np.float64 if real is types.float64 else np.float32
-    reals, codes, words, singles = map(cast_to, (real, weight, types.intp, types.float32))
-    quantised = weight in (types.int8, types.uint8)
-    exp, number, zero, one, least = exp_of(real), number_of(weight, real), scalar(0), scalar(1), scalar(-1e30)
+    reals, codes, words, singles = map(cast_to, (real, stored.codes, types.intp, types.float32))
+    row_of, scales_of = stored.row, stored.row_scales
+    quantised = stored.codes in (types.int8, types.uint8)
+    exp, number, zero, one, least = exp_of(real), number_of(stored.codes, real), scalar(0), scalar(1), scalar(-1e30)
     wide = PANEL_BYTES * 8 // real.bitwidth  # positions of a panel
     most = 8 if has_wide_vectors() else 6  # outputs of a tile
     by_rows, one_row = tiles_of(most, real, False), tiles_of(1, real, False)
@@ -40,6 +42,20 @@ def prompts_of(weight: types.Type, real: types.Type) -> Any:
                 row[j] = number(code[j]) * scale
         return room
 
+    @njit(**flags)
+    def decoded_groups(w: Any, scales: Any, outputs: Any, n: Any, room: Any) -> Any:
+        for i in range(outputs):
+            for g in range(n // GROUP):
+                here = at(room, i * (n + pad) + g * GROUP)
+                scale, code = scalar(scales[i * (n // GROUP) + g]), at(w, i * (n // 2) + g * (GROUP // 2))
+                for j in range(GROUP // 2):
+                    byte = np.int32(code[j])
+                    here[j] = scalar((byte & 15) - 8) * scale
+                    here[GROUP // 2 + j] = scalar((byte >> 4) - 8) * scale
+        return room
+
+    if stored.groups:
+        decoded = decoded_groups
     numbers = decoded if quantised else njit(lambda w, scales, outputs, n, room: w)
 
     @njit(**flags)
@@ -49,7 +65,7 @@ def prompts_of(weight: types.Type, real: types.Type) -> Any:
         o = 0
         while o < outputs:
             size = most if o + most <= outputs else 1
-            left = numbers(at(w, o * n), at(scales, o), size, n, room)
+            left = numbers(row_of(w, o, n), scales_of(scales, o, n), size, n, room)
             for p in range(panels[0], panels[1]):
                 right, to = at(b, p * n * wide), at(out, (p * outputs + o) * wide)
                 if size == most:
@@ -204,7 +220,9 @@ def prompts_of(weight: types.Type, real: types.Type) -> Any:
                 norm(at(x, p * dim * wide), reals(gains[2 * layer + 1]), dim, eps, at(h, p * dim * wide), room)
             up, matrix, scales = at(mlp, panels * hidden * wide), codes(w[4]), singles(w[5])
             product(matrix, scales, hidden, dim, h, needed, mlp, False, room)
-            product(at(matrix, hidden * dim), at(scales, hidden), hidden, dim, h, needed, up, False, room)
+            product(
+                row_of(matrix, hidden, dim), scales_of(scales, hidden, dim), hidden, dim, h, needed, up, False, room
+            )
             done = needed[0] * hidden * wide
             swiglu(at(mlp, done), at(up, done), (panels - needed[0]) * hidden * wide)
             product(codes(w[6]), singles(w[7]), dim, hidden, mlp, needed, x, True, room)

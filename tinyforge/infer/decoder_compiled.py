@@ -11,7 +11,7 @@ from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.cpu_code import KEYS_AT_ONCE, PANEL_BYTES, load
 from tinyforge.infer.decoder_cpu import CPUDecoder
-from tinyforge.quantised import Quantised, dequantise
+from tinyforge.quantised import FOUR_BITS, Quantised, dequantise
 
 AT_ONCE = 256
 """Positions of a prompt in one pass."""
@@ -34,12 +34,13 @@ class CompiledDecoder(CPUDecoder):
         c = self.weights
         matrices = [matrix for layer in c.layers for matrix in layer] + [c.lm_heads]
         codes = [m.codes if isinstance(m, Quantised) else m for m in matrices]
-        kinds = {getattr(array, "dtype", None) for array in codes}
-        if len(kinds) > 1 or not all(isinstance(array, np.ndarray) for array in codes):
-            raise UserError(f"CompiledDecoder: weights of several formats: {kinds}; use make_decoder")
+        *kinds, heads = (m.kind if isinstance(m, Quantised) else getattr(m, "dtype", None) for m in matrices)
+        of_heads = "int8" if kinds[0] == FOUR_BITS else kinds[0]
+        if {*kinds} != {kinds[0]} or heads != of_heads or not all(isinstance(array, np.ndarray) for array in codes):
+            raise UserError(f"CompiledDecoder: weights of several formats: { ({*kinds, heads}) }; use make_decoder")
         none = np.ones(0, np.float32)
         scales = [m.scales if isinstance(m, Quantised) else none for m in matrices]
-        self._run = load(codes[0].dtype.name, self.dtype.name)
+        self._run = load(FOUR_BITS if kinds[0] == FOUR_BITS else codes[0].dtype.name, self.dtype.name)
         # All that the addresses below point to must live as long as they do.
         self._matrices = [np.ascontiguousarray(a) for pair in zip(codes, scales, strict=True) for a in pair]
         self._gains = [np.ascontiguousarray(gain) for gain in c.gains]
