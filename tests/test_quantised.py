@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +13,16 @@ from tinyforge import quantised
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import METER, MetaBackend
 from tinyforge.errors import UserError
-from tinyforge.formats import load, open_model
+from tinyforge.formats import load, load_pretrained, open_model, save_pretrained
 from tinyforge.frozen_model import frozen_model, matrices, quantised_copy
 from tinyforge.infer import Conversation, Sampling, make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
+from tinyforge.quantised_groups import dequantise_groups
 from tinyforge.registry import models
 
 CONFIG = Config(
@@ -120,8 +125,42 @@ def test_rows_of_nothing_tiny_rows_and_the_largest_numbers(kind: str) -> None:
 def test_what_is_no_number_is_refused(wrong: float) -> None:
     with pytest.raises(UserError, match="a weight is not finite, and int8 cannot represent it; leave out --weights or"):
         quantise(np.array([[1.0, wrong]]), "int8")
-    with pytest.raises(UserError, match=r"--weights 'int4' is not a format; use one of: int8, fp8"):
-        quantise(np.ones((1, 1)), "int4")
+    with pytest.raises(UserError, match=r"--weights 'int3' is not a format; use one of: int8, fp8, int4"):
+        quantise(np.ones((1, 1)), "int3")
+
+
+def test_four_bits_are_those_of_q4_0() -> None:
+    gguf = pytest.importorskip("gguf")
+    rows = heavy_tailed((40, 96))
+    rows[3, :32] = 0
+    codes, scales = quantise(rows, "int4")
+    blocks = gguf.quants.quantize(rows.astype(np.float32), gguf.GGMLQuantizationType.Q4_0).reshape(-1, 18)
+    assert np.array_equal(codes.reshape(-1, 16), blocks[:, 2:])
+    assert np.array_equal(scales.reshape(-1, 1), blocks[:, :2].copy().view(np.float16).astype(np.float32))
+    expected = gguf.quants.dequantize(blocks.reshape(40, -1), gguf.GGMLQuantizationType.Q4_0)
+    assert np.array_equal(dequantise_groups(codes, scales, np.dtype(np.float32)), expected)
+
+
+def test_four_bits_leave_heads_and_rows_that_are_not_whole_groups_in_eight() -> None:
+    config = LlamaConfig(dim=64, heads=4, kv_heads=2, layers=1, context=30, vocab=90, hidden=50)
+    model = Llama(config, get_backend("numpy", "fp32", workers=1))
+    model.initialise(0)
+    small = quantised_copy(model, "int4")
+    block = small.blocks[0]
+    kinds = {p.name: p.weights for p in small.buffer.frozen if p.weights}
+    assert kinds.pop(block.mlp.down.weight.name) == kinds.pop(small.heads.weight.name) == "int8"
+    assert kinds and set(kinds.values()) == {"int4"}
+    stored = block.mlp.up.weight.stored
+    assert stored.shape == block.mlp.up.weight.shape and stored[3:5].shape[0] == 2
+    assert stored.nbytes == block.mlp.up.weight.size * 10 // 16
+    assert np.array_equal(stored.reshape(-1, 64).values(), block.mlp.up.weight.value.reshape(-1, 64))
+    ids = np.arange(20)[None]
+    np.testing.assert_allclose(make_decoder(small).step(ids)[:, :, 0], small.logits(small.hidden(ids)), atol=1e-4)
+
+
+def test_four_bits_are_for_the_cpu() -> None:
+    with pytest.raises(UserError, match="--weights int4 is for the CPU, got backend meta; use int8 or fp8"):
+        frozen_model(partial(NanoEuler, Config(), MetaBackend("fp32")), "int4")
 
 
 def test_one_scale_for_a_whole_matrix_would_be_seen() -> None:
@@ -213,6 +252,36 @@ def test_memory_is_forecast_with_codes_and_without_gradients() -> None:
     assert held(learned=True) >= 10 * count  # a value, a master weight, a gradient
     assert 2 * count <= held() <= 2.1 * count  # tables of rotary positions too
     assert held("int8") <= 1.2 * count + 2 * opened.config.vocab * opened.config.dim
+
+
+@pytest.mark.parametrize(("file", "kind"), [("run", "int4"), ("hf", "int8"), ("model.gguf", "int8")])
+def test_codes_are_made_while_a_file_is_read(
+    file: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest tensor, the embedding, in parts: never in memory in full precision."""
+    if file.endswith(".gguf"):
+        pytest.importorskip("gguf")
+    backend = get_backend("numpy", "fp32", workers=1)
+    loaded, path = load_pretrained("storyteller", backend), tmp_path / file
+    kinds = {"run": "tinyforge", "hf": "hf", "model.gguf": "gguf"}
+    save_pretrained(*loaded, path, format=kinds[file])
+    expected = quantised_copy(load(path, backend).model, kind)
+    for module in ("tinyforge.tensors.READ_AT_ONCE", "tinyforge.formats.gguf_file.READ_AT_ONCE"):
+        monkeypatch.setattr(module, 1 << 14)
+    monkeypatch.setattr(quantised, "AT_ONCE", 1 << 14)
+    opened = open_model(path)
+    tracemalloc.start()
+    found = opened.build(backend, weights=kind).model
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    codes, embedding = found.buffer.nbytes, 4 * found.embedding.weight.size
+    assert peak < codes + 0.6 * embedding, f"{peak / 1e6:.1f} MB, codes of {codes / 1e6:.1f}"
+    for p, q in zip(found.buffer.frozen, expected.buffer.frozen, strict=True):
+        assert p.name == q.name and p.weights == q.weights
+        if p.weights:
+            assert np.array_equal(p.stored.codes, q.stored.codes) and np.array_equal(p.stored.scales, q.stored.scales)
+        else:
+            assert np.array_equal(p.value, q.value)
 
 
 def test_dequantise_is_a_kernel_with_a_memory_of_its_numbers() -> None:

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tinyforge.errors import UserError
 from tinyforge.op import Param
 from tinyforge.ops import GELULinear, Linear, LinearCrossEntropy, MixtureOfExperts, SwiGLULinear
 from tinyforge.params import UNPLACED, ParamBuffer, named
-from tinyforge.quantised import check_format
+from tinyforge.quantised import FOUR_BITS, check_format
+from tinyforge.quantised_groups import GROUP
 
 
 def matrices(model: Any) -> list[Param]:
@@ -36,15 +38,24 @@ def matrices(model: Any) -> list[Param]:
 
 
 def frozen_model(make: Callable[..., Any], weights: str = "") -> Any:
-    """A model whose weights are zeros, to be filled. make: builds it, as `make(values=...)`. weights: "int8", "fp8", or
-    "" for the backend's precision."""
+    """A model whose weights are zeros, to be filled. make: builds it, as `make(values=...)`. weights: "int8", "fp8",
+    "int4", which leaves output heads and rows that are not whole groups in int8, or "" for the backend's precision."""
     if weights:
         check_format(weights)
     model = make(values=UNPLACED)
+    if weights == FOUR_BITS and model.backend.name != "numpy":
+        raise UserError(f"--weights int4 is for the CPU, got backend {model.backend.name}; use int8 or fp8")
     for p in model.params():
         p.frozen = True
     for p in matrices(model) if weights else ():
         p.weights = weights
+    if weights == FOUR_BITS:
+        for p in matrices(model):
+            if p.shape[-1] % GROUP:
+                p.weights = "int8"
+        for op in model.ops():  # as in GGUF's q4_0: an error of a logit is not averaged by later layers
+            if isinstance(op, LinearCrossEntropy):
+                op.weight.weights = "int8"
     model.buffer = ParamBuffer(model.params(), model.backend)
     # Nothing in it is learned, so workers can share it. A weak reference: a cycle would keep its memory until the next
     # garbage collection.

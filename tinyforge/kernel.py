@@ -189,8 +189,10 @@ class Kernels:
 
 def _attributes(cls: type) -> list[tuple[str, Kernel[..., Any]]]:
     """The kernels among the attributes of `cls`, each with its attribute's name; bases first."""
-    names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
-    return [(name, found) for name in names if isinstance(found := inspect.getattr_static(cls, name), Kernel)]
+    attributes: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        attributes |= vars(base)
+    return [(name, found) for name, found in attributes.items() if isinstance(found, Kernel)]
 
 
 def bind(kernels: Sequence[Kernel[..., Any]], backend: Bindable, owner: str) -> SimpleNamespace:

@@ -158,7 +158,7 @@ class ParamBuffer:
     def set_master(self, param: Param, value: Any) -> None:
         """Set a parameter's master weights, or a frozen one's only weights; call `publish` when all are set."""
         if param.weights:
-            param.stored.fill(np.asarray(value))
+            param.stored[...] = np.asarray(value)
             return
         flat = self.frozen_values if param.frozen else self.masters
         self.view(flat, param)[...] = self._backend.asarray(value, flat.dtype)

@@ -1,5 +1,7 @@
 """Weights of one byte each, for inference: int8 and FP8, with a float32 scale for each row of a matrix.
 
+int4 has four bits each: see `quantised_groups`.
+
     W[o, i] ~ s[o] c[o, i],    s[o] = max over i of |W[o, i]| / top,    c = W / s to the nearest code, ties to even
 
     int8    c = -127 ... 127, top = 127                              |W - s c| <= s / 2
@@ -18,6 +20,7 @@ Learning" (2022), and the OCP "8-bit Floating Point Specification" (2023) for e4
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +29,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
+from tinyforge.quantised_groups import GROUP, dequantise_groups, quantise_groups
 
 
 class Format(NamedTuple):
@@ -38,6 +42,8 @@ class Format(NamedTuple):
 
 AT_ONCE = 1 << 20
 """Numbers that `quantise` processes at a time: this bounds its temporary memory."""
+FOUR_BITS = "int4"
+"""Codes of four bits, of groups: see `quantised_groups`. For matrices whose rows are whole groups, on a CPU."""
 FORMATS = {"int8": Format(127, np.dtype(np.int8), "int8"), "fp8": Format(448, np.dtype(np.uint8), "e4m3")}
 
 
@@ -52,31 +58,40 @@ E4M3 = _e4m3_numbers()
 """The number of each code, (256,)."""
 
 
+KINDS = (*FORMATS, FOUR_BITS)
+"""What `--weights` may be."""
+
+
 def check_format(kind: str) -> None:
-    if kind not in FORMATS:
-        raise UserError(f"--weights {kind!r} is not a format; use one of: {', '.join(FORMATS)}")
+    if kind not in KINDS:
+        raise UserError(f"--weights {kind!r} is not a format; use one of: {', '.join(KINDS)}")
 
 
 def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """matrix: (..., O, I) float32 or float64; returns codes of that shape, int8 or uint8, and scales (..., O) float32.
+    For "int4" they have the shapes of `quantise_groups`.
 
     A row of zeros has the scale 0. Raises UserError for a number that is not finite.
     """
     check_format(kind)
-    top, dtype, _ = FORMATS[kind]
-    codes, scales = np.empty(matrix.shape, dtype), np.empty(matrix.shape[:-1], np.float32)
     columns = matrix.shape[-1]
-    rows, to, of_rows = matrix.reshape(scales.size, columns), codes.reshape(scales.size, columns), scales.reshape(-1)
-    step = max(1, AT_ONCE // max(1, columns))
-    for start in range(0, len(rows), step):
-        part = slice(start, start + step)
-        if not np.isfinite(rows[part]).all():
+    rows = matrix.reshape(math.prod(matrix.shape[:-1]), columns)
+    parts, step = [], max(1, AT_ONCE // max(1, columns))
+    for start in range(0, max(len(rows), 1), step):
+        part = rows[start : start + step]
+        if not np.isfinite(part).all():
             raise UserError(f"a weight is not finite, and {kind} cannot represent it; leave out --weights or --dtype")
-        of_rows[part] = np.abs(rows[part]).max(axis=-1, initial=0) / top
-        divisors = np.where(of_rows[part] > 0, of_rows[part], np.inf)[:, None]
-        numbers = np.clip(rows[part] / divisors, -top, top)  # the scale may have been rounded down
-        to[part] = np.rint(numbers) if kind == "int8" else to_e4m3(numbers)
-    return codes, scales
+        parts.append(quantise_groups(part) if kind == FOUR_BITS else _quantise_rows(part, kind))
+    codes, scales = (np.concatenate(found) for found in zip(*parts, strict=True))
+    lead = matrix.shape[:-1]
+    return codes.reshape(*lead, codes.shape[-1]), scales.reshape(*lead, *scales.shape[1:])
+
+
+def _quantise_rows(rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    top, dtype, _ = FORMATS[kind]
+    scales = (np.abs(rows).max(axis=-1, initial=0) / top).astype(np.float32)
+    numbers = np.clip(rows / np.where(scales > 0, scales, np.inf)[:, None], -top, top)  # a scale may be rounded down
+    return (np.rint(numbers).astype(dtype) if kind == "int8" else to_e4m3(numbers)), scales
 
 
 def to_e4m3(numbers: np.ndarray) -> np.ndarray:
@@ -101,9 +116,10 @@ dequantise.on("meta")(lambda codes, dtype: empty(codes.shape, dtype))
 
 
 class Quantised:
-    """A matrix, or several in one array, of one byte per number.
+    """A matrix, or several in one array, of one byte per number or less.
 
-    kind: a key of `FORMATS`. codes: (..., O, I); scales: (..., O). dtype: of `values()`, the backend's.
+    kind: one of `KINDS`. shape: (..., O, I). codes, scales: as `quantise` returns them. dtype: of `values()`, the
+    backend's.
     """
 
     def __init__(self, kind: str, codes: Array, scales: Array, backend: Backend) -> None:
@@ -113,25 +129,44 @@ class Quantised:
     @classmethod
     def zeros(cls, kind: str, shape: tuple[int, ...], backend: Backend) -> Quantised:
         check_format(kind)
-        codes, scales = backend.zeros(shape, FORMATS[kind].dtype), backend.zeros(shape[:-1], np.dtype(np.float32))
+        *lead, columns = shape
+        if kind == FOUR_BITS:
+            codes = backend.zeros((*lead, columns // 2), np.dtype(np.uint8))
+            scales = backend.zeros((*lead, columns // GROUP), np.dtype(np.float32))
+        else:
+            codes, scales = backend.zeros(shape, FORMATS[kind].dtype), backend.zeros(shape[:-1], np.dtype(np.float32))
         return cls(kind, codes, scales, backend)
 
-    def fill(self, value: np.ndarray) -> None:
-        """Quantise `value`, an array in host memory, into this one."""
+    def __getitem__(self, rows: Any) -> Quantised:
+        """A view of some rows; the last axis must stay whole."""
+        return Quantised(self.kind, self.codes[rows], self.scales[rows], self._backend)
+
+    def __setitem__(self, rows: Any, value: np.ndarray) -> None:
+        """Quantise `value`, rows in host memory, into these rows."""
         codes, scales = quantise(value, self.kind)
-        self.codes[...] = self._backend.asarray(codes, codes.dtype)
-        self.scales[...] = self._backend.asarray(scales, scales.dtype)
+        self.codes[rows] = self._backend.asarray(codes, codes.dtype)
+        self.scales[rows] = self._backend.asarray(scales, scales.dtype)
 
     def values(self) -> Array:
         """The dequantised numbers, a new array."""
+        if self.kind == FOUR_BITS:
+            return dequantise_groups(self.codes, self.scales, self.dtype)
         return dequantise.bind(self._backend)(self.codes, self.scales, self.dtype)
 
     def reshape(self, *shape: int) -> Quantised:
         """A view of another shape; the last axis must stay."""
-        return Quantised(self.kind, self.codes.reshape(shape), self.scales.reshape(shape[:-1]), self._backend)
+        lead = shape[:-1]
+        codes, scales = self.codes.reshape(*lead, self.codes.shape[-1]), self.scales
+        scales = scales.reshape(*lead, scales.shape[-1]) if self.kind == FOUR_BITS else scales.reshape(lead)
+        return Quantised(self.kind, codes, scales, self._backend)
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *lead, columns = self.codes.shape
+        return (*lead, 2 * columns if self.kind == FOUR_BITS else columns)
 
     @property
     def nbytes(self) -> int:

@@ -36,6 +36,7 @@ CALLED = {
 }
 """The types in the sentence of a model card."""
 SCALE = "_scale"
+READ_AT_ONCE = 1 << 18  # numbers
 
 Lazy = tuple[tuple[int, ...], Callable[[], np.ndarray]]
 """A tensor's shape, and a function that makes it, so that only one tensor is in memory at a time."""
@@ -60,20 +61,36 @@ class Tensor:
     def read(self) -> np.ndarray:
         """The tensor as float32, or as float64 if it is stored so; both are exact. Codes times their scales are rounded
         to float32."""
+        values = np.empty(self.shape, np.float64 if self.dtype == "F64" else np.float32)
+        self.read_into(values)
+        return values
+
+    def read_into(self, out: Any) -> None:
+        """Write the values into an array of that shape, or `Quantised`, some rows at a time."""
         if self.dtype not in _STORED:
             raise UserError(f"{self.file}: {self.name} is of type {self.dtype}; supported: {', '.join(_STORED)}")
+        *lead, columns = self.shape or (1,)
+        rows, step = math.prod(lead), max(1, READ_AT_ONCE // max(1, columns))
+        values = out.reshape(rows, columns)
+        scales = self._scales().reshape(rows, 1) if self.dtype == "I8" else None
         try:
-            stored = np.fromfile(self.file, _STORED[self.dtype], math.prod(self.shape), offset=self.start)
+            with open(self.file, "rb") as opened:
+                opened.seek(self.start)
+                for at in range(0, rows, step):
+                    part = values[at : at + step]
+                    stored = np.fromfile(opened, _STORED[self.dtype], len(part) * columns)
+                    if stored.size != len(part) * columns:
+                        raise UserError(
+                            f"cannot read {self.file}: it ends within {self.name}; it was whole a moment ago"
+                        )
+                    if self.dtype == "BF16":
+                        stored = (stored.astype(np.uint32) << 16).view(np.float32)
+                    stored = stored.reshape(len(part), columns)
+                    if scales is not None:
+                        stored = np.multiply(stored, scales[at : at + step], dtype=np.float32)
+                    part[:] = stored
         except OSError as error:
             raise UserError(f"cannot read {self.file}: {error.strerror}; it was there a moment ago") from error
-        if stored.size != math.prod(self.shape):
-            raise UserError(f"cannot read {self.file}: it ends within {self.name}; it was whole a moment ago")
-        if self.dtype == "BF16":
-            stored = (stored.astype(np.uint32) << 16).view(np.float32)
-        elif self.dtype == "F16":
-            stored = stored.astype(np.float32)
-        stored = stored.reshape(self.shape)
-        return stored if self.dtype != "I8" else np.multiply(stored, self._scales(), dtype=np.float32)
 
     def _scales(self) -> np.ndarray:
         """The scales of codes, (..., 1). UserError if they are missing, are of another type or shape, or not finite."""
@@ -89,13 +106,10 @@ class Tensor:
         )
 
 
-def read_into(read: Callable[[], np.ndarray], out: np.ndarray) -> None:
-    """Write what `read` returns into an array; piece by piece where `read` is a method of a tensor that can."""
-    write: Callable[[np.ndarray], None] | None = getattr(getattr(read, "__self__", None), "read_into", None)
-    if write is None:
-        out[...] = read()
-    else:
-        write(out)
+def writer_of(read: Callable[[], np.ndarray]) -> Callable[[Any], None] | None:
+    """The function that writes what `read` returns into an array, or `Quantised`, piece by piece, where `read` is a
+    method of a tensor that has one."""
+    return getattr(getattr(read, "__self__", None), "read_into", None)
 
 
 class Tensors(Mapping[str, np.ndarray]):
@@ -112,6 +126,9 @@ class Tensors(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._found[name].read()
+
+    def readers(self) -> dict[str, Callable[[], np.ndarray]]:
+        return {name: tensor.read for name, tensor in self._found.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tracemalloc
 from dataclasses import replace
@@ -101,7 +102,7 @@ def test_a_prompt_leaves_the_keys_and_values_of_the_whole_sequence(
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.PREFILL_ROWS", 32)
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.QUERY_TILE", 12)
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.KEY_TILE", 20)
-    monkeypatch.setattr("tinyforge.infer.decoder_compiled.AT_ONCE", 30)
+    monkeypatch.setattr("tinyforge.infer.decoder_compiled.AT_ONCE", 50)
     model, tokens = model_of(config), tokens_of(config, 1, 150)
     model.buffer.values[: model.buffer.decay_end] *= scale
     decoder, end = kind(model), sum(chunks)
@@ -412,10 +413,11 @@ def test_compiled_float64_is_the_numpy_decoder_s(config: Config) -> None:
 @needs_numba
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
 def test_codes_are_multiplied_as_they_are_stored(weights: str, precision: str, tied: bool) -> None:
     """As the NumPy decoder multiplies the dequantised numbers; every code of a format occurs."""
-    config = LlamaConfig(dim=72, heads=6, kv_heads=2, layers=2, context=40, vocab=301, hidden=77, tied=tied)
+    dim, hidden = (96, 160) if weights == "int4" else (72, 77)  # whole groups
+    config = LlamaConfig(dim=dim, heads=6, kv_heads=2, layers=2, context=80, vocab=301, hidden=hidden, tied=tied)
     model = Llama(config, get_backend("numpy", precision))
     model.initialise(0)
     model.buffer.values[: model.buffer.decay_end] *= 4
@@ -425,23 +427,60 @@ def test_codes_are_multiplied_as_they_are_stored(weights: str, precision: str, t
     codes.reshape(-1)[: len(every)] = every.view(codes.dtype)
     found, expected = CompiledDecoder(small, 3), NumpyDecoder(small, 3)
     assert any(array is codes or array.base is codes for array in found._matrices)  # memory once
+    exact = 1e-12 if precision == "fp64" and weights == "fp8" else 1e-5
     for at, end in ((0, 10), (10, 11), (11, 13), (13, 30)):
         logits = expected.step(tokens[:, at:end])
-        exact = 1e-12 if precision == "fp64" and weights == "fp8" else 1e-5
         np.testing.assert_allclose(found.step(tokens[:, at:end]), logits, rtol=0, atol=exact * np.abs(logits).max())
+    prompt = tokens_of(config, 1, 50)[0].tolist()
+    logits, exact = expected.last_logits(1, prompt).copy(), 1e-12 if precision == "fp64" else 1e-5
+    np.testing.assert_allclose(found.last_logits(1, prompt), logits, rtol=0, atol=exact * np.abs(logits).max())
 
 
 @needs_numba
-def test_a_row_s_bits_do_not_depend_on_other_rows_or_the_prompt_s_pieces() -> None:
+def test_a_prompt_on_a_cpu_with_narrow_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without them a sum is added up in the same order."""
+    model, tokens = model_of(CONFIG, "fp32"), tokens_of(CONFIG, 1, 130)[0].tolist()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tinyforge.infer.decoder_compiled.load", cpu_code.load.__wrapped__)
+    found = []
+    for answer in (True, False):
+        monkeypatch.setattr("tinyforge.infer.cpu_instructions.has_wide_vectors", lambda answer=answer: answer)
+        monkeypatch.setattr("tinyforge.infer.cpu_prompts.has_wide_vectors", lambda answer=answer: answer)
+        for file in tmp_path.rglob("*.o"):
+            file.unlink()
+        found.append(CompiledDecoder(model).first(tokens, 3).copy())
+    assert len(list(tmp_path.rglob("*.o"))) == 1 and np.array_equal(*found)
+
+
+@needs_numba
+def test_a_row_s_bits_do_not_depend_on_other_rows() -> None:
     model, tokens = quantised_copy(model_of(PRESETS["small"], "fp32"), "int8"), tokens_of(PRESETS["small"], 7, 60)
     together, alone = CompiledDecoder(model, 7), CompiledDecoder(model)
     for row in range(7):
-        together.prefill(row, tokens[row, : 9 * row].tolist())
-    logits = together.step([tokens[row, 9 * row : 9 * row + 3] for row in range(7)], 4).copy()
+        together.prefill(row, tokens[row, : 5 * row].tolist())
+    logits = together.step([tokens[row, 5 * row : 5 * row + 3] for row in range(7)], 4).copy()
     for row in range(7):
         alone.rewind([0])
-        found = [alone.step([[token]], 4)[0, 0].copy() for token in tokens[row, : 9 * row + 3]]
+        found = [alone.step([[token]], 4)[0, 0].copy() for token in tokens[row, : 5 * row + 3]]
         assert np.array_equal(logits[row], found[-3:])
+
+
+@needs_numba
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_prompt_s_bits_do_not_depend_on_its_pieces(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on what its pieces pad: the panels of positions and the tiles of keys begin elsewhere."""
+    model, tokens = model_of(CONFIG, precision), tokens_of(CONFIG, 1, 150)[0].tolist()
+    expected = CompiledDecoder(model)
+    expected.prefill(0, tokens)
+    for cuts, at_once in (([40, 73, 110], 256), ([75], 256), ([], 50)):
+        monkeypatch.setattr("tinyforge.infer.decoder_compiled.AT_ONCE", at_once)
+        found = CompiledDecoder(model)
+        found.prefill(0, [3] * 140)
+        found.rewind([0])
+        for start, end in zip([0, *cuts], [*cuts, 150], strict=True):
+            found.prefill(0, tokens[start:end])
+        for got, whole in zip(found.saved(0, 0), expected.saved(0, 0), strict=True):
+            assert np.array_equal(got, whole) and np.abs(whole).min() > 0
 
 
 @needs_numba
@@ -458,8 +497,16 @@ def test_machine_code_is_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, mo
     kept.write_bytes(kept.read_bytes()[:-1])
     cpu_code.load.__wrapped__("float32", "float32")
     assert len(made) == 2
+    for age in range(9):  # of other versions
+        old = kept.with_name(f"float32-float32-{age}.o")
+        old.touch()
+        os.utime(old, (1e9 - age, 1e9 - age))
+    kept.unlink()
+    cpu_code.load.__wrapped__("float32", "float32")
+    held = {file.name for file in kept.parent.iterdir()}
+    assert held == {kept.name, *(f"float32-float32-{age}.o" for age in range(cpu_code.KEPT - 1))}
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file: nothing can be kept
-    assert callable(cpu_code.load.__wrapped__("float32", "float32")) and len(made) == 3
+    assert callable(cpu_code.load.__wrapped__("float32", "float32")) and len(made) == 4
 
 
 def test_without_numba_or_with_one_that_fails_numpy_decodes(

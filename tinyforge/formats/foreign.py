@@ -25,7 +25,7 @@ from tinyforge.formats.opened import Tensors
 from tinyforge.formats.weights import Weights
 from tinyforge.layout import Entry
 from tinyforge.registry import ModelSpec, models
-from tinyforge.tensors import Lazy, read_into
+from tinyforge.tensors import Lazy, writer_of
 
 HEAD = "lm_head.weight"
 
@@ -86,12 +86,13 @@ class _Whole:
             entry.put(whole, read())
         return whole
 
-    def into(self, out: np.ndarray) -> None:
-        """Write it into an array of its shape, without a second one of its size where their tensor lies as ours."""
+    def into(self, out: Any) -> None:
+        """Write it into an array of its shape, or `Quantised`, without a second one of its size where their tensor lies
+        as ours."""
         for entry, read in self.parts:
             plain = entry.part is None and not entry.transposed and entry.order is None
-            if plain and out.shape == entry.shape:
-                read_into(read, out)
+            if plain and out.shape == entry.shape and (write := writer_of(read)):
+                write(out)
             else:
                 entry.put(out, read())
 

@@ -31,14 +31,13 @@ from tinyforge.files import writing, written_whole
 from tinyforge.formats import gguf_quants
 from tinyforge.formats.weights import Recorded
 from tinyforge.requirements import needs
-from tinyforge.tensors import Lazy
+from tinyforge.tensors import READ_AT_ONCE, Lazy
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q6_K", "q4_K")
 """Types of stored numbers that are written; every type that the gguf package dequantises is read. q8_0: blocks of a
 float16 scale and 32 times 8 bits; q4_0: a scale and 32 times 4 bits; q6_K, q4_K: see `gguf_quants`."""
 PLAIN = {"I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F64": "<f8"}
 """Types without blocks that the package does not read."""
-READ_AT_ONCE = 1 << 20  # numbers that are dequantised at a time
 
 MOST_HEADER = 1 << 28  # bytes of the header; a vocabulary of 256,000 tokens takes about ten million
 MOST_KEYS = MOST_TENSORS = 1 << 16
@@ -86,9 +85,9 @@ class Tensor:
         self.read_into(values)
         return values
 
-    def read_into(self, out: np.ndarray) -> None:
-        """Write the values into an array of that shape, some rows at a time: the package needs several times their
-        memory."""
+    def read_into(self, out: Any) -> None:
+        """Write the values into an array of that shape, or `Quantised`, some rows at a time: the package needs several
+        times their memory."""
         gguf = package()
         kind = gguf.GGMLQuantizationType(self.dtype)
         values = out.reshape(-1, self.shape[-1])
@@ -222,7 +221,20 @@ class _Header:
         return count
 
     def string(self) -> str:
-        return self.take(self.number("<Q")).decode()
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """The loop over a vocabulary: nothing in it is called that need not be."""
+        found, data, at, unpack = [], self.data, self.at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            length = unpack(data, at)[0] if at + 8 <= self.end else 8
+            at += 8
+            if length > self.end - at:
+                raise ValueError(f"{length:,} bytes expected at byte {at:,}, {max(self.end - at, 0):,} are left")
+            found.append(data[at : at + length].decode())
+            at += length
+        self.at = at
+        return found
 
     def value(self, kind: int) -> Any:
         if kind in _NUMBERS:
@@ -233,7 +245,7 @@ class _Header:
             raise ValueError(f"a value of type {kind}")
         kind = self.number("<I")
         if kind == _STRING:
-            return [self.string() for _ in range(self.limited("strings in one array", MOST_ITEMS))]
+            return self.strings(self.limited("strings in one array", MOST_ITEMS))
         if kind not in _NUMBERS:
             raise ValueError(f"an array of type {kind}")
         return self.numbers(kind, self.number("<Q"))

@@ -20,6 +20,7 @@ from tinyforge.frozen_model import frozen_model
 from tinyforge.op import Recompute
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec, default_model, next_token_model
+from tinyforge.tensors import writer_of
 from tinyforge.tokenizers import TextTokenizer
 from tinyforge.tokenizers.chat_templates import TEMPLATES, AnyTemplate
 from tinyforge.tokenizers.vocabulary import start_ids
@@ -116,9 +117,9 @@ def fill(buffer: ParamBuffer, tensors: Tensors, source: Path) -> None:
     for name, read in tensors.items():
         if (p := left.pop(name, None)) is None:
             continue
-        into = None if p.weights or buffer.masters_elsewhere else getattr(read, "into", None)
+        into = None if buffer.masters_elsewhere else getattr(read, "into", None) or writer_of(read)
         if into is not None:
-            into(buffer.view(buffer.frozen_values if p.frozen else buffer.masters, p))
+            into(p.stored if p.weights else buffer.view(buffer.frozen_values if p.frozen else buffer.masters, p))
             continue
         if (value := read()).shape != p.shape:
             raise UserError(f"checkpoint {source}: {name} has {value.shape}, the model expects {p.shape}")

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tinyforge.formats.lost import unread
 from tinyforge.formats.opened import Loaded, Opened
 from tinyforge.formats.tokenizers import class_names, find_tokenizer, given_ids, template_in
 from tinyforge.params import check_named
-from tinyforge.quantised import FORMATS
+from tinyforge.quantised import KINDS
 from tinyforge.registry import ModelSpec, default_model, find_model, models
 from tinyforge.terminal import one_line
 from tinyforge.tokenizers import TextTokenizer, load_tokenizer
@@ -126,7 +125,7 @@ def _open_checkpoint(found: checkpoint.Checkpoint) -> Opened:
     # A damaged config could ask for any amount of memory: compare it with the weights before allocating.
     check_named(spec.build(config, MetaBackend("fp32")).buffer.params, found.weights, found.path)
     tokenizer.reserve(config.vocab)
-    tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    tensors = found.weights.readers()
     published = found.path / checkpoint.PUBLISHED if (found.path / checkpoint.PUBLISHED).is_dir() else None
     generation = read_generation(found.path)
     if published and not generation.content:
@@ -143,7 +142,7 @@ def _without_tokenizer(found: checkpoint.Checkpoint, spec: ModelSpec, config: Mo
             f"checkpoint {found.path}: meta.json has no 'tokenizer_hash'; use another checkpoint of the run"
         )
     check_named(spec.build(config, MetaBackend("fp32")).buffer.params, found.weights, found.path)
-    tensors = {name: partial(found.weights.__getitem__, name) for name in found.weights}
+    tensors = found.weights.readers()
     return Opened(found.path, spec, config, NoTokenizer(spec), found.meta, TEMPLATES["plain"], tensors, NOTHING)
 
 
@@ -213,9 +212,9 @@ def add_weights_flag(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--weights",
         default="",
-        choices=tuple(FORMATS),
-        help="store matrices in one byte per weight: less memory, and on a GPU faster decoding of one text "
-        "(default: as --precision says)",
+        choices=KINDS,
+        help="store matrices in one byte per weight, or with int4, on a CPU, in four bits: less memory and faster "
+        "decoding (default: as --precision says)",
     )
 
 

@@ -1,7 +1,7 @@
 """Machine code for this CPU: the pass of `CompiledDecoder`, from a cache or compiled by numba.
 
 numba takes half a second to import and some seconds to compile, so its result is kept as an object file. llvmlite, the
-part of numba that links it, loads in a tenth of that. The file's name is a digest of all that the code depends on.
+part of numba that links it, loads in a tenth of that. The file's name has a digest of all that the code depends on.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from typing import Any
 from tinyforge.requirements import what_brings
 
 NAME = "tinyforge_pass"
+KEPT = 4
+"""Files that are kept of the same types, the newest."""
 OLDEST = (0, 62)
 """The first numba whose LLVM has untyped pointers, as the kernels' names of intrinsics take for granted."""
+PANEL_BYTES = 128
+"""A row of a panel: numbers of as many positions of a prompt, which the kernels take together."""
+KEYS_AT_ONCE = 120
+"""Keys of a tile of attention for a prompt; a multiple of any tile's outputs."""
 _engines: list[Any] = []  # each owns the memory of a function's code
 
 
@@ -33,6 +39,13 @@ def machine() -> Any:
     binding.initialize_native_asmprinter()
     cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     return binding.Target.from_default_triple().create_target_machine(cpu, features, opt=3, jit=True)
+
+
+def has_wide_vectors() -> bool:
+    """Whether this CPU has 32 registers of 64 bytes, rather than 16 of 32 or what amounts to them."""
+    from llvmlite import binding
+
+    return bool(binding.get_host_cpu_features().get("avx512f"))
 
 
 def folder() -> Path:
@@ -55,7 +68,9 @@ def missing() -> str:
 def _digest(weight: str, real: str) -> str:
     from llvmlite import binding
 
-    source = Path(__file__).with_name("cpu_kernels.py").read_bytes()
+    source = [
+        Path(__file__).with_name(f"cpu_{name}.py").read_bytes() for name in ("instructions", "kernels", "prompts")
+    ]
     cpu = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
     versions = [importlib.metadata.version(package) for package in ("numba", "llvmlite")]
     return hashlib.sha256(repr((source, cpu, versions, weight, real)).encode()).hexdigest()
@@ -76,6 +91,10 @@ def _keep(path: Path, code: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(code).digest() + code)
         os.replace(file.name, path)
+        # Of other versions and CPUs: a home may be shared between machines.
+        others = sorted(path.parent.glob(f"{path.name.rpartition('-')[0]}-*.o"), key=lambda p: -p.stat().st_mtime_ns)
+        for old in others[KEPT:]:
+            old.unlink()
 
 
 @cache
@@ -86,7 +105,7 @@ def load(weight: str, real: str) -> Any:
     """
     from llvmlite import binding
 
-    path = folder() / f"{_digest(weight, real)[:32]}.o"
+    path = folder() / f"{weight}-{real}-{_digest(weight, real)[:32]}.o"
     code = _kept(path)
     if not code:
         from tinyforge.infer.cpu_kernels import build
