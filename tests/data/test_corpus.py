@@ -367,7 +367,7 @@ def test_texts_without_words_and_empty_sources(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_brackets_is_no_pattern(tmp_path: Path) -> None:
-    """[1] matches 1: DuckDB would read the folder beside."""
+    """[1] matches 1: DuckDB would read the folder next to it."""
     write_source(tmp_path / "web1", ["one"], "web")
     many = write_source(tmp_path / "web[1]", [f"{i}" for i in range(20)], "web")
     build_corpus([many], tmp_path / "out", filters=filter_file(tmp_path), workers=1)
