@@ -568,6 +568,7 @@ def test_workers_and_memory_change_no_byte(mixed: Mixed, tmp_path: Path, monkeyp
     assert public_bytes(out) == public_bytes(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_long_sources_are_read_and_written_in_several_files(
     mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,6 +591,7 @@ def test_a_corpus_that_is_there_is_not_made_again_and_other_settings_replace_it(
     assert public_bytes(out) == before
 
 
+@pytest.mark.slow
 def test_a_source_that_is_added_does_not_have_the_others_read_again(
     mixed: Mixed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -596,6 +596,7 @@ def test_gpt2_files_that_do_not_fit(tmp_path: Path) -> None:
     assert "is not JSON" in user_error(lambda: Tokenizer.from_gpt2(encoder, merges))
 
 
+@pytest.mark.slow
 def test_many_texts_that_begin_alike_are_one_regular_expression() -> None:
     texts = ["=" * n + ">" for n in range(1, 1201)] + ["=" * n for n in range(1, 1201)] + ["a", "ab"]
     find = re.compile(any_of(texts)).findall
