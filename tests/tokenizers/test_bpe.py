@@ -69,7 +69,7 @@ def reference_merges(text: str, count: int) -> list[tuple[int, int]]:
         best = min(counts, key=lambda pair: (-counts[pair], pair))
         words_now: Counter[tuple[int, ...]] = Counter()
         for word, times in words.items():
-            words_now[replace_everywhere(word, best, 256 + len(merges))] += times
+            words_now[replace_everywhere(word, best, 256 + len(merges)) if best[0] in word else word] += times
         words = words_now
         merges.append(best)
     return merges
