@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinyforge.data.corpus_report import query
+from tinyforge.data.corpus_report import catalogue
 from tinyforge.data.files import written_whole
 from tinyforge.data.parquet import connect, scan
 from tinyforge.data.source import read_source
@@ -45,13 +45,13 @@ class Dropped:
 def count_rules(corpus: Path, source: str | None = None) -> list[tuple[str, int, int, int]]:
     """(rule, documents for which it fired, documents for which it alone did, bytes of the first), most first."""
     where, values = ("AND source = ?", (source,)) if source else ("", ())
-    return query(
-        corpus,
-        f"SELECT rule, count(*), count(*) FILTER (len(all_rules) = 1), sum(bytes)::BIGINT FROM (SELECT bytes, "
-        f"{_RULES} AS all_rules, unnest({_RULES}) AS rule FROM documents WHERE dropped IS NOT NULL {where}) "
-        "GROUP BY rule ORDER BY 2 DESC, rule",
-        *values,
-    )
+    with catalogue(corpus) as ask:
+        return ask(
+            f"SELECT rule, count(*), count(*) FILTER (len(all_rules) = 1), sum(bytes)::BIGINT FROM (SELECT bytes, "
+            f"{_RULES} AS all_rules, unnest({_RULES}) AS rule FROM documents WHERE dropped IS NOT NULL {where}) "
+            "GROUP BY rule ORDER BY 2 DESC, rule",
+            *values,
+        )
 
 
 def read_dropped(corpus: Path, rule: str, source: str | None = None, most: int | None = None) -> Iterator[Dropped]:
@@ -67,14 +67,15 @@ def read_dropped(corpus: Path, rule: str, source: str | None = None, most: int |
     if source:
         where, values = f"{where} AND source = ?", [rule, source]
     order = "number" if most is None else f"hash, number LIMIT {most}"
-    chosen = query(
-        corpus,
-        "SELECT source, file, number, row, start, length, id, title, url, coalesce(rules, dropped), passage, folder, "
-        f"source_sha256 FROM (SELECT * FROM documents WHERE dropped IS NOT NULL AND {where} ORDER BY {order}) "
-        "JOIN spans USING (span) JOIN (SELECT name AS source, folder, source_sha256 FROM sources) USING (source) "
-        "ORDER BY number",
-        *values,
-    )
+    with catalogue(corpus) as ask:
+        chosen = ask(
+            "SELECT source, file, number, row, start, length, id, title, url, coalesce(rules, dropped), passage, "
+            "folder, source_sha256 FROM "
+            f"(SELECT * FROM documents WHERE dropped IS NOT NULL AND {where} ORDER BY {order}) "
+            "JOIN spans USING (span) JOIN (SELECT name AS source, folder, source_sha256 FROM sources) USING (source) "
+            "ORDER BY number",
+            *values,
+        )
     checked: set[str] = set()
     with connect() as connection:
         for (name, file), of_file in itertools.groupby(chosen, key=lambda row: row[:2]):

@@ -151,7 +151,8 @@ def moved(images: np.ndarray, most: int, stream: Stream) -> np.ndarray:
     batch, _, height, width = images.shape
     padded = np.pad(images, ((0, 0), (0, 0), (most, most), (most, most)))
     down, across = (stream.uniform((2, batch)) * (2 * most + 1)).astype(int)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+    axes: Any = 2, 3  # NumPy 2.3's annotations allow one axis only
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axes)
     return windows[np.arange(batch), :, down, across]
 
 
@@ -297,21 +298,13 @@ def draw_mistakes(test: Labelled, logits: np.ndarray, target: Path) -> bool:
     wrong = np.flatnonzero(guesses != test.labels)
     if not len(wrong):
         return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     margin = logits[wrong, guesses[wrong]] - logits[wrong, test.labels[wrong]]
     shown = wrong[np.argsort(-margin)][:PICTURED]
-    across = 10
-    figure, axes = plt.subplots(
-        -(-len(shown) // across),
-        across,
-        figsize=(across, 1.3 * -(-len(shown) // across)),
-        squeeze=False,
-        layout="constrained",
-    )
+    across, down = 10, -(-len(shown) // 10)
+    figure = Figure(figsize=(across, 1.3 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False)
     for place, axis in enumerate(axes.flat):
         axis.axis("off")
         if place < len(shown):
@@ -321,7 +314,6 @@ def draw_mistakes(test: Labelled, logits: np.ndarray, target: Path) -> bool:
             axis.set_title(f"{test.names[test.labels[i]]}, not {test.names[guesses[i]]}", fontsize=7)
     figure.suptitle(f"mistakes: {len(wrong)} of {len(test)}; the {len(shown)} that the model was surest of", fontsize=9)
     figure.savefig(target, dpi=110)
-    plt.close(figure)
     return True
 
 

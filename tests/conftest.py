@@ -9,17 +9,20 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tinyforge.data import corpus_report
 from tinyforge.data.world import documents
+from tinyforge.files import written_whole
 from tinyforge.formats.foreign import spec_of_model
 from tinyforge.shards import SEPARATOR, Part, ShardWriter, Source, write_manifest
 from tinyforge.tokenizers import Tokenizer
+from tinyforge.train import metrics
 from tinyforge.zoo.page import PARITY
 
 # A script's background job ignores Ctrl-C, and so do all programs that it starts: also those whose answer is tested.
@@ -28,6 +31,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # No test asks the Hugging Face hub: a name that is no path fails at once. Those of the hub have a server of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# No test cuts the power: what is written need not reach the disk before a test goes on. Programs that tests start sync.
+os.fsync = lambda descriptor: None
+
+Draw = Callable[..., bool | None]
+
+
+def _once_a_kind(draw: Draw, kind_of: Callable[..., Hashable]) -> Draw:
+    """`draw(rows, target, ...)`, which takes longer than the run of two steps that it shows, once for rows of a kind:
+    others get a copy of that picture. A test that watches matplotlib gets its own."""
+    pictures: dict[Hashable, bytes] = {}
+
+    def draw_or_copy(rows: Sequence[Any], target: Path, *how: Any) -> bool | None:
+        figure = sys.modules.get("matplotlib.figure")
+        if figure and figure.Figure.savefig.__module__ != figure.__name__:
+            return draw(rows, target, *how)
+        kind = (kind_of(rows), *how)
+        if kind not in pictures:
+            drawn = draw(rows, target, *how)
+            if drawn is not False:
+                pictures[kind] = target.read_bytes()
+            return drawn
+        with written_whole(target) as partial:
+            partial.write_bytes(pictures[kind])
+        return True
+
+    return draw_or_copy
+
+
+metrics.plot = _once_a_kind(metrics.plot, lambda rows: frozenset(key for row in rows for key in row))
+# One of each number of sources and of outcomes.
+corpus_report.plot = _once_a_kind(
+    corpus_report.plot, lambda rows: (len({r[0] for r in rows}), len({r[1] for r in rows}))
+)
 
 # Tests of what Windows does not have: forks and kills, limits on a process, terminals and pipes by name, bash.
 if sys.platform == "win32":

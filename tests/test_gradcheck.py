@@ -97,9 +97,10 @@ def worst(kind: type[Op]) -> float:
 
 
 def caught(kind: type[Op]) -> bool:
-    """Whether any case of it, up to the first that does, has an error above the tolerance."""
+    """Whether any case of it, up to the first that does, has an error above the tolerance: along one direction, fewer
+    than the ledger's, which are so sure to see it too."""
     rng = np.random.default_rng(0)
-    return any(max(check(op, inputs, rng).values()) > TOLERANCE for op, inputs in kind.cases(FP64, rng))
+    return any(max(check(op, inputs, rng, directions=1).values()) > TOLERANCE for op, inputs in kind.cases(FP64, rng))
 
 
 def measured_worst(kind: type[Op]) -> float:

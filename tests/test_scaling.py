@@ -152,6 +152,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
             main(wrong)
 
 
+@pytest.mark.slow
 def test_the_page_has_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
     lines = iter((RESULTS.parent / "scaling.md").read_text(encoding="utf-8").splitlines())
     checked = []

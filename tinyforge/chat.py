@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, hub, load, resolve_checkpoint
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_computing_flags, hub, load, resolve_checkpoint
 from tinyforge.formats.generation import FIELDS, FILE
 from tinyforge.formats.runs import add_template_flag, with_template
 from tinyforge.infer.causal_lm import check_causal_lm
@@ -272,13 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: the chat template's own)")
     add_template_flag(parser)
-    parser.add_argument(
-        "--backend",
-        default="numpy",
-        help="numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto (default: %(default)s)",
-    )
-    parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
-    add_weights_flag(parser)
+    add_computing_flags(parser)
     for name, meaning in SETTINGS.items():
         default = getattr(DEFAULTS, name)
         own = "the model's, else " if name in FIELDS.values() else ""

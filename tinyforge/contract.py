@@ -31,7 +31,7 @@ from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.model import Model
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Owner, Param, Stash
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
 
@@ -447,7 +447,7 @@ class _Lower(Stash):
 
     found = ""
 
-    def push(self, owner: Op, *saved: Any) -> None:
+    def push(self, owner: Owner, *saved: Any) -> None:
         if any(getattr(a, "dtype", None) == np.float64 for a in saved):
             self.found = owner.name
         super().push(owner, *saved)

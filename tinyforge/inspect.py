@@ -45,18 +45,13 @@ def print_candidates(tokenizer: TextTokenizer, ids: Sequence[int], probabilities
 
 def plot_attention(tokenizer: TextTokenizer, ids: Sequence[int], attention: Sequence[np.ndarray], out: Path) -> None:
     """One panel for each layer (rows) and query head (columns); UserError if the file cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     layers, heads, length = len(attention), max(map(len, attention)), len(ids)
     labels = [visible(tokenizer.token_bytes(i)).replace("$", r"\$") for i in ids] if length <= LABELLED else []
     size = max(2.0, 0.16 * length if labels else 2.5)
-    area = (size * heads + 1, size * layers + 1)
-    figure, panels = plt.subplots(
-        layers, heads, figsize=area, squeeze=False, sharex=True, sharey=True, layout="constrained"
-    )
+    figure = Figure(figsize=(size * heads + 1, size * layers + 1), layout="constrained")
+    panels = figure.subplots(layers, heads, squeeze=False, sharex=True, sharey=True)
     for layer, row in enumerate(panels):
         for head, panel in enumerate(row[: len(attention[layer])]):
             image = panel.imshow(attention[layer][head], vmin=0, vmax=1, cmap="magma")
@@ -72,8 +67,6 @@ def plot_attention(tokenizer: TextTokenizer, ids: Sequence[int], attention: Sequ
     except (OSError, ValueError) as error:  # ValueError: an unknown file suffix
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {out}: {reason}; choose another --out, a .png file") from error
-    finally:
-        plt.close(figure)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

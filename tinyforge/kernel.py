@@ -31,7 +31,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, Protocol, TypeVar, overload
 
@@ -167,6 +167,7 @@ class Kernels:
     """Base of Op, and of other classes whose attributes are kernels. kernels: those of the class and of its bases."""
 
     kernels: ClassVar[tuple[Kernel[..., Any], ...]] = ()
+    _named: ClassVar[tuple[tuple[str, Kernel[..., Any]], ...]] = ()  # the same, each with its attribute's name
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -179,11 +180,12 @@ class Kernels:
             )
             for name, value in {**{each.name: each for each in old}, "k": property(lambda op: op)}.items():
                 setattr(cls, name, value)
-        cls.kernels = tuple(dict.fromkeys(found for _, found in _attributes(cls)))
+        cls._named = tuple(_attributes(cls))  # once: a model binds the kernels of hundreds of ops
+        cls.kernels = tuple(dict.fromkeys(found for _, found in cls._named))
 
     def bind_kernels(self, backend: Bindable) -> None:
         """Set every kernel attribute to its implementation on `backend`. Raises UserError if one is missing."""
-        for name, found in _attributes(type(self)):
+        for name, found in self._named:
             setattr(self, name, found.bind(backend, type(self).__name__))
 
 
@@ -213,6 +215,7 @@ def override(target: Kernel[P, R], backend: str, replacement: Callable[..., Any]
         target._implementations[backend] = right
 
 
+@lru_cache(1024)
 def _takes_backend(function: Callable[..., Any]) -> bool:
     found = inspect.signature(function).parameters.get("backend")
     return found is not None and found.kind is found.KEYWORD_ONLY

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -134,6 +134,12 @@ class Param:
         return f"Param({self.name}, {self.shape})"
 
 
+class Owner(Protocol):
+    """Whoever saves in a stash: an op, or a part of a model that is none."""
+
+    name: str
+
+
 class Stash:
     """Records that forward saves for backward: a last-in first-out list, each consumed once, by its owner.
 
@@ -143,12 +149,12 @@ class Stash:
 
     def __init__(self, noise: Stream | None = None) -> None:
         self.noise = noise
-        self._records: list[tuple[Op, tuple[Any, ...]]] = []
+        self._records: list[tuple[Owner, tuple[Any, ...]]] = []
 
-    def push(self, owner: Op, *saved: Any) -> None:
+    def push(self, owner: Owner, *saved: Any) -> None:
         self._records.append((owner, saved))
 
-    def pop(self, owner: Op) -> tuple[Any, ...]:
+    def pop(self, owner: Owner) -> tuple[Any, ...]:
         if not self._records:
             raise RuntimeError(
                 f"{owner.name} pops an empty stash: its forward ran without a stash, or its backward ran twice"
@@ -165,14 +171,14 @@ class Stash:
         """Drop all records but the first `length`: their forward will be rerun before their backward."""
         del self._records[length:]
 
-    def key(self, owner: Op, rate: float) -> Key | None:
+    def key(self, owner: Owner, rate: float) -> Key | None:
         """The key of `owner`'s dropout stream; None if it drops nothing."""
         return self.noise.fork(owner.name).key if self.noise and rate else None
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def __iter__(self) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def __iter__(self) -> Iterator[tuple[Owner, tuple[Any, ...]]]:
         """The records, each with its owner, in the order of forward; none is consumed."""
         return iter(self._records)
 

@@ -392,7 +392,8 @@ def adamw(answer: Any, r: Report) -> None:
     for step in range(1, 5):
         grad = r.rng.normal(size=9) * sizes
         w, m, v = (a.copy() for a in theirs)
-        adamw_(theirs[0], *theirs, grad, step_rates(step, lr, config)[0], 1.0, config)
+        first, second = theirs[1:]
+        adamw_(theirs[0], theirs[0], first, second, grad, step_rates(step, lr, config)[0], 1.0, config)
         with np.errstate(all="ignore"):
             slips = wrong_adamw(w, m, v, grad, step, lr, config)
         result = r.call(answer.adamw, *mine, grad, step, lr, config, into=(0, 1, 2))  # it may write into the state

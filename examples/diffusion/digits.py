@@ -56,10 +56,7 @@ def sampled(model: Any, labels: np.ndarray, seed: int, steps: int = STEPS) -> np
 
 def draw(images: np.ndarray, across: int, target: Path) -> None:
     """Images side by side, `across` in a row, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.image import imsave
 
     count, height, width, channels = images.shape
     down = -(-count // across)
@@ -68,4 +65,4 @@ def draw(images: np.ndarray, across: int, target: Path) -> None:
         r, c = divmod(i, across)
         sheet[r * height : (r + 1) * height, c * width : (c + 1) * width] = image
     sheet = np.kron(sheet, np.ones((2, 2, 1), np.uint8))
-    plt.imsave(target, np.repeat(sheet, 3, axis=2) if channels == 1 else sheet)
+    imsave(target, np.repeat(sheet, 3, axis=2) if channels == 1 else sheet)

@@ -167,7 +167,7 @@ def check(errors: dict[str, float]) -> None:
     "sizes", [(1, 333, 2, 2, 128), (2, 197, 3, 1, 128), (1, 65, 4, 2, 96), (1, 270, 2, 2, 96), (2, 129, 6, 2, 96)]
 )
 def test_attention_by_tma_is_attention(sizes: tuple[int, int, int, int, int], tmp_path: Path) -> None:
-    """Odd lengths, groups of 1, 2 and 3 heads, more units than blocks, workers without rows, other numbers beside."""
+    """Odd lengths, groups of 1, 2 and 3 heads, more units than blocks, workers without rows, numbers around them."""
     check(attend(sizes, tmp_path))
 
 

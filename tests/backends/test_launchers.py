@@ -141,6 +141,27 @@ class FakeCupy(Backend):
         return [function(item) for item in items]
 
 
+@cache
+def declared(text: str, entry: str, macros: frozenset[str], epilogue: Any, file: str) -> list[str]:
+    """The parameters of an entry in the text of a file, compiled with these macros."""
+    text = re.sub(r"\bNumber\b", "float" if "#define TF32" in text else "bf16", text)
+    if named := re.search(r"#define ENTRY\(name\) name##(\w+)", text):
+        text = re.sub(r"ENTRY\((\w+)\)", rf"\1{named[1]}", text)
+    if sizes := re.search(r"#define SIZES ((?:.*\\\n)*.*)", text):  # what several entries take
+        text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
+    of_fp8 = re.search(r"#define FP8_ARGUMENTS (,.*)", text)
+    text = re.sub(r"(?<!#define )FP8_ARGUMENTS", of_fp8[1] if of_fp8 and "FACTORS" in macros else "", text)
+    for option in ("BAND", "DOCS", "DROP", "CAP", "RESTART", "TURN"):  # #define BAND_ARGUMENTS , i64 back, i64 forth
+        defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
+        added = defined[1] if defined and option in macros else ""
+        text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
+    more = re.search(rf"EPILOGUE == {epilogue}\n#define MORE_ARGUMENTS (.*)", text)
+    text = re.sub("(?<!#define) MORE_ARGUMENTS", f" {more[1]}" if more else "", text)
+    found = re.search(rf'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?{entry}\(([^)]*)\)', text)
+    assert found is not None, f"{file} has no entry {entry}"
+    return [" ".join(p.split()) for p in found[1].split(",")]
+
+
 class Launches:
     """Stands for `compile.load`: each kernel that it gives compares its arguments with the entry's parameters."""
 
@@ -168,30 +189,7 @@ class Launches:
 
     @staticmethod
     def parameters(file: str, entry: str, macros: dict[str, Any]) -> list[str]:
-        text = kernels.read(file)
-        text = re.sub(r"\bNumber\b", "float" if "#define TF32" in text else "bf16", text)
-        if named := re.search(r"#define ENTRY\(name\) name##(\w+)", text):
-            text = re.sub(r"ENTRY\((\w+)\)", rf"\1{named[1]}", text)
-        if sizes := re.search(r"#define SIZES ((?:.*\\\n)*.*)", text):  # what several entries take
-            text = text.replace("SIZES", sizes[1].replace("\\\n", " "))
-        of_fp8 = re.search(r"#define FP8_ARGUMENTS (,.*)", text)
-        text = re.sub(r"(?<!#define )FP8_ARGUMENTS", of_fp8[1] if of_fp8 and "FACTORS" in macros else "", text)
-        for option in (
-            "BAND",
-            "DOCS",
-            "DROP",
-            "CAP",
-            "RESTART",
-            "TURN",
-        ):  # #define BAND_ARGUMENTS , i64 back, i64 forth
-            defined = re.search(rf"#define {option}_ARGUMENTS (.*)", text)
-            added = defined[1] if defined and option in macros else ""
-            text = re.sub(rf"(?<!#define ){option}_ARGUMENTS", added, text)
-        more = re.search(rf"EPILOGUE == {macros.get('EPILOGUE')}\n#define MORE_ARGUMENTS (.*)", text)
-        text = re.sub("(?<!#define) MORE_ARGUMENTS", f" {more[1]}" if more else "", text)
-        found = re.search(rf'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s+)?{entry}\(([^)]*)\)', text)
-        assert found is not None, f"{file} has no entry {entry}"
-        return [" ".join(p.split()) for p in found[1].split(",")]
+        return declared(kernels.read(file), entry, frozenset(macros), macros.get("EPILOGUE"), file)
 
     @staticmethod
     def compare(entry: str, parameter: str, argument: Any, macros: dict[str, Any]) -> None:

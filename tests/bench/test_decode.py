@@ -48,6 +48,7 @@ def test_it_times_our_decoding_and_writes_one_json_object(capsys: pytest.Capture
     assert found["floor_us"] is None and result["of_the_floor"] is None and "of the floor" not in err  # no GPU's
 
 
+@pytest.mark.slow
 def test_weights_of_one_byte_take_turns_with_the_models_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--weights", "int8", "fp8", "--json"]) == 0
     results = json.loads(capsys.readouterr().out)["results"]

@@ -28,6 +28,7 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_it_times_every_contender_and_writes_one_json_object(book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([str(book), "--vocab-size", "400", "--rounds", "2", "--json"]) == 0
     out, err = capsys.readouterr()

@@ -41,6 +41,7 @@ def test_it_times_our_step_and_writes_one_json_object(capsys: pytest.CaptureFixt
     assert result["peak_memory_mib"] > 20  # NumPy alone takes more
 
 
+@pytest.mark.slow
 def test_another_model_is_timed_beside_with_its_own_flop(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--model", "moe", "--beside", "nanoeuler", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -51,6 +52,7 @@ def test_another_model_is_timed_beside_with_its_own_flop(capsys: pytest.CaptureF
         main([*FLAGS, "--beside", "nanoeuler:huge"])
 
 
+@pytest.mark.slow
 def test_reading_shards_is_timed_beside_repeated_batches(
     make_shards: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +66,7 @@ def test_reading_shards_is_timed_beside_repeated_batches(
     )
 
 
+@pytest.mark.slow
 def test_the_mask_is_timed_beside_the_plain_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--json", "--documents", "5"]) == 0
     out, err = capsys.readouterr()

@@ -6,7 +6,7 @@
 
 A command runs in a child that ends by SIGKILL: half of the time at a random moment, and half just before the n-th time
 that it opens a file to write, renames, removes or makes one, so that the moments between two such steps are hit too.
-Half of the kills take the command's own children along, the others leave them behind. After one to four kills the
+Half of the kills take the command's own children along, the others leave them running. After one to four kills the
 same command is run until it is done; a pretraining is resumed. What it has written must then be what a run that
 nobody disturbed has written: the same names, the same bytes, but for the figures of clocks (commands.py).
 """
@@ -82,7 +82,7 @@ class Chaos:
         return self.folder.with_suffix(".err").read_text(encoding="utf-8", errors="replace")[-3000:]
 
     def is_held(self) -> bool:
-        """Whether the last run was refused because of a child that a kill has left behind."""
+        """Whether the last run was refused because of a child that a kill has left."""
         logs = self.folder.glob("out/*/*/log.txt")  # of an ablation's runs
         said = [self.said(), *(path.read_text(encoding="utf-8", errors="replace")[-3000:] for path in logs)]
         return any(word in text for text in said for word in BUSY)

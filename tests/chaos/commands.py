@@ -1,4 +1,4 @@
-"""Every command that writes: how it is begun, how it goes on after a kill, and what it must leave behind.
+"""Every command that writes: how it is begun, how it goes on after a kill, and what it must leave.
 
 A new command that writes gets a line in COMMANDS.
 """

@@ -95,6 +95,7 @@ def run(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProcess[
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
+@pytest.mark.slow
 def test_what_a_kill_spoils_is_noticed() -> None:
     done = run("-c", FAULTS)
     assert done.returncode == 0, done.stderr

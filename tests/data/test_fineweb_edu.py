@@ -162,6 +162,7 @@ def test_columns_that_are_not_used_are_not_sent(tmp_path: Path, host: Any, files
     assert sent(host) < lean + 50_000
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_bytes_and_fetches_nothing(
     tmp_path: Path, host: Any, files: dict[str, bytes]
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_hostile_text_is_masked_in_linear_time() -> None:
         masked(piece * (400_000 // len(piece)))
 
 
+@pytest.mark.slow
 def test_a_corpus_is_masked_and_filtered_when_asked_to(tmp_path: Path) -> None:
     rng = random.Random(0)
     text = [prose(rng, 120) for _ in range(5)]

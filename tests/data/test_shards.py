@@ -217,6 +217,7 @@ def test_going_on_after_any_shard(tmp_path: Path, corpus: Path, uninterrupted: d
     assert made.bytes == total if cut == 0 else 0 < made.bytes < total
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path, corpus: Path, uninterrupted: dict[str, bytes]) -> None:
     """No file may grow beyond 2,000 bytes: less than a shard, and than the tokenizer."""
 

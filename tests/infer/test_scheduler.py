@@ -229,7 +229,7 @@ def test_what_a_prompt_has_beyond_its_pieces_passes_beside_other_rows() -> None:
 
 @pytest.mark.parametrize(("length", "prefills"), [(1, 0), (32, 0), (33, 1), (40, 1), (65, 2)])
 def test_the_end_of_a_prompt_takes_one_pass(length: int, prefills: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside complete pieces nothing is prefilled, where the decoder takes several positions at once."""
+    """Next to complete pieces nothing is prefilled, where the decoder takes several positions at once."""
     monkeypatch.setattr("tinyforge.infer.decoder_numpy.product_rows", lambda: SMALL_ROWS)
     model, filled = tiny(config=replace(CONFIG, context=100)), list[int]()
     scheduler = Scheduler(model, 2, prefix_bytes=0)

@@ -96,8 +96,11 @@ def test_the_command(tmp_path: Path, model: NanoEuler, capsys: pytest.CaptureFix
         inspect.main([*text[:3], "--top", "0"])
 
 
-def test_a_chat_model_reads_a_question_in_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chat_model_reads_a_question_in_its_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """README's line: each head of the shipped model is sure of its part of the answer, "in the yard"."""
+    monkeypatch.setattr(inspect, "plot_attention", lambda *how: None)  # a label for each token takes seconds
     asked = ["Zobert is in the yard. Where is Zobert?", "--checkpoint", "small", "--out", str(tmp_path / "a.png")]
     assert inspect.main([*asked, "--top", "1"]) == 0
     templated = capsys.readouterr().out

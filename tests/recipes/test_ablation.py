@@ -154,6 +154,7 @@ def test_one_line(here: None, capsys: pytest.CaptureFixture[str], arms: list[str
     assert not Path("ablation/slow").exists()  # nothing is begun after a fault
 
 
+@pytest.mark.slow
 def test_no_arm_is_taken_for_the_newest_run(folder: Path) -> None:
     """sft.py without --base and chat without --checkpoint look under runs/."""
     assert checkpoint.load(Path("ablation/slow/seed-0")).meta["step"] == 2
@@ -185,6 +186,7 @@ def test_a_run_ends_with_the_comparison(here: None) -> None:
     assert time.monotonic() < until and "stopped at step" in (run / "log.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_scores_of_an_earlier_step_do_not_count_as_the_end(folder: Path) -> None:
     """As evaluate.py leaves them in an unfinished run that was resumed and ended, but was killed before it measured."""
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))

@@ -103,6 +103,7 @@ def nats(z: np.ndarray, targets: np.ndarray, scale: float) -> float:
     return float(-np.log((p / p.sum(axis=1, keepdims=True))[np.arange(len(z)), targets]).mean())
 
 
+@pytest.mark.slow
 def test_newtons_scale_is_the_best_of_a_grid() -> None:
     noted = calibrated("base out --data shards --tokens 100000")
     source, half = open_model(Path("base")), windows()[0::2]

@@ -105,6 +105,7 @@ def test_documents_are_kept_apart_from_pretraining_to_evaluation(here: None) -> 
     assert figures["base"] != figures["plain"]
 
 
+@pytest.mark.slow
 def test_a_carried_state_is_resumed(here: None) -> None:
     """Bit for bit, from workers that each carry the state of their rows; and it is not what runs without it learn."""
     shape = "--model lstm --set dim=16 layers=2 context=24 vocab=300 --workers 2 --backend numpy"

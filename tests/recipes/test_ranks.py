@@ -368,7 +368,7 @@ def test_an_elastic_run_goes_on_with_the_ranks_that_are_left(run: Run, tmp_path:
 
 @pytest.mark.slow
 def test_what_cannot_be_is_one_line(run: Run, tmp_path: Path) -> None:
-    """Rank 0 says it, and nothing is left behind."""
+    """Rank 0 says it, and nothing is left."""
     ended_well(run("gpus", 2, out="taken"))
     for flags, variables, message in (
         ("", {"FAKE_GPUS": "1"}, "--gpus is 2, this machine has 1; use at most that"),

@@ -1,4 +1,4 @@
-"""One function on all cores: results in order, errors passed on, and nobody left behind."""
+"""One function on all cores: results in order, errors passed on, and nobody left waiting."""
 
 from __future__ import annotations
 

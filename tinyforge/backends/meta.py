@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,7 @@ def per_row(x: Any) -> MetaArray:
     return empty(x.shape[:-1], wide(x.dtype))
 
 
+@lru_cache(1024)
 def derived(body: Callable[..., Any]) -> Callable[..., Any] | None:
     """The memory function of a kernel that has none of its own, from the annotations of its body: a kernel that returns
     None allocates nothing; otherwise every result is like the first argument annotated `Array`, or like the first one

@@ -7,6 +7,7 @@ from tinyforge.formats.opened import Loaded, Opened
 from tinyforge.formats.pretrained import load_pretrained, save_pretrained
 from tinyforge.formats.runs import (
     add_checkpoint_flag,
+    add_computing_flags,
     add_weights_flag,
     load,
     newest_run,
@@ -19,6 +20,7 @@ __all__ = [
     "Loaded",
     "Opened",
     "add_checkpoint_flag",
+    "add_computing_flags",
     "add_weights_flag",
     "load",
     "load_pretrained",

@@ -207,6 +207,14 @@ def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
     )
 
 
+def add_computing_flags(p: argparse.ArgumentParser) -> None:
+    """--backend, --precision and --weights, of what decodes."""
+    backends = "numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto (default: %(default)s)"
+    p.add_argument("--backend", default="numpy", help=backends)
+    p.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
+    add_weights_flag(p)
+
+
 def add_weights_flag(p: argparse.ArgumentParser) -> None:
     """--weights, for `Opened.build`."""
     p.add_argument(

@@ -146,8 +146,8 @@ class TmaKernel(NamedTuple):
     shared: int
     docs: bool
 
-    def __call__(self, k: Array, queries: int, heads: int, before: Sequence[Any], behind: Sequence[Any]) -> None:
-        """before, behind: the arguments before `schedule` and after `rounds`."""
+    def __call__(self, k: Array, queries: int, heads: int, before: Sequence[Any], after: Sequence[Any]) -> None:
+        """before, after: the arguments before `schedule` and after `rounds`."""
         batch, keys, kv_heads, dim = k.shape
         columns, group = batch * kv_heads, heads // kv_heads
         streamed = 2 * dim * k.itemsize * (group * queries if self.part == "BACKWARD_KV" else keys)
@@ -158,7 +158,7 @@ class TmaKernel(NamedTuple):
         if units <= processors() or len(set(costs)) == 1:  # no choice: one schedule for every length of a cache
             costs, at_once = (1,) * len(costs), columns
         table = schedule(costs, columns, at_once, blocks, cp.cuda.Device().id)
-        args = (*before, table, len(table), *behind)
+        args = (*before, table, len(table), *after)
         self.kernel((blocks,), ((self.workers + 1) * 128,), args, shared_mem=self.shared)
 
 

@@ -38,7 +38,8 @@ def windows(x: Array, height: int, width: int, stride: int, padding: int) -> Arr
         padded = np.zeros((batch, high + 2 * padding, wide + 2 * padding, channels), x.dtype)
         padded[:, padding:-padding, padding:-padding] = x
         x = padded
-    seen = np.lib.stride_tricks.sliding_window_view(x, (height, width), axis=(1, 2))[:, ::stride, ::stride]
+    axes: Any = 1, 2  # NumPy 2.3's annotations allow one axis only
+    seen = np.lib.stride_tricks.sliding_window_view(x, (height, width), axes)[:, ::stride, ::stride]
     down, across = seen.shape[1:3]
     return seen.transpose(0, 1, 2, 4, 5, 3).reshape(batch, down * across, height * width * channels)
 

@@ -31,8 +31,8 @@ def rmsnorm_scaled_bwd(
     dy, y = contiguous(dy), contiguous(y)
     alone = ("rmsnorm_dweight", (dy, y, weight))
     codes, scale = new(y.shape, BYTE), new(y.shape[:-1], rstd.dtype)
-    beside = (codes, scale)
+    further = (codes, scale)
     dx = norm_backward(
-        (dweight,), FILE, "rmsnorm_scaled_bwd", dy, weight, y, (rstd,), alone, residual, beside, **MACROS
+        (dweight,), FILE, "rmsnorm_scaled_bwd", dy, weight, y, (rstd,), alone, residual, further, **MACROS
     )
     return dx, codes, scale

@@ -23,7 +23,8 @@ def pooled_shape(x: Shape, size: int, stride: int) -> Shape:
 
 def _windows(x: Array, size: int, stride: int) -> Array:
     """(B, H, W, C) to (B, H', W', C, size^2)."""
-    seen = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(1, 2))[:, ::stride, ::stride]
+    axes: Any = 1, 2  # NumPy 2.3's annotations allow one axis only
+    seen = np.lib.stride_tricks.sliding_window_view(x, (size, size), axes)[:, ::stride, ::stride]
     return seen.reshape(*seen.shape[:4], size * size)
 
 

@@ -84,14 +84,14 @@ def norm_backward(
     stats: tuple[Array, ...],
     sums_alone: tuple[str, tuple[Array, ...]],
     residual: Array | None = None,
-    beside: tuple[Array, ...] = (),
+    further: tuple[Array, ...] = (),
     **macros: Any,
 ) -> Array:
     """Returns dx; the gradients of gain and bias are added to `sums`, all None if both are frozen. x: the saved input,
     or for RMSNorm y. stats: arrays with one number per row. With a residual, which is added to dx, the kernel is the
     one whose name begins with "add_".
 
-    beside: the kernel's other outputs, after dx. macros: as above.
+    further: the kernel's outputs, after dx. macros: as above.
     sums_alone: the kernel, with its inputs, that computes the partial sums if a row does not fit in registers.
     """
     rows, width = rows_and_width(x)
@@ -109,7 +109,7 @@ def norm_backward(
     sizes = (np.int32(rows), np.int32(width))
     # With the sums in registers each warp takes many rows, otherwise one row.
     grid = (len(partial),) if per else blocks(rows, warps)
-    launch(grid, (32, warps), (dx, *beside, partial, dy, weight, x, *stats, *extra, *sizes), shared_mem=shared)
+    launch(grid, (32, warps), (dx, *further, partial, dy, weight, x, *stats, *extra, *sizes), shared_mem=shared)
     if sums[0] is None:
         return dx
     if not per:

@@ -133,11 +133,11 @@ class SwiGLULinear(Op):
             yield op, (backend.asarray(rng.normal(size=(*lead, 2 * h)) * 2),)
 
 
-def swiglu_mlp(before: Any, behind: Any, x: Array, stash: Stash | None, **add: Array) -> Array:
-    """behind(before(x)), where LinearSwiGLU passes h on to SwiGLULinear; with an adapter in place of either, only gu is
-    passed on. add: for behind's forward, as in Linear."""
-    if isinstance(before, LinearSwiGLU) and isinstance(behind, SwiGLULinear):
+def swiglu_mlp(before: Any, after: Any, x: Array, stash: Stash | None, **add: Array) -> Array:
+    """after(before(x)), where LinearSwiGLU passes h on to SwiGLULinear; with an adapter in place of either, only gu is
+    passed on. add: for after's forward, as in Linear."""
+    if isinstance(before, LinearSwiGLU) and isinstance(after, SwiGLULinear):
         gu, hidden = before.forward(x, stash, hidden=True)
-        return behind.forward(gu, stash, hidden=hidden, **add)
-    y: Array = behind.forward(before.forward(x, stash=stash), stash=stash, **add)
+        return after.forward(gu, stash, hidden=hidden, **add)
+    y: Array = after.forward(before.forward(x, stash=stash), stash=stash, **add)
     return y

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Op, Owner, Param, Stash
 from tinyforge.parallel.group import part_of
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
@@ -77,7 +77,7 @@ class Watched(Stash):
         self.begun, self._entered = set[int](), set[int]()
         self._last: int | None = None
 
-    def push(self, owner: Op, *saved: Any) -> None:
+    def push(self, owner: Owner, *saved: Any) -> None:
         self._records_of[id(owner)] += 1
         super().push(owner, *saved)
 
@@ -86,7 +86,7 @@ class Watched(Stash):
             self._records_of[id(owner)] -= 1
         super().drop(length)
 
-    def pop(self, owner: Op) -> tuple[Any, ...]:
+    def pop(self, owner: Owner) -> tuple[Any, ...]:
         if self._last is None:  # an op without a record adds no gradient
             for missing in self._missing:
                 missing &= set(self._records_of)

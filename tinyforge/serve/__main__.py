@@ -27,7 +27,7 @@ from typing import Any
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, hub, open_model, resolve_checkpoint
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_computing_flags, hub, open_model, resolve_checkpoint
 from tinyforge.formats.runs import add_template_flag, with_template
 from tinyforge.hosts import add_allow_host_flag
 from tinyforge.infer.cache import array_bytes
@@ -63,13 +63,7 @@ def flags() -> Parser:
     parser.add_argument("--name", help="name of the model (default: its file's name)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: %(default)s)")
-    parser.add_argument(
-        "--backend",
-        default="numpy",
-        help="numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto (default: %(default)s)",
-    )
-    parser.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
-    add_weights_flag(parser)
+    add_computing_flags(parser)
     parser.add_argument(
         "--rows",
         type=int,

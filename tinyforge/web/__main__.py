@@ -1,4 +1,4 @@
-"""Write a folder of static files: a page that runs a model in the browser, with no server behind it.
+"""Write a folder of static files: a page that runs a model in the browser, without a server.
 
     python -m tinyforge.web site --checkpoint storyteller
     python -m http.server --directory site                  then open http://localhost:8000
