@@ -388,7 +388,9 @@ def _of_stream(file: IO[bytes], suffix: str, place: str, column: str, encoding: 
     elif suffix in TABLES:
         try:
             for number, row in enumerate(table_rows(file, suffix, encoding, column)):
-                yield _to_document(row, f"{place}:{number}", column)
+                record, more = f"{place}:{number}", row.pop(None, None)
+                wide = f"got {len(row) + len(more or ())} cells, expected {len(row)}; quote text with separators in it"
+                yield Refusal(record, wide) if more else _to_document(row, record, column)
         except UnicodeDecodeError as error:
             raise BadRecord(f"got byte 0x{error.object[error.start]:02x}, expected {encoding} text") from None
     elif suffix == WARC:
