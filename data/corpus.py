@@ -31,7 +31,7 @@ import numpy as np
 
 from tinyforge.backends.workers import cores
 from tinyforge.data import cleaning, corpus_report, language
-from tinyforge.data.cleaning import PRIVATE
+from tinyforge.data.cleaning import PRIVATE, REPEATED
 from tinyforge.data.cluster import Nodes, check_address, open_nodes
 from tinyforge.data.corpus_report import CATALOGUE
 from tinyforge.data.dedup import Words, band_keys, components, estimate
@@ -42,6 +42,7 @@ from tinyforge.data.kept import Kept, key_of
 from tinyforge.data.parquet import connect as connect_to_files
 from tinyforge.data.parquet import scan
 from tinyforge.data.passes import (
+    HIT,
     Parts,
     Reading,
     Span,
@@ -547,9 +548,14 @@ def _find_boilerplate(build: _Build, spans: list[int]) -> dict[int, tuple[np.nda
         )
     for index in spans:
         read = scan(build.result("read", index))
-        hits: dict[str, np.ndarray] = {name: np.empty(0, np.int64) for name in ("place", "first", "stop", "often")}
+        hits: dict[str, np.ndarray] = {name: np.empty(0, np.int64) for name in HIT}
         if s.boilerplate:
-            query = f"SELECT place, first, stop, often FROM {windows[index]} JOIN common USING (key) ORDER BY ALL"
+            own = f"FROM {windows[index]} SEMI JOIN (SELECT place FROM {read} WHERE repeats > {REPEATED}) USING (place)"
+            query = (
+                f"SELECT place, first, stop, often, false AS again FROM {windows[index]} JOIN common USING (key) "
+                f"UNION ALL SELECT place, first, stop, false, true {own} "
+                "QUALIFY row_number() OVER (PARTITION BY place, key ORDER BY first) > 1 ORDER BY ALL"
+            )
             hits = {name: np.asarray(values) for name, values in db.execute(query).fetchnumpy().items()}
         touched = read_json(build.result("read", index, ".json"), "the result")["touched"]
         db.register("touched", {"row": np.array(touched, np.int64)})
