@@ -76,6 +76,7 @@ VERSION = 1
 MANIFEST = "corpus.json"
 SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
 MOST_BANDS = 256  # a band's number has one byte
+MOST_WORDS = 1000  # of a run; documents rarely have so many in common, and NumPy's integers end somewhere
 _FILE_BYTES = 16 << 20  # of text in one parquet file, which is sorted in memory
 _WORKER_MEMORY = 192 << 20  # for DuckDB in a worker, unless a row group takes more or the user has chosen the workers
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
@@ -140,8 +141,10 @@ class Settings:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
         if self.boilerplate < 0:
             raise UserError(f"--boilerplate is {self.boilerplate}, expected 0 or more")
-        if self.bands > MOST_BANDS:
-            raise UserError(f"--bands is {self.bands}, expected at most {MOST_BANDS}")
+        most = {"bands": MOST_BANDS, "rows": MOST_BANDS, "shingle_words": MOST_WORDS, "gram_words": MOST_WORDS}
+        for name, bound in most.items():
+            if getattr(self, name) > bound:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected at most {bound}")
 
 
 @dataclass

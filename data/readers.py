@@ -156,7 +156,7 @@ def table_rows(file: IO[bytes], suffix: str, encoding: str, column: str) -> Iter
     try:
         lines = _bounded(text)
         head = next(lines, "")
-        declared = re.fullmatch(r"sep=(.)\r?\n?", head)
+        declared = re.fullmatch(r"sep=([^\"\r\n])\r?\n?", head)
         separators = declared[1] if declared else "\t,;|" if suffix == ".tsv" else ",;\t|"
         head = next(lines, "") if declared else head
         cut = (mark for mark in separators if column in next(csv.reader([head], delimiter=mark), ()))

@@ -15,7 +15,7 @@ import duckdb
 import pytest
 
 from tests.data.conftest import fault_of
-from tinyforge.data import readers
+from tinyforge.data import local, readers
 from tinyforge.data.local import main, make_source, read_documents
 from tinyforge.data.source import read_source
 
@@ -112,6 +112,30 @@ def test_no_part_of_a_text_with_commas_is_lost_without_a_word(tmp_path: Path) ->
     [refusal] = read_source(tmp_path / "out").refused
     assert refusal.record == "a.csv:0"
     assert refusal.reason == "got 3 cells, expected 1; quote text with separators in it"
+
+
+def test_a_line_that_is_too_long_is_refused_and_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MAX_BYTES", 100)
+    long = b'{"text": "' + b"word " * 70 + b'"}\n'
+    fits = json.dumps({"text": "a" * 87}).encode() + b"\n"
+    assert len(fits) == 100
+    (tmp_path / "a.jsonl").write_bytes(long + fits + b'{"text": "after"}\n')
+    assert main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]) == 1
+    source = read_source(tmp_path / "out")
+    assert [(r.record, r.reason) for r in source.refused] == [("a.jsonl:1", "more than 100 bytes in a line; split it")]
+    assert source.documents == 2
+
+
+def test_a_table_in_utf_16_is_named(tmp_path: Path) -> None:
+    content = "text;id\none;1\n".encode("utf-16")
+    assert "pass --encoding utf-16" in refused(tmp_path, "a.csv", content)
+    assert make_source(tmp_path / "o", [tmp_path / "a.csv"], encoding="utf-16").documents == 1
+
+
+def test_a_quotation_mark_separates_no_cells(tmp_path: Path) -> None:
+    assert "got the columns ['sep=\"'], expected 'text'" in refused(tmp_path, "a.csv", b'sep="\ntext\none\n')
 
 
 def test_a_line_that_is_no_row_of_a_table_ends_its_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
