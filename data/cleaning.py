@@ -8,7 +8,8 @@
 A unit is a sentence or a line. `Words.windows` hashes, from every unit on, as many units as have 20 words; the
 windows of many documents of a source are its boilerplate. It is cut at the beginning and the end of a document, and
 within it where it makes up lines and a twentieth of the documents have it: sentences that come by a template of facts
-stay. What would lose more than 60 % of its words is a duplicate, or a page of nothing else, and stays as it is.
+stay. A text of which a quarter stands in it before, such as an article that was pasted twice, keeps one copy. What
+would lose more than 60 % of its words is a duplicate, or a page of nothing else, and stays as it is.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ _OF_SITE = re.compile(
 )
 _NOTICE_WORDS = 100  # at most in a line; a longer one is a text about such notices
 MOST_CUT = 0.6  # of the words of a document
+# The share of its runs of words that stand in it before, from which a text is cut, not dropped as it would be by the
+# filter of repeated phrases. Below it a text stays: the refrains of a poem, the answers of a liturgy.
+REPEATED = 0.25
 
 
 # A byte that begins a character in UTF-8 and one that continues it, read as Windows-1252: without, nothing is mojibake.
@@ -161,31 +165,36 @@ def units(text: str) -> Spans:
     return [(start, then) for (start, _), (then, _) in zip(found, [*found[1:], (len(text), 0)], strict=False)]
 
 
-def boilerplate(text: str, hits: Sequence[tuple[int, int, bool]]) -> Spans:
-    """What is cut of a text. hits: windows of units, first and stop, in many documents, and whether in very many."""
+def boilerplate(text: str, hits: Sequence[tuple[int, int, bool]], again: Sequence[tuple[int, int]] = ()) -> Spans:
+    """What is cut of a text.
+
+    hits:  windows of units, first and stop, in many documents, and whether in very many.
+    again: windows of units that stand in the text before, and are cut wherever they are.
+    """
     parts = units(text)
-    many, most = [False] * len(parts), [False] * len(parts)
+    many, most, cut = ([False] * len(parts) for _ in range(3))
     for first, stop, often in hits:
         for index in range(first, min(stop, len(parts))):
             many[index] = True
             most[index] = most[index] or often
-    chosen, begin = Spans(), 0
-    while begin < len(parts):
-        if not many[begin]:
-            begin += 1
-            continue
-        stop = begin
-        while stop < len(parts) and many[stop]:
-            stop += 1
+    for begin, stop in _runs(many):
         start, end = parts[begin][0], parts[stop - 1][1]
         at_line = (start == 0 or text[start - 1] == "\n") and (
             end == len(text) or text[:end].rstrip(" ").endswith("\n")
         )
         if begin == 0 or stop == len(parts) or (at_line and all(most[begin:stop])):
-            chosen.append((start, end))
-        begin = stop
+            cut[begin:stop] = [True] * (stop - begin)
+    for first, stop in again:
+        cut[first:stop] = [True] * len(cut[first:stop])
+    chosen = [(parts[begin][0], parts[stop - 1][1]) for begin, stop in _runs(cut)]
     words = len(text.split())
     return chosen if sum(len(text[a:b].split()) for a, b in chosen) <= MOST_CUT * words else []
+
+
+def _runs(flags: Sequence[bool]) -> Spans:
+    """Where consecutive flags that are set begin and end."""
+    edges = [index for index, flag in enumerate([*flags, False]) if flag != (index > 0 and flags[index - 1])]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def without(text: str, spans: Spans) -> str:

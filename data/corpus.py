@@ -31,7 +31,7 @@ import numpy as np
 
 from tinyforge.backends.workers import cores
 from tinyforge.data import cleaning, corpus_report, language
-from tinyforge.data.cleaning import PRIVATE
+from tinyforge.data.cleaning import PRIVATE, REPEATED
 from tinyforge.data.cluster import Nodes, check_address, open_nodes
 from tinyforge.data.corpus_report import CATALOGUE
 from tinyforge.data.dedup import Words, band_keys, components, estimate
@@ -42,6 +42,7 @@ from tinyforge.data.kept import Kept, key_of
 from tinyforge.data.parquet import connect as connect_to_files
 from tinyforge.data.parquet import scan
 from tinyforge.data.passes import (
+    HIT,
     Parts,
     Reading,
     Span,
@@ -75,6 +76,7 @@ VERSION = 1
 MANIFEST = "corpus.json"
 SPLIT_HASH = {"text": "text_hash", "part": "hash"}  # of Settings.split_by: the column that decides the split
 MOST_BANDS = 256  # a band's number has one byte
+MOST_WORDS = 1000  # of a run; documents rarely have so many in common, and NumPy's integers end somewhere
 _FILE_BYTES = 16 << 20  # of text in one parquet file, which is sorted in memory
 _WORKER_MEMORY = 192 << 20  # for DuckDB in a worker, unless a row group takes more or the user has chosen the workers
 _LEAST_MEMORY = 2 * _WORKER_MEMORY
@@ -139,8 +141,10 @@ class Settings:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
         if self.boilerplate < 0:
             raise UserError(f"--boilerplate is {self.boilerplate}, expected 0 or more")
-        if self.bands > MOST_BANDS:
-            raise UserError(f"--bands is {self.bands}, expected at most {MOST_BANDS}")
+        most = {"bands": MOST_BANDS, "rows": MOST_BANDS, "shingle_words": MOST_WORDS, "gram_words": MOST_WORDS}
+        for name, bound in most.items():
+            if getattr(self, name) > bound:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected at most {bound}")
 
 
 @dataclass
@@ -547,9 +551,14 @@ def _find_boilerplate(build: _Build, spans: list[int]) -> dict[int, tuple[np.nda
         )
     for index in spans:
         read = scan(build.result("read", index))
-        hits: dict[str, np.ndarray] = {name: np.empty(0, np.int64) for name in ("place", "first", "stop", "often")}
+        hits: dict[str, np.ndarray] = {name: np.empty(0, np.int64) for name in HIT}
         if s.boilerplate:
-            query = f"SELECT place, first, stop, often FROM {windows[index]} JOIN common USING (key) ORDER BY ALL"
+            own = f"FROM {windows[index]} SEMI JOIN (SELECT place FROM {read} WHERE repeats > {REPEATED}) USING (place)"
+            query = (
+                f"SELECT place, first, stop, often, false AS again FROM {windows[index]} JOIN common USING (key) "
+                f"UNION ALL SELECT place, first, stop, false, true {own} "
+                "QUALIFY row_number() OVER (PARTITION BY place, key ORDER BY first) > 1 ORDER BY ALL"
+            )
             hits = {name: np.asarray(values) for name, values in db.execute(query).fetchnumpy().items()}
         touched = read_json(build.result("read", index, ".json"), "the result")["touched"]
         db.register("touched", {"row": np.array(touched, np.int64)})

@@ -234,6 +234,8 @@ def _normalise(text: str) -> str:
 
 
 def _decoding_hint(raw: bytes) -> str:
+    if raw.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins as that of UTF-16 does
+        return "its byte-order mark says UTF-32: pass --encoding utf-32"
     if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "its byte-order mark says UTF-16: pass --encoding utf-16"
     if b"\0" in raw:
@@ -374,7 +376,11 @@ def _of_stream(file: IO[bytes], suffix: str, place: str, column: str, encoding: 
     """The documents in a file's bytes."""
     if suffix in LINES:
         for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES), b""), 1):
-            if line.strip():
+            if len(line) == MAX_BYTES and not line.endswith(b"\n"):
+                yield Refusal(f"{place}:{number}", f"more than {MAX_BYTES:,} bytes in a line; split it")
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_BYTES)
+            elif line.strip():
                 yield _parse(line, f"{place}:{number}", column)
     elif suffix == JSON:
         try:
@@ -388,9 +394,12 @@ def _of_stream(file: IO[bytes], suffix: str, place: str, column: str, encoding: 
     elif suffix in TABLES:
         try:
             for number, row in enumerate(table_rows(file, suffix, encoding, column)):
-                yield _to_document(row, f"{place}:{number}", column)
+                record, more = f"{place}:{number}", row.pop(None, None)
+                wide = f"got {len(row) + len(more or ())} cells, expected {len(row)}; quote text with separators in it"
+                yield Refusal(record, wide) if more else _to_document(row, record, column)
         except UnicodeDecodeError as error:
-            raise BadRecord(f"got byte 0x{error.object[error.start]:02x}, expected {encoding} text") from None
+            got = f"got byte 0x{error.object[error.start]:02x}, expected {encoding} text"
+            raise BadRecord(f"{got}; {_decoding_hint(error.object)}") from None
     elif suffix == WARC:
         yield from _pages(file, place)
     elif suffix in PAGES:

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 SPAN_BYTES = 16 << 20  # of text in one task
 _BATCH_BYTES = 1 << 19  # of text in NumPy's arrays, which take 40 times as much
 _FILTER_BYTES = 1 << 21  # of text in one query
+HIT = ("place", "first", "stop", "often", "again")  # of a window: what `clean_texts` is told
 WINDOW_WORDS = 20  # of boilerplate; fewer are shared by chance: "Once upon a time there was a girl named Lily."
 _LEAST_MEMORY = 32 << 20  # of DuckDB in a worker, without texts
 _TEXT = "substring(file.text, parts.start + 1, parts.length)"
@@ -332,14 +333,18 @@ def clean_texts(
 ) -> dict[str, Any]:
     """Cut debris and boilerplate out of the documents in `rows`, and fix their text: as `read_texts`, for these rows.
 
-    rows: row, and the place in the span of its first document, (R, 2). hits: windows that are in many documents: place,
-    first, stop, often (in very many). Writes also `target-texts.parquet` with the documents that have changed: place,
-    text, and cuts: where in the source's text, in characters, what was cut began and ended.
+    rows: row, and the place in the span of its first document, (R, 2). hits: windows that are in many documents, or
+    stand in their own before: place, first, stop, often (in very many), again (in their own). Writes also
+    `target-texts.parquet` with the documents that have changed: place, text, and cuts: where in the source's text, in
+    characters, what was cut began and ended.
     """
-    measures, of_place = _Measures(reading), dict[int, list[tuple[int, int, bool]]]()
-    private = Counter[str]()
-    for place, *hit in zip(*(hits[name].tolist() for name in ("place", "first", "stop", "often")), strict=True):
-        of_place.setdefault(place, []).append((hit[0], hit[1], bool(hit[2])))
+    measures, of_place = _Measures(reading), defaultdict[int, list[tuple[int, int, bool]]](list)
+    repeated, private = defaultdict[int, list[tuple[int, int]]](list), Counter[str]()
+    for place, first, stop, often, again in zip(*(hits[name].tolist() for name in HIT), strict=True):
+        if again:
+            repeated[place].append((first, stop))
+        else:
+            of_place[place].append((first, stop, bool(often)))
     firsts = dict(rows.tolist())
     target = job.target.with_name(f"{job.target.name}-texts")
     lines, longest = target.with_suffix(".jsonl"), 1 << 20
@@ -352,7 +357,7 @@ def clean_texts(
                 for row, text in found:
                     for numbers, part, parts in _documents_of(row, text, reading.max_bytes, firsts[row]):
                         spans = debris(part) if reading.clean else []
-                        spans = [*spans, *boilerplate(part, of_place.get(numbers[5], ()))]
+                        spans += boilerplate(part, of_place.get(numbers[5], ()), repeated.get(numbers[5], ()))
                         left = without(part, spans)
                         left, found_here = reading.rewritten(left)
                         private.update(found_here)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import logging
 import posixpath
 import re
@@ -142,14 +143,24 @@ def read_piece(file: IO[bytes], most: int = MAX_BYTES) -> bytes:
     return raw
 
 
-def table_rows(file: IO[bytes], suffix: str, encoding: str, column: str) -> Iterator[dict[str, Any]]:
-    """The rows of a table with a head line, by the names there; BadRecord if `column` is not among them."""
+def table_rows(file: IO[bytes], suffix: str, encoding: str, column: str) -> Iterator[dict[str | Any, Any]]:
+    """The rows of a table with a head line, by the names there; under None the cells of a row that are too many.
+    BadRecord if `column` is not among the names.
+
+    The cells are separated by whatever cuts the head line so that `column` is in it, or by what a line `sep=;` names.
+    """
     csv.field_size_limit(MAX_BYTES)
     text = io.TextIOWrapper(
         file, encoding="utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding, newline=""
     )
     try:
-        rows = csv.DictReader(text, delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+        lines = _bounded(text)
+        head = next(lines, "")
+        declared = re.fullmatch(r"sep=([^\"\r\n])\r?\n?", head)
+        separators = declared[1] if declared else "\t,;|" if suffix == ".tsv" else ",;\t|"
+        head = next(lines, "") if declared else head
+        cut = (mark for mark in separators if column in next(csv.reader([head], delimiter=mark), ()))
+        rows = csv.DictReader(itertools.chain([head], lines), delimiter=next(cut, separators[0]), strict=True)
         if (names := rows.fieldnames) and column not in names:
             raise BadRecord(f"got the columns {str(names)[:100]}, expected '{column}'; use data.local --column")
         yield from rows
@@ -157,6 +168,14 @@ def table_rows(file: IO[bytes], suffix: str, encoding: str, column: str) -> Iter
         raise BadRecord(f"malformed {suffix[1:]} ({error}); fix it there") from None
     finally:
         text.detach()
+
+
+def _bounded(text: io.TextIOWrapper) -> Iterator[str]:
+    """The lines; BadRecord for one that is too long to be held in memory."""
+    while line := text.readline(MAX_BYTES):
+        if len(line) == MAX_BYTES:
+            raise BadRecord(f"has a line of more than {MAX_BYTES:,} characters; is it a table?")
+        yield line
 
 
 def page_of(raw: bytes, charset: str | None = None) -> tuple[str, str]:

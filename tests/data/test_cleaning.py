@@ -12,7 +12,7 @@ import pytest
 from tests.data.conftest import fault_of
 from tests.data.test_corpus import filter_file, near, prose, rows, texts_of, write_source
 from tests.data.test_dedup import jaccard
-from tinyforge.data.cleaning import boilerplate, debris, fixed, normalised, units, without
+from tinyforge.data.cleaning import REPEATED, boilerplate, debris, fixed, normalised, units, without
 from tinyforge.data.corpus import Settings, build_corpus
 from tinyforge.data.dedup import Words
 from tinyforge.data.source import Document, read_source
@@ -115,6 +115,34 @@ def test_a_copy_in_another_source_is_found_where_only_one_of_the_two_is_cut(tmp_
         ("near-duplicate", 3),
         (None, None),
     ]
+
+
+def test_a_text_pasted_twice_keeps_one_copy_and_junk_that_repeats_itself_still_goes(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    article, more, first, then = (prose(rng, 160).strip() for _ in range(4))
+    sentence, refrain = prose(rng, 30).strip().replace("\n\n", " ") + ". ", prose(rng, 24).strip() + ".\n\n"
+    documents = {
+        "twice": f"{article}\n\n{more}\n\n{article}",
+        "no blank between": f"{first} {then}{then}".replace("\n\n", " "),
+        # Refrains, of which each has 24 of 184 words: below a quarter.
+        "verse": refrain.join(f"{prose(rng, 80).strip()}.\n\n" for _ in range(3)),
+        "spam": sentence * 15,
+        "one line": prose(rng, 80) + "buy the best shoes of the town and the best hats of the town " * 15,
+        "thrice": "\n\n".join([article[::-1]] * 3),
+    }
+    source = write_source(tmp_path / "s", [Document(name, text) for name, text in documents.items()])
+    build_corpus([source], tmp_path / "out", Settings(val_share=0.0), workers=1)
+    kept = texts_of(tmp_path / "out", "train")
+    assert kept["twice"].strip() == f"{article}\n\n{more}"
+    # The two sentences at the joint are one, which stands nowhere else.
+    sentences = then.split("\n\n")
+    assert kept["no blank between"].split() == f"{first} {then}{sentences[0]} {sentences[-1]}".split()
+    assert kept["verse"] == documents["verse"]
+    assert set(kept) == {"twice", "no blank between", "verse"}
+    for name, share in rows(tmp_path / "out", "id, repeats"):
+        assert (share > REPEATED) == (name not in kept), name
+    build_corpus([source], tmp_path / "all", Settings(val_share=0.0, boilerplate=0), workers=1)
+    assert set(texts_of(tmp_path / "all", "train")) == {"verse"}
 
 
 def test_what_is_hashed_is_nfc_and_without_what_cannot_be_seen(tmp_path: Path) -> None:

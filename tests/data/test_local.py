@@ -137,6 +137,7 @@ def test_an_archive_or_utf16_gets_another_hint_than_latin1(tmp_path: Path) -> No
     archive = fault(write(tmp_path / "books.zip", b"PK\x03\x04\x14\x00\x00\x00\xb5\x1e"))
     assert "unpack" in archive and "latin-1" not in archive
     assert "--encoding utf-16" in fault(write(tmp_path / "a.txt", "text".encode("utf-16")))
+    assert "--encoding utf-32" in fault(write(tmp_path / "a.txt", "text".encode("utf-32")))
 
 
 @pytest.mark.parametrize("encoding", ["utf-9", "base64", "rot13", ""])

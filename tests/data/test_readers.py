@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
@@ -14,7 +15,7 @@ import duckdb
 import pytest
 
 from tests.data.conftest import fault_of
-from tinyforge.data import readers
+from tinyforge.data import local, readers
 from tinyforge.data.local import main, make_source, read_documents
 from tinyforge.data.source import read_source
 
@@ -87,6 +88,59 @@ def test_tables_by_the_name_of_their_column(tmp_path: Path) -> None:
     assert "got the columns ['a', 'b'], expected 'text'" in refused(tmp_path, "c.csv", b"a,b\n1,2\n")
     assert "malformed csv" in refused(tmp_path, "d.csv", b'text\n"open')
     assert "got byte 0xe9" in refused(tmp_path, "e.csv", b"text\ncaf\xe9\n")
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|", ","])
+@pytest.mark.parametrize("declared", [False, True])
+def test_the_head_line_tells_what_separates_the_cells(tmp_path: Path, mark: str, declared: bool) -> None:
+    rows = [["id", "text", "note, or not"], ["x", 'one; two, "three" | four\tfive\nsix', "1,5"], ["y", "seven", ""]]
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=mark).writerows(rows)
+    # Excel writes such a line, and needs it where its language's separator is another.
+    (tmp_path / "a.csv").write_text(f"sep={mark}\r\n" * declared + file.getvalue(), newline="")
+    assert source_of(tmp_path, tmp_path / "a.csv") == {"x": rows[1][1], "y": "seven"}
+
+
+def test_a_declared_separator_that_is_rare(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("sep=^\nid^text\nx^one, two; three\n")
+    assert source_of(tmp_path, tmp_path / "a.csv") == {"x": "one, two; three"}
+
+
+def test_no_part_of_a_text_with_commas_is_lost_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\none, two, three\nfour\n")
+    assert main([str(tmp_path / "a.csv"), "--out", str(tmp_path / "out")]) == 1
+    [refusal] = read_source(tmp_path / "out").refused
+    assert refusal.record == "a.csv:0"
+    assert refusal.reason == "got 3 cells, expected 1; quote text with separators in it"
+
+
+def test_a_line_that_is_too_long_is_refused_and_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "MAX_BYTES", 100)
+    long = b'{"text": "' + b"word " * 70 + b'"}\n'
+    fits = json.dumps({"text": "a" * 87}).encode() + b"\n"
+    assert len(fits) == 100
+    (tmp_path / "a.jsonl").write_bytes(long + fits + b'{"text": "after"}\n')
+    assert main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]) == 1
+    source = read_source(tmp_path / "out")
+    assert [(r.record, r.reason) for r in source.refused] == [("a.jsonl:1", "more than 100 bytes in a line; split it")]
+    assert source.documents == 2
+
+
+def test_a_table_in_utf_16_is_named(tmp_path: Path) -> None:
+    content = "text;id\none;1\n".encode("utf-16")
+    assert "pass --encoding utf-16" in refused(tmp_path, "a.csv", content)
+    assert make_source(tmp_path / "o", [tmp_path / "a.csv"], encoding="utf-16").documents == 1
+
+
+def test_a_quotation_mark_separates_no_cells(tmp_path: Path) -> None:
+    assert "got the columns ['sep=\"'], expected 'text'" in refused(tmp_path, "a.csv", b'sep="\ntext\none\n')
+
+
+def test_a_line_that_is_no_row_of_a_table_ends_its_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_BYTES", 1000)
+    assert "a line of more than 1,000 characters" in refused(tmp_path, "a.csv", b"text\n" + b"word " * 300)
 
 
 def test_the_main_text_of_a_page(tmp_path: Path) -> None:
