@@ -59,7 +59,7 @@ from tinyforge.train.teachers import (
     teacher_specs,
     wrap_with_teachers,
 )
-from tinyforge.train.tuning import OF_BASE, answer, build, print_next_steps, run_metadata, training_template
+from tinyforge.train.tuning import answer, build, print_next_steps, run_metadata, stages_before, training_template
 
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
@@ -222,17 +222,14 @@ def fine_tune(
     step = f"{count_of((rows - replayed) * accum, 'row')} of several records"
     print_schedule(settings, step, data.batches_in(0, rows - replayed) / accum, "records")
 
-    began = {k: base.meta[k] for k in OF_BASE if k in base.meta} | {"inputs": base.inputs()}
-    if resume and not adapters:
-        began = base.meta["base"]  # it has opened itself
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     learner = wrap_with_teachers(model, teachers, backend, settings)
     meta = {
         "kind": "sft",
         "data_hash": fingerprint(stream) + (shards.hash if shards else ""),
         "corpus": summary,
-        "base": began,
         "inputs": input_hashes(settings.data),
+        **stages_before(base, resumed=resume and not adapters),
         **run_metadata(loaded, base, backend, settings),
     }
     # With a teacher the loss is not the replies' likelihood: it has no bits per byte.
