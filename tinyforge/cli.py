@@ -140,7 +140,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def known_values() -> dict[str, list[str]]:
-    """What flags and arguments accept by name, next to files, numbers or names of one's own."""
+    """What flags and arguments accept by name, next to files and other names."""
     from tinyforge.backends import PRECISIONS
     from tinyforge.data.evaluation import TASKS, TEXT_TASKS
     from tinyforge.registry import models
