@@ -24,7 +24,8 @@ import numpy as np
 
 from tinyforge import checkpoint
 from tinyforge.data.alpaca import Record, encode_example, names_of, origins_of, read_split
-from tinyforge.data.answers import exact_match
+from tinyforge.data.answers import exact_match, talk_match
+from tinyforge.data.talk import talk
 from tinyforge.data.training import input_hashes
 from tinyforge.data.world import KINDS, instructions
 from tinyforge.errors import UserError, run_command
@@ -59,10 +60,17 @@ from tinyforge.train.teachers import (
     teacher_specs,
     wrap_with_teachers,
 )
-from tinyforge.train.tuning import OF_BASE, answer, build, print_next_steps, run_metadata, training_template
+from tinyforge.train.tuning import answer, build, print_next_steps, run_metadata, stages_before, training_template
 
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
+LINES_OF_TALK = 1 / 3  # of small talk, for each of these
+
+
+def built_in(split: str, count: int, seed: int) -> list[Record]:
+    """The built-in records: questions about the world, and small talk."""
+    made = (*instructions(split, count, seed), *talk(split, round(count * LINES_OF_TALK), seed))
+    return [Record(e.instruction, e.input, e.output) for e in made]
 
 
 def encode(
@@ -160,10 +168,11 @@ def fine_tune(
             f"20th{of_each}"
         )
     else:
-        print(f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds")
-        training, held_out = (
-            [Record(e.instruction, e.input, e.output) for e in instructions(split, n, settings.seed)]
-            for split, n in (("train", BUILT_IN_RECORDS), ("val", HELD_OUT_RECORDS))
+        training = built_in("train", BUILT_IN_RECORDS, settings.seed)
+        held_out = built_in("val", HELD_OUT_RECORDS, settings.seed)
+        print(
+            f"data: built in (no --data given), {BUILT_IN_RECORDS:,} instructions of {len(KINDS)} kinds and "
+            f"{len(training) - BUILT_IN_RECORDS:,} lines of small talk"
         )
         by_file = [held_out]
     with timed("encoding the records"):
@@ -222,17 +231,14 @@ def fine_tune(
     step = f"{count_of((rows - replayed) * accum, 'row')} of several records"
     print_schedule(settings, step, data.batches_in(0, rows - replayed) / accum, "records")
 
-    began = {k: base.meta[k] for k in OF_BASE if k in base.meta} | {"inputs": base.inputs()}
-    if resume and not adapters:
-        began = base.meta["base"]  # it has opened itself
     stream = np.concatenate([np.asarray([*ids, prompt], np.int64) for ids, prompt in encoded])
     learner = wrap_with_teachers(model, teachers, backend, settings)
     meta = {
         "kind": "sft",
         "data_hash": fingerprint(stream) + (shards.hash if shards else ""),
         "corpus": summary,
-        "base": began,
         "inputs": input_hashes(settings.data),
+        **stages_before(base, resumed=resume and not adapters),
         **run_metadata(loaded, base, backend, settings),
     }
     # With a teacher the loss is not the replies' likelihood: it has no bits per byte.
@@ -252,10 +258,12 @@ def fine_tune(
     last = Run(task, settings, backend, resume).train()
     if not settings.data:
         scores = exact_match(loaded, 20 * len(KINDS), settings.seed)
-        print("exact match on held-out instructions (greedy, 20 of each kind):")
-        for kind, score in scores.items():
-            print(f"  {kind:<14} {score:6.1%}")
-        named = {f"exact match, {kind}": score for kind, score in scores.items()}
+        talked = talk_match(loaded, 10 * len(KINDS), settings.seed)
+        for what, found in ((", 20 of each kind", scores), (", small talk", talked)):
+            print(f"exact match on held-out instructions (greedy{what}):")
+            for kind, score in found.items():
+                print(f"  {kind:<14} {score:6.1%}")
+        named = {f"exact match, {kind}": score for kind, score in (*scores.items(), *talked.items())}
         save_scores(Path(settings.out), checkpoint.step_of(last), named)
 
 

@@ -183,7 +183,7 @@ class Repl:
         self.reply(self.conversation.undo().user)
 
     def do_set(self, arguments: list[str]) -> None:
-        """/set NAME VALUE changes how replies are drawn; alone, it shows the names"""
+        """/set NAME VALUE changes how replies are sampled; alone, it shows the names"""
         if not arguments:
             return self.do_show(arguments)
         name, value = arguments if len(arguments) == 2 else (arguments[0], "")

@@ -139,6 +139,23 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
         Parser.parse_known_args = usual  # type: ignore[method-assign]
 
 
+def known_values() -> dict[str, list[str]]:
+    """What flags and arguments accept by name, next to files and other names."""
+    from tinyforge.backends import PRECISIONS
+    from tinyforge.data.evaluation import TASKS, TEXT_TASKS
+    from tinyforge.registry import models
+
+    specs = models()
+    return {
+        "--model": list(specs),
+        "--config": list(dict.fromkeys(preset for spec in specs.values() for preset in spec.presets)),
+        "--backend": ["auto", *dict.fromkeys(name for p in PRECISIONS.values() for name in p.backends)],
+        "--precision": list(PRECISIONS),
+        "--tasks": [*TASKS, *TEXT_TASKS],
+        "NAME|PATH": list(specs),
+    }
+
+
 def completion(arguments: Sequence[str]) -> int:
     from tinyforge.completion import SHELLS, Words, script, words_of
     from tinyforge.errors import Parser
@@ -147,7 +164,9 @@ def completion(arguments: Sequence[str]) -> int:
     parser = Parser(prog="tinyforge completion", description="Print a script that completes commands, flags and files.")
     parser.add_argument("shell", choices=SHELLS, help="source <(tinyforge completion bash); fish: ... | source")
     shell = parser.parse_args(arguments).shell
-    table = {name: words for command, found in parsers() for name, words in words_of(command, found).items()}
+    table: dict[str, Words] = {}
+    for command, found in parsers():
+        table |= words_of(command, found, known_values())
     table["completion"] = Words(arguments=list(SHELLS))
     print(script(shell, table, list(shipped_models()), SUMMARIES))
     return 0

@@ -28,8 +28,12 @@ class Words:
     arguments: list[str] = field(default_factory=list)
 
 
-def words_of(name: str, parser: argparse.ArgumentParser) -> dict[str, Words]:
-    """The words of a command, and of each of its subcommands by its full name."""
+def words_of(
+    name: str, parser: argparse.ArgumentParser, known: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, Words]:
+    """The words of a command, and of each of its subcommands by its full name. known: names that a flag, or an argument
+    by its metavar, accepts among others, so that its parser cannot list them."""
+    known = known or {}
     found = Words()
     table = {name: found}
     for action in parser._actions:
@@ -37,12 +41,14 @@ def words_of(name: str, parser: argparse.ArgumentParser) -> dict[str, Words]:
         if isinstance(choices, Mapping):
             found.inner += list(choices)
             for word, inner in choices.items():
-                table |= words_of(f"{name} {word}", inner)
+                table |= words_of(f"{name} {word}", inner, known)
         elif action.option_strings:
-            values = None if action.nargs == 0 else [str(choice) for choice in choices or ()]
-            found.flags |= {flag: values for flag in action.option_strings if flag.startswith("--")}
+            flags = [flag for flag in action.option_strings if flag.startswith("--")]
+            for flag in flags:
+                values = [str(choice) for choice in choices or known.get(flag, ())]
+                found.flags[flag] = None if action.nargs == 0 else values
         else:
-            found.arguments += [str(choice) for choice in choices or ()]
+            found.arguments += [str(choice) for choice in choices or known.get(str(action.metavar or action.dest), ())]
     return table
 
 
@@ -89,7 +95,10 @@ def _bash(table: Mapping[str, Words], models: Sequence[str]) -> str:
 {newline.join(values)}
     {" | ".join(files)}) return ;;
     {checkpoints}) words="{" ".join(models)} $(ls -d runs/*/ runs/*/*/ 2>/dev/null | sed 's:/$::')"
-      COMPREPLY=($(compgen -W "$words" -- "$cursor"; compgen -f -- "$cursor")) ; return ;;
+      local IFS=$'\\n'  # a name may have spaces
+      COMPREPLY=($(compgen -W "${{words// /$IFS}}" -- "$cursor"; compgen -f -- "$cursor"))
+      compopt -o filenames 2>/dev/null
+      return ;;
     *) case "$name" in
     '') words='{first}' ;;
 {newline.join(stages + names)}

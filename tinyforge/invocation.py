@@ -46,6 +46,7 @@ COMMANDS = {
     "data alpaca": ("tinyforge.data.alpaca", "instructions"),
     "data evaluation": ("tinyforge.data.evaluation", "evaluation sets"),
     "data world": ("tinyforge.data.world", "the built-in corpus"),
+    "data talk": ("tinyforge.data.talk", "small talk about the built-in corpus"),
     "data corpus": ("tinyforge.data.corpus", "sources filtered, without duplicates"),
     "data dropped": ("tinyforge.data.dropped", "what a corpus left out, and why"),
     "data quality": ("tinyforge.data.quality", "train a classifier of quality"),

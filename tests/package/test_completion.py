@@ -105,6 +105,13 @@ POSITIONS = [
     ("completion f", "completion fish"),
     ("sft --base no", "sft --base notes.txt"),
     ("train --steps 10 --see", "train --steps 10 --seed"),
+    ("train --model l", "train --model llama lstm"),
+    ("train --config 12", "train --config 124m"),
+    ("train --backend ", "train --backend auto cupy numpy webgpu"),
+    ("train --precision bf", "train --precision bf16"),
+    ("evaluate --tasks arc_e", "evaluate --tasks arc_easy"),
+    ("models show gp", "models show gpt2"),
+    ("chat --checkpoint my", "chat --checkpoint my text.txt"),
 ]
 
 
@@ -131,6 +138,7 @@ def test_zsh_and_fish_read_their_script(shell: str, scripts: dict[str, str], fol
         ("chat --checkpoint st", {"storyteller"}),
         ("chat --checkpoint runs/f", {"runs/first", "runs/first/"}),
         ("train --data no", {"notes.txt"}),
+        ("train --model gp", {"gpt2"}),
         ("text tr", {"train"}),
     ],
 )

@@ -147,3 +147,19 @@ def test_an_environment_far_from_the_repository(wheel: Path, tmp_path: Path) -> 
                     raise AssertionError("".join(lines))
             finally:
                 server.terminate()
+
+
+def test_the_workflows_pin_every_action_and_publish_what_passed() -> None:
+    """A tag of an action can be moved; and a site is deployed only with a wheel that was tried."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; the extra docs has it")
+
+    read = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml")}
+    for name, text in read.items():
+        used = re.findall(r"uses: (.*)", text)
+        loose = [one for one in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+.*", one)]
+        assert used and not loose, (name, loose)
+    release = yaml.safe_load(read["release.yml"])
+    jobs = release["jobs"]
+    assert release["permissions"] == {"contents": "read"}
+    assert {name for name, job in jobs.items() if "permissions" in job} == {"deploy-site", "publish"}
+    assert all({"try", "site"} <= set(jobs[name]["needs"]) for name in ("deploy-site", "publish"))

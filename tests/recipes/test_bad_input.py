@@ -158,7 +158,11 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --resume --out run --set dim=64", "--resume: --set is dim=64, the run in run has dim=32"),
         ("pretrain --resume --out run --config base", "--resume: --config is base, the run in run has small; drop"),
         ("pretrain --resume --out run --tokenizer mine.json", "--tokenizer is mine.json, the run in run has none;"),
-        ("pretrain --resume --out run --steps 9", "--resume: --steps is 9, the run in run has 4; drop --steps, or"),
+        (
+            "pretrain --resume --out run --steps 9",
+            "--resume: --steps is 9, the run in run has 4; drop --steps, or "
+            "start a new run with another --out and --base run, which trains on from its weights",
+        ),
         (f"pretrain {SHAPE} --data text.txt --steps 1 --out run", "run already holds a run; continue it with --resume"),
         (f"pretrain {SHAPE} --data text.txt --steps 1 --out text.txt", "cannot write in text.txt: File exists; choose"),
     ],

@@ -13,6 +13,7 @@ import pytest
 from tinyforge import checkpoint
 from tinyforge.data.world import documents
 from tinyforge.errors import UserError
+from tinyforge.formats import open_model
 from tinyforge.recipes import pretrain, sft
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train.batches import Replayed
@@ -84,7 +85,24 @@ def test_a_fine_tuned_teacher_brings_what_its_base_has_read(folder: Path) -> Non
     assert meta["inputs"] == hashes("text.txt", "good.json", "read.txt")
     assert sft.main([*TUNED.replace("teacher-1", "tuned").split(), "--out", "again"]) == 0
     meta = checkpoint.read_meta(checkpoint.latest(Path("again")))
-    assert meta["base"]["inputs"] == hashes("good.json", "read.txt")
+    before = checkpoint.read_meta(checkpoint.latest(Path("tuned")))
+    assert meta["base"] == before["base"] and meta["base"]["inputs"] == hashes("read.txt")
+    assert [(one["kind"], one["inputs"], one["step"]) for one in meta["stages"]] == [("sft", hashes("good.json"), 4)]
+    assert open_model(Path("again")).inputs() == hashes("good.json", "read.txt")
+
+
+def test_a_tuning_of_a_tuned_model_keeps_its_stages_when_it_goes_on(folder: Path) -> None:
+    for name, base in (("first", "teacher-1"), ("second", "first"), ("third", "second")):
+        flags = f"{TUNED.replace('teacher-1', base)} --save-every 2 --card --out {name}"
+        assert sft.main(flags.split()) == 0
+    noted, made = checkpoint.read_meta(checkpoint.latest(Path("third"))), weights("third")
+    assert [one["settings"]["out"] for one in noted["stages"]] == ["first", "second"]
+    assert noted["base"]["settings"]["out"] == "teacher-1"
+    assert Path("third/README.md").read_text().count("python recipes/sft.py") == 3
+    shutil.rmtree("third/step-00000004")
+    assert sft.main(["--resume", "--out", "third"]) == 0
+    again = checkpoint.read_meta(checkpoint.latest(Path("third")))
+    assert (again["base"], again["stages"]) == (noted["base"], noted["stages"]) and weights("third") == made
 
 
 def test_a_run_from_a_base_brings_what_that_has_read(folder: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.serve.conftest import Running, running
-from tests.serve.test_tools import HERMES, TOOLS, client_of
+from tests.serve.test_tools import HERMES, client_of
 from tinyforge.formats import Loaded
 from tinyforge.infer.grammar import After, Grammars
 from tinyforge.serve.tools import CallReader, Event, ThoughtReader
@@ -172,8 +172,11 @@ def test_thoughts_in_the_other_protocols(server: Running) -> None:
 
 def test_forced_calls_come_after_thoughts(server: Running) -> None:
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    asked = {**THINKING, "tools": TOOLS, "tool_choice": "required", "max_tokens": 99}
+    schema = {"type": "object", "properties": {"place": {"enum": ["here"]}}, "required": ["place"]}
+    look = {"type": "function", "function": {"name": "look", "parameters": {**schema, "additionalProperties": False}}}
+    asked = {**THINKING, "tools": [look], "tool_choice": "required", "max_tokens": 99}
     called = client_of(server).chat.completions.create(**asked, extra_body=off).choices[0].message
-    assert json.loads(called.tool_calls[0].function.arguments) is not None and not hasattr(called, "reasoning_content")
+    assert json.loads(called.tool_calls[0].function.arguments) == {"place": "here"}
+    assert not hasattr(called, "reasoning_content")
     free = client_of(server).chat.completions.create(**{**asked, "max_tokens": 9}).choices[0].message
     assert free.reasoning_content and not free.tool_calls

@@ -99,8 +99,9 @@ class Opened:
         )
 
     def inputs(self) -> list[str]:
-        """SHA-256 of each file of text that the model, or its base, has learned from, as far as it is known."""
-        return [str(digest) for run in (self.meta, self.meta.get("base", {})) for digest in run.get("inputs", ())]
+        """SHA-256 of each file of text that the model, or one before it, has learned from, as far as it is known."""
+        runs = (self.meta, *reversed(self.meta.get("stages", ())), self.meta.get("base", {}))
+        return list(dict.fromkeys(str(digest) for run in runs for digest in run.get("inputs", ())))
 
     def fingerprint(self) -> str:
         """SHA-256 of the weights in float32 under our names, in hexadecimal; the format does not matter."""

@@ -69,8 +69,8 @@ or in Python:
 USE = """The model is for learning how a language model is made, and for experiments with small models. Do not use it
 for advice or facts: nothing was done to make it truthful, polite or safe."""
 WORLD = """It knows only the small world of `data/world.py`: a few dozen patterns of English sentences about people,
-things, places and small numbers. Asked about anything else, it answers in the same patterns, wrongly. That file
-generates its training text, which contains no personal data."""
+things, places and small numbers. Fine-tuned, it declines most other requests (`data/talk.py`), and answers some in
+the same patterns, wrongly. These files generate its training text, which contains no personal data."""
 COMMANDS = {kind: f"python recipes/{kind}.py" for kind in ("pretrain", "sft", "dpo", "grpo", "classify")}
 OWN = """It was trained only on the text named below and repeats that text's errors and opinions. At this size it states
 falsehoods fluently. Do not rely on anything it says."""

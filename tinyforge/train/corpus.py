@@ -98,8 +98,11 @@ def summarise(name: str, licence: str, share: float, train: Part, val: Part) -> 
 QUOTES = '"“”«»„`'
 
 
-def opening_of(text: str) -> str:
-    """The first words of a document for the model to continue, up to a quotation mark, which a shell would read."""
+def opening_of(text: str, cut: bool = False) -> str:
+    """The first words of a document for the model to continue, up to a quotation mark, which a shell would read. cut:
+    the text may begin within a word; its next sentence is taken, or its next word."""
+    if cut and (begun := re.search(r"[.!?][^\w\s]*\s+(?=\S)", text[:200]) or re.search(r"\s+(?=\S)", text[:200])):
+        text = text[begun.end() :]
     text = text.lstrip(QUOTES)
     words = text[:40].rsplit(" ", 1)[0] or text[:40]
     plain = re.split(f"[{QUOTES}]", words)[0].rstrip(" ,")
@@ -300,7 +303,8 @@ def corpus_of_text(
     parts = (HeldOut("text", PackedTokens(streams[1], length, config.prediction_heads, settings.seed, mask), 1),)
     name, licence = ("text", NOT_STATED) if settings.data else ("the built-in world", "MIT")
     summary = (summarise(name, licence, 1.0, train, val),)
-    return Corpus(tokenizer, data, train.tokens, parts, opening_of(held_out[0]), fingerprint(streams[0]), summary)
+    opening = opening_of(held_out[0], cut=len(training) + len(held_out) > documents)
+    return Corpus(tokenizer, data, train.tokens, parts, opening, fingerprint(streams[0]), summary)
 
 
 def _vocab_is_asked_for(settings: PretrainSettings) -> bool:

@@ -771,9 +771,11 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
         if f.metadata["changes"] == NOTHING or name not in given or getattr(stored, name) == given[name]:
             continue
         if f.metadata["changes"] == LEARNING:
+            longer = name in ("steps", "minutes") and hasattr(stored, "base")
+            on = f" and --base {shlex.quote(str(out))}, which trains on from its weights" if longer else ""
             raise UserError(
                 f"--resume: {_flag(f)} is {_typed(given[name])}, the run in {out} has {_typed(getattr(stored, name))}; "
-                f"drop {_flag(f)}, or start a new run with another --out"
+                f"drop {_flag(f)}, or start a new run with another --out{on}"
             )
     if not gpu_is_there():  # the run was begun on another machine
         stored = replace(stored, device=None)

@@ -126,18 +126,23 @@ def run_metadata(loaded: Loaded, base: Opened, backend: Backend, settings: TuneS
     return noted
 
 
-def provenance(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
-    """The history of an alignment run: the model it started from, by relative path and hash; the pretraining run; the
-    stages in between; and the hashes of all training files, its own `inputs` included."""
+def stages_before(base: Opened, resumed: bool = False) -> dict[str, Any]:
+    """The runs before this one: the pretraining run as "base" and the tunings since then as "stages". With `resumed`
+    the base is the run itself, stopped, which has noted them."""
+    if resumed:
+        return {key: base.meta[key] for key in ("base", "stages") if key in base.meta}
     kept = {key: base.meta[key] for key in OF_BASE if key in base.meta}
-    noted = {
-        "reference": {"base": hub.reference(base.path, out), "sha256": base.fingerprint()},
-        "inputs": [*inputs, *base.meta.get("inputs", ())],
-    }
     if "base" not in base.meta:
-        return {**noted, "base": kept}
+        return {"base": kept}
     stages = [*base.meta.get("stages", ()), {"kind": base.meta["kind"], **kept}]
-    return {**noted, "base": base.meta["base"], "stages": stages}
+    return {"base": base.meta["base"], "stages": stages}
+
+
+def provenance(base: Opened, out: Path, inputs: Sequence[str]) -> dict[str, Any]:
+    """The history of an alignment run: the model it started from, by relative path and hash, the runs before it, and
+    the hashes of its own training files."""
+    reference = {"base": hub.reference(base.path, out), "sha256": base.fingerprint()}
+    return {"reference": reference, "inputs": list(inputs), **stages_before(base)}
 
 
 def print_next_steps(settings: TuneSettings, with_card: bool) -> None:
