@@ -226,8 +226,12 @@ class Op(Kernels):
             raise ValueError(f"{self.name}: an input of shape {x.shape}, expected {shape}")
 
     def expect_ids(self, ids: Array, rows: int, lowest: int = 0) -> None:
-        """Raise IndexError for ids below `lowest` or of `rows` and more. Ids on a GPU are not read: that would wait
-        for the device."""
+        """Raise TypeError for what is no array of integers, IndexError for ids below `lowest` or of `rows` and more.
+        The values of ids on a GPU are not read: that would wait for the device."""
+        dtype = getattr(ids, "dtype", None)
+        if dtype is None or dtype.kind not in "iu":
+            given = type(ids).__name__ if dtype is None else dtype
+            raise TypeError(f"{self.name}: ids of {given}, expected an array of integers, as by backend.asarray(ids)")
         if self.backend.name == "numpy" and ids.size and not (ids.min() >= lowest and ids.max() < rows):
             where = np.unravel_index(np.argmax((ids < lowest) | (ids >= rows)), ids.shape)
             place = ", ".join(map(str, where))

@@ -332,3 +332,12 @@ def test_an_op_made_from_the_wrong_arguments_names_itself(make: Callable[[], Op]
 def test_sizes_may_be_named() -> None:
     assert ops.Linear(5, inputs=3, backend=FP64).weight.shape == (5, 3)
     assert ops.Conv2d(4, 3, size=2, backend=FP64, name="first").weight.shape == (4, 2, 2, 3)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], np.array([1.0, 2.0]), np.array([True, False])], ids=["list", "float", "bool"])
+def test_ids_are_arrays_of_integers(ids: Any) -> None:
+    table = with_buffer(ops.Embedding(Param("w", (5, 3)), FP64, "words"), FP64, np.random.default_rng(0))
+    with pytest.raises(TypeError, match="^words: ids of (list|float64|bool), expected an array of integers"):
+        table.forward(ids)
+    with pytest.raises(TypeError, match="^CrossEntropy: ids of"):
+        ops.CrossEntropy(FP64).forward(np.ones((2, 7)), ids)
