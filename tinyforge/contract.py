@@ -22,6 +22,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -80,19 +81,50 @@ def gradients_of(inputs: Sequence[Any], grads: Any) -> tuple[Any, ...]:
 def violations(kind: type[Op], backend: Backend, seed: int = 0) -> Iterator[str]:
     """A sentence for each rule that an op breaks: the first time that one of its cases shows it."""
     said: set[str] = set()
-    rows = 0
+    rows, takes_inputs = 0, False  # without inputs there are no rows
     for op, inputs in kind.cases(backend, np.random.default_rng(seed)):
-        rows = max(rows, *(_rows(x) for x in inputs), 0)
+        if not isinstance(inputs, tuple | list):
+            raise ContractError(
+                f"{kind.__name__}: cases: one yields {type(inputs).__name__} for the inputs; yield a tuple: op, (x,)"
+            )
+        rows, takes_inputs = max(rows, *(_rows(x) for x in inputs), 0), takes_inputs or bool(inputs)
         for sentence in _of_case(op, inputs, np.random.default_rng(seed)):
             if (rule := sentence.split(":")[0]) not in said:
                 said.add(rule)
                 yield sentence
-    if rows < 2:
+    if rows < 2 and takes_inputs:
         yield "cases: none has two rows; yield one, since some faults show only between rows"
     if not said and backend.precision.name == "fp64":
         yield from _other_precisions(kind, backend, seed)
         if backend.name == "numpy":
             yield from _memory(kind, backend, seed)
+
+
+def fewer_rows(op: Op, inputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """The inputs with one row less, and with one alone, if all have as many: even numbers become odd ones. Without
+    those for which forward raises an error."""
+    rows = {x.shape[0] if x.shape else 0 for x in inputs}
+    for count in {1, max(rows) - 1} if len(rows) == 1 and max(rows) > 1 else ():
+        fewer = tuple(x[:count].copy() for x in inputs)
+        if _accepts(op, fewer):
+            yield fewer
+
+
+def repeated_ids(op: Op, inputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """The inputs with the integers of the first row in each, if all have as many rows and forward raises no error."""
+    rows = {x.shape[0] if x.shape else 0 for x in inputs}
+    if len(rows) == 1 and max(rows) > 1 and any(x.dtype.kind in "iu" for x in inputs):
+        repeated = tuple(x[[0] * len(x)] if x.dtype.kind in "iu" else x.copy() for x in inputs)
+        if _accepts(op, repeated):
+            yield repeated
+
+
+def _accepts(op: Op, inputs: Sequence[Any]) -> bool:
+    try:
+        op.forward(*[x.copy() for x in inputs])
+    except Exception:  # a case that the op does not claim to have
+        return False
+    return True
 
 
 def _rows(x: Array) -> int:
@@ -109,7 +141,11 @@ class _Run:
     params: dict[str, np.ndarray]
 
     def all(self) -> list[np.ndarray]:
-        return [*self.outputs, *(dx for dx in self.inputs if dx is not None), *self.params.values()]
+        return [*self.outputs, *self.kept(), *self.params.values()]
+
+    def kept(self) -> list[np.ndarray]:
+        """The gradients of the inputs that have one."""
+        return [dx for dx in self.inputs if dx is not None]
 
 
 class _Case:
@@ -118,9 +154,8 @@ class _Case:
     def __init__(self, op: Op, inputs: Sequence[Any], rng: np.random.Generator) -> None:
         self.op, self.inputs, self.host = op, inputs, op.backend.to_numpy
         self.broken: set[str] = set()
-        self.upstream = tuple(
-            op.backend.asarray(rng.normal(size=y.shape), y.dtype) for y in outputs_of(op, inputs, Stash())
-        )
+        self.values = self.copies([p.value for p in op.params()])  # before anything has run: a write may be idempotent
+        self.upstream = tuple(op.backend.asarray(rng.normal(size=y.shape), y.dtype) for y in self.forward(Stash()))
 
     def learned(self) -> list[Param]:
         return [p for p in self.op.params() if not p.frozen]
@@ -154,8 +189,8 @@ class _Case:
             return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
         return self.near(a, b)
 
-    def near(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
-        return all(_distance(x, y) <= 1e-11 for x, y in zip(a, b, strict=True))
+    def near(self, a: Sequence[Any], b: Sequence[Any], tolerance: float = 1e-11) -> bool:
+        return all(_distance(x, y) <= tolerance for x, y in zip(a, b, strict=True))
 
 
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:
@@ -200,17 +235,20 @@ def _global_state() -> dict[str, str]:
 
 
 def _held(op: Op) -> list[Param]:
-    """Every Param that can be reached from the attributes of an op, through other ops and containers."""
+    """Every Param that can be reached from the attributes of an op, through other objects and containers."""
     found: dict[int, Param] = {}
     seen: set[int] = set()
 
     def visit(value: Any) -> None:
         if isinstance(value, Param):
             found[id(value)] = value
-        elif id(value) not in seen and isinstance(value, (Op, list, tuple, dict)):
+        elif id(value) not in seen and not isinstance(value, (Backend, type, ModuleType)):
             seen.add(id(value))
-            parts = vars(value).values() if isinstance(value, Op) else value
-            for part in list(parts.values() if isinstance(parts, dict) else parts):
+            if isinstance(value, (list, tuple, set, frozenset)):
+                parts = list(value)
+            else:
+                parts = list((value if isinstance(value, dict) else getattr(value, "__dict__", {})).values())
+            for part in parts:
                 visit(part)
 
     visit(op)
@@ -234,7 +272,7 @@ def _untouched(case: _Case, rng: np.random.Generator) -> Iterator[str]:
         **{f"input {i}": x for i, x in enumerate(case.inputs)},
         **{f"parameter {p.name}": p.value for p in op.params()},
     }
-    before = dict(zip(arrays, case.copies(list(arrays.values())), strict=True))
+    before = dict(zip(arrays, [*case.copies(case.inputs), *case.values], strict=True))
 
     def changed(where: str) -> Iterator[str]:
         for name, copy in before.items():
@@ -279,6 +317,27 @@ def _gradients(case: _Case, rng: np.random.Generator) -> Iterator[str]:
         if not all(_distance(dx / scale, expected) <= 1e-11 for dx, expected in pairs):
             yield f"they are not linear in dy: {scale:g} dy gives something else than {scale:g} times the gradients"
             return
+    whole = first.all()[len(first.outputs) :]
+    parts: dict[str, Callable[[Any], Any]] = {"with every second row 0": _odd_rows, "less its mean": _less_mean}
+    for what, part in parts.items():
+        some = [part(d) if d.dtype.kind == "f" else d for d in case.upstream]
+        rest = [d - s if d.dtype.kind == "f" else d for d, s in zip(case.upstream, some, strict=True)]
+        grads = [case.run(dy=dy).all()[len(first.outputs) :] for dy in (some, rest)]
+        sums = [a + b for a, b in zip(*grads, strict=True)]
+        if not case.near(sums, whole, 1e-6):  # what rounds to float32 is seen by its error
+            yield f"they are not linear in dy: those of dy {what} and of the rest do not add up to those of dy"
+            return
+
+
+def _odd_rows(d: Any) -> Any:
+    rows = d.copy()
+    if d.shape:
+        rows[::2] = 0
+    return rows
+
+
+def _less_mean(d: Any) -> Any:
+    return d - d.mean() if d.size else d.copy()
 
 
 def _stash(case: _Case, rng: np.random.Generator) -> Iterator[str]:
@@ -288,7 +347,10 @@ def _stash(case: _Case, rng: np.random.Generator) -> Iterator[str]:
     if next(owner for owner, _ in [*stash, (None, ())]) is not stranger:
         yield "forward takes a record that another op has pushed"
         return
-    case.backward(stash)
+    for p in case.learned():
+        p.grad[...] = 0
+    dx = [d for d in case.backward(stash) if d is not None]
+    found = case.copies([*dx, *(p.grad for p in case.learned())])
     owners = [owner for owner, _ in stash]
     if owners != [stranger]:
         left = len(owners) - (stranger in owners)
@@ -296,6 +358,17 @@ def _stash(case: _Case, rng: np.random.Generator) -> Iterator[str]:
         return
     if case.broken & {"untouched", "gradients", "accumulation"}:
         return
+    run = case.run()
+    alone = run.all()[len(run.outputs) :]
+    if not case.near(found, alone):
+        yield "with another op's record on it backward gives other gradients; read what you have pushed alone"
+        return
+    for fewer in fewer_rows(case.op, case.inputs):
+        outputs_of(case.op, fewer, Stash())
+        again = case.run()
+        if not case.near(again.all(), run.all()):
+            yield f"after a forward pass on {_rows(fewer[0])} rows a pass gives other results; keep no state in the op"
+            return
     other, twice, one, two = _moved(case, rng), [2 * d for d in case.upstream], Stash(), Stash()
     runs, dys = (case.run(), case.run(other, twice)), (case.upstream, twice)
     sums = [runs[0].params[p.name] + runs[1].params[p.name] for p in case.learned()]
@@ -367,7 +440,7 @@ def _frozen_like(case: _Case, expected: _Run) -> Iterator[str]:
     names = ", ".join(p.name for p in case.op.params() if p.frozen)
     if not case.near(found.outputs, expected.outputs):
         yield f"with {names} frozen forward gives another result"
-    elif not case.near(*([d for d in run.inputs if d is not None] for run in (found, expected))):
+    elif not case.near(found.kept(), expected.kept()):
         yield f"with {names} frozen the gradients of the inputs are others"
     elif not case.near([found.params[name] for name in left], list(left.values())):
         yield f"with {names} frozen the gradients of the other parameters are others"
@@ -483,7 +556,7 @@ def _difference(low: tuple[Op, Sequence[Any]], exact: Op, tolerance: float, rng:
     inputs = [op.backend.asarray(host(x)) if x.dtype == np.float64 else x for x in low[1]]
     for p, q in zip(op.params(), exact.params(), strict=True):
         q.value[...] = exact.backend.asarray(host(p.value).astype(np.float64))
-    rounded = [x if x.dtype.kind == "i" else exact.backend.asarray(host(x).astype(np.float64)) for x in inputs]
+    rounded = [x if x.dtype.kind in "iub" else exact.backend.asarray(host(x).astype(np.float64)) for x in inputs]
     cases = _Case(op, inputs, rng), _Case(exact, rounded, rng)
     cases[1].upstream = tuple(
         exact.backend.xp.asarray(host(d).astype(np.float64) if d.dtype.kind != "i" else host(d))
@@ -514,7 +587,10 @@ def _memory(kind: type[Op], backend: Backend, seed: int) -> Iterator[str]:
     try:
         pairs = zip(*(kind.cases(b, np.random.default_rng(seed)) for b in (backend, meta)), strict=True)
         for (op, inputs), (other, _) in pairs:
-            empty, stash, stash_of_meta = [meta.asarray(x) for x in inputs], *(Stash(Stream(7, "memory")) for _ in "12")
+            empty, stash, stash_of_meta = (
+                [meta.asarray(x, None if x.dtype.kind == "f" else x.dtype) for x in inputs],
+                *(Stash(Stream(7, "memory")) for _ in "12"),
+            )
             real = [(y.shape, str(y.dtype)) for y in outputs_of(op, inputs, stash)]
             y = outputs_of(other, empty, stash_of_meta)
             if (found := [(part.shape, str(part.dtype)) for part in y]) != real:

@@ -25,8 +25,9 @@ of the gradient, and the smallest error counts. A wrong gradient is wrong with e
 Refused, with a sentence: an op that breaks the contract (tinyforge/contract.py), and a gradient that is 0, up to
 rounding, in every case, since nothing shows that it is right.
 
-Each case of an op is also checked with one row fewer and with one alone, if all of its inputs have as many rows, and
-after a pass with other weights, of which it must keep nothing.
+Each case of an op is also checked with one row fewer, with one alone, and with the integers of the first row in all,
+if all of its inputs have as many rows and forward raises no error, and after a pass with other weights, of which it
+must keep nothing.
 
 Every forward runs with `Stash(noise=Stream(7, "gradcheck"))`, so that every run draws the same random numbers. A loss
 whose backward also takes one upstream number per head (`Op.per_head`) is checked both ways.
@@ -37,7 +38,7 @@ from __future__ import annotations
 import importlib
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ import numpy as np
 
 from tinyforge import ops
 from tinyforge.backends import Backend, get_backend
-from tinyforge.contract import ContractError, gradients_of, outputs_of, violations
+from tinyforge.contract import ContractError, fewer_rows, gradients_of, outputs_of, repeated_ids, violations
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.kernel import Array
 from tinyforge.model import Model
@@ -173,13 +174,6 @@ def _run_with_other_weights(op: Op, inputs: Sequence[Any]) -> None:
         p.value[...] = value
 
 
-def _fewer_rows(inputs: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """The inputs with one row less, and with one alone, if all have as many: even numbers become odd ones."""
-    rows = {x.shape[0] if x.shape else 0 for x in inputs}
-    for count in {1, max(rows) - 1} if len(rows) == 1 and max(rows) > 1 else ():
-        yield tuple(x[:count].copy() for x in inputs)
-
-
 def _noisy_stash() -> Stash:
     return Stash(noise=Stream(7, "gradcheck"))
 
@@ -231,14 +225,23 @@ def examine(
         ledger.refused += [f"{kind.__name__}: {sentence}" for sentence in violations(kind, backend, seed)]
     rng = np.random.default_rng(seed)
     found: dict[str, list[Measured]] = {}
+    frozen: set[str] = set()
+    repeats: dict[str, float] = {}
     try:
         for op, inputs in kind.cases(backend, rng):
+            frozen |= {p.name for p in op.params() if p.frozen}
             for name, measured in measure(op, inputs, rng, directions).items():
                 found.setdefault(name, []).append(measured)
-            for fewer in () if isinstance(op, Model) else _fewer_rows(inputs):
+            if isinstance(op, Model):
+                continue
+            for fewer in fewer_rows(op, inputs):
                 for name, measured in measure(op, fewer, np.random.default_rng(seed), 1).items():
                     if not measured.error <= found[name][-1].error:
                         found[name][-1] = replace(measured, size=found[name][-1].size)
+            for repeated in repeated_ids(op, inputs):
+                for name, measured in measure(op, repeated, np.random.default_rng(seed), 1).items():
+                    if not measured.error <= TOLERANCE >= found[name][-1].error:
+                        repeats[name] = measured.error
     except Exception:
         if ledger.refused:  # what it breaks is said already
             return ledger
@@ -247,6 +250,15 @@ def examine(
         ledger.refused.append(
             f"{kind.__name__}: cases: none has a parameter or a floating-point input, so no gradient was checked; "
             "yield some"
+        )
+    for name, error in repeats.items():
+        ledger.refused.append(
+            f"{kind.__name__}: cases: with integers that repeat those of the first row the gradient of {name} is "
+            f"off by {error:.0e}; correct it, or let forward raise an error for them"
+        )
+    if frozen and all(name.startswith("input ") for name in found):
+        ledger.refused.append(
+            f"{kind.__name__}: cases: every parameter is frozen in each; yield one in which {min(frozen)} is learned"
         )
     for name, of_cases in found.items():
         error = max(m.error for m in of_cases)

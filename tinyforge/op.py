@@ -211,13 +211,14 @@ class Op(Kernels):
         raise NotImplementedError(f"{type(self).__name__} has no backward")
 
     def expect(self, x: Array, width: int | None = None, *, shape: tuple[int, ...] | None = None) -> None:
-        """Raise TypeError for a float64 array where the backend's dtype is narrower, in which NumPy would go on in
-        float64; ValueError unless the last axis has `width` entries, and the array this shape. The device is not
-        asked."""
-        if x.dtype == np.float64 and self.backend.dtype != np.float64:
+        """Raise TypeError for what is no array, for one of integers, and for a float64 array where the backend's dtype
+        is narrower, in which NumPy would go on in float64; ValueError unless the last axis has `width` entries, and
+        the array this shape. The device is not asked."""
+        dtype = getattr(x, "dtype", None)
+        if dtype is None or dtype.kind in "iub" or (dtype == np.float64 and self.backend.dtype != np.float64):
             raise TypeError(
-                f"{self.name}: an input of float64, expected {self.backend.dtype.name}; convert it with "
-                "backend.asarray(x)"
+                f"{self.name}: an input of {type(x).__name__ if dtype is None else dtype}, expected an array of "
+                f"{self.backend.dtype.name}; convert it with backend.asarray(x, backend.dtype)"
             )
         if width is not None and x.shape[-1:] != (width,):
             raise ValueError(f"{self.name}: an input of shape {x.shape}, expected (..., {width})")
@@ -225,8 +226,12 @@ class Op(Kernels):
             raise ValueError(f"{self.name}: an input of shape {x.shape}, expected {shape}")
 
     def expect_ids(self, ids: Array, rows: int, lowest: int = 0) -> None:
-        """Raise IndexError for ids below `lowest` or of `rows` and more. Ids on a GPU are not read: that would wait
-        for the device."""
+        """Raise TypeError for what is no array of integers, IndexError for ids below `lowest` or of `rows` and more.
+        The values of ids on a GPU are not read: that would wait for the device."""
+        dtype = getattr(ids, "dtype", None)
+        if dtype is None or dtype.kind not in "iu":
+            given = type(ids).__name__ if dtype is None else dtype
+            raise TypeError(f"{self.name}: ids of {given}, expected an array of integers, as by backend.asarray(ids)")
         if self.backend.name == "numpy" and ids.size and not (ids.min() >= lowest and ids.max() < rows):
             where = np.unravel_index(np.argmax((ids < lowest) | (ids >= rows)), ids.shape)
             place = ", ".join(map(str, where))

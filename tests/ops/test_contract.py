@@ -151,7 +151,7 @@ def test_errors_name_the_op_the_width_the_dtype_and_the_id() -> None:
             with_buffer(op, FP64, np.random.default_rng(0)).forward(np.ones((2, 2, width)))
     linear = with_buffer(ops.Linear(Param("w", (5, 3)), fp32, "head"), fp32, np.random.default_rng(0))
     with pytest.raises(
-        TypeError, match="^head: an input of float64, expected float32; convert it with backend.asarray"
+        TypeError, match="^head: an input of float64, expected an array of float32; convert it with backend.asarray"
     ):
         linear.forward(np.ones((2, 3)))
     table = with_buffer(ops.Embedding(Param("w", (5, 3)), FP64, "words"), FP64, np.random.default_rng(0))
@@ -295,3 +295,49 @@ def test_inputs_are_taken_up_to_their_limits() -> None:
         call(right)
         with pytest.raises(ValueError, match=r"expected|the table|lengths with causal"):
             call(wrong)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ([1.0, 2.0], "^head: an input of list, expected an array of float32"),
+        (np.ones((2, 3), np.int64), "^head: an input of int64, expected an array of float32"),
+    ],
+)
+def test_lists_and_integers_are_no_activations(x: Any, message: str) -> None:
+    """NumPy would compute with integers in float64, without a word."""
+    fp32 = get_backend("numpy", "fp32", workers=1)
+    head = with_buffer(ops.Linear(5, 3, fp32, "head"), fp32, np.random.default_rng(0))
+    with pytest.raises(TypeError, match=message):
+        head.forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ops.Linear(5, 3), "^Linear: no backend, or a size too few; expected Linear.out, inputs, backend"),
+        (lambda: ops.Linear(5, FP64), "^Linear: no backend"),
+        (lambda: ops.Linear(0, 3, FP64), "^Linear: sizes .0, 3., expected whole numbers"),
+        (lambda: ops.Linear(Param("w", (5, 3))), "expected Linear.weight: Param, backend"),
+        (lambda: ops.Conv2d(4, 3, FP64), "expected Conv2d.out, inputs, size, backend"),
+        (lambda: ops.Conv2d(4, 3, -1, FP64), "^Conv2d: sizes .4, -1, -1, 3., expected whole numbers"),
+        (lambda: ops.Sequential([ops.ReLU(FP64)]), "^Sequential: argument 0 is of list, expected an op"),
+    ],
+)
+def test_an_op_made_from_the_wrong_arguments_names_itself(make: Callable[[], Op], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_sizes_may_be_named() -> None:
+    assert ops.Linear(5, inputs=3, backend=FP64).weight.shape == (5, 3)
+    assert ops.Conv2d(4, 3, size=2, backend=FP64, name="first").weight.shape == (4, 2, 2, 3)
+
+
+@pytest.mark.parametrize("ids", [[1, 2], np.array([1.0, 2.0]), np.array([True, False])], ids=["list", "float", "bool"])
+def test_ids_are_arrays_of_integers(ids: Any) -> None:
+    table = with_buffer(ops.Embedding(Param("w", (5, 3)), FP64, "words"), FP64, np.random.default_rng(0))
+    with pytest.raises(TypeError, match="^words: ids of (list|float64|bool), expected an array of integers"):
+        table.forward(ids)
+    with pytest.raises(TypeError, match="^CrossEntropy: ids of"):
+        ops.CrossEntropy(FP64).forward(np.ones((2, 7)), ids)

@@ -6,6 +6,7 @@ All are y = x * w (broadcast over rows), right but for one line.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -629,6 +630,149 @@ class WritesToItsStash(Right):
         dx = super().backward(dy, stash)
         x *= 0.5
         return dx
+
+
+@wrong("untouched: forward writes to parameter w")
+class WritesOnce(Right):
+    """The second write changes nothing."""
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        np.abs(self.weight.value, out=self.weight.value)
+        return super().forward(x, stash)
+
+
+@wrong("stash: after a forward pass on . rows a pass gives other results")
+class KnowsTheShapeBefore(Right):
+    last: Any = None
+    before: Any = None
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        self.before, self.last = self.last, x.shape
+        return super().forward(x, stash)
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        return super().backward(dy, stash) * (1 if self.before in (None, self.last) else 2)
+
+
+@wrong("stash: with another op's record on it backward gives other gradients")
+class CountsTheStash(Right):
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        return len(stash) * super().backward(dy, stash)
+
+
+@wrong("gradients: they are not linear in dy: those of dy with every second row 0")
+class WrongAtZeroRows(Right):
+    """Those of a masked loss."""
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        return super().backward(dy, stash) + (dy == 0).all(axis=-1, keepdims=True)
+
+
+@wrong("gradients: they are not linear in dy: those of dy less its mean")
+class WrongWhereTheSumIsZero(Right):
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        return super().backward(dy, stash) * (2 if abs(dy.sum()) < 1e-9 else 1)
+
+
+@wrong("parameters: the op holds hidden")
+class HidesInAnObject(Right):
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.box = SimpleNamespace(hidden={Param("hidden", (4,))})
+
+
+@wrong("cases: every parameter is frozen in each; yield one in which b is learned")
+class AlwaysFrozen(Right):
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.weight.frozen = self.bias.frozen = True
+
+
+@wrong("cases: one yields ndarray for the inputs")
+class NoTuple(Right):
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, Any]]:
+        for op, (x,) in super().cases(backend, rng):
+            yield op, x
+
+
+@wrong("cases: with integers that repeat those of the first row the gradient of w is off by")
+class Lookup(Op):
+    """y = w[ids]. Its case hides that ids may repeat."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self.weight = Param("w", (4,))
+
+    def forward(self, ids: Array, stash: Stash | None = None) -> Array:
+        if stash is not None:
+            stash.push(self, ids)
+        return self.weight.value[ids]
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        (ids,) = stash.pop(self)
+        if self.weight.grad is not None:
+            self.weight.grad[ids] += dy
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        yield with_buffer(cls(backend), backend, rng), (np.array([3, 1]),)
+
+
+class CheckedLookup(Lookup):
+    """Right: it says what it does not do."""
+
+    def forward(self, ids: Array, stash: Stash | None = None) -> Array:
+        if len(set(ids.tolist())) < len(ids):
+            raise ValueError("repeated ids")
+        return super().forward(ids, stash)
+
+
+class Masked(Op):
+    """Right: a permutation of rows, which one row less is not, and booleans."""
+
+    def forward(self, x: Array, order: Array, keep: Array, stash: Stash | None = None) -> Array:
+        if sorted(order.tolist()) != list(range(len(x))):
+            raise ValueError("no permutation")
+        if stash is not None:
+            stash.push(self, order, keep)
+        return x[order] * keep[:, None]
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        order, keep = stash.pop(self)
+        return (dy * keep[:, None])[np.argsort(order)], None, None
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        yield cls(backend), (backend.asarray(rng.normal(size=(3, 4))), np.array([1, 2, 0]), np.array([1, 1, 0], bool))
+
+
+class Constant(Right):
+    """Right: a learned array, without any input."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        del self.bias
+
+    def forward(self, stash: Stash | None = None) -> Array:  # type: ignore[override]
+        if stash is not None:
+            stash.push(self)
+        return self.weight.value.copy()
+
+    def backward(self, dy: Array, stash: Stash) -> Any:
+        stash.pop(self)
+        if self.weight.grad is not None:
+            self.weight.grad += dy
+        return ()
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        yield with_buffer(cls(backend), backend, rng), ()
+
+
+@pytest.mark.parametrize("kind", [CheckedLookup, Masked, Constant])
+def test_unusual_ops_that_are_right_pass(kind: type[Op]) -> None:
+    assert all(row.error <= TOLERANCE for row in check_op(kind, FP64))
 
 
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)

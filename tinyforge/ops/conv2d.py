@@ -12,7 +12,7 @@ from tinyforge.backends.meta import empty
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.linear import made
+from tinyforge.ops.linear import made, sizes_of
 from tinyforge.params import with_buffer
 
 Shape = tuple[int, ...]
@@ -206,9 +206,10 @@ class Conv2d(Op):
         **named: Any,
     ) -> None:
         """(weight: Param, backend, name, bias=Param or None), or (out, inputs, size, backend, name, bias=True)."""
-        (inputs, size), rest = ((0, 0), rest) if isinstance(weight, Param) else (rest[:2], rest[2:])
+        sizes, rest = sizes_of(type(self).__name__, weight, rest, named, ("inputs", "size"))
         super().__init__(*rest, **named)
         if not isinstance(weight, Param):
+            inputs, size = sizes
             weight, bias = made(self, (weight, size, size, inputs), bias is None or bool(bias))
         if len(weight.shape) != 4 or stride < 1 or padding < 0:
             raise ValueError(

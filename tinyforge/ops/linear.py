@@ -70,9 +70,26 @@ linear_bwd.on("meta")(lambda dy, weight: empty((*dy.shape[:-1], weight.shape[1])
 
 def made(op: Op, shape: tuple[int, ...], bias: bool) -> tuple[Param, Param | None]:
     """The weight of an op that was made from sizes, N(0, 1 / inputs), and its bias, 0; after the op's name, if any."""
+    if not all(isinstance(n, int | np.integer) and n > 0 for n in shape):
+        raise ValueError(f"{op.name}: sizes {shape}, expected whole numbers of 1 or more")
     prefix = "" if op.name == type(op).__name__ else f"{op.name}."
     weight = Param(f"{prefix}weight", shape)
     return weight, Param(f"{prefix}bias", shape[:1], fill=0.0, decay=False) if bias else None
+
+
+def sizes_of(
+    kind: str, weight: Any, rest: tuple[Any, ...], named: dict[str, Any], sizes: tuple[str, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The sizes after the first among an op's arguments, which are taken out of `named`, and the others: from the
+    backend on. Raises TypeError without a backend or with too few sizes."""
+    if isinstance(weight, Param):
+        sizes = ()
+    given = (*rest[: len(sizes)], *(named.pop(size) for size in sizes[len(rest) :] if size in named))
+    rest = rest[len(sizes) :]
+    if len(given) < len(sizes) or not isinstance(rest[0] if rest else named.get("backend"), Backend):
+        expected = ", ".join(("weight: Param" if isinstance(weight, Param) else "out", *sizes, "backend"))
+        raise TypeError(f"{kind}: no backend, or a size too few; expected {kind}({expected})")
+    return given, rest
 
 
 class Linear(Op):
@@ -102,10 +119,10 @@ class Linear(Op):
     def __init__(self, weight: int, inputs: int, backend: Backend, name: str = "", *, bias: bool = True) -> None: ...
     def __init__(self, weight: Any, *rest: Any, bias: Any = None, **named: Any) -> None:
         """(weight: Param, backend, name, bias=Param or None), or (out: int, inputs: int, backend, name, bias=True)."""
-        inputs, rest = (0, rest) if isinstance(weight, Param) else (rest[0], rest[1:])
+        inputs, rest = sizes_of(type(self).__name__, weight, rest, named, ("inputs",))
         super().__init__(*rest, **named)
         if not isinstance(weight, Param):
-            weight, bias = made(self, (weight, inputs), bias is None or bool(bias))
+            weight, bias = made(self, (weight, *inputs), bias is None or bool(bias))
         self.weight: Param = weight
         self.bias: Param | None = bias
         weight.overwrite_grad = True

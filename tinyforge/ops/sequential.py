@@ -27,6 +27,11 @@ class Sequential(Op):
     def __init__(self, *ops: Op, name: str = "") -> None:
         if not ops:
             raise ValueError("Sequential: no op was given, expected one or more")
+        for number, op in enumerate(ops):
+            if not isinstance(op, Op):
+                raise TypeError(
+                    f"Sequential: argument {number} is of {type(op).__name__}, expected an op: Sequential(*ops)"
+                )
         super().__init__(ops[0].backend, name)
         self.ops = ops
         first: dict[Any, int] = {
