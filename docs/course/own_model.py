@@ -3,6 +3,7 @@
     python docs/course/own_model.py                   a minute of training, the loss as a picture, and a sample
     python docs/course/own_model.py --text book.txt   on your own text
     python docs/course/own_model.py --seconds 600     for longer
+    python docs/course/own_model.py --prompt "Nita "  what the trained model writes after this
 
 The model reads characters. It is NanoEuler in miniature: an embedding, two layers of attention and a small network, a
 norm, a head. Each backward below calls the function that you wrote in the lesson; where your answer is not right yet,
@@ -357,8 +358,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python docs/course/own_model.py", description="Train a model on your answers' gradients.")
     parser.add_argument("--text", type=Path, metavar="FILE", help="a text in UTF-8 (default: the built-in corpus)")
     parser.add_argument("--seconds", type=float, default=60, help="of training (default: 60)")
-    parser.add_argument("--out", type=Path, default=Path("runs/course"), help="the folder of the loss's picture")
+    parser.add_argument("--out", type=Path, default=Path("runs/course"), help="the folder of the model and its loss")
+    parser.add_argument("--prompt", metavar="TEXT", help="do not train: write on after TEXT with the model in --out")
     args = parser.parse_args(argv)
+    if args.prompt:
+        return write_on(args.out / "model.npz", args.prompt)
     text = args.text.read_text(encoding="utf-8") if args.text else "\n".join(documents("train", 2000))
     letters = sorted(set(text))
     if len(text) < 1000:
@@ -373,10 +377,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(losses) % 50 == 0:
             print(f"step {len(losses)}: loss {np.mean(losses[-50:]):.3f}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
+    np.savez(args.out / "model.npz", weights=model.weights, letters=np.array(letters))
     draw(losses, args.out / "loss.png")
     start = "\n" if "\n" in letters else text[0]
     print(f"{len(losses)} steps; the loss is drawn in {args.out / 'loss.png'}. A sample:\n")
     print("".join(letters[i] for i in sample(model, [letters.index(c) for c in start], 300)))
+    print(f'\nWith a beginning of your own: python docs/course/own_model.py --prompt "{text.split()[0]} "')
+    return 0
+
+
+def write_on(file: Path, prompt: str) -> int:
+    """Print `prompt` and 300 characters after it, by the model in `file`."""
+    if not file.is_file():
+        raise UserError(f"{file} is not there; train a model first, without --prompt")
+    with np.load(file) as saved:
+        weights, letters = saved["weights"], saved["letters"].tolist()
+    if unknown := sorted(set(prompt) - set(letters)):
+        raise UserError(f"--prompt: the model's text had no {unknown[0]!r}; use other characters")
+    model = Model(functions(say=lambda text: None), len(letters))
+    model.weights[...] = weights
+    print(prompt + "".join(letters[i] for i in sample(model, [letters.index(c) for c in prompt], 300)))
     return 0
 
 

@@ -137,9 +137,10 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("1 - lr * config.weight_decay", "1 - config.weight_decay", "the decay lacks the learning rate"),
         ("    m = ", "    grad = grad + config.weight_decay * w\n    m = ", "the decay was added to g"),
         ("(1 - config.beta1) * grad", "grad", "the factor 1 - beta1 is missing"),
+        ("return ", "m = m / (1 - config.beta1**step)\n    return ", "m was divided by 1 - beta1"),
         ("- lr * mean", "+ lr * mean", "uphill"),
         ("np.sqrt(square)", "square", "the root is missing"),
-        (" - lr * mean", " - lr * mean if step > 1 else w - lr * mean", "after step 1"),
+        (" - lr * mean", " - lr * mean if step > 1 else w - lr * mean", "w after step 3"),
     ],
     "e10_nucleus": [
         (KEPT, "(np.cumsum(p[order]) <= top_p).sum()", "`cumsum <= top_p` drops it"),

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_writing_into_an_argument_is_said_and_does_not_spoil_the_check(tmp_path:
 
 def test_the_first_wrong_entry_and_the_kind_of_error_are_said() -> None:
     report = check.Report()
-    with pytest.raises(AssertionError, match=r"dx\[0, 1\]: got 3, expected 2; relative error 5.0e-01, 1 of 2"):
+    with pytest.raises(AssertionError, match=r"dx\[0, 1\]: got 3, expected 2; relative error 3.3e-01, 1 of 2"):
         report.near("dx", np.array([[1.0, 3.0]]), np.array([[1.0, 2.0]]))
     with pytest.raises(AssertionError, match=r"dx\[1\]: got 0.5, expected 0; absolute error 5.0e-01"):
         report.near("dx", np.array([0.0, 0.5]), np.zeros(2))
@@ -130,7 +131,12 @@ def test_an_exception_is_shown_with_its_line(tmp_path: Path, capsys: pytest.Capt
     check.show("e07_online_softmax", tmp_path)
     assert capsys.readouterr().out == (
         "e07_online_softmax, line 12, `m = np.maximum(m1, m3)`: NameError: name 'm3' is not defined\n"
+        "  a hint: check.py 7 --hint\n"
     )
+    written(tmp_path, "e02_linear", text="def linear_backward(dweight, dy, x, weight):\n    return dy @ x\n")
+    check.show("e02_linear", tmp_path)
+    assert "ValueError: matmul" in (said := capsys.readouterr().out)
+    assert re.search(r"  it was given dweight \(\d, \d\), dy \(.*\), x \(.*; a hint: check.py 2 --hint\n$", said)
     (tmp_path / "e08_block.py").write_text("def block_backward(:\n", encoding="utf-8")
     check.show("e08_block", tmp_path)
     assert capsys.readouterr().out.startswith("e08_block, line 1: SyntaxError: ")
@@ -228,6 +234,12 @@ def test_the_own_model_learns_draws_its_loss_and_samples(
     printed = capsys.readouterr().out
     assert "18 of them different" in printed and len(printed.partition("A sample:\n\n")[2]) > 300
     assert (tmp_path / "run/loss.png").stat().st_size > 5000
+    assert own_model.main(["--out", str(tmp_path / "run"), "--prompt", "the sun "]) == 0
+    written_on = capsys.readouterr().out
+    assert written_on.startswith("the sun ") and len(written_on) == len("the sun ") + 301
+    for prompt, said in (("Q", "the model's text had no 'Q'"), ("t", "train a model first")):
+        with pytest.raises(check.UserError, match=said):
+            own_model.main(["--out", str(tmp_path / ("run" if prompt == "Q" else "none")), "--prompt", prompt])
     (tmp_path / "b.txt").write_text("too short", encoding="utf-8")
     with pytest.raises(check.UserError, match="at least 1000 are needed"):
         own_model.main(["--text", str(tmp_path / "b.txt")])
