@@ -149,7 +149,7 @@ def table_rows(file: IO[bytes], suffix: str, encoding: str, column: str) -> Iter
 
     The cells are separated by whatever cuts the head line so that `column` is in it, or by what a line `sep=;` names.
     """
-    csv.field_size_limit(MAX_BYTES)
+    before = csv.field_size_limit(MAX_BYTES)  # of all readers in the process
     text = io.TextIOWrapper(
         file, encoding="utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding, newline=""
     )
@@ -167,6 +167,7 @@ def table_rows(file: IO[bytes], suffix: str, encoding: str, column: str) -> Iter
     except csv.Error as error:
         raise BadRecord(f"malformed {suffix[1:]} ({error}); fix it there") from None
     finally:
+        csv.field_size_limit(before)
         text.detach()
 
 

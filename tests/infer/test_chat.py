@@ -377,7 +377,7 @@ def test_a_wrong_generation_config_is_one_line(tmp_path: Path) -> None:
         (("--prompt", "x", "--top-p", "0"), b"", b"--top-p is 0.0, expected"),
         (("--prompt", "x", "--temperature", "nan"), b"", b"--temperature is nan, expected"),
         (("--prompt", "x", "--checkpoint", "absent"), b"", b"no checkpoint in absent"),
-        (("--prompt", "x", "--weights", "int4"), b"", b"argument --weights: invalid choice: 'int4' (choose from"),
+        (("--prompt", "x", "--weights", "int3"), b"", b"argument --weights: invalid choice: 'int3' (choose from"),
     ],
 )
 def test_a_fault_is_one_line(tmp_path: Path, flags: tuple[str, ...], stdin: bytes, message: bytes) -> None:

@@ -138,7 +138,7 @@ def test_what_is_not_finished_when_the_drain_ends_is_told_so() -> None:
         (["--checkpoint", "absent"], "absent"),
         (["--deadline", "nan"], "--deadline is nan"),
         (["--adapter", "absent"], "absent"),
-        (["--weights", "int4"], "--weights: invalid choice: 'int4'"),
+        (["--weights", "int3"], "--weights: invalid choice: 'int3'"),
     ],
 )
 def test_wrong_flags_are_one_line(flags: list[str], words: str) -> None:
