@@ -92,7 +92,7 @@ def test_mambas_steps_are_spread_over_their_range() -> None:
 
 @pytest.mark.parametrize("name", ["bert", "lstm", "mamba"])
 def test_initial_values_of_its_own_are_published(name: str) -> None:
-    """After the last of them, to the copy in lower precision that products read; the others are drawn, too."""
+    """After the last of them, to the copy in lower precision that products read; the others are random, too."""
     for case, _ in models()[name].build.cases(FP64, np.random.default_rng(0)):
         model: Any = case.op if isinstance(case, WithKeywords) else case
         calls: list[str] = []
@@ -102,5 +102,5 @@ def test_initial_values_of_its_own_are_published(name: str) -> None:
         model.buffer.masters[...] = 0
         model.initialise(3)
         assert calls[-2:] == ["set", "published"]
-        drawn = [p for p in model.params() if p.std]
-        assert drawn and all(model.buffer.view(model.buffer.masters, p).any() for p in drawn)
+        random = [p for p in model.params() if p.std]
+        assert random and all(model.buffer.view(model.buffer.masters, p).any() for p in random)

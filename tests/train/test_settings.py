@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,11 +24,11 @@ from tinyforge.train.settings import (
     Teaching,
     TuneSettings,
     config_of,
+    described,
+    open_backend,
     parse,
     setting,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,14 @@ def test_what_makes_two_runs_comparable() -> None:
 def test_settings_survive_a_checkpoint() -> None:
     run = PretrainSettings(data=("a", "b"), set=("dim=32",), minutes=2.0, steps=None)
     assert PretrainSettings.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+
+
+def test_a_backend_that_is_named_asks_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listing WebGPU's adapters loads a library and drivers."""
+    monkeypatch.setattr("tinyforge.train.settings.automatic", None)
+    settings = PretrainSettings(backend="numpy", workers=1)
+    backend, settings = open_backend(settings, model=settings.model)
+    assert described(backend, settings, settings.model).startswith("backend numpy, fp32, ")
 
 
 EARLIER = {

@@ -154,7 +154,7 @@ class Settings:
     cuda_graph: str = hardware(
         "auto",
         "on: launch each step as one CUDA graph, which does not wait for a small model's, or a busy machine's, Python; "
-        "the same bits; auto: on GPUs, for language models, where memory suffices (without a value: on)",
+        "bitwise identical; auto: on GPUs, for language models, where memory suffices (without a value: on)",
         choices=("auto", "on", "off"),
         bare="on",
         formerly="capture",
@@ -834,8 +834,10 @@ def sequence_length(config: BaseConfig, settings: Settings) -> int:
 
 def described(backend: Backend, settings: Settings, model: str = "") -> str:
     """The line that a run begins with: "backend numpy (auto: CuPy finds no GPU), fp32, ..."."""
-    _, why = automatic(settings.precision, model, backend.group.size if backend.group else 1)
-    auto = f" (auto: {why})" if settings.backend == "auto" else ""
+    auto = ""
+    if settings.backend == "auto":
+        _, why = automatic(settings.precision, model, backend.group.size if backend.group else 1)
+        auto = f" (auto: {why})"
     return f"backend {backend.name}{auto}, {settings.precision}, {backend.describe()}"
 
 
@@ -859,8 +861,9 @@ def open_backend(settings: S, ranks: ProcessGroupInfo | None = None, model: str 
         workers = 1
     elif shards and workers is None:
         workers = min(shards, 1 << (cores().bit_length() - 1))
-    automatically, _ = automatic(settings.precision, model, ranks.size)
-    name = automatically if settings.backend == "auto" else settings.backend
+    name = settings.backend
+    if name == "auto":
+        name, _ = automatic(settings.precision, model, ranks.size)
     backend = get_backend(name, settings.precision, workers, device)
     if settings.cuda_graph == "on" and backend.name != "cupy":
         backend.graphs()  # refused where there are none
