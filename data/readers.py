@@ -45,10 +45,12 @@ UNREAD = {
     (".doc", ".odt", ".rtf", ".mobi"): "convert it to .txt or .docx, for instance with pandoc or LibreOffice",
     (".xls", ".xlsx", ".ods"): "export it as .csv",
     (".ppt", ".pptx"): "export it as .pdf",
+    (".wat",): "it has the addresses of pages without their text; take the .warc or .wet file",
     (".tar", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".lz4"): "unpack it, or pack it as .zip, .gz or .zst",
 }
 _PAGE_KINDS = ("text/html", "application/xhtml+xml")
 PDF_SECONDS, PDF_PAGE_SECONDS = 60, 1  # of CPU time: for a document, and more for each page
+_OLE = b"\xd0\xcf\x11\xe0"  # begins files of Microsoft Office before 2007, and encrypted ones since
 _PIECE = 2048  # packed bytes at a time: a bomb unpacks 32,000 to 1
 
 
@@ -62,6 +64,7 @@ def kind_of(name: str) -> tuple[str, str]:
     path = Path(name.lower())
     packing = path.suffix if path.suffix in PACKED else ""
     suffix = Path(path.stem).suffix if packing else path.suffix
+    suffix = WARC if suffix == ".wet" else suffix  # Common Crawl has NAME.warc.wet.gz
     for suffixes, advice in UNREAD.items():
         if suffix in suffixes:
             raise BadRecord(f"{suffix} is not read; {advice}")
@@ -276,6 +279,9 @@ def _word_part(part: Any) -> str:
 def word_text(path: Path) -> str:
     """The paragraphs and tables of a Word document, in order."""
     docx = _package("docx", "python-docx")
+    with open(path, "rb") as file:
+        if file.read(4) == _OLE:
+            raise BadRecord("is an encrypted document, or an old .doc; save it as .docx without a password")
     try:
         zip_members(path)  # refuses a bomb
         parts = docx.Document(str(path)).iter_inner_content()

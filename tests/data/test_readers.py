@@ -191,6 +191,16 @@ def test_the_pages_of_a_warc_file(tmp_path: Path, name: str) -> None:
     assert urls == [("http://host/1",), ("http://host/3",), ("http://host/4",)]
 
 
+def test_the_texts_of_a_wet_file_as_common_crawl_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("warcio")
+    body = STORY.encode()
+    head = "WARC/1.0\r\nWARC-Type: conversion\r\nWARC-Target-URI: http://host/1\r\nWARC-Record-ID: <urn:uuid:1>\r\n"
+    record = f"{head}Content-Type: text/plain\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body + b"\r\n\r\n"
+    (tmp_path / "CC-MAIN-1.warc.wet.gz").write_bytes(gzip.compress(record))
+    assert source_of(tmp_path, tmp_path / "CC-MAIN-1.warc.wet.gz") == {"1": STORY}
+    assert "without their text" in refused(tmp_path, "CC-MAIN-1.warc.wat.gz", gzip.compress(record))
+
+
 def test_word_and_pdf(tmp_path: Path) -> None:
     docx = pytest.importorskip("docx")
     pypdf = pytest.importorskip("pypdf")
@@ -201,6 +211,7 @@ def test_word_and_pdf(tmp_path: Path) -> None:
     document.add_paragraph("After it.")
     document.save(str(tmp_path / "a.docx"))
     assert source_of(tmp_path, tmp_path / "a.docx") == {"a.docx": "Before the table.\nleft | right\nAfter it."}
+    assert "without a password" in refused(tmp_path, "b.docx", b"\xd0\xcf\x11\xe0" + bytes(600))
     writer = pypdf.PdfWriter()
     writer.add_blank_page(100, 100)
     writer.write(tmp_path / "scan.pdf")
