@@ -108,14 +108,15 @@ class _Checked(io.RawIOBase):
     """The bytes of a reader, whose faults become BadRecord: a library takes an EOFError for the end."""
 
     def __init__(self, reader: Any, packing: str, faults: tuple[type[Exception], ...]) -> None:
-        self._reader, self._packing, self._faults = reader, packing, faults
+        # Of a GzipFile `read` loses what it has unpacked before the damage.
+        self._read, self._packing, self._faults = getattr(reader, "read1", reader.read), packing, faults
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            found = self._reader.read(len(buffer))
+            found = self._read(len(buffer))
         except self._faults as error:
             what = f"is a damaged or incomplete {self._packing[1:]} file"
             raise BadRecord(f"{what} ({error}); download it again") from None
@@ -203,7 +204,8 @@ def responses(file: IO[bytes]) -> Iterator[tuple[str, str, str | None, bytes | N
     library = _package("warcio.archiveiterator", "warcio")
     faults = _package("warcio.exceptions", "warcio").ArchiveLoadFailed
     try:
-        for record in library.ArchiveIterator(file):
+        # Read from the buffer, a record before the damage would be lost.
+        for record in library.ArchiveIterator(getattr(file, "raw", file)):
             kind, _, rest = ((record.http_headers and record.http_headers.get_header("Content-Type")) or "").partition(
                 ";"
             )

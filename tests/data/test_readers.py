@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import random
 import resource
 import signal
 import zipfile
@@ -311,6 +312,20 @@ def test_a_file_that_is_cut_off_or_damaged_is_refused_in_a_line(tmp_path: Path, 
     damaged = content[:200] + bytes(byte ^ 0x55 for byte in content[200:260]) + content[260:]
     for broken in (content[: len(content) // 2], damaged, b"not packed"):
         assert "damaged or incomplete" in refused(tmp_path, name, broken)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.warc.gz"])
+def test_what_stands_before_a_cut_is_kept(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("warcio")
+    if ".warc" in name:
+        content = warc_of([(f"http://host/{n}", "text/html", PAGE.encode()) for n in range(3)], True)[:-100]
+    else:
+        texts = [random.Random(n).randbytes(1000).hex() for n in range(3)]
+        lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+        content = b"".join((zstd if ".zst" in name else gzip.compress)(line) for line in lines)[:-100]
+    (tmp_path / name).write_bytes(content)
+    source = make_source(tmp_path / "out", [tmp_path / name])
+    assert source.documents == 2 and [refusal.record for refusal in source.refused] == [name]
 
 
 def test_a_bomb_takes_little_memory(tmp_path: Path) -> None:
