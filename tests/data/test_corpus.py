@@ -786,6 +786,7 @@ def test_the_same_source_twice_and_no_source(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "s", [GOOD])
     assert "twice" in fault(build_corpus, [folder, folder], tmp_path / "out")
     assert "no source folder" in fault(build_corpus, [], tmp_path / "out")
+    assert "choose another folder" in fault(build_corpus, [folder], tmp_path / "x" / ".." / "s")
 
 
 @pytest.mark.parametrize(
