@@ -25,14 +25,18 @@ from tinyforge.requirements import needs
 Spans = list[tuple[int, int]]
 
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
-# What stands for a person or a machine. Only addresses that the internet routes; a telephone number with its country,
-# or as North America writes it.
+# What stands for a person or a machine. Only addresses that the internet routes, and no versions and sections; a
+# telephone number with its country, or as North America writes it.
+_LETTERS = "A-Za-z\u00c0-\u024f\u0370-\u05ff"  # of scripts with blanks between words; others touch an address
+_W = f"{_LETTERS}0-9_"
 PRIVATE = {
-    "EMAIL": re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b"),
-    "IP": re.compile(rf"(?<![\w.-])(?:{_BYTE}\.){{3}}{_BYTE}(?![\w-]|\.\d)"),
+    "EMAIL": re.compile(
+        rf"(?<![{_W}.%+-])[{_W}.%+-]{{1,64}}@(?:[{_LETTERS}0-9-]{{1,63}}\.){{1,8}}[{_LETTERS}]{{2,24}}(?![{_W}])"
+    ),
+    "IP": re.compile(rf"(?<![{_W}.-])(?<!ersion )(?<!ection )(?<!hapter )(?:{_BYTE}\.){{3}}{_BYTE}(?![{_W}-]|\.\d)"),
     "PHONE": re.compile(
-        r"(?<![\w.+/-])(?:\+\d{1,3}(?:[ .-]?\(\d{1,4}\))?(?:[ .-]?\d){6,12}"
-        r"|(?:1[ .-])?\(\d{3}\) ?\d{3}[ .-]\d{4}|(?:1[.-])?\d{3}([.-])\d{3}\1\d{4})(?![\w-]|\.\d)"
+        rf"(?<![{_W}.+/-])(?:\+\d{{1,3}}(?:[ .-]?\(\d{{1,4}}\))?(?:[ .-]?\d){{6,12}}"
+        rf"|(?:1[ .-])?\(\d{{3}}\) ?\d{{3}}[ .-]\d{{4}}|(?:1[.-])?\d{{3}}([.-])\d{{3}}\1\d{{4}})(?![{_W}-]|\.\d)"
     ),
 }
 
@@ -57,7 +61,7 @@ _TEMPLATE_LINE = (
 _TEMPLATE = re.compile(rf"{_TEMPLATE_LINE}(?:(?:[ \t]*\n)*{_TEMPLATE_LINE})*", re.MULTILINE)
 _CELL_WORDS = 3  # of a row, on average at most; in Wikipedia 28 lines with two || of 2,244 have more, all of them prose
 _BLOB = 400  # characters of ASCII without a blank: encoded data, which the filter `blob` would drop the document for
-_BLOBS = re.compile(rf"[ \t]*[!-~]{{{_BLOB},}}")
+_BLOBS = re.compile(rf"(?<![!-~])[!-~]{{{_BLOB},}}")
 # A notice of a site: the phrases by which C4 (Raffel et al., 2020) drops lines, in a line that addresses its reader.
 _NOTICE_SIGNS = (
     "ookie",

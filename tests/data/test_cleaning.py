@@ -73,6 +73,12 @@ def test_the_functions_of_a_template_are_debris_and_other_lines_with_its_signs_a
         assert debris(other) == []
 
 
+def test_debris_of_a_hostile_text_is_found_in_linear_time() -> None:
+    lines = ("#if:\n" + "   \n" * 50, "\n | \n}}", "#if: {{", " |", "||")
+    for piece in (*lines, " " * 1000, "a" * 399 + " ", "{{a|", "[[File:a"):
+        debris("#if:\n" + "b" * 400 + piece * (200_000 // len(piece)))
+
+
 def test_encoded_data_is_cut_out_of_an_article_and_the_rest_judged(tmp_path: Path) -> None:
     rng, blob = random.Random(9), "iVBORw0KGgo=" * 40
     assert debris("a" * 399) == [] == debris(f"{'a' * 399} {'b' * 399}\n{'c' * 399}") == debris("\u4e00" * 500)
@@ -80,9 +86,9 @@ def test_encoded_data_is_cut_out_of_an_article_and_the_rest_judged(tmp_path: Pat
     sources = [write_source(tmp_path / "s", [f"{text}\n![A picture](data:image/png;base64,{blob})\nThe end.", blob])]
     build_corpus(sources, tmp_path / "out", Settings(val_share=0.0), workers=1)
     [(first, cut), (second, _)] = rows(tmp_path / "out", "dropped, cut_bytes")
-    assert (first, second) == (None, "too-short") and cut == len(f" picture](data:image/png;base64,{blob})")
+    assert (first, second) == (None, "too-short") and cut == len(f"picture](data:image/png;base64,{blob})")
     [kept] = texts_of(tmp_path / "out", "train").values()
-    assert kept == f"{text}\n![A\nThe end."
+    assert kept == f"{text}\n![A \nThe end."
 
 
 def test_notices_of_sites_are_debris_and_texts_about_them_are_not() -> None:
