@@ -782,6 +782,16 @@ def test_a_bad_argument_is_one_line(tmp_path: Path, keywords: dict[str, Any], wo
     assert all(word in message for word in words), message
 
 
+def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
+    source, script = write_source(tmp_path / "s", [GOOD]), tmp_path / "own.py"
+    call = f"build_corpus([Path({str(source)!r})], Path({str(tmp_path / 'out')!r}), workers=2)"
+    script.write_text(f"from pathlib import Path\nfrom tinyforge.data.corpus import build_corpus\n{call}\n")
+    found = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (
+        found.returncode == 1 and "a worker ended early" in found.stderr.splitlines()[-1] and "__main__" in found.stderr
+    )
+
+
 def test_the_same_source_twice_and_no_source(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "s", [GOOD])
     assert "twice" in fault(build_corpus, [folder, folder], tmp_path / "out")
