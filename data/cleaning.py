@@ -60,6 +60,10 @@ _TEMPLATE_LINE = (
 )
 _TEMPLATE = re.compile(rf"{_TEMPLATE_LINE}(?:(?:[ \t]*\n)*{_TEMPLATE_LINE})*", re.MULTILINE)
 _CELL_WORDS = 3  # of a row, on average at most; in Wikipedia 28 lines with two || of 2,244 have more, all of them prose
+_OR = re.compile(  # `||` of a program
+    r"[;{]\s*$|&&|[=!<>]=|\$\w|\([^()\n|]*\|\|[^()\n]*\)|^\s*(?:if|elif|else|while|return|assert)\b"
+    r"|\|\|\s*(?:exit|return|echo|true|false|die)\b"
+)
 _BLOB = 400  # characters of ASCII without a blank: encoded data, which the filter `blob` would drop the document for
 _BLOBS = re.compile(rf"(?<![!-~])[!-~]{{{_BLOB},}}")
 # A notice of a site: the phrases by which C4 (Raffel et al., 2020) drops lines, in a line that addresses its reader.
@@ -174,7 +178,9 @@ def debris(text: str) -> Spans:
 
 
 def _is_row(line: str) -> bool:
-    """Whether a line with `||` has cells, not a sentence with norms such as ||x||."""
+    """Whether a line with `||` has cells, and is no sentence with norms such as ||x||, nor a line of a program."""
+    if _OR.search(line):
+        return False
     words, cells = len(line.split()), line.count("||") + 1
     return words <= _CELL_WORDS * cells and not (words > cells and line.rstrip().endswith((".", ":", ",")))
 

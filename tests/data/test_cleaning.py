@@ -60,8 +60,16 @@ def test_rows_of_tables_templates_and_links_to_files_are_debris() -> None:
     assert debris("a | b and [x] stay") == []
 
 
-def test_a_sentence_with_norms_is_no_row_of_a_table() -> None:
+def test_sentences_with_norms_and_programs_are_no_rows_of_tables() -> None:
     prose = "This implies that ||x|| = ||x*||, and that the norm ||xx*|| is its square.\n"
+    for line in (
+        "return a || b || c;",
+        "x = (a || b || c)",
+        "make || cmake || exit 1",
+        "if a || b || c",
+        "a == 1 || b || c",
+    ):
+        assert debris(f"{line}\n") == []
     assert debris(prose) == [] and without(f"{prose}1||2||3 or 4\n", debris(f"{prose}1||2||3 or 4\n")) == prose
 
 
@@ -76,7 +84,7 @@ def test_the_functions_of_a_template_are_debris_and_other_lines_with_its_signs_a
 def test_debris_of_a_hostile_text_is_found_in_linear_time() -> None:
     lines = ("#if:\n" + "   \n" * 50, "\n | \n}}", "#if: {{", " |", "||")
     for piece in (*lines, " " * 1000, "a" * 399 + " ", "{{a|", "[[File:a"):
-        debris("#if:\n" + "b" * 400 + piece * (200_000 // len(piece)))
+        debris("#if:\n(" + "b" * 400 + piece * (200_000 // len(piece)))
 
 
 def test_encoded_data_is_cut_out_of_an_article_and_the_rest_judged(tmp_path: Path) -> None:
