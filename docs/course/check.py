@@ -62,6 +62,7 @@ class Report:
     def call(self, function: Any, *given: Any, into: Sequence[int] = ()) -> Any:
         """function(*given) on copies; notes an array that it changes. Those at the places `into` are to be changed."""
         names = function.__code__.co_varnames if hasattr(function, "__code__") else ()
+        names = names[1:] if hasattr(function, "__self__") else names
         passed = [a.copy() if isinstance(a, np.ndarray) and i not in into else a for i, a in enumerate(given)]
         try:
             with np.errstate(all="ignore"):  # said in words where the result is not finite
@@ -107,6 +108,19 @@ class Report:
             f"{wrong.sum()} of {wrong.size} entries are wrong{cause(got, expected, faults or {})}"
             + "".join(f".\n  Also, {note}" for note in self.notes)
         )
+
+
+def three(result: Any, names: str) -> list[Any]:
+    """result, if it is three things."""
+    if isinstance(result, (tuple, list)) and len(result) == 3:
+        return list(result)
+    if result is None:
+        got = "None; does the function end with `return`?"
+    elif isinstance(result, (tuple, list)):
+        got = f"{len(result)} results"
+    else:
+        got = f"one array of shape {result.shape}" if isinstance(result, np.ndarray) else type(result).__name__
+    raise AssertionError(f"expected three results, `return {names}`: got {got}")
 
 
 def cause(got: Any, expected: Any, faults: Faults) -> str:
@@ -218,7 +232,7 @@ def rmsnorm(answer: Any, r: Report) -> None:
     op.weight.grad[...] = 0
     expected = op.backward(dy, stash)
     mine, dn, square = start.copy(), dy * gain, (x * x).mean(-1, keepdims=True)
-    rstd, bare = 1 / np.sqrt(square + eps), 1 / np.sqrt(square)
+    rstd, bare, whole = 1 / np.sqrt(square + eps), 1 / np.sqrt(square), 1 / np.sqrt(square.mean() + eps)
 
     def dx(rs: Any, d: Any, power: int = 3) -> Any:
         return rs * d - rs**power * x * (d * x).mean(-1, keepdims=True)
@@ -228,6 +242,7 @@ def rmsnorm(answer: Any, r: Report) -> None:
         "the factor r is missing: n = r x": (dy * x).sum(0),
         "the gain is a factor too many": (dn * x * rstd).sum(0),
         "eps is missing": (dy * x * bare).sum(0),
+        "the mean of squares runs over the whole array; it is one per row": (dy * x * whole).sum(0),
         "a mean over the rows; it is their sum": (dy * x * rstd).mean(0),
     }
     added(r, "dgain", result, start, mine, op.weight.grad, slips)
@@ -238,6 +253,7 @@ def rmsnorm(answer: Any, r: Report) -> None:
         "a sum in place of the mean": rstd * dn - rstd**3 * x * (dn * x).sum(-1, keepdims=True),
         "r^2 in place of r^3": dx(rstd, dn, 2),
         "eps is missing": dx(bare, dn),
+        "the mean of squares runs over the whole array; it is one per row": dx(whole, dn),
         "eps is outside of the root; it is added to the mean of squares": dx(1 / (np.sqrt(square) + eps), dn),
         "r is the root; it is one over the root": dx(np.sqrt(square + eps), dn),
         "the two terms are added; the second is subtracted": 2 * rstd * dn - dx(rstd, dn),
@@ -258,8 +274,7 @@ def attention(answer: Any, r: Report) -> None:
     def both(scores: Any, scale: float = 0.5) -> tuple[Any, Any]:
         return scale * scores @ k, scale * scores.swapaxes(-1, -2) @ q
 
-    result = r.call(answer.attention_backward, do, q, k, v, p, softmax_bwd)
-    assert isinstance(result, (tuple, list)) and len(result) == 3, "expected three arrays: return dq, dk, dv"
+    result = three(r.call(answer.attention_backward, do, q, k, v, p, softmax_bwd), "dq, dk, dv")
     for what, right in zip(("dv", "dq", "dk"), (expected[2], expected[0], expected[1]), strict=True):
         i = ("dq", "dk", "dv").index(what)
         faults = {
@@ -323,34 +338,33 @@ def online_softmax(answer: Any, r: Report) -> None:
 
         state = part(slice(0, 5))
         for tile, whole in ((slice(5, 6), slice(0, 6)), (slice(6, 12), slice(0, 12))):
-            (m1, l1, o1), (m2, l2, o2) = state, part(tile)
+            (m1, z1, a1), (m2, z2, a2) = state, part(tile)
             expected = part(whole)
             with np.errstate(all="ignore"):
-                a, b = np.exp(m1 - expected[0]), np.exp(m2 - expected[0])
-                plain = np.exp(m1) * l1 + np.exp(m2) * l2, np.exp(m1) * o1 + np.exp(m2) * o2
+                f, g = np.exp(m1 - expected[0]), np.exp(m2 - expected[0])
+                plain = np.exp(m1) * z1 + np.exp(m2) * z2, np.exp(m1) * a1 + np.exp(m2) * a2
                 slips = {
-                    f"the {'first' if a < 1 else 'second'} tile is not scaled to the common maximum": (
-                        l1 + l2,
-                        o1 + o2,
+                    f"the {'first' if f < 1 else 'second'} tile is not scaled to the common maximum": (
+                        z1 + z2,
+                        a1 + a2,
                     ),
-                    "the factors are exchanged": (b * l1 + a * l2, b * o1 + a * o2),
-                    "the factors are upside down: exp(m1 - m), not exp(m - m1)": (l1 / a + l2 / b, o1 / a + o2 / b),
+                    "the factors are exchanged": (g * z1 + f * z2, g * a1 + f * a2),
+                    "the factors are upside down: exp(m1 - m), not exp(m - m1)": (z1 / f + z2 / g, a1 / f + a2 / g),
                     "exp(m1) alone, without the maximum: it overflows for large scores": plain,
-                    "it is divided by l already; that is done once, at the end": (
+                    "it is divided by z already; that is done once, at the end": (
                         np.float64(1),
                         expected[2] / expected[1],
                     ),
                 }
-            got = r.call(answer.merge, state, part(tile))
-            assert isinstance(got, (tuple, list)) and len(got) == 3, "expected three results: return m, l, o"
+            got = three(r.call(answer.merge, state, part(tile)), "m, z, a")
             largest = {
                 "m of the first tile; it must be the larger of the two": m1,
                 "m of the second tile; it must be the larger of the two": m2,
                 "m1 + m2; it must be the larger of the two": m1 + m2,
             }
             r.near("m", got[0], expected[0], largest)
-            r.near("l", got[1], expected[1], {name: pair[0] for name, pair in slips.items()})
-            r.near("o", got[2], expected[2], {name: pair[1] for name, pair in slips.items()})
+            r.near("z", got[1], expected[1], {name: pair[0] for name, pair in slips.items()})
+            r.near("a", got[2], expected[2], {name: pair[1] for name, pair in slips.items()})
             state = tuple(got)
 
 
@@ -408,9 +422,7 @@ def adamw(answer: Any, r: Report) -> None:
         adamw_(theirs[0], theirs[0], first, second, grad, step_rates(step, lr, config)[0], 1.0, config)
         with np.errstate(all="ignore"):
             slips = wrong_adamw(w, m, v, grad, step, lr, config)
-        result = r.call(answer.adamw, *mine, grad, step, lr, config, into=(0, 1, 2))  # it may write into the state
-        assert isinstance(result, (tuple, list)) and len(result) == 3, "expected three arrays: return w, m, v"
-        mine = list(result)
+        mine = three(r.call(answer.adamw, *mine, grad, step, lr, config, into=(0, 1, 2)), "w, m, v")
         for i in (1, 2, 0):
             faults = {name: values[i] for name, values in slips.items() if values[i] is not None}
             r.near(f"{'wmv'[i]} after step {step}", mine[i], theirs[i], faults)
@@ -426,6 +438,10 @@ def wrong_adamw(w: Any, m: Any, v: Any, g: Any, step: int, lr: float, config: Ad
 
     g2 = g + decay * w
     return {
+        "w is the old one": (w, None, None),
+        "m is the old one": (None, m, None),
+        "v is the old one": (None, None, v),
+        "this is gradient descent: g in place of the mean over the root": ((1 - lr * decay) * w - lr * g, None, None),
         "the square of g is missing in v": (None, None, b2 * v + (1 - b2) * g),
         "beta1 and 1 - beta1 are exchanged": (None, (1 - b1) * m + b1 * g, None),
         "beta2 and 1 - beta2 are exchanged": (None, None, (1 - b2) * v + b2 * g * g),
@@ -550,7 +566,7 @@ TOTAL, ROOM = 1000, 4 * 256
 def judge(r: Report, where: str, dx: Any, dy: Any, x: Any) -> None:
     """dx has ROOM elements that were NaN."""
     outside = int(np.count_nonzero(~np.isnan(dx[TOTAL:])))
-    assert not outside, f"the kernel on the {where} wrote {outside} elements past the end: `if (i >= total) return;`"
+    assert not outside, f"the kernel on the {where} wrote past the end, {outside} elements: `if (i >= total) return;`"
     missing = int(np.count_nonzero(np.isnan(dx[:TOTAL])))
     assert not missing, f"the kernel on the {where} left {missing} of {TOTAL} elements unwritten"
     up = np.maximum(x, 0)[:TOTAL]
@@ -612,7 +628,8 @@ def run_on_cpu(text: str, r: Report) -> bool:
     x, dy, dx = r.rng.normal(size=ROOM), r.rng.normal(size=ROOM), np.full(ROOM, np.nan)
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-        source.write_text(f"{HOST}\n{text.replace('#include', '//')}\n{LOOP}", encoding="utf-8")
+        body = text.replace("#include", "//")
+        source.write_text(f'{HOST}\n#line 1 "e11_own_op.cu"\n{body}\n{LOOP}', encoding="utf-8")
         command = [compiler, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(source), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"the kernel does not compile:\n{done.stderr}"
@@ -635,8 +652,9 @@ def own_model(answer: Any, r: Report) -> None:
     net.forward(ids, targets, stash)
     net.grads[...] = start = r.rng.normal(size=net.grads.shape)  # gradients are added to those of earlier batches
     r.call(answer.model_backward, net, dnll, stash)
-    left = ", ".join(op.name for op, _ in stash)
-    assert not left, f"the stash is not empty: the backward of {left} was never called"
+    left = [op.name for op, _ in stash]
+    named = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")
+    assert not left, f"the stash is not empty: the backward of {named} was never called"
     got, weights = net.grads - start, net.weights.copy()
     for name, (view, _) in net.params.items():
         first = (view.ctypes.data - net.weights.ctypes.data) // 8

@@ -9,7 +9,7 @@ SUM = "(dy * y).sum(axis=-1, keepdims=True)"
 DX = "r * dn - r**3 * x * (dn * x).mean(axis=-1, keepdims=True)"
 DP, DS = "dp = do @ v.swapaxes(-1, -2)", "softmax_backward(dp, p) / np.sqrt(q.shape[-1])"
 TURNED = "[da * cos + db * sin, db * cos - da * sin]"
-MERGED = "m, a * l1 + b * l2, a * o1 + b * o2"
+MERGED = "m, f * z1 + g * z2, f * a1 + g * a2"
 BLOCK = "    dh = down.backward(dy, stash)\n    return dy + norm.backward(dh, stash)\n"
 NEW_V = "config.beta2 * v + (1 - config.beta2) * grad**2"
 WEIGHT = "w * (1 - lr * config.weight_decay) - lr * mean / (np.sqrt(square) + config.eps)"
@@ -66,6 +66,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("(dn * x).mean", "(dy * x).mean", "the gain is missing in the second term"),
         ("(dn * x).mean", "(dn * x).sum", "a sum in place of the mean"),
         (" + eps", "", "eps is missing"),
+        (".mean(axis=-1, keepdims=True) + eps", ".mean() + eps", "over the whole array"),
         ("r * dn - ", "r * dn + ", "the two terms are added"),
         ("(dy * x * r)", "(dy * x)", "the factor r is missing"),
         ("(dy * x * r)", "(dn * x * r)", "the gain is a factor too many"),
@@ -87,7 +88,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("ds.swapaxes(-1, -2) @ q", "ds @ q", "must be transposed"),
         ("ds @ k,", "ds @ q,", "q and k are exchanged"),
         ("return ds @ k, ds", "return -ds @ k, ds", "the sign is wrong"),
-        ("return ds @ k, ds.swapaxes(-1, -2) @ q, dv", "return dv", "expected three arrays"),
+        ("return ds @ k, ds.swapaxes(-1, -2) @ q, dv", "return dv", "got one array of shape (2, 6, 4)"),
         (DP, "dp = do @ v.T", "ValueError"),
     ],
     "e06_rope": [
@@ -108,13 +109,15 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("np.maximum(m1, m2)", "m1", "m of the first tile"),
         ("np.maximum(m1, m2)", "np.minimum(m1, m2)", "larger of the two"),
         ("np.maximum(m1, m2)", "m1 + m2", "m1 + m2"),
-        (MERGED, "m, l1 + l2, o1 + o2", "tile is not scaled to the common maximum"),
-        (MERGED, "m, a * l1 + l2, a * o1 + o2", "tile is not scaled"),
-        (MERGED, "m, l1 + b * l2, o1 + b * o2", "tile is not scaled"),
-        ("a, b =", "b, a =", "the factors are exchanged"),
+        (MERGED, "m, z1 + z2, a1 + a2", "tile is not scaled to the common maximum"),
+        (MERGED, "m, f * z1 + z2, f * a1 + a2", "tile is not scaled"),
+        (MERGED, "m, z1 + g * z2, a1 + g * a2", "tile is not scaled"),
+        ("f, g =", "g, f =", "the factors are exchanged"),
         ("np.exp(m1 - m), np.exp(m2 - m)", "np.exp(m - m1), np.exp(m - m2)", "upside down"),
         ("np.exp(m1 - m), np.exp(m2 - m)", "np.exp(m1), np.exp(m2)", "without the maximum"),
-        (MERGED, "m, a * l1 + b * l2, (a * o1 + b * o2) / (a * l1 + b * l2)", "divided by l already"),
+        (MERGED, "m, f * z1 + g * z2, (f * a1 + g * a2) / (f * z1 + g * z2)", "divided by z already"),
+        (f"return {MERGED}", "return f * z1 + g * z2", "got float64"),
+        (f"return {MERGED}", "pass", "got None; does the function end with `return`?"),
     ],
     "e08_block": [
         ("return dy + norm", "return norm", "dy, is missing"),
@@ -141,6 +144,10 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("- lr * mean", "+ lr * mean", "uphill"),
         ("np.sqrt(square)", "square", "the root is missing"),
         (" - lr * mean", " - lr * mean if step > 1 else w - lr * mean", "w after step 3"),
+        ("lr * mean / (np.sqrt(square) + config.eps)", "lr * grad", "this is gradient descent"),
+        ("    w = w", "    w + w", "w is the old one"),
+        ("return w, m, v", "return w", "got one array of shape (9,)"),
+        ("return w, m, v", "pass", "got None"),
     ],
     "e10_nucleus": [
         (KEPT, "(np.cumsum(p[order]) <= top_p).sum()", "`cumsum <= top_p` drops it"),
