@@ -16,6 +16,7 @@ import numpy as np
 from recurrences import arrow, page, text
 
 from tinyforge.optim.adamw import AdamWConfig, adamw_, step_rates
+from tinyforge.optim.schedules import learning_rate
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -269,8 +270,38 @@ def step() -> str:
     return page(700, 170, "Where the time of a step of base goes, ms on one H200", parts)
 
 
+def schedule() -> str:
+    """The learning rate of a run of 1,000 steps by `wsd`, with the defaults of a recipe."""
+    left, base, width, height, steps, peak = 70, 210, 560, 150, 1000, 4e-3
+    rates = [learning_rate("wsd", i / steps, peak, decay=0.4, warmup=0.02) for i in range(steps + 1)]
+    points = " ".join(
+        f"{left + width * i / steps:.1f},{base - height * rates[i] / peak:.1f}" for i in (0, 10, 20, 600, 800, 1000)
+    )
+    parts = [
+        f'<path d="M{left} {base}H{left + width}M{left} {base}V44" class="cut"/>',
+        f'<polyline points="{points}" class="back"/>',
+        text(left - 8, base - height + 4, "4e-3", "small", "end"),
+        text(left - 8, base + 4, "0", "small", "end"),
+        text(left, 30, "learning rate", "small"),
+    ]
+    for step, name in ((20, "20"), (600, "600"), (1000, "step 1,000")):
+        x = left + width * step / steps
+        parts.append(f'<path d="M{x:.1f} 52V{base}" class="cut"/>')
+        parts.append(text(x, base + 18, name, "small"))
+    parts += [
+        text(left + 18, 46, "warm-up: 2 %", "small", "start"),
+        text(left + width * 0.31, 132, "stable: as fast as the run can bear"),
+        text(left + width * 0.31, 150, "long steps: the loss falls, and jitters", "small"),
+        text(left + width * 0.745, 172, "decay: 40 %"),
+        text(left + width * 0.745, 190, "short steps: it settles", "small"),
+        text(left + width + 6, base - 4, f"{rates[-1]:.0e}", "small", "start"),
+    ]
+    return page(680, 246, "The learning rate of a run: warm-up, stable, decay", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "schedule": schedule(),
         "step": step(),
         "linear-shapes": shapes(),
         "norm-sphere": sphere(),

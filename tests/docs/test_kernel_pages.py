@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tinyforge.backends.compile import constant, kernel_files, read
-from tinyforge.backends.variants import VARIANTS
 from tinyforge.infer.cuda.decode_batched_plan import TEAM_ROWS, BatchPlan
 from tinyforge.infer.cuda.decode_single_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.cuda.plan import TILE
@@ -137,33 +136,28 @@ def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
         assert f"| {name} | {count} | {' or '.join(map(str, shares))} |" in text, name
 
 
-def attention_table() -> list[str]:
-    """The causal tensor-core kernels without documents, dropout or RoPE, as backends/variants.py lists them."""
-    lines = [
-        "| kernel | head size | rows owned, by workers a block | tile | piece | blocks a multiprocessor |",
-        "|---|---|---|---|---|---|",
-    ]
-    parts = {"FORWARD": "fwd", "BACKWARD_Q": "bwd_q", "BACKWARD_KV": "bwd_kv"}
-    for file, name, warps in (
-        ("attention", "mma", 1),
-        ("attention_hopper", "wgmma", 4),
-        ("attention_tma", "tma", 4),
-        ("attention_tf32", "tf32", 1),
-    ):
-        options = {"BAND", "DOCS", "DROP", "TURN"}
-        listed = [v for v in VARIANTS[f"ops/{file}.cu"] if "PART" in v and not options & set(v)]
-        for part, short in parts.items():
-            for v in sorted((v for v in listed if v["PART"] == part), key=lambda v: int(v["HEAD_DIM"])):
-                own = 16 * int(v.get("ROW_TILES", 1)) * warps
-                lines.append(
-                    f"| `{short}_{name}` | {v['HEAD_DIM']} | {own}, {v['WORKERS']} | {v['TILE']} "
-                    f"| {v.get('PIECE', v['TILE'])} | {v.get('BLOCKS', 1)} |"
-                )
-    return lines
+def test_the_page_on_attention_has_the_times_of_its_json() -> None:
+    text = page("attention.md")
+    for file, precision, peer in (("gpu-attention", "bf16", "flash"), ("gpu-attention-tf32", "tf32", "effic.")):
+        found = json.loads((FOLDER.parent / f"results/{file}.json").read_text("utf-8"))["results"]
+        for result in found[:2]:
+            shape, ours, theirs = result["shape"], result["tinyforge"], result[f"torch {peer}"]
+            times = [ours[part]["median_us"] for part in ("forward", "backward", "both")]
+            times += [theirs[part]["median_us"] for part in ("forward", "backward")]
+            cells = " | ".join(f"{time:,.1f}" for time in times[:3])
+            peers = " | ".join(f"{time:,.1f}" for time in times[3:])
+            ratio = f"{times[2] / theirs['both']['median_us']:.2f}"
+            row = rf"\| {precision}, {shape['batch']} x {shape['tokens']} \| {re.escape(cells)} \| torch \w+ "
+            assert re.search(row + rf"\| {re.escape(peers)} \| {ratio} \|", text), (precision, cells, peers, ratio)
 
 
-def test_the_page_on_attention_has_the_tiles_of_the_heads() -> None:
-    assert "\n".join(attention_table()) in (FOLDER / "attention.md").read_text(encoding="utf-8")
+def test_every_kernel_page_has_an_idea_with_a_picture_then_a_log() -> None:
+    for path in FOLDER.glob("[a-z]*.md"):
+        text = path.read_text(encoding="utf-8")
+        headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+        assert headings[0].startswith("The idea") and headings[-1] == "The log" and len(headings) <= 3, (path, headings)
+        idea = text.partition("\n## The log\n")[0]
+        assert re.search(r"!\[[^]]+\]\(\.\./pictures/", idea) and "xample" in idea, path
 
 
 def test_every_kernel_that_a_page_names_exists() -> None:
@@ -195,23 +189,3 @@ def test_the_table_of_the_rules_has_what_was_measured(monkeypatch: pytest.Monkey
             if any(cells.values()):
                 lines.append(f"| {name} | {tokens:,} | {gpu.upper()} | {' | '.join(cells.values())} |")
     assert "\n".join(lines) in (FOLDER / "gemm.md").read_text(encoding="utf-8")
-
-
-def test_the_table_of_waves_is_the_benchmarks_own() -> None:
-    """Some products of a step of `base`, and the share of the multiprocessors' time that four tiles use."""
-    pytest.importorskip("cupy", reason="the variants are read by the launcher, which needs CuPy, not a GPU")
-    from bench.gemm import busy, products, splits_for
-    from tinyforge.backends.gemm import Variant
-
-    text = page("gemm.md")
-    for p in products("base", 16384):
-        if p.name not in ("qkv forward", "qkv dW", "out dW", "gate|up forward", "head forward"):
-            continue
-        cells = []
-        for rows, columns in ((128, 256), (128, 192), (256, 192), (128, 128)):
-            variant = Variant(rows, columns, 4, 0, 1)
-            splits = splits_for(p, variant, 132)[0] if p.product == "WEIGHT" else 1
-            share = f"{100 * busy(p, variant, splits, 132):.0f} %"
-            cells.append(f"{share} ({splits})" if splits > 1 else share)
-        name = p.name.replace("|", "\\|")
-        assert f"| {name} | {p.m:,} x {p.n:,} over {p.k:,} | {' | '.join(cells)} |" in text, p.name
