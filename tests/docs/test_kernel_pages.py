@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import astuple
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -169,23 +168,22 @@ def test_every_kernel_that_a_page_names_exists() -> None:
             assert re.search(rf"\b{name}\b|\b\w+_{name}(_\w+)?\b", code), (path.name, name)
 
 
-def test_the_table_of_the_rules_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_the_times_of_the_products_that_a_rule_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of each product that a rule sends to our kernel, over that of cuBLAS and the op's pass."""
     pytest.importorskip("cupy", reason="the rules are the launcher's, which needs CuPy, not a GPU")
     from tinyforge.backends import gemm
 
     models = ("384x1024", "512x1376", "base", "large", "xl", "2b")
     monkeypatch.setattr(gemm, "processors", lambda: 132)
-    lines = [f"| | tokens | GPU | {' | '.join(models)} |", f"|---|---|---|{'---|' * len(models)}"]
-    for epilogue, name in (("SWIGLU", "SwiGLU"), ("SWIGLU_BACKWARD", "SwiGLU's gradient"), ("ROPE", "RoPE")):
-        for tokens, gpu in product((2048, 16384), ("h100", "h200")):
-            found = json.loads((FOLDER.parent / f"results/gpu-gemm-rule-{gpu}.json").read_text("utf-8"))
-            monkeypatch.setattr(gemm, "_gpu", lambda gpu=found["gpu"]: gpu)
-            cells = dict.fromkeys(models, "")
-            for r in (r for r in found["rows"] if (r["product"], r["m"]) == (epilogue, tokens) and r["model"] in cells):
-                if tile := gemm.by_rule(epilogue, r["m"], r["n"], r["k"]):
-                    (us,) = (ours["us"] for ours in r["ours"] if ours["variant"] == list(astuple(tile)))
-                    cells[r["model"]] = f"{us / r['cublas_us']:.2f}"
-            if any(cells.values()):
-                lines.append(f"| {name} | {tokens:,} | {gpu.upper()} | {' | '.join(cells.values())} |")
-    assert "\n".join(lines) in (FOLDER / "gemm.md").read_text(encoding="utf-8")
+    ratios: dict[int, list[float]] = {2048: [], 16384: []}
+    for gpu in ("h100", "h200"):
+        found = json.loads((FOLDER.parent / f"results/gpu-gemm-rule-{gpu}.json").read_text("utf-8"))
+        monkeypatch.setattr(gemm, "_gpu", lambda gpu=found["gpu"]: gpu)
+        for r in found["rows"]:
+            tile = gemm.by_rule(r["product"], r["m"], r["n"], r["k"])
+            if tile and r["model"] in models and r["m"] in ratios:
+                (us,) = (ours["us"] for ours in r["ours"] if ours["variant"] == list(astuple(tile)))
+                ratios[r["m"]].append(us / r["cublas_us"])
+    large, small = (f"{min(ratios[m]):.2f} to {max(ratios[m]):.2f}" for m in (16384, 2048))
+    said = f"it takes {large} of the time of cuBLAS's product and the pass at 16,384 tokens, {small} at 2,048."
+    assert said in page("gemm.md"), said
