@@ -45,6 +45,14 @@ EXACT, FLOAT32 = 1e-10, 3e-6
 TABLE = "docs/gradcheck.md#what-a-fault-looks-like"
 Faults = Mapping[str, Any]
 """What a slip gives, by a sentence that names it."""
+EXPLAINED = {
+    "could not be broadcast": "shapes are compared from the last axis on: (3, 5) and (3,) do not fit, (3, 5) and (3, 1) "
+    "do, and a sum with keepdims=True keeps its axis",
+    "mismatch in its core dimension": "in a @ b the last axis of a must be as long as b's last but one; a.T turns all "
+    "axes around, a.swapaxes(-1, -2) the last two",
+    "argument: 'stash'": "each backward takes two arguments, (d, stash)",
+}
+"""What NumPy's and Python's messages mean here."""
 
 
 class Report:
@@ -126,7 +134,9 @@ def three(result: Any, names: str) -> list[Any]:
 def cause(got: Any, expected: Any, faults: Faults) -> str:
     """The slip that gives these numbers, as the end of a sentence; empty if none is known."""
     for name, other in faults.items():
-        if np.allclose(got, other, rtol=1e-6, atol=1e-9, equal_nan=True) and not np.allclose(expected, other):
+        other = np.asarray(other)
+        same = other.shape == got.shape and np.allclose(got, other, rtol=1e-6, atol=1e-9, equal_nan=True)
+        if same and not np.allclose(expected, other):
             return f".\n  {name}"
     if not np.isfinite(got).all():
         return ".\n  NaN or infinity: a division by 0, or exp of a large number"
@@ -165,6 +175,9 @@ def softmax(answer: Any, r: Report) -> None:
         "the sum runs down the columns; softmax is over the last axis": y * (dy - product.sum(0)),
         "a mean in place of the sum": y * (dy - product.mean(-1, keepdims=True)),
         "the factor y in front of the bracket is missing": dy - product.sum(-1, keepdims=True),
+        "the factor y in front of the sum is missing: it multiplies the whole bracket": product
+        - product.sum(-1, keepdims=True),
+        "dy is missing": y * (1 - y),
         "this is the Jacobian's diagonal, y (1 - y), alone; the other entries count too": product * (1 - y),
     }
     r.near("dx", r.call(answer.softmax_backward, dy, y), y * (dy - product.sum(-1, keepdims=True)), faults)
@@ -191,9 +204,11 @@ def linear(answer: Any, r: Report) -> None:
         "only the last batch row was added": dy[1].T @ x[1],
         "it was added twice": 2 * dweight,
         "a mean over the rows; it is their sum": dweight / 6,
+        "reshape(O, -1) does not transpose: fold the rows with reshape(-1, O), then take .T": dy.reshape(4, -1)
+        @ x.reshape(-1, 5),
     }
     added(r, "dweight", result, start, mine, dweight, slips)
-    r.near("dx", result, dy @ weight)
+    r.near("dx", result, dy @ weight, {"this is x": x})
 
 
 def cross_entropy(answer: Any, r: Report) -> None:
@@ -203,6 +218,7 @@ def cross_entropy(answer: Any, r: Report) -> None:
     op.forward(logits[:, None], targets[:, None], stash)
     expected = op.backward(dnll[:, None], stash)[0][:, 0]
     p, hit, seen = softmax_fwd(logits), np.eye(7)[targets], (targets >= 0)[:, None]
+    p_whole = np.exp(logits) / np.exp(logits).sum()
     each = dnll[:, None]
     faults = {
         "rows whose target is -1 must be 0; here -1 counts as the last token": each * (p - hit),
@@ -210,6 +226,8 @@ def cross_entropy(answer: Any, r: Report) -> None:
         "the 1 of the target is not subtracted": each * p * seen,
         "the 1 of the target is not subtracted, and rows whose target is -1 are not 0": each * p,
         "dnll is missing": (p - hit) * seen,
+        "1 is added at the target; it is subtracted": each * (p + hit) * seen,
+        "softmax runs over the whole array; it is one per row": each * (p_whole - hit) * seen,
         "the 1 is subtracted after the product with dnll": (each * p - hit) * seen,
         "softmax runs over the rows; it is over the last axis": each * (softmax_fwd(logits.T).T - hit) * seen,
         "the logits were used in place of their softmax": each * (logits - hit) * seen,
@@ -239,7 +257,9 @@ def rmsnorm(answer: Any, r: Report) -> None:
 
     result = r.call(answer.rmsnorm_backward, mine, dy, gain, x, eps, into=(0,))
     slips = {
-        "the factor r is missing: n = r x": (dy * x).sum(0),
+        "the factor r is missing: the vector is r x": (dy * x).sum(0),
+        "it was summed over everything; there is one sum for each channel: axis=0": (dy * x * rstd).sum(),
+        "a sum in place of the mean of squares": (dy * x / np.sqrt(8 * square + eps)).sum(0),
         "the gain is a factor too many": (dn * x * rstd).sum(0),
         "eps is missing": (dy * x * bare).sum(0),
         "the mean of squares runs over the whole array; it is one per row": (dy * x * whole).sum(0),
@@ -252,6 +272,10 @@ def rmsnorm(answer: Any, r: Report) -> None:
         "the gain is missing in the second term": rstd * dn - rstd**3 * x * (dy * x).mean(-1, keepdims=True),
         "a sum in place of the mean": rstd * dn - rstd**3 * x * (dn * x).sum(-1, keepdims=True),
         "r^2 in place of r^3": dx(rstd, dn, 2),
+        "r in place of r^3": dx(rstd, dn, 1),
+        "the mean runs down the columns; it is one per row: axis=-1": rstd * dn - rstd**3 * x * (dn * x).mean(0),
+        "each entry's own x alone counts here; the mean of g x over the row does": rstd * dn * (1 - (rstd * x) ** 2),
+        "this is y, not the gradient": gain * x * rstd,
         "eps is missing": dx(bare, dn),
         "the mean of squares runs over the whole array; it is one per row": dx(whole, dn),
         "eps is outside of the root; it is added to the mean of squares": dx(1 / (np.sqrt(square) + eps), dn),
@@ -284,12 +308,15 @@ def attention(answer: Any, r: Report) -> None:
         }
         if what == "dv":
             faults |= {"p must be transposed: position t gives to those that it saw": p @ do, "p is missing": do}
+            faults["v in place of do"] = p.swapaxes(-1, -2) @ v
         else:
             slips = {
                 "the scale 1 / sqrt(D) is missing": both(ds, 1.0),
                 "the scale is 1 / D; it is 1 / sqrt(D)": both(ds, 0.25),
                 "the gradient of p was used as that of the scores: softmax's backward is missing": both(dp),
                 "softmax's backward lacks its sum: this is p * dp": both(bare),
+                "the scores are divided by sqrt(D), not multiplied": both(ds, 2.0),
+                "dp must be do @ v transposed; this is its transpose": both(softmax_bwd(dp.swapaxes(-1, -2), p)),
                 "softmax's backward got its arguments in the wrong order: it is (dy, y)": both(softmax_bwd(p, dp)),
                 "p was used in place of the gradient of the scores": both(p),
             }
@@ -323,6 +350,11 @@ def rope(answer: Any, r: Report) -> None:
         "sine and cosine are exchanged": joined(a * sin + b * cos, b * sin - a * cos),
         "the pairs are neighbours here; in this rotation they are half a vector apart": pairs,
         "dy is not rotated": dy,
+        "the sign of the second half is wrong: it is b cos - a sin": joined(a * cos + b * sin, a * sin - b * cos),
+        "the second half reads what was just written into the first: copy a and b before": joined(
+            a * cos + b * sin, b * cos - (a * cos + b * sin) * sin
+        ),
+        "cosine and sine are multiplied with, not divided by": joined(a / cos + b / sin, b / cos - a / sin),
     }
     r.near("dx", r.call(answer.rotate_backward, dy, cos, sin), joined(a * cos + b * sin, b * cos - a * sin), faults)
 
@@ -350,6 +382,10 @@ def online_softmax(answer: Any, r: Report) -> None:
                     ),
                     "the factors are exchanged": (g * z1 + f * z2, g * a1 + f * a2),
                     "the factors are upside down: exp(m1 - m), not exp(m - m1)": (z1 / f + z2 / g, a1 / f + a2 / g),
+                    "each tile is compared with the other's maximum; compare it with the common one": (
+                        np.exp(m1 - m2) * z1 + np.exp(m2 - m1) * z2,
+                        np.exp(m1 - m2) * a1 + np.exp(m2 - m1) * a2,
+                    ),
                     "exp(m1) alone, without the maximum: it overflows for large scores": plain,
                     "it is divided by z already; that is done once, at the end": (
                         np.float64(1),
@@ -361,6 +397,7 @@ def online_softmax(answer: Any, r: Report) -> None:
                 "m of the first tile; it must be the larger of the two": m1,
                 "m of the second tile; it must be the larger of the two": m2,
                 "m1 + m2; it must be the larger of the two": m1 + m2,
+                "the mean of m1 and m2; it must be the larger of the two": (m1 + m2) / 2,
             }
             r.near("m", got[0], expected[0], largest)
             r.near("z", got[1], expected[1], {name: pair[0] for name, pair in slips.items()})
@@ -398,11 +435,12 @@ def block(answer: Any, r: Report) -> None:
         "the gradient through the block is missing": dy,
         "the gradient before the norm was added: return the norm's result": dy + dh,
         "dy was added twice": 2 * dy + inner,
+        "dh, the gradient inside, was added in place of dy": inner + dh,
         "the block's gradient was added twice": dy + 2 * inner,
         "the stream's gradient is multiplied where it must be added": dy * inner,
     }
     r.near("dx", r.call(op.backward, dy, stash), dy + inner, faults)
-    for name, error in check(op, [x], r.rng).items():
+    for name, error in check(op, [x], r.rng).items() if not r.notes else ():  # a ledger is strict about dy
         assert error <= TOLERANCE, f"{name}: relative error {error:.1e}, expected at most {TOLERANCE:.0e}"
 
 
@@ -425,6 +463,7 @@ def adamw(answer: Any, r: Report) -> None:
         mine = three(r.call(answer.adamw, *mine, grad, step, lr, config, into=(0, 1, 2)), "w, m, v")
         for i in (1, 2, 0):
             faults = {name: values[i] for name, values in slips.items() if values[i] is not None}
+            faults |= {f"this is {'wmv'[j]}: the order is w, m, v": theirs[j] for j in range(3) if j != i}
             r.near(f"{'wmv'[i]} after step {step}", mine[i], theirs[i], faults)
 
 
@@ -454,6 +493,26 @@ def wrong_adamw(w: Any, m: Any, v: Any, g: Any, step: int, lr: float, config: Ad
         "the correction of v is missing": (moved(m1 / c1, v1), None, None),
         "both corrections are missing": (moved(m1, v1), None, None),
         "the weight decay is missing": (moved(m1 / c1, v1 / c2, 0.0), None, None),
+        "the corrections have no power: 1 - beta^step": (moved(m1 / (1 - b1), v1 / (1 - b2)), None, None),
+        "the corrections are one step too late: step counts from 1": (
+            moved(m1 / (1 - b1 ** (step + 1)), v1 / (1 - b2 ** (step + 1))),
+            None,
+            None,
+        ),
+        "the corrections are one step too early: step counts from 1": (
+            moved(m1 / (1 - b1 ** (step - 1)), v1 / (1 - b2 ** (step - 1))) if step > 1 else w * np.nan,
+            None,
+            None,
+        ),
+        "the corrections multiply; they divide": (moved(m1 * c1, v1 * c2), None, None),
+        "g in place of the mean": (moved(g, v1 / c2), None, None),
+        "the step lacks the learning rate": ((1 - lr * decay) * w - (m1 / c1) / (np.sqrt(v1 / c2) + eps), None, None),
+        "the decay enlarges the weight: it is 1 - lr decay": (moved(m1 / c1, v1 / c2, -lr * decay), None, None),
+        "the decay shrinks the step too; it shrinks the old weight alone": (
+            (1 - lr * decay) * (moved(m1 / c1, v1 / c2) + lr * decay * w),
+            None,
+            None,
+        ),
         "the decay lacks the learning rate": (moved(m1 / c1, v1 / c2, decay), None, None),
         "eps is missing": ((1 - lr * decay) * w - lr * (m1 / c1) / np.sqrt(v1 / c2), None, None),
         "eps is under the root; it is added to the root": (
@@ -493,16 +552,26 @@ def nucleus(answer: Any, r: Report) -> None:
                 "the tokens left are not divided by their sum": first(count),
                 "the result is in the sorted order; each token keeps its place": -np.sort(-expected),
                 "the least likely tokens were kept: sort from the most likely one": upward / upward.sum(),
-                "tokens were cut by their own p, as in p >= 1 - top_p, without a running sum": p
+                "tokens were cut by their own p, without a running sum": p
                 * (p >= 1 - top_p)
                 / (p * (p >= 1 - top_p)).sum(),
-                "tokens were cut by their own p, as in p >= top_p, without a running sum": p
+                "tokens were cut by their own p, p >= top_p, without a running sum": p
                 * (p >= top_p)
                 / (p * (p >= top_p)).sum(),
                 "nothing was cut": p,
+                "nothing was cut, and the tokens are sorted; each keeps its place": p[order],
+                "the running sum is over p as it is; sort from the most likely token first": np.where(
+                    np.cumsum(p) <= top_p, p, 0
+                )
+                / np.where(np.cumsum(p) <= top_p, p, 0).sum(),
+                "each token that is left has an equal share; it keeps its own, over their sum": (first(count) > 0)
+                / count,
                 "only the most likely token is left": first(1) / first(1).sum(),
             }
-        r.near(f"top_p {top_p}", r.call(answer.nucleus, p.copy(), top_p), expected, faults)
+        got = r.call(answer.nucleus, p.copy(), top_p)
+        cut = np.ndim(got) == 1 and len(got) < len(p)
+        assert not cut, f"top_p {top_p}: got {len(got)} numbers, expected {len(p)}: tokens outside the nucleus are 0"
+        r.near(f"top_p {top_p}", got, expected, faults)
 
 
 def own_op(answer: Any, r: Report) -> None:
@@ -730,6 +799,8 @@ def show(name: str, folder: Path = EXERCISES) -> bool:
         return False
     except Exception as error:  # whatever a learner's code raises
         print(f"{name}{line_of(error, folder / f'{name}.py')}: {type(error).__name__}: {error}")
+        for text in (text for part, text in EXPLAINED.items() if part in str(error)):
+            print(f"  {text}")
         notes = "; ".join([*getattr(error, "__notes__", ()), f"a hint: check.py {int(name[1:3])} --hint"])
         print(f"  {notes}")
         return False

@@ -25,7 +25,9 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("return y *", "return", "the factor y in front"),
         (f"y * (dy - {SUM})", "y * (1 - y) * dy", "diagonal"),
         (f"(dy - {SUM})", f"({SUM} - dy)", "the sign is wrong"),
-        (", keepdims=True", "", "ValueError"),
+        (", keepdims=True", "", "keepdims=True keeps its axis"),
+        (f"y * (dy - {SUM})", f"y * dy - {SUM}", "it multiplies the whole bracket"),
+        (f"y * (dy - {SUM})", "y * (1 - y)", "dy is missing"),
         ("return y", "y", "returned None"),
     ],
     "e02_linear": [
@@ -41,8 +43,10 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("dweight +=", "dweight += 2 *", "added twice"),
         ("x.reshape(-1, x.shape[-1])", "x.reshape(-1, x.shape[-1]) / len(rows)", "a mean over the rows"),
         ("return dy @ weight", "return -dy @ weight", "the sign is wrong"),
+        ("rows.T @ x", "dy.reshape(dy.shape[-1], -1) @ x", "does not transpose"),
+        ("return dy @ weight", "return x", "this is x"),
         ("dy @ weight", "(rows @ weight).T", "expected (2, 3, 5)"),
-        ("dy @ weight", "dy @ weight.T", "ValueError"),
+        ("dy @ weight", "dy @ weight.T", "the last axis of a must be as long"),
     ],
     "e03_cross_entropy": [
         ("np.where(seen, dnll, 0)", "dnll", "rows whose target is -1 must be 0"),
@@ -58,10 +62,18 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         (")[:, None] * p", ")[:, None] * p / len(p)", "divided by the number of rows"),
         ("[:, None] * p", "[:, None] * -p", "the sign is wrong"),
         ("p = e / e.sum(axis=-1, keepdims=True)", "p = logits.copy()", "in place of their softmax"),
+        ("e / e.sum(axis=-1, keepdims=True)", "np.exp(logits) / np.exp(logits).sum()", "over the whole array"),
+        ("-= 1", "+= 1", "1 is added at the target"),
     ],
     "e04_rmsnorm": [
         (f"dx = {DX}", "dx = r * dn", "second term is missing"),
         ("r**3", "r**2", "r^2 in place of r^3"),
+        ("r**3", "r", "r in place of r^3"),
+        ("(dn * x).mean(axis=-1, keepdims=True)", "(dn * x).mean(axis=0)", "down the columns"),
+        (f"dx = {DX}", "dx = r * dn * (1 - (r * x) ** 2)", "own x alone"),
+        (f"dx = {DX}", "dx = gain * x * r", "this is y"),
+        ("sum(axis=0)", "sum()", "summed over everything"),
+        ("(x * x).mean", "(x * x).sum", "a sum in place of the mean of squares"),
         ("dn = dy * gain", "dn = dy", "the gain is missing"),
         ("(dn * x).mean", "(dy * x).mean", "the gain is missing in the second term"),
         ("(dn * x).mean", "(dn * x).sum", "a sum in place of the mean"),
@@ -89,7 +101,10 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("ds @ k,", "ds @ q,", "q and k are exchanged"),
         ("return ds @ k, ds", "return -ds @ k, ds", "the sign is wrong"),
         ("return ds @ k, ds.swapaxes(-1, -2) @ q, dv", "return dv", "got one array of shape (2, 6, 4)"),
-        (DP, "dp = do @ v.T", "ValueError"),
+        (DP, "dp = do @ v.T", "a.T turns all axes"),
+        (DP, "dp = v @ do.swapaxes(-1, -2)", "this is its transpose"),
+        ("/ np.sqrt(q.shape[-1])", "* np.sqrt(q.shape[-1])", "not multiplied"),
+        ("p.swapaxes(-1, -2) @ do", "p.swapaxes(-1, -2) @ v", "v in place of do"),
     ],
     "e06_rope": [
         (TURNED, "[da * cos - db * sin, da * sin + db * cos]", "forward's rotation"),
@@ -99,6 +114,13 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         (TURNED, "[da * cos, db * cos]", "the parts with the sine are missing"),
         (TURNED, "[da * sin + db * cos, db * sin - da * cos]", "sine and cosine are exchanged"),
         (f"np.concatenate({TURNED}, axis=-1)", "dy", "dy is not rotated"),
+        ("db * cos - da * sin", "da * sin - db * cos", "the sign of the second half"),
+        (TURNED, "[da / cos + db / sin, db / cos - da / sin]", "not divided by"),
+        (
+            f"return np.concatenate({TURNED}, axis=-1)",
+            "da[...] = da * cos + db * sin\n    db[...] = db * cos - da * sin\n    return dy",
+            "reads what was just written",
+        ),
         (
             f"da, db = np.split(dy, 2, axis=-1)\n    return np.concatenate({TURNED}, axis=-1)",
             f"da, db = dy[:, ::2], dy[:, 1::2]\n    return np.stack({TURNED}, axis=-1).reshape(dy.shape)",
@@ -109,6 +131,8 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("np.maximum(m1, m2)", "m1", "m of the first tile"),
         ("np.maximum(m1, m2)", "np.minimum(m1, m2)", "larger of the two"),
         ("np.maximum(m1, m2)", "m1 + m2", "m1 + m2"),
+        ("np.maximum(m1, m2)", "(m1 + m2) / 2", "the mean of m1 and m2"),
+        ("np.exp(m1 - m), np.exp(m2 - m)", "np.exp(m1 - m2), np.exp(m2 - m1)", "with the other's maximum"),
         (MERGED, "m, z1 + z2, a1 + a2", "tile is not scaled to the common maximum"),
         (MERGED, "m, f * z1 + z2, f * a1 + a2", "tile is not scaled"),
         (MERGED, "m, z1 + g * z2, a1 + g * a2", "tile is not scaled"),
@@ -124,6 +148,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         (BLOCK, "    return dy\n", "never called"),
         ("return dy + norm.backward(dh, stash)", "norm.backward(dh, stash)\n    return dy + dh", "before the norm"),
         ("return dy +", "return 2 * dy +", "dy was added twice"),
+        ("return dy +", "return dh +", "dh, the gradient inside"),
         ("return dy + norm", "return dy + 2 * norm", "block's gradient was added twice"),
         ("return dy +", "return dy *", "must be added"),
         (BLOCK, "    return dy + down.backward(norm.backward(dy, stash), stash)\n", "reverse order of forward"),
@@ -147,6 +172,19 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("lr * mean / (np.sqrt(square) + config.eps)", "lr * grad", "this is gradient descent"),
         ("    w = w", "    w + w", "w is the old one"),
         ("return w, m, v", "return w", "got one array of shape (9,)"),
+        ("return w, m, v", "return m, v, w", "this is v: the order is w, m, v"),
+        ("**step", "", "the corrections have no power"),
+        ("**step", "**(step + 1)", "one step too late"),
+        ("**step", "**(step - 1)", "one step too early"),
+        ("/ (1 - config.beta", "* (1 - config.beta", "the corrections multiply"),
+        ("lr * mean", "lr * grad", "g in place of the mean"),
+        ("lr * mean", "mean", "the step lacks the learning rate"),
+        ("(1 - lr * config", "(1 + lr * config", "the decay enlarges"),
+        (
+            "w * (1 - lr * config.weight_decay) - lr * mean / (np.sqrt(square) + config.eps)",
+            "(w - lr * mean / (np.sqrt(square) + config.eps)) * (1 - lr * config.weight_decay)",
+            "the decay shrinks the step too",
+        ),
         ("return w, m, v", "pass", "got None"),
     ],
     "e10_nucleus": [
@@ -157,6 +195,10 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("cut[order[:kept]] =", "cut[:kept] =", "keeps its place"),
         ("np.argsort(-p)", "np.argsort(p)", "sort from the most likely one"),
         (f"kept = {KEPT}", "kept = len(p)", "nothing was cut"),
+        ("return cut / cut.sum()", "return p[order]", "nothing was cut, and the tokens are sorted"),
+        ("return cut / cut.sum()", "return p[order[:kept]]", "got 3 numbers, expected 20"),
+        ("cut[order[:kept]] = p[order[:kept]]", "cut[order[:kept]] = 1", "has an equal share"),
+        ("return cut", "cut = np.where(np.cumsum(p) <= top_p, p, 0)\n    return cut", "over p as it is"),
         (f"kept = {KEPT}", "kept = 1", "only the most likely token"),
         ("return cut / cut.sum()", "cut = p * (p >= 1 - top_p)\n    return cut / cut.sum()", "without a running sum"),
     ],
@@ -391,6 +433,10 @@ RIGHT: dict[str, list[str]] = {
     ],
     "e08_block": [
         "def block_backward(norm, down, dy, stash):\n    return norm.backward(down.backward(dy, stash), stash) + dy\n",
+        """def block_backward(norm, down, dy, stash):
+    dy += norm.backward(down.backward(dy, stash), stash)
+    return dy
+""",
         """def block_backward(norm, down, dy, stash):
     dx = dy.copy()
     for op in (down, norm):
