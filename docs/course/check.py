@@ -46,7 +46,7 @@ TABLE = "docs/gradcheck.md#what-a-fault-looks-like"
 Faults = Mapping[str, Any]
 """What a slip gives, by a sentence that names it."""
 EXPLAINED = {
-    "could not be broadcast": "shapes are compared from the last axis on: (3, 5) and (3,) do not fit, (3, 5) and (3, 1) do, "
+    "could not be broadcast": "shapes are compared from the last axis on: (3, 5) and (3,) do not fit, (3, 1) does, "
     "and a sum with keepdims=True keeps its axis",
     "mismatch in its core dimension": "in a @ b the last axis of a must be as long as b's last but one; a.T turns all "
     "axes around, a.swapaxes(-1, -2) the last two",
