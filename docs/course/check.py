@@ -795,14 +795,14 @@ def show(name: str, folder: Path = EXERCISES) -> bool:
         return False
     except AssertionError as error:
         number = int(name[1:3])
-        print(f"{name}: {error}\n  a hint: check.py {number} --hint; what errors mean: {TABLE}")
+        print(f"{name}: {error}\n  a hint: python docs/course/check.py {number} --hint; what errors mean: {TABLE}")
         return False
     except Exception as error:  # whatever a learner's code raises
         print(f"{name}{line_of(error, folder / f'{name}.py')}: {type(error).__name__}: {error}")
         for text in (text for part, text in EXPLAINED.items() if part in str(error)):
             print(f"  {text}")
-        notes = "; ".join([*getattr(error, "__notes__", ()), f"a hint: check.py {int(name[1:3])} --hint"])
-        print(f"  {notes}")
+        hint = f"a hint: python docs/course/check.py {int(name[1:3])} --hint"
+        print("  " + "; ".join([*getattr(error, "__notes__", ()), hint]))
         return False
     print(f"{name}: {'right in what was checked' if report.unchecked else 'right'}")
     for text in report.notes:

@@ -131,12 +131,14 @@ def test_an_exception_is_shown_with_its_line(tmp_path: Path, capsys: pytest.Capt
     check.show("e07_online_softmax", tmp_path)
     assert capsys.readouterr().out == (
         "e07_online_softmax, line 12, `m = np.maximum(m1, m3)`: NameError: name 'm3' is not defined\n"
-        "  a hint: check.py 7 --hint\n"
+        "  a hint: python docs/course/check.py 7 --hint\n"
     )
     written(tmp_path, "e02_linear", text="def linear_backward(dweight, dy, x, weight):\n    return dy @ x\n")
     check.show("e02_linear", tmp_path)
     assert "ValueError: matmul" in (said := capsys.readouterr().out)
-    assert re.search(r"  it was given dweight \(\d, \d\), dy \(.*\), x \(.*; a hint: check.py 2 --hint\n$", said)
+    assert re.search(
+        r"  it was given dweight \(\d, \d\), dy \(.*\), x \(.*; a hint: python .*check.py 2 --hint\n$", said
+    )
     (tmp_path / "e08_block.py").write_text("def block_backward(:\n", encoding="utf-8")
     check.show("e08_block", tmp_path)
     assert capsys.readouterr().out.startswith("e08_block, line 1: SyntaxError: ")
