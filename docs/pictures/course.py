@@ -299,8 +299,66 @@ def schedule() -> str:
     return page(680, 246, "The learning rate of a run: warm-up, stable, decay", parts)
 
 
+def surprise() -> str:
+    """-log p, and the gradient of three logits whose second is the target."""
+    left, base, width, height = 60, 190, 260, 140
+    p = np.linspace(0.01, 1, 100)
+    points = " ".join(f"{left + width * a:.1f},{base + height * np.log(a) / 4.7:.1f}" for a in p)
+    parts = [
+        text(left + width / 2, 26, "the loss, -log p, of a token"),
+        f'<path d="M{left} {base}H{left + width}M{left} {base}V40" class="cut"/>',
+        f'<polyline points="{points}" class="back"/>',
+        text(left + width / 2, base + 34, "p, the probability that the model gave it", "small"),
+    ]
+    for a in (0.01, 0.2, 0.5, 0.9):
+        x, y = left + width * a, base + height * np.log(a) / 4.7
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="kept"/>')
+        parts.append(text(x + 8, y - 4, f"{-np.log(a):.2f}", "small", "start"))
+        parts.append(text(x, base + 16, f"{a:g}", "small"))
+    middle, names = 110, ("token 0", "token 1: it came", "token 2")
+    parts.append(text(520, 26, "its gradient: p, minus 1 at the target"))
+    parts.append(f'<path d="M396 {middle}H656" class="forward"/>')
+    for i, g in enumerate((0.7, -0.8, 0.1)):
+        x, size = 412 + i * 94, abs(g) * 80
+        top = middle - size if g > 0 else middle
+        kind = "kept" if g < 0 else "box"
+        parts.append(f'<rect x="{x}" y="{top:.1f}" width="40" height="{size:.1f}" rx="2" class="{kind}"/>')
+        parts.append(text(x + 20, top - 6 if g > 0 else top + size + 14, f"{g:g}", "small"))
+        parts.append(text(x + 20, 214, names[i], "small"))
+    return page(680, 236, "The loss of a token and its gradient", parts)
+
+
+def own_model() -> str:
+    """The parts of the model of lesson 12 with the lessons whose functions they call."""
+    rows = (
+        ("characters", ""),
+        ("embedding", ""),
+        ("norm, attention with RoPE, add", "1, 2, 4, 5, 6, 8"),
+        ("norm, squared ReLU network, add", "2, 4, 8, 11"),
+        ("norm, output head", "2, 4"),
+        ("loss", "3"),
+    )
+    parts = [text(200, 22, "forward, down"), text(470, 22, "lessons"), text(580, 22, "backward, up")]
+    for i, (name, lessons) in enumerate(rows):
+        y = 34 + i * 36
+        parts.append(f'<rect x="60" y="{y}" width="280" height="26" rx="3" class="{"box" if lessons else "again"}"/>')
+        parts.append(text(200, y + 17, name))
+        parts.append(text(470, y + 17, lessons))
+        if i:
+            parts.append(arrow(200, y - 10, 200, y - 1))
+            parts.append(arrow(580, y + 12, 580, y - 18, "back"))
+    parts.append('<path d="M352 106h10v62h-10" class="cut" fill="none"/>')
+    parts.append(text(370, 141, "twice", "small", "start"))
+    parts.append(
+        text(340, 266, "then AdamW (9) moves the weights; sampling uses 7 and 10; the order is yours (12)", "small")
+    )
+    return page(680, 282, "The parts of your own model", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "surprise": surprise(),
+        "own-model": own_model(),
         "schedule": schedule(),
         "step": step(),
         "linear-shapes": shapes(),
