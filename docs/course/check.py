@@ -51,6 +51,8 @@ EXPLAINED = {
     "mismatch in its core dimension": "in a @ b the last axis of a must be as long as b's last but one; a.T turns all "
     "axes around, a.swapaxes(-1, -2) the last two",
     "argument: 'stash'": "each backward takes two arguments, (d, stash)",
+    "truth value of an array": "Python's max and if take one number; np.maximum and np.where go entry by entry",
+    "more than one instance of overloaded function": "max takes two numbers of one type: write A(0), not 0",
 }
 """What NumPy's and Python's messages mean here."""
 
@@ -86,8 +88,8 @@ class Report:
                 self.note(f"it writes into `{name}`, which other code may still read: work on `{name}.copy()`")
         return result
 
-    def near(self, what: str, got: Any, expected: Any, faults: Faults | None = None) -> None:
-        """Raises AssertionError with the first wrong entry and the slip that gives such numbers."""
+    def near(self, what: str, got: Any, expected: Any, faults: Faults | None = None, after: str = "") -> None:
+        """Raises AssertionError with the first wrong entry and the slip that gives such numbers. after: says when."""
         expected = np.asarray(expected)
         assert got is not None, f"{what}: the function returned None; does it end with `return`?"
         if isinstance(got, tuple):
@@ -111,7 +113,7 @@ class Report:
         size = max(abs(float(expected[first])), abs(float(got[first])))  # the larger one, as in gradcheck
         kind, off = ("relative", 1 / size) if expected[first] and np.isfinite(size) else ("absolute", 1.0)
         raise AssertionError(
-            f"{place}: got {got[first]:.6g}, expected {expected[first]:.6g}; "
+            f"{place}{after}: got {got[first]:.6g}, expected {expected[first]:.6g}; "
             f"{kind} error {abs(got[first] - expected[first]) * off:.1e}, "
             f"{wrong.sum()} of {wrong.size} entries are wrong{cause(got, expected, faults or {})}"
             + "".join(f".\n  Also, {note}" for note in self.notes)
@@ -238,7 +240,11 @@ def cross_entropy(answer: Any, r: Report) -> None:
         got = r.call(answer.cross_entropy_backward, dnll, logits + shift, targets)
         fault = "softmax without the shift: subtract the row's maximum before exp, or exp(1000) overflows"
         assert np.isfinite(got).all(), f"dlogits, all logits moved by {shift:g}: NaN.\n  {fault}"
-        r.near(f"dlogits, all logits moved by {shift:g}", got, expected)
+        r.near("dlogits", got, expected, after=f", all logits moved by {shift:g}")
+    got = r.call(answer.cross_entropy_backward, dnll, logits + 1000.0 * np.arange(6)[:, None], targets)
+    fault = "subtract the maximum of each row, axis=-1, not that of the whole array"
+    assert np.isfinite(got).all(), f"dlogits, row n moved by 1000 n: NaN.\n  {fault}"
+    r.near("dlogits", got, expected, after=", row n moved by 1000 n")
 
 
 def rmsnorm(answer: Any, r: Report) -> None:
@@ -349,6 +355,9 @@ def rope(answer: Any, r: Report) -> None:
         "the parts with the sine are missing": joined(a * cos, b * cos),
         "sine and cosine are exchanged": joined(a * sin + b * cos, b * sin - a * cos),
         "the pairs are neighbours here; in this rotation they are half a vector apart": pairs,
+        "the pairs are entry i and entry i + D/2, not neighbours: dy[:, :D // 2] and dy[:, D // 2:]": joined(
+            even * cos + odd * sin, odd * cos - even * sin
+        ),
         "dy is not rotated": dy,
         "the sign of the second half is wrong: it is b cos - a sin": joined(a * cos + b * sin, a * sin - b * cos),
         "the second half reads what was just written into the first: copy a and b before": joined(
@@ -357,6 +366,9 @@ def rope(answer: Any, r: Report) -> None:
         "cosine and sine are multiplied with, not divided by": joined(a / cos + b / sin, b / cos - a / sin),
     }
     r.near("dx", r.call(answer.rotate_backward, dy, cos, sin), joined(a * cos + b * sin, b * cos - a * sin), faults)
+
+
+OVERFLOW = "exp of a score overflows: write exp(m1 - m), which is at most 1, not exp(m1) or exp(m1) / exp(m)"
 
 
 def online_softmax(answer: Any, r: Report) -> None:
@@ -400,6 +412,8 @@ def online_softmax(answer: Any, r: Report) -> None:
                 "the mean of m1 and m2; it must be the larger of the two": (m1 + m2) / 2,
             }
             r.near("m", got[0], expected[0], largest)
+            if not np.isfinite(got[1]):
+                raise AssertionError(f"z: got {got[1]}, expected {expected[1]:.6g}.\n  {OVERFLOW}")
             r.near("z", got[1], expected[1], {name: pair[0] for name, pair in slips.items()})
             r.near("a", got[2], expected[2], {name: pair[1] for name, pair in slips.items()})
             state = tuple(got)
@@ -464,7 +478,7 @@ def adamw(answer: Any, r: Report) -> None:
         for i in (1, 2, 0):
             faults = {name: values[i] for name, values in slips.items() if values[i] is not None}
             faults |= {f"this is {'wmv'[j]}: the order is w, m, v": theirs[j] for j in range(3) if j != i}
-            r.near(f"{'wmv'[i]} after step {step}", mine[i], theirs[i], faults)
+            r.near("wmv"[i], mine[i], theirs[i], faults, after=f" after step {step}")
 
 
 def wrong_adamw(w: Any, m: Any, v: Any, g: Any, step: int, lr: float, config: AdamWConfig) -> dict[str, Any]:
@@ -493,6 +507,11 @@ def wrong_adamw(w: Any, m: Any, v: Any, g: Any, step: int, lr: float, config: Ad
         "the correction of v is missing": (moved(m1 / c1, v1), None, None),
         "both corrections are missing": (moved(m1, v1), None, None),
         "the weight decay is missing": (moved(m1 / c1, v1 / c2, 0.0), None, None),
+        "the corrections have a product, 1 - beta * step; it is a power, beta ** step": (
+            moved(m1 / (1 - b1 * step), v1 / (1 - b2 * step)),
+            None,
+            None,
+        ),
         "the corrections have no power: 1 - beta^step": (moved(m1 / (1 - b1), v1 / (1 - b2)), None, None),
         "the corrections are one step too late: step counts from 1": (
             moved(m1 / (1 - b1 ** (step + 1)), v1 / (1 - b2 ** (step + 1))),
@@ -571,7 +590,7 @@ def nucleus(answer: Any, r: Report) -> None:
         got = r.call(answer.nucleus, p.copy(), top_p)
         cut = np.ndim(got) == 1 and len(got) < len(p)
         assert not cut, f"top_p {top_p}: got {len(got)} numbers, expected {len(p)}: tokens outside the nucleus are 0"
-        r.near(f"top_p {top_p}", got, expected, faults)
+        r.near("result", got, expected, faults, after=f" for top_p {top_p}")
 
 
 def own_op(answer: Any, r: Report) -> None:
@@ -725,6 +744,14 @@ def own_model(answer: Any, r: Report) -> None:
     named = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")
     assert not left, f"the stash is not empty: the backward of {named} was never called"
     got, weights = net.grads - start, net.weights.copy()
+    net.grads[...], slip = 0.0, ""
+    net.forward(ids, targets, stash)
+    d = net.norm.backward(net.head.backward(net.loss.backward(dnll, stash), stash), stash)
+    for part in reversed(net.blocks):
+        d = d + part.backward(d, stash)
+    net.embedding.backward(d, stash)
+    if np.allclose(got, net.grads):
+        slip = ".\n  a block's backward has the stream's part already: d = block.backward(d, stash), without adding d"
     for name, (view, _) in net.params.items():
         first = (view.ctypes.data - net.weights.ctypes.data) // 8
         place = slice(first, first + view.size)
@@ -742,7 +769,7 @@ def own_model(answer: Any, r: Report) -> None:
         wrong_sign = ".\n  the sign is wrong" if np.isclose(float(got @ move), -slope) else ""
         assert error < 1e-7, (
             f"{name}: along a random direction backward says {got @ move:.6g}, finite differences {slope:.6g}; "
-            f"relative error {error:.1e}{wrong_sign}"
+            f"error {error:.1e}, relative to the gradient's usual size{wrong_sign or slip}"
         )
 
 
@@ -786,6 +813,12 @@ def line_of(error: BaseException, file: Path) -> str:
     return f", line {frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
 
 
+def explain(error: BaseException) -> None:
+    for part, text in EXPLAINED.items():
+        if part in str(error):
+            print(f"  {text}")
+
+
 def show(name: str, folder: Path = EXERCISES) -> bool:
     """Print what there is to say of an answer; whether it is right."""
     try:
@@ -795,12 +828,13 @@ def show(name: str, folder: Path = EXERCISES) -> bool:
         return False
     except AssertionError as error:
         number = int(name[1:3])
-        print(f"{name}: {error}\n  a hint: python docs/course/check.py {number} --hint; what errors mean: {TABLE}")
+        print(f"{name}: {error}")
+        explain(error)
+        print(f"  a hint: python docs/course/check.py {number} --hint; what errors mean: {TABLE}")
         return False
     except Exception as error:  # whatever a learner's code raises
         print(f"{name}{line_of(error, folder / f'{name}.py')}: {type(error).__name__}: {error}")
-        for text in (text for part, text in EXPLAINED.items() if part in str(error)):
-            print(f"  {text}")
+        explain(error)
         hint = f"a hint: python docs/course/check.py {int(name[1:3])} --hint"
         print("  " + "; ".join([*getattr(error, "__notes__", ()), hint]))
         return False

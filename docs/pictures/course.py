@@ -78,7 +78,7 @@ def matrix() -> str:
         "A row is what one position looks at:",
         "darker is more weight, and it sums to 1.",
         "Dashed: the future, hidden by the mask.",
-        "Blue: the tiles of lesson 7. Tiles that lie",
+        "Blue, for lesson 7: tiles. Those that lie",
         "in the future entirely are never computed.",
     )
     parts += [text(380, top + 60 + 24 * i, note, "", "start") for i, note in enumerate(notes)]
@@ -204,9 +204,9 @@ def sphere() -> str:
     parts.append(arrow(x, y, x + 56 * s, y - 56 * c, "back"))
     notes = (
         '<circle cx="306" cy="90" r="4" class="again"/>' + text(322, 94, "x, of any length", "", "start"),
-        '<circle cx="306" cy="122" r="4" class="kept"/>' + text(322, 126, "n, all of one length", "", "start"),
+        '<circle cx="306" cy="122" r="4" class="kept"/>' + text(322, 126, "r x, all of one length", "", "start"),
         arrow(298, 154, 316, 154, "back") + text(322, 158, "dx, at a right angle to x: a longer x gives", "", "start"),
-        text(322, 176, "the same n, so the loss does not change along x", "", "start"),
+        text(322, 176, "the same r x, so the loss does not change along x", "", "start"),
     )
     return page(640, 270, "RMSNorm moves every vector to one sphere", [*parts, *notes])
 
@@ -355,8 +355,39 @@ def own_model() -> str:
     return page(680, 282, "The parts of your own model", parts)
 
 
+def op() -> str:
+    """Forward above, backward below, the stash between them."""
+    parts = [
+        text(60, 54, "x"),
+        arrow(74, 50, 138, 50),
+        '<rect x="142" y="32" width="150" height="36" rx="4" class="box"/>',
+        text(217, 55, "forward: softmax"),
+        arrow(296, 50, 360, 50),
+        text(376, 54, "y"),
+        arrow(392, 50, 470, 50),
+        text(500, 54, "..."),
+        arrow(526, 50, 590, 50),
+        text(620, 54, "loss L"),
+        '<rect x="157" y="92" width="120" height="30" rx="4" class="again"/>',
+        text(217, 112, "stash: y"),
+        arrow(200, 70, 200, 90),
+        arrow(234, 124, 234, 144, "back"),
+        '<rect x="142" y="146" width="150" height="36" rx="4" class="box"/>',
+        text(217, 169, "backward"),
+        arrow(590, 164, 526, 164, "back"),
+        text(500, 168, "..."),
+        arrow(470, 164, 296, 164, "back"),
+        text(385, 186, "upstream gradient, dy in code", "small"),
+        arrow(138, 164, 74, 164, "back"),
+        text(72, 186, "gradient of x, dx", "small"),
+        text(620, 168, "starts here"),
+    ]
+    return page(690, 204, "An op: forward saves on the stash what backward needs", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "op": op(),
         "surprise": surprise(),
         "own-model": own_model(),
         "schedule": schedule(),
