@@ -380,13 +380,36 @@ def op() -> str:
         text(385, 186, "upstream gradient, dy in code", "small"),
         arrow(138, 164, 74, 164, "back"),
         text(72, 186, "gradient of x, dx", "small"),
-        text(620, 168, "starts here"),
+        text(604, 168, "starts here", "", "start"),
     ]
     return page(690, 204, "An op: forward saves on the stash what backward needs", parts)
 
 
+def cache() -> str:
+    """The cache while three tokens are added: kept columns, and the new one."""
+    parts = []
+    for step in range(3):
+        left = 40 + step * 220
+        for i in range(3 + step):
+            kind = "kept" if i == 2 + step else "box"
+            for row in range(2):
+                parts.append(
+                    f'<rect x="{left + i * 30}" y="{52 + row * 40}" width="26" height="32" rx="3" class="{kind}"/>'
+                )
+        parts.append(text(left, 36, f"token {3 + step}", "small", "start"))
+        if step:
+            parts.append(arrow(left - 50, 88, left - 14, 88))
+    parts += [
+        text(32, 72, "k", "small", "end"),
+        text(32, 112, "v", "small", "end"),
+        text(350, 156, "red: computed now; grey: kept. The new query reads all columns", "small"),
+    ]
+    return page(690, 172, "The key/value cache grows by a column a token", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "cache": cache(),
         "op": op(),
         "surprise": surprise(),
         "own-model": own_model(),

@@ -193,8 +193,33 @@ def gemm() -> str:
     return page(760, 286, "A tile of a matrix product", parts)
 
 
+def gpu() -> str:
+    """The three memories of an H200, with sizes and what reads them."""
+    parts = [
+        box(20, 40, 200, 150, "box"),
+        text(120, 30, "memory"),
+        text(120, 108, "141 GB"),
+        text(120, 128, "copies at 4.3 TB/s", "small"),
+        arrow(224, 104, 276, 104),
+        box(280, 40, 400, 150, "again"),
+        text(480, 30, "one of 132 multiprocessors"),
+        box(300, 62, 150, 106, "box"),
+        text(375, 100, "shared memory"),
+        text(375, 120, "227 KB", "small"),
+        arrow(454, 114, 488, 114),
+        box(492, 62, 170, 106, "box"),
+        text(577, 90, "registers"),
+        text(577, 110, "255 numbers a thread", "small"),
+        text(577, 136, "32 threads are a warp:", "small"),
+        text(577, 152, "all do the same at once", "small"),
+        text(350, 216, "to the right: smaller, nearer, faster", "small"),
+    ]
+    return page(700, 232, "The memories of a GPU", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "gpu": gpu(),
         "gemm-tile": gemm(),
         "attention-stream": attention(),
         "warp-row": row(),

@@ -65,7 +65,6 @@ STATEMENTS = (
     ("decode.md", f"with what comes {ROW.slots} places later"),
     ("decode.md", f"a lane requests {ROW.refill} pieces after each poll"),
     ("decode.md", f"deals tiles of {TILE} rows to blocks"),
-    ("decode.md", f"A tile is {TILE} rows."),
     ("decode.md", f"`ROWS` is a constant of the kernel, 1 to {MOST_ROWS}."),
     ("decode.md", f"`base` has {WORDS[ROW.splits]} splits"),
     ("decode.md", f"A pass of `base` needs {4e-6 * ROW.exchange(1):.1f} MB of such places"),
