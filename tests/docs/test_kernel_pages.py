@@ -66,7 +66,6 @@ STATEMENTS = (
     ("decode.md", f"a lane requests {ROW.refill} pieces after each poll"),
     ("decode.md", f"deals tiles of {TILE} rows to blocks"),
     ("decode.md", f"`ROWS` is a constant of the kernel, 1 to {MOST_ROWS}."),
-    ("decode.md", f"`base` has {WORDS[ROW.splits]} splits"),
     ("decode.md", f"A pass of `base` needs {4e-6 * ROW.exchange(1):.1f} MB of such places"),
     ("decode-batch.md", f"teams of {TEAM_ROWS}, as many as a product on tensor cores takes"),
     ("decode-batch.md", f"64 rows are {WORDS[BATCH.teams]} teams of {BATCH.team} blocks"),
