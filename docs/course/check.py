@@ -50,6 +50,7 @@ EXPLAINED = {
     "and a sum with keepdims=True keeps its axis",
     "mismatch in its core dimension": "in a @ b the last axis of a must be as long as b's last but one; a.T turns all "
     "axes around, a.swapaxes(-1, -2) the last two",
+    "not aligned": "in np.dot(a, b) the last axis of a must be as long as b's last but one",
     "argument: 'stash'": "each backward takes two arguments, (d, stash)",
     "truth value of an array": "Python's max and if take one number; np.maximum and np.where go entry by entry",
     "more than one instance of overloaded function": "max takes two numbers of one type: write A(0), not 0",

@@ -47,6 +47,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("return dy @ weight", "return x", "this is x"),
         ("dy @ weight", "(rows @ weight).T", "expected (2, 3, 5)"),
         ("dy @ weight", "dy @ weight.T", "the last axis of a must be as long"),
+        ("dy @ weight", "dy.dot(weight.T)", "in np.dot(a, b)"),
     ],
     "e03_cross_entropy": [
         ("np.where(seen, dnll, 0)", "dnll", "rows whose target is -1 must be 0"),
