@@ -37,7 +37,7 @@ from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.models.vit import ViT
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import attention
-from tinyforge.ops.activations import relu_bwd, sigmoid_bwd, silu_bwd
+from tinyforge.ops.activations import relu2_bwd, relu_bwd, sigmoid_bwd, silu_bwd
 from tinyforge.ops.add import add_fwd
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
@@ -316,6 +316,7 @@ def replaced(number: int, change: Callable[[Array], Array]) -> Callable[[Functio
 
 FAULTS = [
     Fault(ops.ReLU, "the gradient passes below 0 too", relu_bwd, lambda _: lambda dy, y: dy),
+    Fault(ops.SquaredReLU, "factor 2 forgotten", relu2_bwd, lambda _: lambda dy, x: dy * np.maximum(x, 0)),
     Fault(ops.Sigmoid, "1 - y forgotten", sigmoid_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.SiLU, "no slope of the gate", silu_bwd, lambda _: lambda dy, x: dy / (1 + np.exp(-x))),
     Fault(ops.GeGLU, "gate and up exchanged", geglu_bwd, lambda right: lambda *a: np.roll(right(*a), 1, axis=-1)),

@@ -106,7 +106,7 @@ def _adapter(op: Any, settings: Adapters, backend: Backend) -> LoRA:
     if isinstance(op, SwiGLULinear):
         activation = SwiGLU(backend, f"{op.name}.swiglu")
     elif isinstance(op, GELULinear):
-        activation = GELU(backend, name=f"{op.name}.gelu", bias=op.input_bias)
+        activation = GELU(backend, op.approximate, f"{op.name}.gelu", bias=op.input_bias)
     how: dict[str, Any] = {"bias": getattr(op, "bias", None), "alpha": settings.alpha, "rate": settings.dropout}
     return LoRA(op.weight, a, b, backend, op.name, activation=activation, **how)
 

@@ -48,8 +48,8 @@ class ModelSpec:
     values=None, recompute=""); it passes values on to its `ParamBuffer`. For adapters, an op's name is its path in the
     model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty if there is none.
-    architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
-    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". fp8: whether --precision
+    architectures: the names in Hugging Face's config.json that it reads, or each with how many of the model's options
+    it has, sizes apart. documents: whether the model's forward takes `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". fp8: whether --precision
     fp8 applies to it. bundled: a small trained checkpoint that comes with the model's code, for commands that need a
     model when nothing has been trained yet; bundled_for_chat: another, which chat takes then. learns: "text", next
     tokens, for recipes/pretrain.py; "masked text", masked tokens there, and classes of texts in recipes/classify.py;
@@ -69,7 +69,7 @@ class ModelSpec:
     presets: Mapping[str, Any]
     summary: str = ""
     hf: str = ""
-    architectures: tuple[str, ...] = field(default=())
+    architectures: tuple[str, ...] | Mapping[str, int] = ()
     documents: bool = False
     blocks: bool = False
     fp8: bool = False

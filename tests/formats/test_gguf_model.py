@@ -44,6 +44,9 @@ TINY = {"dim": 24, "heads": 4, "kv_heads": 2, "layers": 2, "context": 40, "vocab
 GEMMA = {"norm_plus_one": True, "activation": "gelu_tanh", "embedding_scale": float(np.float32(24**0.5))}
 GEMMA2: dict[str, Any] = {"norms": "both", "window": 7, "full_every": 2}
 GEMMA3: dict[str, Any] = {"norms": "both", "window": 7, "qk_norm": True, "local_rope_theta": 10000.0}
+PLAIN: dict[str, Any] = {"norm": "layer", "norm_bias": True, "gated": False}
+BIASES: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+PHI2: dict[str, Any] = {**TINY, **PLAIN, **BIASES, "kv_heads": 4, "rotary_dim": 4, "tied": False}
 MODELS: dict[str, tuple[type, Any]] = {
     "llama": (Llama, LlamaConfig(**TINY, tied=False)),
     "llama-tied": (Llama, LlamaConfig(**TINY, norm_eps=1e-6, rope_theta=500.0)),
@@ -113,6 +116,15 @@ MODELS: dict[str, tuple[type, Any]] = {
         LlamaConfig(**TINY, embedding_scale=3.0, residual_scale=0.25, logit_scale=0.5, attention_scale=0.375),
     ),
     "glm4": (Llama, LlamaConfig(**TINY, norms="both", qkv_bias=True, head_dim=12, rotary_dim=6)),
+    "nemotron": (Llama, LlamaConfig(**{**TINY, **PLAIN}, activation="relu2", rotary_dim=4, tied=False)),
+    "nemotron-biases": (
+        Llama,
+        LlamaConfig(**{**TINY, **PLAIN, **BIASES}, activation="relu2", rotary_dim=4, tied=False),
+    ),
+    "starcoder2": (Llama, LlamaConfig(**{**TINY, **PLAIN, **BIASES}, activation="gelu_tanh")),
+    "phi2": (Llama, LlamaConfig(**PHI2, activation="gelu_tanh", parallel=True, head_bias=True)),
+    "gptneox": (Llama, LlamaConfig(**PHI2, activation="gelu", parallel=True, parallel_norms=True)),
+    "gptneox-plain": (Llama, LlamaConfig(**PHI2, activation="gelu")),
     "gpt2": (GPT2, GPT2Config(dim=24, heads=3, layers=2, context=40, vocab=300)),
 }
 
@@ -152,7 +164,9 @@ def test_read_back_it_is_the_same_model_to_the_bit(name: str, tokenizer: Tokeniz
     again, same = load_pretrained(tmp_path / "m.gguf", FP32)
     assert again.config == model.config and same.hash() == tokenizer.hash()
     # Gemma's gains are stored with 1 added, which rounds them.
-    np.testing.assert_allclose(again.buffer.values, model.buffer.values, rtol=0, atol=6e-8 if "gemma" in name else 0)
+    np.testing.assert_allclose(
+        again.buffer.values, model.buffer.values, rtol=0, atol=6e-8 if name[:5] in ("gemma", "nemot") else 0
+    )
     changed = [p.name for p in model.buffer.params if (again.buffer.view(again.buffer.values, p) != p.value).any()]
     assert all("norm" in name for name in changed)
 
@@ -195,13 +209,18 @@ def test_a_window_is_written_as_the_context(
         ({"no_rope_every": 2}, "smollm3 has no RoPE in every 4th layer"),
         ({"norms": "after", "qk_norm": True, "qk_norm_width": True}, "olmo2 has an output head of its own"),
         ({**GEMMA, **GEMMA2, "attention_scale": 0.5}, "divides its scores by the root of 4; llama.cpp's gemma2"),
+        (
+            {**PLAIN, "mlp_bias": True, "kv_heads": 4, "activation": "relu", "family": "gpt_neox", "tied": False},
+            "gptneox has activation 'gelu', not 'relu'",
+        ),
+        ({**PHI2, "activation": "gelu", "qkv_bias": False, "out_bias": False}, "gptneox has biases in its attention"),
         ({"qk_norm": True, "norms": "after"}, "the model is a Exaone4ForCausalLM; .gguf files can hold"),
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused(
     values: dict[str, Any], message: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    model = randomised(Llama(LlamaConfig(**TINY, **values), FP32))
+    model = randomised(Llama(LlamaConfig(**TINY | values), FP32))
     with pytest.raises(UserError, match=message):
         save_pretrained(model, tokenizer, tmp_path / "m.gguf")
 

@@ -27,10 +27,14 @@ from tinyforge.tokenizers import Tokenizer
 FP64 = get_backend("numpy", "fp64", workers=1)
 TOKENIZER = Tokenizer([], ["<|endoftext|>", "</s>"])
 LLAMA = Config(dim=24, heads=6, kv_heads=2, layers=2, context=40, vocab=258, hidden=20)
+NEOX = LLAMA.override({"kv_heads": 6, "norm": "layer", "norm_bias": True, "gated": False, "tied": False})
+NEOX = NEOX.override({"qkv_bias": True, "out_bias": True, "mlp_bias": True})
 MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (Llama, LLAMA),
     "llama-untied": (Llama, LLAMA.override({"tied": False})),
     "qwen2": (Llama, LLAMA.override({"qkv_bias": True})),
+    "gpt-neox": (Llama, NEOX.override({"parallel": True, "parallel_norms": True, "activation": "gelu"})),
+    "opt": (Llama, NEOX.override({"activation": "relu", "learned_positions": True, "no_rope_every": 1, "tied": True})),
     "gpt2": (GPT2, GPT2Config(dim=24, heads=3, layers=2, context=40, vocab=258)),
     "nanoeuler": (NanoEuler, NanoEulerConfig(dim=24, heads=6, kv_heads=2, layers=2, context=40, vocab=258, hidden=20)),
 }
@@ -133,7 +137,7 @@ def test_peft_loads_what_is_written(name: str, tmp_path: Path, monkeypatch: pyte
     assert worst(peer_logits(base.eval()), logits(beside)) > 0.1
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     learned = {n for n, _ in adapted.named_parameters() if "lora_" in n}
-    assert len(learned) == 2 * (14 if name != "gpt2" else 8)
+    assert len(learned) == 2 * {"gpt2": 8, "gpt-neox": 8, "opt": 12}.get(name, 14)
     # transformers computes norms and angles in float32 whatever the model's type.
     assert np.abs(peer_logits(adapted) - logits(beside)).max() < 1e-5
 

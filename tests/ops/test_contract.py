@@ -193,8 +193,19 @@ def test_noise_is_drawn_by_the_name_of_the_op() -> None:
 
 
 ANY_WIDTH = (
-    *(ops.Take, ops.Fork, ops.Scale, ops.AveragePool2d, ops.MaxPool2d, ops.Upsample, ops.Attention, ops.ReLU),
-    *(ops.Sigmoid, ops.SiLU, ops.GELU, ops.Tanh, ops.Softmax, ops.Dropout, ops.TopKRouter, ops.CrossEntropy),
+    *(ops.Take, ops.Fork, ops.Scale, ops.AveragePool2d, ops.MaxPool2d, ops.Upsample, ops.Attention),
+    *(
+        ops.ReLU,
+        ops.SquaredReLU,
+        ops.Sigmoid,
+        ops.SiLU,
+        ops.GELU,
+        ops.Tanh,
+        ops.Softmax,
+        ops.Dropout,
+        ops.TopKRouter,
+        ops.CrossEntropy,
+    ),
 )
 """Ops of one input whose last axis may be of any length."""
 FP32 = get_backend("numpy", "fp32", workers=1)

@@ -48,7 +48,8 @@ class Architecture:
     Hugging Face's names by GGUF's, without ".weight" and ".bias". interleaved: rotary pairs are neighbours. transposed:
     GGUF's names of a layer's transposed tensors. fixed: what config.json says of all its models. optional: as sizes, of
     keys that may be absent. plus_one: 1 is added to its norms. pattern: of that many layers the last has no window,
-    unless a key says otherwise; 0 where no layer has one. partial: RoPE may turn part of a head. untied: the head is
+    unless a key says otherwise; 0 where no layer has one. partial: RoPE may turn part of a head. by_head:
+    Hugging Face has the queries, keys and values of a head next to each other. untied: the head is
     never tied. local_theta: rope_theta of the layers with a window, as the pattern. wide: numbers of layers of models
     whose scores are divided by the root of width / heads, not of the heads' size, if there are any."""
 
@@ -64,6 +65,7 @@ class Architecture:
     plus_one: bool = False
     pattern: int = 0
     partial: bool = False
+    by_head: bool = False
     untied: bool = False
     local_theta: float = 0.0
     wide: tuple[int, ...] | None = None
@@ -144,8 +146,18 @@ _GRANITE = {
 }
 
 
-def _llama(hf: str, layer: Mapping[str, str] | None = None, **more: Any) -> Architecture:
-    return Architecture(hf, _LLAMA_SIZES, "model.layers", _LLAMA_TENSORS, {**_LLAMA_LAYER, **(layer or {})}, **more)
+def _llama(hf: str, layer: Mapping[str, str] | None = None, eps: str = "", **more: Any) -> Architecture:
+    """eps: config.json's key of a LayerNorm's."""
+    sizes = {own: theirs for own, theirs in _LLAMA_SIZES.items() if not (eps and theirs == "rms_norm_eps")}
+    if eps:
+        sizes["attention.layer_norm_epsilon"] = eps
+    known = {"sizes": sizes, "block": "model.layers", "tensors": _LLAMA_TENSORS} | more
+    return Architecture(hf, layer={**_LLAMA_LAYER, **(layer or {})}, **known)
+
+
+_NEOX_LAYER = {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"}
+_NEOX_LAYER |= {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_NEOX_TENSORS = {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"}
 
 
 ARCHITECTURES = {
@@ -189,6 +201,36 @@ ARCHITECTURES = {
             "ffn_up": "mlp.gate_up_proj",
         },
         partial=True,
+    ),
+    "nemotron": _llama(
+        "NemotronForCausalLM", eps="norm_eps", plus_one=True, partial=True, untied=True, fixed={"hidden_act": "relu2"}
+    ),
+    "starcoder2": _llama(
+        "Starcoder2ForCausalLM",
+        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        eps="norm_epsilon",
+        fixed={"hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "phi2": _llama(
+        "PhiForCausalLM",
+        {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        eps="layer_norm_eps",
+        partial=True,
+        untied=True,
+        tensors={**_LLAMA_TENSORS, "output_norm": "model.final_layernorm"},
+        fixed={"hidden_act": "gelu_new"},
+    ),
+    "gptneox": _llama(
+        "GPTNeoXForCausalLM",
+        _NEOX_LAYER,
+        eps="layer_norm_eps",
+        partial=True,
+        untied=True,
+        by_head=True,
+        block="gpt_neox.layers",
+        tensors=_NEOX_TENSORS,
+        fixed={"hidden_act": "gelu"},
+        optional={"use_parallel_residual": "use_parallel_residual"},
     ),
     "gpt2": _GPT2,
 }
@@ -244,7 +286,7 @@ class _Values:
         """The number or text of that name. UserError for another type, and for a missing one without a default."""
         key = f"{self.architecture}.{name}"
         value = self.metadata.get(key, default)
-        kinds = (str,) if isinstance(default, str) else (int, float)
+        kinds = (str,) if isinstance(default, str) else (int, float, bool)
         if type(value) is float:
             with np.errstate(over="ignore"):
                 value = float(str(np.float32(value)))  # 1e-05, not the float32 next to it
@@ -278,6 +320,7 @@ def _config(architecture: Architecture, values: _Values, stored: Mapping[str, gg
             config["partial_rotary_factor"] = values.get(ROTARY, size) / max(size, 1)
         if architecture.hf != "Qwen2ForCausalLM":
             config["attention_bias"] = any(f"blk.0.attn_{name}.bias" in stored for name in ("q", "qkv"))
+            config["use_bias"] = config["attention_bias"]
         config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
         config |= {theirs: values.get(own) for own, theirs in architecture.optional.items() if values.has(own)}
         if architecture.pattern:
@@ -465,15 +508,23 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
     config.setdefault("n_inner", 4 * config.get("n_embd", 0))
     found: dict[str, Any] = {}
     for own, theirs in architecture.sizes.items():
-        found[f"{name}.{own}"] = float(config[theirs]) if own.endswith(("epsilon", "freq_base")) else config[theirs]
+        value = config["rotary_emb_base"] if theirs == "rope_theta" and theirs not in config else config[theirs]
+        found[f"{name}.{own}"] = float(value) if own.endswith(("epsilon", "freq_base")) else value
     if architecture.partial:
-        found[f"{name}.{ROTARY}"] = round(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
+        share = config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
+        found[f"{name}.{ROTARY}"] = round(config["head_dim"] * share)
     found |= _written_scaling(name, config.get("rope_scaling") or {})
     for own, value in architecture.fixed.items():
         if own == "no_rope_layer_interval":
             ropes = [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
             if config["no_rope_layers"] != ropes:
                 raise UserError(f"llama.cpp's {name} has no RoPE in every {value}th layer; keep it in our own format")
+        elif own == "hidden_act" and config[own] != value:
+            raise UserError(
+                f"llama.cpp's {name} has activation {value!r}, not {config[own]!r}; keep it in our own format"
+            )
+    if architecture.by_head and not config["attention_bias"]:
+        raise UserError(f"llama.cpp's {name} has biases in its attention; keep the model in our own format")
     for own, theirs in architecture.optional.items():
         if config.get(theirs) is not None:
             found[f"{name}.{own}"] = config[theirs]
@@ -532,6 +583,10 @@ def _from_hf(architecture: Architecture, theirs: str) -> str:
 def _change(architecture: Architecture, own: str, config: Mapping[str, Any], back: bool = False) -> Change | None:
     """The change of a tensor from Hugging Face's layout to GGUF's, or `back`; None where it lies alike."""
     reorder = rotary.halves if back else rotary.pairs
+    if architecture.by_head and ".attn_qkv." in own:
+        heads = config["num_attention_heads"]
+        split = (3, heads, -1) if back else (heads, 3, -1)
+        return lambda x: x.reshape(*split, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
     if architecture.interleaved and own.endswith(("attn_q.weight", "attn_q.bias")):
         return lambda x: reorder(x, config["num_attention_heads"])
     if architecture.interleaved and own.endswith(("attn_k.weight", "attn_k.bias")):

@@ -1,7 +1,7 @@
 """The ops: one file each, with its formula, shapes, what it saves, and the kernels for each backend."""
 
 from tinyforge.op import Op
-from tinyforge.ops.activations import ReLU, Sigmoid, SiLU
+from tinyforge.ops.activations import ReLU, Sigmoid, SiLU, SquaredReLU
 from tinyforge.ops.add import Add
 from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
@@ -47,7 +47,8 @@ ALL: tuple[type[Op], ...] = (
     *(Linear, Conv2d, AveragePool2d, MaxPool2d, Upsample),
     *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
     *(RoPE, Attention),
-    *(ReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout),
+    *(ReLU, SquaredReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh),
+    *(Softmax, Dropout),
     *(CausalConv, SelectiveScan, LSTM),
     *(TopKRouter, RouterLosses, MixtureOfExperts),
     *(Sequential, MSE, BinaryCrossEntropy, CrossEntropy, LinearCrossEntropy, CappedCrossEntropy),
@@ -63,5 +64,6 @@ __all__ = [
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
     "MixtureOfExperts", "Patches", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses", "Scale", "SelectiveScan",
-    "Sequential", "SiLU", "Sigmoid", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample",
+    "Sequential", "SiLU", "Sigmoid", "Softmax", "SquaredReLU", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
+    "Upsample",
 ]  # fmt: skip
