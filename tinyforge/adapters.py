@@ -15,6 +15,7 @@ from typing import Any
 
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import set_format
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param
 from tinyforge.ops import GELU, GELULinear, Linear, LoRA, SwiGLU, SwiGLULinear
@@ -26,12 +27,14 @@ LINEAR_MAPS = (Linear, SwiGLULinear, GELULinear)
 @dataclass(frozen=True)
 class Adapters:
     """rank: R of A (R, I) and B (O, R). alpha: the product is scaled by alpha / rank. dropout: on the adapters' input.
-    targets: the last parts of the names of the linear maps that get one; empty for all of them."""
+    targets: the last parts of the names of the linear maps that get one; empty for all of them. weights: what the
+    frozen matrices are kept in, as in QLoRA, one of `quantised.FOR_TUNING`; empty for the backend's precision."""
 
     rank: int
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
+    weights: str = ""
 
 
 class Adapted:
@@ -68,6 +71,8 @@ class Adapted:
         for op in chosen:
             self.adapters[op.name] = _adapter(op, settings, backend)
             _exchange(self.model, op, self.adapters[op.name])
+        if settings.weights:
+            set_format(self.model, settings.weights, heads="")
         self.buffer = self.model.buffer = ParamBuffer(self.model.params(), backend, values, frozen_values)
 
     def __getattr__(self, name: str) -> Any:
@@ -75,10 +80,17 @@ class Adapted:
 
     def replica(self) -> Adapted:
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
-        return Adapted(self._make, self.settings, self.buffer.values, self.buffer.frozen_values)
+        found = Adapted(self._make, self.settings, self.buffer.values, self.buffer.frozen_values)
+        for p, own in zip(found.buffer.frozen, self.buffer.frozen, strict=True):
+            if own.weights:
+                p.value = own.stored
+        return found
 
     def fused_weights(self) -> Any:
-        """The model's, with the adapters merged into copies of the matrices."""
+        """The model's, with the adapters merged into copies of the matrices. None where those are codes: the copies
+        would take the memory that these save."""
+        if self.settings.weights:
+            return None
         frozen = {op.weight: op.weight.value for op in self.adapters.values()}
         try:
             for op in self.adapters.values():

@@ -66,6 +66,7 @@ def describe(settings: Adapters, base: Opened, parameters: int, out: Path) -> di
         "alpha": settings.alpha,
         "dropout": settings.dropout,
         "targets": list(settings.targets),
+        **({"weights": settings.weights} if settings.weights else {}),
         "base": hub.reference(base.path, out),
         "base_sha256": base.fingerprint(),
     }
