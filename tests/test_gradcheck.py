@@ -79,6 +79,7 @@ from tinyforge.ops.router import router_bwd, router_fwd
 from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
 from tinyforge.ops.scale import scale_fwd
 from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
+from tinyforge.ops.sigmoid_gate import sigmoid_gate_bwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd, swiglu_linear_fwd, swiglu_mlp
@@ -317,6 +318,7 @@ def replaced(number: int, change: Callable[[Array], Array]) -> Callable[[Functio
 FAULTS = [
     Fault(ops.ReLU, "the gradient passes below 0 too", relu_bwd, lambda _: lambda dy, y: dy),
     Fault(ops.SquaredReLU, "factor 2 forgotten", relu2_bwd, lambda _: lambda dy, x: dy * np.maximum(x, 0)),
+    Fault(ops.SigmoidGate, "a tenth too much", sigmoid_gate_bwd, replaced(1, lambda dz: 1.1 * dz)),
     Fault(ops.Sigmoid, "1 - y forgotten", sigmoid_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.SiLU, "no slope of the gate", silu_bwd, lambda _: lambda dy, x: dy / (1 + np.exp(-x))),
     Fault(ops.GeGLU, "gate and up exchanged", geglu_bwd, lambda right: lambda *a: np.roll(right(*a), 1, axis=-1)),

@@ -22,6 +22,7 @@ SPEC = ModelSpec(
     architectures={name: len(experts.base.known) + len(experts.fields) for name, experts in ARCHITECTURES.items()},
     source='Jiang et al., "Mixtral of Experts" (2024)',
     backward="The choice of experts has no gradient; the weights of the chosen ones have a softmax's. Rows sorted by "
-    "expert go through grouped products. The router's two losses send one gradient to all layers.",
+    "expert go through grouped products. The router's two losses send one gradient to all layers. A shared expert's gate gets the "
+    "inner product of the expert's output and its gradient.",
 )
 __all__ = ["PRESETS", "SPEC", "Config", "MoE"]

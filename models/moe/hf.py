@@ -1,4 +1,5 @@
-"""A MoE with Hugging Face's names: a MixtralForCausalLM, Qwen3MoeForCausalLM or OlmoeForCausalLM. All but the experts
+"""A MoE with Hugging Face's names: a MixtralForCausalLM, Qwen2MoeForCausalLM,
+Qwen3MoeForCausalLM or OlmoeForCausalLM. All but the experts
 is laid out as in Llama.
 
 Files hold an expert's matrices separately: gate, up and down, which Mixtral calls w1, w3 and w2. Here the experts of a
@@ -9,7 +10,7 @@ when it writes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tinyforge.errors import UserError
@@ -26,13 +27,14 @@ PREFIX, IGNORED = llama.PREFIX, llama.IGNORED
 class Experts:
     """What an architecture calls its experts. base: all but them. hidden: the key of their width. block: the layer's
     name. names: of gate, up and down. count: the key and the default of their number, and the default of the active
-    ones."""
+    ones. shared: the key of the shared expert's width."""
 
     base: Family
     hidden: str
     block: str
     names: tuple[str, str, str]
     count: tuple[str, int, int]
+    shared: str = ""
 
     @property
     def fields(self) -> Fields:
@@ -42,6 +44,7 @@ class Experts:
             "experts": (key, int, experts),
             "active": ("num_experts_per_tok", int, active),
             "balance": ("router_aux_loss_coef", float, 0.001),
+            **({"shared": (self.shared, int)} if self.shared else {}),
         }
 
 
@@ -53,10 +56,14 @@ _OLMOE = Family(
     defaults={"rms_norm_eps": 1e-5, "router_aux_loss_coef": 0.01},
     biases=True,
 )
+_QWEN2 = replace(BY_NAME["Qwen2ForCausalLM"], fixed={}, fields={"qkv_bias": ("qkv_bias", bool, True)})
 _MIXTRAL = Family("MixtralForCausalLM", "mixtral", free=("window",), read=every_layer, write=every_layer_written)
 ARCHITECTURES = {
     "MixtralForCausalLM": Experts(
         _MIXTRAL, "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2"), ("num_local_experts", 8, 2)
+    ),
+    "Qwen2MoeForCausalLM": Experts(
+        _QWEN2, "moe_intermediate_size", "mlp", _PROJECTIONS, ("num_experts", 60, 4), "shared_expert_intermediate_size"
     ),
     "Qwen3MoeForCausalLM": Experts(
         BY_NAME["Qwen3ForCausalLM"], "moe_intermediate_size", "mlp", _PROJECTIONS, ("num_experts", 128, 8)
@@ -83,21 +90,24 @@ def read_config(given: Mapping[str, Any]) -> Config:
 def architecture_of(config: Config) -> str:
     """The first that has the options of the config. UserError if none has."""
     for name, experts in ARCHITECTURES.items():
-        if experts.base.fits(config) and (config.normalised or name != "MixtralForCausalLM"):
+        normalised = config.normalised or name != "MixtralForCausalLM"
+        if experts.base.fits(config) and normalised and bool(experts.shared) == (config.shared > 0):
             return name
     options = [*config.options(), *["weights that are not normalised"] * (not config.normalised)]
+    options += ["a shared expert"] * (config.shared > 0)
     raise UserError(f"no Hugging Face mixture of experts has {', '.join(options)}; keep the model in our own format")
 
 
 def write_config(config: Config) -> dict[str, Any]:
     name = architecture_of(config)
     experts = ARCHITECTURES[name]
-    kind = {"architectures": [name], "model_type": name.removesuffix("ForCausalLM").lower()}
+    kind: Any = {"architectures": [name], "model_type": name.removesuffix("ForCausalLM").lower()}
     written = {**llama.write_config(config, experts.base), **kind, **write_fields(config, experts.fields)}
     if name != "MixtralForCausalLM":
         written |= {"norm_topk_prob": config.normalised, "pad_token_id": None}
-    if name == "Qwen3MoeForCausalLM":
-        written |= {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if name.startswith("Qwen"):
+        kind = name.removesuffix("MoeForCausalLM").lower() + "_moe"
+        written |= {"model_type": kind, "decoder_sparse_step": 1, "mlp_only_layers": []}
     return written
 
 
@@ -117,6 +127,12 @@ def entries(config: Config) -> Iterator[Entry]:
                         f"{theirs}.experts.{e}.{name}.weight", (c.hidden, c.dim), f"{layer}.gate_up.weight", (e, rows)
                     )
                 yield Entry(f"{theirs}.experts.{e}.{down}.weight", (c.dim, c.hidden), f"{layer}.down.weight", e)
+            if c.shared:
+                at = f"{theirs}.shared_expert"
+                for name, rows in ((gate, slice(0, c.shared)), (up, slice(c.shared, 2 * c.shared))):
+                    yield Entry(f"{at}.{name}.weight", (c.shared, c.dim), f"{layer}.shared_up.weight", rows)
+                yield Entry(f"{at}.{down}.weight", (c.dim, c.shared), f"{layer}.shared_down.weight")
+                yield Entry(f"{at}_gate.weight", (1, c.dim), f"{layer}.shared_gate.weight")
 
 
 def left_out(config: Config) -> str:

@@ -107,6 +107,7 @@ EXPERTS = {
 }
 OLMOE = {"num_experts": 5, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.3, "output_router_logits": True}
 OLMOE |= {"pad_token_id": None, "rms_norm_eps": 1e-5}
+QWEN2_MOE = {**OLMOE, "moe_intermediate_size": 9, "shared_expert_intermediate_size": 11}
 QWEN3_MOE = {**OLMOE, "moe_intermediate_size": 9, "norm_topk_prob": True, "head_dim": 6}
 TIED = {"tie_word_embeddings": True}
 NEOX = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
@@ -196,6 +197,11 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaForCausalLM", MAMBA),
     "mamba-rank": ("MambaForCausalLM", {**MAMBA, "expand": 3, "conv_kernel": 3, "time_step_rank": 5}),
     "mistral-no-window": ("MistralForCausalLM", {**TINY, "sliding_window": None}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", {**TINY, **QWEN2_MOE}),
+    "qwen2-moe-tied": (
+        "Qwen2MoeForCausalLM",
+        {**TINY, **QWEN2_MOE, "norm_topk_prob": True, "qkv_bias": False, "num_hidden_layers": 1, **TIED},
+    ),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**TINY, **QWEN3_MOE}),
     "qwen3-moe-tied": (
         "Qwen3MoeForCausalLM",
@@ -223,7 +229,7 @@ NEWER += (
     "exaone4",
     "glm",
     "glm4",
-    *("nemotron", "starcoder2", "phi", "gpt_neox", "gptj", "opt"),
+    *("qwen2_moe", "nemotron", "starcoder2", "phi", "gpt_neox", "gptj", "opt"),
 )
 
 

@@ -201,6 +201,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/losses.cu": every(SCALAR=PRECISIONS),
     "ops/lstm.cu": every(SCALAR=PRECISIONS),
     "ops/mixture.cu": vectors(),
+    "ops/sigmoid_gate.cu": vectors(),
     "ops/patches.cu": [macros for scalar in PRECISIONS for macros in every(SCALAR=scalar, IN=(scalar, "int"))],
     "ops/pooling.cu": vectors(),
     "ops/positions.cu": [*vectors(), *vectors(RESTART=1)],

@@ -36,6 +36,7 @@ from tinyforge.ops.router_losses import RouterLosses
 from tinyforge.ops.scale import Scale
 from tinyforge.ops.selective_scan import SelectiveScan
 from tinyforge.ops.sequential import Sequential
+from tinyforge.ops.sigmoid_gate import SigmoidGate
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
@@ -48,7 +49,7 @@ ALL: tuple[type[Op], ...] = (
     *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
     *(RoPE, Attention),
     *(ReLU, SquaredReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh),
-    *(Softmax, Dropout),
+    *(Softmax, Dropout, SigmoidGate),
     *(CausalConv, SelectiveScan, LSTM),
     *(TopKRouter, RouterLosses, MixtureOfExperts),
     *(Sequential, MSE, BinaryCrossEntropy, CrossEntropy, LinearCrossEntropy, CappedCrossEntropy),
@@ -64,6 +65,6 @@ __all__ = [
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
     "MixtureOfExperts", "Patches", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses", "Scale", "SelectiveScan",
-    "Sequential", "SiLU", "Sigmoid", "Softmax", "SquaredReLU", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter",
-    "Upsample",
+    "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "Softmax", "SquaredReLU", "SwiGLU", "SwiGLULinear", "Take", "Tanh",
+    "TopKRouter", "Upsample",
 ]  # fmt: skip
