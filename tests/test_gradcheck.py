@@ -42,6 +42,7 @@ from tinyforge.ops.add import add_fwd
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, attention_rope_bwd
+from tinyforge.ops.attention_sink import sink_bwd
 from tinyforge.ops.causal_conv import causal_conv_bwd, causal_conv_fwd
 from tinyforge.ops.class_token import class_token_bwd, class_token_fwd
 from tinyforge.ops.conv2d import conv2d_bwd_input, conv2d_bwd_weight
@@ -70,6 +71,7 @@ from tinyforge.ops.mixture import (
     sum_of_rows,
     weighted_swiglu_bwd,
 )
+from tinyforge.ops.mixture_biased import clamped_swiglu_bwd
 from tinyforge.ops.patches import patches_bwd, patches_fwd
 from tinyforge.ops.pooling import average_pool_bwd, max_pool_bwd, upsample_bwd
 from tinyforge.ops.positions import positions_bwd
@@ -392,6 +394,8 @@ FAULTS = [
         router_losses_bwd,
         with_args(lambda d, slope: (d, np.append(np.roll(slope[:-1], 1), slope[-1]))),
     ),
+    Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),
+    Fault(ops.BiasedExperts, "h 1 % too large", clamped_swiglu_bwd, replaced(1, lambda h: 1.01 * h)),
     Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),
     Fault(
         ops.MixtureOfExperts,

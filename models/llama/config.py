@@ -43,10 +43,11 @@ class Config(ModelConfig):
 
     local_rope_theta: rope_theta of the layers with a window, without rope_scaling, as in Gemma 3; 0 for the same in
     all. no_rope_every: of that many layers the last has no RoPE, as in SmolLM3; 0 where all have it, 1 where none has.
-    learned_positions: a table of positions is added to the embeddings, as in OPT; it begins with two rows without use.
+    sinks: a score for each head that its probabilities are shared with, as in gpt-oss. learned_positions: a table of
+    positions is added to the embeddings, as in OPT; it begins with two rows without use.
 
     rope_scaling stretches the rotary angles to a longer context, see `RopeScaling`, which has rope_factor, the bounds
-    rope_low_freq and rope_high_freq, rope_attention, rope_short and rope_long under names without rope_.
+    rope_low_freq and rope_high_freq, rope_attention, rope_short, rope_long and rope_truncate under names without rope_.
     original_context: of training. rotary_dim: numbers of a head that RoPE turns, 0 for all.
 
     dropout: rate in training, on the outputs of a block's two halves, before they are added to the stream. family: the
@@ -87,6 +88,7 @@ class Config(ModelConfig):
     local_rope_theta: float = 0.0
     no_rope_every: int = 0
     learned_positions: bool = False
+    sinks: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: str = "none"
@@ -96,6 +98,7 @@ class Config(ModelConfig):
     rope_attention: float = 0.0
     rope_short: tuple[float, ...] = ()
     rope_long: tuple[float, ...] = ()
+    rope_truncate: bool = True
     rotary_dim: int = 0
     original_context: int = 8192
     dropout: float = 0.0
@@ -168,7 +171,7 @@ class Config(ModelConfig):
 SIZES = (
     *("dim", "heads", "kv_heads", "head_dim", "layers", "context", "vocab", "hidden", "tied", "norm_eps", "dropout"),
     *("rope_theta", "rope_scaling", "rope_factor", "rope_low_freq", "rope_high_freq", "original_context"),
-    *("rope_attention", "rope_short", "rope_long", "family"),
+    *("rope_attention", "rope_short", "rope_long", "rope_truncate", "family"),
 )
 """Fields that are no options of the architecture: the fused decoders and every architecture have them."""
 FUSED = {"rotary_dim"}

@@ -18,7 +18,7 @@ from tinyforge.models.llama.config import Config
 LAYER = {
     **{"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
     **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "out": "self_attn.o_proj"},
-    **{"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"},
+    **{"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "sinks": "self_attn.sinks"},
     **{"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
     **{"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
     **{"embedding": "model.embed_tokens", "positions": "model.embed_positions", "blocks": "model.layers"},
@@ -183,7 +183,7 @@ def written_rope(c: Config) -> dict[str, Any] | None:
     if c.rope_scaling == "llama3":
         rope |= {"low_freq_factor": c.rope_low_freq, "high_freq_factor": c.rope_high_freq}
     if c.rope_scaling == "yarn":
-        rope |= {"beta_slow": c.rope_low_freq, "beta_fast": c.rope_high_freq}
+        rope |= {"beta_slow": c.rope_low_freq, "beta_fast": c.rope_high_freq, "truncate": c.rope_truncate}
     if c.rope_scaling == "longrope":
         rope |= {"short_factor": list(c.rope_short), "long_factor": list(c.rope_long)}
     if c.rope_attention:

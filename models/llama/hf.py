@@ -90,7 +90,7 @@ def _rope(given: Mapping[str, Any], context: int, head_dim: int) -> dict[str, An
         found["rope_low_freq"] = setting(rope, "low_freq_factor", float)
         found["rope_high_freq"] = setting(rope, "high_freq_factor", float)
     if kind == "yarn":
-        require(rope, "truncate", True)
+        found["rope_truncate"] = setting(rope, "truncate", bool, True)
         found["rope_low_freq"] = setting(rope, "beta_slow", float, 1.0)
         found["rope_high_freq"] = setting(rope, "beta_fast", float, 32.0)
     if kind in ("yarn", "longrope"):
@@ -171,6 +171,8 @@ def entries(config: Config, family: Family | None = None) -> Iterator[Entry]:
         for name, size in head_norms.items() if c.qk_norm else ():
             order = rotary_order(c, interleaved, slice(0, size))
             yield Entry(f"{theirs}.{names[name]}.weight", (size,), f"{ours}.{name}.weight", order=order)
+        if c.sinks:
+            yield Entry(f"{theirs}.{names['sinks']}", (c.heads,), f"{ours}.sinks")
         yield from linear(i, "out", whole["out"], q, "out", c.out_bias)
         for name in norms:
             yield from norm(f"{theirs}.{names[name]}", f"{ours}.{name}")

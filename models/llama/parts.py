@@ -32,6 +32,7 @@ from tinyforge.ops import (
     RopeScaling,
     Scale,
     SiLU,
+    SinkAttention,
     SquaredReLU,
     SwiGLU,
     SwiGLULinear,
@@ -98,9 +99,15 @@ def self_attention(c: Config, layer: int, backend: Backend, *, fp8: bool) -> Sel
     # Qwen3: one norm for all query heads, one for all key heads; OLMo 2: of all of them together.
     norms = {"q_norm": (queries, slice(0, c.heads)), "k_norm": (keys, slice(c.heads, c.heads + c.kv_heads))}
     scores: dict[str, Any] = {"scale": c.attention_scale or None, "softcap": c.attention_softcap}
+    scores["window"] = c.window_of(layer) or None
+    if c.sinks:
+        sinks = Param(f"{at}.sinks", (c.heads,), fill=0.0, decay=False)
+        attention: Attention = SinkAttention(sinks, c.kv_heads, backend, f"{at}.attention", **scores)
+    else:
+        attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", **scores)
     return SelfAttention(
         FP8Linear(weight, backend, f"{at}.qkv") if fp8 else Linear(weight, backend, f"{at}.qkv", bias=qkv_bias),
-        Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window_of(layer) or None, **scores),
+        attention,
         Linear(out, backend, f"{at}.out", bias=bias(f"{at}.out", c.dim) if c.out_bias else None),
         Dropout(c.dropout, backend, f"{at}.out_dropout"),
         head_dim=c.head_dim,
@@ -129,6 +136,7 @@ def rope(c: Config, layer: int, backend: Backend) -> RoPE:
             context=c.context,
             short=c.rope_short,
             long=c.rope_long,
+            truncate=c.rope_truncate,
         )
     known = (c.head_dim, c.context, c.heads + c.kv_heads, backend, theta, f"blocks.{layer}.rope")
     return RoPE(*known, scaling=scaling, width=c.rotary_dim)

@@ -23,6 +23,7 @@ SPEC = ModelSpec(
     source='Jiang et al., "Mixtral of Experts" (2024)',
     backward="The choice of experts has no gradient; the weights of the chosen ones have a softmax's. Rows sorted by "
     "expert go through grouped products. The router's two losses send one gradient to all layers. A shared expert's gate gets the "
-    "inner product of the expert's output and its gradient.",
+    "inner product of the expert's output and its gradient. The score of an attention sink gets minus its probability "
+    "times the inner product of the output and its gradient.",
 )
 __all__ = ["PRESETS", "SPEC", "Config", "MoE"]

@@ -18,7 +18,17 @@ from tinyforge.models.llama.model import LlamaLike
 from tinyforge.models.llama.parts import STD, residual_std
 from tinyforge.models.moe.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
-from tinyforge.ops import Add, Dropout, Linear, LinearSwiGLU, MixtureOfExperts, RouterLosses, SigmoidGate, SwiGLULinear
+from tinyforge.ops import (
+    Add,
+    BiasedExperts,
+    Dropout,
+    Linear,
+    LinearSwiGLU,
+    MixtureOfExperts,
+    RouterLosses,
+    SigmoidGate,
+    SwiGLULinear,
+)
 from tinyforge.ops.attention import Documents
 from tinyforge.ops.swiglu_linear import swiglu_mlp
 from tinyforge.residual import NO_CONTEXT, AttentionContext, ResidualStream
@@ -29,15 +39,19 @@ class Experts:
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         c, at = config, f"blocks.{layer}"
-        self.experts = MixtureOfExperts(
-            Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD, matrices=1),
-            Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD, matrices=2 * c.experts),
-            Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers), matrices=c.experts),
-            c.active,
-            backend,
-            f"{at}.experts",
-            normalised=c.normalised,
-        )
+        gate = Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD, matrices=1)
+        gate_up = Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD, matrices=2 * c.experts)
+        down = Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers), matrices=c.experts)
+        how: dict[str, Any] = {"name": f"{at}.experts", "normalised": c.normalised}
+        if c.clamp:
+            of_gate, of_gate_up, of_down = (
+                Param(f"{at}.{name}.bias", shape, fill=0.0, decay=False)
+                for name, shape in (("gate", gate.shape[:1]), ("gate_up", gate_up.shape[:2]), ("down", down.shape[:2]))
+            )
+            pairs = (gate, of_gate), (gate_up, of_gate_up), (down, of_down)
+            self.experts: MixtureOfExperts = BiasedExperts(*pairs, c.active, backend, limit=c.clamp, **how)
+        else:
+            self.experts = MixtureOfExperts(gate, gate_up, down, c.active, backend, **how)
         self.dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
         if c.shared:
             up = Param(f"{at}.shared_up.weight", (2 * c.shared, c.dim), std=STD, matrices=2)
@@ -163,6 +177,11 @@ class MoE(LlamaLike):
             (tiny.override({"mtp_heads": 3, "mtp_weights": (1, 1, 1)}), 2, 9),
             (odd.override({**single, "active": 1, "tied": True, "window": 3}), 3, 5),
             (odd.override({**single, "normalised": False, "qk_norm": True, "qk_norm_width": True}), 2, 4),
+            (
+                odd.override({**single, "clamp": 0.7, "sinks": True, "rope_scaling": "yarn", "rope_truncate": False}),
+                2,
+                4,
+            ),
             (odd.override({**single, "normalised": False, "shared": 5, "dropout": 0.2}), 2, 4),
             (one.override({**single, "balance": 0.0, "router_z": 0.0}), 3, 1),
         )

@@ -107,6 +107,9 @@ EXPERTS = {
 }
 OLMOE = {"num_experts": 5, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.3, "output_router_logits": True}
 OLMOE |= {"pad_token_id": None, "rms_norm_eps": 1e-5}
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 5, "swiglu_limit": 0.5}
+GPT_OSS |= {"router_aux_loss_coef": 0.3, "output_router_logits": True}
+GPT_OSS_PLAIN = {"layer_types": ["full_attention"] * 2, "attention_bias": False, "tie_word_embeddings": True}
 QWEN2_MOE = {**OLMOE, "moe_intermediate_size": 9, "shared_expert_intermediate_size": 11}
 QWEN3_MOE = {**OLMOE, "moe_intermediate_size": 9, "norm_topk_prob": True, "head_dim": 6}
 TIED = {"tie_word_embeddings": True}
@@ -197,6 +200,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaForCausalLM", MAMBA),
     "mamba-rank": ("MambaForCausalLM", {**MAMBA, "expand": 3, "conv_kernel": 3, "time_step_rank": 5}),
     "mistral-no-window": ("MistralForCausalLM", {**TINY, "sliding_window": None}),
+    "gpt-oss": ("GptOssForCausalLM", {**TINY, **GPT_OSS, "num_hidden_layers": 3}),
+    "gpt-oss-tied": ("GptOssForCausalLM", {**TINY, **GPT_OSS, **GPT_OSS_PLAIN}),
     "qwen2-moe": ("Qwen2MoeForCausalLM", {**TINY, **QWEN2_MOE}),
     "qwen2-moe-tied": (
         "Qwen2MoeForCausalLM",
@@ -229,7 +234,7 @@ NEWER += (
     "exaone4",
     "glm",
     "glm4",
-    *("qwen2_moe", "nemotron", "starcoder2", "phi", "gpt_neox", "gptj", "opt"),
+    *("gpt_oss", "qwen2_moe", "nemotron", "starcoder2", "phi", "gpt_neox", "gptj", "opt"),
 )
 
 
@@ -275,7 +280,9 @@ def gradients_by_file_name(peer: Any) -> dict[str, np.ndarray]:
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for name, p in peer.named_parameters():
         grad, at = p.grad.numpy(), name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
-        if name.endswith(".experts.gate_up_proj"):
+        if "GptOss" in type(peer).__name__:
+            theirs[name] = grad
+        elif name.endswith(".experts.gate_up_proj"):
             for e, halves in enumerate(np.split(g, 2) for g in grad):
                 for matrix, half in zip((gate, up), halves, strict=True):
                     theirs[at.replace("gate_up_proj", f"{e}.{matrix}.weight")] = half

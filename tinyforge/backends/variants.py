@@ -168,6 +168,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/attention.cu": [*_attention_plain(), *_attention_mma()],
     "ops/attention_documents.cu": every(THREADS=256),
     "ops/attention_hopper.cu": list(_attention_wgmma()),
+    "ops/attention_sink.cu": vectors(),
     "ops/attention_tf32.cu": list(_attention_tf32()),
     "ops/attention_tma.cu": list(_attention_tma()),
     "ops/causal_conv.cu": [
@@ -201,6 +202,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/losses.cu": every(SCALAR=PRECISIONS),
     "ops/lstm.cu": every(SCALAR=PRECISIONS),
     "ops/mixture.cu": vectors(),
+    "ops/mixture_biased.cu": every(SCALAR=PRECISIONS),
     "ops/sigmoid_gate.cu": vectors(),
     "ops/patches.cu": [macros for scalar in PRECISIONS for macros in every(SCALAR=scalar, IN=(scalar, "int"))],
     "ops/pooling.cu": vectors(),

@@ -74,7 +74,7 @@ class _Whole:
     def __call__(self) -> np.ndarray:
         entry, read = self.parts[0]
         theirs, last = read(), self.parts[-1][0].part
-        first = entry.axes or (theirs.shape[::-1] if entry.transposed else theirs.shape)
+        first = entry.axes or (theirs.swapaxes(-1, -2).shape if entry.transposed else theirs.shape)
         if isinstance(last, slice):
             first = (last.stop, *first[1:])
         elif isinstance(last, tuple):

@@ -236,6 +236,13 @@ ARCHITECTURES = {
 }
 
 
+ONLY_SAFETENSORS = {
+    "gpt-oss": "openai/gpt-oss-20b or -120b of the hub, whose MXFP4 is read",
+    **dict.fromkeys(("qwen2moe", "qwen3moe", "olmoe"), "the Hugging Face directory that the file was made from"),
+}
+"""Architectures of which all experts are one tensor in .gguf, with what to get instead."""
+
+
 def is_file(path: Path) -> bool:
     return path.suffix == ".gguf"
 
@@ -251,6 +258,8 @@ def open_file(path: Path) -> Weights:
     content = gguf_file.read(path)
     name = content.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        if name in ONLY_SAFETENSORS:
+            raise UserError(f"{path}: {name} is read from safetensors, not from .gguf; get {ONLY_SAFETENSORS[name]}")
         raise UserError(
             f"{path}: its architecture is {name!r:.80}; supported: {', '.join(ARCHITECTURES)}; choose one of these"
         )
