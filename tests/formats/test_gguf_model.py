@@ -28,6 +28,8 @@ from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config as LlamaConfig
 from tinyforge.models.llama import Llama
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import SPEC as NANOEULER
 from tinyforge.tokenizers import CharTokenizer, SentencePiece, TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.tokenizers.pieces import PATTERNS
@@ -47,6 +49,8 @@ GEMMA3: dict[str, Any] = {"norms": "both", "window": 7, "qk_norm": True, "local_
 PLAIN: dict[str, Any] = {"norm": "layer", "norm_bias": True, "gated": False}
 BIASES: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 PHI2: dict[str, Any] = {**TINY, **PLAIN, **BIASES, "kv_heads": 4, "rotary_dim": 4, "tied": False}
+MIXTURE: dict[str, Any] = {**TINY, "experts": 5, "active": 2, "mtp_heads": 1, "mtp_weights": (1.0,), "router_z": 0.0}
+MIXTURE |= {"balance": 0.001}
 MODELS: dict[str, tuple[type, Any]] = {
     "llama": (Llama, LlamaConfig(**TINY, tied=False)),
     "llama-tied": (Llama, LlamaConfig(**TINY, norm_eps=1e-6, rope_theta=500.0)),
@@ -125,6 +129,12 @@ MODELS: dict[str, tuple[type, Any]] = {
     "phi2": (Llama, LlamaConfig(**PHI2, activation="gelu_tanh", parallel=True, head_bias=True)),
     "gptneox": (Llama, LlamaConfig(**PHI2, activation="gelu", parallel=True, parallel_norms=True)),
     "gptneox-plain": (Llama, LlamaConfig(**PHI2, activation="gelu")),
+    "qwen2moe": (MoE, MoEConfig(**MIXTURE, qkv_bias=True, normalised=False, shared=12)),
+    "qwen3moe": (MoE, MoEConfig(**MIXTURE, qk_norm=True, tied=True)),
+    "olmoe": (
+        MoE,
+        MoEConfig(**MIXTURE | {"kv_heads": 4, "balance": 0.01}, qk_norm=True, qk_norm_width=True, normalised=False),
+    ),
     "gpt2": (GPT2, GPT2Config(dim=24, heads=3, layers=2, context=40, vocab=300)),
 }
 
@@ -214,13 +224,16 @@ def test_a_window_is_written_as_the_context(
             "gptneox has activation 'gelu', not 'relu'",
         ),
         ({**PHI2, "activation": "gelu", "qkv_bias": False, "out_bias": False}, "gptneox has biases in its attention"),
+        ({**MIXTURE, "qk_norm": True, "normalised": False}, "qwen3moe has norm_topk_prob True, the model False"),
+        ({**MIXTURE, "qk_norm": True, "sinks": True, "clamp": 7.0}, "no Hugging Face mixture of experts has"),
         ({"qk_norm": True, "norms": "after"}, "the model is a Exaone4ForCausalLM; .gguf files can hold"),
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused(
     values: dict[str, Any], message: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    model = randomised(Llama(LlamaConfig(**TINY | values), FP32))
+    kind: Any = (MoE, MoEConfig) if "experts" in values else (Llama, LlamaConfig)
+    model = randomised(kind[0](kind[1](**TINY | values), FP32))
     with pytest.raises(UserError, match=message):
         save_pretrained(model, tokenizer, tmp_path / "m.gguf")
 
@@ -455,6 +468,10 @@ FAULTY = {
     "architectures": (
         file([key("general.architecture", 9, struct.pack("<IQ", 8, 1) + string("llama"))]),
         r"its architecture is \['llama'\]",
+    ),
+    "gpt-oss": (
+        file([key("general.architecture", 8, string("gpt-oss"))]),
+        "gpt-oss is read from safetensors, not from .gguf; get openai/gpt-oss-20b",
     ),
     "parts": (file([LLAMA, key("split.count", 9, struct.pack("<IQHH", 2, 2, 0, 0))]), r"is one of \[0 0\] parts"),
     "a part": (file([LLAMA, key("split.count", 2, struct.pack("<H", 3))]), "is one of 3 parts; join them first"),

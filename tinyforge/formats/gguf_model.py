@@ -20,8 +20,9 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,15 +147,30 @@ _GRANITE = {
 }
 
 
-def _llama(hf: str, layer: Mapping[str, str] | None = None, eps: str = "", **more: Any) -> Architecture:
-    """eps: config.json's key of a LayerNorm's."""
+def _llama(
+    hf: str,
+    layer: Mapping[str, str] | None = None,
+    eps: str = "",
+    experts: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Architecture:
+    """eps: config.json's key of a LayerNorm's. experts: further sizes, of a mixture."""
+    if experts:
+        layer = {**_EXPERTS_LAYER, **(layer or {})}
     sizes = {own: theirs for own, theirs in _LLAMA_SIZES.items() if not (eps and theirs == "rms_norm_eps")}
     if eps:
         sizes["attention.layer_norm_epsilon"] = eps
+    sizes |= experts or {}
     known = {"sizes": sizes, "block": "model.layers", "tensors": _LLAMA_TENSORS} | more
     return Architecture(hf, layer={**_LLAMA_LAYER, **(layer or {})}, **known)
 
 
+_EXPERTS_LAYER = {"ffn_gate_inp": "mlp.gate"}
+_EXPERTS_LAYER |= {f"ffn_{name}_exps": f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")}
+_SHARED_LAYER = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_SHARED_LAYER |= {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_OWN_WIDTH = {**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"}
 _NEOX_LAYER = {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"}
 _NEOX_LAYER |= {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
 _NEOX_TENSORS = {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"}
@@ -232,15 +248,20 @@ ARCHITECTURES = {
         fixed={"hidden_act": "gelu"},
         optional={"use_parallel_residual": "use_parallel_residual"},
     ),
+    "qwen2moe": _llama(
+        "Qwen2MoeForCausalLM",
+        _SHARED_LAYER,
+        experts={**_OWN_WIDTH, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        fixed={"norm_topk_prob": False},
+    ),
+    "qwen3moe": _llama("Qwen3MoeForCausalLM", experts=_OWN_WIDTH, fixed={"norm_topk_prob": True}),
+    "olmoe": _llama("OlmoeForCausalLM", experts=_EXPERTS, fixed={"norm_topk_prob": False}),
     "gpt2": _GPT2,
 }
 
 
-ONLY_SAFETENSORS = {
-    "gpt-oss": "openai/gpt-oss-20b or -120b of the hub, whose MXFP4 is read",
-    **dict.fromkeys(("qwen2moe", "qwen3moe", "olmoe"), "the Hugging Face directory that the file was made from"),
-}
-"""Architectures of which all experts are one tensor in .gguf, with what to get instead."""
+ONLY_SAFETENSORS = {"gpt-oss": "openai/gpt-oss-20b or -120b of the hub, whose MXFP4 is read"}
+"""Architectures that are not read from .gguf, with what to get instead."""
 
 
 def is_file(path: Path) -> bool:
@@ -258,7 +279,7 @@ def open_file(path: Path) -> Weights:
     content = gguf_file.read(path)
     name = content.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        if name in ONLY_SAFETENSORS:
+        if isinstance(name, str) and name in ONLY_SAFETENSORS:
             raise UserError(f"{path}: {name} is read from safetensors, not from .gguf; get {ONLY_SAFETENSORS[name]}")
         raise UserError(
             f"{path}: its architecture is {name!r:.80}; supported: {', '.join(ARCHITECTURES)}; choose one of these"
@@ -278,8 +299,40 @@ def open_file(path: Path) -> Weights:
         change = _change(architecture, own, config, back=True)
         return _changed_shape(architecture, own, tensor.shape), _after(tensor.read, change)
 
-    tensors = {_to_hf(architecture, own): lazy(own, tensor) for own, tensor in stored.items()}
+    tensors = {}
+    for own, tensor in stored.items():
+        theirs = _to_hf(architecture, own)
+        if EXPERTS in theirs and len(tensor.shape) == 3:
+            for e, part in enumerate(_experts(tensor)):
+                tensors[theirs.replace(EXPERTS, f"{EXPERTS}{e}.")] = lazy(own, part)
+        else:
+            tensors[theirs] = lazy(own, tensor)
     return Weights(path, config, tensors)
+
+
+EXPERTS = ".mlp.experts."
+
+
+def _experts(tensor: gguf_file.Tensor) -> Iterator[gguf_file.Tensor]:
+    """The matrices of a tensor of all experts, which lie one after the other."""
+    count, size = tensor.shape[0], tensor.nbytes // max(tensor.shape[0], 1)
+    for e in range(count):
+        yield replace(tensor, shape=tensor.shape[1:], start=tensor.start + e * size, nbytes=size)
+
+
+def _stacked(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """The reverse: the matrices of all experts of a layer as one tensor."""
+    found: dict[str, list[Lazy]] = {}
+    for name, lazy in tensors.items():
+        found.setdefault(re.sub(rf"{re.escape(EXPERTS)}\d+\.", EXPERTS, name), []).append(lazy)
+
+    def stack(parts: list[Lazy]) -> np.ndarray:
+        return np.stack([make() for _, make in parts])
+
+    return {
+        name: ((len(parts), *parts[0][0]), partial(stack, parts)) if EXPERTS in name else parts[0]
+        for name, parts in found.items()
+    }
 
 
 class _Values:
@@ -329,7 +382,7 @@ def _config(architecture: Architecture, values: _Values, stored: Mapping[str, gg
             config["partial_rotary_factor"] = values.get(ROTARY, size) / max(size, 1)
         if architecture.hf != "Qwen2ForCausalLM":
             config["attention_bias"] = any(f"blk.0.attn_{name}.bias" in stored for name in ("q", "qkv"))
-            config["use_bias"] = config["attention_bias"]
+            config["use_bias"] = config["qkv_bias"] = config["attention_bias"]
         config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
         config |= {theirs: values.get(own) for own, theirs in architecture.optional.items() if values.has(own)}
         if architecture.pattern:
@@ -466,7 +519,7 @@ def write_file(
     name = _name_of(config["architectures"][0], path)
     architecture = ARCHITECTURES[name]
     tensors = {}
-    for theirs, (shape, make) in weights.tensors.items():
+    for theirs, (shape, make) in _stacked(weights.tensors).items():
         own = _from_hf(architecture, theirs)
         tensors[own] = _changed_shape(architecture, own, shape), _after(make, _change(architecture, own, config))
     rope = config.get("rope_scaling") or {}
@@ -528,6 +581,8 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
             ropes = [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
             if config["no_rope_layers"] != ropes:
                 raise UserError(f"llama.cpp's {name} has no RoPE in every {value}th layer; keep it in our own format")
+        elif own == "norm_topk_prob" and config[own] != value:
+            raise UserError(f"llama.cpp's {name} has {own} {value}, the model {config[own]}; keep it in our own format")
         elif own == "hidden_act" and config[own] != value:
             raise UserError(
                 f"llama.cpp's {name} has activation {value!r}, not {config[own]!r}; keep it in our own format"
@@ -560,7 +615,7 @@ def _written_windows(architecture: Architecture, name: str, config: dict[str, An
 
 
 def _type_of(own: str, shape: tuple[int, ...], dtype: str, head: str) -> str:
-    if len(shape) == 1 or own.endswith("_norm.weight") or own == "position_embd.weight":
+    if len(shape) == 1 or own.endswith(("_norm.weight", "ffn_gate_inp.weight")) or own == "position_embd.weight":
         return "f32"
     kind = HEADS.get(dtype, dtype) if own == head else dtype
     while shape[-1] % BLOCKS.get(kind, 1):
@@ -602,7 +657,13 @@ def _change(architecture: Architecture, own: str, config: Mapping[str, Any], bac
         return lambda x: reorder(x, config["num_key_value_heads"])
     if architecture.plus_one and own.endswith("norm.weight"):
         return lambda x: x + np.float32(-1 if back else 1)
+    if own.endswith(SHARED_GATE):
+        return lambda x: x.reshape(1, -1) if back else x.reshape(-1)
     return np.transpose if _is_transposed(architecture, own) else None
+
+
+SHARED_GATE = "ffn_gate_inp_shexp.weight"
+"""A vector in .gguf, a matrix of one row in Hugging Face's files."""
 
 
 def _after(make: Callable[[], np.ndarray], change: Change | None) -> Callable[[], np.ndarray]:
@@ -614,4 +675,6 @@ def _is_transposed(architecture: Architecture, own: str) -> bool:
 
 
 def _changed_shape(architecture: Architecture, own: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if own.endswith(SHARED_GATE):
+        return (1, *shape) if len(shape) == 1 else shape[1:]
     return shape[::-1] if _is_transposed(architecture, own) else shape
