@@ -203,7 +203,8 @@ def test_a_target_that_is_not_there() -> None:
 def test_maps_in_branches_and_in_their_ops_are_found() -> None:
     """An op's name leaves out the branch that holds it: model.blocks[0].attention.qkv is blocks.0.qkv."""
     config = MoEConfig(dim=12, heads=3, kv_heads=1, layers=1, context=9, vocab=11, hidden=10, experts=3)
-    model = Adapted(partial(MoE, config, FP64), SETTINGS)
+    assert list(Adapted(partial(MoE, config, FP64), SETTINGS).adapters) == ["blocks.0.qkv", "blocks.0.out"]
+    model = Adapted(partial(MoE, config, FP64), replace(SETTINGS, targets=("qkv", "out", "gate")))
     assert list(model.adapters) == ["blocks.0.qkv", "blocks.0.out", "blocks.0.experts.gate"]
     block = model.blocks[0]
     assert [block.attention.qkv, block.attention.out, block.mlp.experts.gate] == list(model.adapters.values())

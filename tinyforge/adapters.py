@@ -18,7 +18,7 @@ from tinyforge.errors import UserError
 from tinyforge.frozen_model import set_format
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param
-from tinyforge.ops import GELU, GELULinear, Linear, LoRA, SwiGLU, SwiGLULinear
+from tinyforge.ops import GELU, GELULinear, Linear, LoRA, MixtureOfExperts, SwiGLU, SwiGLULinear
 from tinyforge.params import UNPLACED, ParamBuffer
 
 LINEAR_MAPS = (Linear, SwiGLULinear, GELULinear)
@@ -27,7 +27,7 @@ LINEAR_MAPS = (Linear, SwiGLULinear, GELULinear)
 @dataclass(frozen=True)
 class Adapters:
     """rank: R of A (R, I) and B (O, R). alpha: the product is scaled by alpha / rank. dropout: on the adapters' input.
-    targets: the last parts of the names of the linear maps that get one; empty for all of them. weights: what the
+    targets: the last parts of the names of the linear maps that get one; empty for all but routers. weights: what the
     frozen matrices are kept in, as in QLoRA, one of `quantised.FOR_TUNING`; empty for the backend's precision."""
 
     rank: int
@@ -63,7 +63,9 @@ class Adapted:
                 raise UserError(f"no linear map of the model is called {target!r}; known: {', '.join(names)}")
         for p in self.model.params():
             p.frozen = True
-        chosen = [op for op in found if not settings.targets or _last(op) in settings.targets]
+        # A router is adapted if it is named: PEFT cannot, since in transformers it is no linear layer.
+        routers = [op.gate for op in self.model.ops() if isinstance(op, MixtureOfExperts)]
+        chosen = [op for op in found if (_last(op) in settings.targets if settings.targets else op not in routers)]
         most = max((min(op.weight.shape) for op in chosen), default=settings.rank)
         if settings.rank > most:
             raise UserError(f"--lora is {settings.rank}, expected at most {most}: no linear map here has a higher rank")
@@ -112,8 +114,9 @@ def _last(op: Op) -> str:
 def _adapter(op: Any, settings: Adapters, backend: Backend) -> LoRA:
     """A LoRA around `op`'s weight. A starts with PEFT's variance, 1 / 3I, and B at 0."""
     (outputs, inputs), rank = op.weight.shape, settings.rank
-    a = Param(f"{op.name}.lora_a", (rank, inputs), std=(3 * inputs) ** -0.5)
-    b = Param(f"{op.name}.lora_b", (outputs, rank), fill=0.0)
+    name = op.weight.name.removesuffix(".weight")  # by which they are merged
+    a = Param(f"{name}.lora_a", (rank, inputs), std=(3 * inputs) ** -0.5)
+    b = Param(f"{name}.lora_b", (outputs, rank), fill=0.0)
     activation: Op | None = None
     if isinstance(op, SwiGLULinear):
         activation = SwiGLU(backend, f"{op.name}.swiglu")

@@ -24,6 +24,7 @@ from tinyforge.models.llama.families import (
     every_layer_written,
     layer_kinds,
     windows,
+    written_rope,
     written_windows,
 )
 from tinyforge.models.moe.config import Config
@@ -69,6 +70,13 @@ _OLMOE = Family(
     biases=True,
 )
 _QWEN2 = replace(BY_NAME["Qwen2ForCausalLM"], fixed={}, fields={"qkv_bias": ("qkv_bias", bool, True)})
+
+
+def _gpt_oss_written(config: Any) -> dict[str, Any]:
+    rope = {**(written_rope(config) or {"rope_type": "default"}), "rope_theta": config.rope_theta}
+    return {**written_windows(config), "rope_parameters": rope, "rope_scaling": None}
+
+
 _GPT_OSS = Family(
     "GptOssForCausalLM",
     "gpt_oss",
@@ -76,11 +84,15 @@ _GPT_OSS = Family(
     defaults={
         **{"rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128, "head_dim": 64, "rope_theta": 150000.0},
         **{"num_key_value_heads": 8, "swiglu_limit": 7.0},
+        "rope_scaling": {  # where the file says nothing
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
     },
     free=WINDOWS,
     biases=True,
     read=lambda given: windows(given, layer_kinds(given, lambda i: i % 2 == 0)),
-    write=written_windows,
+    write=_gpt_oss_written,
 )
 _MIXTRAL = Family("MixtralForCausalLM", "mixtral", free=("window",), read=every_layer, write=every_layer_written)
 ARCHITECTURES = {

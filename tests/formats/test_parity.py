@@ -110,6 +110,7 @@ OLMOE |= {"pad_token_id": None, "rms_norm_eps": 1e-5}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 10, "sliding_window": 5, "swiglu_limit": 0.5}
 GPT_OSS |= {"router_aux_loss_coef": 0.3, "output_router_logits": True}
 GPT_OSS_PLAIN = {"layer_types": ["full_attention"] * 2, "attention_bias": False, "tie_word_embeddings": True}
+GPT_OSS_PLAIN |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 QWEN2_MOE = {**OLMOE, "moe_intermediate_size": 9, "shared_expert_intermediate_size": 11}
 QWEN3_MOE = {**OLMOE, "moe_intermediate_size": 9, "norm_topk_prob": True, "head_dim": 6}
 TIED = {"tie_word_embeddings": True}

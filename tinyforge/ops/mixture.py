@@ -185,7 +185,7 @@ class MixtureOfExperts(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> tuple[Array, Array, Array]:
         logits = self.gate.forward(x, stash)  # (..., E)
         weights, chosen, usage = self.router.forward(logits, stash)  # (..., k)
-        slots, tokens, places, starts = self.sort(chosen, len(self.gate_up.value))
+        slots, tokens, places, starts = self.sort(chosen, self.gate_up.shape[0])
         gu = self.product(x.reshape(-1, x.shape[-1]), self.gate_up.value, tokens, starts)  # (R, 2H)
         if stash is not None:
             stash.push(self, x, gu, weights, slots, tokens, places, starts)
