@@ -21,7 +21,7 @@ from tinyforge.backends import get_backend
 from tinyforge.chat import conversation_with
 from tinyforge.data.world import documents
 from tinyforge.errors import UserError
-from tinyforge.formats import convert, gguf_file, gguf_quants, load, load_pretrained, save_pretrained
+from tinyforge.formats import convert, gguf_file, gguf_model, gguf_quants, load, load_pretrained, mxfp4, save_pretrained
 from tinyforge.formats.foreign import weights_of
 from tinyforge.infer import Sampling, generate
 from tinyforge.models.gpt2 import GPT2
@@ -51,6 +51,14 @@ BIASES: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 PHI2: dict[str, Any] = {**TINY, **PLAIN, **BIASES, "kv_heads": 4, "rotary_dim": 4, "tied": False}
 MIXTURE: dict[str, Any] = {**TINY, "experts": 5, "active": 2, "mtp_heads": 1, "mtp_weights": (1.0,), "router_z": 0.0}
 MIXTURE |= {"balance": 0.001}
+GPT_OSS: dict[str, Any] = {
+    "sinks": True,
+    "clamp": 7.0,
+    "window": 7,
+    "full_every": 2,
+    "qkv_bias": True,
+    "out_bias": True,
+}
 MODELS: dict[str, tuple[type, Any]] = {
     "llama": (Llama, LlamaConfig(**TINY, tied=False)),
     "llama-tied": (Llama, LlamaConfig(**TINY, norm_eps=1e-6, rope_theta=500.0)),
@@ -135,6 +143,7 @@ MODELS: dict[str, tuple[type, Any]] = {
         MoE,
         MoEConfig(**MIXTURE | {"kv_heads": 4, "balance": 0.01}, qk_norm=True, qk_norm_width=True, normalised=False),
     ),
+    "gpt-oss": (MoE, MoEConfig(**MIXTURE, **GPT_OSS)),
     "gpt2": (GPT2, GPT2Config(dim=24, heads=3, layers=2, context=40, vocab=300)),
 }
 
@@ -226,6 +235,8 @@ def test_a_window_is_written_as_the_context(
         ({**PHI2, "activation": "gelu", "qkv_bias": False, "out_bias": False}, "gptneox has biases in its attention"),
         ({**MIXTURE, "qk_norm": True, "normalised": False}, "qwen3moe has norm_topk_prob True, the model False"),
         ({**MIXTURE, "qk_norm": True, "sinks": True, "clamp": 7.0}, "no Hugging Face mixture of experts has"),
+        ({**MIXTURE, **GPT_OSS, "clamp": 5.0}, "gpt-oss has swiglu_limit 7.0, the model 5.0"),
+        ({**MIXTURE, **GPT_OSS, "qkv_bias": False, "out_bias": False}, "gpt-oss has biases in its attention"),
         ({"qk_norm": True, "norms": "after"}, "the model is a Exaone4ForCausalLM; .gguf files can hold"),
     ],
 )
@@ -236,6 +247,23 @@ def test_what_llama_cpp_does_not_compute_is_refused(
     model = randomised(kind[0](kind[1](**TINY | values), FP32))
     with pytest.raises(UserError, match=message):
         save_pretrained(model, tokenizer, tmp_path / "m.gguf")
+
+
+def test_gpt_oss_in_mxfp4(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts as they are published: numbers that the type holds come back to the bit."""
+    model = randomised(MoE(MoEConfig(**{**MIXTURE, "dim": 32, "hidden": 64}, **GPT_OSS), FP32))
+    rng = np.random.default_rng(0)
+    for block in model.blocks:
+        for p in (block.mlp.experts.gate_up, block.mlp.experts.down):
+            codes = rng.integers(0, 256, (*p.shape[:2], p.shape[2] // 32, 16)).astype(np.uint8)
+            p.value[...] = mxfp4.dequantise(codes, np.full(codes.shape[:3], 125))
+    type_of = gguf_model._type_of
+    monkeypatch.setattr(gguf_model, "_type_of", lambda own, *a: "mxfp4" if "_exps.w" in own else type_of(own, *a))
+    monkeypatch.setitem(gguf_model.BLOCKS, "f32", 1)
+    save_pretrained(model, tokenizer, tmp_path / "m.gguf")
+    again, _ = load_pretrained(tmp_path / "m.gguf", FP32)
+    assert gguf_file.read(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"].dtype == 39
+    assert again.config == model.config and np.array_equal(again.buffer.values, model.buffer.values)
 
 
 def test_a_gpt2_without_biases_gets_zeros(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -468,10 +496,6 @@ FAULTY = {
     "architectures": (
         file([key("general.architecture", 9, struct.pack("<IQ", 8, 1) + string("llama"))]),
         r"its architecture is \['llama'\]",
-    ),
-    "gpt-oss": (
-        file([key("general.architecture", 8, string("gpt-oss"))]),
-        "gpt-oss is read from safetensors, not from .gguf; get openai/gpt-oss-20b",
     ),
     "parts": (file([LLAMA, key("split.count", 9, struct.pack("<IQHH", 2, 2, 0, 0))]), r"is one of \[0 0\] parts"),
     "a part": (file([LLAMA, key("split.count", 2, struct.pack("<H", 3))]), "is one of 3 parts; join them first"),

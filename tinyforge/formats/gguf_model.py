@@ -50,7 +50,8 @@ class Architecture:
     GGUF's names of a layer's transposed tensors. fixed: what config.json says of all its models. optional: as sizes, of
     keys that may be absent. plus_one: 1 is added to its norms. pattern: of that many layers the last has no window,
     unless a key says otherwise; 0 where no layer has one. partial: RoPE may turn part of a head. by_head:
-    Hugging Face has the queries, keys and values of a head next to each other. untied: the head is
+    Hugging Face has the queries, keys and values of a head next to each other. merged: its
+    experts' gate and up are one tensor there, rows in turn, transposed, as in gpt-oss. untied: the head is
     never tied. local_theta: rope_theta of the layers with a window, as the pattern. wide: numbers of layers of models
     whose scores are divided by the root of width / heads, not of the heads' size, if there are any."""
 
@@ -67,6 +68,7 @@ class Architecture:
     pattern: int = 0
     partial: bool = False
     by_head: bool = False
+    merged: bool = False
     untied: bool = False
     local_theta: float = 0.0
     wide: tuple[int, ...] | None = None
@@ -256,12 +258,24 @@ ARCHITECTURES = {
     ),
     "qwen3moe": _llama("Qwen3MoeForCausalLM", experts=_OWN_WIDTH, fixed={"norm_topk_prob": True}),
     "olmoe": _llama("OlmoeForCausalLM", experts=_EXPERTS, fixed={"norm_topk_prob": False}),
+    "gpt-oss": _llama(
+        "GptOssForCausalLM",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        experts={
+            **{"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        fixed={"swiglu_limit": 7.0},
+        pattern=2,
+        untied=True,
+        merged=True,
+    ),
     "gpt2": _GPT2,
 }
-
-
-ONLY_SAFETENSORS = {"gpt-oss": "openai/gpt-oss-20b or -120b of the hub, whose MXFP4 is read"}
-"""Architectures that are not read from .gguf, with what to get instead."""
 
 
 def is_file(path: Path) -> bool:
@@ -279,8 +293,6 @@ def open_file(path: Path) -> Weights:
     content = gguf_file.read(path)
     name = content.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        if isinstance(name, str) and name in ONLY_SAFETENSORS:
-            raise UserError(f"{path}: {name} is read from safetensors, not from .gguf; get {ONLY_SAFETENSORS[name]}")
         raise UserError(
             f"{path}: its architecture is {name!r:.80}; supported: {', '.join(ARCHITECTURES)}; choose one of these"
         )
@@ -302,12 +314,12 @@ def open_file(path: Path) -> Weights:
     tensors = {}
     for own, tensor in stored.items():
         theirs = _to_hf(architecture, own)
-        if EXPERTS in theirs and len(tensor.shape) == 3:
+        if EXPERTS in theirs and len(tensor.shape) == 3 and not architecture.merged:
             for e, part in enumerate(_experts(tensor)):
                 tensors[theirs.replace(EXPERTS, f"{EXPERTS}{e}.")] = lazy(own, part)
         else:
             tensors[theirs] = lazy(own, tensor)
-    return Weights(path, config, tensors)
+    return Weights(path, config, _merged(tensors) if architecture.merged else tensors)
 
 
 EXPERTS = ".mlp.experts."
@@ -320,6 +332,60 @@ def _experts(tensor: gguf_file.Tensor) -> Iterator[gguf_file.Tensor]:
         yield replace(tensor, shape=tensor.shape[1:], start=tensor.start + e * size, nbytes=size)
 
 
+SINKS = ".self_attn.sinks"
+
+
+def _merged(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """gpt-oss's tensors as Hugging Face's files have them, from one for each of gate, up and down."""
+    found: dict[str, Lazy] = {}
+
+    def in_turn(gate: Lazy, up: Lazy) -> np.ndarray:
+        return np.stack([gate[1](), up[1]()], axis=2).reshape(gate[0][0], 2 * gate[0][1], *gate[0][2:])
+
+    for name, (shape, make) in tensors.items():
+        base, _, kind = name.rpartition(".")
+        bias = "_bias" if kind == "bias" else ""
+        if base.endswith(SINKS):
+            found[base] = shape, make
+        elif EXPERTS not in name:
+            found[name] = shape, make
+        elif base.endswith("down_proj"):
+            found[base + bias] = (shape, make) if bias else _turned((shape, make))
+        elif base.endswith("gate_proj") and (other := name.replace("gate_proj", "up_proj")) in tensors:
+            both = (shape[0], 2 * shape[1], *shape[2:]), partial(in_turn, (shape, make), tensors[other])
+            found[base.replace("gate_proj", "gate_up_proj") + bias] = both if bias else _turned(both)
+    return found
+
+
+def _turned(lazy: Lazy) -> Lazy:
+    """The matrices transposed."""
+    (*lead, rows, columns), make = lazy
+    return (*lead, columns, rows), lambda: make().swapaxes(-1, -2)
+
+
+def _parted(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """The reverse of `_merged`."""
+    found: dict[str, Lazy] = {}
+
+    def half(make: Callable[[], np.ndarray], first: int) -> np.ndarray:
+        return make()[:, first::2]
+
+    for name, (shape, make) in tensors.items():
+        base, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+        lazy = (shape, make) if kind == "bias" or EXPERTS not in name else _turned((shape, make))
+        if name.endswith(SINKS):
+            found[f"{name}.weight"] = shape, make
+        elif EXPERTS in name and base.endswith("gate_up_proj"):
+            rows = (shape[0], lazy[0][1] // 2, *lazy[0][2:])
+            for first, part in enumerate(("gate_proj", "up_proj")):
+                found[f"{base.replace('gate_up_proj', part)}.{kind}"] = rows, partial(half, lazy[1], first)
+        elif EXPERTS in name:
+            found[f"{base}.{kind}"] = lazy
+        else:
+            found[name] = shape, make
+    return found
+
+
 def _stacked(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
     """The reverse: the matrices of all experts of a layer as one tensor."""
     found: dict[str, list[Lazy]] = {}
@@ -330,7 +396,7 @@ def _stacked(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
         return np.stack([make() for _, make in parts])
 
     return {
-        name: ((len(parts), *parts[0][0]), partial(stack, parts)) if EXPERTS in name else parts[0]
+        name: parts[0] if name in tensors else ((len(parts), *parts[0][0]), partial(stack, parts))
         for name, parts in found.items()
     }
 
@@ -378,6 +444,8 @@ def _config(architecture: Architecture, values: _Values, stored: Mapping[str, gg
         }
         config |= {"hidden_act": "silu", "tie_word_embeddings": "output.weight" not in stored, **architecture.fixed}
         config["rope_scaling"] = _scaling(values)
+        if architecture.merged:  # whose bounds of YaRN are no whole numbers, though llama.cpp rounds them
+            config["rope_scaling"] = {"truncate": False, **(config["rope_scaling"] or {"rope_type": "default"})}
         if architecture.partial:
             config["partial_rotary_factor"] = values.get(ROTARY, size) / max(size, 1)
         if architecture.hf != "Qwen2ForCausalLM":
@@ -465,7 +533,7 @@ def _written_scaling(name: str, rope: Mapping[str, Any]) -> dict[str, Any]:
         found["attn_factor"] = float(rope.get("attention_factor") or _magnitude(factor)) / _magnitude(factor)
         if any(rope[key] != usual for key, usual in _YARN.items()):
             raise UserError("llama.cpp's YaRN has beta_fast 32 and beta_slow 1; keep the model in our own format")
-    elif kind:
+    elif kind not in (None, "default"):
         raise UserError(f"llama.cpp has no RoPE scaling {kind!r} as here; keep the model in our own format")
     else:
         found = {}
@@ -519,7 +587,8 @@ def write_file(
     name = _name_of(config["architectures"][0], path)
     architecture = ARCHITECTURES[name]
     tensors = {}
-    for theirs, (shape, make) in _stacked(weights.tensors).items():
+    change = _parted if architecture.merged else _stacked
+    for theirs, (shape, make) in change(weights.tensors).items():
         own = _from_hf(architecture, theirs)
         tensors[own] = _changed_shape(architecture, own, shape), _after(make, _change(architecture, own, config))
     rope = config.get("rope_scaling") or {}
@@ -575,19 +644,19 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
     if architecture.partial:
         share = config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
         found[f"{name}.{ROTARY}"] = round(config["head_dim"] * share)
-    found |= _written_scaling(name, config.get("rope_scaling") or {})
+    found |= _written_scaling(name, config.get("rope_scaling") or config.get("rope_parameters") or {})
     for own, value in architecture.fixed.items():
         if own == "no_rope_layer_interval":
             ropes = [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
             if config["no_rope_layers"] != ropes:
                 raise UserError(f"llama.cpp's {name} has no RoPE in every {value}th layer; keep it in our own format")
-        elif own == "norm_topk_prob" and config[own] != value:
+        elif own in ("norm_topk_prob", "swiglu_limit") and config[own] != value:
             raise UserError(f"llama.cpp's {name} has {own} {value}, the model {config[own]}; keep it in our own format")
         elif own == "hidden_act" and config[own] != value:
             raise UserError(
                 f"llama.cpp's {name} has activation {value!r}, not {config[own]!r}; keep it in our own format"
             )
-    if architecture.by_head and not config["attention_bias"]:
+    if (architecture.by_head or architecture.merged) and not config["attention_bias"]:
         raise UserError(f"llama.cpp's {name} has biases in its attention; keep the model in our own format")
     for own, theirs in architecture.optional.items():
         if config.get(theirs) is not None:
@@ -615,7 +684,11 @@ def _written_windows(architecture: Architecture, name: str, config: dict[str, An
 
 
 def _type_of(own: str, shape: tuple[int, ...], dtype: str, head: str) -> str:
-    if len(shape) == 1 or own.endswith(("_norm.weight", "ffn_gate_inp.weight")) or own == "position_embd.weight":
+    if (
+        len(shape) == 1
+        or own.endswith(("_norm.weight", "ffn_gate_inp.weight", ".bias"))
+        or own == "position_embd.weight"
+    ):
         return "f32"
     kind = HEADS.get(dtype, dtype) if own == head else dtype
     while shape[-1] % BLOCKS.get(kind, 1):
