@@ -22,12 +22,12 @@ BLOCKS, SCALES, GROUP = "_blocks", "_scales", 32
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = np.array([*_SIZES, *(-size for size in _SIZES)], np.float32)
 """The number of each code, (16,)."""
-_PAIRS = np.stack([np.tile(E2M1, 16), E2M1.repeat(16)], axis=1)
+_PAIRS = np.stack([np.tile(E2M1, 16), E2M1.repeat(16)], axis=1).view(np.uint64)[:, 0]  # two float32 as one item
 
 
 def dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """(..., O, G, 16) and (..., O, G) to (..., O, 32 G), float32."""
-    numbers = _PAIRS[blocks].reshape(*scales.shape, GROUP)
+    numbers = np.take(_PAIRS, blocks).view(np.float32).reshape(*scales.shape, GROUP)
     return np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127).reshape(*scales.shape[:-1], -1)
 
 
