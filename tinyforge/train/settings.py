@@ -459,7 +459,7 @@ class TuneSettings(Settings):
     )
     lora_dropout: float = setting(0.0, "dropout on the adapters' inputs", check=below_one, metavar="SHARE")
     lora_targets: str = of_model(
-        "", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all)", metavar="NAMES"
+        "", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all but routers)", metavar="NAMES"
     )
     weights: str = of_model(
         "",
