@@ -36,7 +36,11 @@ def tiny(precision: str = "fp32", config: Config = CONFIG) -> NanoEuler:
 
 
 class Drawing(ReferenceDecoder):
-    """Draws tokens itself, as the decoders on a GPU do: what nobody waited for is read later, or never."""
+    """Draws tokens itself, as the decoders on a GPU do: what nobody waited for is read later, or never.
+
+    undrawn: whether a pass has no tokens yet. alone: passes that were queued one by one."""
+
+    undrawn, alone = False, 0
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -46,6 +50,7 @@ class Drawing(ReferenceDecoder):
         return not (sampling.changes_logits or sampling.logprobs)
 
     def queue(self, rows: Mapping[int, SequenceStart | None], count: int) -> Callable[[], np.ndarray]:
+        assert not self.undrawn
         ids = np.full((self.batch, count), self.config.vocab - 1)  # where nothing is meant
         for row, start in rows.items():
             given = list(start.tokens) if start else []
@@ -59,6 +64,32 @@ class Drawing(ReferenceDecoder):
                     number = 0.0 if sampling.temperature == 0 else float(stream.uniform((1,))[0])
                     (self.last[row],) = ids[row, i : i + 1] = choose(z, sampling, [number])
         return lambda: ids
+
+    def queue_pass(
+        self, rows: Mapping[int, SequenceStart | None]
+    ) -> Callable[[Sequence[int], np.ndarray], Callable[[], np.ndarray]]:
+        assert not self.undrawn
+        self.undrawn, self.alone, ids = True, self.alone + 1, np.full((self.batch, 1), self.config.vocab - 1)
+        logits: dict[int, np.ndarray] = {}
+        for row, start in rows.items():
+            assert start is None or len(start.tokens) == 1
+            if start:
+                self.how[row] = start.sampling, start.stream
+            if self.lengths[row] < self.capacity:
+                logits[row] = self.step_rows([row], [start.tokens if start else [self.last[row]]])[0, :, 0].copy()
+        how = list(self.how)
+
+        def sample(masked: Sequence[int], masks: np.ndarray) -> Callable[[], np.ndarray]:
+            self.undrawn = False
+            allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : self.config.vocab]
+            for row, bits in zip(masked, allowed, strict=True):
+                logits[row][:, bits == 0] = -np.inf
+            for row, z in logits.items():
+                number = 0.0 if how[row][0].temperature == 0 else float(how[row][1].uniform((1,))[0])
+                (self.last[row],) = ids[row] = choose(z, how[row][0], [number])
+            return lambda: ids
+
+        return sample
 
 
 def wishes(rng: random.Random, vocab: int, context: int, drafts: int, count: int = 24) -> list[dict[str, Any]]:

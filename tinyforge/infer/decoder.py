@@ -160,6 +160,17 @@ class Decoder(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 
+    def queue_pass(
+        self, rows: Mapping[int, SequenceStart | None]
+    ) -> Callable[[Sequence[int], np.ndarray], Callable[[], np.ndarray]]:
+        """`queue` for one token of each row, in two calls, so that masks are computed meanwhile. Call the function that
+        it returns before the next pass is queued: it samples, and returns what `queue` does.
+
+        Its arguments are the rows that have masks, and the masks, (rows, words) uint32: bit i of a mask says whether
+        token i may be sampled. Words past the vocabulary are ignored.
+        """
+        raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
+
     def _check_room(self, rows: Iterable[int], count: int) -> None:
         full = next((row for row in rows if self.lengths[row] + count > self.capacity), None)
         if full is not None:
