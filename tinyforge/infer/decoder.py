@@ -49,12 +49,14 @@ class Decoder(ABC):
     can_rewind: whether a row can go back to any length, as keys and values can; else only to 0. can_save: whether part
     of one row's cache can be copied into another's. most_drafts: drafts that a pass can verify. piece: positions of a
     prompt that a scheduler prefills together. together: positions at its end that `last_logits` takes faster.
+    any_cut: whether a position has the same bits however a text is cut into passes of up to `piece` positions.
     """
 
     can_rewind = True
     can_save = False
     piece = 32
     together = 1
+    any_cut = False
 
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         check_causal_lm(model)

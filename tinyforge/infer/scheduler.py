@@ -23,7 +23,7 @@ A request's text depends only on its prompt, its sampling and its seed, to the l
   pass, together with the other rows' tokens, until it has the last one and draws.
 - Prompts share complete pieces: a saved piece holds the bits that computing it again would give. Only a prompt that
   goes on after another request's prompt and reply takes what decoding that reply computed, token by token: equal to
-  computing it again up to rounding.
+  computing it again up to rounding. Where `Decoder.any_cut` all common beginnings are shared, with the same bits.
 - `Decoder.step_rows` gives a row the same bits whichever rows run with it. Speculating rows have their own passes.
 - Random numbers come from the request's own stream. The request's sampling alone decides who draws, decoder or host.
 
@@ -354,7 +354,8 @@ class Scheduler:
             return stop - start
         decoder.prefill(row, request.prompt[start:stop])
         if keep and stop == begin + size:
-            self.prefixes.put(request.prompt, begin, stop, decoder.saved(row, begin), size - 1)
+            own = 0 if decoder.any_cut else size - 1
+            self.prefixes.put(request.prompt, begin, stop, decoder.saved(row, begin), own)
         return stop - start
 
     def _score_piece(self, request: Request) -> int:
@@ -370,19 +371,20 @@ class Scheduler:
         return len(piece)
 
     def _keep(self, request: Request) -> None:
-        """Save what its row holds of a text that has ended, for a prompt that goes on after it."""
+        """Save what its row holds of a text that has ended, for a prompt that begins like it or goes on after it."""
         r, decoder, row, size = request, self.decoder, request.row, self.decoder.piece
         assert row is not None
         held, prompt = min(decoder.lengths[row], len(r.text)), len(r.prompt)
-        if not (self.prefixes.most_bytes and decoder.can_rewind and r.reuse) or held <= prompt:
-            return
         first = (prompt - 1) // size * size
+        known = first if decoder.any_cut else prompt
+        if not (self.prefixes.most_bytes and decoder.can_rewind and r.reuse) or held <= known:
+            return
         for begin in range((held - 1) // size * size, first - 1, -size):
             decoder.rewind_row(row, held)
-            if begin + size == prompt:  # no token of the reply: as later prompts would compute it
+            if begin + size == prompt and not decoder.any_cut:  # no reply: as later prompts would compute it
                 decoder.rewind_row(row, begin)
                 decoder.prefill(row, r.prompt[begin:])
-            own = min(max(0, prompt - begin), size - 1)
+            own = 0 if decoder.any_cut else min(max(0, prompt - begin), size - 1)
             self.prefixes.put(r.text, begin, held, decoder.saved(row, begin), own)
             held = begin
 
