@@ -123,6 +123,8 @@ def test_what_models_write_besides(forms: dict[str, CallForm]) -> None:
         assert said == "" and json.loads(got) == expected, arguments
     cut = read("lfm2", "<|tool_call_start|>[run(days=3, code='hal")
     assert cut == ("", [("run", '{"days": 3')])
+    assert read("lfm2", "<|tool_call_start|>[run(days=3, co") == ("", [("run", '{"days": 3}')])
+    assert read("gemma4", "<|tool_call>call:run{co") == ("", [("run", "{}")])
     after = read("lfm2", "<|tool_call_start|>[run(days=3)]<|tool_call_end|> Done")
     assert after == (" Done", [("run", '{"days": 3}')])
     for text in ("<|tool_call_start|>[other(a=1)]", "<|tool_call_start|>[runs(a=1)]", "<|tool_call_st", "[1, 2]"):
@@ -209,6 +211,9 @@ def test_what_a_grammar_cannot_follow(small: Loaded, forms: dict[str, CallForm])
         ({"properties": {"a": {"type": "array", "minItems": 2}}}, "minItems"),
         ({"properties": {"a": {"type": "object", "minProperties": 2}}}, "minProperties"),
         ({"minProperties": 1}, "minProperties"),
+        ({"properties": {"a,b=(c": text}}, "the name"),
+        ({"properties": {"a": {"enum": ['x<|"|>']}}}, "the text"),
+        ({"properties": {"a": {"const": {"b}": 1}}}}, "the name"),
         ({"properties": [], "type": "object"}, "properties"),
         ({**endless, "type": "object"}, "levels|size"),
         (wide, "size"),

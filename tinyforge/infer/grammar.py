@@ -28,6 +28,8 @@ MOST_TEXT, MOST_KEPT = 128 << 10, 32
 """Bytes of a grammar's text; compiled grammars that are kept."""
 LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 20_000, "verbose_errors": False}
 """Some 4 ms a token and 40 MB at most."""
+NOTHING = {"NoExtensionBias": "no text follows it"}
+"""Errors of llguidance in words."""
 BLANKS = {"whitespace_pattern": r"[ \n\t]"}
 """Between JSON's tokens, at most one: small models may go on with blanks for ever."""
 
@@ -212,7 +214,8 @@ class Grammars:
         matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         matcher.compute_bitmask()  # a grammar that matches nothing shows here
         if matcher.is_error():
-            raise UserError(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
+            found = _first_line(matcher.get_error())
+            raise UserError(f"the grammar cannot be used: {NOTHING.get(found, found)}")
         return matcher
 
 

@@ -51,8 +51,10 @@ class LiteralReader:
                 rest = text.lstrip(" \t\r\n,")
                 begun = _KEY.match(text)
                 if begun is None or rest.startswith(self.close):
-                    if not last and not rest.startswith(self.close) and len(text) < MOST_KEY:
-                        return found, text, False
+                    if not rest.startswith(self.close) and len(text) < MOST_KEY:
+                        if not last:
+                            return found, text, False
+                        rest = ""  # an unfinished name is none of the text
                     return found + ("}" if self._count else "{}"), rest, True
                 self._name, self._begin = begun[1].strip("'\""), begun.end()
                 self._at, self._depth, self._quote = begun.end(), 0, ""
@@ -200,7 +202,7 @@ class _Rules:
         properties, required = properties_of(self.name, schema, self.root)
         comma, rest, first = self.text(self.literals.comma), "", list[str]()
         for key, given in reversed(properties.items()):
-            one = self.rule(f"{self.text(key + self.literals.assign)} {self.value(given, depth)}")
+            one = self.rule(f"{self.text(self.key(key) + self.literals.assign)} {self.value(given, depth)}")
             first = ([] if key in required else first) + [f"{one} {rest}"]
             rest = self.rule(f"{comma} {one} {rest}" if key in required else f"({comma} {one})? {rest}")
         if not properties and resolved(schema, self.root).get("additionalProperties", True) is not False:
@@ -247,12 +249,19 @@ class _Rules:
         named = {k: self.root[k] for k in ("$defs", "definitions") if isinstance(self.root, dict) and k in self.root}
         return self.rule(f"%json {json.dumps({'x-guidance': BLANKS, **closed({**named, **given})})}")
 
+    def key(self, key: str) -> str:
+        if not _KEY.fullmatch(f"{key}="):
+            raise refusal(self.name, f"the name {key[:40]!a}")
+        return key
+
     def spelt(self, value: Any) -> str:
         quote = self.literals.quote
         if isinstance(value, str):
+            if quote in value:
+                raise refusal(self.name, f"the text {value[:40]!a}")
             return f"{quote}{value}{quote}"
         if isinstance(value, dict):
-            return "{" + ",".join(f"{key}:{self.spelt(each)}" for key, each in value.items()) + "}"
+            return "{" + ",".join(f"{self.key(key)}:{self.spelt(each)}" for key, each in value.items()) + "}"
         return f"[{','.join(map(self.spelt, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
