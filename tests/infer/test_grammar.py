@@ -229,6 +229,29 @@ def test_masks_made_together_are_those_made_alone(tokenizer: TextTokenizer, gram
         assert np.array_equal(bits[:512] == 1, np.isfinite(z)) and 0 < (bits[:512] == 1).sum() < 512
 
 
+def test_text_that_has_to_come_is_tokenized_once(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, asked = type(tokenizer).encode, list[str]()
+
+    def counted(self: TextTokenizer, text: str, *args: Any) -> list[int]:
+        asked.append(text)
+        return encode(self, text, *args)
+
+    monkeypatch.setattr(type(tokenizer), "encode", counted)
+    schema = json.dumps(
+        {"type": "object", "properties": {"a_long_name": {"type": "boolean"}}, "required": ["a_long_name"]}
+    )
+    constraint = Grammars(tokenizer, STOP, 512).compile("json_schema", schema)
+    counts = []
+    for _ in range(2):
+        one = constraint.copy()
+        for token in encode(tokenizer, '{"a_long_name": true}', "text"):
+            z = np.zeros(512, np.float32)
+            one.mask(z)
+            assert z[token] == 0 and one.accept(token)
+        counts.append(len(asked))
+    assert "a_long_name" in "".join(asked) and counts[0] == counts[1]
+
+
 def test_a_text_never_ends_well_after_its_grammar_has_failed(model: NanoEuler, grammars: Grammars) -> None:
     """Its masks then mean nothing: a stop that is sampled is none."""
     failed = grammars.compile("choice", '["x"]')

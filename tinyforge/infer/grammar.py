@@ -13,7 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +28,8 @@ MOST_TEXT, MOST_KEPT = 128 << 10, 32
 """Bytes of a grammar's text; compiled grammars that are kept."""
 LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 20_000, "verbose_errors": False}
 """Some 4 ms a token and 40 MB at most."""
+MOST_FORCED, FORCED_BYTES = 8192, 256
+"""Texts that have to come next, whose tokens are kept; their bytes."""
 NOTHING = {"NoExtensionBias": "no text follows it"}
 """Errors of llguidance in words."""
 BLANKS = {"whitespace_pattern": r"[ \n\t]"}
@@ -162,9 +164,13 @@ class _Tokens:
         self.eos_token_id, self.bos_token_id = end, tokenizer.bos
         self.tokens = [tokenizer.token_bytes(i) if i < known else b"<unused %d>" % i for i in range(vocab)]
         self.special_token_ids = sorted(specials | {end} | set(range(known, vocab)))
-        self._tokenizer = tokenizer
+        self._tokenizer, self._kept = tokenizer, lru_cache(MOST_FORCED)(self._encode)
 
     def __call__(self, text: bytes) -> list[int]:
+        """Called while masks are made, for the text that has to come next: mostly the same as before."""
+        return list(self._kept(text)) if len(text) <= FORCED_BYTES else self._encode(text)
+
+    def _encode(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode("utf-8", "replace"), "text")
 
 
