@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,15 @@ def test_a_prompt_that_is_fed_gives_the_tokens_of_one_that_is_computed() -> None
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Any:
+def grammars() -> Iterator[Any]:
     """Of the shipped tokenizer's 512 tokens; none of the others may come in a text by a grammar."""
+    from tinyforge.infer.cuda.decode_batched import BatchDecoder
+
     grammar = pytest.importorskip("tinyforge.infer.grammar")
     pytest.importorskip("llguidance", reason="needs the extra [serve]")
-    return grammar.Grammars(load_tokenizer(SMALL / "tokenizer.json"), STOP, 600)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BatchDecoder, "queues_masks", True)
+        yield grammar.Grammars(load_tokenizer(SMALL / "tokenizer.json"), STOP, 600)
 
 
 def by_schemas(grammars: Any, scheduler: Scheduler, count: int, rule: Sampling) -> tuple[list[Any], list[Request]]:
@@ -143,8 +148,7 @@ def test_greedy_texts_by_schemas_are_those_that_the_host_masks(precision: str, g
     from tinyforge.infer.cuda.decode_batched import BatchDecoder
 
     class OnHost(BatchDecoder):
-        def draws(self, sampling: Sampling) -> bool:
-            return False
+        queues_masks = False
 
     model = trained_like(VALID[precision == "bf16"], precision)
     rule = Sampling(temperature=0, max_tokens=120)

@@ -47,6 +47,7 @@ class Drawing(ReferenceDecoder):
     undrawn: whether a pass has no tokens yet. alone: passes that were queued one by one."""
 
     undrawn, alone = False, 0
+    queues_masks = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -50,6 +50,7 @@ class Decoder(ABC):
     of one row's cache can be copied into another's. most_drafts: drafts that a pass can verify. piece: positions of a
     prompt that a scheduler prefills together. together: positions at its end that `last_logits` takes faster.
     any_cut: whether a position has the same bits however a text is cut into passes of up to `piece` positions.
+    queues_masks: whether `queue_pass` draws the rows that a grammar binds; else the host does.
     """
 
     can_rewind = True
@@ -57,6 +58,7 @@ class Decoder(ABC):
     piece = 32
     together = 1
     any_cut = False
+    queues_masks = False
 
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         check_causal_lm(model)

@@ -226,7 +226,7 @@ class Scheduler:
             constraint,
             list(ids),
             budget=min(s.max_tokens, self.decoder.capacity - len(ids)) if generate else 0,
-            device=self.decoder.draws(s),
+            device=self.decoder.draws(s) and (constraint is None or self.decoder.queues_masks),
             kind=(s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits),
             numbers=uniforms(s.seed),
         )

@@ -149,6 +149,7 @@ class BatchDecoder(DeviceDecoder):
     not take.
 
     In bf16 two blocks share a multiprocessor if there is enough memory: one computes while the other waits.
+    queues_masks: sample_masked.cu is checked in an emulation on the CPU and has not run on a GPU yet; set it to try.
     """
 
     can_save = True
