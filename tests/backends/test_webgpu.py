@@ -369,7 +369,8 @@ def test_the_kernels_of_a_decoder(exact: Any, rng: np.random.Generator) -> None:
     ) -> Any:
         y = exact.asarray(arrays.pop("y", np.zeros(outputs)))
         numbers = (*sizes[:2], flags.pop("skip", 0), *widths, heads, kv_heads, size, context)
-        webgpu_array.launch("infer/decode.wgsl", entry, grid, {"y": y, **arrays}, numbers, flags)
+        given, of_codes = {"y": y, **arrays}, {"word": "u32"}
+        webgpu_array.launch("infer/decode.wgsl", entry, grid, given, numbers, flags, aliases=of_codes)
         return exact.to_numpy(y)
 
     x, gain = rng.normal(size=(rows, dim)), rng.normal(size=dim)

@@ -229,12 +229,13 @@ class Pipeline:
     def __init__(self, device: Device, file: str, entry: str, arrays: tuple[str, ...], macros: Any, flags: Any) -> None:
         text = "".join(f"{line}\n" for line in (*macros, source(file)))
         for called, helper in (
-            ("group_", "group"),
-            ("philox(", "philox"),
-            ("real_", f"float{64 if 'f64' in ''.join(macros) else 32}"),
+            ("group_", "ops/group"),
+            ("philox(", "ops/philox"),
+            ("codes(", f"infer/codes_{'int8' if 'alias word = u32;' in macros else 'real'}"),
+            ("real_", f"ops/float{64 if 'f64' in ''.join(macros) else 32}"),
         ):
             if called in text:  # helpers come with the files that call them
-                text = source(f"ops/{helper}.wgsl") + text
+                text = source(f"{helper}.wgsl") + text
         declared = {
             name: (int(binding), access)
             for binding, access, name in re.findall(
