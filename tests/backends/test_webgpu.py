@@ -97,6 +97,18 @@ def test_arithmetic_is_numpys(exact: Backend, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(formula(g).get(), formula(x))
 
 
+def test_comparisons_are_numpys(exact: Backend, rng: np.random.Generator) -> None:
+    x, y = rng.integers(-2, 3, (2, 5, 4)) + 0.0
+    a, b = exact.asarray(x), exact.asarray(y)
+    for got, expected in ((a, x), (a[:, 1], x[:, 1])):
+        other = b[: got.ndim * 5, 1] if got.ndim == 1 else b
+        right = exact.to_numpy(other)
+        for one, same in ((got < other, expected < right), (got <= 1, expected <= 1), (got > other, expected > right)):
+            np.testing.assert_array_equal(one.get(), same)
+        np.testing.assert_array_equal(((got >= 0) & (got != other)).get(), (expected >= 0) & (expected != right))
+        np.testing.assert_array_equal(((got == other) | (got == 2)).get(), (expected == right) | (expected == 2))
+
+
 def test_writes_are_numpys(exact: Backend, rng: np.random.Generator) -> None:
     x = rng.normal(size=(6, 7))
     g = exact.asarray(x)
@@ -418,3 +430,20 @@ def test_the_kernels_of_a_decoder(exact: Any, rng: np.random.Generator) -> None:
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("rkgs,ksd->rkgd", weights / weights.sum(-1, keepdims=True), values)
     np.testing.assert_allclose(got, expected.reshape(-1), rtol=1e-8)
+
+
+def objectives() -> list[Any]:
+    from tests.train import test_alignment as alignment
+
+    batch = alignment.pairs(4, 3, alignment.model(2)).of(range(4))
+    found: list[Any] = [(objective, batch) for objective in alignment.PREFERENCES]
+    return found + [(objective, alignment.replies(3, 4, 5)) for objective in alignment.POLICIES]
+
+
+def test_objectives_weigh_as_on_numpy(exact: Backend, rng: np.random.Generator) -> None:
+    for objective, batch in objectives():
+        nll = rng.random(batch.targets.shape) * (batch.targets >= 0)
+        expected = objective.weigh(nll, batch, objective.count(batch), HOST)
+        found = objective.weigh(exact.asarray(nll), batch, objective.count(batch), exact)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(exact.to_numpy(a), b, rtol=1e-12, atol=1e-12, err_msg=str(objective))

@@ -215,7 +215,7 @@ def test_without_scripts_and_from_disk_a_lesson_has_its_picture(address: str, si
     for url, scripts in ((address + LESSON, False), ((site / LESSON).as_uri(), True)):
         context, faults = browser.new_context(java_script_enabled=scripts), []
         page = context.new_page()
-        page.on("pageerror", faults.append)
+        page.on("pageerror", lambda error, faults=faults: faults.append(error))
         page.goto(url)
         page.wait_for_load_state("networkidle")
         assert page.locator("#live").is_hidden() and page.locator("img[src$='nucleus.svg']").is_visible()

@@ -276,6 +276,37 @@ class WebArray:
     def __itruediv__(self, other: Any) -> WebArray:
         return self._into(other, "divide")
 
+    # Comparisons give int32 for NumPy's bool, which no kernel reads; objectives combine them.
+
+    __hash__ = object.__hash__
+
+    def _on_host(self, other: Any, function: Callable[..., Any]) -> WebArray:
+        return self._like(function(self.get(), other.get() if isinstance(other, WebArray) else other))
+
+    def __lt__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.less)
+
+    def __le__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.less_equal)
+
+    def __gt__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.greater)
+
+    def __ge__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.greater_equal)
+
+    def __eq__(self, other: Any) -> WebArray:  # type: ignore[override]
+        return self._on_host(other, np.equal)
+
+    def __ne__(self, other: Any) -> WebArray:  # type: ignore[override]
+        return self._on_host(other, np.not_equal)
+
+    def __and__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.logical_and)
+
+    def __or__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.logical_or)
+
     def _reduced(self, name: str, *args: Any, **named: Any) -> Any:
         found = getattr(self.get(), name)(*args, **named)
         return self._like(found) if isinstance(found, np.ndarray) else found
