@@ -84,6 +84,25 @@ def test_views_are_numpys(exact: Backend, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(view(g).copy().get(), view(x))
 
 
+def test_a_reshaped_view_is_a_view_where_numpys_is(exact: Backend, rng: np.random.Generator) -> None:
+    x = rng.normal(size=(4, 6, 8))
+    for view, shape in (
+        (lambda a: a[:, :3], (4, 24)),
+        (lambda a: a[:, 2:4, :], (2, 2, 16)),
+        (lambda a: a[1:, :, 2:4], (18, 2)),
+        (lambda a: a[1:, :, 2:4], (3, 1, 6, 2, 1)),
+        (lambda a: a[::2, 1:4], (2, 3, 2, 4)),
+        (lambda a: a[:, :, 1:3], (4, 12)),
+        (lambda a: a.swapaxes(0, 1), (24, 8)),
+        (lambda a: a.swapaxes(0, 1)[:, :, :4], (6, 4, 2, 2)),
+        (lambda a: a[:, 1], (2, 2, 8)),
+    ):
+        host, g = x.copy(), exact.asarray(x)
+        for array in (host, g):
+            view(array).reshape(shape)[...] = 7.0
+        np.testing.assert_array_equal(g.get(), host)
+
+
 def test_arithmetic_is_numpys(exact: Backend, rng: np.random.Generator) -> None:
     x = rng.normal(size=(3, 4, 5)) + 3
     g = exact.asarray(x)

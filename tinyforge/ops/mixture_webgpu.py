@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tinyforge.backends.webgpu_array import host_of, new, on_host, upload_like
+from tinyforge.backends.webgpu_array import contiguous, host_of, new, on_host, upload_like
 from tinyforge.backends.webgpu_gemm import gemm
 from tinyforge.kernel import Array
 from tinyforge.ops import mixture
@@ -27,7 +27,7 @@ def sort_by_expert(chosen: Array, experts: int) -> tuple[Array, Array, Array, Ar
 
 
 def gather(x: Array, rows: Array | None) -> Array:
-    return x if rows is None else embedding_fwd(rows, x)
+    return contiguous(x) if rows is None else embedding_fwd(rows, contiguous(x))
 
 
 def groups_of(starts: Array) -> Iterator[tuple[int, slice]]:
