@@ -28,7 +28,7 @@ from tinyforge.train import metrics
 pytest.importorskip("wgpu", reason='the package of WebGPU is missing: pip install -e ".[webgpu]"')
 
 from tinyforge.backends import webgpu, webgpu_array
-from tinyforge.backends.webgpu_device import unrolled
+from tinyforge.backends.webgpu_device import Device, pipeline_of, unrolled
 from tinyforge.backends.webgpu_gemm import gemm
 
 if not webgpu.adapters():
@@ -308,6 +308,28 @@ def test_a_precision_that_it_has_not() -> None:
 def test_an_array_beyond_the_adapters_limits(single: Any) -> None:
     with pytest.raises(UserError, match="MiB, and the adapter binds at most .* use a smaller batch or model"):
         single.empty((single.device.most // 4 + 1,))
+
+
+def test_a_device_that_is_lost_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, and what was saved before goes on on another backend."""
+    flush, count = Device.flush, iter(range(1000))
+
+    def lost(device: Device) -> None:
+        if next(count) == 150:
+            device.handle.destroy()
+        flush(device)
+
+    monkeypatch.setattr(Device, "flush", lost)
+    for made in (webgpu._device, pipeline_of):
+        made.cache_clear()
+    try:
+        with pytest.raises(UserError, match="the adapter was lost, .* training with --resume, or use --backend numpy"):
+            run(tmp_path / "run", "webgpu", "--save-every", "5")
+    finally:
+        monkeypatch.undo()
+        webgpu._device.cache_clear()
+    assert next(count) > 150 and checkpoint.latest(tmp_path / "run") is not None
+    assert len(run(tmp_path / "run", "numpy", "--resume")) == 20
 
 
 def test_a_launch_with_other_arrays_or_sizes(exact: Any) -> None:
