@@ -219,7 +219,8 @@ def test_without_scripts_and_from_disk_a_lesson_has_its_picture(address: str, si
         page.goto(url)
         page.wait_for_load_state("networkidle")
         assert page.locator("#live").is_hidden() and page.locator("img[src$='nucleus.svg']").is_visible()
-        assert faults == []
+        # The theme's search cannot fetch its index from disk.
+        assert [fault for fault in faults if "search_index" not in str(fault)] == []
         context.close()
 
 
