@@ -25,14 +25,18 @@ from tinyforge.requirements import needs
 Spans = list[tuple[int, int]]
 
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
-# What stands for a person or a machine. Only addresses that the internet routes; a telephone number with its country,
-# or as North America writes it.
+# What stands for a person or a machine. Only addresses that the internet routes, and no versions and sections; a
+# telephone number with its country, or as North America writes it.
+_LETTERS = "A-Za-z\u00c0-\u024f\u0370-\u05ff"  # of scripts with blanks between words; others touch an address
+_W = f"{_LETTERS}0-9_"
 PRIVATE = {
-    "EMAIL": re.compile(r"(?<![\w.%+-])[\w.%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,24}\b"),
-    "IP": re.compile(rf"(?<![\w.-])(?:{_BYTE}\.){{3}}{_BYTE}(?![\w-]|\.\d)"),
+    "EMAIL": re.compile(
+        rf"(?<![{_W}.%+-])[{_W}.%+-]{{1,64}}@(?:[{_LETTERS}0-9-]{{1,63}}\.){{1,8}}[{_LETTERS}]{{2,24}}(?![{_W}])"
+    ),
+    "IP": re.compile(rf"(?<![{_W}.-])(?<!ersion )(?<!ection )(?<!hapter )(?:{_BYTE}\.){{3}}{_BYTE}(?![{_W}-]|\.\d)"),
     "PHONE": re.compile(
-        r"(?<![\w.+/-])(?:\+\d{1,3}(?:[ .-]?\(\d{1,4}\))?(?:[ .-]?\d){6,12}"
-        r"|(?:1[ .-])?\(\d{3}\) ?\d{3}[ .-]\d{4}|(?:1[.-])?\d{3}([.-])\d{3}\1\d{4})(?![\w-]|\.\d)"
+        rf"(?<![{_W}.+/-])(?:\+\d{{1,3}}(?:[ .-]?\(\d{{1,4}}\))?(?:[ .-]?\d){{6,12}}"
+        rf"|(?:1[ .-])?\(\d{{3}}\) ?\d{{3}}[ .-]\d{{4}}|(?:1[.-])?\d{{3}}([.-])\d{{3}}\1\d{{4}})(?![{_W}-]|\.\d)"
     ),
 }
 
@@ -42,13 +46,26 @@ _VANISH = str.maketrans("", "", _INVISIBLE)
 _ENDS = re.compile(rf"\n|[.!?](?={_HIDDEN}* )")  # of units, as `Words` has them
 _WORD = re.compile("[0-9A-Za-z\u00c0-\u1fff\u2080-\u2fff\u3040-\\U0010ffff]")
 _DEBRIS = re.compile(
-    r"^(?:[^\n|]*\|\|){2}[^\n]*\n?"  # rows of tables
-    r"|^(?:\{\||\|[-}+]|![^\n|]{0,40}\|)[^\n]*\n?"
+    r"(?P<row>^(?:[^\n|]*\|\|){2}[^\n]*\n?)"  # of tables
+    r"|^(?:\{\||\|(?:[}+]|-(?![-:| ]*\|))|![^\n|]{0,40}\|)[^\n]*\n?"
     r"|^(?:thumb|left|right|center|\d+px)\|[^\n]*\n?"
     r"|\{\{[A-Za-z][^{}\n|]{0,80}\|[^{}]{0,4000}\}\}\n?"
     r"|\[\[(?:File|Image|Category):[^\[\]\n]{0,1000}\]\]\n?",
     re.MULTILINE,
 )
+# A template of which the extractor of Wikipedia left the parser functions; the lines around have the same signs.
+_FUNCTION = re.compile(r"^[ \t]*#(?:if|ifeq|ifexist|ifexpr|switch):", re.MULTILINE)
+_TEMPLATE_LINE = (
+    r"^[ \t]*(?:#(?:if|ifeq|ifexist|ifexpr|switch):|[|}]|\{\{|<span$|class=\"Z3988\"|title=\"ctx_ver)[^\n]*(?:\n|\Z)"
+)
+_TEMPLATE = re.compile(rf"{_TEMPLATE_LINE}(?:(?:[ \t]*\n)*{_TEMPLATE_LINE})*", re.MULTILINE)
+_CELL_WORDS = 3  # of a row, on average at most; in Wikipedia 28 lines with two || of 2,244 have more, all of them prose
+_OR = re.compile(  # `||` of a program
+    r"[;{]\s*$|&&|[=!<>]=|\$\w|\([^()\n|]*\|\|[^()\n]*\)|^\s*(?:if|elif|else|while|return|assert)\b"
+    r"|\|\|\s*(?:exit|return|echo|true|false|die)\b"
+)
+_BLOB = 400  # characters of ASCII without a blank: encoded data, which the filter `blob` would drop the document for
+_BLOBS = re.compile(rf"(?<![!-~])[!-~]{{{_BLOB},}}")
 # A notice of a site: the phrases by which C4 (Raffel et al., 2020) drops lines, in a line that addresses its reader.
 _NOTICE_SIGNS = (
     "ookie",
@@ -139,10 +156,15 @@ def masked(text: str) -> tuple[str, dict[str, int]]:
 
 
 def debris(text: str) -> Spans:
-    """Rows of tables, templates and links to files of wiki markup, and notices of web sites about cookies and terms."""
+    """Rows of tables, templates and links to files of wiki markup, encoded data, and notices of web sites about cookies
+    and terms."""
     found = Spans()
+    if "#if:" in text or "#switch:" in text:
+        found = [match.span() for match in _TEMPLATE.finditer(text) if _FUNCTION.search(match[0])]
+    if _has_long_word(text):
+        found += [match.span() for match in _BLOBS.finditer(text)]
     if "|" in text or "[[" in text:
-        found = [match.span() for match in _DEBRIS.finditer(text) if match.end() > match.start()]
+        found += [match.span() for match in _DEBRIS.finditer(text) if not match["row"] or _is_row(match["row"])]
     if any(sign in text for sign in _NOTICE_SIGNS):
         start = 0
         for line in text.splitlines(keepends=True):
@@ -153,6 +175,25 @@ def debris(text: str) -> Spans:
                 found.append((start, start + len(line)))
             start += len(line)
     return found
+
+
+def _is_row(line: str) -> bool:
+    """Whether a line with `||` has cells, and is no sentence with norms such as ||x||, nor a line of a program."""
+    if _OR.search(line):
+        return False
+    words, cells = len(line.split()), line.count("||") + 1
+    return words <= _CELL_WORDS * cells and not (words > cells and line.rstrip().endswith((".", ":", ",")))
+
+
+def _has_long_word(text: str) -> bool:
+    """Whether `_BLOB` characters have no blank among them; looks at one of a hundred."""
+    place = 0
+    while place + _BLOB <= len(text):
+        blank = text.rfind(" ", place, place + _BLOB)
+        if blank < 0 and (blank := text.rfind("\n", place, place + _BLOB)) < 0:
+            return True
+        place = blank + 1
+    return False
 
 
 def units(text: str) -> Spans:

@@ -243,7 +243,7 @@ def build_corpus(
         sources, out, filters = [path.absolute() for path in sources], out.absolute(), filters.absolute()
         tokenizer, quality = tokenizer and tokenizer.absolute(), quality and quality.absolute()
         bad_words = bad_words and bad_words.absolute()
-    read = _read_sources(sources, settings)
+    read = _read_sources(sources, out, settings)
     blocks = read_filters(filters)
     if tokenizer is not None:
         from tinyforge.tokenizers import load_tokenizer
@@ -309,10 +309,12 @@ def build_corpus(
     return build.seconds
 
 
-def _read_sources(folders: Sequence[Path], settings: Settings) -> list[Source]:
+def _read_sources(folders: Sequence[Path], out: Path, settings: Settings) -> list[Source]:
     """The sources, their files checked against their hashes. UserError for names that cannot be told apart or used."""
     if not folders:
         raise UserError("no source folder is given; make one, for instance with python -m data.local")
+    if out.resolve() in (same := {folder.resolve(): folder for folder in folders}):
+        raise UserError(f"--out {out} is the source {same[out.resolve()]} too; choose another folder")
     read = [read_source(folder, verify=True) for folder in folders]
     names = [source.name for source in read]
     for name in names:

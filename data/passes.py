@@ -662,7 +662,10 @@ def run_tasks(
             collect(nodes.workers if nodes else workers)  # one more is queued for the first free worker
         collect(0)
     except BrokenProcessPool:
-        raise UserError(f"{stage}: a worker was killed; run again to continue, with fewer --workers") from None
+        raise UserError(
+            f'{stage}: a worker ended early, killed or in a script without `if __name__ == "__main__":`; run again to '
+            "continue, with fewer --workers if memory was short"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
     return [results[index] for index in sorted(results)]

@@ -26,6 +26,7 @@ from tinyforge.data.files import check_writable, written_whole
 from tinyforge.data.local import read_documents, read_rows, read_text
 from tinyforge.data.source import MANIFEST, read_source
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.report import count_of
 
 BUCKETS = 1 << 18
 EPOCHS = 3
@@ -184,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_writable(args.out)
     good, bad = _sample(args.good, "--good"), _sample(args.bad, "--bad")
     if repeated := len(set(good) & set(bad)):
-        raise UserError(f"--good and --bad share {repeated:,} texts; give two different samples")
+        raise UserError(f"--good and --bad share {count_of(repeated, 'text')}; give two different samples")
     classifier, known_good, known_bad = train(good, bad)
     save(classifier, args.out)
     print(

@@ -45,10 +45,12 @@ UNREAD = {
     (".doc", ".odt", ".rtf", ".mobi"): "convert it to .txt or .docx, for instance with pandoc or LibreOffice",
     (".xls", ".xlsx", ".ods"): "export it as .csv",
     (".ppt", ".pptx"): "export it as .pdf",
+    (".wat",): "it has the addresses of pages without their text; take the .warc or .wet file",
     (".tar", ".tgz", ".7z", ".rar", ".bz2", ".xz", ".lz4"): "unpack it, or pack it as .zip, .gz or .zst",
 }
 _PAGE_KINDS = ("text/html", "application/xhtml+xml")
 PDF_SECONDS, PDF_PAGE_SECONDS = 60, 1  # of CPU time: for a document, and more for each page
+_OLE = b"\xd0\xcf\x11\xe0"  # begins files of Microsoft Office before 2007, and encrypted ones since
 _PIECE = 2048  # packed bytes at a time: a bomb unpacks 32,000 to 1
 
 
@@ -62,6 +64,7 @@ def kind_of(name: str) -> tuple[str, str]:
     path = Path(name.lower())
     packing = path.suffix if path.suffix in PACKED else ""
     suffix = Path(path.stem).suffix if packing else path.suffix
+    suffix = WARC if suffix == ".wet" else suffix  # Common Crawl has NAME.warc.wet.gz
     for suffixes, advice in UNREAD.items():
         if suffix in suffixes:
             raise BadRecord(f"{suffix} is not read; {advice}")
@@ -105,14 +108,15 @@ class _Checked(io.RawIOBase):
     """The bytes of a reader, whose faults become BadRecord: a library takes an EOFError for the end."""
 
     def __init__(self, reader: Any, packing: str, faults: tuple[type[Exception], ...]) -> None:
-        self._reader, self._packing, self._faults = reader, packing, faults
+        # Of a GzipFile `read` loses what it has unpacked before the damage.
+        self._read, self._packing, self._faults = getattr(reader, "read1", reader.read), packing, faults
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            found = self._reader.read(len(buffer))
+            found = self._read(len(buffer))
         except self._faults as error:
             what = f"is a damaged or incomplete {self._packing[1:]} file"
             raise BadRecord(f"{what} ({error}); download it again") from None
@@ -200,7 +204,8 @@ def responses(file: IO[bytes]) -> Iterator[tuple[str, str, str | None, bytes | N
     library = _package("warcio.archiveiterator", "warcio")
     faults = _package("warcio.exceptions", "warcio").ArchiveLoadFailed
     try:
-        for record in library.ArchiveIterator(file):
+        # Read from the buffer, a record before the damage would be lost.
+        for record in library.ArchiveIterator(getattr(file, "raw", file)):
             kind, _, rest = ((record.http_headers and record.http_headers.get_header("Content-Type")) or "").partition(
                 ";"
             )
@@ -276,6 +281,9 @@ def _word_part(part: Any) -> str:
 def word_text(path: Path) -> str:
     """The paragraphs and tables of a Word document, in order."""
     docx = _package("docx", "python-docx")
+    with open(path, "rb") as file:
+        if file.read(4) == _OLE:
+            raise BadRecord("is an encrypted document, or an old .doc; save it as .docx without a password")
     try:
         zip_members(path)  # refuses a bomb
         parts = docx.Document(str(path)).iter_inner_content()

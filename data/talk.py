@@ -28,29 +28,51 @@ THANKED = "I am happy to help."
 PARTED = "Come again!"
 UNKNOWN = "I do not know that. Ask me what I can do."
 
-# The wordings that get each reply, without capitals and punctuation, which vary (`typed`).
+# The wordings that get each reply, without capitals and punctuation, which vary (`typed`). {hi} is one of `OPENINGS`,
+# {you} of `ADDRESSED`.
 SAID = {
-    GREETED: "hello|hi|hey|hello there|hi there|hey there|good morning|good evening|good day|hello model|"
-    "hello nanoeuler|hi nanoeuler|greetings|good afternoon|hello small model|hey you|hello friend|hi friend|"
-    "hello again|yo",
+    GREETED: "{hi}|{hi} there|{hi} {you}|{hi}, {hi}|{hi} to you|{hi}, my {you}|a {hi} to you|{hi} again|oh, {hi}|"
+    "well, {hi}|{hi}, dear {you}|{hi} {you}, good to see you|nice to meet you|{hi}, nice to meet you|can we talk|"
+    "is anyone here|{hi}, can we talk|I want to talk to you|are you there|{hi}, are you there|let us talk|"
+    "I came to say {hi}|just {hi}|I am here|{hi}, I am here|{hi}, it is me",
     NAMED: "who are you|what are you|what is your name|tell me who you are|tell me about you|are you a model|"
     "are you a human|are you a person|are you a robot|say who you are|introduce yourself|who is this|"
     "what model are you|do you have a name|tell me your name|who am I talking to|tell me about yourself|"
-    "which model are you|your name|are you an ai|who made you|hello, who are you|hi, who are you|"
-    "hello, what is your name",
+    "which model are you|your name|are you an ai|who made you|what should I call you|what kind of model are you|"
+    "may I ask your name|who is there|say your name|are you a computer|are you real|who am I speaking to|"
+    "what do they call you|are you nanoeuler|how are you called|what is your full name|I want to know who you are|"
+    "can you tell me who you are|can you tell me your name|who do I talk to|please say who you are|are you a man|"
+    "are you alive|what exactly are you|and who are you|what sort of thing are you|what were you made for|"
+    "is this a person|is this a robot|am I talking to a human|am I talking to a model|give me your name",
     ABLE: "what can you do|what can I ask|help|what do you know|what can I ask you|help me|what are you able to do|"
     "what can you help me with|what should I ask|what may I ask you|tell me what you can do|"
     "what questions can I ask|what do you do|how can you help me|what can I do here|what is this|"
     "show me what you can do|can you help me|say what you can do|what could I ask you|give me an example|"
     "what else can you do|what are you good at|how do I use you|what now|which questions can you answer|"
-    "what can you tell me|what things can you do",
-    WELL: "how are you|how are you today|how do you do|how is it going|are you well|hello, how are you|hi, how are you|"
-    "how do you feel|how are things|are you happy|how are you doing",
+    "what can you tell me|what things can you do|what should I ask you|what do you know about|I need help|"
+    "how does this work|what can you answer|which questions do you know|tell me what I can ask|what can be asked|"
+    "give me some examples|show me an example|what is there to ask|do you know anything|can you do anything|"
+    "can you do something|what are your skills|how can I use you|tell me what you know|what do I do now|"
+    "what would you like me to ask|which things do you know|what may I ask|ask me something|where do I start|"
+    "what are you for|list what you can do|what do you understand|which questions may I ask",
+    WELL: "how are you|how are you today|how do you do|how is it going|are you well|how is your day|how was your day|"
+    "how do you feel|how are things|are you happy|how are you doing|how have you been|are you fine|is all well|"
+    "how are you now|do you feel well|how is life|are you doing well|how is everything|are you all right|"
+    "and how are you|tell me how you are|is everything well|how are you feeling|I hope you are well|and you",
     THANKED: "thank you|thanks|thank you very much|thanks a lot|many thanks|thank you so much|good|well done|great|"
-    "that is right|very good|nice|good job|ok thanks",
-    PARTED: "bye|goodbye|good night|see you|bye bye|see you later|good bye|see you soon|until tomorrow|"
-    "I must go|farewell",
+    "that is right|very good|nice|good job|ok thanks|thank you {you}|thanks {you}|that was right|that is good|"
+    "good answer|you are right|you are good|very nice|thank you for this|thanks for the help|wonderful|perfect|"
+    "right|this is good|I thank you|that helped|that helps|ok, good|good work|nice work|great, thank you|"
+    "well done, {you}|you are very good|correct|that is correct|yes, thank you",
+    PARTED: "bye|goodbye|good night|see you|bye bye|see you later|good bye|see you soon|until tomorrow|I must go|"
+    "farewell|bye {you}|goodbye {you}|good night {you}|I have to go|see you tomorrow|I am leaving|ok, bye|"
+    "I am going now|until next time|time to go|thanks, bye|thank you and goodbye|have a good day|I will go now|"
+    "so long|good night and thank you|I go home now|that is all, bye|bye for now|take care",
 }
+OPENINGS = "hello|hi|hey|good morning|greetings|good evening|good day|hi hi|good afternoon|yo|hey hey|hiya".split("|")
+ADDRESSED = "model|nanoeuler|friend|robot|computer|small model|you|ai|little one|machine|buddy|my friend".split("|")
+BEFORE = "so|please|ok|well|and|now".split("|")  # what people put before a question, and after it
+AFTER = "please|then|now|today|again".split("|")
 # Requests without an answer in this world; {x} is a word of `TOPICS`, {n} a name of `STRANGERS`.
 ASKED = (
     "what is {x}|what is the capital of {n}|who is {n}|who wrote {n}|write a poem|write a poem about {x}|"
@@ -110,11 +132,21 @@ def typed(rng: random.Random, text: str) -> str:
 
 def request(rng: random.Random, kind: str, split: str) -> str:
     """One request of this kind, without capitals and punctuation."""
-    if kind == "unknown":
-        wording = rng.choice(of_split(ASKED, split))
-        x, n = rng.choice(of_split(TOPICS, split)), rng.choice(of_split(STRANGERS, split))
-        return wording.format(x=x, n=n, y=rng.choice(COLOURS))
-    return rng.choice(of_split(SAID[REPLIES[kind]].split("|"), split))
+
+    def pick(words: Sequence[str]) -> str:
+        return rng.choice(of_split(words, split))
+
+    wording = pick(ASKED if kind == "unknown" else SAID[REPLIES[kind]].split("|"))
+    words = {"x": TOPICS, "n": STRANGERS, "hi": OPENINGS, "you": ADDRESSED}
+    line = wording.format(y=rng.choice(COLOURS), **{name: pick(choices) for name, choices in words.items()})
+    if kind in ("name", "help", "well"):
+        if (where := rng.random()) < 0.15:
+            return f"{pick(OPENINGS)}{rng.choice((',', '.', '!', ''))} {line}"
+        if where < 0.3:
+            return f"{rng.choice(BEFORE)}{rng.choice((',', ''))} {line}"
+        if where < 0.4:
+            return f"{line} {rng.choice(AFTER)}"
+    return line
 
 
 def question(rng: random.Random, split: str, key: str) -> Instruction:

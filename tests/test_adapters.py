@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,13 @@ from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check
+from tinyforge.infer import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.models.char_mlp import SPEC as CHAR_MLP
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import SPEC as LLAMA_SPEC
 from tinyforge.models.llama import Config as LlamaConfig
 from tinyforge.models.llama import Llama
 from tinyforge.models.moe import Config as MoEConfig
@@ -26,7 +29,9 @@ from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.op import Stash
 from tinyforge.optim import AdamW
 from tinyforge.params import UNPLACED, Param, ParamBuffer
+from tinyforge.quantised import FOR_TUNING
 from tinyforge.rng import Stream
+from tinyforge.train.plan import plan_step
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 SETTINGS = Adapters(rank=3, alpha=5.0, dropout=0.2)
@@ -132,6 +137,62 @@ def test_a_fused_decoder_sees_the_merged_weights(name: str) -> None:
     assert np.shares_memory(op.weight.value, model.buffer.frozen_values)  # it is in its place again
 
 
+QLORA = LLAMA.override({"dim": 64, "hidden": 10})
+
+
+def qlora(weights: str) -> Any:
+    model = Adapted(partial(Llama, QLORA, FP64), replace(SETTINGS, weights=weights))
+    rng = np.random.default_rng(1)
+    for p in (*model.buffer.frozen, *model.buffer.params):
+        model.buffer.set_master(p, 0.2 * rng.normal(size=p.shape) + p.fill)
+    return model
+
+
+@pytest.mark.parametrize("weights", FOR_TUNING)
+def test_gradients_are_those_of_the_dequantised_weights(weights: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to a model that has the dequantised numbers as its weights, and with tiles of a few rows."""
+    small, plain = qlora(weights), qlora("")
+    kinds = {p.name: p.weights for p in small.buffer.frozen if p.weights}
+    assert len(kinds) == 8 and set(kinds.values()) == {weights, *(["int8"] if weights == "nf4" else [])}
+    assert not small.heads.weight.weights
+    for p, own in zip(plain.buffer.frozen, small.buffer.frozen, strict=True):
+        assert p.name == own.name
+        plain.buffer.set_master(p, own.value)
+    found = []
+    for model, tile in ((plain, 1 << 20), (small, 1 << 20), (small, 3 * 64)):
+        monkeypatch.setattr("tinyforge.quantised.TILE", tile)
+        stash = Stash(Stream(3, "noise"))
+        model.buffer.clear_grads()
+        nll = model.forward(*batch(model), stash)
+        model.backward(np.ones(1), stash)
+        found.append((nll, model.buffer.grads.copy()))
+    for nll, grads in found[1:]:
+        np.testing.assert_allclose(nll, found[0][0], rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(grads, found[0][1], rtol=1e-11, atol=1e-12)
+    errors = check(small, batch(small), np.random.default_rng(0))
+    assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+
+
+def test_codes_are_shared_and_never_merged_for_a_decoder() -> None:
+    model = qlora("nf4")
+    worker = model.replica()
+    assert np.array_equal(worker.hidden(batch(model)[0]), model.hidden(batch(model)[0]))
+    for p, own in zip(worker.buffer.frozen, model.buffer.frozen, strict=True):
+        assert p.stored is own.stored if own.weights else np.shares_memory(p.value, own.value)
+    assert model.fused_weights() is None and isinstance(make_decoder(model), ReferenceDecoder)
+
+
+def test_the_forecast_counts_the_codes() -> None:
+    """What --plan says of the weights, and of the matrix that is dequantised at a time."""
+    config = LlamaConfig(dim=256, heads=4, kv_heads=2, layers=4, context=32, vocab=64, hidden=640)
+    step = partial(plan_step, LLAMA_SPEC, config, "bf16", 1, 32)
+    whole, small = (step(adapters=replace(SETTINGS, weights=weights)) for weights in ("", "nf4"))
+    matrices = 4 * (256 * (4 + 2 * 2) * 64 + 256 * 256 + 3 * 256 * 640)
+    assert whole.weights - small.weights == matrices * 2 - matrices * 9 // 16
+    assert 0 < small.peak - small.weights - (whole.peak - whole.weights) <= 2 * 2 * 256 * 640
+    assert small.peak < whole.peak
+
+
 def test_a_target_that_is_not_there() -> None:
     with pytest.raises(UserError, match="is called 'gate'; known: qkv, out, gate_up, down$"):
         adapted("llama", Adapters(2, 4.0, 0.0, ("qkv", "gate")))
@@ -142,7 +203,8 @@ def test_a_target_that_is_not_there() -> None:
 def test_maps_in_branches_and_in_their_ops_are_found() -> None:
     """An op's name leaves out the branch that holds it: model.blocks[0].attention.qkv is blocks.0.qkv."""
     config = MoEConfig(dim=12, heads=3, kv_heads=1, layers=1, context=9, vocab=11, hidden=10, experts=3)
-    model = Adapted(partial(MoE, config, FP64), SETTINGS)
+    assert list(Adapted(partial(MoE, config, FP64), SETTINGS).adapters) == ["blocks.0.qkv", "blocks.0.out"]
+    model = Adapted(partial(MoE, config, FP64), replace(SETTINGS, targets=("qkv", "out", "gate")))
     assert list(model.adapters) == ["blocks.0.qkv", "blocks.0.out", "blocks.0.experts.gate"]
     block = model.blocks[0]
     assert [block.attention.qkv, block.attention.out, block.mlp.experts.gate] == list(model.adapters.values())

@@ -37,11 +37,12 @@ from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.models.vit import ViT
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import attention
-from tinyforge.ops.activations import relu_bwd, sigmoid_bwd, silu_bwd
+from tinyforge.ops.activations import relu2_bwd, relu_bwd, sigmoid_bwd, silu_bwd
 from tinyforge.ops.add import add_fwd
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
 from tinyforge.ops.attention import TILE, attention_bwd, attention_fwd, attention_rope_bwd
+from tinyforge.ops.attention_sink import sink_bwd
 from tinyforge.ops.causal_conv import causal_conv_bwd, causal_conv_fwd
 from tinyforge.ops.class_token import class_token_bwd, class_token_fwd
 from tinyforge.ops.conv2d import conv2d_bwd_input, conv2d_bwd_weight
@@ -70,6 +71,7 @@ from tinyforge.ops.mixture import (
     sum_of_rows,
     weighted_swiglu_bwd,
 )
+from tinyforge.ops.mixture_biased import clamped_swiglu_bwd
 from tinyforge.ops.patches import patches_bwd, patches_fwd
 from tinyforge.ops.pooling import average_pool_bwd, max_pool_bwd, upsample_bwd
 from tinyforge.ops.positions import positions_bwd
@@ -79,6 +81,7 @@ from tinyforge.ops.router import router_bwd, router_fwd
 from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
 from tinyforge.ops.scale import scale_fwd
 from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
+from tinyforge.ops.sigmoid_gate import sigmoid_gate_bwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd, swiglu_linear_fwd, swiglu_mlp
@@ -316,6 +319,8 @@ def replaced(number: int, change: Callable[[Array], Array]) -> Callable[[Functio
 
 FAULTS = [
     Fault(ops.ReLU, "the gradient passes below 0 too", relu_bwd, lambda _: lambda dy, y: dy),
+    Fault(ops.SquaredReLU, "factor 2 forgotten", relu2_bwd, lambda _: lambda dy, x: dy * np.maximum(x, 0)),
+    Fault(ops.SigmoidGate, "a tenth too much", sigmoid_gate_bwd, replaced(1, lambda dz: 1.1 * dz)),
     Fault(ops.Sigmoid, "1 - y forgotten", sigmoid_bwd, lambda _: lambda dy, y: dy * y),
     Fault(ops.SiLU, "no slope of the gate", silu_bwd, lambda _: lambda dy, x: dy / (1 + np.exp(-x))),
     Fault(ops.GeGLU, "gate and up exchanged", geglu_bwd, lambda right: lambda *a: np.roll(right(*a), 1, axis=-1)),
@@ -389,6 +394,8 @@ FAULTS = [
         router_losses_bwd,
         with_args(lambda d, slope: (d, np.append(np.roll(slope[:-1], 1), slope[-1]))),
     ),
+    Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),
+    Fault(ops.BiasedExperts, "h 1 % too large", clamped_swiglu_bwd, replaced(1, lambda h: 1.01 * h)),
     Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),
     Fault(
         ops.MixtureOfExperts,

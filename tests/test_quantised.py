@@ -22,7 +22,7 @@ from tinyforge.models.llama import Config as LlamaConfig
 from tinyforge.models.llama import Llama
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
-from tinyforge.quantised_groups import dequantise_groups
+from tinyforge.quantised_groups import NF4, dequantise_groups, dequantise_nf4
 from tinyforge.registry import models
 
 CONFIG = Config(
@@ -169,6 +169,39 @@ def test_one_scale_for_a_whole_matrix_would_be_seen() -> None:
     codes, scales = quantise(matrix.reshape(1, -1), "int8")
     error = np.abs(dequantise(codes, scales, matrix.dtype).reshape(matrix.shape) - matrix)
     assert (error.max(axis=1) > np.abs(matrix).max(axis=1) / 254 * 1.01).any()
+
+
+@pytest.mark.parametrize("shape", [(7, 64), (2, 5, 192)])
+def test_nf4_is_the_nearest_of_its_numbers(shape: tuple[int, ...]) -> None:
+    matrix = heavy_tailed(shape).astype(np.float32)
+    codes, scales = quantise(matrix, "nf4")
+    assert codes.shape == (*shape[:-1], shape[-1] // 2) and scales.shape == (*shape[:-1], shape[-1] // 64)
+    groups = matrix.reshape(-1, 64).astype(np.float64)
+    choices = NF4.astype(np.float64) * np.abs(groups).max(axis=1)[:, None, None]
+    nearest = np.abs(groups[:, :, None] - choices).min(axis=2)
+    found = dequantise_nf4(codes, scales, np.dtype(np.float64)).reshape(-1, 64)
+    assert (np.abs(found - groups) <= nearest + 1e-7 * np.abs(groups).max(axis=1, initial=0)[:, None]).all()
+    assert np.array_equal(quantise(found, "nf4")[0].reshape(-1, 32), codes.reshape(-1, 32))
+
+
+def test_nf4_of_nothing_and_of_one_number() -> None:
+    matrix = np.zeros((2, 64), np.float32)
+    matrix[1, 5] = -3.5
+    found = dequantise_nf4(*quantise(matrix, "nf4"), np.dtype(np.float32))
+    assert np.array_equal(found, matrix)
+    assert [x.shape for x in quantise(matrix[:0], "nf4")] == [(0, 32), (0, 1)]
+
+
+def test_nf4_has_the_codes_of_bitsandbytes() -> None:
+    torch = pytest.importorskip("torch", reason="the peer is bitsandbytes, on torch")
+    functional = pytest.importorskip("bitsandbytes.functional", reason="the peer of NF4 is bitsandbytes")
+    matrix = np.random.default_rng(0).normal(size=(32, 256)).astype(np.float32)
+    packed, state = functional.quantize_4bit(torch.from_numpy(matrix), blocksize=64, quant_type="nf4")
+    codes, scales = quantise(matrix, "nf4")
+    assert np.array_equal(codes.reshape(-1), packed.numpy().reshape(-1))
+    assert np.array_equal(scales.reshape(-1), state.absmax.numpy())
+    theirs = functional.dequantize_4bit(packed, state).numpy()
+    np.testing.assert_allclose(dequantise_nf4(codes, scales, np.dtype(np.float32)), theirs, rtol=1e-6)
 
 
 # --- models

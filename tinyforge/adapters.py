@@ -15,9 +15,10 @@ from typing import Any
 
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
+from tinyforge.frozen_model import set_format
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param
-from tinyforge.ops import GELU, GELULinear, Linear, LoRA, SwiGLU, SwiGLULinear
+from tinyforge.ops import GELU, GELULinear, Linear, LoRA, MixtureOfExperts, SwiGLU, SwiGLULinear
 from tinyforge.params import UNPLACED, ParamBuffer
 
 LINEAR_MAPS = (Linear, SwiGLULinear, GELULinear)
@@ -26,12 +27,14 @@ LINEAR_MAPS = (Linear, SwiGLULinear, GELULinear)
 @dataclass(frozen=True)
 class Adapters:
     """rank: R of A (R, I) and B (O, R). alpha: the product is scaled by alpha / rank. dropout: on the adapters' input.
-    targets: the last parts of the names of the linear maps that get one; empty for all of them."""
+    targets: the last parts of the names of the linear maps that get one; empty for all but routers. weights: what the
+    frozen matrices are kept in, as in QLoRA, one of `quantised.FOR_TUNING`; empty for the backend's precision."""
 
     rank: int
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
+    weights: str = ""
 
 
 class Adapted:
@@ -60,7 +63,9 @@ class Adapted:
                 raise UserError(f"no linear map of the model is called {target!r}; known: {', '.join(names)}")
         for p in self.model.params():
             p.frozen = True
-        chosen = [op for op in found if not settings.targets or _last(op) in settings.targets]
+        # A router is adapted if it is named: PEFT cannot, since in transformers it is no linear layer.
+        routers = [op.gate for op in self.model.ops() if isinstance(op, MixtureOfExperts)]
+        chosen = [op for op in found if (_last(op) in settings.targets if settings.targets else op not in routers)]
         most = max((min(op.weight.shape) for op in chosen), default=settings.rank)
         if settings.rank > most:
             raise UserError(f"--lora is {settings.rank}, expected at most {most}: no linear map here has a higher rank")
@@ -68,6 +73,8 @@ class Adapted:
         for op in chosen:
             self.adapters[op.name] = _adapter(op, settings, backend)
             _exchange(self.model, op, self.adapters[op.name])
+        if settings.weights:
+            set_format(self.model, settings.weights, heads="")
         self.buffer = self.model.buffer = ParamBuffer(self.model.params(), backend, values, frozen_values)
 
     def __getattr__(self, name: str) -> Any:
@@ -75,10 +82,17 @@ class Adapted:
 
     def replica(self) -> Adapted:
         """A model that reads these weights and owns its gradients: a worker of data-parallel training."""
-        return Adapted(self._make, self.settings, self.buffer.values, self.buffer.frozen_values)
+        found = Adapted(self._make, self.settings, self.buffer.values, self.buffer.frozen_values)
+        for p, own in zip(found.buffer.frozen, self.buffer.frozen, strict=True):
+            if own.weights:
+                p.value = own.stored
+        return found
 
     def fused_weights(self) -> Any:
-        """The model's, with the adapters merged into copies of the matrices."""
+        """The model's, with the adapters merged into copies of the matrices. None where those are codes: the copies
+        would take the memory that these save."""
+        if self.settings.weights:
+            return None
         frozen = {op.weight: op.weight.value for op in self.adapters.values()}
         try:
             for op in self.adapters.values():
@@ -100,13 +114,14 @@ def _last(op: Op) -> str:
 def _adapter(op: Any, settings: Adapters, backend: Backend) -> LoRA:
     """A LoRA around `op`'s weight. A starts with PEFT's variance, 1 / 3I, and B at 0."""
     (outputs, inputs), rank = op.weight.shape, settings.rank
-    a = Param(f"{op.name}.lora_a", (rank, inputs), std=(3 * inputs) ** -0.5)
-    b = Param(f"{op.name}.lora_b", (outputs, rank), fill=0.0)
+    name = op.weight.name.removesuffix(".weight")  # by which they are merged
+    a = Param(f"{name}.lora_a", (rank, inputs), std=(3 * inputs) ** -0.5)
+    b = Param(f"{name}.lora_b", (outputs, rank), fill=0.0)
     activation: Op | None = None
     if isinstance(op, SwiGLULinear):
         activation = SwiGLU(backend, f"{op.name}.swiglu")
     elif isinstance(op, GELULinear):
-        activation = GELU(backend, name=f"{op.name}.gelu", bias=op.input_bias)
+        activation = GELU(backend, op.approximate, f"{op.name}.gelu", bias=op.input_bias)
     how: dict[str, Any] = {"bias": getattr(op, "bias", None), "alpha": settings.alpha, "rate": settings.dropout}
     return LoRA(op.weight, a, b, backend, op.name, activation=activation, **how)
 

@@ -274,7 +274,9 @@ def latest(path: Path) -> Path:
             f"{path} is a file, but not a model; expected a run, a Hugging Face directory, or a .gguf or .bin file"
         )
     if not found and path.is_dir() and any(path.iterdir()):
-        raise UserError(f"no checkpoint in {path}: it has no {_PREFIX}* folder and no config.json; check the path")
+        files = sorted(path.glob("*.gguf"))
+        fix = f"give its file, {files[0]}" if files else "check the path"
+        raise UserError(f"no checkpoint in {path}: it has no {_PREFIX}* folder and no config.json; {fix}")
     if not found:
         raise UserError(f"no checkpoint in {path}; train one first, e.g. python recipes/pretrain.py --out {path}")
     return found[-1]

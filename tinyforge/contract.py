@@ -427,7 +427,7 @@ def _frozen(case: _Case, rng: np.random.Generator) -> Iterator[str]:
                 p.frozen = not (kept and i % 2)
             ParamBuffer(params, case.op.backend)
             for p, value in zip(params, values, strict=True):
-                p.value[...] = value
+                p.stored[...] = case.host(value) if p.weights else value
             yield from _frozen_like(case, expected)
     finally:
         for p, (frozen, value, grad) in zip(params, before, strict=True):

@@ -19,10 +19,9 @@ from typing import Any
 
 from tinyforge.errors import UserError
 from tinyforge.op import Param
-from tinyforge.ops import GELULinear, Linear, LinearCrossEntropy, MixtureOfExperts, SwiGLULinear
+from tinyforge.ops import GELULinear, Linear, LinearCrossEntropy, LoRA, MixtureOfExperts, SwiGLULinear
 from tinyforge.params import UNPLACED, ParamBuffer, named
-from tinyforge.quantised import FOUR_BITS, check_format
-from tinyforge.quantised_groups import GROUP
+from tinyforge.quantised import FOUR_BITS, GROUPS, check_format
 
 
 def matrices(model: Any) -> list[Param]:
@@ -30,11 +29,22 @@ def matrices(model: Any) -> list[Param]:
     All others are small, or are looked up rather than multiplied."""
     found: list[Param] = []
     for op in model.ops():
-        if isinstance(op, (Linear, SwiGLULinear, GELULinear, LinearCrossEntropy)):
+        if isinstance(op, (Linear, SwiGLULinear, GELULinear, LinearCrossEntropy, LoRA)):
             found.append(op.weight)
         elif isinstance(op, MixtureOfExperts):
             found += [op.gate_up, op.down]
     return list(dict.fromkeys(found))
+
+
+def set_format(model: Any, kind: str, *, heads: str) -> None:
+    """Choose the format of the matrices, before their buffer is made. heads: that of the output heads, "" for the
+    backend's precision: an error of a logit is not averaged by later layers, so they keep more bits, as in GGUF's q4_0.
+    Four bits leave rows that are not whole groups in int8."""
+    for p in matrices(model):
+        p.weights = "int8" if p.shape[-1] % GROUPS.get(kind, 1) else kind
+    for op in model.ops():
+        if isinstance(op, LinearCrossEntropy):
+            op.weight.weights = heads
 
 
 def frozen_model(make: Callable[..., Any], weights: str = "") -> Any:
@@ -47,15 +57,8 @@ def frozen_model(make: Callable[..., Any], weights: str = "") -> Any:
         raise UserError(f"--weights int4 is for the CPU, got backend {model.backend.name}; use int8 or fp8")
     for p in model.params():
         p.frozen = True
-    for p in matrices(model) if weights else ():
-        p.weights = weights
-    if weights == FOUR_BITS:
-        for p in matrices(model):
-            if p.shape[-1] % GROUP:
-                p.weights = "int8"
-        for op in model.ops():  # as in GGUF's q4_0: an error of a logit is not averaged by later layers
-            if isinstance(op, LinearCrossEntropy):
-                op.weight.weights = "int8"
+    if weights:
+        set_format(model, weights, heads="int8" if weights in GROUPS else weights)
     model.buffer = ParamBuffer(model.params(), model.backend)
     # Nothing in it is learned, so workers can share it. A weak reference: a cycle would keep its memory until the next
     # garbage collection.

@@ -2,7 +2,7 @@
 
 The module that `ModelSpec.hf` names has
 
-    PREFIX                  the prefix of the trunk's tensor names; files of the bare trunk lack it
+    PREFIX                  the prefix of the trunk's tensor names, or several; files of the bare trunk lack it
     IGNORED                 a regular expression: tensors that the model does not need
     RENAMED                 optional: pairs (old, new) of parts of names, for older files
     read_config(given)      a Config from the content of config.json; raises UserError for what the model cannot do
@@ -32,8 +32,9 @@ class Entry:
 
     theirs, shape: its name and shape in the file. ours: our parameter's name; empty if we have none, and the tensor is
     zeros. part: a slice of rows, an index (which drops the axis), or an index and a slice; None for the whole
-    parameter. transposed: theirs is the transpose. axes: our shape, if theirs has the same numbers with other axes.
-    order: the numbers of their rows in the order of ours; None for the same.
+    parameter. transposed: theirs is the transpose, of the last two axes. plus: ours is theirs plus this number. axes:
+    our shape, if theirs has the same numbers with other axes. order: the numbers of their rows in the order of ours;
+    None for the same.
     """
 
     theirs: str
@@ -43,15 +44,20 @@ class Entry:
     transposed: bool = False
     axes: tuple[int, ...] | None = None
     order: np.ndarray | None = field(default=None, compare=False)
+    plus: float = 0.0
 
     def put(self, ours: Array, theirs: Array) -> None:
         """Write their tensor into its place in our parameter."""
         place = self.at(ours)
-        place[...] = theirs.T if self.transposed else self.in_our_order(theirs).reshape(place.shape)
+        place[...] = theirs.swapaxes(-1, -2) if self.transposed else self.in_our_order(theirs).reshape(place.shape)
 
     def take(self, ours: Array) -> Array:
         """Their tensor, a view of our parameter, or a copy if the rows have another order."""
-        return self.at(ours).T if self.transposed else self.in_their_order(self.at(ours)).reshape(self.shape)
+        return (
+            self.at(ours).swapaxes(-1, -2)
+            if self.transposed
+            else self.in_their_order(self.at(ours)).reshape(self.shape)
+        )
 
     def in_our_order(self, theirs: Array) -> Array:
         return theirs if self.order is None else theirs[self.order]

@@ -1,6 +1,6 @@
-"""Weights of one byte each, for inference: int8 and FP8, with a float32 scale for each row of a matrix.
+"""Weights of one byte each: int8 and FP8, with a float32 scale for each row of a matrix.
 
-int4 has four bits each: see `quantised_groups`.
+int4 and nf4 have four bits each: see `quantised_groups`.
 
     W[o, i] ~ s[o] c[o, i],    s[o] = max over i of |W[o, i]| / top,    c = W / s to the nearest code, ties to even
 
@@ -21,6 +21,7 @@ Learning" (2022), and the OCP "8-bit Floating Point Specification" (2023) for e4
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,14 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
-from tinyforge.quantised_groups import GROUP, dequantise_groups, quantise_groups
+from tinyforge.quantised_groups import (
+    GROUP,
+    NF4_GROUP,
+    dequantise_groups,
+    dequantise_nf4,
+    quantise_groups,
+    quantise_nf4,
+)
 
 
 class Format(NamedTuple):
@@ -44,6 +52,11 @@ AT_ONCE = 1 << 20
 """Numbers that `quantise` processes at a time: this bounds its temporary memory."""
 FOUR_BITS = "int4"
 """Codes of four bits, of groups: see `quantised_groups`. For matrices whose rows are whole groups, on a CPU."""
+GROUPS = {FOUR_BITS: GROUP, "nf4": NF4_GROUP}
+"""The formats of four bits with the numbers of their groups."""
+PACK = {FOUR_BITS: quantise_groups, "nf4": quantise_nf4}
+TILE = 1 << 20
+"""Numbers that a product on a CPU dequantises at a time."""
 FORMATS = {"int8": Format(127, np.dtype(np.int8), "int8"), "fp8": Format(448, np.dtype(np.uint8), "e4m3")}
 
 
@@ -59,17 +72,19 @@ E4M3 = _e4m3_numbers()
 
 
 KINDS = (*FORMATS, FOUR_BITS)
-"""What `--weights` may be."""
+"""What `--weights` may be for inference."""
+FOR_TUNING = ("nf4", *FORMATS)
+"""What the frozen base of adapters may be in."""
 
 
 def check_format(kind: str) -> None:
-    if kind not in KINDS:
+    if kind not in (*KINDS, *FOR_TUNING):
         raise UserError(f"--weights {kind!r} is not a format; use one of: {', '.join(KINDS)}")
 
 
 def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """matrix: (..., O, I) float32 or float64; returns codes of that shape, int8 or uint8, and scales (..., O) float32.
-    For "int4" they have the shapes of `quantise_groups`.
+    For four bits they have the shapes of `quantise_groups` and `quantise_nf4`.
 
     A row of zeros has the scale 0. Raises UserError for a number that is not finite.
     """
@@ -81,7 +96,7 @@ def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
         part = rows[start : start + step]
         if not np.isfinite(part).all():
             raise UserError(f"a weight is not finite, and {kind} cannot represent it; leave out --weights or --dtype")
-        parts.append(quantise_groups(part) if kind == FOUR_BITS else _quantise_rows(part, kind))
+        parts.append(PACK[kind](part) if kind in PACK else _quantise_rows(part, kind))
     codes, scales = (np.concatenate(found) for found in zip(*parts, strict=True))
     lead = matrix.shape[:-1]
     return codes.reshape(*lead, codes.shape[-1]), scales.reshape(*lead, *scales.shape[1:])
@@ -130,9 +145,9 @@ class Quantised:
     def zeros(cls, kind: str, shape: tuple[int, ...], backend: Backend) -> Quantised:
         check_format(kind)
         *lead, columns = shape
-        if kind == FOUR_BITS:
+        if kind in GROUPS:
             codes = backend.zeros((*lead, columns // 2), np.dtype(np.uint8))
-            scales = backend.zeros((*lead, columns // GROUP), np.dtype(np.float32))
+            scales = backend.zeros((*lead, columns // GROUPS[kind]), np.dtype(np.float32))
         else:
             codes, scales = backend.zeros(shape, FORMATS[kind].dtype), backend.zeros(shape[:-1], np.dtype(np.float32))
         return cls(kind, codes, scales, backend)
@@ -151,13 +166,15 @@ class Quantised:
         """The dequantised numbers, a new array."""
         if self.kind == FOUR_BITS:
             return dequantise_groups(self.codes, self.scales, self.dtype)
+        if self.kind in GROUPS:
+            return dequantise_nf4.bind(self._backend)(self.codes, self.scales, self.dtype)
         return dequantise.bind(self._backend)(self.codes, self.scales, self.dtype)
 
     def reshape(self, *shape: int) -> Quantised:
         """A view of another shape; the last axis must stay."""
         lead = shape[:-1]
         codes, scales = self.codes.reshape(*lead, self.codes.shape[-1]), self.scales
-        scales = scales.reshape(*lead, scales.shape[-1]) if self.kind == FOUR_BITS else scales.reshape(lead)
+        scales = scales.reshape(*lead, scales.shape[-1]) if self.kind in GROUPS else scales.reshape(lead)
         return Quantised(self.kind, codes, scales, self._backend)
 
     def __len__(self) -> int:
@@ -166,11 +183,20 @@ class Quantised:
     @property
     def shape(self) -> tuple[int, ...]:
         *lead, columns = self.codes.shape
-        return (*lead, 2 * columns if self.kind == FOUR_BITS else columns)
+        return (*lead, 2 * columns if self.kind in GROUPS else columns)
 
     @property
     def nbytes(self) -> int:
         return int(self.codes.nbytes + self.scales.nbytes)
+
+
+def tiles(matrix: Any) -> Iterator[tuple[slice, Array]]:
+    """The rows of a matrix in host memory in parts, dequantised if they are codes: a few megabytes at a time. An array
+    is one part."""
+    step = max(1, TILE // max(1, matrix.shape[-1])) if isinstance(matrix, Quantised) else max(1, len(matrix))
+    for start in range(0, len(matrix), step):
+        rows = slice(start, min(start + step, len(matrix)))
+        yield rows, plain(matrix[rows])
 
 
 def plain(matrix: Any) -> Array:

@@ -48,14 +48,15 @@ class ModelSpec:
     values=None, recompute=""); it passes values on to its `ParamBuffer`. For adapters, an op's name is its path in the
     model: "blocks.0.qkv". config: the class of its configs. presets: configs by name, the first is the default.
     summary: one line. hf: the module that maps Hugging Face weights, as "package.module"; empty if there is none.
-    architectures: the names in Hugging Face's config.json that it reads. documents: whether the model's forward takes
-    `documents`, for --document-mask. blocks: whether it can be built with recompute="blocks". fp8: whether --precision
-    fp8 applies to it. bundled: a small trained checkpoint that comes with the model's code, for commands that need a
-    model when nothing has been trained yet; bundled_for_chat: another, which chat takes then. learns: "text", next
-    tokens, for recipes/pretrain.py; "masked text", masked tokens there, and classes of texts in recipes/classify.py;
-    "images", classes of images there; or what another recipe teaches it, in words. use: for such a model, the command
-    that uses it, which messages of other commands name. pretraining: by preset, the defaults of recipes/pretrain.py
-    that differ from its own; under "" those of presets that are not listed.
+    architectures: the names in Hugging Face's config.json that it reads, or each with how many of the model's options
+    it has, sizes apart. documents: whether the model's forward takes `documents`, for --document-mask. blocks: whether
+    it can be built with recompute="blocks". fp8: whether --precision fp8 applies to it. bundled: a small trained
+    checkpoint that comes with the model's code, for commands that need a model when nothing has been trained yet;
+    bundled_for_chat: another, which chat takes then. learns: "text", next tokens, for recipes/pretrain.py; "masked
+    text", masked tokens there, and classes of texts in recipes/classify.py; "images", classes of images there; or what
+    another recipe teaches it, in words. use: for such a model, the command that uses it, which messages of other
+    commands name. pretraining: by preset, the defaults of recipes/pretrain.py that differ from its own; under "" those
+    of presets that are not listed.
 
     For docs/models.md, and required by the tests for every model in the checkout: source, the paper; backward, what is
     new in its gradients, a sentence or two. trained: training results by name, each "FILE#a/b/c", a place in a JSON
@@ -69,7 +70,7 @@ class ModelSpec:
     presets: Mapping[str, Any]
     summary: str = ""
     hf: str = ""
-    architectures: tuple[str, ...] = field(default=())
+    architectures: tuple[str, ...] | Mapping[str, int] = ()
     documents: bool = False
     blocks: bool = False
     fp8: bool = False

@@ -92,6 +92,20 @@ class Tensor:
         except OSError as error:
             raise UserError(f"cannot read {self.file}: {error.strerror}; it was there a moment ago") from error
 
+    def read_bytes(self) -> np.ndarray:
+        """The stored bytes of a tensor of type U8."""
+        if self.dtype != "U8":
+            raise UserError(f"{self.file}: {self.name} is of type {self.dtype}, expected U8; get the files again")
+        try:
+            with open(self.file, "rb") as opened:
+                opened.seek(self.start)
+                found = np.fromfile(opened, np.uint8, self.nbytes)
+        except OSError as error:
+            raise UserError(f"cannot read {self.file}: {error.strerror}; it was there a moment ago") from error
+        if found.size != self.nbytes:
+            raise UserError(f"cannot read {self.file}: it ends within {self.name}; it was whole a moment ago")
+        return found.reshape(self.shape)
+
     def _scales(self) -> np.ndarray:
         """The scales of codes, (..., 1). UserError if they are missing, are of another type or shape, or not finite."""
         expected, scale = (*self.shape[:-1], 1), self.scale

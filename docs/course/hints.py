@@ -17,9 +17,9 @@ HINTS = {
         "p[rows, targets[rows]] -= 1 for rows = np.flatnonzero(targets >= 0); multiply by dnll, and by 0 elsewhere.",
     ),
     "e04_rmsnorm": (
-        "Compute r first, one number per row; then dn = dy * gain. The page's last formula has two terms for dx.",
+        "Compute r first, one number per row; then g = dy * gain. The page's last formula has two terms for dx.",
         "Both means are over the last axis with keepdims=True. The gain's gradient is a sum over rows, and is added.",
-        "dx = r * dn - r**3 * x * mean(dn * x); dgain += (dy * x * r).sum(axis=0); return dx alone.",
+        "dx = r * g - r**3 * x * mean(g * x); dgain += (dy * x * r).sum(axis=0); return dx alone.",
     ),
     "e05_attention": (
         "Go from the end: o = p v gives dv and dp; softmax gives ds; s = q k^T / sqrt(D) gives dq and dk.",
@@ -33,8 +33,8 @@ HINTS = {
     ),
     "e07_online_softmax": (
         "Find the common maximum first. Which factor turns a sum that was scaled by m1 into one scaled by m?",
-        "The factor is exp(m1 - m), at most 1, for l and for o; do not divide by l here.",
-        "a, b = exp(m1 - m), exp(m2 - m); return m, a * l1 + b * l2, a * o1 + b * o2.",
+        "The factor is exp(m1 - m), at most 1, for z and for a; do not divide by z here.",
+        "f, g = exp(m1 - m), exp(m2 - m); return m, f * z1 + g * z2, f * a1 + g * a2.",
     ),
     "e08_block": (
         "Read forward from the bottom: the last thing it did was add. Both summands get dy.",

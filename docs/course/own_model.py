@@ -363,7 +363,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.prompt:
         return write_on(args.out / "model.npz", args.prompt)
-    text = args.text.read_text(encoding="utf-8") if args.text else "\n".join(documents("train", 2000))
+    try:
+        text = args.text.read_text(encoding="utf-8") if args.text else "\n".join(documents("train", 2000))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text {args.text}: {error}; expected a file of text in UTF-8") from None
     letters = sorted(set(text))
     if len(text) < 1000:
         raise UserError(f"{args.text} has {len(text)} characters; at least 1000 are needed")

@@ -16,6 +16,7 @@ import numpy as np
 from recurrences import arrow, page, text
 
 from tinyforge.optim.adamw import AdamWConfig, adamw_, step_rates
+from tinyforge.optim.schedules import learning_rate
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -77,7 +78,7 @@ def matrix() -> str:
         "A row is what one position looks at:",
         "darker is more weight, and it sums to 1.",
         "Dashed: the future, hidden by the mask.",
-        "Blue: the tiles of lesson 7. Tiles that lie",
+        "Blue, for lesson 7: tiles. Those that lie",
         "in the future entirely are never computed.",
     )
     parts += [text(380, top + 60 + 24 * i, note, "", "start") for i, note in enumerate(notes)]
@@ -203,9 +204,9 @@ def sphere() -> str:
     parts.append(arrow(x, y, x + 56 * s, y - 56 * c, "back"))
     notes = (
         '<circle cx="306" cy="90" r="4" class="again"/>' + text(322, 94, "x, of any length", "", "start"),
-        '<circle cx="306" cy="122" r="4" class="kept"/>' + text(322, 126, "n, all of one length", "", "start"),
+        '<circle cx="306" cy="122" r="4" class="kept"/>' + text(322, 126, "r x, all of one length", "", "start"),
         arrow(298, 154, 316, 154, "back") + text(322, 158, "dx, at a right angle to x: a longer x gives", "", "start"),
-        text(322, 176, "the same n, so the loss does not change along x", "", "start"),
+        text(322, 176, "the same r x, so the loss does not change along x", "", "start"),
     )
     return page(640, 270, "RMSNorm moves every vector to one sphere", [*parts, *notes])
 
@@ -269,8 +270,150 @@ def step() -> str:
     return page(700, 170, "Where the time of a step of base goes, ms on one H200", parts)
 
 
+def schedule() -> str:
+    """The learning rate of a run of 1,000 steps by `wsd`, with the defaults of a recipe."""
+    left, base, width, height, steps, peak = 70, 210, 560, 150, 1000, 4e-3
+    rates = [learning_rate("wsd", i / steps, peak, decay=0.4, warmup=0.02) for i in range(steps + 1)]
+    points = " ".join(
+        f"{left + width * i / steps:.1f},{base - height * rates[i] / peak:.1f}" for i in (0, 10, 20, 600, 800, 1000)
+    )
+    parts = [
+        f'<path d="M{left} {base}H{left + width}M{left} {base}V44" class="cut"/>',
+        f'<polyline points="{points}" class="back"/>',
+        text(left - 8, base - height + 4, "4e-3", "small", "end"),
+        text(left - 8, base + 4, "0", "small", "end"),
+        text(left, 30, "learning rate", "small"),
+    ]
+    for step, name in ((20, "20"), (600, "600"), (1000, "step 1,000")):
+        x = left + width * step / steps
+        parts.append(f'<path d="M{x:.1f} 52V{base}" class="cut"/>')
+        parts.append(text(x, base + 18, name, "small"))
+    parts += [
+        text(left + 18, 46, "warm-up: 2 %", "small", "start"),
+        text(left + width * 0.31, 132, "stable: as fast as the run can bear"),
+        text(left + width * 0.31, 150, "long steps: the loss falls, and jitters", "small"),
+        text(left + width * 0.745, 172, "decay: 40 %"),
+        text(left + width * 0.745, 190, "short steps: it settles", "small"),
+        text(left + width + 6, base - 4, f"{rates[-1]:.0e}", "small", "start"),
+    ]
+    return page(680, 246, "The learning rate of a run: warm-up, stable, decay", parts)
+
+
+def surprise() -> str:
+    """-log p, and the gradient of three logits whose second is the target."""
+    left, base, width, height = 60, 190, 260, 140
+    p = np.linspace(0.01, 1, 100)
+    points = " ".join(f"{left + width * a:.1f},{base + height * np.log(a) / 4.7:.1f}" for a in p)
+    parts = [
+        text(left + width / 2, 26, "the loss, -log p, of a token"),
+        f'<path d="M{left} {base}H{left + width}M{left} {base}V40" class="cut"/>',
+        f'<polyline points="{points}" class="back"/>',
+        text(left + width / 2, base + 34, "p, the probability that the model gave it", "small"),
+    ]
+    for a in (0.01, 0.2, 0.5, 0.9):
+        x, y = left + width * a, base + height * np.log(a) / 4.7
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="kept"/>')
+        parts.append(text(x + 8, y - 4, f"{-np.log(a):.2f}", "small", "start"))
+        parts.append(text(x, base + 16, f"{a:g}", "small"))
+    middle, names = 110, ("token 0", "token 1: it came", "token 2")
+    parts.append(text(520, 26, "its gradient: p, minus 1 at the target"))
+    parts.append(f'<path d="M396 {middle}H656" class="forward"/>')
+    for i, g in enumerate((0.7, -0.8, 0.1)):
+        x, size = 412 + i * 94, abs(g) * 80
+        top = middle - size if g > 0 else middle
+        kind = "kept" if g < 0 else "box"
+        parts.append(f'<rect x="{x}" y="{top:.1f}" width="40" height="{size:.1f}" rx="2" class="{kind}"/>')
+        parts.append(text(x + 20, top - 6 if g > 0 else top + size + 14, f"{g:g}", "small"))
+        parts.append(text(x + 20, 214, names[i], "small"))
+    return page(680, 236, "The loss of a token and its gradient", parts)
+
+
+def own_model() -> str:
+    """The parts of the model of lesson 12 with the lessons whose functions they call."""
+    rows = (
+        ("characters", ""),
+        ("embedding", ""),
+        ("norm, attention with RoPE, add", "1, 2, 4, 5, 6, 8"),
+        ("norm, squared ReLU network, add", "2, 4, 8, 11"),
+        ("norm, output head", "2, 4"),
+        ("loss", "3"),
+    )
+    parts = [text(200, 22, "forward, down"), text(470, 22, "lessons"), text(580, 22, "backward, up")]
+    for i, (name, lessons) in enumerate(rows):
+        y = 34 + i * 36
+        parts.append(f'<rect x="60" y="{y}" width="280" height="26" rx="3" class="{"box" if lessons else "again"}"/>')
+        parts.append(text(200, y + 17, name))
+        parts.append(text(470, y + 17, lessons))
+        if i:
+            parts.append(arrow(200, y - 10, 200, y - 1))
+            parts.append(arrow(580, y + 12, 580, y - 18, "back"))
+    parts.append('<path d="M352 106h10v62h-10" class="cut" fill="none"/>')
+    parts.append(text(370, 141, "twice", "small", "start"))
+    parts.append(
+        text(340, 266, "then AdamW (9) moves the weights; sampling uses 7 and 10; the order is yours (12)", "small")
+    )
+    return page(680, 282, "The parts of your own model", parts)
+
+
+def op() -> str:
+    """Forward above, backward below, the stash between them."""
+    parts = [
+        text(60, 54, "x"),
+        arrow(74, 50, 138, 50),
+        '<rect x="142" y="32" width="150" height="36" rx="4" class="box"/>',
+        text(217, 55, "forward: softmax"),
+        arrow(296, 50, 360, 50),
+        text(376, 54, "y"),
+        arrow(392, 50, 470, 50),
+        text(500, 54, "..."),
+        arrow(526, 50, 590, 50),
+        text(620, 54, "loss L"),
+        '<rect x="157" y="92" width="120" height="30" rx="4" class="again"/>',
+        text(217, 112, "stash: y"),
+        arrow(200, 70, 200, 90),
+        arrow(234, 124, 234, 144, "back"),
+        '<rect x="142" y="146" width="150" height="36" rx="4" class="box"/>',
+        text(217, 169, "backward"),
+        arrow(590, 164, 526, 164, "back"),
+        text(500, 168, "..."),
+        arrow(470, 164, 296, 164, "back"),
+        text(385, 186, "upstream gradient, dy in code", "small"),
+        arrow(138, 164, 74, 164, "back"),
+        text(72, 186, "gradient of x, dx", "small"),
+        text(604, 168, "starts here", "", "start"),
+    ]
+    return page(690, 204, "An op: forward saves on the stash what backward needs", parts)
+
+
+def cache() -> str:
+    """The cache while three tokens are added: kept columns, and the new one."""
+    parts = []
+    for step in range(3):
+        left = 40 + step * 220
+        for i in range(3 + step):
+            kind = "kept" if i == 2 + step else "box"
+            for row in range(2):
+                parts.append(
+                    f'<rect x="{left + i * 30}" y="{52 + row * 40}" width="26" height="32" rx="3" class="{kind}"/>'
+                )
+        parts.append(text(left, 36, f"token {3 + step}", "small", "start"))
+        if step:
+            parts.append(arrow(left - 50, 88, left - 14, 88))
+    parts += [
+        text(32, 72, "k", "small", "end"),
+        text(32, 112, "v", "small", "end"),
+        text(350, 156, "red: computed now; grey: kept. The new query reads all columns", "small"),
+    ]
+    return page(690, 172, "The key/value cache grows by a column a token", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "cache": cache(),
+        "op": op(),
+        "surprise": surprise(),
+        "own-model": own_model(),
+        "schedule": schedule(),
         "step": step(),
         "linear-shapes": shapes(),
         "norm-sphere": sphere(),

@@ -78,15 +78,15 @@ def tiles() -> str:
         parts.append(f'<rect x="360" y="{y}" width="18" height="18" class="{kind}"{fill}/>')
         parts.append(text(388, y + 14, note, "", "start"))
     parts.append(text(360, top + 150, "The arrow: a tile of queries goes over its tiles of", "small", "start"))
-    parts.append(text(360, top + 166, "keys, and keeps m, l and o (the online softmax).", "small", "start"))
+    parts.append(text(360, top + 166, "keys, and keeps m, Z and a (the online softmax).", "small", "start"))
     return page(660, 290, "Tiles of attention", parts)
 
 
 def online_softmax() -> str:
-    parts = [text(380, 28, "One query over three tiles of keys: m, l and o are all that is kept")]
+    parts = [text(380, 28, "One query over three tiles of keys: m, Z and a are all that is kept")]
     scores = ("1.0  0.2", "3.0  1.0", "2.0  0.5")
     largest = ("m = 1", "m = 3", "m = 3")
-    factors = ("", "l, o times exp(1 - 3)", "l, o as they are")
+    factors = ("", "Z, a times exp(1 - 3)", "Z, a as they are")
     for i in range(3):
         x = 60 + i * 230
         parts += [
@@ -94,11 +94,11 @@ def online_softmax() -> str:
             arrow(x + 75, 90, x + 75, 128),
             box(x, 130, 150, 60),
             text(x + 75, 154, largest[i]),
-            text(x + 75, 176, "l, o so far"),
+            text(x + 75, 176, "Z, a so far"),
         ]
         if i:
             parts += [arrow(x - 78, 160, x - 2, 160), text(x - 40, 208, factors[i], "small")]
-    parts += [arrow(670, 160, 716, 160), text(735, 164, "o / l")]
+    parts += [arrow(670, 160, 716, 160), text(735, 164, "o = a / Z")]
     return page(770, 232, "The online softmax", parts)
 
 

@@ -68,7 +68,7 @@ PLACES = {
     API: ("API", ""),
 }
 # Commands that latex2mathml does not know, in terms that it does.
-SPELLED = {r"\arg\max": r"\operatorname{argmax}", r"\langle": "⟨", r"\rangle": "⟩"}
+SPELLED = {r"\arg\max": r"\operatorname{argmax}", r"\langle": "⟨", r"\rangle": "⟩", r"\lvert": "|", r"\rvert": "|"}
 
 
 # --- formulas

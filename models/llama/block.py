@@ -68,24 +68,32 @@ class Block:
 
 
 class ParallelBlock(Block):
-    """x = x + attention(h) + mlp(h),  h = norm1(x)"""
+    """x = x + attention(h) + mlp(h),  h = norm1(x);  or, with parallel_norms, mlp(norm2(x))"""
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         super().__init__(config, layer, backend)
-        self.norm2, self.sum = self.norm1, Add(backend, f"blocks.{layer}.sum")
+        self.own_norms, self.sum = config.parallel_norms, Add(backend, f"blocks.{layer}.sum")
+        if not self.own_norms:
+            self.norm2 = self.norm1
 
     def forward(
         self, stream: ResidualStream, stash: Stash | None = None, context: AttentionContext = NO_CONTEXT
     ) -> None:
         h = self.norm1.forward(stream, stash)
         attended = self.attention.forward(h, stash, context).value()
+        if self.own_norms:
+            h = self.norm2.forward(stream, stash)
         stream.add(self.sum.forward(attended, self.mlp.forward(h, stash).value()))
 
     def backward(self, dx: Any, stash: Stash) -> Any:
         dh = self.mlp.backward(dx, stash)
+        if self.own_norms:
+            dstream = self.norm2.backward(dh, stash, residual=dx)
+            return self.norm1.backward(self.attention.backward(dx, stash), stash, residual=dstream)
         dh = self.sum.forward(dh, self.attention.backward(dx, stash))
         return self.norm1.backward(dh, stash, residual=dx)
 
     def ops(self) -> list[Op]:
         """In the order of forward."""
-        return [*self.norm1.ops(), *self.attention.ops(), *self.mlp.ops()]
+        norm2 = self.norm2.ops() if self.own_norms else []
+        return [*self.norm1.ops(), *self.attention.ops(), *norm2, *self.mlp.ops()]

@@ -13,7 +13,7 @@ from tinyforge.models.checks import check_rates
 CHOICES = {
     "norms": ("before", "both", "after"),
     "norm": ("rms", "layer"),
-    "activation": ("silu", "gelu_tanh"),
+    "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
     "rope_scaling": ("none", "linear", "llama3", "yarn", "dynamic", "longrope"),
 }
 """The values of the fields that are texts; the first is the default."""
@@ -31,19 +31,23 @@ class Config(ModelConfig):
 
     norms: where a branch has its norm: "before" it; "both", another one after it, before the addition, as in Gemma 2;
     "after" it only, as in OLMo 2. norm: "rms", or "layer" for LayerNorm, with norm_bias a bias too. parallel: both
-    branches of a block read its one norm, as in Cohere. norm_plus_one: the norms' gain is 1 + w, w from 0. activation:
-    of the gate, "silu", or "gelu_tanh" for GeGLU. qk_norm_width: qk_norm is one norm over all query heads together, and
-    one over all key heads, as in OLMo 2. out_bias, mlp_bias: biases on attention's output, and on the MLP's maps.
+    branches of a block read its one norm, as in Cohere; parallel_norms: each has its own, as in GPT-NeoX.
+    norm_plus_one: the norms' gain is 1 + w, w from 0. activation: of the gate, "silu", or "gelu_tanh" and "gelu" (by
+    erf) for GeGLU. gated: without it the MLP is down(activation(up(h))), with "relu" and its square "relu2" too.
+    qk_norm_width: qk_norm is one norm over all query heads together, and one over all key heads, as in OLMo 2.
+    out_bias, mlp_bias, head_bias: biases on attention's output, on the MLP's maps, on the logits.
 
     embedding_scale, residual_scale, logit_scale: factors of the embeddings, of a branch before it is added, and of the
     logits, as in Granite. attention_scale: of the scores, 0 for 1 / sqrt(head_dim). attention_softcap, logit_softcap:
     c, scores and logits z become c tanh(z / c), as in Gemma 2; 0 for none.
 
     local_rope_theta: rope_theta of the layers with a window, without rope_scaling, as in Gemma 3; 0 for the same in
-    all. no_rope_every: of that many layers the last has no RoPE, as in SmolLM3; 0 where all have it.
+    all. no_rope_every: of that many layers the last has no RoPE, as in SmolLM3; 0 where all have it, 1 where none has.
+    sinks: a score for each head that its probabilities are shared with, as in gpt-oss. learned_positions: a table of
+    positions is added to the embeddings, as in OPT; it begins with two rows without use.
 
     rope_scaling stretches the rotary angles to a longer context, see `RopeScaling`, which has rope_factor, the bounds
-    rope_low_freq and rope_high_freq, rope_attention, rope_short and rope_long under names without rope_.
+    rope_low_freq and rope_high_freq, rope_attention, rope_short, rope_long and rope_truncate under names without rope_.
     original_context: of training. rotary_dim: numbers of a head that RoPE turns, 0 for all.
 
     dropout: rate in training, on the outputs of a block's two halves, before they are added to the stream. family: the
@@ -67,11 +71,14 @@ class Config(ModelConfig):
     norm: str = "rms"
     norm_bias: bool = False
     parallel: bool = False
+    parallel_norms: bool = False
     norm_plus_one: bool = False
     activation: str = "silu"
+    gated: bool = True
     qk_norm_width: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -80,6 +87,8 @@ class Config(ModelConfig):
     logit_softcap: float = 0.0
     local_rope_theta: float = 0.0
     no_rope_every: int = 0
+    learned_positions: bool = False
+    sinks: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: str = "none"
@@ -89,6 +98,7 @@ class Config(ModelConfig):
     rope_attention: float = 0.0
     rope_short: tuple[float, ...] = ()
     rope_long: tuple[float, ...] = ()
+    rope_truncate: bool = True
     rotary_dim: int = 0
     original_context: int = 8192
     dropout: float = 0.0
@@ -121,6 +131,10 @@ class Config(ModelConfig):
             raise UserError(f"config: norms is {self.norms!r} with a LayerNorm or parallel branches; expected 'before'")
         if self.norm_bias and self.norm == "rms" or self.norm_plus_one and self.norm == "layer":
             raise UserError(f"config: norm is {self.norm!r}; norm_bias goes with 'layer', norm_plus_one with 'rms'")
+        if self.parallel_norms and not self.parallel:
+            raise UserError("config: parallel_norms is for parallel branches; set parallel too")
+        if self.gated and self.activation in ("relu", "relu2"):
+            raise UserError(f"config: a gate with activation {self.activation!r}; set gated=false, or use 'silu'")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         check_rates(self, "dropout")
@@ -157,7 +171,7 @@ class Config(ModelConfig):
 SIZES = (
     *("dim", "heads", "kv_heads", "head_dim", "layers", "context", "vocab", "hidden", "tied", "norm_eps", "dropout"),
     *("rope_theta", "rope_scaling", "rope_factor", "rope_low_freq", "rope_high_freq", "original_context"),
-    *("rope_attention", "rope_short", "rope_long", "family"),
+    *("rope_attention", "rope_short", "rope_long", "rope_truncate", "family"),
 )
 """Fields that are no options of the architecture: the fused decoders and every architecture have them."""
 FUSED = {"rotary_dim"}

@@ -18,11 +18,13 @@ from tinyforge.models.llama.config import Config
 LAYER = {
     **{"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
     **{"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "out": "self_attn.o_proj"},
-    **{"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"},
+    **{"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "sinks": "self_attn.sinks"},
     **{"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"},
     **{"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+    **{"embedding": "model.embed_tokens", "positions": "model.embed_positions", "blocks": "model.layers"},
+    **{"final_norm": "model.norm", "heads": "lm_head"},
 }
-"""Hugging Face's names of a layer's tensors by ours."""
+"""Hugging Face's names of a layer's tensors by ours, and of those around the layers."""
 AROUND = {
     "attention_norm": "post_attention_layernorm",
     "norm2": "pre_feedforward_layernorm",
@@ -31,6 +33,9 @@ AROUND = {
 NO_PADDING = {"pad_token_id": None}
 """Where transformers' default is an id, which a smaller vocabulary lacks."""
 BIASES = ("qkv_bias", "out_bias")
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu", "relu2": "relu2"}
+ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "swish": "silu"}
+"""Ours by Hugging Face's names; of several, the first is written."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -61,10 +66,13 @@ def is_null(given: Mapping[str, Any], name: str) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """A published architecture. architecture, kind: its name and its model_type in config.json. fixed: options that all
-    its models have. fields: options that are numbers or texts of config.json. defaults: of keys that are absent there.
-    layer: names of a layer's tensors where they differ from `LAYER`. merged: which of qkv and gate_up are one tensor.
-    interleaved: rotary pairs are neighbours. eps: the key of norm_eps. biases: attention_bias stands for `BIASES`.
+    """A published architecture. architecture, kind: its name and its model_type in config.json. fixed: options that
+    all its models have. fields: options that are numbers or texts of config.json. defaults: of keys that are absent
+    there. layer: names of tensors where they differ from `LAYER`. merged: which of qkv and gate_up are one tensor;
+    by_head: qkv has the queries, keys and values of a head next to each other. interleaved: rotary pairs are
+    neighbours. plus_one: a norm's gain is 1 and what the files have. eps: the key of norm_eps. biases:
+    attention_bias stands for `BIASES`. keys: of config.json, by Llama's. activation: its key, of a family that may
+    have several.
 
     read(given), write(config): the options that `fields` do not cover, and the reverse. free: these options. holds:
     whether it can have a config's values of its options.
@@ -77,6 +85,10 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layer: Mapping[str, str] = field(default_factory=dict)
     merged: tuple[str, ...] = ()
+    by_head: bool = False
+    plus_one: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    activation: str = ""
     interleaved: bool = False
     eps: str = "rms_norm_eps"
     biases: bool = False
@@ -87,12 +99,21 @@ class Family:
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         biases = dict.fromkeys(BIASES, setting(given, "attention_bias", bool, False)) if self.biases else {}
-        return {**self.fixed, **biases, **read_fields(given, self.fields), **self.read(given)}
+        activation = {}
+        if self.activation:
+            require(given, self.activation, *ACTIVATIONS)
+            activation = {"activation": ACTIVATIONS[setting(given, self.activation, str, "silu")]}
+        return {**self.fixed, **biases, **activation, **read_fields(given, self.fields), **self.read(given)}
 
     def lacks(self, config: Config) -> list[str]:
         """The config's options that it cannot have."""
-        known = {*self.fixed, *self.fields, *self.free, *(BIASES if self.biases else ())}
-        return [name for name in config.options() if name not in known]
+        return [name for name in config.options() if name not in self.known]
+
+    @property
+    def known(self) -> set[str]:
+        """The options that it has."""
+        activation = ("activation",) if self.activation else ()
+        return {*self.fixed, *self.fields, *self.free, *(BIASES if self.biases else ()), *activation}
 
     def fits(self, config: Config) -> bool:
         """Whether it has all options of the config, and the config all of its fixed ones."""
@@ -102,7 +123,10 @@ class Family:
 
     def written(self, config: Config) -> dict[str, Any]:
         biases = {"attention_bias": config.qkv_bias} if self.biases else {}
-        return {**biases, **write_fields(config, self.fields), **self.write(config)}
+        own = self.defaults.get(self.activation, "")
+        names = {ours: theirs for theirs, ours in (*reversed(ACTIVATIONS.items()), (own, ACTIVATIONS.get(own, "")))}
+        activation = {self.activation: names[config.activation]} if self.activation else {}
+        return {**biases, **activation, **write_fields(config, self.fields), **self.write(config)}
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
@@ -159,7 +183,7 @@ def written_rope(c: Config) -> dict[str, Any] | None:
     if c.rope_scaling == "llama3":
         rope |= {"low_freq_factor": c.rope_low_freq, "high_freq_factor": c.rope_high_freq}
     if c.rope_scaling == "yarn":
-        rope |= {"beta_slow": c.rope_low_freq, "beta_fast": c.rope_high_freq}
+        rope |= {"beta_slow": c.rope_low_freq, "beta_fast": c.rope_high_freq, "truncate": c.rope_truncate}
     if c.rope_scaling == "longrope":
         rope |= {"short_factor": list(c.rope_short), "long_factor": list(c.rope_long)}
     if c.rope_attention:
@@ -344,6 +368,39 @@ def _glm_written(config: Config) -> dict[str, Any]:
     return {"attention_bias": config.qkv_bias, **NO_PADDING}
 
 
+def _nemotron(given: Mapping[str, Any]) -> dict[str, Any]:
+    require(given, "hidden_act", "relu2")
+    return {}
+
+
+def _gptj(given: Mapping[str, Any]) -> dict[str, Any]:
+    size = setting(given, "n_embd", int) // max(setting(given, "n_head", int), 1)
+    turned = size if is_null(given, "rotary_dim") else setting(given, "rotary_dim", int, 64)
+    return {"rotary_dim": 0 if turned == size else turned}
+
+
+def _opt(given: Mapping[str, Any]) -> dict[str, Any]:
+    require(given, "do_layer_norm_before", True)
+    require(given, "_remove_final_layer_norm", False)
+    require(given, "layer_norm_elementwise_affine", True)
+    require(given, "word_embed_proj_dim", setting(given, "hidden_size", int), None)
+    return {}
+
+
+def _of_one_size(config: Config) -> bool:
+    """Heads of dim / heads, as many for keys as for queries."""
+    return config.head_dim * config.heads == config.dim and config.kv_heads == config.heads
+
+
+def _equal_biases(config: Config) -> bool:
+    return config.qkv_bias == config.out_bias == config.mlp_bias
+
+
+PLAIN: dict[str, Any] = {"norm": "layer", "norm_bias": True, "gated": False}
+"""GPT-2's parts: LayerNorm, and an MLP without a gate."""
+DENSE: Fields = {ours: ("use_bias", bool, True) for ours in ("qkv_bias", "out_bias", "mlp_bias")}
+GPTJ_KEYS = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+GPTJ_KEYS |= {"max_position_embeddings": "n_positions", "intermediate_size": "n_inner"}
 MLP_BIAS: Fields = {"mlp_bias": ("mlp_bias", bool, False)}
 OLMO = {"norms": "after", "qk_norm": True, "qk_norm_width": True}
 GEMMA = {"norm_plus_one": True, "activation": "gelu_tanh"}
@@ -548,6 +605,103 @@ FAMILIES = (
         write=lambda config: {**written_windows(config), **NO_PADDING},
         holds=lambda config: bool(config.no_rope_every or config.window) and _exaone4_holds(config),
         **COHERE,
+    ),
+    Family(
+        "NemotronForCausalLM",
+        "nemotron",
+        {**PLAIN, "activation": "relu2"},
+        MLP_BIAS,
+        {"partial_rotary_factor": 0.5, "norm_eps": 1e-5, "hidden_act": "relu2"},
+        eps="norm_eps",
+        biases=True,
+        plus_one=True,
+        activation="hidden_act",
+        free=("rotary_dim",),
+        read=_nemotron,
+    ),
+    Family(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        PLAIN,
+        DENSE,
+        {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        {"up": "mlp.c_fc", "down": "mlp.c_proj"},
+        eps="norm_epsilon",
+        activation="hidden_act",
+        free=("window",),
+        read=every_layer,
+        write=every_layer_written,
+        holds=_equal_biases,
+    ),
+    Family(
+        "PhiForCausalLM",
+        "phi",
+        {**PLAIN, **dict.fromkeys(("parallel", "qkv_bias", "out_bias", "mlp_bias", "head_bias"), True)},
+        defaults={"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5, "hidden_act": "gelu_new"},
+        layer={"out": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2", "final_norm": "model.final_layernorm"},
+        eps="layer_norm_eps",
+        activation="hidden_act",
+        free=("rotary_dim",),
+        read=_stablelm,
+        holds=lambda config: config.head_dim * config.heads == config.dim,
+    ),
+    Family(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        {**PLAIN, "mlp_bias": True},
+        {f"parallel{part}": ("use_parallel_residual", bool, True) for part in ("", "_norms")},
+        {"rotary_pct": 0.25, "layer_norm_eps": 1e-5, "attention_bias": True, "hidden_act": "gelu"},
+        {
+            **{"qkv": "attention.query_key_value", "out": "attention.dense"},
+            **{"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h", "embedding": "gpt_neox.embed_in"},
+            **{"blocks": "gpt_neox.layers", "final_norm": "gpt_neox.final_layer_norm", "heads": "embed_out"},
+        },
+        merged=("qkv",),
+        by_head=True,
+        keys={"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
+        eps="layer_norm_eps",
+        biases=True,
+        activation="hidden_act",
+        free=("rotary_dim",),
+        holds=lambda config: _of_one_size(config) and config.parallel == config.parallel_norms,
+    ),
+    Family(
+        "GPTJForCausalLM",
+        "gptj",
+        {**PLAIN, "mlp_bias": True, "parallel": True, "head_bias": True},
+        defaults={"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
+        layer={
+            **{"norm1": "ln_1", "q": "attn.q_proj", "k": "attn.k_proj", "v": "attn.v_proj", "out": "attn.out_proj"},
+            **{"up": "mlp.fc_in", "down": "mlp.fc_out", "embedding": "transformer.wte"},
+            **{"blocks": "transformer.h", "final_norm": "transformer.ln_f"},
+        },
+        keys=GPTJ_KEYS,
+        interleaved=True,
+        eps="layer_norm_epsilon",
+        activation="activation_function",
+        free=("rotary_dim",),
+        read=_gptj,
+        write=lambda config: {"rotary_dim": config.rotary_dim or config.head_dim},
+        holds=_of_one_size,
+    ),
+    Family(
+        "OPTForCausalLM",
+        "opt",
+        {**PLAIN, "learned_positions": True, "no_rope_every": 1},
+        {ours: ("enable_bias", bool, True) for ours in DENSE},
+        {"tie_word_embeddings": True, "activation_function": "relu", "layer_norm_eps": 1e-5},
+        {
+            **{"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm", "out": "self_attn.out_proj"},
+            **{"up": "fc1", "down": "fc2", "embedding": "model.decoder.embed_tokens"},
+            **{"positions": "model.decoder.embed_positions", "blocks": "model.decoder.layers"},
+            "final_norm": "model.decoder.final_layer_norm",
+        },
+        keys={"intermediate_size": "ffn_dim"},
+        eps="layer_norm_eps",
+        activation="activation_function",
+        read=_opt,
+        write=lambda config: {**NO_PADDING, "word_embed_proj_dim": config.dim},
+        holds=lambda config: _of_one_size(config) and _equal_biases(config) and config.norm_eps == 1e-5,
     ),
 )
 BY_NAME = {family.architecture: family for family in FAMILIES}

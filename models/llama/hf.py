@@ -30,8 +30,8 @@ FIELDS: Fields = {
     "norm_eps": ("rms_norm_eps", float, 1e-6),
     "tied": ("tie_word_embeddings", bool, False),
 }
-PREFIX = "model."
-IGNORED = r".*\.rotary_emb\.inv_freq"
+PREFIX = ("model.", "gpt_neox.", "transformer.")
+IGNORED = r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|.*\.attention\.(masked_)?bias"  # causal masks too
 
 
 def read_config(given: Mapping[str, Any], family: Family | None = None) -> Config:
@@ -39,9 +39,13 @@ def read_config(given: Mapping[str, Any], family: Family | None = None) -> Confi
     architecture, own = given["architectures"][0], family is None
     family = family or BY_NAME[architecture]
     given = Given((given, family.defaults))
-    if "activation" not in family.fixed:
+    if family.keys:
+        given = Given((*given.maps, {ours: given.get(theirs) for ours, theirs in family.keys.items()}))
+    if "activation" not in family.fixed and not family.activation:
         require(given, "hidden_act", "silu")
     dim, heads = setting(given, "hidden_size", int), setting(given, "num_attention_heads", int)
+    if not family.fixed.get("gated", True):
+        given = Given((*given.maps, {"intermediate_size": 4 * dim}))
     context = setting(given, "max_position_embeddings", int)
     if heads < 1:
         raise UserError(f"config.json: num_attention_heads is {heads}, expected at least 1")
@@ -86,7 +90,7 @@ def _rope(given: Mapping[str, Any], context: int, head_dim: int) -> dict[str, An
         found["rope_low_freq"] = setting(rope, "low_freq_factor", float)
         found["rope_high_freq"] = setting(rope, "high_freq_factor", float)
     if kind == "yarn":
-        require(rope, "truncate", True)
+        found["rope_truncate"] = setting(rope, "truncate", bool, True)
         found["rope_low_freq"] = setting(rope, "beta_slow", float, 1.0)
         found["rope_high_freq"] = setting(rope, "beta_fast", float, 32.0)
     if kind in ("yarn", "longrope"):
@@ -115,9 +119,9 @@ def write_config(config: Config, family: Family | None = None) -> dict[str, Any]
     fields = {**FIELDS, "norm_eps": (family.eps, float)}
     given = {"hidden_act": "silu", **write_fields(config, fields), "num_key_value_heads": config.kv_heads}
     given |= {"head_dim": config.head_dim, "rope_theta": config.rope_theta, "rope_scaling": written_rope(config)}
-    if c.rotary_dim or "partial_rotary_factor" in family.defaults:
+    if c.rotary_dim or {"partial_rotary_factor", "rotary_pct"} & family.defaults.keys():
         given["partial_rotary_factor"] = (c.rotary_dim or c.head_dim) / c.head_dim
-    given |= family.written(config)
+    given = {family.keys.get(name, name): value for name, value in given.items()} | family.written(config)
     return {"architectures": [family.architecture], "model_type": family.kind, **given}
 
 
@@ -127,48 +131,60 @@ def entries(config: Config, family: Family | None = None) -> Iterator[Entry]:
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     head_norms = {"q_norm": q, "k_norm": kv} if c.qk_norm_width else dict.fromkeys(("q_norm", "k_norm"), c.head_dim)
     norms = {
-        "before": ("norm1",) if c.parallel else ("norm1", "norm2"),
+        "before": ("norm1",) if c.parallel and not c.parallel_norms else ("norm1", "norm2"),
         "both": ("norm1", "attention_norm", "norm2", "mlp_norm"),
         "after": ("attention_norm", "mlp_norm"),
     }[c.norms]
 
     def linear(i: int, name: str, rows: slice, columns: int, ours: str, bias: bool) -> Iterator[Entry]:
-        theirs, ours = f"model.layers.{i}.{names[name]}", f"blocks.{i}.{ours}"
+        theirs, ours = f"{names['blocks']}.{i}.{names[name]}", f"blocks.{i}.{ours}"
         height, part = rows.stop - rows.start, rows if rows != whole[ours.rpartition(".")[2]] else None
         order = rotary_order(c, interleaved, rows) if ours.endswith(".qkv") else None
+        if family.by_head and ours.endswith(".qkv"):
+            together = np.arange(height).reshape(c.heads, 3, c.head_dim).swapaxes(0, 1).reshape(-1)
+            order = together if order is None else together[order]
         yield Entry(f"{theirs}.weight", (height, columns), f"{ours}.weight", part, order=order)
         if bias:
             yield Entry(f"{theirs}.bias", (height,), f"{ours}.bias", part, order=order)
 
     def norm(theirs: str, ours: str) -> Iterator[Entry]:
         for kind in ("weight", "bias") if c.norm_bias else ("weight",):
-            yield Entry(f"{theirs}.{kind}", (c.dim,), f"{ours}.{kind}")
+            plus = float(family.plus_one and kind == "weight")
+            yield Entry(f"{theirs}.{kind}", (c.dim,), f"{ours}.{kind}", plus=plus)
 
     whole = {
         "qkv": slice(0, q + 2 * kv),
         "out": slice(0, c.dim),
         "gate_up": slice(0, 2 * c.hidden),
+        "up": slice(0, c.hidden),
         "down": slice(0, c.dim),
     }
     heads = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
     halves = {"gate": slice(0, c.hidden), "up": slice(c.hidden, 2 * c.hidden)}
-    yield Entry("model.embed_tokens.weight", (c.vocab, c.dim), "embedding.weight")
+    yield Entry(f"{names['embedding']}.weight", (c.vocab, c.dim), "embedding.weight")
+    if c.learned_positions:
+        yield Entry(f"{names['positions']}.weight", (c.context + 2, c.dim), "positions.weight")
     for i in range(c.layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        ours, theirs = f"blocks.{i}", f"{names['blocks']}.{i}"
         for name, rows in ({"qkv": whole["qkv"]} if "qkv" in merged else heads).items():
             yield from linear(i, name, rows, c.dim, "qkv", c.qkv_bias)
         for name, size in head_norms.items() if c.qk_norm else ():
             order = rotary_order(c, interleaved, slice(0, size))
             yield Entry(f"{theirs}.{names[name]}.weight", (size,), f"{ours}.{name}.weight", order=order)
+        if c.sinks:
+            yield Entry(f"{theirs}.{names['sinks']}", (c.heads,), f"{ours}.sinks")
         yield from linear(i, "out", whole["out"], q, "out", c.out_bias)
         for name in norms:
             yield from norm(f"{theirs}.{names[name]}", f"{ours}.{name}")
-        for name, rows in ({"gate_up": whole["gate_up"]} if "gate_up" in merged else halves).items():
-            yield from linear(i, name, rows, c.dim, "gate_up", c.mlp_bias)
+        one = "gate_up" if c.gated else "up"
+        for name, rows in ({one: whole[one]} if "gate_up" in merged or not c.gated else halves).items():
+            yield from linear(i, name, rows, c.dim, one, c.mlp_bias)
         yield from linear(i, "down", whole["down"], c.hidden, "down", c.mlp_bias)
-    yield from norm("model.norm", "final_norm")
+    yield from norm(names["final_norm"], "final_norm")
     if not c.tied:
-        yield Entry("lm_head.weight", (c.vocab, c.dim), "heads.weight", 0)
+        yield Entry(f"{names['heads']}.weight", (c.vocab, c.dim), "heads.weight", 0)
+    if c.head_bias:
+        yield Entry(f"{names['heads']}.bias", (c.vocab,), "heads.bias")
 
 
 def rotary_order(c: Config, interleaved: bool, rows: slice) -> np.ndarray | None:

@@ -18,9 +18,9 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.llama.block import Block, ParallelBlock
 from tinyforge.models.llama.config import FUSED, Config
-from tinyforge.models.llama.parts import STD
+from tinyforge.models.llama.parts import STD, bias
 from tinyforge.op import Op, Param, Recompute, Stash, WithKeywords
-from tinyforge.ops import CappedCrossEntropy, Embedding, LinearCrossEntropy, Scale
+from tinyforge.ops import CappedCrossEntropy, Embedding, LearnedPositions, LinearCrossEntropy, Scale
 from tinyforge.ops.attention import Documents
 from tinyforge.ops.fp8_linear import FP8Weights
 from tinyforge.params import ParamBuffer, with_buffer
@@ -50,6 +50,10 @@ class LlamaLike(Model):
         self.config, self.shape, self.recompute = config, shape, recompute
         table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
+        self.positions: LearnedPositions | None = None
+        if shape.learned_positions:
+            rows = Param("positions.weight", (shape.context + 2, shape.dim), std=STD)
+            self.positions = LearnedPositions(rows, backend, "positions", first=2)
         kind: Any = ParallelBlock if shape.parallel else self.block
         self.blocks = [kind(shape, i, backend) for i in range(shape.layers)]
         self.layers = layers_of(self.blocks, backend, recompute)
@@ -97,8 +101,11 @@ class LlamaLike(Model):
         x, offset = self.embedding.forward(ids, stash), cache.length if cache else 0
         if self.embedding_scale:
             x = self.embedding_scale.forward(x, stash)
-        stream = ResidualStream(x)
         starts = documents.starts if documents else None
+        if self.positions:
+            restart = starts if documents and documents.restart else None
+            x = self.positions.forward(x, stash, offset=offset, starts=restart)
+        stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
             context = AttentionContext(cache.layer(i) if cache else None, offset, starts)
             if fill and i == len(self.blocks) - 1:
@@ -125,6 +132,8 @@ class LlamaLike(Model):
         dx = self.final_norm.backward(dh, stash)
         for layer in reversed(self.layers):
             dx = layer.backward(dx, stash, *doutputs)
+        if self.positions:
+            dx = self.positions.backward(dx, stash)
         if self.embedding_scale:
             dx = self.embedding_scale.backward(dx, stash)
         self.embedding.backward(dx, stash)
@@ -157,13 +166,15 @@ class LlamaLike(Model):
         c = self.shape
         windows = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.layers)]
         pairs = sum(window - window * (window - 1) / (2 * seq_len) for window in windows)
-        multiplied = self.buffer.count - (0 if c.tied else c.vocab * c.dim)
+        looked_up = (0 if c.tied else c.vocab * c.dim) + (c.context * c.dim if c.learned_positions else 0)
+        multiplied = self.buffer.count - looked_up
         return 6 * multiplied + 3 * 2 * 2 * c.head_dim * c.heads * pairs
 
     def ops(self) -> list[Op]:
         blocks = [op for block in self.blocks for op in block.ops()]
-        scales = [[op] if op else [] for op in (self.embedding_scale, self.logit_scale)]
-        return [self.embedding, *scales[0], *blocks, self.final_norm.op, *scales[1], self.heads]
+        rest = (self.embedding_scale, self.positions, self.logit_scale)
+        scaled, positions, logits = [[op] if op else [] for op in rest]
+        return [self.embedding, *scaled, *positions, *blocks, self.final_norm.op, *logits, self.heads]
 
 
 def scale(name: str, factor: float, backend: Backend) -> Scale | None:
@@ -171,8 +182,9 @@ def scale(name: str, factor: float, backend: Backend) -> Scale | None:
 
 
 def output_heads(c: Config, weight: Param, backend: Backend) -> LinearCrossEntropy:
-    if c.logit_softcap:
-        return CappedCrossEntropy(weight, c.logit_softcap, backend, "heads")
+    if c.logit_softcap or c.head_bias:
+        rows = bias("heads", c.vocab) if c.head_bias else None
+        return CappedCrossEntropy(weight, c.logit_softcap, backend, "heads", bias=rows)
     return LinearCrossEntropy(weight, backend, "heads")
 
 
@@ -212,6 +224,7 @@ class Llama(LlamaLike):
         yield from cls.cases_of(shapes, backend, rng, std=0.2)
         gemma = {"norms": "both", "norm_plus_one": True, "activation": "gelu_tanh", "embedding_scale": 3.5}
         gemma |= {"window": 3, "full_every": 2, "attention_scale": 0.3}
+        neox = {"norm": "layer", "norm_bias": True, "gated": False, "mlp_bias": True, "parallel": True, "layers": 2}
         granite = {"residual_scale": 0.3, "logit_scale": 0.4, "out_bias": True, "mlp_bias": True, "no_rope_every": 2}
         families: tuple[dict[str, Any], ...] = (
             {**gemma, "layers": 2, "attention_softcap": 1.5, "logit_softcap": 2.5},
@@ -226,6 +239,9 @@ class Llama(LlamaLike):
             {"norms": "after", "qk_norm": True, "qk_norm_width": True, "rotary_dim": 4},
             {**granite, "layers": 2},
             {"norm": "layer", "norm_bias": True, "parallel": True, "layers": 2},
+            {**neox, "parallel_norms": True, "activation": "gelu", "head_bias": True},
+            {**neox, "gated": True, "activation": "gelu"},
+            {**neox, "parallel": False, "activation": "silu", "learned_positions": True, "no_rope_every": 1},
             {"rotary_dim": 4, "rope_scaling": "yarn", "rope_factor": 2.0, "original_context": 4},  # fused decoders too
         )
         # The norm of a small branch is steep: a large eps gives it a gradient that can be measured.

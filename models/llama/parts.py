@@ -23,12 +23,17 @@ from tinyforge.ops import (
     FP8LinearSwiGLU,
     FP8SwiGLULinear,
     GeGLU,
+    GELULinear,
     Linear,
     LinearSwiGLU,
+    ReLU,
     RMSNorm,
     RoPE,
     RopeScaling,
     Scale,
+    SiLU,
+    SinkAttention,
+    SquaredReLU,
     SwiGLU,
     SwiGLULinear,
 )
@@ -94,9 +99,15 @@ def self_attention(c: Config, layer: int, backend: Backend, *, fp8: bool) -> Sel
     # Qwen3: one norm for all query heads, one for all key heads; OLMo 2: of all of them together.
     norms = {"q_norm": (queries, slice(0, c.heads)), "k_norm": (keys, slice(c.heads, c.heads + c.kv_heads))}
     scores: dict[str, Any] = {"scale": c.attention_scale or None, "softcap": c.attention_softcap}
+    scores["window"] = c.window_of(layer) or None
+    if c.sinks:
+        sinks = Param(f"{at}.sinks", (c.heads,), fill=0.0, decay=False)
+        attention: Attention = SinkAttention(sinks, c.kv_heads, backend, f"{at}.attention", **scores)
+    else:
+        attention = Attention(c.heads, c.kv_heads, backend, f"{at}.attention", **scores)
     return SelfAttention(
         FP8Linear(weight, backend, f"{at}.qkv") if fp8 else Linear(weight, backend, f"{at}.qkv", bias=qkv_bias),
-        Attention(c.heads, c.kv_heads, backend, f"{at}.attention", window=c.window_of(layer) or None, **scores),
+        attention,
         Linear(out, backend, f"{at}.out", bias=bias(f"{at}.out", c.dim) if c.out_bias else None),
         Dropout(c.dropout, backend, f"{at}.out_dropout"),
         head_dim=c.head_dim,
@@ -125,20 +136,27 @@ def rope(c: Config, layer: int, backend: Backend) -> RoPE:
             context=c.context,
             short=c.rope_short,
             long=c.rope_long,
+            truncate=c.rope_truncate,
         )
     known = (c.head_dim, c.context, c.heads + c.kv_heads, backend, theta, f"blocks.{layer}.rope")
     return RoPE(*known, scaling=scaling, width=c.rotary_dim)
 
 
+FORMULAS = {"gelu_tanh": "tanh", "gelu": "erf"}
+"""GELU's formulas by the names of activations."""
+
+
 def mlp(c: Config, layer: int, backend: Backend, *, fp8: bool) -> MLP:
     at = f"blocks.{layer}"
+    if not c.gated:
+        return ungated_mlp(c, at, backend)
     up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=2)
     down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
     dropout, ending = Dropout(c.dropout, backend, f"{at}.down_dropout"), after(f"{at}.mlp_norm", c, backend)
     if c.activation != "silu" or c.mlp_bias:
         activation: Op = SwiGLU(backend, f"{at}.swiglu")
-        if c.activation == "gelu_tanh":
-            activation = GeGLU(backend, "tanh", f"{at}.geglu")
+        if c.activation in FORMULAS:
+            activation = GeGLU(backend, FORMULAS[c.activation], f"{at}.geglu")
         first, last = (
             Linear(p, backend, name, bias=bias(name, p.shape[0]) if c.mlp_bias else None)
             for name, p in ((f"{at}.gate_up", up), (f"{at}.down", down))
@@ -151,3 +169,19 @@ def mlp(c: Config, layer: int, backend: Backend, *, fp8: bool) -> MLP:
         dropout,
         after=ending,
     )
+
+
+def ungated_mlp(c: Config, at: str, backend: Backend) -> MLP:
+    up = Param(f"{at}.up.weight", (c.hidden, c.dim), std=STD, matrices=1)
+    down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
+    up_bias, down_bias = (
+        bias(f"{at}.{name}", rows) if c.mlp_bias else None for name, rows in (("up", c.hidden), ("down", c.dim))
+    )
+    last: dict[str, Any] = {"dropout": Dropout(c.dropout, backend, f"{at}.down_dropout")}
+    last["after"] = after(f"{at}.mlp_norm", c, backend)
+    if c.activation in FORMULAS:  # the bias before GELU belongs to the map after it
+        known: dict[str, Any] = {"bias": down_bias, "input_bias": up_bias, "approximate": FORMULAS[c.activation]}
+        return MLP(Linear(up, backend, f"{at}.up"), GELULinear(down, backend, f"{at}.down", **known), **last)
+    activation = {"silu": SiLU, "relu": ReLU, "relu2": SquaredReLU}[c.activation](backend, f"{at}.{c.activation}")
+    maps = Linear(up, backend, f"{at}.up", bias=up_bias), Linear(down, backend, f"{at}.down", bias=down_bias)
+    return MLP(*maps, activation=activation, **last)

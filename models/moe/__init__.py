@@ -1,6 +1,7 @@
 """A mixture of experts: Mixtral's model, and NanoEuler with experts."""
 
 from tinyforge.models.moe.config import PRESETS, Config
+from tinyforge.models.moe.hf import ARCHITECTURES
 from tinyforge.models.moe.model import MoE
 from tinyforge.registry import ModelSpec, gpt3_rate
 
@@ -18,9 +19,11 @@ SPEC = ModelSpec(
     },
     documents=True,
     blocks=True,
-    architectures=("MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM"),
-    source='Jiang et al., "Mixtral of Experts" (2024); Qwen3-MoE, OLMoE',
+    architectures={name: len(experts.base.known) + len(experts.fields) for name, experts in ARCHITECTURES.items()},
+    source='Jiang et al., "Mixtral of Experts" (2024)',
     backward="The choice of experts has no gradient; the weights of the chosen ones have a softmax's. Rows sorted by "
-    "expert go through grouped products. The router's two losses send one gradient to all layers.",
+    "expert go through grouped products. The router's two losses send one gradient to all layers. A shared expert's gate gets the "
+    "inner product of the expert's output and its gradient. The score of an attention sink gets minus its probability "
+    "times the inner product of the output and its gradient.",
 )
 __all__ = ["PRESETS", "SPEC", "Config", "MoE"]

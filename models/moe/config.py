@@ -17,10 +17,12 @@ OF_THE_MLP = ("norms", "parallel", "residual_scale", "activation", "mlp_bias")
 class Config(MultiToken, LlamaConfig):
     """The shape of a MoE: that of a Llama, and
 
-    experts: SwiGLU layers of width `hidden` in each block; every token passes through `active` of them. normalised:
-    the weights of the active ones sum to 1, unlike in OLMoE. mtp_heads, mtp_weights: output heads, as in NanoEuler;
-    published models have one. balance, router_z: weights of the router's two losses (see
-    tinyforge/ops/router_losses.py); if both are 0 they are not computed.
+    experts: SwiGLU layers of width `hidden` in each block; every token passes through `active` of them. normalised: the
+    weights of the active ones sum to 1, unlike in OLMoE. shared: width of an expert that every token passes through
+    next to them, times the logistic function of a number that the token chooses, as in Qwen2-MoE; 0 for none. clamp: if
+    not 0, the experts and the router have biases, and a SwiGLU clamped at this number, as in gpt-oss. mtp_heads,
+    mtp_weights: output heads, as in NanoEuler; published models have one. balance, router_z: weights of the router's
+    two losses (see tinyforge/ops/router_losses.py); if both are 0 they are not computed.
     """
 
     dim: int = 128
@@ -37,6 +39,8 @@ class Config(MultiToken, LlamaConfig):
     balance: float = 0.01
     router_z: float = 0.001
     normalised: bool = True
+    shared: int = 0
+    clamp: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +53,8 @@ class Config(MultiToken, LlamaConfig):
             raise UserError(f"config: softcapped logits have one head, mtp_heads is {self.mtp_heads}; use mtp_heads=1")
         if self.tied and self.mtp_heads > 1:
             raise UserError(f"config: a tied head is one, mtp_heads is {self.mtp_heads}; use tied=false or mtp_heads=1")
+        if min(self.shared, self.clamp) < 0:
+            raise UserError(f"config: shared {self.shared}, clamp {self.clamp}; expected 0 (none) or more")
         if min(self.balance, self.router_z) < 0:
             raise UserError(f"config: balance {self.balance}, router_z {self.router_z}; expected 0 or more")
 

@@ -18,8 +18,19 @@ from tinyforge.models.llama.model import LlamaLike
 from tinyforge.models.llama.parts import STD, residual_std
 from tinyforge.models.moe.config import Config
 from tinyforge.op import Op, Param, Recompute, Stash
-from tinyforge.ops import Dropout, MixtureOfExperts, RouterLosses
+from tinyforge.ops import (
+    Add,
+    BiasedExperts,
+    Dropout,
+    Linear,
+    LinearSwiGLU,
+    MixtureOfExperts,
+    RouterLosses,
+    SigmoidGate,
+    SwiGLULinear,
+)
 from tinyforge.ops.attention import Documents
+from tinyforge.ops.swiglu_linear import swiglu_mlp
 from tinyforge.residual import NO_CONTEXT, AttentionContext, ResidualStream
 
 
@@ -28,30 +39,56 @@ class Experts:
 
     def __init__(self, config: Config, layer: int, backend: Backend) -> None:
         c, at = config, f"blocks.{layer}"
-        self.experts = MixtureOfExperts(
-            Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD, matrices=1),
-            Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD, matrices=2 * c.experts),
-            Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers), matrices=c.experts),
-            c.active,
-            backend,
-            f"{at}.experts",
-            normalised=c.normalised,
-        )
+        gate = Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD, matrices=1)
+        gate_up = Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD, matrices=2 * c.experts)
+        down = Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers), matrices=c.experts)
+        how: dict[str, Any] = {"name": f"{at}.experts", "normalised": c.normalised}
+        if c.clamp:
+            of_gate, of_gate_up, of_down = (
+                Param(f"{at}.{name}.bias", shape, fill=0.0, decay=False)
+                for name, shape in (("gate", gate.shape[:1]), ("gate_up", gate_up.shape[:2]), ("down", down.shape[:2]))
+            )
+            pairs = (gate, of_gate), (gate_up, of_gate_up), (down, of_down)
+            self.experts: MixtureOfExperts = BiasedExperts(*pairs, c.active, backend, limit=c.clamp, **how)
+        else:
+            self.experts = MixtureOfExperts(gate, gate_up, down, c.active, backend, **how)
         self.dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
+        if c.shared:
+            up = Param(f"{at}.shared_up.weight", (2 * c.shared, c.dim), std=STD, matrices=2)
+            down = Param(f"{at}.shared_down.weight", (c.dim, c.shared), std=residual_std(c.layers), matrices=1)
+            self.shared_up = LinearSwiGLU(up, backend, f"{at}.shared_up")
+            self.shared_down = SwiGLULinear(down, backend, f"{at}.shared_down")
+            self.shared_gate = Linear(
+                Param(f"{at}.shared_gate.weight", (1, c.dim), std=STD), backend, f"{at}.shared_gate"
+            )
+            self.gate, self.sum = SigmoidGate(backend, f"{at}.gate"), Add(backend, f"{at}.shared_sum")
+        self.has_shared = c.shared > 0
 
     def forward(self, h: Array, stash: Stash | None, outputs: list[Array]) -> Array:
         """outputs: receives the router's usage and starts, (E + 1,) each."""
         f, *used = self.experts.forward(h, stash)
         outputs += used
+        if self.has_shared:
+            always = swiglu_mlp(self.shared_up, self.shared_down, h, stash)
+            gated = self.gate.forward(always, self.shared_gate.forward(h, stash), stash)
+            f = self.sum.forward(f, gated)
         return self.dropout.forward(f, stash)
 
     def backward(self, dy: Array, stash: Stash, dusage: Array) -> Array:
-        dh: Array = self.experts.backward((self.dropout.backward(dy, stash), dusage, None), stash)
-        return dh
+        df = self.dropout.backward(dy, stash)
+        if not self.has_shared:
+            dh: Array = self.experts.backward((df, dusage, None), stash)
+            return dh
+        dalways, dz = self.gate.backward(df, stash)
+        dh = self.shared_gate.backward(dz, stash)
+        dh = self.sum.forward(dh, self.shared_up.backward(self.shared_down.backward(dalways, stash), stash))
+        return self.sum.forward(dh, self.experts.backward((df, dusage, None), stash))
 
     def ops(self) -> list[Op]:
         """In the order of forward."""
-        return [self.experts.gate, self.experts.router, self.experts, self.dropout]
+        routed = [self.experts.gate, self.experts.router, self.experts]
+        shared = [self.shared_up, self.shared_down, self.shared_gate, self.gate, self.sum] if self.has_shared else []
+        return [*routed, *shared, self.dropout]
 
 
 class Block(llama.Block):
@@ -80,6 +117,7 @@ class MoE(LlamaLike):
     ids: (B, T) int32; targets: (B, T, K) int32, -1 for none; nll: (B, T, K). terms: (2,), the router's losses over all
     layers; if the config gives them no weight, forward returns only nll. Block, with h = norm2(x):
         x = x + out(attention(rope(qkv(norm1(x)))));   x = x + sum over the chosen experts e of w_e down_e(gate_up_e(h))
+    and with a shared expert, + s(g . h) down(gate_up(h));
     then a final norm and K output heads. recompute, values: as in Llama.
 
     Source: Jiang et al., "Mixtral of Experts" (2024).
@@ -139,6 +177,12 @@ class MoE(LlamaLike):
             (tiny.override({"mtp_heads": 3, "mtp_weights": (1, 1, 1)}), 2, 9),
             (odd.override({**single, "active": 1, "tied": True, "window": 3}), 3, 5),
             (odd.override({**single, "normalised": False, "qk_norm": True, "qk_norm_width": True}), 2, 4),
+            (
+                odd.override({**single, "clamp": 0.7, "sinks": True, "rope_scaling": "yarn", "rope_truncate": False}),
+                2,
+                4,
+            ),
+            (odd.override({**single, "normalised": False, "shared": 5, "dropout": 0.2}), 2, 4),
             (one.override({**single, "balance": 0.0, "router_z": 0.0}), 3, 1),
         )
         yield from cls.cases_of(shapes, backend, rng, std=0.2)

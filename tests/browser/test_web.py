@@ -214,7 +214,7 @@ def test_what_is_seen_inside_is_numpys(hosts: Callable[[str], Host], open_page: 
     reply = loaded.tokenizer.encode("13 14 15")
     expected = trace(loaded.model, ids + reply)
     assert [token["id"] for token in found["tokens"]] == ids + reply
-    assert np.abs(np.array(found["weights"]) - expected.attention[2][3]).max() < 0.02  # the weights are int8
+    assert np.abs(np.array(found["weights"]) - expected.attention[2][3]).max() < 0.03  # the weights are int8
     assert [token["id"] for token in tokens] == reply
     for place, token in enumerate(tokens, start=len(ids) - 1):
         assert abs(token["probability"] - expected.probabilities[place, 0, token["id"]]) < 0.02

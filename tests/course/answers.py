@@ -9,7 +9,7 @@ SUM = "(dy * y).sum(axis=-1, keepdims=True)"
 DX = "r * dn - r**3 * x * (dn * x).mean(axis=-1, keepdims=True)"
 DP, DS = "dp = do @ v.swapaxes(-1, -2)", "softmax_backward(dp, p) / np.sqrt(q.shape[-1])"
 TURNED = "[da * cos + db * sin, db * cos - da * sin]"
-MERGED = "m, a * l1 + b * l2, a * o1 + b * o2"
+MERGED = "m, f * z1 + g * z2, f * a1 + g * a2"
 BLOCK = "    dh = down.backward(dy, stash)\n    return dy + norm.backward(dh, stash)\n"
 NEW_V = "config.beta2 * v + (1 - config.beta2) * grad**2"
 WEIGHT = "w * (1 - lr * config.weight_decay) - lr * mean / (np.sqrt(square) + config.eps)"
@@ -25,7 +25,9 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("return y *", "return", "the factor y in front"),
         (f"y * (dy - {SUM})", "y * (1 - y) * dy", "diagonal"),
         (f"(dy - {SUM})", f"({SUM} - dy)", "the sign is wrong"),
-        (", keepdims=True", "", "ValueError"),
+        (", keepdims=True", "", "keepdims=True keeps its axis"),
+        (f"y * (dy - {SUM})", f"y * dy - {SUM}", "it multiplies the whole bracket"),
+        (f"y * (dy - {SUM})", "y * (1 - y)", "dy is missing"),
         ("return y", "y", "returned None"),
     ],
     "e02_linear": [
@@ -41,8 +43,11 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("dweight +=", "dweight += 2 *", "added twice"),
         ("x.reshape(-1, x.shape[-1])", "x.reshape(-1, x.shape[-1]) / len(rows)", "a mean over the rows"),
         ("return dy @ weight", "return -dy @ weight", "the sign is wrong"),
+        ("rows.T @ x", "dy.reshape(dy.shape[-1], -1) @ x", "does not transpose"),
+        ("return dy @ weight", "return x", "this is x"),
         ("dy @ weight", "(rows @ weight).T", "expected (2, 3, 5)"),
-        ("dy @ weight", "dy @ weight.T", "ValueError"),
+        ("dy @ weight", "dy @ weight.T", "the last axis of a must be as long"),
+        ("dy @ weight", "dy.dot(weight.T)", "in np.dot(a, b)"),
     ],
     "e03_cross_entropy": [
         ("np.where(seen, dnll, 0)", "dnll", "rows whose target is -1 must be 0"),
@@ -58,14 +63,24 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         (")[:, None] * p", ")[:, None] * p / len(p)", "divided by the number of rows"),
         ("[:, None] * p", "[:, None] * -p", "the sign is wrong"),
         ("p = e / e.sum(axis=-1, keepdims=True)", "p = logits.copy()", "in place of their softmax"),
+        ("e / e.sum(axis=-1, keepdims=True)", "np.exp(logits) / np.exp(logits).sum()", "over the whole array"),
+        ("-= 1", "+= 1", "1 is added at the target"),
+        ("logits.max(axis=-1, keepdims=True)", "logits.max()", "the maximum of each row"),
     ],
     "e04_rmsnorm": [
         (f"dx = {DX}", "dx = r * dn", "second term is missing"),
         ("r**3", "r**2", "r^2 in place of r^3"),
+        ("r**3", "r", "r in place of r^3"),
+        ("(dn * x).mean(axis=-1, keepdims=True)", "(dn * x).mean(axis=0)", "down the columns"),
+        (f"dx = {DX}", "dx = r * dn * (1 - (r * x) ** 2)", "own x alone"),
+        (f"dx = {DX}", "dx = gain * x * r", "this is y"),
+        ("sum(axis=0)", "sum()", "summed over everything"),
+        ("(x * x).mean", "(x * x).sum", "a sum in place of the mean of squares"),
         ("dn = dy * gain", "dn = dy", "the gain is missing"),
         ("(dn * x).mean", "(dy * x).mean", "the gain is missing in the second term"),
         ("(dn * x).mean", "(dn * x).sum", "a sum in place of the mean"),
         (" + eps", "", "eps is missing"),
+        (".mean(axis=-1, keepdims=True) + eps", ".mean() + eps", "over the whole array"),
         ("r * dn - ", "r * dn + ", "the two terms are added"),
         ("(dy * x * r)", "(dy * x)", "the factor r is missing"),
         ("(dy * x * r)", "(dn * x * r)", "the gain is a factor too many"),
@@ -87,8 +102,11 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("ds.swapaxes(-1, -2) @ q", "ds @ q", "must be transposed"),
         ("ds @ k,", "ds @ q,", "q and k are exchanged"),
         ("return ds @ k, ds", "return -ds @ k, ds", "the sign is wrong"),
-        ("return ds @ k, ds.swapaxes(-1, -2) @ q, dv", "return dv", "expected three arrays"),
-        (DP, "dp = do @ v.T", "ValueError"),
+        ("return ds @ k, ds.swapaxes(-1, -2) @ q, dv", "return dv", "got one array of shape (2, 6, 4)"),
+        (DP, "dp = do @ v.T", "a.T turns all axes"),
+        (DP, "dp = v @ do.swapaxes(-1, -2)", "this is its transpose"),
+        ("/ np.sqrt(q.shape[-1])", "* np.sqrt(q.shape[-1])", "not multiplied"),
+        ("p.swapaxes(-1, -2) @ do", "p.swapaxes(-1, -2) @ v", "v in place of do"),
     ],
     "e06_rope": [
         (TURNED, "[da * cos - db * sin, da * sin + db * cos]", "forward's rotation"),
@@ -98,6 +116,14 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         (TURNED, "[da * cos, db * cos]", "the parts with the sine are missing"),
         (TURNED, "[da * sin + db * cos, db * sin - da * cos]", "sine and cosine are exchanged"),
         (f"np.concatenate({TURNED}, axis=-1)", "dy", "dy is not rotated"),
+        ("db * cos - da * sin", "da * sin - db * cos", "the sign of the second half"),
+        ("np.split(dy, 2, axis=-1)", "dy[:, ::2], dy[:, 1::2]", "entry i and entry i + D/2"),
+        (TURNED, "[da / cos + db / sin, db / cos - da / sin]", "not divided by"),
+        (
+            f"return np.concatenate({TURNED}, axis=-1)",
+            "da[...] = da * cos + db * sin\n    db[...] = db * cos - da * sin\n    return dy",
+            "reads what was just written",
+        ),
         (
             f"da, db = np.split(dy, 2, axis=-1)\n    return np.concatenate({TURNED}, axis=-1)",
             f"da, db = dy[:, ::2], dy[:, 1::2]\n    return np.stack({TURNED}, axis=-1).reshape(dy.shape)",
@@ -108,19 +134,25 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("np.maximum(m1, m2)", "m1", "m of the first tile"),
         ("np.maximum(m1, m2)", "np.minimum(m1, m2)", "larger of the two"),
         ("np.maximum(m1, m2)", "m1 + m2", "m1 + m2"),
-        (MERGED, "m, l1 + l2, o1 + o2", "tile is not scaled to the common maximum"),
-        (MERGED, "m, a * l1 + l2, a * o1 + o2", "tile is not scaled"),
-        (MERGED, "m, l1 + b * l2, o1 + b * o2", "tile is not scaled"),
-        ("a, b =", "b, a =", "the factors are exchanged"),
+        ("np.maximum(m1, m2)", "(m1 + m2) / 2", "the mean of m1 and m2"),
+        ("np.exp(m1 - m), np.exp(m2 - m)", "np.exp(m1 - m2), np.exp(m2 - m1)", "with the other's maximum"),
+        (MERGED, "m, z1 + z2, a1 + a2", "tile is not scaled to the common maximum"),
+        (MERGED, "m, f * z1 + z2, f * a1 + a2", "tile is not scaled"),
+        (MERGED, "m, z1 + g * z2, a1 + g * a2", "tile is not scaled"),
+        ("f, g =", "g, f =", "the factors are exchanged"),
         ("np.exp(m1 - m), np.exp(m2 - m)", "np.exp(m - m1), np.exp(m - m2)", "upside down"),
         ("np.exp(m1 - m), np.exp(m2 - m)", "np.exp(m1), np.exp(m2)", "without the maximum"),
-        (MERGED, "m, a * l1 + b * l2, (a * o1 + b * o2) / (a * l1 + b * l2)", "divided by l already"),
+        ("np.exp(m1 - m), np.exp(m2 - m)", "np.exp(m1) / np.exp(m), np.exp(m2) / np.exp(m)", "write exp(m1 - m)"),
+        (MERGED, "m, f * z1 + g * z2, (f * a1 + g * a2) / (f * z1 + g * z2)", "divided by z already"),
+        (f"return {MERGED}", "return f * z1 + g * z2", "got float64"),
+        (f"return {MERGED}", "pass", "got None; does the function end with `return`?"),
     ],
     "e08_block": [
         ("return dy + norm", "return norm", "dy, is missing"),
         (BLOCK, "    return dy\n", "never called"),
         ("return dy + norm.backward(dh, stash)", "norm.backward(dh, stash)\n    return dy + dh", "before the norm"),
         ("return dy +", "return 2 * dy +", "dy was added twice"),
+        ("return dy +", "return dh +", "dh, the gradient inside"),
         ("return dy + norm", "return dy + 2 * norm", "block's gradient was added twice"),
         ("return dy +", "return dy *", "must be added"),
         (BLOCK, "    return dy + down.backward(norm.backward(dy, stash), stash)\n", "reverse order of forward"),
@@ -140,7 +172,25 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("return ", "m = m / (1 - config.beta1**step)\n    return ", "m was divided by 1 - beta1"),
         ("- lr * mean", "+ lr * mean", "uphill"),
         ("np.sqrt(square)", "square", "the root is missing"),
-        (" - lr * mean", " - lr * mean if step > 1 else w - lr * mean", "w after step 3"),
+        (" - lr * mean", " - lr * mean if step > 1 else w - lr * mean", "w[0] after step 3"),
+        ("lr * mean / (np.sqrt(square) + config.eps)", "lr * grad", "this is gradient descent"),
+        ("    w = w", "    w + w", "w is the old one"),
+        ("return w, m, v", "return w", "got one array of shape (9,)"),
+        ("return w, m, v", "return m, v, w", "this is v: the order is w, m, v"),
+        ("**step", "", "the corrections have no power"),
+        ("**step", " * step", "it is a power"),
+        ("**step", "**(step + 1)", "one step too late"),
+        ("**step", "**(step - 1)", "one step too early"),
+        ("/ (1 - config.beta", "* (1 - config.beta", "the corrections multiply"),
+        ("lr * mean", "lr * grad", "g in place of the mean"),
+        ("lr * mean", "mean", "the step lacks the learning rate"),
+        ("(1 - lr * config", "(1 + lr * config", "the decay enlarges"),
+        (
+            "w * (1 - lr * config.weight_decay) - lr * mean / (np.sqrt(square) + config.eps)",
+            "(w - lr * mean / (np.sqrt(square) + config.eps)) * (1 - lr * config.weight_decay)",
+            "the decay shrinks the step too",
+        ),
+        ("return w, m, v", "pass", "got None"),
     ],
     "e10_nucleus": [
         (KEPT, "(np.cumsum(p[order]) <= top_p).sum()", "`cumsum <= top_p` drops it"),
@@ -150,6 +200,10 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("cut[order[:kept]] =", "cut[:kept] =", "keeps its place"),
         ("np.argsort(-p)", "np.argsort(p)", "sort from the most likely one"),
         (f"kept = {KEPT}", "kept = len(p)", "nothing was cut"),
+        ("return cut / cut.sum()", "return p[order]", "nothing was cut, and the tokens are sorted"),
+        ("return cut / cut.sum()", "return p[order[:kept]]", "got 3 numbers, expected 20"),
+        ("cut[order[:kept]] = p[order[:kept]]", "cut[order[:kept]] = 1", "has an equal share"),
+        ("return cut", "cut = np.where(np.cumsum(p) <= top_p, p, 0)\n    return cut", "over p as it is"),
         (f"kept = {KEPT}", "kept = 1", "only the most likely token"),
         ("return cut / cut.sum()", "cut = p * (p >= 1 - top_p)\n    return cut / cut.sum()", "without a running sum"),
     ],
@@ -161,6 +215,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("2 * dy * np", "2 * np", "dy is missing"),
         ("np.maximum(x, 0)\n", "np.maximum(x, 0) ** 2\n", "the square was kept"),
         ("2 * dy * np.maximum(x, 0)", "2 * dy * np.abs(x)", "|x| in place of"),
+        ("np.maximum(x, 0)\n", "max(x, 0)\n", "np.maximum and np.where go entry by entry"),
         ("return 2 *", "return -2 *", "the sign is wrong"),
     ],
     "e12_own_model": [
@@ -177,6 +232,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("backward(dnll, stash)", "backward(-dnll, stash)", "the sign is wrong"),
         ("embedding.backward(d, ", "embedding.backward(0 * d, ", "embedding: its gradient is 0"),
         ("        d = block", "        block", "finite differences"),
+        ("        d = block.backward", "        d = d + block.backward", "has the stream's part already"),
         ("    d = model.loss", "    model.grads[...] = 0\n    d = model.loss", "finite differences"),
     ],
 }
@@ -384,6 +440,10 @@ RIGHT: dict[str, list[str]] = {
     ],
     "e08_block": [
         "def block_backward(norm, down, dy, stash):\n    return norm.backward(down.backward(dy, stash), stash) + dy\n",
+        """def block_backward(norm, down, dy, stash):
+    dy += norm.backward(down.backward(dy, stash), stash)
+    return dy
+""",
         """def block_backward(norm, down, dy, stash):
     dx = dy.copy()
     for op in (down, norm):

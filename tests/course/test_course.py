@@ -131,12 +131,14 @@ def test_an_exception_is_shown_with_its_line(tmp_path: Path, capsys: pytest.Capt
     check.show("e07_online_softmax", tmp_path)
     assert capsys.readouterr().out == (
         "e07_online_softmax, line 12, `m = np.maximum(m1, m3)`: NameError: name 'm3' is not defined\n"
-        "  a hint: check.py 7 --hint\n"
+        "  a hint: python docs/course/check.py 7 --hint\n"
     )
     written(tmp_path, "e02_linear", text="def linear_backward(dweight, dy, x, weight):\n    return dy @ x\n")
     check.show("e02_linear", tmp_path)
     assert "ValueError: matmul" in (said := capsys.readouterr().out)
-    assert re.search(r"  it was given dweight \(\d, \d\), dy \(.*\), x \(.*; a hint: check.py 2 --hint\n$", said)
+    assert re.search(
+        r"  it was given dweight \(\d, \d\), dy \(.*\), x \(.*; a hint: python .*check.py 2 --hint\n$", said
+    )
     (tmp_path / "e08_block.py").write_text("def block_backward(:\n", encoding="utf-8")
     check.show("e08_block", tmp_path)
     assert capsys.readouterr().out.startswith("e08_block, line 1: SyntaxError: ")
@@ -184,6 +186,73 @@ def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) ->
 def own_model(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(sys, "path", [*sys.path])
     return loaded(COURSE / "own_model.py")
+
+
+def test_the_block_of_lesson_8_has_the_numbers_of_the_real_one() -> None:
+    from tinyforge import Stash, get_backend
+    from tinyforge.models.nanoeuler import Config, NanoEuler
+    from tinyforge.params import with_buffer
+    from tinyforge.residual import ResidualStream
+
+    backend, rng = get_backend("numpy", "fp64", workers=1), np.random.default_rng(0)
+    config = Config(dim=16, heads=4, kv_heads=2, layers=2, context=8, vocab=64, hidden=24)
+    model = with_buffer(NanoEuler(config, backend), backend, rng)
+    block = model.blocks[1]
+    weights = [op.weight for op in block.ops() if hasattr(op, "weight")]
+    start = [rng.normal(size=weight.grad.shape) for weight in weights]  # gradients are added
+    plain = loaded(COURSE / "plain_block.py").PlainBlock(block)
+    x, dy = rng.normal(size=(2, 2, 8, 16))
+    found = []
+    for written_out in (False, True):
+        stash, stream = Stash(), ResidualStream(x)
+        for weight, grad in zip(weights, start, strict=True):
+            weight.grad[...] = grad
+        if written_out:
+            found.append([plain.forward(x, stash), plain.backward(dy, stash)])
+        else:
+            block.forward(stream, stash)
+            found.append([stream.x, block.backward(dy, stash)])
+        found[-1] += [weight.grad.copy() for weight in weights]
+        assert not len(stash)
+    for real, ours in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, real)
+    assert len(weights) == 6 and all((a != b).all() for a, b in zip(found[0][2:], start, strict=True))
+
+
+def test_the_lines_that_lesson_8_shows_are_those_of_its_file() -> None:
+    page, file = ((COURSE / name).read_text(encoding="utf-8") for name in ("08-block.md", "plain_block.py"))
+    shown = page.partition("forward and then backward:")[2]
+    lines = [
+        line.strip()
+        for line in shown.partition("The models use")[0].splitlines()
+        if line.strip() and "# backward" not in line
+    ]
+    assert len(lines) == 6 and all(line in file for line in lines)
+
+
+PRINTED = {
+    "e01_softmax": ("(dy - (dy * y).sum(axis=-1, keepdims=True))", "dy", "01-softmax"),
+    "e09_adamw": ("mean / (np.sqrt(square)", "m / (np.sqrt(v)", "09-adamw"),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_page_shows_what_the_check_prints(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right, wrong, page = PRINTED[name]
+    assert check.show(name, written(tmp_path, name, right, wrong)) is False
+    printed = "\n".join(f"    {line}" for line in capsys.readouterr().out.splitlines()[:2])
+    assert printed in (COURSE / f"{page}.md").read_text(encoding="utf-8"), printed
+
+
+def test_lesson_11_says_what_the_check_says_of_two_kernels(tmp_path: Path) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    page = (COURSE / "11-own-op.md").read_text(encoding="utf-8")
+    for right, wrong in (("    if (i >= total) return;\n", ""), ("blockIdx.x * 256 + threadIdx.x", "threadIdx.x")):
+        written(tmp_path, "e11_own_op", right, wrong, suffix=".cu")
+        with pytest.raises(AssertionError) as caught:
+            check.examine("e11_own_op", tmp_path)
+        assert f"| `{str(caught.value).partition(':')[0]}` |" in page, caught.value
 
 
 def test_the_own_model_takes_right_answers_and_replaces_wrong_ones(own_model: Any, tmp_path: Path) -> None:
@@ -241,6 +310,8 @@ def test_the_own_model_learns_draws_its_loss_and_samples(
         with pytest.raises(check.UserError, match=said):
             own_model.main(["--out", str(tmp_path / ("run" if prompt == "Q" else "none")), "--prompt", prompt])
     (tmp_path / "b.txt").write_text("too short", encoding="utf-8")
+    with pytest.raises(check.UserError, match="expected a file of text in UTF-8"):
+        own_model.main(["--text", str(tmp_path / "none.txt")])
     with pytest.raises(check.UserError, match="at least 1000 are needed"):
         own_model.main(["--text", str(tmp_path / "b.txt")])
 

@@ -60,6 +60,45 @@ def test_rows_of_tables_templates_and_links_to_files_are_debris() -> None:
     assert debris("a | b and [x] stay") == []
 
 
+def test_sentences_with_norms_and_programs_are_no_rows_of_tables() -> None:
+    prose = "This implies that ||x|| = ||x*||, and that the norm ||xx*|| is its square.\n"
+    for line in (
+        "return a || b || c;",
+        "x = (a || b || c)",
+        "make || cmake || exit 1",
+        "if a || b || c",
+        "a == 1 || b || c",
+    ):
+        assert debris(f"{line}\n") == []
+    assert debris(prose) == [] and without(f"{prose}1||2||3 or 4\n", debris(f"{prose}1||2||3 or 4\n")) == prose
+
+
+def test_the_functions_of_a_template_are_debris_and_other_lines_with_its_signs_are_not() -> None:
+    template = " #if: \n #if: A Book\n |, \n }} {{Citation/make link\n | 1={{\n  \n |amp = \n}}<span\n"
+    text = f"It is a book.\n\n{template}\nMore of it.\n"
+    assert without(text, debris(text)) == "It is a book.\n\n\nMore of it.\n"
+    for other in ("| a | b |\n|---|---|\n| 1 | 2 |\n", "{{ user }}\n#if x\n#endif\n", "See #if: it is a function.\n"):
+        assert debris(other) == []
+
+
+def test_debris_of_a_hostile_text_is_found_in_linear_time() -> None:
+    lines = ("#if:\n" + "   \n" * 50, "\n | \n}}", "#if: {{", " |", "||")
+    for piece in (*lines, " " * 1000, "a" * 399 + " ", "{{a|", "[[File:a"):
+        debris("#if:\n(" + "b" * 400 + piece * (200_000 // len(piece)))
+
+
+def test_encoded_data_is_cut_out_of_an_article_and_the_rest_judged(tmp_path: Path) -> None:
+    rng, blob = random.Random(9), "iVBORw0KGgo=" * 40
+    assert debris("a" * 399) == [] == debris(f"{'a' * 399} {'b' * 399}\n{'c' * 399}") == debris("\u4e00" * 500)
+    text = prose(rng, 100)
+    sources = [write_source(tmp_path / "s", [f"{text}\n![A picture](data:image/png;base64,{blob})\nThe end.", blob])]
+    build_corpus(sources, tmp_path / "out", Settings(val_share=0.0), workers=1)
+    [(first, cut), (second, _)] = rows(tmp_path / "out", "dropped, cut_bytes")
+    assert (first, second) == (None, "too-short") and cut == len(f"picture](data:image/png;base64,{blob})")
+    [kept] = texts_of(tmp_path / "out", "train").values()
+    assert kept == f"{text}\n![A \nThe end."
+
+
 def test_notices_of_sites_are_debris_and_texts_about_them_are_not() -> None:
     notices = [
         "This website uses cookies to improve your experience.\n",

@@ -170,6 +170,7 @@ BAD = {
     "stop-words": " ".join(
         random.Random(1).choices("the that this and of with have which they there their".split(), k=200)
     ),
+    "menus": "\n".join(line[:25] for line in GOOD.replace(".\n\n ", "").split(" the ")),
     "scanner": re.sub(r"([a-z])[aeiou]([a-z])", r"\1\g<1>0\2", GOOD).replace(" of ", " 0f "),
     "language": GOOD,
     "lorem-ipsum": GOOD + " Lorem ipsum dolor sit amet.",
@@ -180,7 +181,8 @@ BAD = {
 
 
 def reasons(folder: Path, documents: Sequence[Document | str], filters: Path = DEFAULT_FILTERS) -> list[str | None]:
-    build_corpus([write_source(folder / "s", documents)], folder / "out", filters=filters, workers=1)
+    settings = Settings(boilerplate=0)  # encoded data would be cut
+    build_corpus([write_source(folder / "s", documents)], folder / "out", settings, filters, workers=1)
     return [reason for (reason,) in rows(folder / "out", "dropped")]
 
 
@@ -196,6 +198,14 @@ def test_each_filter_drops_what_it_is_for_and_good_prose_stays(tmp_path: Path) -
         Document("dash", "- " + prose(rng, 79).replace("\n\n", "")),
         Document("teaser", f"{prose(rng, 79)}\n\n{prose(rng, 30)}..."),
     ]
+    names = "; ".join(
+        f"Ann B{words_of(rng)} the wife of Sir B{words_of(rng)} and of Lord C{words_of(rng)}" for _ in range(20)
+    )
+    tagged = " ".join(f"<b class='x'>{word}</b>" for word in prose(rng, 400).split())
+    lists = [f"{names}.", names.replace("; ", " | "), tagged]
+    assert reasons(tmp_path / "lists", lists)[:2] == ["menus"] * 2
+    with duckdb.connect(str(tmp_path / "lists" / "out" / "corpus.duckdb"), read_only=True) as db:
+        assert "code" in str(db.execute("SELECT rules FROM documents WHERE number = 2").fetchall())
     found = reasons(tmp_path, documents)
     # Repeated paragraphs are repeated lines too: the first of the two filters is named.
     expected = [{name, "repeated-lines"} if name == "repeated-paragraphs" else {name} for name in BAD]
@@ -772,10 +782,21 @@ def test_a_bad_argument_is_one_line(tmp_path: Path, keywords: dict[str, Any], wo
     assert all(word in message for word in words), message
 
 
+def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
+    source, script = write_source(tmp_path / "s", [GOOD]), tmp_path / "own.py"
+    call = f"build_corpus([Path({str(source)!r})], Path({str(tmp_path / 'out')!r}), workers=2)"
+    script.write_text(f"from pathlib import Path\nfrom tinyforge.data.corpus import build_corpus\n{call}\n")
+    found = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (
+        found.returncode == 1 and "a worker ended early" in found.stderr.splitlines()[-1] and "__main__" in found.stderr
+    )
+
+
 def test_the_same_source_twice_and_no_source(tmp_path: Path) -> None:
     folder = write_source(tmp_path / "s", [GOOD])
     assert "twice" in fault(build_corpus, [folder, folder], tmp_path / "out")
     assert "no source folder" in fault(build_corpus, [], tmp_path / "out")
+    assert "choose another folder" in fault(build_corpus, [folder], tmp_path / "x" / ".." / "s")
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,11 @@ def test_bad_words_and_phrases_by_their_share(tmp_path: Path) -> None:
         ("Call +44 20 7946 0958 or (212) 555-0123.", "Call [PHONE] or [PHONE]."),
         ("1-800-555-0199; 212.555.0123", "[PHONE]; [PHONE]"),
         ("In 1914-1918, 3.14159, ISBN 978-3-16-148410-0, 2020-01-15, 1,234,567, 100-200-300", ""),
+        (
+            "Jürgen: jü@bücher.de, Version 4.2.1.1 and section 8.3.9.3",
+            "Jürgen: [EMAIL], Version 4.2.1.1 and section 8.3.9.3",
+        ),
+        ("邮箱a@b.com或8.8.8.8，电话+86 10 6552 9988。", "邮箱[EMAIL]或[IP]，电话[PHONE]。"),
         ("x@y, @name, a@b.c1, pi@3.14, 10.5.2 and 300.1.2.3", ""),
     ],
 )

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import random
 import resource
 import signal
 import zipfile
@@ -191,6 +192,16 @@ def test_the_pages_of_a_warc_file(tmp_path: Path, name: str) -> None:
     assert urls == [("http://host/1",), ("http://host/3",), ("http://host/4",)]
 
 
+def test_the_texts_of_a_wet_file_as_common_crawl_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("warcio")
+    body = STORY.encode()
+    head = "WARC/1.0\r\nWARC-Type: conversion\r\nWARC-Target-URI: http://host/1\r\nWARC-Record-ID: <urn:uuid:1>\r\n"
+    record = f"{head}Content-Type: text/plain\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body + b"\r\n\r\n"
+    (tmp_path / "CC-MAIN-1.warc.wet.gz").write_bytes(gzip.compress(record))
+    assert source_of(tmp_path, tmp_path / "CC-MAIN-1.warc.wet.gz") == {"1": STORY}
+    assert "without their text" in refused(tmp_path, "CC-MAIN-1.warc.wat.gz", gzip.compress(record))
+
+
 def test_word_and_pdf(tmp_path: Path) -> None:
     docx = pytest.importorskip("docx")
     pypdf = pytest.importorskip("pypdf")
@@ -201,6 +212,7 @@ def test_word_and_pdf(tmp_path: Path) -> None:
     document.add_paragraph("After it.")
     document.save(str(tmp_path / "a.docx"))
     assert source_of(tmp_path, tmp_path / "a.docx") == {"a.docx": "Before the table.\nleft | right\nAfter it."}
+    assert "without a password" in refused(tmp_path, "b.docx", b"\xd0\xcf\x11\xe0" + bytes(600))
     writer = pypdf.PdfWriter()
     writer.add_blank_page(100, 100)
     writer.write(tmp_path / "scan.pdf")
@@ -300,6 +312,20 @@ def test_a_file_that_is_cut_off_or_damaged_is_refused_in_a_line(tmp_path: Path, 
     damaged = content[:200] + bytes(byte ^ 0x55 for byte in content[200:260]) + content[260:]
     for broken in (content[: len(content) // 2], damaged, b"not packed"):
         assert "damaged or incomplete" in refused(tmp_path, name, broken)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.warc.gz"])
+def test_what_stands_before_a_cut_is_kept(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("warcio")
+    if ".warc" in name:
+        content = warc_of([(f"http://host/{n}", "text/html", PAGE.encode()) for n in range(3)], True)[:-100]
+    else:
+        texts = [random.Random(n).randbytes(1000).hex() for n in range(3)]
+        lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+        content = b"".join((zstd if ".zst" in name else gzip.compress)(line) for line in lines)[:-100]
+    (tmp_path / name).write_bytes(content)
+    source = make_source(tmp_path / "out", [tmp_path / name])
+    assert source.documents == 2 and [refusal.record for refusal in source.refused] == [name]
 
 
 def test_a_bomb_takes_little_memory(tmp_path: Path) -> None:

@@ -142,3 +142,12 @@ def test_a_command_that_is_none_is_found() -> None:
         "pyhton b.py",
     ]
     assert commands("$ python a.py\n3 rows\n") == ["python a.py"]
+
+
+def test_every_table_has_a_head_and_no_gap() -> None:
+    """A row after an empty line is shown as text."""
+    for path in [*PAGES, ROOT / "README.md"]:
+        lines = BLOCK.sub("", path.read_text(encoding="utf-8")).splitlines()
+        for i, line in enumerate(lines):
+            if line.startswith("|") and not (i and lines[i - 1].startswith("|")):
+                assert re.fullmatch(r"\|[-:| ]+\|", lines[i + 1]), (path.name, line)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import astuple
-from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tinyforge.backends.compile import constant, kernel_files, read
-from tinyforge.backends.variants import VARIANTS
 from tinyforge.infer.cuda.decode_batched_plan import TEAM_ROWS, BatchPlan
 from tinyforge.infer.cuda.decode_single_plan import MOST_ROWS, RowPlan
 from tinyforge.infer.cuda.plan import TILE
@@ -67,9 +65,7 @@ STATEMENTS = (
     ("decode.md", f"with what comes {ROW.slots} places later"),
     ("decode.md", f"a lane requests {ROW.refill} pieces after each poll"),
     ("decode.md", f"deals tiles of {TILE} rows to blocks"),
-    ("decode.md", f"A tile is {TILE} rows."),
     ("decode.md", f"`ROWS` is a constant of the kernel, 1 to {MOST_ROWS}."),
-    ("decode.md", f"`base` has {WORDS[ROW.splits]} splits"),
     ("decode.md", f"A pass of `base` needs {4e-6 * ROW.exchange(1):.1f} MB of such places"),
     ("decode-batch.md", f"teams of {TEAM_ROWS}, as many as a product on tensor cores takes"),
     ("decode-batch.md", f"64 rows are {WORDS[BATCH.teams]} teams of {BATCH.team} blocks"),
@@ -137,33 +133,28 @@ def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
         assert f"| {name} | {count} | {' or '.join(map(str, shares))} |" in text, name
 
 
-def attention_table() -> list[str]:
-    """The causal tensor-core kernels without documents, dropout or RoPE, as backends/variants.py lists them."""
-    lines = [
-        "| kernel | head size | rows owned, by workers a block | tile | piece | blocks a multiprocessor |",
-        "|---|---|---|---|---|---|",
-    ]
-    parts = {"FORWARD": "fwd", "BACKWARD_Q": "bwd_q", "BACKWARD_KV": "bwd_kv"}
-    for file, name, warps in (
-        ("attention", "mma", 1),
-        ("attention_hopper", "wgmma", 4),
-        ("attention_tma", "tma", 4),
-        ("attention_tf32", "tf32", 1),
-    ):
-        options = {"BAND", "DOCS", "DROP", "TURN"}
-        listed = [v for v in VARIANTS[f"ops/{file}.cu"] if "PART" in v and not options & set(v)]
-        for part, short in parts.items():
-            for v in sorted((v for v in listed if v["PART"] == part), key=lambda v: int(v["HEAD_DIM"])):
-                own = 16 * int(v.get("ROW_TILES", 1)) * warps
-                lines.append(
-                    f"| `{short}_{name}` | {v['HEAD_DIM']} | {own}, {v['WORKERS']} | {v['TILE']} "
-                    f"| {v.get('PIECE', v['TILE'])} | {v.get('BLOCKS', 1)} |"
-                )
-    return lines
+def test_the_page_on_attention_has_the_times_of_its_json() -> None:
+    text = page("attention.md")
+    for file, precision, peer in (("gpu-attention", "bf16", "flash"), ("gpu-attention-tf32", "tf32", "effic.")):
+        found = json.loads((FOLDER.parent / f"results/{file}.json").read_text("utf-8"))["results"]
+        for result in found[:2]:
+            shape, ours, theirs = result["shape"], result["tinyforge"], result[f"torch {peer}"]
+            times = [ours[part]["median_us"] for part in ("forward", "backward", "both")]
+            times += [theirs[part]["median_us"] for part in ("forward", "backward")]
+            cells = " | ".join(f"{time:,.1f}" for time in times[:3])
+            peers = " | ".join(f"{time:,.1f}" for time in times[3:])
+            ratio = f"{times[2] / theirs['both']['median_us']:.2f}"
+            row = rf"\| {precision}, {shape['batch']} x {shape['tokens']} \| {re.escape(cells)} \| torch \w+ "
+            assert re.search(row + rf"\| {re.escape(peers)} \| {ratio} \|", text), (precision, cells, peers, ratio)
 
 
-def test_the_page_on_attention_has_the_tiles_of_the_heads() -> None:
-    assert "\n".join(attention_table()) in (FOLDER / "attention.md").read_text(encoding="utf-8")
+def test_every_kernel_page_has_an_idea_with_a_picture_then_a_log() -> None:
+    for path in FOLDER.glob("[a-z]*.md"):
+        text = path.read_text(encoding="utf-8")
+        headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+        assert headings[0].startswith("The idea") and headings[-1] == "The log" and len(headings) <= 3, (path, headings)
+        idea = text.partition("\n## The log\n")[0]
+        assert re.search(r"!\[[^]]+\]\(\.\./pictures/", idea) and "xample" in idea, path
 
 
 def test_every_kernel_that_a_page_names_exists() -> None:
@@ -175,43 +166,22 @@ def test_every_kernel_that_a_page_names_exists() -> None:
             assert re.search(rf"\b{name}\b|\b\w+_{name}(_\w+)?\b", code), (path.name, name)
 
 
-def test_the_table_of_the_rules_has_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_the_times_of_the_products_that_a_rule_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of each product that a rule sends to our kernel, over that of cuBLAS and the op's pass."""
     pytest.importorskip("cupy", reason="the rules are the launcher's, which needs CuPy, not a GPU")
     from tinyforge.backends import gemm
 
     models = ("384x1024", "512x1376", "base", "large", "xl", "2b")
     monkeypatch.setattr(gemm, "processors", lambda: 132)
-    lines = [f"| | tokens | GPU | {' | '.join(models)} |", f"|---|---|---|{'---|' * len(models)}"]
-    for epilogue, name in (("SWIGLU", "SwiGLU"), ("SWIGLU_BACKWARD", "SwiGLU's gradient"), ("ROPE", "RoPE")):
-        for tokens, gpu in product((2048, 16384), ("h100", "h200")):
-            found = json.loads((FOLDER.parent / f"results/gpu-gemm-rule-{gpu}.json").read_text("utf-8"))
-            monkeypatch.setattr(gemm, "_gpu", lambda gpu=found["gpu"]: gpu)
-            cells = dict.fromkeys(models, "")
-            for r in (r for r in found["rows"] if (r["product"], r["m"]) == (epilogue, tokens) and r["model"] in cells):
-                if tile := gemm.by_rule(epilogue, r["m"], r["n"], r["k"]):
-                    (us,) = (ours["us"] for ours in r["ours"] if ours["variant"] == list(astuple(tile)))
-                    cells[r["model"]] = f"{us / r['cublas_us']:.2f}"
-            if any(cells.values()):
-                lines.append(f"| {name} | {tokens:,} | {gpu.upper()} | {' | '.join(cells.values())} |")
-    assert "\n".join(lines) in (FOLDER / "gemm.md").read_text(encoding="utf-8")
-
-
-def test_the_table_of_waves_is_the_benchmarks_own() -> None:
-    """Some products of a step of `base`, and the share of the multiprocessors' time that four tiles use."""
-    pytest.importorskip("cupy", reason="the variants are read by the launcher, which needs CuPy, not a GPU")
-    from bench.gemm import busy, products, splits_for
-    from tinyforge.backends.gemm import Variant
-
-    text = page("gemm.md")
-    for p in products("base", 16384):
-        if p.name not in ("qkv forward", "qkv dW", "out dW", "gate|up forward", "head forward"):
-            continue
-        cells = []
-        for rows, columns in ((128, 256), (128, 192), (256, 192), (128, 128)):
-            variant = Variant(rows, columns, 4, 0, 1)
-            splits = splits_for(p, variant, 132)[0] if p.product == "WEIGHT" else 1
-            share = f"{100 * busy(p, variant, splits, 132):.0f} %"
-            cells.append(f"{share} ({splits})" if splits > 1 else share)
-        name = p.name.replace("|", "\\|")
-        assert f"| {name} | {p.m:,} x {p.n:,} over {p.k:,} | {' | '.join(cells)} |" in text, p.name
+    ratios: dict[int, list[float]] = {2048: [], 16384: []}
+    for gpu in ("h100", "h200"):
+        found = json.loads((FOLDER.parent / f"results/gpu-gemm-rule-{gpu}.json").read_text("utf-8"))
+        monkeypatch.setattr(gemm, "_gpu", lambda gpu=found["gpu"]: gpu)
+        for r in found["rows"]:
+            tile = gemm.by_rule(r["product"], r["m"], r["n"], r["k"])
+            if tile and r["model"] in models and r["m"] in ratios:
+                (us,) = (ours["us"] for ours in r["ours"] if ours["variant"] == list(astuple(tile)))
+                ratios[r["m"]].append(us / r["cublas_us"])
+    large, small = (f"{min(ratios[m]):.2f} to {max(ratios[m]):.2f}" for m in (16384, 2048))
+    said = f"it takes {large} of the time of cuBLAS's product and the pass at 16,384 tokens, {small} at 2,048."
+    assert said in page("gemm.md"), said

@@ -65,7 +65,7 @@ def test_the_table_and_the_picture_are_those_of_the_results() -> None:
     assert (ROOT / "docs/pictures/measured.svg").stat().st_size < 200_000
 
 
-@pytest.mark.parametrize("script", ["gemm", "recurrences", "model", "decode", "dispatch", "course"])
+@pytest.mark.parametrize("script", ["gemm", "recurrences", "model", "decode", "dispatch", "course", "kernels"])
 def test_the_pictures_are_what_their_script_draws(script: str) -> None:
     command = [sys.executable, str(ROOT / f"docs/pictures/{script}.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -21,13 +21,15 @@ from tinyforge.backends import get_backend
 from tinyforge.chat import conversation_with
 from tinyforge.data.world import documents
 from tinyforge.errors import UserError
-from tinyforge.formats import convert, gguf_file, gguf_quants, load, load_pretrained, save_pretrained
+from tinyforge.formats import convert, gguf_file, gguf_model, gguf_quants, load, load_pretrained, mxfp4, save_pretrained
 from tinyforge.formats.foreign import weights_of
 from tinyforge.infer import Sampling, generate
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config as LlamaConfig
 from tinyforge.models.llama import Llama
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import SPEC as NANOEULER
 from tinyforge.tokenizers import CharTokenizer, SentencePiece, TextTokenizer, Tokenizer, load_tokenizer
 from tinyforge.tokenizers.pieces import PATTERNS
@@ -44,6 +46,19 @@ TINY = {"dim": 24, "heads": 4, "kv_heads": 2, "layers": 2, "context": 40, "vocab
 GEMMA = {"norm_plus_one": True, "activation": "gelu_tanh", "embedding_scale": float(np.float32(24**0.5))}
 GEMMA2: dict[str, Any] = {"norms": "both", "window": 7, "full_every": 2}
 GEMMA3: dict[str, Any] = {"norms": "both", "window": 7, "qk_norm": True, "local_rope_theta": 10000.0}
+PLAIN: dict[str, Any] = {"norm": "layer", "norm_bias": True, "gated": False}
+BIASES: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+PHI2: dict[str, Any] = {**TINY, **PLAIN, **BIASES, "kv_heads": 4, "rotary_dim": 4, "tied": False}
+MIXTURE: dict[str, Any] = {**TINY, "experts": 5, "active": 2, "mtp_heads": 1, "mtp_weights": (1.0,), "router_z": 0.0}
+MIXTURE |= {"balance": 0.001}
+GPT_OSS: dict[str, Any] = {
+    "sinks": True,
+    "clamp": 7.0,
+    "window": 7,
+    "full_every": 2,
+    "qkv_bias": True,
+    "out_bias": True,
+}
 MODELS: dict[str, tuple[type, Any]] = {
     "llama": (Llama, LlamaConfig(**TINY, tied=False)),
     "llama-tied": (Llama, LlamaConfig(**TINY, norm_eps=1e-6, rope_theta=500.0)),
@@ -113,6 +128,22 @@ MODELS: dict[str, tuple[type, Any]] = {
         LlamaConfig(**TINY, embedding_scale=3.0, residual_scale=0.25, logit_scale=0.5, attention_scale=0.375),
     ),
     "glm4": (Llama, LlamaConfig(**TINY, norms="both", qkv_bias=True, head_dim=12, rotary_dim=6)),
+    "nemotron": (Llama, LlamaConfig(**{**TINY, **PLAIN}, activation="relu2", rotary_dim=4, tied=False)),
+    "nemotron-biases": (
+        Llama,
+        LlamaConfig(**{**TINY, **PLAIN, **BIASES}, activation="relu2", rotary_dim=4, tied=False),
+    ),
+    "starcoder2": (Llama, LlamaConfig(**{**TINY, **PLAIN, **BIASES}, activation="gelu_tanh")),
+    "phi2": (Llama, LlamaConfig(**PHI2, activation="gelu_tanh", parallel=True, head_bias=True)),
+    "gptneox": (Llama, LlamaConfig(**PHI2, activation="gelu", parallel=True, parallel_norms=True)),
+    "gptneox-plain": (Llama, LlamaConfig(**PHI2, activation="gelu")),
+    "qwen2moe": (MoE, MoEConfig(**MIXTURE, qkv_bias=True, normalised=False, shared=12)),
+    "qwen3moe": (MoE, MoEConfig(**MIXTURE, qk_norm=True, tied=True)),
+    "olmoe": (
+        MoE,
+        MoEConfig(**MIXTURE | {"kv_heads": 4, "balance": 0.01}, qk_norm=True, qk_norm_width=True, normalised=False),
+    ),
+    "gpt-oss": (MoE, MoEConfig(**MIXTURE, **GPT_OSS)),
     "gpt2": (GPT2, GPT2Config(dim=24, heads=3, layers=2, context=40, vocab=300)),
 }
 
@@ -152,7 +183,9 @@ def test_read_back_it_is_the_same_model_to_the_bit(name: str, tokenizer: Tokeniz
     again, same = load_pretrained(tmp_path / "m.gguf", FP32)
     assert again.config == model.config and same.hash() == tokenizer.hash()
     # Gemma's gains are stored with 1 added, which rounds them.
-    np.testing.assert_allclose(again.buffer.values, model.buffer.values, rtol=0, atol=6e-8 if "gemma" in name else 0)
+    np.testing.assert_allclose(
+        again.buffer.values, model.buffer.values, rtol=0, atol=6e-8 if name[:5] in ("gemma", "nemot") else 0
+    )
     changed = [p.name for p in model.buffer.params if (again.buffer.view(again.buffer.values, p) != p.value).any()]
     assert all("norm" in name for name in changed)
 
@@ -195,15 +228,42 @@ def test_a_window_is_written_as_the_context(
         ({"no_rope_every": 2}, "smollm3 has no RoPE in every 4th layer"),
         ({"norms": "after", "qk_norm": True, "qk_norm_width": True}, "olmo2 has an output head of its own"),
         ({**GEMMA, **GEMMA2, "attention_scale": 0.5}, "divides its scores by the root of 4; llama.cpp's gemma2"),
+        (
+            {**PLAIN, "mlp_bias": True, "kv_heads": 4, "activation": "relu", "family": "gpt_neox", "tied": False},
+            "gptneox has activation 'gelu', not 'relu'",
+        ),
+        ({**PHI2, "activation": "gelu", "qkv_bias": False, "out_bias": False}, "gptneox has biases in its attention"),
+        ({**MIXTURE, "qk_norm": True, "normalised": False}, "qwen3moe has norm_topk_prob True, the model False"),
+        ({**MIXTURE, "qk_norm": True, "sinks": True, "clamp": 7.0}, "no Hugging Face mixture of experts has"),
+        ({**MIXTURE, **GPT_OSS, "clamp": 5.0}, "gpt-oss has swiglu_limit 7.0, the model 5.0"),
+        ({**MIXTURE, **GPT_OSS, "qkv_bias": False, "out_bias": False}, "gpt-oss has biases in its attention"),
         ({"qk_norm": True, "norms": "after"}, "the model is a Exaone4ForCausalLM; .gguf files can hold"),
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused(
     values: dict[str, Any], message: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    model = randomised(Llama(LlamaConfig(**TINY, **values), FP32))
+    kind: Any = (MoE, MoEConfig) if "experts" in values else (Llama, LlamaConfig)
+    model = randomised(kind[0](kind[1](**TINY | values), FP32))
     with pytest.raises(UserError, match=message):
         save_pretrained(model, tokenizer, tmp_path / "m.gguf")
+
+
+def test_gpt_oss_in_mxfp4(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts as they are published: numbers that the type holds come back to the bit."""
+    model = randomised(MoE(MoEConfig(**{**MIXTURE, "dim": 32, "hidden": 64}, **GPT_OSS), FP32))
+    rng = np.random.default_rng(0)
+    for block in model.blocks:
+        for p in (block.mlp.experts.gate_up, block.mlp.experts.down):
+            codes = rng.integers(0, 256, (*p.shape[:2], p.shape[2] // 32, 16)).astype(np.uint8)
+            p.value[...] = mxfp4.dequantise(codes, np.full(codes.shape[:3], 125))
+    type_of = gguf_model._type_of
+    monkeypatch.setattr(gguf_model, "_type_of", lambda own, *a: "mxfp4" if "_exps.w" in own else type_of(own, *a))
+    monkeypatch.setitem(gguf_model.BLOCKS, "f32", 1)
+    save_pretrained(model, tokenizer, tmp_path / "m.gguf")
+    again, _ = load_pretrained(tmp_path / "m.gguf", FP32)
+    assert gguf_file.read(tmp_path / "m.gguf").tensors["blk.0.ffn_up_exps.weight"].dtype == 39
+    assert again.config == model.config and np.array_equal(again.buffer.values, model.buffer.values)
 
 
 def test_a_gpt2_without_biases_gets_zeros(tokenizer: Tokenizer, tmp_path: Path) -> None:

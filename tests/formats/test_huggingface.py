@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,12 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats.foreign import weights_of
 from tinyforge.formats.huggingface import open_directory, write_directory
+from tinyforge.formats.mxfp4 import dequantise
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config, Llama
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.moe import MoE
 from tinyforge.quantised import quantise
 
 FP32 = get_backend("numpy", "fp32", workers=1)
@@ -142,7 +146,6 @@ def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None
         ({"mlp_bias": True}, "tensor model.layers.0.mlp.gate_proj.bias is missing"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_type is 'ntk'; supported: 'default', 'linear'"),
         ({"rope_scaling": {"type": "dynamic"}}, "has no factor"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate is False; supported: True"),
         ({"rope_scaling": {"type": "longrope", "short_factor": 2}}, "short_factor is 2, expected a list of numbers"),
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object"),
@@ -281,6 +284,67 @@ def test_quantised_weights_are_refused_by_name(content: dict[str, Any], method: 
     edit_config(tmp_path / "m", quantization_config=content)
     with pytest.raises(UserError, match=f"in the format of '{method}', which is not read"):
         open_directory(tmp_path / "m")
+
+
+def mxfp4(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:
+    *lead, columns = shape
+    blocks = rng.integers(0, 256, (*lead, columns // 32, 16)).astype(np.uint8)
+    return blocks, rng.integers(120, 130, blocks.shape[:-1]).astype(np.uint8)
+
+
+def test_mxfp4_is_that_of_transformers() -> None:
+    torch = pytest.importorskip("torch", reason="the peer is transformers, on torch")
+    theirs = pytest.importorskip("transformers.integrations.mxfp4", reason="the peer is transformers")
+    blocks, scales = mxfp4(np.random.default_rng(0), 3, 10, 96)
+    expected = theirs.convert_moe_packed_tensors(
+        torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32
+    ).numpy()
+    assert np.array_equal(dequantise(blocks, scales).swapaxes(-1, -2), expected)
+
+
+def test_gpt_oss_is_read_as_it_is_published(tmp_path: Path) -> None:
+    """Experts in MXFP4 are those of a directory with the same numbers in float32; one without its scales is refused."""
+    config = MoEConfig(
+        dim=32,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        layers=2,
+        context=20,
+        vocab=11,
+        hidden=64,
+        experts=3,
+        mtp_heads=1,
+        mtp_weights=(1.0,),
+        router_z=0.0,
+        sinks=True,
+        clamp=7.0,
+        window=5,
+        full_every=2,
+    )
+    model = MoE(config, FP32)
+    model.initialise(0)
+    rng, tensors = np.random.default_rng(0), {}
+    for i, block in enumerate(model.blocks):
+        for name, p in (("gate_up", block.mlp.experts.gate_up), ("down", block.mlp.experts.down)):
+            blocks, scales = mxfp4(rng, *p.shape)
+            p.value[...] = dequantise(blocks, scales)
+            at = f"model.layers.{i}.mlp.experts.{name}_proj"
+            tensors |= {f"{at}_blocks": blocks, f"{at}_scales": scales}
+    write_directory(tmp_path / "plain", weights_of(model), "f32")
+    for name, value in load_file(tmp_path / "plain/model.safetensors").items():
+        if f"{name}_blocks" not in tensors:
+            tensors[name] = value
+    shutil.copytree(tmp_path / "plain", tmp_path / "packed")
+    edit_config(tmp_path / "packed", quantization_config={"quant_method": "mxfp4"})
+    save_file(tensors, tmp_path / "packed/model.safetensors")
+    found, expected = (load_weights(open_directory(tmp_path / name), FP32) for name in ("packed", "plain"))
+    assert found.config == expected.config == config
+    assert np.array_equal(found.buffer.values, expected.buffer.values) and found.buffer.values.any()
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, tmp_path / "packed/model.safetensors")
+    with pytest.raises(UserError, match="down_proj_blocks has shape .* its scales are missing; expected blocks of 16"):
+        open_directory(tmp_path / "packed")
 
 
 def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from tinyforge.formats import convert, load, lora, open_model, save_pretrained
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config, Llama
+from tinyforge.models.moe import Config as MoEConfig
+from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import Config as NanoEulerConfig
 from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.params import named
@@ -27,10 +29,18 @@ from tinyforge.tokenizers import Tokenizer
 FP64 = get_backend("numpy", "fp64", workers=1)
 TOKENIZER = Tokenizer([], ["<|endoftext|>", "</s>"])
 LLAMA = Config(dim=24, heads=6, kv_heads=2, layers=2, context=40, vocab=258, hidden=20)
+NEOX = LLAMA.override({"kv_heads": 6, "norm": "layer", "norm_bias": True, "gated": False, "tied": False})
+NEOX = NEOX.override({"qkv_bias": True, "out_bias": True, "mlp_bias": True})
+MIXTURE: dict[str, Any] = {"experts": 3, "mtp_heads": 1, "mtp_weights": (1.0,), "router_z": 0.0}
+MOE = MoEConfig(dim=24, heads=6, kv_heads=2, layers=2, context=40, vocab=258, hidden=20, **MIXTURE)
 MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (Llama, LLAMA),
     "llama-untied": (Llama, LLAMA.override({"tied": False})),
     "qwen2": (Llama, LLAMA.override({"qkv_bias": True})),
+    "gpt-neox": (Llama, NEOX.override({"parallel": True, "parallel_norms": True, "activation": "gelu"})),
+    "opt": (Llama, NEOX.override({"activation": "relu", "learned_positions": True, "no_rope_every": 1, "tied": True})),
+    "qwen2-moe": (MoE, MOE.override({"qkv_bias": True, "shared": 10, "normalised": False})),
+    "gpt-oss": (MoE, MOE.override({"sinks": True, "clamp": 7.0})),
     "gpt2": (GPT2, GPT2Config(dim=24, heads=3, layers=2, context=40, vocab=258)),
     "nanoeuler": (NanoEuler, NanoEulerConfig(dim=24, heads=6, kv_heads=2, layers=2, context=40, vocab=258, hidden=20)),
 }
@@ -95,6 +105,8 @@ def test_merged_it_computes_what_it_computed_beside_the_base(name: str, tmp_path
 def test_as_an_adapter_of_peft_and_back(
     name: str, targets: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if targets and "experts" in vars(MODELS[name][1]):
+        targets = ("qkv", "out")
     run, _ = make_run(tmp_path, name, Adapters(3, 7.0, 0.0, targets))
     assert convert.main([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
     expected = load(run, FP64).model
@@ -108,6 +120,13 @@ def test_as_an_adapter_of_peft_and_back(
         load(tmp_path / "adapter", FP64)
     found = load(tmp_path / "adapter", FP64, base=tmp_path / "hf").model
     assert worst(logits(found), logits(expected)) < 1e-12
+
+
+def test_the_adapter_of_a_router_is_merged(tmp_path: Path) -> None:
+    run, beside = make_run(tmp_path, "qwen2-moe", Adapters(2, 7.0, 0.0, ("gate",)))
+    merged, base = load(run, FP64).model, load(tmp_path / "base", FP64).model
+    assert list(beside.adapters) == [f"blocks.{i}.experts.gate" for i in range(2)]
+    assert worst(logits(merged), logits(beside)) < 1e-12 and worst(logits(merged), logits(base)) > 0.01
 
 
 def peers() -> tuple[Any, Any, Any]:
@@ -130,10 +149,13 @@ def test_peft_loads_what_is_written(name: str, tmp_path: Path, monkeypatch: pyte
     convert.main([str(run), str(tmp_path / "adapter"), "--adapter"])
     convert.main([str(tmp_path / "base"), str(tmp_path / "hf")])
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+    if hasattr(base.config, "num_experts_per_tok"):
+        base.set_experts_implementation("eager")  # the grouped products take no float64
     assert worst(peer_logits(base.eval()), logits(beside)) > 0.1
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     learned = {n for n, _ in adapted.named_parameters() if "lora_" in n}
-    assert len(learned) == 2 * (14 if name != "gpt2" else 8)
+    sizes = {"gpt2": 8, "gpt-neox": 8, "opt": 12, "qwen2-moe": 16, "gpt-oss": 8}
+    assert len(learned) == 2 * sizes.get(name, 14)
     # transformers computes norms and angles in float32 whatever the model's type.
     assert np.abs(peer_logits(adapted) - logits(beside)).max() < 1e-5
 

@@ -43,6 +43,8 @@ pytestmark = pytest.mark.gpu
         ("nanoeuler", "bf16", 8, "", None, True, 2),
         ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05), None, 0),
         ("nanoeuler", "fp32", 4, "", Adapters(8, 16.0, 0.0, ("qkv", "down")), None, 0),
+        ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05, weights="nf4"), None, 0),
+        ("nanoeuler", "bf16", 2, "blocks", Adapters(8, 16.0, 0.0, weights="nf4"), None, 0),
         ("moe", "bf16", 8, "", None, None, 0),
         ("nanoeuler", "bf16", 8, "blocks", None, None, 0),
         ("moe", "bf16", 8, "blocks", None, None, 0),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from tinyforge.adapters import Adapted, Adapters
 from tinyforge.backends import get_backend
 from tinyforge.formats import load
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
+from tinyforge.op import Stash
 from tinyforge.quantised import FORMATS, Quantised
+from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +41,49 @@ def test_every_code_is_the_number_that_it_is_on_the_host(kind: str, precision: s
     got, expected = values("cupy"), values("numpy")
     rounded = expected.astype(get_backend("cupy", precision).dtype).astype(got.dtype)
     assert got.tobytes() == rounded.tobytes()
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_nf4_is_what_it_is_on_the_host(precision: str) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.permutation(np.arange(3 * 5 * 96) % 256).astype(np.uint8).reshape(3, 5, 96)
+    scales = np.exp(rng.normal(size=(3, 5, 3))).astype(np.float32)
+
+    def values(name: str) -> np.ndarray:
+        backend = get_backend(name, precision if name == "cupy" or precision != "bf16" else "fp32")
+        found = Quantised("nf4", backend.asarray(codes, codes.dtype), backend.asarray(scales, scales.dtype), backend)
+        return backend.to_numpy(found.values())
+
+    got, expected = values("cupy"), values("numpy")
+    rounded = expected.astype(get_backend("cupy", precision).dtype).astype(got.dtype)
+    assert got.shape == (3, 5, 192) and got.tobytes() == rounded.tobytes()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_on_nf4_is_that_on_the_dequantised_matrices(precision: str) -> None:
+    """The same bits: the product reads the same numbers."""
+    found = []
+    backend = get_backend("cupy", precision)
+    models = [
+        Adapted(partial(NanoEuler, CONFIG.override({"hidden": 192}), backend), Adapters(4, 8.0, 0.1, weights=weights))
+        for weights in ("nf4", "")
+    ]
+    rng = np.random.default_rng(3)
+    for p, own in zip(models[1].buffer.frozen, models[0].buffer.frozen, strict=True):
+        models[0].buffer.set_master(own, 0.1 * rng.normal(size=own.shape) + own.fill)
+        models[1].buffer.set_master(p, backend.to_numpy(own.value))
+    ids = backend.asarray(rng.integers(0, CONFIG.vocab, (3, 40), dtype=np.int32))
+    targets = backend.asarray(rng.integers(0, CONFIG.vocab, (3, 40, CONFIG.mtp_heads), dtype=np.int32))
+    for model in models:
+        model.buffer.initialise(Stream(0, "init"))
+        for p in model.buffer.params:
+            p.value[...] += backend.asarray(0.1, p.value.dtype)
+        stash = Stash(Stream(1, "noise"))
+        nll = model.forward(ids, targets, stash)
+        model.backward(backend.asarray(np.full(CONFIG.mtp_heads, 1e-2), backend.master_dtype), stash)
+        found.append((backend.to_numpy(nll).tobytes(), backend.to_numpy(model.buffer.grads)))
+    assert found[0][0] == found[1][0] and found[0][1].any()
+    np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("kind", FORMATS)

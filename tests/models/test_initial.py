@@ -49,8 +49,8 @@ def test_initial_values(name: str) -> None:
     for case, _ in models()[name].build.cases(FP64, np.random.default_rng(0)):
         model: Any = case.op if isinstance(case, WithKeywords) else case
         for p in model.params():
-            if len(p.shape) == 1 and p.name != "class_token":
-                zero = p.name.endswith("bias") or getattr(model.config, "norm_plus_one", False)
+            if (len(p.shape) == 1 or p.name.endswith(".bias")) and p.name != "class_token":
+                zero = p.name.endswith(("bias", "sinks")) or getattr(model.config, "norm_plus_one", False)
                 assert (p.fill, p.std) == (0.0 if zero else 1.0, 0.0), p.name
                 assert not p.decay, p.name
             elif not p.name.endswith("a_log"):
@@ -59,7 +59,8 @@ def test_initial_values(name: str) -> None:
 
 
 NO_HIDDEN_MAP = ("embedding", "positions", "segments", "head", "heads", "conv", "a_log", "outer", "class_token")
-PARTS = {"qkv": 3, "gate_up": 2, "inputs": 4, "recurrent": 4, "select": 3, "input": 2}
+NO_HIDDEN_MAP += ("shared_gate", "bias")
+PARTS = {"qkv": 3, "gate_up": 2, "shared_up": 2, "inputs": 4, "recurrent": 4, "select": 3, "input": 2}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -59,7 +59,11 @@ def zero_grads(op: Op) -> None:
         p.grad[...] = 0
 
 
-SUMS_OVER_ROWS: dict[type[Op], tuple[int, ...]] = {ops.TopKRouter: (2,), ops.MixtureOfExperts: (1, 2)}
+SUMS_OVER_ROWS: dict[type[Op], tuple[int, ...]] = {
+    ops.TopKRouter: (2,),
+    ops.MixtureOfExperts: (1, 2),
+    ops.BiasedExperts: (1, 2),
+}
 """Outputs without an axis of rows."""
 
 
@@ -193,8 +197,20 @@ def test_noise_is_drawn_by_the_name_of_the_op() -> None:
 
 
 ANY_WIDTH = (
-    *(ops.Take, ops.Fork, ops.Scale, ops.AveragePool2d, ops.MaxPool2d, ops.Upsample, ops.Attention, ops.ReLU),
-    *(ops.Sigmoid, ops.SiLU, ops.GELU, ops.Tanh, ops.Softmax, ops.Dropout, ops.TopKRouter, ops.CrossEntropy),
+    *(ops.Take, ops.Fork, ops.Scale, ops.AveragePool2d, ops.MaxPool2d, ops.Upsample, ops.Attention, ops.SigmoidGate),
+    ops.SinkAttention,
+    *(
+        ops.ReLU,
+        ops.SquaredReLU,
+        ops.Sigmoid,
+        ops.SiLU,
+        ops.GELU,
+        ops.Tanh,
+        ops.Softmax,
+        ops.Dropout,
+        ops.TopKRouter,
+        ops.CrossEntropy,
+    ),
 )
 """Ops of one input whose last axis may be of any length."""
 FP32 = get_backend("numpy", "fp32", workers=1)

@@ -1102,6 +1102,7 @@ def test_relu_sigmoid_silu_are_their_formulas(rng: np.random.Generator) -> None:
     x = rng.normal(size=(3, 4)) * 5
     s = np.array([1 / (1 + math.exp(-v)) for v in x.flat]).reshape(x.shape)
     close(ops.ReLU(FP64).forward(x), np.where(x > 0, x, 0))
+    close(ops.SquaredReLU(FP64).forward(x), np.where(x > 0, x * x, 0))
     close(ops.Sigmoid(FP64).forward(x), s)
     close(ops.SiLU(FP64).forward(x), x * s)
     assert np.isnan(ops.ReLU(FP64).forward(np.array([np.nan]))).all()

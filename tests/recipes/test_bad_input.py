@@ -54,6 +54,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, data in files.items():
         (folder / name).write_bytes(data)
     (folder / "nothing").mkdir()
+    (folder / "download").mkdir()
+    (folder / "download/model.gguf").write_bytes(b"GGUF")
     Tokenizer([], ["<|endoftext|>", "</s>"]).save(folder / "bytes.json")
     Tokenizer.train([text[:3000]], 280, progress=False).save(folder / "mine.json")
     before = os.getcwd()
@@ -155,6 +157,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("chat --checkpoint text.txt", "text.txt is a file, but not a model; expected a run, a Hugging Face directory"),
         ("chat --checkpoint .", "no checkpoint in .: it has no step-* folder and no config.json; check the path"),
         ("chat --checkpoint nothing", "no checkpoint in nothing; train one first"),
+        ("chat --checkpoint download", "no config.json; give its file, download/model.gguf"),
         ("pretrain --resume --out run --set dim=64", "--resume: --set is dim=64, the run in run has dim=32"),
         ("pretrain --resume --out run --config base", "--resume: --config is base, the run in run has small; drop"),
         ("pretrain --resume --out run --tokenizer mine.json", "--tokenizer is mine.json, the run in run has none;"),

@@ -93,6 +93,22 @@ def test_the_plan_is_that_of_the_adapters(folder: Path, capsys: pytest.CaptureFi
     assert f"of the {gib(whole)} that all weights need" in shown
 
 
+def test_a_base_in_four_bits_learns_and_resumes_to_the_same_bytes(folder: Path) -> None:
+    """QLoRA, on two workers: dim 64 is a whole group, hidden 48 is not and is kept in int8."""
+    pretrain.main(f"{SHAPE.replace('dim=32', 'dim=64')} --data text.txt --steps 2 --out wide".split())
+    flags = f"{LORA.replace('--base run', '--base wide')} --weights nf4 --workers 2 --keep 0"
+    sft.main(f"{flags} --out four".split())
+    about = checkpoint.load(Path("four")).meta["lora"]
+    assert about["weights"] == "nf4" and "weights" not in checkpoint.load(Path("whole")).meta["lora"]
+    expected = Path("four/step-00000008/model.safetensors").read_bytes()
+    shutil.rmtree("four/step-00000008")
+    assert sft.main("--resume --out four".split()) == 0
+    assert Path("four/step-00000008/model.safetensors").read_bytes() == expected
+    sft.main(f"{flags.replace('--weights nf4', '')} --out plain".split())
+    assert Path("plain/step-00000008/model.safetensors").read_bytes() != expected
+    assert load(Path("four"), CPU).model.fused_weights() is not None  # merged into the base's own weights
+
+
 def fault(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     capsys.readouterr()
@@ -109,6 +125,7 @@ def fault(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("--base run --lora 0", "--lora is 0, expected a number above 0"),
         ("--base run --lora-targets qkv", "--lora-targets is given without --lora"),
+        ("--base run --weights nf4", "--weights is given without --lora"),
         ("--base run --lora-alpha 8", "--lora-alpha is given without --lora"),
         ("--base run --lora 4 --lora-dropout 1", "--lora-dropout is 1.0, expected a share from 0 to below 1"),
         ("--base run --lora 4 --lora-targets qkv,gate", "is called 'gate'; known: qkv, out, gate_up, down"),

@@ -332,7 +332,8 @@ def test_the_models_own_settings_are_those_of_requests_without(start: Callable[.
     with start(generation=own) as ours, openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none") as client:
 
         def text(**more: Any) -> str:
-            body = {"model": "small", "prompt": "one two one two one", "max_tokens": 30, "seed": 3, "logit_bias": GO_ON}
+            prompt = "Sara has a moon boat. Sara has a moon boat. Sara has"
+            body = {"model": "small", "prompt": prompt, "max_tokens": 30, "seed": 3, "logit_bias": GO_ON}
             return str(client.completions.create(**(body | more)).choices[0].text)
 
         def extra(**fields: float) -> dict[str, Any]:
@@ -578,6 +579,7 @@ def test_a_full_queue_is_a_rate_limit(start: Callable[..., Any]) -> None:
             long = {
                 "model": "small",
                 "prompt": "The dog",
+                "logit_bias": GO_ON,
                 "max_tokens": 100,
                 "stream": True,
                 "temperature": 0,
@@ -592,7 +594,7 @@ def test_a_full_queue_is_a_rate_limit(start: Callable[..., Any]) -> None:
             for stream in streams:
                 stream.close()
             assert server.settled()
-            short = client.completions.create(model="small", prompt="The dog", max_tokens=2, temperature=0)
+            short = client.completions.create(**{**long, "max_tokens": 2, "stream": False})
             assert short.choices[0].text
 
 

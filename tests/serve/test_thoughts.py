@@ -126,7 +126,8 @@ def test_thoughts_in_a_reply(server: Running, small: Loaded) -> None:
     # Otherwise the model may write the tag itself.
     both = {**off, "guided_regex": "<think>(Hm|Ah)\\.</think> (yes|no)!"}
     whole = client.chat.completions.create(**THINKING, extra_body=both).choices[0]
-    assert (whole.message.reasoning_content, whole.message.content) == (thought, text)
+    thought, text = whole.message.reasoning_content, whole.message.content
+    assert thought in ("Hm.", "Ah.") and text in ("yes!", "no!")
     deltas = [c.choices[0].delta for c in client.chat.completions.create(**THINKING, extra_body=both, stream=True)]
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == thought
     assert "".join(d.content or "" for d in deltas) == text

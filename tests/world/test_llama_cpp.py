@@ -35,4 +35,5 @@ def test_logprobs_agree(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None
         _, theirs = peer.greedy(ids[:length], 1, best=VOCAB)
         errors += [abs(ours[length - 1, id] - found) for place in theirs for id, found in place.items()]
     print(f"{name}: largest difference of {len(errors)} logprobs {max(errors):.1e}, spread {np.ptp(ours):.1f}")
-    assert max(errors) < (1e-2 if "gpt2" in name or "gemma" in name else 1e-4) and len(errors) > STEPS * VOCAB // 3
+    rough = name.startswith(("gpt2", "gptneox", "gemma", "phi2", "starcoder2"))
+    assert max(errors) < (1e-2 if rough else 1e-4) and len(errors) > STEPS * VOCAB // 3

@@ -47,7 +47,8 @@ def test_a_new_model_is_on_the_page_without_further_ado() -> None:
     finally:
         del models()["toy"]
     assert "| Toy | An MLP on the last few characters | `char` 90,384<br>`wide` 472,088 | - |" in text
-    assert "| Toy | - | - | - | - | - |" in text  # neither checked nor timed
+    assert "| Toy | - | - |" in text  # not checked; not timed, and without a row there
+    assert text.count("| Toy |") == 3
     assert "| Toy | steps | [500.000](results/gpu-shakespeare-char.json) |" in text
     assert "- **Toy.** Nothing." in text
 

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +59,8 @@ def describe(weights: Weights) -> tuple[ModelSpec, ModelConfig, Tensors]:
         raise UserError(f"{weights.source}: {error}") from error
     parts: dict[str, list[tuple[Entry, Callable[[], np.ndarray]]]] = {}
     for entry, read in places:
+        if entry.plus:
+            read = partial(_shifted, read, entry.plus)
         parts.setdefault(entry.ours, []).append((entry, read))
     return spec, config, {ours: _Whole(own) for ours, own in parts.items()}
 
@@ -71,7 +74,7 @@ class _Whole:
     def __call__(self) -> np.ndarray:
         entry, read = self.parts[0]
         theirs, last = read(), self.parts[-1][0].part
-        first = entry.axes or (theirs.shape[::-1] if entry.transposed else theirs.shape)
+        first = entry.axes or (theirs.swapaxes(-1, -2).shape if entry.transposed else theirs.shape)
         if isinstance(last, slice):
             first = (last.stop, *first[1:])
         elif isinstance(last, tuple):
@@ -97,6 +100,10 @@ class _Whole:
                 entry.put(out, read())
 
 
+def _shifted(read: Callable[[], np.ndarray], number: float) -> np.ndarray:
+    return read().astype(np.float64) + number
+
+
 def entries(spec: ModelSpec, config: ModelConfig) -> Iterator[Entry]:
     """A model's tensors under their Hugging Face names. UserError for a model without a Hugging Face form."""
     return _layout(spec).entries(config)
@@ -115,7 +122,8 @@ def weights_of(model: Any) -> Weights:
     def maker(entry: Entry) -> Callable[[], np.ndarray]:
         if not entry.ours:
             return lambda: np.zeros(entry.shape, np.float32)
-        return lambda: entry.take(model.backend.to_numpy(params[entry.ours]))
+        read = lambda: entry.take(model.backend.to_numpy(params[entry.ours]))  # noqa: E731
+        return partial(_shifted, read, -entry.plus) if entry.plus else read
 
     tensors = {entry.theirs: (entry.shape, maker(entry)) for entry in layout.entries(model.config)}
     return Weights(Path(spec_of_model(model).name), layout.write_config(model.config), tensors)
@@ -151,7 +159,8 @@ def _places(weights: Weights, layout: ModuleType, config: ModelConfig) -> list[t
     with a billion layers is refused at the first missing one."""
     left = {_renamed(name, layout): found for name, found in weights.tensors.items()}
     if left and not any(name.startswith(layout.PREFIX) for name in left):  # without the head's prefix
-        left = {name if name == HEAD else layout.PREFIX + name: found for name, found in left.items()}
+        prefix = next(iter(layout.entries(config))).theirs.partition(".")[0]
+        left = {name if name == HEAD else f"{prefix}.{name}": found for name, found in left.items()}
     places = []
     for entry in layout.entries(config):
         shape, read = left.pop(entry.theirs, (None, None))

@@ -20,8 +20,9 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class Architecture:
     Hugging Face's names by GGUF's, without ".weight" and ".bias". interleaved: rotary pairs are neighbours. transposed:
     GGUF's names of a layer's transposed tensors. fixed: what config.json says of all its models. optional: as sizes, of
     keys that may be absent. plus_one: 1 is added to its norms. pattern: of that many layers the last has no window,
-    unless a key says otherwise; 0 where no layer has one. partial: RoPE may turn part of a head. untied: the head is
+    unless a key says otherwise; 0 where no layer has one. partial: RoPE may turn part of a head. by_head:
+    Hugging Face has the queries, keys and values of a head next to each other. merged: its
+    experts' gate and up are one tensor there, rows in turn, transposed, as in gpt-oss. untied: the head is
     never tied. local_theta: rope_theta of the layers with a window, as the pattern. wide: numbers of layers of models
     whose scores are divided by the root of width / heads, not of the heads' size, if there are any."""
 
@@ -64,6 +67,8 @@ class Architecture:
     plus_one: bool = False
     pattern: int = 0
     partial: bool = False
+    by_head: bool = False
+    merged: bool = False
     untied: bool = False
     local_theta: float = 0.0
     wide: tuple[int, ...] | None = None
@@ -144,8 +149,33 @@ _GRANITE = {
 }
 
 
-def _llama(hf: str, layer: Mapping[str, str] | None = None, **more: Any) -> Architecture:
-    return Architecture(hf, _LLAMA_SIZES, "model.layers", _LLAMA_TENSORS, {**_LLAMA_LAYER, **(layer or {})}, **more)
+def _llama(
+    hf: str,
+    layer: Mapping[str, str] | None = None,
+    eps: str = "",
+    experts: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Architecture:
+    """eps: config.json's key of a LayerNorm's. experts: further sizes, of a mixture."""
+    if experts:
+        layer = {**_EXPERTS_LAYER, **(layer or {})}
+    sizes = {own: theirs for own, theirs in _LLAMA_SIZES.items() if not (eps and theirs == "rms_norm_eps")}
+    if eps:
+        sizes["attention.layer_norm_epsilon"] = eps
+    sizes |= experts or {}
+    known = {"sizes": sizes, "block": "model.layers", "tensors": _LLAMA_TENSORS} | more
+    return Architecture(hf, layer={**_LLAMA_LAYER, **(layer or {})}, **known)
+
+
+_EXPERTS_LAYER = {"ffn_gate_inp": "mlp.gate"}
+_EXPERTS_LAYER |= {f"ffn_{name}_exps": f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")}
+_SHARED_LAYER = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_SHARED_LAYER |= {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_OWN_WIDTH = {**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"}
+_NEOX_LAYER = {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"}
+_NEOX_LAYER |= {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_NEOX_TENSORS = {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"}
 
 
 ARCHITECTURES = {
@@ -190,6 +220,60 @@ ARCHITECTURES = {
         },
         partial=True,
     ),
+    "nemotron": _llama(
+        "NemotronForCausalLM", eps="norm_eps", plus_one=True, partial=True, untied=True, fixed={"hidden_act": "relu2"}
+    ),
+    "starcoder2": _llama(
+        "Starcoder2ForCausalLM",
+        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        eps="norm_epsilon",
+        fixed={"hidden_act": "gelu_pytorch_tanh"},
+    ),
+    "phi2": _llama(
+        "PhiForCausalLM",
+        {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        eps="layer_norm_eps",
+        partial=True,
+        untied=True,
+        tensors={**_LLAMA_TENSORS, "output_norm": "model.final_layernorm"},
+        fixed={"hidden_act": "gelu_new"},
+    ),
+    "gptneox": _llama(
+        "GPTNeoXForCausalLM",
+        _NEOX_LAYER,
+        eps="layer_norm_eps",
+        partial=True,
+        untied=True,
+        by_head=True,
+        block="gpt_neox.layers",
+        tensors=_NEOX_TENSORS,
+        fixed={"hidden_act": "gelu"},
+        optional={"use_parallel_residual": "use_parallel_residual"},
+    ),
+    "qwen2moe": _llama(
+        "Qwen2MoeForCausalLM",
+        _SHARED_LAYER,
+        experts={**_OWN_WIDTH, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        fixed={"norm_topk_prob": False},
+    ),
+    "qwen3moe": _llama("Qwen3MoeForCausalLM", experts=_OWN_WIDTH, fixed={"norm_topk_prob": True}),
+    "olmoe": _llama("OlmoeForCausalLM", experts=_EXPERTS, fixed={"norm_topk_prob": False}),
+    "gpt-oss": _llama(
+        "GptOssForCausalLM",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        experts={
+            **{"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+            "expert_feed_forward_length": "intermediate_size",
+        },
+        fixed={"swiglu_limit": 7.0},
+        pattern=2,
+        untied=True,
+        merged=True,
+    ),
     "gpt2": _GPT2,
 }
 
@@ -227,8 +311,94 @@ def open_file(path: Path) -> Weights:
         change = _change(architecture, own, config, back=True)
         return _changed_shape(architecture, own, tensor.shape), _after(tensor.read, change)
 
-    tensors = {_to_hf(architecture, own): lazy(own, tensor) for own, tensor in stored.items()}
-    return Weights(path, config, tensors)
+    tensors = {}
+    for own, tensor in stored.items():
+        theirs = _to_hf(architecture, own)
+        if EXPERTS in theirs and len(tensor.shape) == 3 and not architecture.merged:
+            for e, part in enumerate(_experts(tensor)):
+                tensors[theirs.replace(EXPERTS, f"{EXPERTS}{e}.")] = lazy(own, part)
+        else:
+            tensors[theirs] = lazy(own, tensor)
+    return Weights(path, config, _merged(tensors) if architecture.merged else tensors)
+
+
+EXPERTS = ".mlp.experts."
+
+
+def _experts(tensor: gguf_file.Tensor) -> Iterator[gguf_file.Tensor]:
+    """The matrices of a tensor of all experts, which lie one after the other."""
+    count, size = tensor.shape[0], tensor.nbytes // max(tensor.shape[0], 1)
+    for e in range(count):
+        yield replace(tensor, shape=tensor.shape[1:], start=tensor.start + e * size, nbytes=size)
+
+
+SINKS = ".self_attn.sinks"
+
+
+def _merged(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """gpt-oss's tensors as Hugging Face's files have them, from one for each of gate, up and down."""
+    found: dict[str, Lazy] = {}
+
+    def in_turn(gate: Lazy, up: Lazy) -> np.ndarray:
+        return np.stack([gate[1](), up[1]()], axis=2).reshape(gate[0][0], 2 * gate[0][1], *gate[0][2:])
+
+    for name, (shape, make) in tensors.items():
+        base, _, kind = name.rpartition(".")
+        bias = "_bias" if kind == "bias" else ""
+        if base.endswith(SINKS):
+            found[base] = shape, make
+        elif EXPERTS not in name:
+            found[name] = shape, make
+        elif base.endswith("down_proj"):
+            found[base + bias] = (shape, make) if bias else _turned((shape, make))
+        elif base.endswith("gate_proj") and (other := name.replace("gate_proj", "up_proj")) in tensors:
+            both = (shape[0], 2 * shape[1], *shape[2:]), partial(in_turn, (shape, make), tensors[other])
+            found[base.replace("gate_proj", "gate_up_proj") + bias] = both if bias else _turned(both)
+    return found
+
+
+def _turned(lazy: Lazy) -> Lazy:
+    """The matrices transposed."""
+    (*lead, rows, columns), make = lazy
+    return (*lead, columns, rows), lambda: make().swapaxes(-1, -2)
+
+
+def _parted(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """The reverse of `_merged`."""
+    found: dict[str, Lazy] = {}
+
+    def half(make: Callable[[], np.ndarray], first: int) -> np.ndarray:
+        return make()[:, first::2]
+
+    for name, (shape, make) in tensors.items():
+        base, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+        lazy = (shape, make) if kind == "bias" or EXPERTS not in name else _turned((shape, make))
+        if name.endswith(SINKS):
+            found[f"{name}.weight"] = shape, make
+        elif EXPERTS in name and base.endswith("gate_up_proj"):
+            rows = (shape[0], lazy[0][1] // 2, *lazy[0][2:])
+            for first, part in enumerate(("gate_proj", "up_proj")):
+                found[f"{base.replace('gate_up_proj', part)}.{kind}"] = rows, partial(half, lazy[1], first)
+        elif EXPERTS in name:
+            found[f"{base}.{kind}"] = lazy
+        else:
+            found[name] = shape, make
+    return found
+
+
+def _stacked(tensors: Mapping[str, Lazy]) -> dict[str, Lazy]:
+    """The reverse: the matrices of all experts of a layer as one tensor."""
+    found: dict[str, list[Lazy]] = {}
+    for name, lazy in tensors.items():
+        found.setdefault(re.sub(rf"{re.escape(EXPERTS)}\d+\.", EXPERTS, name), []).append(lazy)
+
+    def stack(parts: list[Lazy]) -> np.ndarray:
+        return np.stack([make() for _, make in parts])
+
+    return {
+        name: parts[0] if name in tensors else ((len(parts), *parts[0][0]), partial(stack, parts))
+        for name, parts in found.items()
+    }
 
 
 class _Values:
@@ -244,7 +414,7 @@ class _Values:
         """The number or text of that name. UserError for another type, and for a missing one without a default."""
         key = f"{self.architecture}.{name}"
         value = self.metadata.get(key, default)
-        kinds = (str,) if isinstance(default, str) else (int, float)
+        kinds = (str,) if isinstance(default, str) else (int, float, bool)
         if type(value) is float:
             with np.errstate(over="ignore"):
                 value = float(str(np.float32(value)))  # 1e-05, not the float32 next to it
@@ -274,10 +444,13 @@ def _config(architecture: Architecture, values: _Values, stored: Mapping[str, gg
         }
         config |= {"hidden_act": "silu", "tie_word_embeddings": "output.weight" not in stored, **architecture.fixed}
         config["rope_scaling"] = _scaling(values)
+        if architecture.merged:  # whose bounds of YaRN are no whole numbers, though llama.cpp rounds them
+            config["rope_scaling"] = {"truncate": False, **(config["rope_scaling"] or {"rope_type": "default"})}
         if architecture.partial:
             config["partial_rotary_factor"] = values.get(ROTARY, size) / max(size, 1)
         if architecture.hf != "Qwen2ForCausalLM":
             config["attention_bias"] = any(f"blk.0.attn_{name}.bias" in stored for name in ("q", "qkv"))
+            config["use_bias"] = config["qkv_bias"] = config["attention_bias"]
         config["mlp_bias"] = "blk.0.ffn_up.bias" in stored
         config |= {theirs: values.get(own) for own, theirs in architecture.optional.items() if values.has(own)}
         if architecture.pattern:
@@ -360,7 +533,7 @@ def _written_scaling(name: str, rope: Mapping[str, Any]) -> dict[str, Any]:
         found["attn_factor"] = float(rope.get("attention_factor") or _magnitude(factor)) / _magnitude(factor)
         if any(rope[key] != usual for key, usual in _YARN.items()):
             raise UserError("llama.cpp's YaRN has beta_fast 32 and beta_slow 1; keep the model in our own format")
-    elif kind:
+    elif kind not in (None, "default"):
         raise UserError(f"llama.cpp has no RoPE scaling {kind!r} as here; keep the model in our own format")
     else:
         found = {}
@@ -414,7 +587,8 @@ def write_file(
     name = _name_of(config["architectures"][0], path)
     architecture = ARCHITECTURES[name]
     tensors = {}
-    for theirs, (shape, make) in weights.tensors.items():
+    change = _parted if architecture.merged else _stacked
+    for theirs, (shape, make) in change(weights.tensors).items():
         own = _from_hf(architecture, theirs)
         tensors[own] = _changed_shape(architecture, own, shape), _after(make, _change(architecture, own, config))
     rope = config.get("rope_scaling") or {}
@@ -465,15 +639,25 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
     config.setdefault("n_inner", 4 * config.get("n_embd", 0))
     found: dict[str, Any] = {}
     for own, theirs in architecture.sizes.items():
-        found[f"{name}.{own}"] = float(config[theirs]) if own.endswith(("epsilon", "freq_base")) else config[theirs]
+        value = config["rotary_emb_base"] if theirs == "rope_theta" and theirs not in config else config[theirs]
+        found[f"{name}.{own}"] = float(value) if own.endswith(("epsilon", "freq_base")) else value
     if architecture.partial:
-        found[f"{name}.{ROTARY}"] = round(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
-    found |= _written_scaling(name, config.get("rope_scaling") or {})
+        share = config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
+        found[f"{name}.{ROTARY}"] = round(config["head_dim"] * share)
+    found |= _written_scaling(name, config.get("rope_scaling") or config.get("rope_parameters") or {})
     for own, value in architecture.fixed.items():
         if own == "no_rope_layer_interval":
             ropes = [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
             if config["no_rope_layers"] != ropes:
                 raise UserError(f"llama.cpp's {name} has no RoPE in every {value}th layer; keep it in our own format")
+        elif own in ("norm_topk_prob", "swiglu_limit") and config[own] != value:
+            raise UserError(f"llama.cpp's {name} has {own} {value}, the model {config[own]}; keep it in our own format")
+        elif own == "hidden_act" and config[own] != value:
+            raise UserError(
+                f"llama.cpp's {name} has activation {value!r}, not {config[own]!r}; keep it in our own format"
+            )
+    if (architecture.by_head or architecture.merged) and not config["attention_bias"]:
+        raise UserError(f"llama.cpp's {name} has biases in its attention; keep the model in our own format")
     for own, theirs in architecture.optional.items():
         if config.get(theirs) is not None:
             found[f"{name}.{own}"] = config[theirs]
@@ -500,7 +684,11 @@ def _written_windows(architecture: Architecture, name: str, config: dict[str, An
 
 
 def _type_of(own: str, shape: tuple[int, ...], dtype: str, head: str) -> str:
-    if len(shape) == 1 or own.endswith("_norm.weight") or own == "position_embd.weight":
+    if (
+        len(shape) == 1
+        or own.endswith(("_norm.weight", "ffn_gate_inp.weight", ".bias"))
+        or own == "position_embd.weight"
+    ):
         return "f32"
     kind = HEADS.get(dtype, dtype) if own == head else dtype
     while shape[-1] % BLOCKS.get(kind, 1):
@@ -532,13 +720,23 @@ def _from_hf(architecture: Architecture, theirs: str) -> str:
 def _change(architecture: Architecture, own: str, config: Mapping[str, Any], back: bool = False) -> Change | None:
     """The change of a tensor from Hugging Face's layout to GGUF's, or `back`; None where it lies alike."""
     reorder = rotary.halves if back else rotary.pairs
+    if architecture.by_head and ".attn_qkv." in own:
+        heads = config["num_attention_heads"]
+        split = (3, heads, -1) if back else (heads, 3, -1)
+        return lambda x: x.reshape(*split, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
     if architecture.interleaved and own.endswith(("attn_q.weight", "attn_q.bias")):
         return lambda x: reorder(x, config["num_attention_heads"])
     if architecture.interleaved and own.endswith(("attn_k.weight", "attn_k.bias")):
         return lambda x: reorder(x, config["num_key_value_heads"])
     if architecture.plus_one and own.endswith("norm.weight"):
         return lambda x: x + np.float32(-1 if back else 1)
+    if own.endswith(SHARED_GATE):
+        return lambda x: x.reshape(1, -1) if back else x.reshape(-1)
     return np.transpose if _is_transposed(architecture, own) else None
+
+
+SHARED_GATE = "ffn_gate_inp_shexp.weight"
+"""A vector in .gguf, a matrix of one row in Hugging Face's files."""
 
 
 def _after(make: Callable[[], np.ndarray], change: Change | None) -> Callable[[], np.ndarray]:
@@ -550,4 +748,6 @@ def _is_transposed(architecture: Architecture, own: str) -> bool:
 
 
 def _changed_shape(architecture: Architecture, own: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if own.endswith(SHARED_GATE):
+        return (1, *shape) if len(shape) == 1 else shape[1:]
     return shape[::-1] if _is_transposed(architecture, own) else shape

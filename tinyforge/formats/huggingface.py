@@ -15,6 +15,7 @@ from typing import Any
 from tinyforge import tensors
 from tinyforge.errors import UserError
 from tinyforge.files import MORE_DIGITS, read_json, replace, shown, sync, write_whole, writing
+from tinyforge.formats import mxfp4
 from tinyforge.formats.weights import Recorded, Weights
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -35,11 +36,12 @@ def open_directory(path: Path) -> Weights:
     """The config and the tensors of a directory; the tensors are not read yet.
 
     Raises UserError for a directory without safetensors, a damaged file, a shard that is missing or elsewhere, and
-    weights that another program has quantised.
+    weights that another program has quantised, but for MXFP4.
     """
     config = Recorded(read_json(path / CONFIG, "the config", digits=MORE_DIGITS))
-    if quantised := config.get("quantization_config"):
-        method = _method(quantised) if isinstance(quantised, dict) else quantised
+    quantised = config.get("quantization_config")
+    method = _method(quantised) if isinstance(quantised, dict) else quantised
+    if quantised and method != "mxfp4":
         raise UserError(
             f"{path}: config.json has a quantization_config: the weights are in the format of {shown(method)}, which "
             "is not read; get the model that they were made from, or a .gguf file of it"
@@ -52,6 +54,8 @@ def open_directory(path: Path) -> Weights:
         pickles = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         what = f"{pickles[0]} is a pickle, which can run code when it is read" if pickles else "it holds no weights"
         raise UserError(f"{path}: {what}; supported: {SINGLE}, or shards with {INDEX}")
+    if method == "mxfp4":
+        return Weights(path, config, mxfp4.joined(found))
     return Weights(path, config, {name: (tensor.shape, tensor.read) for name, tensor in found.items()})
 
 

@@ -66,6 +66,7 @@ def describe(settings: Adapters, base: Opened, parameters: int, out: Path) -> di
         "alpha": settings.alpha,
         "dropout": settings.dropout,
         "targets": list(settings.targets),
+        **({"weights": settings.weights} if settings.weights else {}),
         "base": hub.reference(base.path, out),
         "base_sha256": base.fingerprint(),
     }
@@ -111,6 +112,8 @@ def merged_run(found: checkpoint.Checkpoint, base: Opened, template: AnyTemplate
     scale, changes = about["alpha"] / about["rank"], {}
     for name, (a, b) in _pairs(found).items():
         changes[f"{name}.weight"] = partial(_merge, a, b, scale)
+    if lost := sorted(changes.keys() - base.tensors.keys()):
+        raise UserError(f"{found.path}: the base has no {lost[0]}, which an adapter is for; train the adapters again")
     # Without "lora": otherwise the merged model would be merged again.
     meta = {key: value for key, value in found.meta.items() if key != "lora"}
     return _merged(base, changes, found.path, meta, template)

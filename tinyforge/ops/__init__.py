@@ -1,11 +1,12 @@
 """The ops: one file each, with its formula, shapes, what it saves, and the kernels for each backend."""
 
 from tinyforge.op import Op
-from tinyforge.ops.activations import ReLU, Sigmoid, SiLU
+from tinyforge.ops.activations import ReLU, Sigmoid, SiLU, SquaredReLU
 from tinyforge.ops.add import Add
 from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention
+from tinyforge.ops.attention_sink import SinkAttention
 from tinyforge.ops.capped_cross_entropy import CappedCrossEntropy
 from tinyforge.ops.causal_conv import CausalConv
 from tinyforge.ops.class_token import ClassToken
@@ -26,6 +27,7 @@ from tinyforge.ops.lora import LoRA
 from tinyforge.ops.losses import MSE, BinaryCrossEntropy
 from tinyforge.ops.lstm import LSTM
 from tinyforge.ops.mixture import MixtureOfExperts
+from tinyforge.ops.mixture_biased import BiasedExperts
 from tinyforge.ops.patches import Patches
 from tinyforge.ops.pooling import AveragePool2d, MaxPool2d, Upsample
 from tinyforge.ops.positions import LearnedPositions
@@ -36,6 +38,7 @@ from tinyforge.ops.router_losses import RouterLosses
 from tinyforge.ops.scale import Scale
 from tinyforge.ops.selective_scan import SelectiveScan
 from tinyforge.ops.sequential import Sequential
+from tinyforge.ops.sigmoid_gate import SigmoidGate
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
@@ -46,10 +49,11 @@ ALL: tuple[type[Op], ...] = (
     *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale),
     *(Linear, Conv2d, AveragePool2d, MaxPool2d, Upsample),
     *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
-    *(RoPE, Attention),
-    *(ReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh, Softmax, Dropout),
+    *(RoPE, Attention, SinkAttention),
+    *(ReLU, SquaredReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh),
+    *(Softmax, Dropout, SigmoidGate),
     *(CausalConv, SelectiveScan, LSTM),
-    *(TopKRouter, RouterLosses, MixtureOfExperts),
+    *(TopKRouter, RouterLosses, MixtureOfExperts, BiasedExperts),
     *(Sequential, MSE, BinaryCrossEntropy, CrossEntropy, LinearCrossEntropy, CappedCrossEntropy),
 )
 """Every op, in the order of the gradient-check ledger."""
@@ -58,10 +62,12 @@ IN_FP8: tuple[type[Op], ...] = (FP8Linear, FP8LinearSwiGLU, FP8SwiGLULinear)
 """Those that stand for one of ALL in --precision fp8. In float64, where they round nothing, NumPy alone has them."""
 
 __all__ = [
-    "ALL", "Add", "AddLayerNorm", "AddRMSNorm", "Attention", "AveragePool2d", "BinaryCrossEntropy",
+    "ALL", "Add", "AddLayerNorm", "AddRMSNorm", "Attention", "AveragePool2d", "BiasedExperts",
+    "BinaryCrossEntropy",
     "CappedCrossEntropy", "CausalConv", "ClassToken", "Conv2d", "CrossEntropy", "Dropout", "Embedding", "FP8AddRMSNorm",
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
     "MixtureOfExperts", "Patches", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses", "Scale", "SelectiveScan",
-    "Sequential", "SiLU", "Sigmoid", "Softmax", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample",
+    "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Softmax", "SquaredReLU", "SwiGLU", "SwiGLULinear",
+    "Take", "Tanh", "TopKRouter", "Upsample",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 // activations: elementwise functions and their gradients.
 //
 // Kernels:  relu_fwd, relu_bwd          y = max(x, 0)       dx = dy where y > 0, else 0
+//           relu2_fwd, relu2_bwd        y = max(x, 0)^2     dx = 2 dy max(x, 0)
 //           sigmoid_fwd, sigmoid_bwd    y = s(x)            dx = dy y (1 - y)
 //           silu_fwd, silu_bwd          y = x s(x)          dx = dy s (1 + x (1 - s))
 //
@@ -39,6 +40,14 @@ extern "C" __global__ void __launch_bounds__(256) relu_fwd(T *y, const T *x, u32
 
 extern "C" __global__ void __launch_bounds__(256) relu_bwd(T *dx, const T *dy, const T *y, u32 total) {
     each_two(dx, dy, y, total, [](A d, A v) { return v > A(0) ? d : A(0); });
+}
+
+extern "C" __global__ void __launch_bounds__(256) relu2_fwd(T *y, const T *x, u32 total) {
+    each(y, x, total, [](A v) { return v < A(0) ? A(0) : v * v; });
+}
+
+extern "C" __global__ void __launch_bounds__(256) relu2_bwd(T *dx, const T *dy, const T *x, u32 total) {
+    each_two(dx, dy, x, total, [](A d, A v) { return v < A(0) ? A(0) : A(2) * d * v; });
 }
 
 extern "C" __global__ void __launch_bounds__(256) sigmoid_fwd(T *y, const T *x, u32 total) {

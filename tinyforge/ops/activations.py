@@ -1,4 +1,4 @@
-"""Elementwise activations: ReLU, the logistic function, SiLU."""
+"""Elementwise activations: ReLU and its square, the logistic function, SiLU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,21 @@ def relu_fwd(x: Array) -> Array:
 @kernel
 def relu_bwd(dy: Array, y: Array) -> Array:
     return dy * (y > 0)
+
+
+@kernel
+def relu2_fwd(x: Array) -> Array:
+    y = np.maximum(x, 0)
+    y *= y
+    return y
+
+
+@kernel
+def relu2_bwd(dy: Array, x: Array) -> Array:
+    dx = np.maximum(x, 0)
+    dx *= 2
+    dx *= dy
+    return dx
 
 
 @kernel
@@ -79,6 +94,33 @@ class ReLU(Op):
             x[..., ::2] *= np.where(rng.random(shape)[..., ::2] < 0.5, -1, 1)  # the last axis has an active element
             x.flat[:1] = np.abs(x.flat[:1])
             yield cls(backend), (backend.asarray(x),)
+
+
+class SquaredReLU(Op):
+    """y = max(x, 0)^2
+
+    x, y: (...). Saves x. backward: dx = 2 dy max(x, 0).
+
+    Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling" (2021).
+    """
+
+    fwd = relu2_fwd
+    bwd = relu2_bwd
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        self.expect(x)
+        if stash is not None:
+            stash.push(self, x)
+        return self.fwd(x)
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        (x,) = stash.pop(self)
+        return self.bwd(dy, x)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for op, inputs in ReLU.cases(backend, rng):  # away from 0, where the second derivative jumps
+            yield cls(op.backend), inputs
 
 
 class Sigmoid(Op):

@@ -26,6 +26,16 @@ def relu_bwd(dy: Array, y: Array) -> Array:
     return _launched("relu_bwd", dy, y)
 
 
+@activations.relu2_fwd.on("cupy")
+def relu2_fwd(x: Array) -> Array:
+    return _launched("relu2_fwd", x)
+
+
+@activations.relu2_bwd.on("cupy")
+def relu2_bwd(dy: Array, x: Array) -> Array:
+    return _launched("relu2_bwd", dy, x)
+
+
 @activations.sigmoid_fwd.on("cupy")
 def sigmoid_fwd(x: Array) -> Array:
     return _launched("sigmoid_fwd", x)

@@ -479,13 +479,21 @@ class Attention(Op):
         key = stash.key(self, self.dropout) if stash is not None else None
         how = (self.causal, self.window, key, self.dropout, self.scale, self.softcap)
         out, lse = self.fwd(q, k, v, lengths, starts, *how)
+        self.finish(out, lse)
         if stash is not None:
             stash.push(self, qkv, lengths, starts, out, lse, key)
         return out
 
+    def finish(self, out: Array, lse: Array) -> None:
+        """What else forward does to its results, in place: see `SinkAttention`."""
+
+    def learn(self, dy: Array, out: Array, lse: Array) -> None:
+        """The gradients of parameters."""
+
     def backward(self, dy: Array, stash: Stash, *, rope: RoPE | None = None) -> Array:
         """rope: the op before this one; if given, its backward is done here too, on the gradients of q and k."""
         qkv, lengths, starts, out, lse, key = stash.pop(self)
+        self.learn(dy, out, lse)
         dqkv = self.backend.empty(qkv.shape)
         how = (self.causal, self.window, key, self.dropout, self.scale, self.softcap)
         if rope is not None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of softcapped logits, with the output head's linear map: the loss of Gemma 2."""
+"""Cross-entropy of logits with a softcap or a bias, with the output head's linear map: the losses of Gemma 2, GPT-J."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from tinyforge.params import with_buffer
 
 
 class CappedCrossEntropy(LinearCrossEntropy):
-    """nll = cross_entropy(z),  z = c tanh(h W^T / c)
+    """nll = cross_entropy(z),  z = c tanh((h W^T + b) / c)
 
-    Shapes as in LinearCrossEntropy, with one head; c: `cap`. Saves h, tanh and softmax - onehot, (N, V) each: twice
-    the memory of LinearCrossEntropy. Without a stash, logits are dropped chunk by chunk.
+    Shapes as in LinearCrossEntropy, with one head; b: (V,), or none; c: `cap`, 0 for z = h W^T + b. Saves h, tanh and
+    softmax - onehot, (N, V) each: twice the memory of LinearCrossEntropy. Without a stash, logits are dropped chunk by
+    chunk.
 
-    backward, with R = softmax - onehot, t = tanh(h W^T / c) and g[n] = dnll[n] R[n] (1 - t[n]^2):
-        dh = g W,   dW += g^T h
+    backward, with R = softmax - onehot, t = tanh((h W^T + b) / c) and g[n] = dnll[n] R[n] (1 - t[n]^2):
+        dh = g W,   dW += g^T h,   db += sum over n of g[n]
     UserError for `SoftTargets`.
 
     Source: Gemma Team, "Gemma 2: Improving Open Language Models at a Practical Size" (2024).
@@ -44,23 +45,28 @@ class CappedCrossEntropy(LinearCrossEntropy):
     tanh, tanh_bwd = tanh_fwd, tanh_bwd
     loss, loss_bwd = cross_entropy_fwd, cross_entropy_bwd
 
-    def __init__(self, weight: Param, cap: float, backend: Backend, name: str = "") -> None:
+    def __init__(
+        self, weight: Param, cap: float, backend: Backend, name: str = "", *, bias: Param | None = None
+    ) -> None:
         super().__init__(weight, backend, name)
         if self.shape[0] != 1:
             raise ValueError(f"{self.name}: {self.shape[0]} output heads, expected one")
-        self.cap = cap
+        self.cap, self.bias = cap, bias
 
     def forward(self, h: Array, targets: Array | SoftTargets, stash: Stash | None = None) -> Array:
         if isinstance(targets, SoftTargets):
-            raise UserError("a model with softcapped logits does not learn from a teacher; train it on its text alone")
+            raise UserError(
+                "logits with a softcap or a bias do not learn from a teacher; train the model on text alone"
+            )
         self.expect(h, self.shape[2])
         self.expect_ids(targets, self.shape[1], -1)
         rows, ids = h.reshape(-1, self.shape[2]), targets.reshape(-1, 1)
         nll, kept = self.backend.zeros(ids.shape, wide(rows.dtype)), []
         for part in self._chunks(len(rows)):
             t = self._tanh(rows[part])
-            nll[part], residual = self.loss(self.scale(t, self.cap)[:, None], ids[part])
-            kept += [(t, residual)] if stash is not None else []
+            z = self.scale(t, self.cap) if self.cap else t
+            nll[part], residual = self.loss(z[:, None], ids[part])
+            kept += [(t if self.cap else None, residual)] if stash is not None else []
         if stash is not None:
             stash.push(self, h, kept)
         return nll.reshape(targets.shape)
@@ -71,26 +77,31 @@ class CappedCrossEntropy(LinearCrossEntropy):
         return [slice(i, i + step) for i in range(0, rows, step)]
 
     def _tanh(self, h: Array) -> Array:
-        z = self.logits_fwd(h, self.weight.value.reshape(self.shape[1:]), None)
-        return self.tanh(self.scale(z, 1 / self.cap))
+        """Without a cap, z."""
+        z = self.logits_fwd(h, self.weight.value.reshape(self.shape[1:]), self.bias.value if self.bias else None)
+        return self.tanh(self.scale(z, 1 / self.cap)) if self.cap else z
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
         h, kept = stash.pop(self)
         rows, dnll, weight = h.reshape(-1, self.shape[2]), rows_of(dy), self.weight.value.reshape(self.shape[1:])
         dh = self.backend.empty(rows.shape)
         for part, (t, residual) in zip(self._chunks(len(rows)), kept, strict=True):
-            dz = self.loss_bwd(dnll if dnll.ndim == 1 else dnll[part], residual).reshape(t.shape)
+            dz = self.loss_bwd(dnll if dnll.ndim == 1 else dnll[part], residual)[:, 0]
+            dz = self.tanh_bwd(dz, t) if self.cap else dz
             dweight, accumulate = (None, True) if self.weight.frozen else self.weight.grad_with_beta()
             dweight = None if dweight is None else dweight.reshape(weight.shape)
-            dh[part] = self.linear_bwd(dweight, None, self.tanh_bwd(dz, t), rows[part], weight, accumulate)
+            dbias = self.bias.grad if self.bias else None
+            dh[part] = self.linear_bwd(dweight, dbias, dz, rows[part], weight, accumulate)
         return dh.reshape(h.shape), None
 
     def logits(self, h: Array, head: int = 0) -> Array:
-        return self.scale(self._tanh(h), self.cap)
+        return self.scale(self._tanh(h), self.cap) if self.cap else self._tanh(h)
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for n, *shape in ((6, 1, 5, 4), (3, 7, 2)):
-            op = with_buffer(cls(Param("weight", tuple(shape), std=1.0), 2.0, backend), backend, rng)
+        for n, cap, *shape in ((6, 2, 1, 5, 4), (3, 2, 7, 2), (5, 2, 4, 3), (4, 0, 6, 3)):
+            bias = Param("bias", (shape[-2],), fill=0.0, decay=False) if shape[-1] == 3 else None
+            weight = Param("weight", tuple(shape), std=1.0)
+            op = with_buffer(cls(weight, cap, backend, bias=bias), backend, rng)
             _, vocab, dim = op.shape
             yield op, (backend.asarray(rng.normal(size=(n, dim))), backend.asarray(masked_targets(rng, n, 1, vocab)))

@@ -17,14 +17,28 @@ from tinyforge.ops.gelu import GELU
 from tinyforge.ops.linear import linear_fwd
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.params import with_buffer
+from tinyforge.quantised import Quantised, plain, tiles
 
 
 @kernel
 def lora_fwd(
-    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float
+    x: Array,
+    weight: Array | Quantised,
+    bias: Array | None,
+    a: Array,
+    b: Array,
+    scale: float,
+    key: Key | None,
+    rate: float,
 ) -> tuple[Array, Array]:
-    """Returns y, and u = drop(x) a^T: (rows, R). key: of the dropout stream; None for no dropout."""
-    y = linear_fwd(x, weight, bias)
+    """Returns y, and u = drop(x) a^T: (rows, R). key: of the dropout stream; None for no dropout. Of codes, `weight`
+    is dequantised in tiles."""
+    if isinstance(weight, Quantised):
+        y = np.empty((*x.shape[:-1], len(weight)), x.dtype)
+        for part, matrix in tiles(weight):
+            y[..., part] = linear_fwd(x, matrix, None if bias is None else bias[part])
+    else:
+        y = linear_fwd(x, weight, bias)
     dropped = x if key is None else dropout(x, key, rate)
     u = dropped.reshape(-1, x.shape[-1]) @ a.T
     rows = y.reshape(-1, y.shape[-1])
@@ -33,7 +47,8 @@ def lora_fwd(
 
 
 @lora_fwd.on("meta")
-def lora_fwd_memory(x: Array, weight: Array, a: Array, key: Key | None) -> tuple[Array, Array]:
+def lora_fwd_memory(x: Array, weight: Array | Quantised, a: Array, key: Key | None) -> tuple[Array, Array]:
+    _matrix = plain(weight)
     y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
     _dropped = None if key is None else empty(x.shape, x.dtype)
     return y, empty((x.size // x.shape[-1], len(a)), x.dtype)
@@ -46,7 +61,7 @@ def lora_bwd(
     dy: Array,
     x: Array,
     u: Array,
-    weight: Array,
+    weight: Array | Quantised,
     a: Array,
     b: Array,
     scale: float,
@@ -64,17 +79,21 @@ def lora_bwd(
     dx = (du @ a).reshape(x.shape)
     if mask is not None:
         dx *= mask
-    dx += (rows @ weight).reshape(x.shape)
+    for part, matrix in tiles(weight):
+        dx += (rows[:, part] @ matrix).reshape(x.shape)
     return dx
 
 
 @lora_bwd.on("meta")
-def lora_bwd_memory(x: Array, u: Array, key: Key | None) -> Array:
+def lora_bwd_memory(x: Array, u: Array, weight: Array | Quantised, key: Key | None) -> Array:
     du = empty(u.shape, u.dtype)
     if key is not None:
         empty(x.shape, x.dtype)  # drop(x), freed before dx is allocated
     dx = empty(x.shape, du.dtype)
-    return dx if key is None else empty(x.shape, dx.dtype)
+    if key is not None:
+        dx = empty(x.shape, dx.dtype)
+    _matrix = plain(weight)
+    return dx
 
 
 @kernel
@@ -87,9 +106,10 @@ class LoRA(Op):
     """y = h W^T + bias + s drop(h) A^T B^T,  s = alpha / R
 
     h = x, or with `activation`, an op, h = activation(x), which is recomputed in backward as in SwiGLULinear and
-    GELULinear. h: (..., I); W: (O, I) and bias: (O,), or none, both frozen; A: (R, I) and B: (O, R), learned;
-    y: (..., O). drop is dropout at `rate`, as in Dropout. B starts at 0, and y is then that of the frozen map. Saves
-    h, or the function that recomputes it, and u = drop(h) A^T, (rows, R).
+    GELULinear. W may be kept as codes, see tinyforge/quantised.py: then it is dequantised for each product, and the
+    gradients are those of the dequantised W. h: (..., I); W: (O, I) and bias: (O,), or none, both frozen; A: (R, I) and
+    B: (O, R), learned; y: (..., O). drop is dropout at `rate`, as in Dropout. B starts at 0, and y is then that of the
+    frozen map. Saves h, or the function that recomputes it, and u = drop(h) A^T, (rows, R).
 
     backward, with m the mask of drop (1 / (1 - rate) or 0), and no dW:
         dB += s dy^T u,   du = s dy B,   dA += du^T (m h),   dh = dy W + m (du A)
@@ -136,14 +156,14 @@ class LoRA(Op):
         self.expect(x, self.weight.shape[1])
         key = None if stash is None else stash.key(self, self.rate)
         bias = self.bias.value if self.bias else None
-        y, u = self.fwd(x, self.weight.value, bias, self.a.value, self.b.value, self.scale, key, self.rate)
+        y, u = self.fwd(x, self.weight.stored, bias, self.a.value, self.b.value, self.scale, key, self.rate)
         if stash is not None:
             stash.push(self, recompute or (lambda: x), u, key)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         x, u, key = stash.pop(self)
-        matrices = self.weight.value, self.a.value, self.b.value
+        matrices = self.weight.stored, self.a.value, self.b.value
         dx = self.bwd(self.a.grad, self.b.grad, dy, x(), u, *matrices, self.scale, key, self.rate)
         return dx if self.activation is None else self.activation.backward(dx, stash)
 
@@ -165,3 +185,8 @@ class LoRA(Op):
                 op = cls(weight, a, b, backend, bias=bias, alpha=1.7 * r, rate=rate, activation=activation)
                 width = 2 * i if isinstance(activation, SwiGLU) else i
                 yield with_buffer(op, backend, rng), (backend.asarray(rng.normal(size=(*lead, width))),)
+        for rate in (0.0, 0.4):
+            weight, a, b = Param("weight", (5, 128)), Param("lora_a", (2, 128)), Param("lora_b", (5, 2))
+            weight.weights = "nf4"
+            op = cls(weight, a, b, backend, alpha=3.0, rate=rate)
+            yield with_buffer(op, backend, rng), (backend.asarray(rng.normal(size=(4, 128))),)

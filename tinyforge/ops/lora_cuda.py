@@ -9,12 +9,13 @@ from tinyforge.op import Key
 from tinyforge.ops import lora
 from tinyforge.ops.dropout_cuda import dropout
 from tinyforge.ops.linear_cuda import linear_fwd
+from tinyforge.quantised import Quantised, plain
 
 
 @lora.lora_fwd.on("cupy")
 def lora_fwd(
     x: Array,
-    weight: Array,
+    weight: Array | Quantised,
     bias: Array | None,
     a: Array,
     b: Array,
@@ -25,7 +26,7 @@ def lora_fwd(
     backend: CupyBackend,
 ) -> tuple[Array, Array]:
     x = contiguous(x)
-    y = linear_fwd(x, weight, bias, backend=backend)
+    y = linear_fwd(x, plain(weight), bias, backend=backend)
     dropped = x if key is None else dropout(x, key, rate)
     u = gemm(dropped.reshape(-1, x.shape[-1]), a, transpose_b=True, tf32=backend.tf32)
     gemm(u, b, y.reshape(len(u), len(b)), transpose_b=True, accumulate=True, scale=scale, tf32=backend.tf32)
@@ -39,7 +40,7 @@ def lora_bwd(
     dy: Array,
     x: Array,
     u: Array,
-    weight: Array,
+    weight: Array | Quantised,
     a: Array,
     b: Array,
     scale: float,
@@ -61,7 +62,7 @@ def lora_bwd(
     dx = gemm(du, a, tf32=backend.tf32)
     if key is not None:
         dx = dropout(dx, key, rate)
-    gemm(up, weight, dx, accumulate=True, tf32=backend.tf32)
+    gemm(up, plain(weight), dx, accumulate=True, tf32=backend.tf32)
     return dx.reshape(x.shape)
 
 

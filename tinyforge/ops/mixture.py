@@ -172,9 +172,10 @@ class MixtureOfExperts(Op):
         name: str = "",
         *,
         normalised: bool = True,
+        gate_bias: Param | None = None,
     ) -> None:
         super().__init__(backend, name)
-        self.gate = Linear(gate, backend, f"{self.name}.gate")
+        self.gate = Linear(gate, backend, f"{self.name}.gate", bias=gate_bias)
         self.router = TopKRouter(active, backend, f"{self.name}.router", normalised=normalised)
         self.gate_up, self.down = gate_up, down
 
@@ -184,20 +185,40 @@ class MixtureOfExperts(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> tuple[Array, Array, Array]:
         logits = self.gate.forward(x, stash)  # (..., E)
         weights, chosen, usage = self.router.forward(logits, stash)  # (..., k)
-        slots, tokens, places, starts = self.sort(chosen, len(self.gate_up.value))
+        slots, tokens, places, starts = self.sort(chosen, self.gate_up.shape[0])
         gu = self.product(x.reshape(-1, x.shape[-1]), self.gate_up.value, tokens, starts)  # (R, 2H)
         if stash is not None:
             stash.push(self, x, gu, weights, slots, tokens, places, starts)
-        h = self.swiglu(gu, weights, slots)  # (R, H)
+        h = self.activate(gu, weights, slots, starts)  # (R, H)
         rows = self.product(h, self.down.value, None, starts)  # (R, C)
+        self.finish(rows, weights, slots, starts)
         return self.sum_rows(rows, places, None).reshape(x.shape), usage, starts
+
+    def activate(self, gu: Array, weights: Array, slots: Array, starts: Array) -> Array:
+        """w swiglu(gu): what down multiplies."""
+        return self.swiglu(gu, weights, slots)
+
+    def activate_bwd(
+        self, dh: Array, gu: Array, weights: Array, slots: Array, starts: Array
+    ) -> tuple[Array, Array, Array]:
+        """dgu, what `activate` returned, and dweights."""
+        return self.swiglu_bwd(dh, gu, weights, slots)
+
+    def finish(self, rows: Array, weights: Array, slots: Array, starts: Array) -> None:
+        """What else is done to down's rows, in place: see `BiasedExperts`."""
+
+    def finish_bwd(
+        self, dweights: Array, dy: Array, weights: Array, slots: Array, tokens: Array, starts: Array
+    ) -> None:
+        """The gradients of that. dy: (N, C)."""
 
     def backward(self, dy: tuple[Array, Array, Any], stash: Stash) -> Array:
         up, dusage, _ = dy
         dy_rows = up.reshape(-1, up.shape[-1])  # (N, C)
         x, gu, weights, slots, tokens, places, starts = stash.pop(self)
         dh = self.product_bwd_input(dy_rows, self.down.value, tokens, starts)  # (R, H)
-        dgu, h, dweights = self.swiglu_bwd(dh, gu, weights, slots)  # (R, 2H), (R, H), (..., k)
+        dgu, h, dweights = self.activate_bwd(dh, gu, weights, slots, starts)  # (R, 2H), (R, H), (..., k)
+        self.finish_bwd(dweights, dy_rows, weights, slots, tokens, starts)
         if self.down.grad is not None:  # None: frozen
             self.product_bwd_weight(self.down.grad, dy_rows, h, tokens, None, starts)
         if self.gate_up.grad is not None:

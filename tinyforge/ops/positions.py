@@ -35,46 +35,46 @@ def positions_bwd_memory(dweight: Array, dy: Array, positions: Array | None) -> 
 
 
 class LearnedPositions(Op):
-    """y[b, t, :] = x[b, t, :] + P[offset + t, :]
+    """y[b, t, :] = x[b, t, :] + P[first + offset + t, :]
 
-    x, y: (B, T, C); P: (positions, C), offset + T <= positions. offset: how many tokens come before x, when decoding
-    with a cache. Saves only the offset.
+    x, y: (B, T, C); P: (first + positions, C), offset + T <= positions. offset: how many tokens come before x, when
+    decoding with a cache. first: rows before the first position, 2 in OPT. Saves only the offset.
     starts: (B, T) int32, for rows that hold several documents: where t's document begins and its positions restart.
-    Then P[t - starts[b, t]] is added, and these positions are saved.
+    Then P[first + t - starts[b, t]] is added, and these positions are saved.
     backward: dx = dy (the same array), dP[p] += sum of dy over the tokens at position p.
     """
 
     fwd = positions_fwd
     bwd = positions_bwd
 
-    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
+    def __init__(self, weight: Param, backend: Backend, name: str = "", *, first: int = 0) -> None:
         super().__init__(backend, name)
-        self.weight = weight
+        self.weight, self.first = weight, first
 
     def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, starts: Array | None = None) -> Array:
         self.expect(x, self.weight.shape[1])
-        if offset + x.shape[1] > self.weight.shape[0]:
+        if offset + x.shape[1] > (rows := self.weight.shape[0] - self.first):
             raise ValueError(
-                f"{self.name}: x has positions {offset} to {offset + x.shape[1]}, the table {self.weight.shape[0]}; "
-                "shorten the input"
+                f"{self.name}: x has positions {offset} to {offset + x.shape[1]}, the table {rows}; shorten the input"
             )
         if starts is not None and offset:
             raise ValueError(f"{self.name}: starts of documents and offset {offset}; a cache has one; drop one")
         positions = None if starts is None else self.backend.xp.arange(x.shape[1], dtype=starts.dtype) - starts
         if stash is not None:
             stash.push(self, offset, positions)
-        return self.fwd(x, self.weight.value[offset:], positions)
+        return self.fwd(x, self.weight.value[self.first + offset :], positions)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         offset, positions = stash.pop(self)
         if not self.weight.frozen:
-            self.bwd(self.weight.grad[offset:], dy, positions)
+            self.bwd(self.weight.grad[self.first + offset :], dy, positions)
         return dy
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for shape in ((2, 3, 4), (1, 1, 1), (3, 5, 2), (2, 0, 3)):
-            op = with_buffer(cls(Param("weight", (5, shape[-1]), std=1.0), backend), backend, rng)
+            first = 2 if shape[1] == 3 else 0
+            op = with_buffer(cls(Param("weight", (5, shape[-1]), std=1.0), backend, first=first), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape)),)
         # Documents: positions that many tokens share, of one row and of several.
         op = with_buffer(cls(Param("weight", (6, 3), std=1.0), backend), backend, rng)

@@ -42,6 +42,7 @@ from tinyforge.parallel.launch import (
     start,
     started_as_rank,
 )
+from tinyforge.quantised import FOR_TUNING
 from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
 from tinyforge.report import count_of
 from tinyforge.tokenizers.chat_templates import TEMPLATES
@@ -458,13 +459,19 @@ class TuneSettings(Settings):
     )
     lora_dropout: float = setting(0.0, "dropout on the adapters' inputs", check=below_one, metavar="SHARE")
     lora_targets: str = of_model(
-        "", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all)", metavar="NAMES"
+        "", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all but routers)", metavar="NAMES"
+    )
+    weights: str = of_model(
+        "",
+        "with --lora, keep the frozen matrices in nf4 (QLoRA, 4.5 bits a weight), int8 or fp8 (default: the precision)",
+        choices=FOR_TUNING,
+        metavar="FORMAT",
     )
 
     def check(self) -> None:
         super().check()
         usual = type(self)()
-        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+        for name in ("lora_alpha", "lora_dropout", "lora_targets", "weights"):
             if self.lora is None and getattr(self, name) != getattr(usual, name):
                 raise UserError(f"--{name.replace('_', '-')} is given without --lora; add --lora 8, or leave it out")
 
@@ -473,7 +480,7 @@ class TuneSettings(Settings):
         if self.lora is None:
             return None
         targets = tuple(name.strip() for name in self.lora_targets.split(",") if name.strip())
-        return Adapters(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_dropout, targets)
+        return Adapters(self.lora, self.lora_alpha or 2.0 * self.lora, self.lora_dropout, targets, self.weights)
 
 
 ADAPTERS_LR = 3e-4

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import version
@@ -68,7 +70,14 @@ def text(root: Path) -> str:
         raise UserError(f"{root.resolve()} has no folder {RESULTS}; run it from the root of the repository")
     found = read_json(root / RECORD, "the record of checks") if (root / RECORD).is_file() else {}
     specs = list(models().values())
-    parts = [HEAD, _sizes(specs, root), _checks(specs, found, root), _training(specs, root), _speed(specs, root)]
+    parts = [
+        HEAD,
+        _sizes(specs, root),
+        _published(specs),
+        _checks(specs, found, root),
+        _training(specs, root),
+        _speed(specs, root),
+    ]
     return "\n".join([*parts, _backwards(specs, root)])
 
 
@@ -90,6 +99,21 @@ def _sizes(specs: list[ModelSpec], root: Path) -> str:
         sizes = [f"`{name}` {count_parameters(spec, config):,}" for name, config in spec.presets.items()]
         rows.append([_linked(spec, root), spec.summary, "<br>".join(sizes), spec.source or NONE])
     return _table(["model", "what it is", "presets, parameters", "source"], rows)
+
+
+def _published(specs: list[ModelSpec]) -> str:
+    """The architectures of Hugging Face that are read and written."""
+    found = {
+        name: spec.architectures[name] if isinstance(spec.architectures, Mapping) else None
+        for spec in specs
+        for name in spec.architectures
+    }
+    names = ", ".join(f"{name} ({count})" if count is not None else name for name, count in found.items())
+    names = re.sub("ForCausalLM|LMHeadModel", "", names)
+    lines = textwrap.fill(
+        f"Read and written, with how many of their model's options they have, sizes apart: {names}", 120
+    )
+    return f"## Architectures of Hugging Face\n\n{lines}\n"
 
 
 def _backwards(specs: list[ModelSpec], root: Path) -> str:
@@ -169,10 +193,8 @@ def _run_parity(root: Path) -> dict[str, dict[str, Any]]:
 def _training(specs: list[ModelSpec], root: Path) -> str:
     rows = []
     for spec in specs:
-        figures = spec.trained or {NONE: ""}
-        for number, (what, place) in enumerate(figures.items()):
-            name = place.partition("#")[0]
-            value = f"[{_value(root, place):.3f}](results/{name})" if place else NONE
+        for number, (what, place) in enumerate(spec.trained.items()):
+            value = f"[{_value(root, place):.3f}](results/{place.partition('#')[0]})"
             rows.append([spec.title if number == 0 else "", what, value])
     return f"## What was trained\n\n{_table(['model', 'what', 'figure'], rows)}"
 
@@ -247,8 +269,6 @@ def _speed(specs: list[ModelSpec], root: Path) -> str:
         for t in own:
             ours, theirs = f"[{_number(t.ours)} {t.unit}](results/{t.file})", f"{_number(t.theirs)} {t.unit} ({t.peer})"
             rows.append([spec.title, t.what, t.machine, ours, theirs, f"**{t.ours / t.theirs:.2f}**"])
-        if not own:
-            rows.append([spec.title, *[NONE] * 5])
     head = ["model", "what", "machine", "tinyforge", "PyTorch", "ratio"]
     return f"## Speed compared with PyTorch\n\n{_table(head, rows)}"
 

@@ -4,8 +4,8 @@ import numpy as np  # noqa: F401
 
 
 def merge(first, second):
-    """(m, l, o) of both tiles, from the (m, l, o) of each.
+    """(m, z, a) of both tiles, from the (m, z, a) of each.
 
-    m: the largest score s of the tile; l: sum exp(s - m); o: sum exp(s - m) v, a vector.
+    m: the largest score s of the tile; z: sum exp(s - m); a: sum exp(s - m) v, a vector.
     """
     raise NotImplementedError("your turn")

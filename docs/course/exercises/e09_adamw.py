@@ -4,5 +4,8 @@ import numpy as np  # noqa: F401
 
 
 def adamw(w, m, v, grad, step, lr, config):
-    """The new (w, m, v). config has beta1, beta2, eps and weight_decay; step counts from 1."""
+    """The new (w, m, v), arrays of one shape; m and v without the correction. step: 1 or more.
+
+    config.beta1, config.beta2, config.eps, config.weight_decay are numbers, and so is lr, the learning rate.
+    """
     raise NotImplementedError("your turn")

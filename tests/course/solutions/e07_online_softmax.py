@@ -4,11 +4,11 @@ import numpy as np
 
 
 def merge(first, second):
-    """(m, l, o) of both tiles, from the (m, l, o) of each.
+    """(m, z, a) of both tiles, from the (m, z, a) of each.
 
-    m: the largest score s of the tile; l: sum exp(s - m); o: sum exp(s - m) v, a vector.
+    m: the largest score s of the tile; z: sum exp(s - m); a: sum exp(s - m) v, a vector.
     """
-    (m1, l1, o1), (m2, l2, o2) = first, second
+    (m1, z1, a1), (m2, z2, a2) = first, second
     m = np.maximum(m1, m2)
-    a, b = np.exp(m1 - m), np.exp(m2 - m)
-    return m, a * l1 + b * l2, a * o1 + b * o2
+    f, g = np.exp(m1 - m), np.exp(m2 - m)
+    return m, f * z1 + g * z2, f * a1 + g * a2
