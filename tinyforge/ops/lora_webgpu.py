@@ -8,13 +8,21 @@ from tinyforge.op import Key
 from tinyforge.ops import lora
 from tinyforge.ops.dropout_webgpu import dropout
 from tinyforge.ops.linear_webgpu import linear_fwd, rows_of
+from tinyforge.quantised import Quantised, plain
 
 
 @lora.lora_fwd.on("webgpu")
 def lora_fwd(
-    x: Array, weight: Array, bias: Array | None, a: Array, b: Array, scale: float, key: Key | None, rate: float
+    x: Array,
+    weight: Array | Quantised,
+    bias: Array | None,
+    a: Array,
+    b: Array,
+    scale: float,
+    key: Key | None,
+    rate: float,
 ) -> tuple[Array, Array]:
-    y = linear_fwd(x, weight, bias)
+    y = linear_fwd(x, plain(weight), bias)
     u = gemm(rows_of(x if key is None else dropout(x, key, rate)), a, transpose_b=True)
     gemm(u, b * scale, rows_of(y), transpose_b=True, accumulate=True)
     return y, u
@@ -27,7 +35,7 @@ def lora_bwd(
     dy: Array,
     x: Array,
     u: Array,
-    weight: Array,
+    weight: Array | Quantised,
     a: Array,
     b: Array,
     scale: float,
@@ -44,9 +52,9 @@ def lora_bwd(
     dx = gemm(du, a)
     if key is not None:
         dx = dropout(dx, key, rate)
-    return gemm(up, weight, dx, accumulate=True).reshape(x.shape)
+    return gemm(up, plain(weight), dx, accumulate=True).reshape(x.shape)
 
 
 @lora.lora_merge.on("webgpu")
 def lora_merge(weight: Array, a: Array, b: Array, scale: float) -> Array:
-    return gemm(b * scale, a, add=weight)
+    return gemm(b * scale, a, add=plain(weight))
