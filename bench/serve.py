@@ -7,18 +7,19 @@
     python bench/serve.py --no-http --config base --backend cupy --precision bf16 --streams 256 --max-tokens 256 \
         --seconds 20 --peer torch
 
-Over HTTP: a server is started as another process, on a free port of this machine. Each of a set of requests
-(greedy and sampled, with and without drafts, chats and completions, a third by a JSON schema) is first made alone, one
-after the other: that gives its text and the rate of serial requests. Then `--streams` clients stream requests from the
-set for `--seconds`, without a pause, while others vanish in the middle, send what is no request, or read slowly. Every
-text must be the one that the request had alone. At the end all rows must be free, and the memory where it was after a
-tenth of the time.
+Over HTTP: a server is started as another process, on a free port of this machine. Each of a set of requests (greedy and
+sampled, with and without drafts, chats and completions, a third by a JSON schema, or as --schema says) is first made
+alone, one after the other: that gives its text and the rate of serial requests. Then `--streams` clients stream
+requests from the set for `--seconds`, without a pause, while others vanish in the middle, send what is no request, or
+read slowly. Every text must be the one that the request had alone. At the end all rows must be free, and the memory
+where it was after a tenth of the time.
 Time to the first token is from the request to the first piece of text. The server's processor time for a token is
 measured too: other programs on the machine change it less.
 
 With --no-http no server is needed (nor its libraries): random weights unless there is a checkpoint; each row's prompt
 is `--prompt` tokens, its reply `--max-tokens`; as one ends another takes its place. The decoder's own rate is that of
-`draw_blocks` with as many rows, at the same positions. --peer torch adds PyTorch's static batch, compiled on a GPU.
+`draw_blocks` with as many rows, at the same positions. --schema all adds the rate with a JSON schema for every text, in
+turns with the rate without. --peer torch adds PyTorch's static batch, compiled on a GPU.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ from tinyforge.errors import UserError, run_command
 from tinyforge.formats import load, resolve_checkpoint
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
+from tinyforge.infer.grammar import Constraint, Grammars
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import Scheduler
+from tinyforge.tokenizers import load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 GARBAGE = (
@@ -104,8 +107,12 @@ SCHEMA = {
 }
 
 
-def works_of(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
-    """Requests: path and body. Some prompts share a beginning."""
+ENDLESS = {"type": "array", "items": SCHEMA, "minItems": 1000}
+"""So that texts have all of their tokens."""
+
+
+def works_of(count: int, max_tokens: int, schema: str) -> list[tuple[str, dict[str, Any]]]:
+    """Requests: path and body. Some prompts share a beginning. schema: which have one: none, third, all."""
     rng, texts, found = random.Random(0), list(documents("val", count, 0)), []
     for i, text in enumerate(texts):
         body: dict[str, Any] = {
@@ -120,7 +127,7 @@ def works_of(count: int, max_tokens: int) -> list[tuple[str, dict[str, Any]]]:
             body |= {"top_p": 0.9, "top_k": 40}
         if rng.random() < 0.1:
             body["tinyforge"] = {"drafts": 3}
-        if i % 3 == 2:
+        if schema == "all" or (schema == "third" and i % 3 == 2):
             body["response_format"] = {"type": "json_object", "schema": SCHEMA}
         words = texts[rng.randrange(4)][:60] + text[: rng.randrange(5, 60)]
         if i % 3:
@@ -179,7 +186,7 @@ class Clients:
     """Good and bad clients of the server at `port`, and what they received."""
 
     def __init__(self, port: int, args: argparse.Namespace) -> None:
-        self.port, self.works, self.rng = port, works_of(args.works, args.max_tokens), random.Random(1)
+        self.port, self.works, self.rng = port, works_of(args.works, args.max_tokens, args.schema), random.Random(1)
         self.alone: list[str] = []
         self.first: list[float] = []
         self.wrong: list[str] = []
@@ -323,6 +330,10 @@ class Alone:
         self.prompts = rng.integers(0, config.vocab, (4 * self.rows, args.prompt)).tolist()
         self.decoder = make_decoder(self.model, max(2, self.rows))
         self.sampling = Sampling(temperature=args.temperature, drafts=0, max_tokens=args.max_tokens)
+        self.constraint: Constraint | None = None
+        if args.schema == "all":
+            tokenizer = load_tokenizer(ROOT / "models" / "nanoeuler" / "small" / "tokenizer.json")
+            self.constraint = Grammars(tokenizer, (), config.vocab).compile("json_schema", json.dumps(ENDLESS))
 
     def own_rate(self) -> float:
         """Tokens a second of the decoder alone: the prompts in the cache, a reply for every row."""
@@ -345,14 +356,15 @@ class Alone:
         [[seconds]] = harness.take_turns({"": decode}, 1, self.backend.synchronize, warm_up=0).values()
         return self.rows * self.args.max_tokens / seconds
 
-    def scheduled(self, seconds: float) -> tuple[float, list[float]]:
+    def scheduled(self, seconds: float, constraint: Constraint | None = None) -> tuple[float, list[float]]:
         """Tokens a second with `rows` requests at every time, and each one's time to its first token, sorted."""
         scheduler, count, alive, tokens = Scheduler(self.model, self.rows, decoder=self.decoder), 0, 0, 0
         first: list[float] = []
         begun = time.monotonic()
         while (now := time.monotonic()) < begun + seconds or scheduler.busy:
             while now < begun + seconds and alive < self.rows:
-                scheduler.submit(self.prompts[count % len(self.prompts)], self.sampling)
+                prompt, bound = self.prompts[count % len(self.prompts)], constraint and constraint.copy()
+                scheduler.submit(prompt, self.sampling, constraint=bound)
                 count, alive = count + 1, alive + 1
             for request, new in scheduler.step():
                 tokens += len(new)
@@ -360,6 +372,10 @@ class Alone:
                     alive -= 1
                     first.append(request.first_token - request.submitted)
         return tokens / (time.monotonic() - begun), sorted(first)
+
+    def bound(self) -> float:
+        """Tokens a second by the schema."""
+        return self.scheduled(self.args.seconds, self.constraint)[0]
 
     def torch_rate(self) -> float:
         """PyTorch's static batch: the same prompts in its cache, the same number of tokens, greedy."""
@@ -386,6 +402,10 @@ class Alone:
             "ratio": rate / own,
             "first_token_ms": first_token_ms(first),
         }
+        if self.constraint:
+            rates = [(self.scheduled(self.args.seconds)[0], self.bound()) for _ in range(3)]
+            plain, bound = (median(column) for column in zip(*rates, strict=True))
+            found |= {"plain_tokens_per_second": plain, "schema_tokens_per_second": bound, "schema": bound / plain}
         return found | ({"torch_tokens_per_second": self.torch_rate()} if self.args.peer else {})
 
 
@@ -400,6 +420,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.number("--max-tokens", 80, "longest reply", 8)
     p.number("--prompt", 32, "tokens, with --no-http")
     p.number("--temperature", 0.8, "with --no-http", 0)
+    p.text("--schema", "third", "which texts follow a JSON schema", choices=("none", "third", "all"))
     p.switch("--no-http", "drive the scheduler directly")
     p.shared("precision", backend={"default": "numpy"})
     p.shared(peer={"help": "time PyTorch's static batch too, with --no-http"})
@@ -407,7 +428,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = harness.machine()
     results = Alone(args).measure() if args.no_http else over_http(args)
     versions = {"python": platform.python_version(), "numpy": np.__version__}
-    given = {name: getattr(args, name) for name in ("backend", "precision", "streams", "seconds")}
+    given = {name: getattr(args, name) for name in ("backend", "precision", "streams", "seconds", "schema")}
     found = {"device": before, "versions": versions, **given, "results": results}
     harness.publish(found, (f"{name:<26} {value}" for name, value in results.items()), args)
     return 1 if results.get("wrong") or results.get("broken") else 0

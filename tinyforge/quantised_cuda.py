@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinyforge import quantised, quantised_groups
+from tinyforge import quantised
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar, vector
 from tinyforge.kernel import Array, pointer
@@ -20,14 +20,4 @@ def dequantise(codes: Array, scales: Array, dtype: np.dtype) -> Array:
         vec = vector(width, to) if pointer(codes) % 16 == 0 else 1
         launch = load("infer/cuda/dequantise.cu", "dequantise", SCALAR=scalar(dtype), CODE=code, VEC=vec)
         launch(blocks(to.size // vec), (256,), (to, codes, scales, np.int64(to.size // vec), np.int32(width // vec)))
-    return to
-
-
-@quantised_groups.dequantise_nf4.on("cupy")
-def dequantise_nf4(codes: Array, scales: Array, dtype: np.dtype) -> Array:
-    codes, scales = contiguous(codes), contiguous(scales)
-    to = new((*codes.shape[:-1], 2 * codes.shape[-1]), dtype)
-    if to.size:
-        launch = load("infer/cuda/dequantise_nf4.cu", "dequantise_nf4", SCALAR=scalar(dtype))
-        launch(blocks(to.size // 8), (256,), (to, codes, scales, np.int64(to.size // 8)))
     return to

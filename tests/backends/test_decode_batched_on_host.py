@@ -16,7 +16,7 @@ from tests.backends.on_host import INLINE, hopper, run_on_host, same_layout
 from tests.backends.test_decode_single_on_host import BEFORE
 from tinyforge.backends import get_backend
 from tinyforge.infer.causal_lm import FusedLayer
-from tinyforge.infer.cuda.arguments import SAMPLER, batched_arguments
+from tinyforge.infer.cuda.arguments import SAMPLER, batched_arguments, samplers
 from tinyforge.infer.cuda.decode_batched_plan import BatchPlan
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder, SequenceStart
 from tinyforge.infer.sampling import Sampling, probabilities
@@ -230,6 +230,93 @@ def test_prompts_pass_beside_other_rows_tokens(tmp_path: Path, monkeypatch: pyte
 def test_faults_show(fault: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     got, expected = served(tmp_path, monkeypatch, fault=fault)
     assert got != expected
+
+
+MASKED = r"""
+int main() {
+    host_limit = 4000000;
+    host_file = fopen("PATH", "rb");
+    const int batch = host_taken<int>(1)[0], words = host_taken<int>(1)[0];
+    auto logits = host_taken<A>(batch * VOCAB_ROWS);
+    auto masks = host_taken<u32>(words);
+    auto mask_of = host_taken<int>(batch);
+    auto samplers = host_taken<Sampler>(batch);
+    auto first = host_taken<u32>(batch);
+    std::vector<int> ids(batch, -9), drawn(batch, -9);
+    host_launch(batch, 1, THREADS, [&] {
+        sample_masked(logits.data(), masks.data(), mask_of.data(), samplers.data(), first.data(), ids.data(),
+                      drawn.data());
+    });
+    for (int i = 0; i < batch; i++) printf("%d %d ", ids[i], drawn[i]);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("vocab", "fault"),
+    [
+        (27, None),
+        (300, None),
+        (300, ("mask[begin / 32] >> begin % 32", "mask[begin / 32]")),
+        (27, ("largest(id_of(sorted[below]), 0)", "id_of(sorted[below])")),
+    ],
+    ids=["27", "300", "bits", "none"],
+)
+def test_only_tokens_of_the_mask_are_sampled(vocab: int, fault: tuple[str, str] | None, tmp_path: Path) -> None:
+    """Rows with masks of one token, of fewer than top k, of many and of none, next to rows without: the token that the
+    distribution over the allowed ones has at the row's number."""
+    rng, batch, padded = np.random.default_rng(vocab), 60, -(-vocab // 8) * 8
+    plan = BatchPlan(
+        dim=32,
+        hidden=12,
+        heads=2,
+        kv_heads=1,
+        layers=1,
+        vocab=vocab,
+        outputs=1,
+        itemsize=4,
+        batch=batch,
+        blocks=4,
+        warps=4,
+        shared=1 << 17,
+    )
+    logits = np.full((batch, padded), -np.inf, np.float32)
+    logits[:, :vocab] = rng.normal(size=(batch, vocab)) * 2
+    rules = [Sampling(0.0), Sampling(1.5, 0, 1), Sampling(0.9, 5, 1), Sampling(2, 0, 0.8), Sampling(1, 9, 0.9, 0.05)]
+    samplings = [replace(rules[row % 5], seed=row) for row in range(batch)]
+    allowed = np.ones((batch, vocab), bool)
+    for row in range(batch):
+        some = rng.permutation(vocab)[: (1, 3, vocab // 2, vocab - 1)[row % 4]]
+        if row % 6:
+            allowed[row] = False
+            allowed[row, some] = True
+    allowed[7] = False
+    mask_of = np.where(np.arange(batch) % 6, np.arange(batch), -1).astype(np.int32)
+    masks = np.zeros((batch, 32 * -(-vocab // 32)), bool)
+    masks[:, :vocab] = allowed
+    masks = np.packbits(masks, axis=1, bitorder="little").view(np.uint32)
+    draw = samplers(samplings, [Stream(s.seed, "sample") for s in samplings])
+    parts = [np.int32(batch), np.int32(masks.size), logits, masks, mask_of, draw, np.arange(batch, dtype=np.uint32) % 3]
+    path = tmp_path / "rows.bin"
+    path.write_bytes(b"".join(np.ascontiguousarray(part).tobytes() for part in parts))
+    macros = {"SCALAR": "float", "SPIN": 1, **plan.macros}
+    main, before = MASKED.replace("PATH", str(path)), hopper() + BEFORE
+    file, bodies = "infer/cuda/sample_masked.cu", {head: BODIES[head] for head in tuple(BODIES)[:4]}
+    text = run_on_host(file, macros, bodies, main, tmp_path, before=before, fault=fault)
+    ids, drawn = np.array(text.split(), int).reshape(batch, 2).T
+    assert (ids == drawn).all()
+    z = np.where(allowed, logits[:, :vocab].astype(np.float64), -np.inf)
+    expected = []
+    for row, sampling in enumerate(samplings):
+        if sampling.temperature == 0 or row == 7:
+            expected.append(int(z[row].argmax()))
+            continue
+        p = probabilities(z[row : row + 1], sampling)[0]
+        order = np.argsort(-p, kind="stable")
+        number = Stream(sampling.seed, "sample").uniform((6,))[2 * (row % 3)]
+        expected.append(int(order[p[order].cumsum().searchsorted(number, side="right")]))
+    right = ids == expected
+    assert right.all() if fault is None else not right.all()
 
 
 def cut(x: np.ndarray) -> np.ndarray:

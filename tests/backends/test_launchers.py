@@ -55,6 +55,7 @@ LAUNCHERS = (
     "ops.add_layernorm",
     "ops.add_rmsnorm",
     "ops.attention",
+    "ops.attention_sink",
     "ops.causal_conv",
     "ops.class_token",
     "ops.conv2d",
@@ -75,6 +76,7 @@ LAUNCHERS = (
     "ops.losses",
     "ops.lstm",
     "ops.mixture",
+    "ops.mixture_biased",
     "ops.patches",
     "ops.pooling",
     "ops.positions",
@@ -85,6 +87,7 @@ LAUNCHERS = (
     "ops.rows",
     "ops.scale",
     "ops.selective_scan",
+    "ops.sigmoid_gate",
     "ops.softmax",
     "ops.swiglu",
     "ops.swiglu_linear",
@@ -94,6 +97,8 @@ LAUNCHERS = (
     "optim.muon",
     "parallel.sums",
     "infer.cuda.prompts",
+    "quantised",
+    "quantised_groups",
 )
 NUMBERS = {
     "int": np.int32,
@@ -102,6 +107,7 @@ NUMBERS = {
     "double": np.float64,
     "float": np.float32,
     "byte": np.uint8,
+    "unsigned char": np.uint8,
     "Weight": np.int64,
 }
 FREE = {"DROP", "HEAD_DIM", "TAPS"}  # macros with more values than the table has; plain attention has any masks
@@ -305,8 +311,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 def test_no_launcher_is_left_out() -> None:
     folder = files("tinyforge")
     there = {
-        f"{d.replace('/', '.')}.{f.name[: -len('_cuda.py')]}"
-        for d in ("infer/cuda", "ops", "optim", "parallel")
+        f"{d.replace('/', '.')}.{f.name[: -len('_cuda.py')]}".lstrip(".")
+        for d in ("", "infer/cuda", "ops", "optim", "parallel")
         for f in (folder / d).iterdir()
         if f.name.endswith("_cuda.py")
     }

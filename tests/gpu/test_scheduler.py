@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.gpu.test_decode_single import BASE, CONFIG, TOLERANCE, trained_like
+from tests.gpu.test_decode_single import BASE, CONFIG, TOLERANCE, forward, most_likely_first, trained_like
 from tests.infer.test_scheduler import run, wishes
 from tinyforge.infer.generation import generate_batch
-from tinyforge.infer.sampling import Sampling
-from tinyforge.infer.scheduler import Scheduler
+from tinyforge.infer.sampling import Sampling, probabilities
+from tinyforge.infer.scheduler import Request, Scheduler
 from tinyforge.models.nanoeuler import Config
+from tinyforge.rng import Stream
+from tinyforge.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.gpu
+
+SMALL = Path(__file__).resolve().parents[2] / "models" / "nanoeuler" / "small"
+STOP = frozenset([510, 511])
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
@@ -99,3 +108,108 @@ def test_a_prompt_that_is_fed_gives_the_tokens_of_one_that_is_computed() -> None
         while scheduler.busy:
             scheduler.step()
         assert [request.tokens for request in requests] == expected
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Any:
+    """Of the shipped tokenizer's 512 tokens; none of the others may come in a text by a grammar."""
+    grammar = pytest.importorskip("tinyforge.infer.grammar")
+    pytest.importorskip("llguidance", reason="needs the extra [serve]")
+    return grammar.Grammars(load_tokenizer(SMALL / "tokenizer.json"), STOP, 600)
+
+
+def by_schemas(grammars: Any, scheduler: Scheduler, count: int, rule: Sampling) -> tuple[list[Any], list[Request]]:
+    """Texts by `count` schemas, between texts without; they come and go."""
+    from tests.infer.test_grammar import a_schema
+
+    rng, schemas, bound = random.Random(3), [], []
+    for seed in range(count):
+        schemas.append(a_schema(rng))
+        constraint = grammars.compile("json_schema", json.dumps(schemas[-1]))
+        how = replace(rule, seed=seed, top_k=rule.top_k * (seed % 3))
+        bound.append(scheduler.submit([seed], how, STOP, constraint=constraint))
+        scheduler.submit([seed, 3], replace(how, max_tokens=1 + seed % 40), STOP)
+        scheduler.step()
+    while scheduler.busy:
+        scheduler.step()
+    return schemas, bound
+
+
+VALID = replace(CONFIG, vocab=600, context=400), replace(BASE, vocab=600, context=400)
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_greedy_texts_by_schemas_are_those_that_the_host_masks(precision: str, grammars: Any) -> None:
+    from tinyforge.infer.cuda.decode_batched import BatchDecoder
+
+    class OnHost(BatchDecoder):
+        def draws(self, sampling: Sampling) -> bool:
+            return False
+
+    model = trained_like(VALID[precision == "bf16"], precision)
+    rule = Sampling(temperature=0, max_tokens=120)
+    found = []
+    for kind in (BatchDecoder, OnHost):
+        _, requests = by_schemas(grammars, Scheduler(model, 40, decoder=kind(model, 40)), 50, rule)
+        found.append([(request.tokens, request.reason) for request in requests])
+    assert found[0] == found[1] and len({tuple(tokens) for tokens, _ in found[0]}) > 25
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_text_by_a_schema_that_has_ended_is_valid(precision: str, grammars: Any) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="needs the extra [dev]")
+    tokenizer, model = load_tokenizer(SMALL / "tokenizer.json"), trained_like(VALID[precision == "bf16"], precision)
+    rule = Sampling(temperature=4, top_k=20, top_p=1, max_tokens=300)
+    schemas, requests = by_schemas(grammars, Scheduler(model, 32), 50, rule)
+    ended = 0
+    for schema, request in zip(schemas, requests, strict=True):
+        text = tokenizer.decode(request.tokens)
+        assert request.reason in ("stop", "length"), (schema, text, request.reason)
+        if request.reason == "stop":
+            ended += 1
+            jsonschema.validate(json.loads(text), schema)
+    assert ended >= 30
+
+
+def test_tokens_are_sampled_from_what_the_mask_leaves(grammars: Any) -> None:
+    """By the model's probabilities and the row's own number; also where fewer tokens are allowed than top k."""
+    config = VALID[0]
+    model, constraint = trained_like(config, "fp32"), grammars.compile("regex", "[a-g]")
+    z = np.zeros(config.vocab, np.float32)
+    constraint.mask(z)
+    for rule in (
+        Sampling(1, 0, 1),
+        Sampling(2, 40, 1),
+        Sampling(3, 3, 1),
+        Sampling(2, 40, 0.8),
+        Sampling(2, 0, 1, 0.2),
+    ):
+        scheduler = Scheduler(model, 64)
+        requests = [
+            scheduler.submit([seed], replace(rule, seed=seed), STOP, constraint=constraint.copy()) for seed in range(64)
+        ]
+        while scheduler.busy:
+            scheduler.step()
+        for request in requests:
+            assert request.reason == "stop" and len(request.tokens) == 1
+            logits = forward(model, np.array(request.prompt, np.int32))[-1:, 0] + z
+            p, uniform = probabilities(logits, rule)[0], float(Stream(request.sampling.seed, "sample").uniform())
+            places = (max(uniform - 1e-5, 0), uniform, min(uniform + 1e-5, 1 - 1e-9))
+            assert request.tokens[0] in {most_likely_first(p, u) for u in places}
+        assert len({request.tokens[0] for request in requests}) > 1
+
+
+def test_a_text_without_a_grammar_is_the_same_next_to_one_with(grammars: Any) -> None:
+    """Whether its passes are queued in blocks or one by one, to the last bit of its numbers."""
+    model, found = trained_like(VALID[1], "bf16"), []
+    for bound in (0, 12):
+        scheduler = Scheduler(model, 32)
+        plain = [scheduler.submit([i, 9], Sampling(1, top_k=50, seed=i, max_tokens=90), STOP) for i in range(12)]
+        for i in range(bound):
+            scheduler.step()
+            constraint = grammars.compile("json_schema", '{"type": "array", "items": {"type": "integer"}}')
+            scheduler.submit([i, 7, 8], Sampling(1, seed=i, max_tokens=5 + i), STOP, constraint=constraint)
+        while scheduler.busy:
+            scheduler.step()
+        found.append([request.tokens for request in plain])
+    assert found[0] == found[1]

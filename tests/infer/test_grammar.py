@@ -6,21 +6,26 @@ import json
 import random
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.infer.test_scheduler import Drawing
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.infer.decoder import Decoder, ReferenceDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import Request, Scheduler
 from tinyforge.models.nanoeuler import Config, NanoEuler
+from tinyforge.rng import Stream
 from tinyforge.tokenizers import TextTokenizer, load_tokenizer
 
 pytest.importorskip("llguidance", reason="needs the extra [serve]")
-from tinyforge.infer.grammar import MOST_TEXT, Grammars, closed  # noqa: E402
+from tinyforge.infer.grammar import MOST_TEXT, After, Grammars, closed, masks  # noqa: E402
 
 SMALL = Path(__file__).resolve().parents[2] / "models" / "nanoeuler" / "small"
 STOP = frozenset([510, 511])
@@ -158,6 +163,107 @@ def test_drafts_follow_the_grammar(
     assert sum(sum(r.stats.accepted) for r in found[1]) > 0
 
 
+def test_a_decoder_that_draws_gives_the_texts_of_the_host(
+    model: NanoEuler, tokenizer: TextTokenizer, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy and sampled, next to texts without a grammar, whichever come and go; some grammars begin late."""
+    rng = random.Random(4)
+    asked: list[tuple[list[int], Sampling, frozenset[int], Any]] = []
+    for seed in range(48):
+        schema = json.dumps(rng.choice([{"enum": ["a", "abc", 5]}, {"type": "boolean"}, a_schema(rng, 1)]))
+        constraint = grammars.compile("json_schema", schema) if seed % 3 else None
+        if seed % 8 == 5 and constraint is not None:
+            constraint = After(constraint, b"e", tokenizer.token_bytes, sorted(STOP))
+        sampling = Sampling(
+            temperature=rng.choice([0.0, 1.0]),
+            top_k=rng.choice([0, 3]),
+            top_p=rng.choice([1, 0.9]),
+            seed=seed,
+            max_tokens=rng.choice([1, 5, 30]),
+            drafts=0,
+        )
+        asked.append(([rng.randrange(500) for _ in range(rng.choice([1, 2, 9, 40]))], sampling, STOP, constraint))
+
+    def texts(decoder: Decoder, gaps: int) -> list[Any]:
+        scheduler, requests, gone = Scheduler(model, 6, queue=64, decoder=decoder), [], []
+        for i, (prompt, sampling, stop, constraint) in enumerate(asked):
+            for _ in range(rng.randrange(gaps + 1)):
+                scheduler.step()
+            requests.append(scheduler.submit(prompt, sampling, stop, constraint=constraint and constraint.copy()))
+            if gaps and i % 7 == 3:  # one that is cancelled
+                gone.append(scheduler.submit(prompt, sampling, stop, constraint=constraint and constraint.copy()))
+                scheduler.step()
+                scheduler.cancel(gone[-1])
+        run(scheduler)
+        assert scheduler.free == list(range(6))
+        return [(request.tokens, request.reason) for request in requests]
+
+    def numbers(seed: int) -> Iterator[float]:  # each takes a block of the stream, as on a device
+        stream = Stream(seed, "sample")
+        while True:
+            yield float(stream.uniform())
+
+    monkeypatch.setattr("tinyforge.infer.scheduler.uniforms", numbers)
+    expected = texts(ReferenceDecoder(model, 6), 0)
+    for gaps in (0, 2):
+        decoder = Drawing(model, 6)
+        assert texts(decoder, gaps) == expected
+        assert decoder.alone > 50
+    reasons = [reason for _, reason in expected]
+    assert reasons.count("stop") > 10 < reasons.count("length")
+
+
+def test_masks_made_together_are_those_made_alone(tokenizer: TextTokenizer, grammars: Grammars) -> None:
+    ended = grammars.compile("choice", '["x"]')
+    assert ended.accept(tokenizer.encode("x", "text")[0])
+    failed = grammars.compile("choice", '["x"]')
+    assert not failed.accept(5) and failed.failed and not ended.failed
+    after = After(ended.copy(), b"\n", tokenizer.token_bytes, sorted(STOP))
+    begun = after.copy()
+    assert begun.accept(tokenizer.encode("\n", "text")[0])
+    constraints = [grammars.compile("regex", "[ab]c"), ended, after, begun, grammars.compile("json_schema", "{}")]
+    found = np.unpackbits(masks([*constraints, failed]).view(np.uint8), axis=1, bitorder="little")
+    for bits, constraint in zip(found, constraints, strict=False):
+        z = np.zeros(512, np.float32)
+        constraint.mask(z)
+        assert np.array_equal(bits[:512] == 1, np.isfinite(z)) and 0 < (bits[:512] == 1).sum() < 512
+
+
+def test_text_that_has_to_come_is_tokenized_once(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, asked = type(tokenizer).encode, list[str]()
+
+    def counted(self: TextTokenizer, text: str, *args: Any) -> list[int]:
+        asked.append(text)
+        return encode(self, text, *args)
+
+    monkeypatch.setattr(type(tokenizer), "encode", counted)
+    schema = json.dumps(
+        {"type": "object", "properties": {"a_long_name": {"type": "boolean"}}, "required": ["a_long_name"]}
+    )
+    constraint = Grammars(tokenizer, STOP, 512).compile("json_schema", schema)
+    counts = []
+    for _ in range(2):
+        one = constraint.copy()
+        for token in encode(tokenizer, '{"a_long_name": true}', "text"):
+            z = np.zeros(512, np.float32)
+            one.mask(z)
+            assert z[token] == 0 and one.accept(token)
+        counts.append(len(asked))
+    assert "a_long_name" in "".join(asked) and counts[0] == counts[1]
+
+
+def test_a_text_never_ends_well_after_its_grammar_has_failed(model: NanoEuler, grammars: Grammars) -> None:
+    """Its masks then mean nothing: a stop that is sampled is none."""
+    failed = grammars.compile("choice", '["x"]')
+    assert not failed.accept(5)
+    for decoder in (ReferenceDecoder(model, 2), Drawing(model, 2)):
+        bias = () if isinstance(decoder, Drawing) else ((510, 99.0),)
+        scheduler = Scheduler(model, 2, decoder=decoder)
+        request = scheduler.submit([1, 2], Sampling(logit_bias=bias), STOP, constraint=failed.copy())
+        run(scheduler)
+        assert request.reason == "grammar" and request.tokens == []
+
+
 def reply(model: NanoEuler, tokenizer: TextTokenizer, constraint: Any, stop: frozenset[int] = STOP) -> tuple[str, Any]:
     scheduler = Scheduler(model, 2)
     bias = ends_of_json(tokenizer)
@@ -244,5 +350,9 @@ def test_grammars_of_many_states_take_bounded_time(
     model: NanoEuler, tokenizer: TextTokenizer, grammars: Grammars, kind: Any, text: str
 ) -> None:
     begun = time.process_time()
-    text, reason = reply(model, tokenizer, grammars.compile(kind, text))
-    assert reason in ("length", "grammar", "stop") and time.process_time() - begun < 6
+    constraint = grammars.compile(kind, text)
+    _, reason = reply(model, tokenizer, constraint)
+    scheduler = Scheduler(model, 2, decoder=Drawing(model, 2))
+    drawn = scheduler.submit([5], Sampling(max_tokens=100), STOP, constraint=constraint.copy())
+    run(scheduler)
+    assert {reason, drawn.reason} <= {"length", "grammar", "stop"} and time.process_time() - begun < 8

@@ -16,7 +16,7 @@ from tinyforge.serve.protocol import Tool
 from tinyforge.serve.tools import CallReader, Tools, grammar, read_calls
 from tinyforge.tokenizers import TextTokenizer, load_tokenizer, thoughts
 from tinyforge.tokenizers.chat_templates import ChatTemplate
-from tinyforge.tokenizers.tool_calls import COUNT, CallForm, learn
+from tinyforge.tokenizers.tool_calls import COUNT, CallForm, Fields, Literals, learn
 
 pytest.importorskip("llguidance", reason="needs the extra [serve]")
 
@@ -38,6 +38,9 @@ FAMILIES = {
     "Qwen3-Coder": ("<tool_call>", "<tool_call>\n<function=", ">\n"),
     "GLM-4.6": ("<tool_call>", "<tool_call>", "\n"),
     "MiniMax-M2": ("<minimax:tool_call>", '\n<minimax:tool_call>\n<invoke name="', '">\n'),
+    "google-gemma-4-31B-it": ("<|tool_call>call:", "<|tool_call>call:", "{"),
+    "LFM2.5-8B-A1B": ("<|tool_call_start|>", "<|tool_call_start|>[", "("),
+    "lfm2_v2": ("<|tool_call_start|>", "<|tool_call_start|>[", "("),
     "deepseek-ai-DeepSeek-V3.2": (
         "<｜DSML｜function_calls>",
         '\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="',
@@ -99,8 +102,9 @@ def test_forms_of_published_templates(vocabularies: dict[str, TextTokenizer]) ->
     assert {
         name: (form.head, form.before, form.between) for name, form in found.items() if name in FAMILIES
     } == FAMILIES
-    assert not WITHOUT & set(found) and len(found) > 50 and read > 180, (len(found), read, sorted(found))
-    assert sum(form.fields is not None for form in found.values()) > 20
+    assert not WITHOUT & set(found) and len(found) > 63 and read > 230, (len(found), read, sorted(found))
+    kinds = [type(form.fields) for form in found.values()]
+    assert kinds.count(Fields) > 20 and kinds.count(Literals) > 12
 
 
 def test_grammars_of_published_templates(vocabularies: dict[str, TextTokenizer]) -> None:
@@ -125,6 +129,7 @@ def test_grammars_of_published_templates(vocabularies: dict[str, TextTokenizer])
                     continue  # every text is one
                 ((key, value),) = json.loads(arguments).items()
                 of = form.fields
+                assert isinstance(of, Fields)
                 arguments = f"{of.before}{key}{of.kind[0]}{of.kinds[0]}{of.kind[1]}{value}{of.after}"
             constraint = grammars.compile("lark", grammar(Tools([tool], form, None, forced=True), tokenizer))
             text = f"{form.before}weather{form.between}{arguments}{form.after}"

@@ -164,6 +164,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "infer/cuda/decode_single.cu": list(_decode_single()),
     "infer/cuda/dequantise.cu": vectors(CODE=("int8", "e4m3")),
     "infer/cuda/dequantise_nf4.cu": every(SCALAR=PRECISIONS),
+    "infer/cuda/sample_masked.cu": [*every(SCALAR="bf16", **_BASE, DEPTH=16), *every(SCALAR=PRECISIONS, **_SMALL)],
     "ops/activations.cu": vectors(),
     "ops/attention.cu": [*_attention_plain(), *_attention_mma()],
     "ops/attention_documents.cu": every(THREADS=256),

@@ -49,12 +49,14 @@ class Decoder(ABC):
     can_rewind: whether a row can go back to any length, as keys and values can; else only to 0. can_save: whether part
     of one row's cache can be copied into another's. most_drafts: drafts that a pass can verify. piece: positions of a
     prompt that a scheduler prefills together. together: positions at its end that `last_logits` takes faster.
+    any_cut: whether a position has the same bits however a text is cut into passes of up to `piece` positions.
     """
 
     can_rewind = True
     can_save = False
     piece = 32
     together = 1
+    any_cut = False
 
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         check_causal_lm(model)
@@ -157,6 +159,17 @@ class Decoder(ABC):
         call. Samples mean nothing before the last token of a start, in rows that take no part, and once a cache is
         full. Rows may be rewound, prefilled and started again before the function is called. A row's samples do not
         depend on the other rows, nor on how passes are split into calls.
+        """
+        raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
+
+    def queue_pass(
+        self, rows: Mapping[int, SequenceStart | None]
+    ) -> Callable[[Sequence[int], np.ndarray], Callable[[], np.ndarray]]:
+        """`queue` for one token of each row, in two calls, so that masks are computed meanwhile. Call the function that
+        it returns before the next pass is queued: it samples, and returns what `queue` does.
+
+        Its arguments are the rows that have masks, and the masks, (rows, words) uint32: bit i of a mask says whether
+        token i may be sampled. Words past the vocabulary are ignored.
         """
         raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
 

@@ -28,6 +28,7 @@ class CompiledDecoder(CPUDecoder):
     """
 
     together = CPUDecoder.piece
+    any_cut = True
 
     def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
         super().__init__(model, batch, capacity)

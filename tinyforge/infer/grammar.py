@@ -13,6 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -27,15 +28,23 @@ MOST_TEXT, MOST_KEPT = 128 << 10, 32
 """Bytes of a grammar's text; compiled grammars that are kept."""
 LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 20_000, "verbose_errors": False}
 """Some 4 ms a token and 40 MB at most."""
+MOST_FORCED, FORCED_BYTES = 8192, 256
+"""Texts that have to come next, whose tokens are kept; their bytes."""
+NOTHING = {"NoExtensionBias": "no text follows it"}
+"""Errors of llguidance in words."""
 BLANKS = {"whitespace_pattern": r"[ \n\t]"}
 """Between JSON's tokens, at most one: small models may go on with blanks for ever."""
 
 
 class Constraint:
-    """A text that grows by a grammar's rules."""
+    """A text that grows by a grammar's rules. words: 32-bit words of a mask, a bit for each token."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher, self.words = matcher, words
+
+    def fill(self, mask: np.ndarray) -> Any:
+        """Fill a mask, (words,) uint32, with the tokens that may come next; or return the matcher that does."""
+        return self._matcher
 
     def mask(self, z: np.ndarray) -> None:
         """Set the logits of the tokens that may not come next, z (V,), to -inf. No change after an error."""
@@ -61,12 +70,17 @@ class Constraint:
         return bool(self._matcher.consume_token(token))
 
     @property
+    def failed(self) -> bool:
+        """Whether the grammar has grown beyond its limits: masks mean nothing then."""
+        return bool(self._matcher.is_error())
+
+    @property
     def complete(self) -> bool:
         """Whether nothing may follow."""
         return bool(self._matcher.is_stopped())
 
     def copy(self) -> Constraint:
-        return Constraint(self._matcher.deep_copy())
+        return Constraint(self._matcher.deep_copy(), self.words)
 
 
 class After(Constraint):
@@ -75,6 +89,15 @@ class After(Constraint):
     def __init__(self, inner: Constraint, mark: bytes, tokens: Callable[[int], bytes], ends: Sequence[int]) -> None:
         self._inner, self._mark, self._tokens, self._ends = inner, mark, tokens, list(ends)
         self._tail: bytes | None = b""  # None: the constraint has begun
+        self.words = inner.words
+
+    def fill(self, mask: np.ndarray) -> Any:
+        if self._tail is None:
+            return self._inner.fill(mask)
+        mask[:] = ~np.uint32(0)
+        for end in self._ends:
+            mask[end // 32] &= ~np.uint32(1 << end % 32)
+        return None
 
     def mask(self, z: np.ndarray) -> None:
         if self._tail is None:
@@ -101,6 +124,10 @@ class After(Constraint):
         return True
 
     @property
+    def failed(self) -> bool:
+        return self._inner.failed
+
+    @property
     def complete(self) -> bool:
         return self._tail is None and self._inner.complete
 
@@ -108,6 +135,24 @@ class After(Constraint):
         made = After(self._inner.copy(), self._mark, self._tokens, self._ends)
         made._tail = self._tail
         return made
+
+
+@cache
+def _executor() -> Any:
+    """Threads that compute masks."""
+    import llguidance
+
+    return llguidance.LLExecutor()
+
+
+def masks(constraints: Sequence[Constraint]) -> np.ndarray:
+    """The tokens that may come next in each text, (texts, words) uint32; computed by several threads. The constraints
+    must be by one `Grammars`."""
+    found = np.empty((len(constraints), max((c.words for c in constraints), default=0)), np.uint32)
+    places = [(matcher, i) for i, c in enumerate(constraints) if (matcher := c.fill(found[i])) is not None]
+    if places:
+        _executor().unsafe_compute_mask_ptr(places, found.ctypes.data, found.strides[0], len(found))
+    return found
 
 
 class _Tokens:
@@ -119,9 +164,13 @@ class _Tokens:
         self.eos_token_id, self.bos_token_id = end, tokenizer.bos
         self.tokens = [tokenizer.token_bytes(i) if i < known else b"<unused %d>" % i for i in range(vocab)]
         self.special_token_ids = sorted(specials | {end} | set(range(known, vocab)))
-        self._tokenizer = tokenizer
+        self._tokenizer, self._kept = tokenizer, lru_cache(MOST_FORCED)(self._encode)
 
     def __call__(self, text: bytes) -> list[int]:
+        """Called while masks are made, for the text that has to come next: mostly the same as before."""
+        return list(self._kept(text)) if len(text) <= FORCED_BYTES else self._encode(text)
+
+    def _encode(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode("utf-8", "replace"), "text")
 
 
@@ -138,6 +187,7 @@ class Grammars:
         count = vocab if ends else vocab + 1  # an end that is never drawn
         wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer, count, ends[0] if ends else vocab))
         self._tokenizer = llguidance.LLTokenizer(wrapper, count, ends or [vocab])
+        self._words = -(-count // 32)
         self._limits = llguidance.LLParserLimits(**LIMITS)
         self._kept: OrderedDict[tuple[str, str], Constraint] = OrderedDict()
         self._lock = threading.Lock()
@@ -150,7 +200,7 @@ class Grammars:
         with self._lock:
             found = self._kept.get((kind, text))
         if found is None:
-            found = Constraint(self._matcher(kind, text))
+            found = Constraint(self._matcher(kind, text), self._words)
             with self._lock:
                 self._kept[kind, text] = found
                 while len(self._kept) > MOST_KEPT:
@@ -170,7 +220,8 @@ class Grammars:
         matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         matcher.compute_bitmask()  # a grammar that matches nothing shows here
         if matcher.is_error():
-            raise UserError(f"the grammar cannot be used: {_first_line(matcher.get_error())}")
+            found = _first_line(matcher.get_error())
+            raise UserError(f"the grammar cannot be used: {NOTHING.get(found, found)}")
         return matcher
 
 

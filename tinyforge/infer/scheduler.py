@@ -7,7 +7,9 @@
 
 A step admits waiting requests to free rows, prefills some pieces of their prompts, and then decodes a block of tokens
 for every row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Those blocks are
-queued ahead: the decoder computes one while the host reads another. A row is freed once its last block is read.
+queued ahead: the decoder computes one while the host reads another. A row is freed once its last block is read. While a
+row samples by a grammar, which must read each token before the next is drawn, passes are queued one by one; the decoder
+computes a pass's logits while the host makes the masks for them.
 
 The shortest prompt is computed first, in both queues; every AGEING-th choice takes the request that came first, so that
 long prompts keep a share of the time. Requests of one `owner` get at most SHARE times as many rows as stay free.
@@ -21,7 +23,7 @@ A request's text depends only on its prompt, its sampling and its seed, to the l
   pass, together with the other rows' tokens, until it has the last one and draws.
 - Prompts share complete pieces: a saved piece holds the bits that computing it again would give. Only a prompt that
   goes on after another request's prompt and reply takes what decoding that reply computed, token by token: equal to
-  computing it again up to rounding.
+  computing it again up to rounding. Where `Decoder.any_cut` all common beginnings are shared, with the same bits.
 - `Decoder.step_rows` gives a row the same bits whichever rows run with it. Speculating rows have their own passes.
 - Random numbers come from the request's own stream. The request's sampling alone decides who draws, decoder or host.
 
@@ -35,7 +37,7 @@ import itertools
 import operator
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +48,7 @@ from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder, SequenceStart
-from tinyforge.infer.grammar import Constraint
+from tinyforge.infer.grammar import Constraint, masks
 from tinyforge.infer.sampling import Sampling, choose, penalise, uniforms
 from tinyforge.infer.session import Refused, Stats, Token, check_prompt, checked_ids
 from tinyforge.infer.speculation import propose, verify
@@ -56,6 +58,8 @@ BLOCK = 16
 """Tokens per row and step, where the decoder draws them itself."""
 AHEAD = 2
 """Blocks in flight: one is computed while the other is read."""
+FEW = 4
+"""Passes of a text by a grammar after which one that has ended is given to its reader, among those of a block."""
 HOST_PASSES = 2
 """Passes for the rows that the host draws, after each block of the rows that the decoder draws."""
 PREFIX_BYTES = 256 << 20
@@ -80,6 +84,14 @@ class _Block(NamedTuple):
     parts: list[tuple[Request, int, int]]
 
 
+class _Pass(NamedTuple):
+    """A pass whose logits are computed, and whose tokens are not yet drawn. sample: see `Decoder.queue_pass`. parts: as
+    of a block."""
+
+    sample: Callable[[Sequence[int], np.ndarray], Callable[[], np.ndarray]]
+    parts: list[tuple[Request, int, int]]
+
+
 @dataclass(eq=False)
 class Request:
     """A request and its progress.
@@ -87,7 +99,7 @@ class Request:
     accept: called with new tokens; returns None, or after how many of them the text ends. alternatives: how many
     `others` each token gets. deadline, submitted, first_token: times of `Scheduler.clock`. owner: see `SHARE`; None is
     not limited. scored: the prompt's tokens with log-probabilities, the first without, where asked for. reuse: whether
-    saved pieces are read and kept. constraint: which tokens may come next; the host then samples. reason: why it ended,
+    saved pieces are read and kept. constraint: which tokens may come next. reason: why it ended,
     None while it runs. text: prompt and generated tokens. stats: as a session's, without times. budget: tokens that may
     still come.
     """
@@ -155,6 +167,7 @@ class Scheduler:
         self.prefixes = Prefixes(prefix_bytes if self.decoder.can_save else 0)
         self._ended: list[Request] = []  # since the last step returned
         self._blocks: deque[_Block] = deque()  # in flight
+        self._pass: _Pass | None = None  # in flight, after them
         self._admitted, self._filled = itertools.count(1), itertools.count(1)  # choices among prompts
         # Tokens with nothing but an id, by id: a block has thousands.
         self._plain_tokens = list(map(Token, range(self.decoder.config.vocab if self.decoder.draws(Sampling()) else 0)))
@@ -213,7 +226,7 @@ class Scheduler:
             constraint,
             list(ids),
             budget=min(s.max_tokens, self.decoder.capacity - len(ids)) if generate else 0,
-            device=constraint is None and self.decoder.draws(s),
+            device=self.decoder.draws(s),
             kind=(s.temperature, s.top_k, s.top_p, s.min_p, s.changes_logits),
             numbers=uniforms(s.seed),
         )
@@ -247,6 +260,7 @@ class Scheduler:
         self.running.clear()
         self._ended.clear()
         self._blocks.clear()
+        self._pass = None
         self.decoder.rewind([0] * self.decoder.batch)
         self.free = list(range(self.rows))
 
@@ -340,7 +354,8 @@ class Scheduler:
             return stop - start
         decoder.prefill(row, request.prompt[start:stop])
         if keep and stop == begin + size:
-            self.prefixes.put(request.prompt, begin, stop, decoder.saved(row, begin), size - 1)
+            own = 0 if decoder.any_cut else size - 1
+            self.prefixes.put(request.prompt, begin, stop, decoder.saved(row, begin), own)
         return stop - start
 
     def _score_piece(self, request: Request) -> int:
@@ -356,32 +371,60 @@ class Scheduler:
         return len(piece)
 
     def _keep(self, request: Request) -> None:
-        """Save what its row holds of a text that has ended, for a prompt that goes on after it."""
+        """Save what its row holds of a text that has ended, for a prompt that begins like it or goes on after it."""
         r, decoder, row, size = request, self.decoder, request.row, self.decoder.piece
         assert row is not None
         held, prompt = min(decoder.lengths[row], len(r.text)), len(r.prompt)
-        if not (self.prefixes.most_bytes and decoder.can_rewind and r.reuse) or held <= prompt:
-            return
         first = (prompt - 1) // size * size
+        known = first if decoder.any_cut else prompt
+        if not (self.prefixes.most_bytes and decoder.can_rewind and r.reuse) or held <= known:
+            return
         for begin in range((held - 1) // size * size, first - 1, -size):
             decoder.rewind_row(row, held)
-            if begin + size == prompt:  # no token of the reply: as later prompts would compute it
+            if begin + size == prompt and not decoder.any_cut:  # no reply: as later prompts would compute it
                 decoder.rewind_row(row, begin)
                 decoder.prefill(row, r.prompt[begin:])
-            own = min(max(0, prompt - begin), size - 1)
+            own = 0 if decoder.any_cut else min(max(0, prompt - begin), size - 1)
             self.prefixes.put(r.text, begin, held, decoder.saved(row, begin), own)
             held = begin
 
+    def _to_queue(self, over: Container[Request] = ()) -> tuple[int, dict[int, int]]:
+        """How many passes may be queued together, and how many each row still needs for which the decoder draws.
+
+        0: a constraint needs the tokens before. over: requests that have ended."""
+        lengths, running = self.decoder.lengths, self.running.items()
+        left = {row: n for row, r in running if r.device and r not in over and (n := r.end - lengths[row]) > 0}
+        bound = [len(r.prompt) - 1 - lengths[row] for row, r in running if row in left and r.constraint is not None]
+        return max(0, min([BLOCK, *bound, max(left.values(), default=0)])), left
+
     def _queue_block(self) -> _Block | None:
         """Queue a block of passes over the rows for which the decoder draws, without waiting for it."""
-        decoder, lengths = self.decoder, self.decoder.lengths
-        left = {row: n for row, r in self.running.items() if r.device and (n := r.end - lengths[row]) > 0}
-        if not left:
+        count, left = self._to_queue()
+        if not count or self._pass is not None:
             return None
-        count = min(BLOCK, max(left.values()))
-        starts: dict[int, SequenceStart | None] = dict.fromkeys(left)
+        starts, parts = self._starts(left, count)
+        read = self.decoder.queue(starts, count)
+        for row, n in left.items():
+            if n < count:  # nobody reads what a row draws past its end
+                self.decoder.rewind_row(row, self.running[row].end)
+        return _Block(read, parts)
+
+    def _queue_pass(self, over: Container[Request] = ()) -> _Pass | None:
+        """Queue a pass in which some row draws by its constraint; None if none does."""
+        count, left = self._to_queue(over)
+        if count or not left:
+            return None
+        starts, parts = self._starts(left, 1)
+        return _Pass(self.decoder.queue_pass(starts), parts)
+
+    def _starts(
+        self, rows: Iterable[int], count: int
+    ) -> tuple[dict[int, SequenceStart | None], list[tuple[Request, int, int]]]:
+        """What `count` passes over some rows are given, and the parts of the block."""
+        lengths = self.decoder.lengths
+        starts: dict[int, SequenceStart | None] = dict.fromkeys(rows)
         parts = []
-        for row in left:
+        for row in starts:
             r, before = self.running[row], 0
             if lengths[row] < len(r.prompt):  # the rest of the prompt comes first; after its last token the row draws
                 tokens = r.prompt[lengths[row] : lengths[row] + count]
@@ -389,13 +432,42 @@ class Scheduler:
                 before = min(len(r.prompt) - 1 - lengths[row], count)
                 r.stats.prefilled += before
             parts.append((r, row, before))
-        read = decoder.queue(starts, count)
-        for row, n in left.items():
-            if n < count:  # nobody reads what a row draws past its end
-                decoder.rewind_row(row, self.running[row].end)
-        return _Block(read, parts)
+        return starts, parts
 
     def _from_device(self) -> list[tuple[Request, list[Token]]]:
+        """The tokens of the oldest block in which some request still runs; or of up to BLOCK passes, one by one, while
+        some row draws by its constraint."""
+        self._pass = self._pass or self._queue_pass()
+        if self._pass is None:
+            return self._read_block()
+        found: dict[Request, list[Token]] = {}
+        while self._blocks:
+            for request, new in self._read_block():
+                found.setdefault(request, []).extend(new)
+        made: dict[Request, list[int]] = {}
+        over: dict[Request, Reason | None] = {}
+        passes = 0
+        while self._pass is not None and passes < BLOCK and not (over and passes % FEW == 0):
+            sample, parts = self._pass
+            parts = [(r, row, before) for r, row, before in parts if r.reason is None and r not in over and not before]
+            bound = [(r.constraint, row) for r, row, _ in parts if r.constraint is not None]
+            constraints, rows = zip(*bound, strict=True) if bound else ((), ())
+            read = sample(rows, masks(constraints))
+            self._pass = self._queue_pass(over)
+            ids, passes = read()[:, 0].tolist(), passes + 1
+            for r, row, _ in parts:
+                r.stats.passes += 1
+                kept, reason = self._follow(r, ids[row : row + 1])
+                new_ids = made.setdefault(r, [])
+                new_ids += ids[row : row + kept]
+                if reason is not None or len(new_ids) == r.budget or ids[row] in r.stop:
+                    over[r] = reason
+        for r, new_ids in made.items():
+            new = self._take(r, [self._plain_tokens[i] for i in new_ids], new_ids, over.get(r))
+            found.setdefault(r, []).extend(new)
+        return list(found.items())
+
+    def _read_block(self) -> list[tuple[Request, list[Token]]]:
         """The tokens of the oldest block in which some request still runs."""
         while self._blocks:
             read, parts = self._blocks.popleft()
@@ -428,10 +500,10 @@ class Scheduler:
                 new = self._plain(group, logits[:, 0, 0])
             else:
                 new = [self._speculated(r, logits[i]) for i, r in enumerate(group)]
-            found += [
-                (request, self._take(request, made, [token.id for token in made]))
-                for request, made in zip(group, new, strict=True)
-            ]
+            for request, made in zip(group, new, strict=True):
+                ids = [token.id for token in made]
+                kept, reason = self._follow(request, ids[: request.budget])
+                found.append((request, self._take(request, made[:kept], ids[:kept], reason)))
         return found
 
     def _begins(self, request: Request) -> bool:
@@ -478,8 +550,28 @@ class Scheduler:
 
     # --- ends
 
-    def _take(self, request: Request, made: list[Token], ids: list[int]) -> list[Token]:
-        """Append new tokens, with these ids, up to a stop or the budget; returns those that were appended."""
+    @staticmethod
+    def _follow(request: Request, ids: Sequence[int]) -> tuple[int, Reason | None]:
+        """Let a request's constraint read new tokens, up to a stop. Returns how many are left, and why the text ends if
+        it ends it."""
+        constraint = request.constraint
+        if constraint is None:
+            return len(ids), None
+        if constraint.failed:
+            return 0, "grammar"
+        for at, token in enumerate(ids):
+            if token in request.stop:
+                return at + 1, None
+            if not constraint.accept(token):
+                return at, "grammar"
+            if constraint.complete:
+                return at + 1, "stop"
+        return len(ids), None
+
+    def _take(self, request: Request, made: list[Token], ids: list[int], followed: Reason | None = None) -> list[Token]:
+        """Append new tokens, with these ids, up to a stop or the budget; returns those that were appended.
+
+        followed: why its constraint ends the text after them."""
         r = request
         if r.first_token is None:
             r.first_token = self.clock()
@@ -489,14 +581,7 @@ class Scheduler:
             made, reason = made[:stopped], "stop"
         if len(made) >= r.budget:
             made, reason = made[: r.budget], reason if len(made) < r.budget else "length"
-        if r.constraint is not None:
-            for at, token in enumerate(made):
-                if not r.constraint.accept(token.id):
-                    made, reason = made[:at], "grammar"
-                    break
-                if r.constraint.complete:
-                    made, reason = made[: at + 1], "stop"
-                    break
+        reason = followed or reason
         if made and r.accept is not None and (taken := r.accept(made)) is not None:
             made, reason = made[:taken], "stop"
         r.text += ids[: len(made)]

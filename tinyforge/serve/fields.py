@@ -72,6 +72,12 @@ def all_types(schema: Any, root: Any) -> set[str]:
     return set().union(*each) if all(each) else set()
 
 
+def types_at(schema: Any, name: str) -> set[str]:
+    """The types of a function's argument; none where it takes all."""
+    properties = resolved(schema, schema).get("properties")
+    return all_types(properties.get(name), schema) if isinstance(properties, dict) else set()
+
+
 def value_of(text: str, types: set[str]) -> Any:
     """What a model means by a text, by the types that its schema has: many write 3 or None for an argument that may be
     a number or null, and some write other values as Python does."""
@@ -130,8 +136,7 @@ class FieldReader:
                 return ("}" if self._count else "{}"), text.lstrip(), True
             return "", text, False
         name = text[begun.end() : kind.start()].strip()
-        schema = resolved(self.schema, self.schema).get("properties")
-        types = all_types(schema.get(name), self.schema) if isinstance(schema, dict) else set()
+        types = types_at(self.schema, name)
         if self.fields.kinds[0] != self.fields.kinds[1]:
             types = {"string"} if kind[1] == self.fields.kinds[0] else types - {"string"}
         self._types, self._streams, self._seen = types, types == {"string"}, 0
@@ -183,29 +188,40 @@ def _blank(text: str) -> str:
 # --- grammar
 
 
+def refusal(name: str, what: str) -> ApiError:
+    """The error for a function that cannot be forced."""
+    return ApiError(
+        400,
+        f"tools: {name}: {what} cannot be enforced in this model's form of calls; leave out tool_choice or strict",
+        param="tools",
+    )
+
+
+def properties_of(name: str, schema: Any, root: Any) -> tuple[dict[str, Any], list[str]]:
+    """An object's properties, and which of them are required. ApiError for a schema that says more. name: of the
+    function."""
+    found = resolved(schema, root)
+    if unknown := sorted(found.keys() - OF_OBJECTS):
+        raise refusal(name, unknown[0][:40])
+    if "type" in found and "object" not in types_of({"type": found["type"]}):
+        raise refusal(name, f"type {str(found['type'])[:40]!a}")
+    properties, required = found.get("properties", {}), found.get("required", [])
+    named = isinstance(required, list) and all(isinstance(key, str) for key in required)
+    if not isinstance(properties, dict) or not named:
+        raise refusal(name, "properties that are no object, or required that is no list of names,")
+    properties = {**properties, **{key: {} for key in required if key not in properties}}
+    if len(properties) > MOST_FIELDS:
+        raise refusal(name, f"more than {MOST_FIELDS} properties")
+    return properties, required
+
+
 def rules_of(
     name: str, fields: Fields, parameters: Mapping[str, Any], call: str, terms: Callable[[str], list[str]]
 ) -> tuple[str, list[str]]:
     """The arguments of a function in Lark, and the rules that they need, whose names begin with `call`. terms: a text
     as Lark. ApiError for a schema that only a JSON object could follow."""
 
-    def refuse(what: str) -> ApiError:
-        return ApiError(
-            400,
-            f"tools: {name}: {what} cannot be enforced in this model's form of calls; leave out tool_choice or strict",
-            param="tools",
-        )
-
-    root = resolved(parameters, parameters)
-    if unknown := sorted(root.keys() - OF_OBJECTS):
-        raise refuse(unknown[0][:40])
-    if "type" in root and "object" not in types_of({"type": root["type"]}):
-        raise refuse(f"type {str(root['type'])[:40]!a}")
-    properties, required = root.get("properties", {}), root.get("required", [])
-    named = isinstance(required, list) and all(isinstance(key, str) for key in required)
-    if not isinstance(properties, dict) or not named:
-        raise refuse("properties that are no object, or required that is no list of names,")
-    properties = {**properties, **{key: {} for key in required if key not in properties}}
+    properties, required = properties_of(name, parameters, parameters)
     before, after = " ".join(terms(fields.before)), fields.after
     first, *others = terms(after.lstrip())
     if first.startswith("<["):
@@ -215,8 +231,6 @@ def rules_of(
     end = " ".join(terms(after))
     kinds = [" ".join(terms(fields.kind[0] + kind + fields.kind[1])) for kind in fields.kinds]
     parts, rules = [], []
-    if len(properties) > MOST_FIELDS:
-        raise refuse(f"more than {MOST_FIELDS} properties")
     for number, (key, given) in enumerate(properties.items()):
         rule, values = f"{call}_{number}", list[str]()
         for place, leaf in enumerate(leaves(given, parameters)):
@@ -229,14 +243,14 @@ def rules_of(
                 rules.append(f"{rule}_{place}: %json {json.dumps({'x-guidance': BLANKS, **closed(inner)})}")
                 values.append(f"{kinds[1]} {rule}_{place} {end}")
             elif unknown := sorted(leaf.keys() - FREE):
-                raise refuse(unknown[0][:40])
+                raise refusal(name, unknown[0][:40])
             else:
                 values.append(f"{kinds[0]} {call}_text")
         if (whole := f"{kinds[0]} {call}_text") in values and kinds[0] == kinds[1]:
             values = [whole]  # every other value is a text too
         rules.append(f"{rule}: {before} {' '.join(terms(key))} ({' | '.join(values)})")
         parts.append(rule if key in required else f"{rule}?")
-    if not properties and root.get("additionalProperties", True) is not False:
+    if not properties and resolved(parameters, parameters).get("additionalProperties", True) is not False:
         rules.append(f"{call}_any: {before} /[a-zA-Z_][a-zA-Z0-9_.-]{{0,63}}/ {kinds[0]} {call}_text")
         parts.append(f"{call}_any*")
     used = any(f"{call}_text" in rule for rule in rules)

@@ -19,10 +19,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 from tinyforge.infer.grammar import BLANKS, closed
 from tinyforge.infer.stream import possible_start
 from tinyforge.serve.fields import FieldReader, rules_of
+from tinyforge.serve.literals import LiteralReader, literal_rules
 from tinyforge.serve.protocol import ApiError, Tool, ToolChoice
 from tinyforge.tokenizers import TextTokenizer
 from tinyforge.tokenizers.thoughts import Tags
-from tinyforge.tokenizers.tool_calls import COUNT, ID, CallForm
+from tinyforge.tokenizers.tool_calls import COUNT, ID, CallForm, Fields, Literals
 
 MOST_HELD = 1024
 """Characters of a call up to its arguments, white space included."""
@@ -121,9 +122,8 @@ def grammar(tools: Tools, tokenizer: TextTokenizer, schema: Any = None) -> str:
         parameters = {"type": "object"} if function.parameters is None else function.parameters
         arguments = f"%json {_json(parameters)}"
         if form.fields is not None:
-            arguments, more = rules_of(
-                function.name, form.fields, parameters, call, lambda text: _terms(tokenizer, text)
-            )
+            given: Any = (function.name, form.fields, parameters, call, lambda text: _terms(tokenizer, text))
+            arguments, more = (literal_rules if isinstance(form.fields, Literals) else rules_of)(*given)
             rules += more
         rules.append(f"{call}: {_spelt(tokenizer, function.name)} {between} {arguments}")
     if not any(rule.startswith("TEXT:") for rule in rules) and any("TEXT" in rule for rule in rules):
@@ -253,16 +253,18 @@ class CallReader:
         if form.is_bare:
             begun.append(begun[0].replace("{", '{"type": "function", ', 1))
             begun += [PYTHON_TAG + each for each in begun]
-        if form.fields is not None and (inner := begun[0][begun[0].rfind("<") :]) != begun[0]:
+        if isinstance(form.fields, Fields) and (inner := begun[0][begun[0].rfind("<") :]) != begun[0]:
             begun.append(inner)  # Qwen3-Coder may leave the outer tag out
             self._heads.append(re.match(r"[^\s\"]*", inner)[0])  # type: ignore[index]
         self._begun = [_loose(text) for text in begun]
         between = [form.between]
         if '"arguments"' in form.between or '"parameters"' in form.between:
             between = [re.sub("arguments|parameters", key, form.between) for key in ("arguments", "parameters")]
-        self._after = _loose(form.after)
+        self._after, self._close = _loose(form.after), form.after.lstrip()[:1]
         if form.fields is None:
             self._between = [(match := _loose(text + "{")[:-1], match) for text in between]
+        elif isinstance(form.fields, Literals):
+            self._between = [(_loose(form.between), _loose(form.between))]
         else:  # an argument or the end has to follow: a name may begin with another
             starts = (form.fields.before, form.after)
             self._between = [(_loose(form.between + text), _loose(form.between)) for text in starts]
@@ -320,7 +322,11 @@ class CallReader:
                         self._blank, self._held, self._depth, self._read = "", text[done - 1 :], 0, self._read_arguments
                         return done
                     self._blank, self._held, self._read = "", text[done:], self._read_fields
-                    self._reader = FieldReader(self._fields, self._schemas.get(name), self._ends)
+                    schema, fields = self._schemas.get(name), self._fields
+                    if isinstance(fields, Literals):
+                        self._reader: FieldReader | LiteralReader = LiteralReader(fields, schema, self._close)
+                    else:
+                        self._reader = FieldReader(fields, schema, self._ends)
                     return done
         return None if partial else -1
 
@@ -354,7 +360,7 @@ class CallReader:
 
     def _ends(self, text: str, at: int) -> bool | None:
         """Whether an argument, the end of the call, or another call follows at a place."""
-        assert self._fields is not None
+        assert isinstance(self._fields, Fields)
         patterns = [[SPACE, *_loose(self._fields.before)], [SPACE, *self._after]]
         if self._separator is not None:
             patterns.append([SPACE, *self._separator])

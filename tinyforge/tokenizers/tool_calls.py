@@ -4,8 +4,8 @@
 
 A template is asked instead of recognised: it renders a reply with a call, and what surrounds the call's name and its
 arguments is the form. Hermes and Qwen begin it with `<tool_call>`, Mistral with `[TOOL_CALLS]`; Llama 3's is only the
-JSON. Qwen3-Coder, GLM, MiniMax and DeepSeek 3.2 write each argument between tags instead of a JSON object (`Fields`).
-Arguments in the syntax of Python or of a language of their own (LFM2, Gemma 4) are not supported.
+JSON. Qwen3-Coder, GLM, MiniMax and DeepSeek 3.2 write each argument between tags instead of a JSON object (`Fields`),
+LFM2 and Gemma as literals (`Literals`).
 """
 
 from __future__ import annotations
@@ -59,6 +59,18 @@ class Fields:
 
 
 @dataclass(frozen=True)
+class Literals:
+    """How a call writes its arguments as literals: (KEY assign VALUE) with commas between, up to a bracket.
+
+    quote: what is around a text: one character, as in Python and JSON, or a tag, after which nothing is escaped.
+    """
+
+    assign: str
+    comma: str
+    quote: str
+
+
+@dataclass(frozen=True)
 class CallForm:
     """How a reply calls tools: before NAME between ARGUMENTS (separator NAME between ARGUMENTS)* after.
 
@@ -72,7 +84,7 @@ class CallForm:
     after: str
     separator: str | None
     as_text: bool = False
-    fields: Fields | None = None
+    fields: Fields | Literals | None = None
 
     @property
     def is_bare(self) -> bool:
@@ -141,6 +153,9 @@ def _learn_fields(render: Callable[..., str], plain: str) -> CallForm:
     if found is None or NAMES[0] in found[2]:
         raise ValueError("it renders no call with arguments")
     before, opening, of_text, following, of_number, end = found.groups()
+    literals = _literals(opening, of_text, following, of_number, end)
+    if literals is not None:
+        return _with_literals(literals, double, before, opening, end)
     at = opening.rfind("<")
     field, between = opening[at:], opening[:at]
     closing = following.removesuffix(field)
@@ -164,6 +179,30 @@ def _learn_fields(render: Callable[..., str], plain: str) -> CallForm:
     return CallForm(
         before, between, after, separator, False, Fields(field, (kind, rest), (kinds[0], kinds[1]), closing)
     )
+
+
+def _literals(opening: str, of_text: str, following: str, of_number: str, end: str) -> Literals | None:
+    """How arguments are written, from what stands before a text, after it, before a number and after that."""
+    quote, comma = of_text.removeprefix(of_number), following.lstrip("\"'")
+    if len(quote) > 1 and following.startswith(quote):
+        comma = following.removeprefix(quote)
+    closes = {"(": ")", "{": "}"}.get(opening.strip())
+    if of_number.strip() not in ("=", ":") or comma.strip() != "," or not closes or not end.startswith(closes):
+        return None
+    is_quote = quote in ("'", '"') or (quote.startswith("<") and quote.endswith(">"))
+    return Literals(of_number, comma, quote) if is_quote and following == quote + comma else None
+
+
+def _with_literals(literals: Literals, double: str, before: str, opening: str, end: str) -> CallForm:
+    """The form of calls with literals. double: a reply with two calls."""
+    second = double.rfind(NAMES[1])
+    first_end = double.rfind(str(NUMBER), 0, second) + len(str(NUMBER))
+    separator: str | None = double[first_end:second]
+    if separator is None or NAMES[0] in separator or not double[second + len(NAMES[1]) :].startswith(opening):
+        separator = None
+    elif separator.endswith(before):  # what follows the last call's own end is no part of it
+        end = separator.removesuffix(before)
+    return CallForm(before, opening, end, separator, fields=literals)
 
 
 def _calling(count: int, as_text: bool, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

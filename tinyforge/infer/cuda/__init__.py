@@ -5,5 +5,6 @@ device.py                               what both decoders share: weights, launc
 prompts.py                              prefill, as CUDA graphs
 decode_single.py, decode_single.cu                          one row: `RowDecoder`
 decode_batched.py, decode_batched.cu                      many rows: `BatchDecoder`
-decode.cuh, sampler.cuh                 what both kernels share: queues of weights, products, attention; the draw
+sample_masked.cu                        its draw where grammars allow some tokens only
+decode.cuh, sampler.cuh                 what the kernels share: queues of weights, products, attention; the draw
 """

@@ -5,7 +5,7 @@ The kernel is decode_batched.cu; docs/kernels/decode-batch.md derives it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -60,6 +60,7 @@ class BatchLauncher:
         macros = {"SCALAR": scalar(weights.dtype), **plan.macros}
         file = "infer/cuda/decode_batched.cu"
         self.kernel = load(file, "decode_batch", plan.shared_bytes, cooperative=True, **macros)
+        self.masked = load("infer/cuda/sample_masked.cu", "sample_masked", plan.draw_bytes, **macros)
         self.kernel.preferred_shared_memory_carveout = 100  # percent: so that all `resident` blocks fit
         self.exchange = cupy.zeros((plan.teams, plan.exchange_bytes), np.uint8)
         self.counters = cupy.empty((plan.teams, 32), np.uint32)
@@ -77,6 +78,30 @@ class BatchLauncher:
         """
         return self._launch(cache, lengths, given, 1, draw)[1]
 
+    def undrawn(self, cache: BatchCache, lengths: Sequence[int], tokens: np.ndarray) -> Array:
+        """The logits of a pass over one token per row, (batch,), -1 for the one it drew last: for `sampled`."""
+        return self._launch(cache, lengths, tokens[None], 1, None)[0]
+
+    def sampled(self, cache: BatchCache, logits: Array, draw: Draw, rows: Sequence[int], masks: np.ndarray) -> Array:
+        """The tokens sampled from the logits of `undrawn`: (1, batch), on device. Does not wait. masks: of `rows`, see
+        `Decoder.queue_pass`."""
+        plan, ids = self.plan, cupy.empty((1, self.plan.batch), np.int32)
+        mask_of = np.full(plan.batch, -1, np.int32)
+        mask_of[list(rows)] = np.arange(len(rows))
+        words = masks[:, : -(-plan.vocab // 32)]
+        rules, first, places, masks = self._copied([*draw, mask_of, words])
+        arguments = (logits, masks, places, rules, first, cache.drawn, ids)
+        self.masked((plan.batch,), (plan.warps * 32,), arguments, shared_mem=plan.draw_bytes)
+        return ids
+
+    @staticmethod
+    def _copied(parts: Sequence[np.ndarray]) -> list[Array]:
+        """Arrays of 4-byte numbers on the device, by one copy, queued after the work before it."""
+        flat = [np.ascontiguousarray(part).reshape(-1).view(np.int32) for part in parts]
+        together = cupy.asarray(np.concatenate(flat))
+        ends = np.cumsum([part.size for part in flat]).tolist()
+        return [together[start:end] for start, end in pairwise([0, *ends])]
+
     def _launch(
         self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, given: np.ndarray, outputs: int, draw: Draw | None
     ) -> tuple[Array, Array]:
@@ -85,12 +110,8 @@ class BatchLauncher:
         passes, batch = given.shape
         logits = cupy.empty((plan.teams * TEAM_ROWS, outputs, plan.vocab_rows), weights.wide)
         ids = cupy.empty((passes, batch), np.int32)
-        # One copy for all arguments from the host, queued after the work before it.
-        parts = [np.array(lengths, np.int32), given.reshape(-1).astype(np.int32, copy=False)]
-        parts += [part.view(np.int32) for part in draw or ()]
-        told = cupy.asarray(np.concatenate(parts))
-        ends = np.cumsum([part.size for part in parts]).tolist()
-        past, tokens, *draws = (told[start:end] for start, end in pairwise([0, *ends]))
+        parts = [np.array(lengths, np.int32), given.astype(np.int32, copy=False), *(draw or ())]
+        past, tokens, *draws = self._copied(parts)
         self.counters.data.memset_async(0, self.counters.nbytes)
         rules, first = draws or (None, None)
         arguments = packed(
@@ -199,6 +220,22 @@ class BatchDecoder(DeviceDecoder):
             yield SampledBlock(ids.T, None)
 
     def queue(self, rows: Mapping[int, SequenceStart | None], count: int) -> Callable[[], np.ndarray]:
+        given = self._given(rows, count)
+        found = self._later(self.launcher.drawn(self.cache, self.lengths, given, self._draw))
+        self._advance(rows, count)
+        return found
+
+    def queue_pass(
+        self, rows: Mapping[int, SequenceStart | None]
+    ) -> Callable[[Sequence[int], np.ndarray], Callable[[], np.ndarray]]:
+        given = self._given(rows, 1)
+        logits = self.launcher.undrawn(self.cache, self.lengths, given[0])
+        draw = Draw(*(part.copy() for part in self._draw))
+        self._advance(rows, 1)
+        return lambda masked, masks: self._later(self.launcher.sampled(self.cache, logits, draw, masked, masks))
+
+    def _given(self, rows: Mapping[int, SequenceStart | None], count: int) -> np.ndarray:
+        """The tokens that rows are given in `count` passes, (count, batch); rows that start get their rules."""
         given, (rules, first) = np.full((count, self.batch), -1, np.int32), self._draw
         for row, start in rows.items():
             if start is not None:
@@ -206,10 +243,17 @@ class BatchDecoder(DeviceDecoder):
                 given[: len(tokens), row] = tokens
                 rules[row] = samplers([sampling], [stream])[0]
                 first[row] = (stream.position - len(tokens) + 1) % 2**32
-        host, arrived = self._copy_out(self.launcher.drawn(self.cache, self.lengths, given, self._draw))
-        first += np.uint32(count)
+        return given
+
+    def _advance(self, rows: Iterable[int], count: int) -> None:
+        """After `count` passes of some rows have been queued."""
+        self._draw.first[:] += np.uint32(count)
         for row in rows:
             self.lengths[row] = min(self.lengths[row] + count, self.capacity)
+
+    def _later(self, ids: Array) -> Callable[[], np.ndarray]:
+        """A function that waits for ids, (passes, batch) on the device; it returns them as (batch, passes)."""
+        host, arrived = self._copy_out(ids)
 
         def found() -> np.ndarray:
             self._wait(arrived)

@@ -2,6 +2,7 @@
 //
 //   keys        each logit becomes a sort key: larger logits have larger keys, and of equal ones the smaller id
 //   greedy      temperature 0: the largest key
+//   masks       a logit of -infinity: the token is never sampled, whatever the top k
 //   top k       the k-th largest key, found bit by bit; only the tokens from it on are sorted (bitonic sort)
 //   masses      prefix sums of exp((z - z_max) / temperature), in float64, most likely token first
 //   cut         to the top k, to the nucleus of mass top_p, and to min_p times the largest probability
@@ -19,6 +20,8 @@ struct Sampler {
 
 __device__ constexpr int power_of_2(int n) { return n <= 1 ? 1 : 2 * power_of_2((n + 1) / 2); }
 constexpr int SORTED = power_of_2(VOCAB_ROWS) < THREADS ? THREADS : power_of_2(VOCAB_ROWS), RUN = SORTED / THREADS;
+
+constexpr u32 FINITE = 1u << 23;  // upper halves of the keys of all logits above -infinity reach this
 
 // Larger logits have larger keys; of equal logits the smaller id has the larger key.
 __device__ __forceinline__ u64 sort_key(float logit, int id) {
@@ -98,9 +101,8 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
     // The rank of the last of the top k, found bit by bit: the largest that at least k tokens reach. Only these tokens
     // are sorted.
     const int limit = how.top_k ? min(how.top_k, VOCAB) : VOCAB;
-    u32 least = 1;
+    u32 least = 0;
     if (limit < VOCAB) {
-        least = 0;
         for (int bit = 31; bit >= 0; bit--) {
             const u32 trial = least | 1u << bit;
             int reach = 0;
@@ -111,11 +113,12 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
             if (reach == limit) break;
         }
     }
+    least = largest(least, FINITE);
     if (thread == 0) found = 0;
     sync();
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
-        if (ranks[i] < least || id_at(i) >= VOCAB) continue;
+        if (ranks[i] < least) continue;
         sorted[atomicAdd(&found, 1)] = u64(ranks[i]) << 32 | (~0u - id_at(i));  // in any order: sorted next
     }
     sync();
@@ -177,7 +180,7 @@ __device__ __forceinline__ int next_token(unsigned char *scratch, Take take, con
 #pragma unroll
     for (int i = 0; i < RUN; i++) below += thread * RUN + i < kept && before + up_to[i] <= target;
     below = min(sum_of_block(below, counts), kept - 1);
-    const int id = id_of(sorted[below]);
+    const int id = largest(id_of(sorted[below]), 0);  // 0 where no token may be sampled
     sync();
     return id;
 }
