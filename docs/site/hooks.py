@@ -1,7 +1,7 @@
 """MkDocs hooks of `make docs`: the first page, formulas, links into the code, the API reference, the order of pages.
 
 - The first page is made of README's first sentence, its picture of the chat page, its first commands and its table. The
-  storyteller runs in it: `tinyforge web` writes the files.
+  storyteller runs in it: `tinyforge web` writes the files. They also compute the numbers of a lesson of the course.
 - Formulas become MathML when the site is built. Browsers render it without scripts, in the font of docs/site.
 - Pages link to files of the repository, as on a forge. Each linked file becomes a page of the site.
 - The API reference has a page per package of tinyforge, written by mkdocstrings from the docstrings.
@@ -41,6 +41,8 @@ LANGUAGES = {
 }
 SOURCE, API, GALLERY, HOME, GLOSSARY = "source", "api", "gallery.md", "index.md", "glossary.md"
 TALK = "talk"
+LESSON = "course/10-sampling.md"
+LIVE = '\n<div id="live" hidden></div>\n<script src="../site/live.js" defer></script>\n'
 # Elements whose text is not linked to the glossary.
 PLAIN = {"a", "code", "pre", "math", "svg", "button", *(f"h{n}" for n in range(1, 7))}
 LEARNED = {
@@ -91,6 +93,8 @@ def on_page_content(text: str, page: Any, **_: Any) -> str:
         text = FORMULA.sub(mathml, text)
     except Exception as error:
         raise ValueError(f"{page.file.src_uri}: {error}") from error
+    if page.file.src_uri == LESSON:
+        text = re.sub(r"<p><img [^>]*></p>", lambda picture: picture[0] + LIVE, text, count=1)
     if not page.file.src_uri.startswith((f"{SOURCE}/", f"{API}/", GALLERY, HOME, GLOSSARY)):
         text = with_terms(text, os.path.relpath("glossary.html", Path(page.file.dest_uri).parent.as_posix()))
     return text.replace("<table>", '<div class="wide" tabindex="0"><table>').replace("</table>", "</table></div>")

@@ -28,16 +28,18 @@ from tinyforge.train import metrics
 pytest.importorskip("wgpu", reason='the package of WebGPU is missing: pip install -e ".[webgpu]"')
 
 from tinyforge.backends import webgpu, webgpu_array
-from tinyforge.backends.webgpu_device import unrolled
+from tinyforge.backends.webgpu_device import Device, pipeline_of, unrolled
 from tinyforge.backends.webgpu_gemm import gemm
 
 if not webgpu.adapters():
     pytest.skip("no adapter: apt-get install mesa-vulkan-drivers", allow_module_level=True)
 
 WITH_WGSL = [
-    ops.AddLayerNorm, ops.AddRMSNorm, ops.Attention, ops.CrossEntropy, ops.Dropout, ops.Embedding, ops.GELU,
-    ops.GELULinear, ops.LayerNorm, ops.LearnedPositions, ops.Linear, ops.LinearCrossEntropy, ops.LinearSwiGLU,
-    ops.RMSNorm, ops.RoPE, ops.SwiGLU, ops.SwiGLULinear,
+    ops.Add, ops.AddLayerNorm, ops.AddRMSNorm, ops.Attention, ops.CappedCrossEntropy, ops.CrossEntropy, ops.Dropout,
+    ops.Embedding, ops.Fork, ops.GELU, ops.GELULinear, ops.GeGLU, ops.LayerNorm, ops.LearnedPositions, ops.Linear,
+    ops.LinearCrossEntropy, ops.LinearSwiGLU, ops.LoRA, ops.MixtureOfExperts, ops.ReLU, ops.RMSNorm, ops.RoPE,
+    ops.RouterLosses, ops.Scale, ops.SiLU, ops.Sigmoid, ops.Softmax, ops.SwiGLU, ops.SwiGLULinear, ops.Tanh,
+    ops.TopKRouter,
 ]  # fmt: skip
 HOST = get_backend("numpy", "fp64", workers=1)
 
@@ -82,6 +84,25 @@ def test_views_are_numpys(exact: Backend, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(view(g).copy().get(), view(x))
 
 
+def test_a_reshaped_view_is_a_view_where_numpys_is(exact: Backend, rng: np.random.Generator) -> None:
+    x = rng.normal(size=(4, 6, 8))
+    for view, shape in (
+        (lambda a: a[:, :3], (4, 24)),
+        (lambda a: a[:, 2:4, :], (2, 2, 16)),
+        (lambda a: a[1:, :, 2:4], (18, 2)),
+        (lambda a: a[1:, :, 2:4], (3, 1, 6, 2, 1)),
+        (lambda a: a[::2, 1:4], (2, 3, 2, 4)),
+        (lambda a: a[:, :, 1:3], (4, 12)),
+        (lambda a: a.swapaxes(0, 1), (24, 8)),
+        (lambda a: a.swapaxes(0, 1)[:, :, :4], (6, 4, 2, 2)),
+        (lambda a: a[:, 1], (2, 2, 8)),
+    ):
+        host, g = x.copy(), exact.asarray(x)
+        for array in (host, g):
+            view(array).reshape(shape)[...] = 7.0
+        np.testing.assert_array_equal(g.get(), host)
+
+
 def test_arithmetic_is_numpys(exact: Backend, rng: np.random.Generator) -> None:
     x = rng.normal(size=(3, 4, 5)) + 3
     g = exact.asarray(x)
@@ -93,6 +114,18 @@ def test_arithmetic_is_numpys(exact: Backend, rng: np.random.Generator) -> None:
         lambda a: 1.0 / a[:, 2],
     ):
         np.testing.assert_array_equal(formula(g).get(), formula(x))
+
+
+def test_comparisons_are_numpys(exact: Backend, rng: np.random.Generator) -> None:
+    x, y = rng.integers(-2, 3, (2, 5, 4)) + 0.0
+    a, b = exact.asarray(x), exact.asarray(y)
+    for got, expected in ((a, x), (a[:, 1], x[:, 1])):
+        other = b[: got.ndim * 5, 1] if got.ndim == 1 else b
+        right = exact.to_numpy(other)
+        for one, same in ((got < other, expected < right), (got <= 1, expected <= 1), (got > other, expected > right)):
+            np.testing.assert_array_equal(one.get(), same)
+        np.testing.assert_array_equal(((got >= 0) & (got != other)).get(), (expected >= 0) & (expected != right))
+        np.testing.assert_array_equal(((got == other) | (got == 2)).get(), (expected == right) | (expected == 2))
 
 
 def test_writes_are_numpys(exact: Backend, rng: np.random.Generator) -> None:
@@ -211,11 +244,11 @@ def test_a_kernel_without_wgsl_runs_on_the_host_and_says_so_once(
     exact: Backend, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webgpu_array, "_told", set())
-    for got, expected in zip(passes(ops.Softmax, exact), passes(ops.Softmax, HOST), strict=True):
+    for got, expected in zip(passes(ops.AveragePool2d, exact), passes(ops.AveragePool2d, HOST), strict=True):
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_array_equal(a, b)
     said = capsys.readouterr().err.splitlines()
-    assert "webgpu: softmax_fwd has no WGSL yet: it runs on the host" in said and len(set(said)) == len(said)
+    assert "webgpu: average_pool_fwd has no WGSL yet: it runs on the host" in said and len(set(said)) == len(said)
 
 
 def test_adamw_and_the_norm(exact: Any, rng: np.random.Generator) -> None:
@@ -275,6 +308,28 @@ def test_a_precision_that_it_has_not() -> None:
 def test_an_array_beyond_the_adapters_limits(single: Any) -> None:
     with pytest.raises(UserError, match="MiB, and the adapter binds at most .* use a smaller batch or model"):
         single.empty((single.device.most // 4 + 1,))
+
+
+def test_a_device_that_is_lost_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, and what was saved before goes on on another backend."""
+    flush, count = Device.flush, iter(range(1000))
+
+    def lost(device: Device) -> None:
+        if next(count) == 150:
+            device.handle.destroy()
+        flush(device)
+
+    monkeypatch.setattr(Device, "flush", lost)
+    for made in (webgpu._device, pipeline_of):
+        made.cache_clear()
+    try:
+        with pytest.raises(UserError, match="the adapter was lost, .* training with --resume, or use --backend numpy"):
+            run(tmp_path / "run", "webgpu", "--save-every", "5")
+    finally:
+        monkeypatch.undo()
+        webgpu._device.cache_clear()
+    assert next(count) > 150 and checkpoint.latest(tmp_path / "run") is not None
+    assert len(run(tmp_path / "run", "numpy", "--resume")) == 20
 
 
 def test_a_launch_with_other_arrays_or_sizes(exact: Any) -> None:
@@ -369,7 +424,8 @@ def test_the_kernels_of_a_decoder(exact: Any, rng: np.random.Generator) -> None:
     ) -> Any:
         y = exact.asarray(arrays.pop("y", np.zeros(outputs)))
         numbers = (*sizes[:2], flags.pop("skip", 0), *widths, heads, kv_heads, size, context)
-        webgpu_array.launch("infer/decode.wgsl", entry, grid, {"y": y, **arrays}, numbers, flags)
+        given, of_codes = {"y": y, **arrays}, {"word": "u32"}
+        webgpu_array.launch("infer/decode.wgsl", entry, grid, given, numbers, flags, aliases=of_codes)
         return exact.to_numpy(y)
 
     x, gain = rng.normal(size=(rows, dim)), rng.normal(size=dim)
@@ -415,3 +471,20 @@ def test_the_kernels_of_a_decoder(exact: Any, rng: np.random.Generator) -> None:
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("rkgs,ksd->rkgd", weights / weights.sum(-1, keepdims=True), values)
     np.testing.assert_allclose(got, expected.reshape(-1), rtol=1e-8)
+
+
+def objectives() -> list[Any]:
+    from tests.train import test_alignment as alignment
+
+    batch = alignment.pairs(4, 3, alignment.model(2)).of(range(4))
+    found: list[Any] = [(objective, batch) for objective in alignment.PREFERENCES]
+    return found + [(objective, alignment.replies(3, 4, 5)) for objective in alignment.POLICIES]
+
+
+def test_objectives_weigh_as_on_numpy(exact: Backend, rng: np.random.Generator) -> None:
+    for objective, batch in objectives():
+        nll = rng.random(batch.targets.shape) * (batch.targets >= 0)
+        expected = objective.weigh(nll, batch, objective.count(batch), HOST)
+        found = objective.weigh(exact.asarray(nll), batch, objective.count(batch), exact)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(exact.to_numpy(a), b, rtol=1e-12, atol=1e-12, err_msg=str(objective))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import http.server
 import io
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,12 @@ import pytest
 
 from tests.browser import firefox
 from tests.docs.test_site import build_site
+from tinyforge.backends import get_backend
+from tinyforge.formats import load, resolve_checkpoint
+from tinyforge.infer.causal_lm import logits
+from tinyforge.infer.sampling import Sampling, probabilities
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 Open = Callable[..., Any]
 SCALE = 2
 CONTENT = ".md-content__inner"
@@ -170,12 +176,61 @@ def test_the_first_page_talks_once_it_is_asked_to(address: str, open_page: Open)
     inside.locator('.assistant :text("dog")').first.wait_for(timeout=60_000)
 
 
+LESSON = "course/10-sampling.html"
+ROWS = "[...document.querySelectorAll('#live tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
+
+
+def slide(page: Any, name: str, value: float) -> None:
+    page.locator(f"#live-{name}").fill(str(value))
+
+
+def test_a_lessons_numbers_are_computed_in_its_page(address: str, open_page: Open) -> None:
+    """Those that the lesson prints, then those of the storyteller, as NumPy has them."""
+    page = open_page(address + LESSON, ready="#live:not([hidden])")
+    printed = re.findall(r"^(\d\.\d+) (\d\.\d+) \[(.*)\]$", (DOCS / "course/10-sampling.md").read_text("utf-8"), re.M)
+    assert len(printed) == 4
+    for temperature, top_p, numbers in printed:
+        slide(page, "temperature", float(temperature))
+        slide(page, "nucleus", float(top_p))
+        found = [float(row[2]) for row in page.evaluate(ROWS)]
+        np.testing.assert_allclose(found, [float(number) for number in numbers.split()], atol=1e-9)
+    slide(page, "temperature", 0.7)
+    slide(page, "nucleus", 0.6)
+    page.locator("#live button").click()
+    page.locator("#live caption", has_text="Once upon a time").wait_for(timeout=60_000)
+    loaded = load(resolve_checkpoint("storyteller"), get_backend("numpy", "fp32"), frozen=True, weights="int8")
+    z = logits(loaded.model, [loaded.tokenizer.encode("Once upon a time there was a")])[:, -1]
+    p, kept = (probabilities(z, Sampling(temperature=0.7, top_k=0, top_p=most))[0] for most in (1.0, 0.6))
+    order = np.argsort(-p)[: len(page.evaluate(ROWS))]
+    for (token, plain, cut), i in zip(page.evaluate(ROWS), order, strict=True):
+        assert token == loaded.tokenizer.decode([int(i)])
+        np.testing.assert_allclose([float(plain), float(cut)], [p[i], kept[i]], atol=2e-3)
+    assert int(page.locator("#live").get_attribute("data-kept")) == np.count_nonzero(kept)
+    page.locator("#live-text").fill("")
+    page.locator("#live button").click()
+    assert page.locator("#live [role=status]").inner_text() == "Type a text first."
+
+
+def test_without_scripts_and_from_disk_a_lesson_has_its_picture(address: str, site: Path, browser: Any) -> None:
+    for url, scripts in ((address + LESSON, False), ((site / LESSON).as_uri(), True)):
+        context, faults = browser.new_context(java_script_enabled=scripts), []
+        page = context.new_page()
+        page.on("pageerror", lambda error, faults=faults: faults.append(error))
+        page.goto(url)
+        page.wait_for_load_state("networkidle")
+        assert page.locator("#live").is_hidden() and page.locator("img[src$='nucleus.svg']").is_visible()
+        # The theme's search cannot fetch its index from disk.
+        assert [fault for fault in faults if "search_index" not in str(fault)] == []
+        context.close()
+
+
 PAGES = (
     "index",
     "textbook",
     "gallery",
     "train-on-your-text",
     "course/04-rmsnorm",
+    "course/10-sampling",
     "ops/attention",
     "training",
     "api/tinyforge.train",

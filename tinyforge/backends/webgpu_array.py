@@ -75,8 +75,14 @@ class WebArray:
         shape = tuple(self.size // max(known, 1) if n == -1 else int(n) for n in shape)
         if math.prod(shape) != self.size:
             raise ValueError(f"cannot reshape {self.shape} to {shape}")
-        base = self if self.flags.c_contiguous else self.copy()
-        return WebArray(base.block, shape, self.dtype, base.at)
+        if self.flags.c_contiguous:
+            return WebArray(self.block, shape, self.dtype, self.at)
+        strides = reshaped_strides(
+            self.shape, self.strides, shape
+        )  # a view where NumPy makes one: it may be written to
+        if strides is not None:
+            return WebArray(self.block, shape, self.dtype, self.at, strides)
+        return WebArray(self.copy().block, shape, self.dtype)
 
     def transpose(self, *axes: int) -> WebArray:
         shape, strides = ([x[a] for a in axes] for x in (self.shape, self.strides))
@@ -276,6 +282,37 @@ class WebArray:
     def __itruediv__(self, other: Any) -> WebArray:
         return self._into(other, "divide")
 
+    # Comparisons give int32 for NumPy's bool, which no kernel reads; objectives combine them.
+
+    __hash__ = object.__hash__
+
+    def _on_host(self, other: Any, function: Callable[..., Any]) -> WebArray:
+        return self._like(function(self.get(), other.get() if isinstance(other, WebArray) else other))
+
+    def __lt__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.less)
+
+    def __le__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.less_equal)
+
+    def __gt__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.greater)
+
+    def __ge__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.greater_equal)
+
+    def __eq__(self, other: Any) -> WebArray:  # type: ignore[override]
+        return self._on_host(other, np.equal)
+
+    def __ne__(self, other: Any) -> WebArray:  # type: ignore[override]
+        return self._on_host(other, np.not_equal)
+
+    def __and__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.logical_and)
+
+    def __or__(self, other: Any) -> WebArray:
+        return self._on_host(other, np.logical_or)
+
     def _reduced(self, name: str, *args: Any, **named: Any) -> Any:
         found = getattr(self.get(), name)(*args, **named)
         return self._like(found) if isinstance(found, np.ndarray) else found
@@ -293,6 +330,27 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
+
+
+def reshaped_strides(shape: Sequence[int], strides: Sequence[int], to: Sequence[int]) -> list[int] | None:
+    """The strides of a view of another shape, of as many elements, one or more; None where only a copy has it."""
+    old = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n != 1]
+    found: list[int] = []
+    while old:
+        count, taken, given, end = old[0][0], 1, to[len(found)], len(found) + 1
+        while count != given:  # as few axes as have the same size before and after
+            if given < count:
+                given *= to[end]
+                end += 1
+            else:
+                count *= old[taken][0]
+                taken += 1
+        if any(a[1] != b[0] * b[1] for a, b in zip(old[: taken - 1], old[1:taken], strict=True)):
+            return None
+        step = old[taken - 1][1]
+        found += [step * own for own in contiguous_strides(to[len(found) : end])]
+        old = old[taken:]
+    return found + [1] * (len(to) - len(found))
 
 
 def empty(device: Device, shape: Sequence[int], dtype: Any) -> WebArray:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import wgpu
 
 from tinyforge.errors import UserError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHES = 512
@@ -78,6 +80,24 @@ class Copy(NamedTuple):
     size: int
 
 
+def unless_lost(method: F) -> F:
+    """Say in one line that the device is lost, where a call fails for that."""
+
+    @wraps(method)
+    def call(*args: Any, **named: Any) -> Any:
+        try:
+            return method(*args, **named)
+        except Exception as error:  # wgpu's classes of it differ by call
+            if not re.search(r"(?i)device.* lost|lost device", str(error)):
+                raise
+            raise UserError(
+                "backend webgpu: the adapter was lost, as after a driver's reset; run the command again, training with "
+                "--resume, or use --backend numpy"
+            ) from None
+
+    return cast(F, call)
+
+
 class Device:
     """A wgpu device, its buffers and its queue."""
 
@@ -101,6 +121,7 @@ class Device:
 
     # memory
 
+    @unless_lost
     def take(self, size: int) -> Any:
         """A buffer of at least `size` bytes, whose contents are anything."""
         size = size_class(max(size, 4))
@@ -122,11 +143,13 @@ class Device:
         self.used -= buffer.size
         self._free.setdefault(buffer.size, []).append(buffer)
 
+    @unless_lost
     def write(self, block: Block, at: int, data: bytes | memoryview | np.ndarray) -> None:
         block.host = None
         self.flush()  # a write overtakes the launches that wait, and the buffer may be one of theirs
         self.handle.queue.write_buffer(block.buffer, at, data)
 
+    @unless_lost
     def read(self, block: Block, at: int, count: int) -> memoryview:
         """`count` bytes; waits for the device."""
         if block.host is not None:
@@ -135,6 +158,7 @@ class Device:
         first, last = at // 4 * 4, -(-(at + count) // 4) * 4
         return memoryview(self.handle.queue.read_buffer(block.buffer, first, last - first))[at - first :][:count]
 
+    @unless_lost
     def wait(self) -> None:
         """Wait until all work is done. Reading a buffer waits; `read` may answer from the host."""
         self.flush()
@@ -142,6 +166,7 @@ class Device:
 
     # launches
 
+    @unless_lost
     def launch(self, pipeline: Pipeline, blocks: Sequence[tuple[Block, int, int]], numbers: bytes, grid: Any) -> None:
         """blocks: of each binding the block, where it begins and how many bytes it has."""
         if self._slots == LAUNCHES:
@@ -169,6 +194,7 @@ class Device:
         target.host = None
         self._waiting.append(Copy(source.buffer, at, target.buffer, to, count))
 
+    @unless_lost
     def flush(self) -> None:
         """Submit what is waiting."""
         if not self._waiting:
@@ -229,12 +255,13 @@ class Pipeline:
     def __init__(self, device: Device, file: str, entry: str, arrays: tuple[str, ...], macros: Any, flags: Any) -> None:
         text = "".join(f"{line}\n" for line in (*macros, source(file)))
         for called, helper in (
-            ("group_", "group"),
-            ("philox(", "philox"),
-            ("real_", f"float{64 if 'f64' in ''.join(macros) else 32}"),
+            ("group_", "ops/group"),
+            ("philox(", "ops/philox"),
+            ("codes(", f"infer/codes_{'int8' if 'alias word = u32;' in macros else 'real'}"),
+            ("real_", f"ops/float{64 if 'f64' in ''.join(macros) else 32}"),
         ):
             if called in text:  # helpers come with the files that call them
-                text = source(f"ops/{helper}.wgsl") + text
+                text = source(f"{helper}.wgsl") + text
         declared = {
             name: (int(binding), access)
             for binding, access, name in re.findall(

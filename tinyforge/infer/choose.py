@@ -33,6 +33,11 @@ def make_decoder(model: CausalLM, batch: int = 1, capacity: int | None = None, s
 
             with suppress(UserError):  # a shape that the kernels do not take
                 return RowDecoder(model, capacity) if batch == 1 else BatchDecoder(model, batch, capacity)
+        if backend == "webgpu":
+            from tinyforge.infer.decoder_webgpu import WebGPUDecoder
+
+            with suppress(UserError):  # as above; it makes no copy of the weights
+                return WebGPUDecoder(model, batch, capacity)
     return ReferenceDecoder(model, batch, capacity)
 
 

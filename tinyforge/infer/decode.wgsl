@@ -1,9 +1,10 @@
 // Passes of a decoder over few positions: int8 weights, dequantised where they are read, and keys and values in a cache.
-// Each layer is five launches: qkv, attend, project (out), gate_up, project (down); project is the output head too.
+// Each layer is five launches: qkv, attend, project (out), gate_up, project (down); project is the output head too. The
+// browser's page launches them (web/page/gpu.js), and natively decoder_webgpu.py.
 //
 // In the products 16 lanes share four rows of codes and a row of x, that of the position `group.y`; a group has four times
-// 16 lanes, and so 16 results. The lanes read all of x between them, so that its norm is summed in the same loop. Four
-// codes lie in a word, the first in its lowest byte.
+// 16 lanes, and so 16 results. The lanes read all of x between them, so that its norm is summed in the same loop. A `word`
+// is four codes or four numbers: `codes` is in codes_int8.wgsl or codes_real.wgsl.
 
 struct Sizes {
     eps: real,
@@ -21,22 +22,21 @@ struct Sizes {
 @group(0) @binding(1) var<storage, read_write> y: array<real>;
 @group(0) @binding(2) var<storage, read> x: array<vec4<real>>;
 @group(0) @binding(3) var<storage, read> gain: array<vec4<real>>;
-@group(0) @binding(4) var<storage, read> words: array<u32>;      // (outer, inner / 4)
+@group(0) @binding(4) var<storage, read> words: array<word>;     // (outer, inner / 4)
 @group(0) @binding(5) var<storage, read> scales: array<real>;
 @group(0) @binding(6) var<storage, read> turns: array<vec2<real>>;  // cos and sin, (context, head_dim / 2)
 @group(0) @binding(7) var<storage, read_write> keys: array<real>;    // (kv_heads, context, head_dim)
 @group(0) @binding(8) var<storage, read_write> values: array<real>;
 @group(0) @binding(9) var<storage, read> q: array<real>;
+@group(0) @binding(10) var<storage, read> ids: array<i32>;
 
 override NORM: bool = false;  // x is normalised first
 override ADD: bool = false;   // y += instead of y =
+override SCALED: bool = true;  // a word is of codes, with a scale for each row
+override GATHER: bool = false;  // `dequantise` takes the rows that `ids` name
 
 const THREADS = 64u;
 const LANES = 16u;
-
-fn codes(word: u32) -> vec4<real> {
-    return vec4<real>(vec4<i32>(vec4<u32>(word << 24u, word << 16u, word << 8u, word)) >> vec4<u32>(24u));
-}
 
 var<workgroup> lane_sums: array<vec4<real>, THREADS>;
 var<workgroup> lane_squares: array<real, THREADS>;
@@ -71,7 +71,9 @@ fn products(rows: vec4<u32>, position: u32, thread: u32) -> vec4<real> {
         sum += lane_sums[lane0 + i];
         squares += lane_squares[lane0 + i];
     }
-    sum *= vec4<real>(scales[rows.x], scales[rows.y], scales[rows.z], scales[rows.w]);
+    if (SCALED) {
+        sum *= vec4<real>(scales[rows.x], scales[rows.y], scales[rows.z], scales[rows.w]);
+    }
     if (NORM) {
         return sum / sqrt(squares / real(sizes.inner) + sizes.eps);
     }
@@ -201,4 +203,27 @@ fn attend(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_ind
         }
         y[at + thread] = result / total;
     }
+}
+
+// Rows of a matrix as numbers: `outer` of them from the first on, or those that ids[skip], ids[skip + 1] ... name.
+@compute @workgroup_size(THREADS)
+fn dequantise(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
+              @builtin(local_invocation_index) thread: u32) {
+    let n = sizes.inner / 4u;
+    let i = (group.y * grid.x + group.x) * THREADS + thread;
+    if (i >= sizes.outer * n) {
+        return;
+    }
+    var row = i / n;
+    if (GATHER) {
+        row = u32(ids[sizes.skip + row]);
+    }
+    var v = codes(words[row * n + i % n]);
+    if (SCALED) {
+        v *= scales[row];
+    }
+    y[4u * i] = v.x;
+    y[4u * i + 1u] = v.y;
+    y[4u * i + 2u] = v.z;
+    y[4u * i + 3u] = v.w;
 }

@@ -105,3 +105,12 @@ def linear_cross_entropy_frozen_fwd(h: Array, weight: Array, targets: Array, kee
                 rows = logits[:, head * vocab : (head + 1) * vocab]
                 dh[part, head] = gemm(rows, weight[head])
     return nll, dh
+
+
+@cross_entropy.linear_cross_entropy_frozen_bwd.on("webgpu")
+def linear_cross_entropy_frozen_bwd(dnll: Array, dh: Array) -> Array:
+    scaled = dh * dnll.astype(dh.dtype, copy=False)[..., None]
+    total = scaled[:, 0].copy()
+    for head in range(1, dh.shape[1]):
+        total += scaled[:, head]
+    return total

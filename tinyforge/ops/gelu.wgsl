@@ -1,4 +1,4 @@
-// GELU by the tanh formula, with a bias added to its input in the same pass.
+// GELU by the tanh formula, with a bias added to its input in the same pass, and GeGLU: gelu(g) u of rows [g | u].
 
 struct Sizes { count: u32, width: u32 }
 
@@ -56,4 +56,32 @@ fn gelu_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) gr
     if (HIDDEN) {
         y[i] = value * s;
     }
+}
+
+// y: (rows, width), x: (rows, 2 width)
+@compute @workgroup_size(256)
+fn geglu_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
+             @builtin(local_invocation_index) thread: u32) {
+    let i = (group.y * grid.x + group.x) * 256 + thread;
+    if (i >= sizes.count) {
+        return;
+    }
+    let at = i / sizes.width * 2 * sizes.width + i % sizes.width;
+    let g = x[at];
+    y[i] = g * share(g) * x[at + sizes.width];
+}
+
+@compute @workgroup_size(256)
+fn geglu_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
+             @builtin(local_invocation_index) thread: u32) {
+    let i = (group.y * grid.x + group.x) * 256 + thread;
+    if (i >= sizes.count) {
+        return;
+    }
+    let at = i / sizes.width * 2 * sizes.width + i % sizes.width;
+    let g = x[at];
+    let s = share(g);
+    let slope = real(1.5957691216057308) * (real(1.0) + real(0.134145) * g * g);
+    dx[at] = dy[i] * x[at + sizes.width] * (s + g * s * share(-g) * slope);
+    dx[at + sizes.width] = dy[i] * g * s;
 }

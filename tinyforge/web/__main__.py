@@ -34,7 +34,8 @@ from tinyforge.web.conversation import fixed_parts, pattern
 
 HERE = Path(__file__).parent
 CHAT, OWN = HERE.parent / "serve" / "page", HERE / "page"  # of the server's page all but api.js, which OWN has
-KERNELS = [HERE.parent / name for name in ("ops/float32.wgsl", "ops/group.wgsl", "infer/decode.wgsl")]
+PARTS = ("ops/float32.wgsl", "ops/group.wgsl", "infer/codes_int8.wgsl", "infer/decode.wgsl")
+KERNELS = [HERE.parent / name for name in PARTS]
 CONTEXT = 2048
 """Positions of which the page keeps keys and values, at most, unless --context says otherwise."""
 PART = 8 << 20
@@ -206,7 +207,7 @@ def write_page(folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
     (folder / "index.html").write_text(index(), encoding="utf-8")
     kernels = "".join(file.read_text(encoding="utf-8") for file in KERNELS)
-    (folder / "decode.wgsl").write_text(f"alias real = f32;\n{kernels}", encoding="utf-8")
+    (folder / "decode.wgsl").write_text(f"alias real = f32;\nalias word = u32;\n{kernels}", encoding="utf-8")
     files = sorted(file.name for file in folder.iterdir() if file.suffix != ".bin")
     version = hashlib.sha256(b"\0".join((folder / name).read_bytes() for name in files)).hexdigest()[:16]
     worker = (OWN / "sw.js").read_text(encoding="utf-8")

@@ -202,7 +202,15 @@ async function attention({ messages, layer, head }, id) {
   return { layer, head, causal: true, tokens: ids.map(shown), weights: weights.map((row) => [...row, ...Array(ids.length - row.length).fill(0)]) };
 }
 
-const KINDS = { chat, score, attention };
+/* The logits of the token after a text, outside a conversation, and every token's text: for a lesson of the course. */
+async function next({ text }, id) {
+  const ids = tokenizer.encode(text), { vocab, context } = manifest.shape;
+  checkRoom(ids.length, context);
+  const { logits } = await read(ids, id);
+  return { logits: Array.from(logits.subarray(0, Math.min(vocab, tokenizer.size))), names: tokenizer.tokens.map((_, token) => shown(token).text) };
+}
+
+const KINDS = { chat, score, attention, next };
 
 async function answer({ id, kind, request }) {
   const say = (chunk) => postMessage({ id, chunk });
