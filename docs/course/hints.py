@@ -2,7 +2,7 @@
 
 HINTS = {
     "e01_softmax": (
-        "The last formula of the page is the answer. Which of its letters are dy and y in the code?",
+        "The formula for ∂L/∂x_j at the top of the page is the answer. Which of its letters are dy and y in the code?",
         "The sum over i gives one number per row. Which arguments of .sum keep it a column, so that it broadcasts?",
         "y * (dy - s), where s is (dy * y) summed over the last axis with keepdims=True.",
     ),
