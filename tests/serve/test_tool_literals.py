@@ -117,6 +117,13 @@ def test_what_models_write_besides(forms: dict[str, CallForm]) -> None:
         (" code = 'x' , days = None ", {"code": "x", "days": None}),
         ("code=True", {"code": "True"}),  # by its schema
         ("days=3, more={'deep': ['a', \"b\"]}", {"days": 3, "more": {"deep": ["a", "b"]}}),
+        ("code=it's fine, days=2", {"code": "it's fine", "days": 2}),
+        ("code=5'11\", days=2", {"code": "5'11\"", "days": 2}),
+        ("code='x' days=2, more=1", {"code": "'x' days=2", "more": 1}),
+        ("code=x], days=2", {"code": "x]", "days": 2}),
+        ("'x', days=2", {"days": 2}),
+        ("**{'a': 1}, days=2", {"days": 2}),
+        ("code='\\ud83d\\ude00\\ud83d'", {"code": "😀\ufffd"}),
         ("", {}),
     ):
         said, [(_, got)] = lfm2(arguments)

@@ -24,6 +24,8 @@ WORDS = {"true": True, "True": True, "false": False, "False": False, "null": Non
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _KEY = re.compile(r"[\s,]*([^\s,:=(){}\[\]]+)\s*[:=]\s*")
+_PART_OF_KEY = re.compile(r"[\s,]*[^\s,:=(){}\[\]]*\s*")
+_BRACKET = re.compile(r"[()\[\]{},]")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|[^u])", re.DOTALL)
 _BLANK = re.compile(r"\s{0,200}")
 _WORD = re.compile(r"[^,\[\](){}]+")
@@ -40,33 +42,42 @@ class LiteralReader:
         self.quotes = ("'", '"') if len(literals.quote) == 1 else (literals.quote,)
         self._marks = re.compile("|".join(map(re.escape, (*self.quotes, *"()[]{},"))))
         self._count = self._depth = 0
-        self._begin = self._at = 0  # of the value that is read, 0 where a key comes next; how far it is known
-        self._name = self._quote = ""
+        self._reading = False  # a value; else a key comes next
+        self._begin = self._at = 0  # of the value; how far it is known
+        self._name = self._quote = ""  # no name: a value without a key, which is left out
 
     def push(self, text: str, last: bool) -> tuple[str, str, bool]:
         """The JSON that a text completes, the rest of the text, and whether the call's arguments are over."""
         found = ""
         while True:
-            if not self._begin:
+            if not self._reading:
                 rest = text.lstrip(" \t\r\n,")
                 begun = _KEY.match(text)
-                if begun is None or rest.startswith(self.close):
-                    if not rest.startswith(self.close) and len(text) < MOST_KEY:
-                        if not last:
-                            return found, text, False
-                        rest = ""  # an unfinished name is none of the text
+                if rest.startswith(self.close):
                     return found + ("}" if self._count else "{}"), rest, True
-                self._name, self._begin = begun[1].strip("'\""), begun.end()
-                self._at, self._depth, self._quote = begun.end(), 0, ""
+                if begun is None and _PART_OF_KEY.fullmatch(text):
+                    if len(text) < MOST_KEY and not last:
+                        return found, text, False
+                    # An unfinished name is none of the text.
+                    return found + ("}" if self._count else "{}"), "" if last else rest, True
+                self._name = begun[1].strip("'\"") if begun else ""
+                self._begin = self._at = begun.end() if begun else len(text) - len(rest)
+                self._reading, self._depth, self._quote = True, 0, ""
             end = self._end(text, last)
             if end is None:
+                if last and not self._name:
+                    return found + ("}" if self._count else "{}"), "", True
                 return found, text, False
+            self._reading = False
+            if not self._name:
+                text = text[end:]
+                continue
             raw = text[self._begin : end].strip()
             value = literal(raw, self.quotes)
             if types_at(self.schema, self._name) == {"string"} and not isinstance(value, str):
                 value = raw
             found += f"{', ' if self._count else '{'}{json.dumps(self._name)}: {json.dumps(value, ensure_ascii=False)}"
-            text, self._begin, self._count = text[end:], 0, self._count + 1
+            text, self._count = text[end:], self._count + 1
 
     def _end(self, text: str, last: bool) -> int | None:
         """Where the value ends, None where more has to come."""
@@ -74,7 +85,7 @@ class LiteralReader:
             if self._quote:
                 self._at, closes = _closing(text, self._at, self._quote, last)
                 if not closes:
-                    return None
+                    return self._bare_end(text) if last else None
                 self._quote = ""
             mark = self._marks.search(text, self._at)
             if mark is None:
@@ -82,9 +93,22 @@ class LiteralReader:
                 return None
             if not self._depth and mark[0] in (",", self.close):
                 return mark.start()
-            self._quote = mark[0] if mark[0] in self.quotes else ""
-            self._depth += (mark[0] in "([{") - (mark[0] in ")]}")
+            if mark[0] in self.quotes:
+                before = text[max(self._begin, mark.start() - 200) : mark.start()].rstrip()
+                if len(mark[0]) > 1 or before[-1:] in ("", *",([{:="):  # else within a word: it's
+                    self._quote = mark[0]
+            else:
+                self._depth = max(0, self._depth + (mark[0] in "([{") - (mark[0] in ")]}"))
             self._at = mark.end()
+
+    def _bare_end(self, text: str) -> int | None:
+        """Where a value ends whose quotes do not close: by its brackets alone."""
+        depth = 0
+        for mark in _BRACKET.finditer(text, self._begin):
+            if not depth and mark[0] in (",", self.close):
+                return mark.start()
+            depth = max(0, depth + (mark[0] in "([{") - (mark[0] in ")]}"))
+        return None
 
 
 def _closing(text: str, at: int, quote: str, last: bool) -> tuple[int, bool]:
@@ -127,7 +151,10 @@ def _value(text: str, at: int, quotes: Sequence[str], depth: int) -> tuple[Any, 
         if not closes:
             raise ValueError("a text does not end")
         inner = text[at + len(quote) : end - len(quote)]
-        return (inner if len(quote) > 1 else _ESCAPE.sub(_unescaped, inner)), end
+        if len(quote) > 1:
+            return inner, end
+        plain = _ESCAPE.sub(_unescaped, inner)
+        return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), end  # pairs are one character
     close = BRACKETS.get(text[at])
     if close is not None:
         if not depth:
