@@ -13,8 +13,9 @@ from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.infer.trace import trace, weights_of
 from tinyforge.models.nanoeuler import Config, NanoEuler
-from tinyforge.ops import Attention
-from tinyforge.params import named
+from tinyforge.op import Param
+from tinyforge.ops import Attention, SinkAttention
+from tinyforge.params import named, with_buffer
 from tinyforge.tokenizers import Tokenizer
 
 TOKENIZER = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
@@ -46,6 +47,15 @@ def test_the_probabilities_are_the_models(model: NanoEuler) -> None:
         logits = model.heads.logits(h, k)[0]
         p = np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
         np.testing.assert_allclose(trace(model, IDS).probabilities[:, k], p, rtol=1e-10)
+
+
+def test_a_sink_takes_its_share_of_the_weights() -> None:
+    backend, rng = get_backend("numpy", "fp64", workers=1), np.random.default_rng(0)
+    op = with_buffer(SinkAttention(Param("sinks", (4,)), 2, backend, window=3), backend, rng)
+    op.sinks.value[...] = [3, 0, -2, 9]
+    qkv = rng.normal(size=(7, 8, 6))
+    mixed = np.einsum("hts,shd->thd", weights_of(op, qkv), qkv[:, 6:].repeat(2, axis=1))
+    np.testing.assert_allclose(mixed, op.forward(qkv[None])[0], rtol=1e-10, atol=1e-12)
 
 
 def test_the_attention_is_what_mixes_the_values(model: NanoEuler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.kernel import Array
 from tinyforge.op import Stash
-from tinyforge.ops import Attention
+from tinyforge.ops import Attention, SinkAttention
 from tinyforge.ops.attention import cap_, scaling
 from tinyforge.ops.softmax import softmax_fwd
 
@@ -44,7 +44,7 @@ def _hidden(model: CausalLM, ids: Sequence[int]) -> tuple[Array, list[tuple[Atte
 
 
 def weights_of(op: Attention, qkv: Array) -> np.ndarray:
-    """The attention weights of an op: (T, Hq + 2 Hkv, D) to (Hq, T, T)."""
+    """The attention weights of an op: (T, Hq + 2 Hkv, D) to (Hq, T, T). Next to a sink they do not sum to 1."""
     q, k = np.split(qkv[:, : op.heads + op.kv_heads].astype(np.float64), [op.heads], axis=1)
     scores = np.einsum("thd,shd->hts", q, k.repeat(op.heads // op.kv_heads, axis=1)) * scaling(q.shape[-1], op.scale)
     if op.softcap:
@@ -54,7 +54,11 @@ def weights_of(op: Attention, qkv: Array) -> np.ndarray:
         visible = np.tril(visible)
     if op.window is not None:
         visible = np.triu(visible, 1 - op.window)
-    return softmax_fwd(np.where(visible, scores, -np.inf))
+    scores = np.where(visible, scores, -np.inf)
+    if not isinstance(op, SinkAttention):
+        return softmax_fwd(scores)
+    sinks = op.backend.to_numpy(op.sinks.value).astype(np.float64)[:, None, None]
+    return softmax_fwd(np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:2], 1))], axis=-1))[..., :-1]
 
 
 def attention_ops(model: CausalLM) -> list[Attention]:
