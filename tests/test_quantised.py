@@ -184,6 +184,11 @@ def test_nf4_is_the_nearest_of_its_numbers(shape: tuple[int, ...]) -> None:
     assert np.array_equal(quantise(found, "nf4")[0].reshape(-1, 32), codes.reshape(-1, 32))
 
 
+def test_nf4_is_for_tuning_alone() -> None:
+    with pytest.raises(UserError, match="'nf4' is not a format; use one of: int8, fp8, int4"):
+        frozen_model(lambda **options: pytest.fail("built"), "nf4")
+
+
 def test_nf4_of_nothing_and_of_one_number() -> None:
     matrix = np.zeros((2, 64), np.float32)
     matrix[1, 5] = -3.5
@@ -299,7 +304,7 @@ def test_codes_are_made_while_a_file_is_read(
     kinds = {"run": "tinyforge", "hf": "hf", "model.gguf": "gguf"}
     save_pretrained(*loaded, path, format=kinds[file])
     expected = quantised_copy(load(path, backend).model, kind)
-    for module in ("tinyforge.tensors.READ_AT_ONCE", "tinyforge.formats.gguf_file.READ_AT_ONCE"):
+    for module in ("tinyforge.tensors.READ_AT_ONCE", "tinyforge.formats.gguf_file.DEQUANTISED_AT_ONCE"):
         monkeypatch.setattr(module, 1 << 14)
     monkeypatch.setattr(quantised, "AT_ONCE", 1 << 14)
     opened = open_model(path)
@@ -318,4 +323,5 @@ def test_codes_are_made_while_a_file_is_read(
 
 
 def test_dequantise_is_a_kernel_with_a_memory_of_its_numbers() -> None:
-    assert quantised.dequantise.backends() in (["cupy", "meta", "numpy"], ["meta", "numpy"])
+    found = quantised.dequantise.backends()  # those whose launchers a test before has loaded
+    assert {"meta", "numpy"} <= {*found} <= {"cupy", "meta", "numpy", "webgpu"}

@@ -21,7 +21,7 @@ from tinyforge.errors import UserError
 from tinyforge.op import Param
 from tinyforge.ops import GELULinear, Linear, LinearCrossEntropy, LoRA, MixtureOfExperts, SwiGLULinear
 from tinyforge.params import UNPLACED, ParamBuffer, named
-from tinyforge.quantised import FOUR_BITS, GROUPS, check_format
+from tinyforge.quantised import FOUR_BITS, GROUPS, KINDS, check_format
 
 
 def matrices(model: Any) -> list[Param]:
@@ -51,7 +51,7 @@ def frozen_model(make: Callable[..., Any], weights: str = "") -> Any:
     """A model whose weights are zeros, to be filled. make: builds it, as `make(values=...)`. weights: "int8", "fp8",
     "int4", which leaves output heads and rows that are not whole groups in int8, or "" for the backend's precision."""
     if weights:
-        check_format(weights)
+        check_format(weights, KINDS)
     model = make(values=UNPLACED)
     if weights == FOUR_BITS and model.backend.name != "numpy":
         raise UserError(f"--weights int4 is for the CPU, got backend {model.backend.name}; use int8 or fp8")

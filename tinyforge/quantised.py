@@ -77,9 +77,9 @@ FOR_TUNING = ("nf4", *FORMATS)
 """What the frozen base of adapters may be in."""
 
 
-def check_format(kind: str) -> None:
-    if kind not in (*KINDS, *FOR_TUNING):
-        raise UserError(f"--weights {kind!r} is not a format; use one of: {', '.join(KINDS)}")
+def check_format(kind: str, kinds: tuple[str, ...] = (*KINDS, "nf4")) -> None:
+    if kind not in kinds:
+        raise UserError(f"--weights {kind!r} is not a format; use one of: {', '.join(kinds)}")
 
 
 def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

@@ -26,9 +26,10 @@ _PAIRS = np.stack([np.tile(E2M1, 16), E2M1.repeat(16)], axis=1).view(np.uint64)[
 
 
 def dequantise(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """(..., O, G, 16) and (..., O, G) to (..., O, 32 G), float32."""
+    """(..., O, G, 16) and (..., O, G) to (..., O, 32 G), float32. The scale 255 is NaN."""
     numbers = np.take(_PAIRS, blocks).view(np.float32).reshape(*scales.shape, GROUP)
-    return np.ldexp(numbers, scales.astype(np.int32)[..., None] - 127).reshape(*scales.shape[:-1], -1)
+    powers = np.where(scales < 255, np.ldexp(np.float32(1), np.minimum(scales, 254).astype(np.int32) - 127), np.nan)
+    return (numbers * powers.astype(np.float32)[..., None]).reshape(*scales.shape[:-1], -1)
 
 
 def joined(found: Mapping[str, Tensor]) -> dict[str, Lazy]:

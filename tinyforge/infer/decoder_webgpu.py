@@ -26,7 +26,7 @@ LARGEST_HEAD = 256
 """Numbers of a head: the threads of a group of `attend`."""
 MOST_GROUPS = 65535
 """Groups in a dimension of a launch, on every device."""
-READ_AT_ONCE = 64 << 20
+READ_BYTES = 64 << 20
 """Bytes of logits that are read together, unless a row's alone take more."""
 
 
@@ -225,7 +225,7 @@ class WebGPUDecoder(Decoder):
         for first in range(0, tokens.shape[1], AT_ONCE):
             part = tokens[:, first : first + AT_ONCE]
             count = part.shape[1]
-            most = max(1, READ_AT_ONCE // (count * heads * vocab * self.dtype.itemsize))
+            most = max(1, READ_BYTES // (count * heads * vocab * self.dtype.itemsize))
             parts = []
             for begin in range(0, len(rows), most):
                 here = rows[begin : begin + most]

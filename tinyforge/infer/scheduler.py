@@ -7,9 +7,9 @@
 
 A step admits waiting requests to free rows, prefills some pieces of their prompts, and then decodes a block of tokens
 for every row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Those blocks are
-queued ahead: the decoder computes one while the host reads another. A row is freed once its last block is read. While a
-row samples by a grammar, which must read each token before the next is drawn, passes are queued one by one; the decoder
-computes a pass's logits while the host makes the masks for them.
+queued ahead: the decoder computes one while the host reads another. A row is freed once its last block is read. Where
+the decoder `queues_masks`, passes are queued one by one while a row samples by a grammar, which must read each token
+before the next: the decoder computes a pass's logits while the host makes the masks for them.
 
 The shortest prompt is computed first, in both queues; every AGEING-th choice takes the request that came first, so that
 long prompts keep a share of the time. Requests of one `owner` get at most SHARE times as many rows as stay free.
