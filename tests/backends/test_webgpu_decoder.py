@@ -79,7 +79,7 @@ def test_the_cache_gives_the_logits_of_the_whole_sequence(config: Config, chunks
 
 def test_rows_go_on_as_caches_grow_and_are_copied(exact: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_webgpu, "FIRST_POSITIONS", 5)
-    monkeypatch.setattr(decoder_webgpu, "READ_AT_ONCE", 1000)  # logits of several readings
+    monkeypatch.setattr(decoder_webgpu, "READ_BYTES", 1000)  # logits of several readings
     expected, decoder = whole(), WebGPUDecoder(model_on(exact), 3)
     for row, start in enumerate((1, 40, 90)):
         found = decoder.last_logits(row, TOKENS[row, :start].tolist(), 2)

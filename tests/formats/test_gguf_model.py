@@ -373,7 +373,7 @@ def test_every_type_is_read_as_the_package_does(tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(bytes(7) + stored.tobytes())
         tensor = gguf_file.Tensor(tmp_path / "x", (5, 3 * block), int(kind), 7, stored.nbytes)
         with np.errstate(all="ignore"), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gguf_file, "READ_AT_ONCE", 6 * block)
+            patch.setattr(gguf_file, "DEQUANTISED_AT_ONCE", 6 * block)
             expected = gguf.quants.dequantize(stored, kind)
             assert np.array_equal(tensor.read(), expected, equal_nan=True), kind.name
     for name, dtype in gguf_file.PLAIN.items():
