@@ -21,10 +21,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 if __name__ == "__main__":
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
+
+import numpy as np
 
 from tinyforge import Param, Stash, get_backend
 from tinyforge.errors import Parser, UserError, run_command

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 if __name__ == "__main__":
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
+
+import numpy as np
 
 COURSE = Path(__file__).resolve().parent
 sys.path.insert(0, str(COURSE))

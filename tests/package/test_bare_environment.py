@@ -40,7 +40,8 @@ def run(python: Path, *arguments: str, where: Path = ROOT) -> subprocess.Complet
 
 
 def test_every_command_of_readme_says_what_to_install(bare: Path) -> None:
-    for arguments in [*commands(), ["-m", "tinyforge"], ["-m", "recipes.grpo"], ["-m", "data.corpus"]]:
+    course = ["docs/course/check.py", "1"], ["docs/course/own_model.py"]
+    for arguments in [*commands(), ["-m", "tinyforge"], ["-m", "recipes.grpo"], ["-m", "data.corpus"], *course]:
         done = run(bare, *arguments)
         assert done.returncode == 1 and not done.stdout, arguments
         assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: numpy, "), (arguments, done.stderr)
