@@ -133,7 +133,7 @@ def test_invisible_signs_are_found(address: str, browser: Any) -> None:
     from PIL import Image
 
     page = browser.new_page(viewport={"width": 1440, "height": 900}, device_scale_factor=SCALE)
-    page.goto(address + "ops/rmsnorm.html")
+    page.goto(address + "ops/attention.html")
     page.add_style_tag(content="msqrt, mfrac { color: transparent } :is(msqrt, mfrac) > * { color: black }")
     boxes = page.evaluate(f"() => {{ {BOXES} }}")
     wrong = without_bar(Image.open(io.BytesIO(page.locator(CONTENT).screenshot())), boxes)
