@@ -224,23 +224,28 @@ def test_grammars_take_calls_of_the_schema(small: Loaded, forms: dict[str, CallF
             grammar(Tools([a_tool("run", parameters)], form, None, forced=True), small.tokenizer)
 
 
-@pytest.mark.parametrize("name", ["tags", "kinds"])
-def test_a_call_is_forced(small: Loaded, name: str) -> None:
+def force_a_call(client: Any) -> tuple[dict[str, Any], Any]:
+    """A call that is required follows its schema, streamed too. Returns the request and its choice."""
     schema = {**SCHEMA, "required": ["days", "unit"]}
     schema["properties"] = {key: SCHEMA["properties"][key] for key in ("days", "unit")}
-    tools: list[Any] = [{"type": "function", "function": {"name": "run", "parameters": schema}}]
+    tools = [{"type": "function", "function": {"name": "run", "parameters": schema}}]
+    asked = {**ASKED, "tools": tools, "tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 300}
+    found = client.chat.completions.create(**asked).choices[0]
+    (call,) = found.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert found.finish_reason == "tool_calls" and arguments["unit"] in "CF"
+    assert arguments["days"] is None or arguments["days"] <= 99
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.tool_calls[0].function.arguments == (
+            call.function.arguments
+        )
+    return asked, found
+
+
+@pytest.mark.parametrize("name", ["tags", "kinds"])
+def test_a_call_is_forced(small: Loaded, name: str) -> None:
     with running(replace(small, template=template(SOURCES[name]))) as server:
-        client = client_of(server)
-        asked = {**ASKED, "tools": tools, "tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 300}
-        found = client.chat.completions.create(**asked).choices[0]
-        (call,) = found.message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        assert found.finish_reason == "tool_calls" and arguments["unit"] in "CF"
-        assert arguments["days"] is None or arguments["days"] <= 99
-        with client.chat.completions.stream(**asked) as stream:
-            assert stream.get_final_completion().choices[0].message.tool_calls[0].function.arguments == (
-                call.function.arguments
-            )
-        tools[0]["function"]["parameters"] = {"properties": {"a": {"type": "string", "pattern": "x"}}}
-        status, answer, _ = server.post("/v1/chat/completions", {**asked, "tools": tools})
+        asked, _ = force_a_call(client_of(server))
+        asked["tools"][0]["function"]["parameters"] = {"properties": {"a": {"type": "string", "pattern": "x"}}}
+        status, answer, _ = server.post("/v1/chat/completions", asked)
         assert status == 400 and "pattern cannot be enforced" in answer["error"]["message"]

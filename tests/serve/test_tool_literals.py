@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.serve.conftest import running
-from tests.serve.test_tool_fields import CALLS, SCHEMA
+from tests.serve.test_tool_fields import CALLS, SCHEMA, force_a_call
 from tests.serve.test_tools import ASKED, a_tool, client_of, template
 from tinyforge.formats import Loaded
 from tinyforge.infer.grammar import Grammars
@@ -233,21 +233,9 @@ def test_what_a_grammar_cannot_follow(small: Loaded, forms: dict[str, CallForm])
 
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_a_call_is_forced(small: Loaded, name: str) -> None:
-    schema = {**SCHEMA, "required": ["days", "unit"]}
-    schema["properties"] = {key: SCHEMA["properties"][key] for key in ("days", "unit")}
-    tools: list[Any] = [{"type": "function", "function": {"name": "run", "parameters": schema}}]
     with running(replace(small, template=template(SOURCES[name]))) as server:
         client = client_of(server)
-        asked = {**ASKED, "tools": tools, "tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 300}
-        found = client.chat.completions.create(**asked).choices[0]
-        (call,) = found.message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        assert found.finish_reason == "tool_calls" and arguments["unit"] in "CF"
-        assert arguments["days"] is None or arguments["days"] <= 99
-        with client.chat.completions.stream(**asked) as stream:
-            assert stream.get_final_completion().choices[0].message.tool_calls[0].function.arguments == (
-                call.function.arguments
-            )
-        said = {"role": "tool", "content": "21", "tool_call_id": call.id}
+        asked, found = force_a_call(client)
+        said = {"role": "tool", "content": "21", "tool_call_id": found.message.tool_calls[0].id}
         again = [*ASKED["messages"], found.message.model_dump(exclude_none=True), said]
-        assert client.chat.completions.create(model="small", messages=again, tools=tools, max_tokens=5).choices
+        assert client.chat.completions.create(model="small", messages=again, tools=asked["tools"], max_tokens=5).choices

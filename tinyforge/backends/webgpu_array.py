@@ -77,9 +77,8 @@ class WebArray:
             raise ValueError(f"cannot reshape {self.shape} to {shape}")
         if self.flags.c_contiguous:
             return WebArray(self.block, shape, self.dtype, self.at)
-        strides = reshaped_strides(
-            self.shape, self.strides, shape
-        )  # a view where NumPy makes one: it may be written to
+        # A view where NumPy makes one: it may be written to.
+        strides = reshaped_strides(self.shape, self.strides, shape)
         if strides is not None:
             return WebArray(self.block, shape, self.dtype, self.at, strides)
         return WebArray(self.copy().block, shape, self.dtype)
