@@ -75,6 +75,7 @@ from tinyforge.ops.mixture_biased import clamped_swiglu_bwd
 from tinyforge.ops.patches import patches_bwd, patches_fwd
 from tinyforge.ops.pooling import average_pool_bwd, max_pool_bwd, upsample_bwd
 from tinyforge.ops.positions import positions_bwd
+from tinyforge.ops.qk_norm_rope import qk_norm_rope_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import linear_rope_fwd, rope
 from tinyforge.ops.router import router_bwd, router_fwd
@@ -394,6 +395,13 @@ FAULTS = [
         router_losses_bwd,
         with_args(lambda d, slope: (d, np.append(np.roll(slope[:-1], 1), slope[-1]))),
     ),
+    Fault(
+        ops.QKNormRoPE,
+        "no mean of dy xhat",
+        qk_norm_rope_bwd,
+        with_args(lambda out, ds, dy, scale, y, *a: (out, ds, dy, scale, 0 * y, *a)),
+    ),
+    Fault(ops.QKNormRoPE, "rotated forward", qk_norm_rope_bwd, with_args(lambda *a: (*a[:7], -a[7], *a[8:]))),
     Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),
     Fault(ops.BiasedExperts, "h 1 % too large", clamped_swiglu_bwd, replaced(1, lambda h: 1.01 * h)),
     Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),

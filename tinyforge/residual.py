@@ -23,6 +23,7 @@ from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention, LayerCache, split
 from tinyforge.ops.dropout import Dropout
+from tinyforge.ops.qk_norm_rope import QKNormRoPE
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE
 from tinyforge.ops.swiglu_linear import swiglu_mlp
@@ -211,7 +212,10 @@ class SelfAttention(Branch):
     def backward(self, dy: Any, stash: Stash) -> Array:
         da = self.out.backward(self.leave(dy, stash), stash)  # (B, T, Hq D)
         da = da.reshape(*da.shape[:2], -1, self.head_dim)
-        dqkv = self.attention.backward(da, stash, rope=self.rope)  # (B, T, Hq + 2 Hkv, D)
+        normed = isinstance(self.rope, QKNormRoPE)  # its backward is no part of attention's
+        dqkv = self.attention.backward(da, stash, rope=None if normed else self.rope)  # (B, T, Hq + 2 Hkv, D)
+        if self.rope is not None and normed:
+            dqkv = self.rope.backward(dqkv, stash, out=dqkv)
         for norm, heads in reversed(self.head_norms):
             norm.backward(part := rows_of(norm, dqkv[:, :, heads]), stash, out=part)
         dh: Array = self.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)

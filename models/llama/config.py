@@ -15,6 +15,7 @@ CHOICES = {
     "norm": ("rms", "layer"),
     "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
     "rope_scaling": ("none", "linear", "llama3", "yarn", "dynamic", "longrope"),
+    "qk_scale": ("none", "fixed", "learned"),
 }
 """The values of the fields that are texts; the first is the default."""
 
@@ -45,6 +46,9 @@ class Config(ModelConfig):
     all. no_rope_every: of that many layers the last has no RoPE, as in SmolLM3; 0 where all have it, 1 where none has.
     sinks: a score for each head that its probabilities are shared with, as in gpt-oss. learned_positions: a table of
     positions is added to the embeddings, as in OPT; it begins with two rows without use.
+
+    qk_scale: queries and keys are divided by their root mean square, without a gain, and the scores' scale is fixed, or
+    learned for each query head from there. zero_outputs: the maps into the stream start at 0.
 
     rope_scaling stretches the rotary angles to a longer context, see `RopeScaling`, which has rope_factor, the bounds
     rope_low_freq and rope_high_freq, rope_attention, rope_short, rope_long and rope_truncate under names without rope_.
@@ -89,6 +93,8 @@ class Config(ModelConfig):
     no_rope_every: int = 0
     learned_positions: bool = False
     sinks: bool = False
+    qk_scale: str = "none"
+    zero_outputs: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: str = "none"
@@ -137,6 +143,12 @@ class Config(ModelConfig):
             raise UserError(f"config: a gate with activation {self.activation!r}; set gated=false, or use 'silu'")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        stretched = self.rope_scaling in ("yarn", "longrope")
+        if self.qk_scale != "none" and (self.qk_norm or self.no_rope_every or stretched):
+            raise UserError(
+                f"config: qk_scale {self.qk_scale!r} with qk_norm, no_rope_every, or rope_scaling 'yarn' or 'longrope'; "
+                "it is a norm that is part of RoPE in every layer: leave them out"
+            )
         check_rates(self, "dropout")
         for name in self.NONE_OR_MORE:
             if getattr(self, name) < 0:
@@ -171,7 +183,7 @@ class Config(ModelConfig):
 SIZES = (
     *("dim", "heads", "kv_heads", "head_dim", "layers", "context", "vocab", "hidden", "tied", "norm_eps", "dropout"),
     *("rope_theta", "rope_scaling", "rope_factor", "rope_low_freq", "rope_high_freq", "original_context"),
-    *("rope_attention", "rope_short", "rope_long", "rope_truncate", "family"),
+    *("rope_attention", "rope_short", "rope_long", "rope_truncate", "family", "zero_outputs"),
 )
 """Fields that are no options of the architecture: the fused decoders and every architecture have them."""
 FUSED = {"rotary_dim"}

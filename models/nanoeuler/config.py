@@ -55,6 +55,8 @@ class Config(MultiToken):
     layers: blocks. mtp_heads: output heads, head k predicting token t + 1 + k. hidden: width of SwiGLU.
     mtp_weights: the heads' weights in the loss, normalised to sum to 1; powers of 1/2 unless given. dropout: rate in
     training, on the outputs of attention and SwiGLU, before they are added to the stream.
+
+    The other fields are options of the trunk, see Llama's config; their defaults are NanoEuler as published.
     """
 
     dim: int = 128
@@ -67,6 +69,14 @@ class Config(MultiToken):
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     dropout: float = 0.0
+    gated: bool = True
+    activation: str = "silu"
+    window: int = 0
+    full_every: int = 0
+    rotary_dim: int = 0
+    attention_scale: float = 0.0
+    qk_scale: str = "none"
+    zero_outputs: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +87,7 @@ class Config(MultiToken):
             raise UserError(f"config: head size {self.head_dim} (dim / heads) is odd; RoPE turns pairs, make it even")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        _ = self.trunk  # which checks the options
 
     @property
     def head_dim(self) -> int:

@@ -80,6 +80,7 @@ LAUNCHERS = (
     "ops.patches",
     "ops.pooling",
     "ops.positions",
+    "ops.qk_norm_rope",
     "ops.rmsnorm",
     "ops.rope",
     "ops.router",

@@ -208,6 +208,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/patches.cu": [macros for scalar in PRECISIONS for macros in every(SCALAR=scalar, IN=(scalar, "int"))],
     "ops/pooling.cu": vectors(),
     "ops/positions.cu": [*vectors(), *vectors(RESTART=1)],
+    "ops/qk_norm_rope.cu": vectors(),
     "ops/rmsnorm.cu": [
         *ROWS,
         *({**macros, "PLUS_ONE": 1} for macros in ROWS),

@@ -31,6 +31,7 @@ from tinyforge.ops.mixture_biased import BiasedExperts
 from tinyforge.ops.patches import Patches
 from tinyforge.ops.pooling import AveragePool2d, MaxPool2d, Upsample
 from tinyforge.ops.positions import LearnedPositions
+from tinyforge.ops.qk_norm_rope import QKNormRoPE
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
 from tinyforge.ops.router import TopKRouter
@@ -49,7 +50,7 @@ ALL: tuple[type[Op], ...] = (
     *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale),
     *(Linear, Conv2d, AveragePool2d, MaxPool2d, Upsample),
     *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
-    *(RoPE, Attention, SinkAttention),
+    *(RoPE, QKNormRoPE, Attention, SinkAttention),
     *(ReLU, SquaredReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh),
     *(Softmax, Dropout, SigmoidGate),
     *(CausalConv, SelectiveScan, LSTM),
@@ -67,7 +68,8 @@ __all__ = [
     "CappedCrossEntropy", "CausalConv", "ClassToken", "Conv2d", "CrossEntropy", "Dropout", "Embedding", "FP8AddRMSNorm",
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
-    "MixtureOfExperts", "Patches", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses", "Scale", "SelectiveScan",
+    "MixtureOfExperts", "Patches", "QKNormRoPE", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses", "Scale",
+    "SelectiveScan",
     "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Softmax", "SquaredReLU", "SwiGLU", "SwiGLULinear",
     "Take", "Tanh", "TopKRouter", "Upsample",
 ]  # fmt: skip
