@@ -88,6 +88,7 @@ from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd, swiglu_linear_fwd, swiglu_mlp
 from tinyforge.ops.take import take_bwd, take_fwd
 from tinyforge.ops.tanh import tanh_bwd
+from tinyforge.ops.value_embedding import value_embedding_bwd, value_gate_bwd
 from tinyforge.params import with_buffer
 
 FP64 = get_backend("numpy", "fp64", workers=1)
@@ -402,6 +403,10 @@ FAULTS = [
         with_args(lambda out, ds, dy, scale, y, *a: (out, ds, dy, scale, 0 * y, *a)),
     ),
     Fault(ops.QKNormRoPE, "rotated forward", qk_norm_rope_bwd, with_args(lambda *a: (*a[:7], -a[7], *a[8:]))),
+    Fault(
+        ops.ValueEmbedding, "the gate's slope left out", value_embedding_bwd, with_args(lambda *a: (*a[:-1], 0 * a[-1]))
+    ),
+    Fault(ops.ValueEmbedding, "no gradient of x", value_gate_bwd, lambda _: lambda *a: None),
     Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),
     Fault(ops.BiasedExperts, "h 1 % too large", clamped_swiglu_bwd, replaced(1, lambda h: 1.01 * h)),
     Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),

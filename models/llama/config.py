@@ -50,6 +50,10 @@ class Config(ModelConfig):
     qk_scale: queries and keys are divided by their root mean square, without a gain, and the scores' scale is fixed, or
     learned for each query head from there. zero_outputs: the maps into the stream start at 0.
 
+    value_every: of that many layers the last adds a row for each token's id to its values, from a table of its own,
+    times a gate for each head, which reads the first value_gate channels of the normed stream; 0 for no layer. Counted
+    from the model's last layer, which has one.
+
     rope_scaling stretches the rotary angles to a longer context, see `RopeScaling`, which has rope_factor, the bounds
     rope_low_freq and rope_high_freq, rope_attention, rope_short, rope_long and rope_truncate under names without rope_.
     original_context: of training. rotary_dim: numbers of a head that RoPE turns, 0 for all.
@@ -95,6 +99,8 @@ class Config(ModelConfig):
     sinks: bool = False
     qk_scale: str = "none"
     zero_outputs: bool = False
+    value_every: int = 0
+    value_gate: int = 32
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: str = "none"
@@ -112,7 +118,7 @@ class Config(ModelConfig):
 
     NONE_OR_MORE: ClassVar = (
         *("window", "full_every", "attention_scale", "attention_softcap", "logit_softcap"),
-        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim"),
+        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim", "value_every"),
     )
 
     def __post_init__(self) -> None:
@@ -143,10 +149,12 @@ class Config(ModelConfig):
             raise UserError(f"config: a gate with activation {self.activation!r}; set gated=false, or use 'silu'")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        if self.value_every and not 0 < self.value_gate <= self.dim:
+            raise UserError(f"config: value_gate is {self.value_gate}, expected 1 to dim, {self.dim}")
         stretched = self.rope_scaling in ("yarn", "longrope")
         if self.qk_scale != "none" and (self.qk_norm or self.no_rope_every or stretched):
             raise UserError(
-                f"config: qk_scale {self.qk_scale!r} with qk_norm, no_rope_every, or rope_scaling 'yarn' or 'longrope'; "
+                f"config: qk_scale {self.qk_scale!r} with qk_norm, no_rope_every, rope_scaling 'yarn' or 'longrope'; "
                 "it is a norm that is part of RoPE in every layer: leave them out"
             )
         check_rates(self, "dropout")
@@ -174,6 +182,9 @@ class Config(ModelConfig):
     def has_rope(self, layer: int) -> bool:
         return not self.no_rope_every or (layer + 1) % self.no_rope_every > 0
 
+    def has_values(self, layer: int) -> bool:
+        return self.value_every > 0 and (self.layers - 1 - layer) % self.value_every == 0
+
     def options(self) -> dict[str, Any]:
         """The fields other than sizes that differ from a plain Llama's, without those of subclasses."""
         plain = {f.name: f.default for f in fields(Config) if f.name not in SIZES}
@@ -183,7 +194,7 @@ class Config(ModelConfig):
 SIZES = (
     *("dim", "heads", "kv_heads", "head_dim", "layers", "context", "vocab", "hidden", "tied", "norm_eps", "dropout"),
     *("rope_theta", "rope_scaling", "rope_factor", "rope_low_freq", "rope_high_freq", "original_context"),
-    *("rope_attention", "rope_short", "rope_long", "rope_truncate", "family", "zero_outputs"),
+    *("rope_attention", "rope_short", "rope_long", "rope_truncate", "family", "zero_outputs", "value_gate"),
 )
 """Fields that are no options of the architecture: the fused decoders and every architecture have them."""
 FUSED = {"rotary_dim"}

@@ -107,7 +107,7 @@ class LlamaLike(Model):
             x = self.positions.forward(x, stash, offset=offset, starts=restart)
         stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
-            context = AttentionContext(cache.layer(i) if cache else None, offset, starts)
+            context = AttentionContext(cache.layer(i) if cache else None, offset, starts, ids=ids)
             if fill and i == len(self.blocks) - 1:
                 self.blocks[i].fill(stream, context)
             else:
@@ -167,6 +167,7 @@ class LlamaLike(Model):
         windows = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.layers)]
         pairs = sum(window - window * (window - 1) / (2 * seq_len) for window in windows)
         looked_up = (0 if c.tied else c.vocab * c.dim) + (c.context * c.dim if c.learned_positions else 0)
+        looked_up += sum(block.attention.values.table.size for block in self.blocks if block.attention.values)
         multiplied = self.buffer.count - looked_up
         return 6 * multiplied + 3 * 2 * 2 * c.head_dim * c.heads * pairs
 

@@ -37,6 +37,7 @@ from tinyforge.ops import (
     SquaredReLU,
     SwiGLU,
     SwiGLULinear,
+    ValueEmbedding,
 )
 from tinyforge.residual import MLP, NoNorm, PreNorm, SelfAttention
 
@@ -44,7 +45,7 @@ STD = 0.02
 """Standard deviation of all initial matrices but those of `residual_std`."""
 
 
-IN_FP8 = ("qk_norm", "qk_scale", "qkv_bias", "window", "full_every", "rotary_dim", "attention_scale")
+IN_FP8 = ("qk_norm", "qk_scale", "qkv_bias", "window", "full_every", "rotary_dim", "attention_scale", "value_every")
 """Options that the layers in FP8 have."""
 
 
@@ -124,8 +125,16 @@ def self_attention(c: Config, layer: int, backend: Backend, *, fp8: bool) -> Sel
             for name, (width, heads) in norms.items()
             if c.qk_norm
         ],
+        values=value_embedding(c, layer, backend) if c.has_values(layer) else None,
         after=after(f"{at}.attention_norm", c, backend),
     )
+
+
+def value_embedding(c: Config, layer: int, backend: Backend) -> ValueEmbedding:
+    at = f"blocks.{layer}.value"
+    table = Param(f"{at}_embedding.weight", (c.vocab, c.kv_heads * c.head_dim), std=STD)
+    gate = Param(f"{at}_gate.weight", (c.kv_heads, c.value_gate), fill=0.0)  # rows are added as they are at first
+    return ValueEmbedding(table, gate, c.dim, backend, f"{at}_embedding")
 
 
 def rope(c: Config, layer: int, backend: Backend) -> RoPE:

@@ -77,6 +77,8 @@ class Config(MultiToken):
     attention_scale: float = 0.0
     qk_scale: str = "none"
     zero_outputs: bool = False
+    value_every: int = 0
+    value_gate: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,7 +50,15 @@ class NanoEuler(LlamaLike):
         yield from cls.cases_of(shapes, backend, rng, std=0.2)
         options: tuple[dict[str, Any], ...] = (
             {"qk_scale": "learned", "window": 3, "full_every": 2, "rotary_dim": 2, "norm_eps": 0.01},
-            {"qk_scale": "fixed", "attention_scale": 0.7, "gated": False, "activation": "relu2", "norm_eps": 0.01},
+            {
+                "qk_scale": "fixed",
+                "attention_scale": 0.7,
+                "gated": False,
+                "activation": "relu2",
+                "norm_eps": 0.01,
+                "value_every": 1,
+                "value_gate": 4,
+            },
         )
         yield from cls.cases_of([(tiny.override(two | given), 2, 7) for given in options], backend, rng, std=0.2)
         config = tiny.override(two)

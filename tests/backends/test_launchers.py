@@ -94,6 +94,7 @@ LAUNCHERS = (
     "ops.swiglu_linear",
     "ops.take",
     "ops.tanh",
+    "ops.value_embedding",
     "optim.adamw",
     "optim.muon",
     "parallel.sums",

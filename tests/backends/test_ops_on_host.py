@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.backends.test_on_host import STATIC
 from tinyforge import ops
 from tinyforge.backends import get_backend
 from tinyforge.op import Op, Stash
+from tinyforge.ops.embedding import embedding_bwd
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +28,7 @@ extern "C" void host_run(int grid_x, int grid_y, int threads, void **a) {
     host_launch(grid_x, grid_y, threads, [&] { ENTRY(ARGUMENTS); });
 }
 """
-KINDS = (ops.QKNormRoPE,)
+KINDS = (ops.QKNormRoPE, ops.ValueEmbedding)
 
 
 class OnHost(Launches):
@@ -76,8 +78,6 @@ def add_columns(out: Any, second: Any, partial: Any) -> None:
 
 def worst(kind: type[Op], precision: str, monkeypatch: pytest.MonkeyPatch, on_host: OnHost) -> float:
     """The largest difference, relative to the largest value, of any result or gradient in any case."""
-    import importlib
-
     for module in (
         "cupy_backend",
         kind.__module__.rpartition(".")[2] + "_cuda",
@@ -87,7 +87,7 @@ def worst(kind: type[Op], precision: str, monkeypatch: pytest.MonkeyPatch, on_ho
     ):
         package = "tinyforge.backends" if module == "cupy_backend" else "tinyforge.ops"
         found = importlib.import_module(f"{package}.{module}")
-        for name, stand_in in (("load", on_host.load), ("add_columns", add_columns)):
+        for name, stand_in in (("load", on_host.load), ("add_columns", add_columns), ("embedding_bwd", embedding_bwd)):
             if hasattr(found, name):
                 monkeypatch.setattr(found, name, stand_in)
     host, numpy = FakeCupy(precision), get_backend("numpy", "fp64" if precision == "fp64" else "fp32", workers=1)
@@ -124,6 +124,9 @@ FAULTS = [
     (ops.QKNormRoPE, ("- widen(saved.left.v[k]) * mean", "")),
     (ops.QKNormRoPE, ("if (h >= queries) return A(1);", "")),
     (ops.QKNormRoPE, ("token % positions", "token")),
+    (ops.ValueEmbedding, ("(A(1) - g / A(2))", "A(1)")),
+    (ops.ValueEmbedding, ("v + i64(n) * pitch", "v + i64(n) * dim")),
+    (ops.ValueEmbedding, ("A sum = widen(*mine)", "A sum = 1")),
 ]
 
 

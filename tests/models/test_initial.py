@@ -31,6 +31,7 @@ STANDARD: dict[str, dict[str, Any]] = {
         "step.weight": lambda c: (3 * c.step_rank) ** -0.5,
         "out.weight": lambda c: (3 * c.expand * c.dim * c.layers) ** -0.5,
     },
+    "nanoeuler": {"value_gate.weight": lambda c: 0.0},  # the rows are added as they are
     "vit": {"embedding.weight": lambda c: (c.channels * c.patch**2) ** -0.5},
 }
 """By the end of a name; others have GPT-2's 0.02, divided by sqrt(2 layers) for maps on the residual stream."""
@@ -59,7 +60,7 @@ def test_initial_values(name: str) -> None:
 
 
 NO_HIDDEN_MAP = ("embedding", "positions", "segments", "head", "heads", "conv", "a_log", "outer", "class_token")
-NO_HIDDEN_MAP += ("shared_gate", "bias")
+NO_HIDDEN_MAP += ("shared_gate", "bias", "value_embedding", "value_gate")
 PARTS = {"qkv": 3, "gate_up": 2, "shared_up": 2, "inputs": 4, "recurrent": 4, "select": 3, "input": 2}
 
 

@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fixed scale": {"qk_scale": "fixed", "attention_scale": 0.8},
     "learned scale": {"qk_scale": "learned"},
     "relu2": {"gated": False, "activation": "relu2"},
+    "values": {"value_every": 2, "value_gate": 5},
     "zero outputs": {"zero_outputs": True},
 }
 ALL = {name: value for given in OPTIONS.values() for name, value in given.items()}
@@ -114,6 +115,7 @@ def test_an_option_that_cannot_be_is_a_one_line_error() -> None:
     for values, message in (
         ({"activation": "relu2"}, "a gate with activation 'relu2'; set gated=false"),
         ({"qk_scale": "free"}, "qk_scale is 'free'; supported: none, fixed, learned"),
+        ({"value_every": 2, "value_gate": 17}, "value_gate is 17, expected 1 to dim, 16"),
         ({"rotary_dim": 3}, "rotary_dim is 3, expected an even number"),
     ):
         with pytest.raises(UserError, match=message):

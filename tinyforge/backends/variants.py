@@ -222,6 +222,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/swiglu.cu": vectors(),
     "ops/take.cu": vectors(),
     "ops/tanh.cu": vectors(),
+    "ops/value_embedding.cu": vectors(),
     "optim/adamw.cu": every(SCALAR=PRECISIONS),
     "optim/muon.cu": every(SCALAR=PRECISIONS, VEC=(1, 4)),
     "parallel/sums.cu": every(SCALAR=("double", "float")),

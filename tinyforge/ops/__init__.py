@@ -45,12 +45,13 @@ from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
 from tinyforge.ops.take import Take
 from tinyforge.ops.tanh import Tanh
+from tinyforge.ops.value_embedding import ValueEmbedding
 
 ALL: tuple[type[Op], ...] = (
     *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale),
     *(Linear, Conv2d, AveragePool2d, MaxPool2d, Upsample),
     *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
-    *(RoPE, QKNormRoPE, Attention, SinkAttention),
+    *(RoPE, QKNormRoPE, ValueEmbedding, Attention, SinkAttention),
     *(ReLU, SquaredReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh),
     *(Softmax, Dropout, SigmoidGate),
     *(CausalConv, SelectiveScan, LSTM),
@@ -69,7 +70,6 @@ __all__ = [
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
     "MixtureOfExperts", "Patches", "QKNormRoPE", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses", "Scale",
-    "SelectiveScan",
-    "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Softmax", "SquaredReLU", "SwiGLU", "SwiGLULinear",
-    "Take", "Tanh", "TopKRouter", "Upsample",
+    "SelectiveScan", "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Softmax", "SquaredReLU",
+    "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample", "ValueEmbedding",
 ]  # fmt: skip
