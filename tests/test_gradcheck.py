@@ -64,6 +64,7 @@ from tinyforge.ops.linear import linear_add_fwd, linear_bwd
 from tinyforge.ops.lora import lora_bwd, lora_fwd
 from tinyforge.ops.losses import binary_cross_entropy_bwd, mse_bwd
 from tinyforge.ops.lstm import lstm_bwd, lstm_fwd
+from tinyforge.ops.mix import mix_bwd
 from tinyforge.ops.mixture import (
     grouped_bwd_input,
     grouped_bwd_weight,
@@ -407,6 +408,8 @@ FAULTS = [
         ops.ValueEmbedding, "the gate's slope left out", value_embedding_bwd, with_args(lambda *a: (*a[:-1], 0 * a[-1]))
     ),
     Fault(ops.ValueEmbedding, "no gradient of x", value_gate_bwd, lambda _: lambda *a: None),
+    Fault(ops.Mix, "the two exchanged", mix_bwd, lambda right: lambda *a: right(*a)[::-1]),
+    Fault(ops.Mix, "no sum for a", mix_bwd, with_args(lambda da, *a: (None, *a))),
     Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),
     Fault(ops.BiasedExperts, "h 1 % too large", clamped_swiglu_bwd, replaced(1, lambda h: 1.01 * h)),
     Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),

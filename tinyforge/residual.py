@@ -24,6 +24,7 @@ from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention, LayerCache, split
 from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.fp8 import Scaled
+from tinyforge.ops.mix import Mix
 from tinyforge.ops.qk_norm_rope import QKNormRoPE
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE
@@ -57,14 +58,14 @@ class Addend(NamedTuple):
 
 
 class ResidualStream:
-    """The residual stream x + owed. x: (B, T, C); owed: the same, or None.
+    """The residual stream x + owed. x: (B, T, C); owed: the same, or None. first: x before the first layer.
 
     outputs: what branches return apart from their addition, such as the usage of a router's experts.
     keep: set by `ActivationCheckpoint`: the next norm leaves x in `kept`, after the addition.
     """
 
-    def __init__(self, x: Array) -> None:
-        self.x = x
+    def __init__(self, x: Array, first: Any = None) -> None:
+        self.x, self.first = x, x if first is None else first
         self.owed: Array | None = None
         self.outputs: list[Array] = []
         self.keep = False
@@ -119,6 +120,25 @@ class PreNorm:
 
     def ops(self) -> list[Op]:
         return [self.op]
+
+
+class MixedNorm:
+    """A norm before which the stream x becomes a x + b x0, x0 the stream before the first layer. The gradient of x0 is
+    added up in the stash."""
+
+    def __init__(self, mix: Mix, norm: PreNorm, backend: Backend) -> None:
+        self.mix, self.norm, self.op, self.add = mix, norm, norm.op, Add(backend, mix.name)
+
+    def forward(self, stream: ResidualStream, stash: Stash | None = None) -> Any:
+        stream.x = self.mix.forward(stream.plain(self.add), stream.first, stash)
+        return self.norm.forward(stream, stash)
+
+    def backward(self, dy: Array, stash: Stash, residual: Any = None) -> Array:
+        dx, stash.first = self.mix.backward(self.norm.backward(dy, stash, residual), stash, into=stash.first)
+        return dx
+
+    def ops(self) -> list[Op]:
+        return [self.mix, *self.norm.ops()]
 
 
 class NoNorm:
@@ -316,7 +336,7 @@ class ActivationCheckpoint(Op):
         before, stream.keep = len(stash), True
         self.block.forward(stream, stash, context)
         stash.drop(before)
-        stash.push(self, stream.kept, context)
+        stash.push(self, stream.kept, stream.first, context)
         stream.kept = None
 
     def backward(self, dx: Any, stash: Stash, *rest: Any) -> Any:
@@ -325,8 +345,8 @@ class ActivationCheckpoint(Op):
 
     def restore(self, stash: Stash) -> None:
         """Rerun forward. A method of its own: x is freed before the block's backward."""
-        x, context = stash.pop(self)
-        self.block.forward(ResidualStream(x), stash, context)
+        x, first, context = stash.pop(self)
+        self.block.forward(ResidualStream(x, first), stash, context)
 
 
 def layers_of(blocks: Sequence[Any], backend: Backend, recompute: Recompute) -> Sequence[Any]:

@@ -50,6 +50,9 @@ class Config(ModelConfig):
     qk_scale: queries and keys are divided by their root mean square, without a gain, and the scores' scale is fixed, or
     learned for each query head from there. zero_outputs: the maps into the stream start at 0.
 
+    mix_first: before each block the stream x becomes a x + b x0, with x0 the stream before the first one, and a and b
+    learned, from 1 and 0. embedding_norm: an RMSNorm makes x0 of the embeddings. Both only with norms "before".
+
     value_every: of that many layers the last adds a row for each token's id to its values, from a table of its own,
     times a gate for each head, which reads the first value_gate channels of the normed stream; 0 for no layer. Counted
     from the model's last layer, which has one.
@@ -99,6 +102,8 @@ class Config(ModelConfig):
     sinks: bool = False
     qk_scale: str = "none"
     zero_outputs: bool = False
+    mix_first: bool = False
+    embedding_norm: bool = False
     value_every: int = 0
     value_gate: int = 32
     norm_eps: float = 1e-5
@@ -143,6 +148,8 @@ class Config(ModelConfig):
             raise UserError(f"config: norms is {self.norms!r} with a LayerNorm or parallel branches; expected 'before'")
         if self.norm_bias and self.norm == "rms" or self.norm_plus_one and self.norm == "layer":
             raise UserError(f"config: norm is {self.norm!r}; norm_bias goes with 'layer', norm_plus_one with 'rms'")
+        if self.mix_first and (self.norms == "after" or self.parallel):
+            raise UserError("config: mix_first is for blocks that begin with a norm, one branch after the other")
         if self.parallel_norms and not self.parallel:
             raise UserError("config: parallel_norms is for parallel branches; set parallel too")
         if self.gated and self.activation in ("relu", "relu2"):

@@ -18,9 +18,9 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.llama.block import Block, ParallelBlock
 from tinyforge.models.llama.config import FUSED, Config
-from tinyforge.models.llama.parts import STD, bias
+from tinyforge.models.llama.parts import STD, bias, rms_norm
 from tinyforge.op import Op, Param, Recompute, Stash, WithKeywords
-from tinyforge.ops import CappedCrossEntropy, Embedding, LearnedPositions, LinearCrossEntropy, Scale
+from tinyforge.ops import Add, CappedCrossEntropy, Embedding, LearnedPositions, LinearCrossEntropy, Scale
 from tinyforge.ops.attention import Documents
 from tinyforge.ops.fp8_linear import FP8Weights
 from tinyforge.params import ParamBuffer, with_buffer
@@ -60,6 +60,8 @@ class LlamaLike(Model):
         self.final_norm = self.block.final_norm(shape, backend)
         self.heads = output_heads(shape, heads or table, backend)
         self.embedding_scale = scale("embedding_scale", shape.embedding_scale, backend)
+        self.embedding_norm = rms_norm("embedding_norm", shape.dim, shape, backend) if shape.embedding_norm else None
+        self.add = Add(backend, "first")
         self.logit_scale = scale("logit_scale", shape.logit_scale, backend)
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
@@ -105,6 +107,8 @@ class LlamaLike(Model):
         if self.positions:
             restart = starts if documents and documents.restart else None
             x = self.positions.forward(x, stash, offset=offset, starts=restart)
+        if self.embedding_norm:
+            x = self.embedding_norm.forward(x, stash)
         stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
             context = AttentionContext(cache.layer(i) if cache else None, offset, starts, ids=ids)
@@ -132,6 +136,10 @@ class LlamaLike(Model):
         dx = self.final_norm.backward(dh, stash)
         for layer in reversed(self.layers):
             dx = layer.backward(dx, stash, *doutputs)
+        if stash.first is not None:
+            dx, stash.first = self.add.forward(dx, stash.first), None
+        if self.embedding_norm:
+            dx = self.embedding_norm.backward(dx, stash)
         if self.positions:
             dx = self.positions.backward(dx, stash)
         if self.embedding_scale:
@@ -173,9 +181,9 @@ class LlamaLike(Model):
 
     def ops(self) -> list[Op]:
         blocks = [op for block in self.blocks for op in block.ops()]
-        rest = (self.embedding_scale, self.positions, self.logit_scale)
-        scaled, positions, logits = [[op] if op else [] for op in rest]
-        return [self.embedding, *scaled, *positions, *blocks, self.final_norm.op, *logits, self.heads]
+        rest = (self.embedding_scale, self.positions, self.embedding_norm, self.logit_scale)
+        scaled, positions, norm, logits = [[op] if op else [] for op in rest]
+        return [self.embedding, *scaled, *positions, *norm, *blocks, self.final_norm.op, *logits, self.heads]
 
 
 def scale(name: str, factor: float, backend: Backend) -> Scale | None:

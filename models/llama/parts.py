@@ -26,6 +26,7 @@ from tinyforge.ops import (
     GELULinear,
     Linear,
     LinearSwiGLU,
+    Mix,
     QKNormRoPE,
     ReLU,
     RMSNorm,
@@ -39,13 +40,16 @@ from tinyforge.ops import (
     SwiGLULinear,
     ValueEmbedding,
 )
-from tinyforge.residual import MLP, NoNorm, PreNorm, SelfAttention
+from tinyforge.residual import MLP, MixedNorm, NoNorm, PreNorm, SelfAttention
 
 STD = 0.02
 """Standard deviation of all initial matrices but those of `residual_std`."""
 
 
-IN_FP8 = ("qk_norm", "qk_scale", "qkv_bias", "window", "full_every", "rotary_dim", "attention_scale", "value_every")
+IN_FP8 = (
+    *("qk_norm", "qk_scale", "qkv_bias", "window", "full_every", "rotary_dim", "attention_scale"),
+    *("value_every", "mix_first", "embedding_norm", "logit_softcap", "smear"),
+)
 """Options that the layers in FP8 have."""
 
 
@@ -87,6 +91,17 @@ def norm_before(name: str, c: Config, backend: Backend, *, fp8: bool, scaled_bac
     if c.norms == "after":
         return NoNorm(backend, name)
     return pre_norm(name, c, backend, fp8=fp8, scaled_backward=scaled_backward)
+
+
+def first_norm(at: str, c: Config, backend: Backend, *, fp8: bool, scaled_backward: bool) -> Any:
+    """The norm that a block begins with."""
+    if not c.mix_first:
+        return norm_before(f"{at}.norm1", c, backend, fp8=fp8, scaled_backward=scaled_backward)
+    a, b = (
+        Param(f"{at}.{name}_scale", (1,), fill=fill, decay=False) for name, fill in (("stream", 1.0), ("first", 0.0))
+    )
+    norm: Any = norm_before(f"{at}.norm1", c, backend, fp8=fp8, scaled_backward=False)
+    return MixedNorm(Mix(a, b, backend, f"{at}.mix"), norm, backend)
 
 
 def after(name: str, c: Config, backend: Backend) -> list[Op]:

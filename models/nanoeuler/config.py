@@ -77,6 +77,8 @@ class Config(MultiToken):
     attention_scale: float = 0.0
     qk_scale: str = "none"
     zero_outputs: bool = False
+    mix_first: bool = False
+    embedding_norm: bool = False
     value_every: int = 0
     value_gate: int = 32
 

@@ -75,6 +75,7 @@ LAUNCHERS = (
     "ops.lora",
     "ops.losses",
     "ops.lstm",
+    "ops.mix",
     "ops.mixture",
     "ops.mixture_biased",
     "ops.patches",

@@ -28,7 +28,7 @@ extern "C" void host_run(int grid_x, int grid_y, int threads, void **a) {
     host_launch(grid_x, grid_y, threads, [&] { ENTRY(ARGUMENTS); });
 }
 """
-KINDS = (ops.QKNormRoPE, ops.ValueEmbedding)
+KINDS = (ops.Mix, ops.QKNormRoPE, ops.ValueEmbedding)
 
 
 class OnHost(Launches):
@@ -124,6 +124,7 @@ FAULTS = [
     (ops.QKNormRoPE, ("- widen(saved.left.v[k]) * mean", "")),
     (ops.QKNormRoPE, ("if (h >= queries) return A(1);", "")),
     (ops.QKNormRoPE, ("token % positions", "token")),
+    (ops.Mix, ("slope * widen(q", "slope * widen(p")),
     (ops.ValueEmbedding, ("(A(1) - g / A(2))", "A(1)")),
     (ops.ValueEmbedding, ("v + i64(n) * pitch", "v + i64(n) * dim")),
     (ops.ValueEmbedding, ("A sum = widen(*mine)", "A sum = 1")),

@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fixed scale": {"qk_scale": "fixed", "attention_scale": 0.8},
     "learned scale": {"qk_scale": "learned"},
     "relu2": {"gated": False, "activation": "relu2"},
+    "x0": {"mix_first": True, "embedding_norm": True},
     "values": {"value_every": 2, "value_gate": 5},
     "zero outputs": {"zero_outputs": True},
 }
@@ -120,3 +121,23 @@ def test_an_option_that_cannot_be_is_a_one_line_error() -> None:
     ):
         with pytest.raises(UserError, match=message):
             Config.from_dict(TINY | values)
+
+
+def test_fp8_has_the_options_that_its_layers_have_and_names_the_others() -> None:
+    """Its gradients are those of float32 but for the rounding of 3 bits."""
+    sizes = TINY | {"dim": 32, "hidden": 32, "context": 32}
+    has = ("window", "half RoPE", "fixed scale", "x0", "values", "zero outputs")
+    config = Config.from_dict(sizes | {name: value for given in has for name, value in OPTIONS[given].items()})
+    ids, targets = batch(2, 16)
+    found = []
+    for precision in ("fp32", "fp8"):
+        backend = get_backend("numpy", precision, workers=1)
+        model = NanoEuler(config, backend)
+        rng = np.random.default_rng(1)
+        for p in model.buffer.params:
+            model.buffer.set_master(p, p.fill + 0.1 * rng.normal(size=p.shape))
+        model.buffer.publish()
+        found.append(np.array(step(model, ids, targets)))
+    assert np.linalg.norm(found[0] - found[1]) < 0.1 * np.linalg.norm(found[0])
+    with pytest.raises(UserError, match="the layers in FP8 have no activation, gated"):
+        NanoEuler(Config.from_dict(sizes | OPTIONS["relu2"]), get_backend("numpy", "fp8", workers=1))

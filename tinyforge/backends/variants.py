@@ -202,6 +202,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/linear.cu": vectors(),
     "ops/losses.cu": every(SCALAR=PRECISIONS),
     "ops/lstm.cu": every(SCALAR=PRECISIONS),
+    "ops/mix.cu": vectors(),
     "ops/mixture.cu": vectors(),
     "ops/mixture_biased.cu": every(SCALAR=PRECISIONS),
     "ops/sigmoid_gate.cu": vectors(),

@@ -26,6 +26,7 @@ from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
 from tinyforge.ops.losses import MSE, BinaryCrossEntropy
 from tinyforge.ops.lstm import LSTM
+from tinyforge.ops.mix import Mix
 from tinyforge.ops.mixture import MixtureOfExperts
 from tinyforge.ops.mixture_biased import BiasedExperts
 from tinyforge.ops.patches import Patches
@@ -48,7 +49,7 @@ from tinyforge.ops.tanh import Tanh
 from tinyforge.ops.value_embedding import ValueEmbedding
 
 ALL: tuple[type[Op], ...] = (
-    *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale),
+    *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale, Mix),
     *(Linear, Conv2d, AveragePool2d, MaxPool2d, Upsample),
     *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
     *(RoPE, QKNormRoPE, ValueEmbedding, Attention, SinkAttention),
@@ -69,7 +70,7 @@ __all__ = [
     "CappedCrossEntropy", "CausalConv", "ClassToken", "Conv2d", "CrossEntropy", "Dropout", "Embedding", "FP8AddRMSNorm",
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
-    "MixtureOfExperts", "Patches", "QKNormRoPE", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses", "Scale",
-    "SelectiveScan", "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Softmax", "SquaredReLU",
-    "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample", "ValueEmbedding",
+    "Mix", "MixtureOfExperts", "Patches", "QKNormRoPE", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses",
+    "Scale", "SelectiveScan", "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Softmax",
+    "SquaredReLU", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample", "ValueEmbedding",
 ]  # fmt: skip

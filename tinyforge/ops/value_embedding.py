@@ -78,8 +78,8 @@ class ValueEmbedding(Op):
     """v_h += g_h E[id]_h,  g = 2 s(W x),  s(z) = 1 / (1 + exp(-z)), for each value head h
 
     qkv, y: (B, T, H, D), packed, values last; x: (B, T, C), what made qkv, of which the gate reads the first channels;
-    ids: (B, T); E, `table`: (V, Hkv D); W, `gate`: (Hkv, channels); C: `width`. A gate of 0 adds the row as it is. Saves x, ids and
-    g, (B, T, Hkv). `out=qkv` works in place.
+    ids: (B, T); E, `table`: (V, Hkv D); W, `gate`: (Hkv, channels); C: `width`. A gate of 0 adds the row as it is.
+    Saves x, ids and g, (B, T, Hkv). `out=qkv` works in place.
 
     backward, with dv the values' part of dy:
         dE[id]_h += g_h dv_h,   dz_h = g_h (1 - g_h / 2) dv_h . E[id]_h,   dW += dz^T x,   dx = dz W
