@@ -191,10 +191,9 @@ def scale(name: str, factor: float, backend: Backend) -> Scale | None:
 
 
 def output_heads(c: Config, weight: Param, backend: Backend) -> LinearCrossEntropy:
-    if c.logit_softcap or c.head_bias:
-        rows = bias("heads", c.vocab) if c.head_bias else None
-        return CappedCrossEntropy(weight, c.logit_softcap, backend, "heads", bias=rows)
-    return LinearCrossEntropy(weight, backend, "heads")
+    if c.head_bias:
+        return CappedCrossEntropy(weight, c.logit_softcap, backend, "heads", bias=bias("heads", c.vocab))
+    return LinearCrossEntropy(weight, backend, "heads", cap=c.logit_softcap)
 
 
 class Llama(LlamaLike):

@@ -75,6 +75,7 @@ class Config(MultiToken):
     full_every: int = 0
     rotary_dim: int = 0
     attention_scale: float = 0.0
+    logit_softcap: float = 0.0
     qk_scale: str = "none"
     zero_outputs: bool = False
     mix_first: bool = False

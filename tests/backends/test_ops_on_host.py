@@ -19,8 +19,10 @@ from tests.backends.test_on_host import STATIC
 from tinyforge import ops
 from tinyforge.backends import get_backend
 from tinyforge.op import Op, Stash
+from tinyforge.ops.cross_entropy import softmax_residual_
 from tinyforge.ops.embedding import embedding_bwd
 
+cross_entropy_cuda: Any = pytest.importorskip("tinyforge.ops.cross_entropy_cuda", reason="launchers need CuPy")
 pytestmark = pytest.mark.slow
 
 RUN = """
@@ -136,3 +138,32 @@ def test_faults_of_the_kernels_show(
     kind: type[Op], fault: tuple[str, str], launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert not worst(kind, "fp64", monkeypatch, OnHost(tmp_path, fault)) <= 1e-9
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize(
+    ("precision", "vocab", "pitch"),
+    [("fp64", 7, 7), ("fp64", 96, 96), ("fp32", 4096, 4096), ("fp32", 1001, 1024), ("fp32", 9000, 9000)],
+)
+def test_residuals_of_capped_logits(
+    precision: str,
+    vocab: int,
+    pitch: int,
+    cap: float,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Rows in registers, in memory, in shared memory, and padded ones, one without a target."""
+    monkeypatch.setattr(cross_entropy_cuda, "load", OnHost(tmp_path).load)
+    logits, targets = 3 * np.random.default_rng(0).normal(size=(3, vocab)), np.array([vocab - 1, -1, 2])
+    plain = np.ascontiguousarray(logits.T[None])
+    expected = softmax_residual_(plain, targets[:, None], cap)
+    backend = FakeCupy(precision)
+    rows, nll = backend.zeros((3, pitch)), backend.zeros((3,))
+    rows[:, :vocab], rows[:, vocab:] = logits, 77
+    cross_entropy_cuda.softmax_residual_(nll, rows, backend.asarray(targets), True, vocab, cap)
+    tolerance = 1e-12 if precision == "fp64" else 1e-5
+    np.testing.assert_allclose(nll, expected[:, 0], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(rows[:, :vocab], plain[0].T, rtol=tolerance, atol=tolerance)
+    assert not rows[:, vocab:].any()

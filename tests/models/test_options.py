@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "learned scale": {"qk_scale": "learned"},
     "relu2": {"gated": False, "activation": "relu2"},
     "x0": {"mix_first": True, "embedding_norm": True},
+    "softcap": {"logit_softcap": 2.0},
     "values": {"value_every": 2, "value_gate": 5},
     "zero outputs": {"zero_outputs": True},
 }
@@ -52,13 +53,15 @@ def step(model: NanoEuler, ids: np.ndarray, targets: np.ndarray, **inputs: Any) 
 
 @pytest.mark.parametrize("options", EVERY.values(), ids=EVERY)
 def test_an_option_changes_the_model_and_a_cache_does_not(options: dict[str, Any]) -> None:
-    ids, _ = batch()
+    ids, targets = batch()
     model, plain = made(options), made({})
     if set(options) != {"zero_outputs"}:
-        assert np.abs(model.hidden(ids) - plain.hidden(ids)).max() > 1e-4
+        assert np.abs(model.forward(ids, targets) - plain.forward(ids, targets)).max() > 1e-4
     whole, cache = model.hidden(ids), model.make_cache(2, 24)
     pieces = [model.hidden(ids[:, a:b], cache=cache) for a, b in ((0, 5), (5, 6), (6, 7), (7, 13))]
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=1e-12, atol=1e-12)
+    cap, z = options.get("logit_softcap", 0), whole @ model.heads.weight.value[0].T
+    np.testing.assert_allclose(model.logits(whole), cap * np.tanh(z / cap) if cap else z, rtol=1e-12, atol=1e-14)
     cache.rewind(6)
     np.testing.assert_allclose(model.hidden(ids[:, 6:], cache=cache), whole[:, 6:], rtol=1e-12, atol=1e-12)
 

@@ -45,12 +45,13 @@ FP8_ROWS = [
 
 def _cross_entropy() -> Iterator[Macros]:
     """A block takes a row of logits, in its threads' registers (PER > 0), in shared memory (HELD), or in memory."""
-    yield from vectors(PER=0)
-    yield from every(SCALAR="float", VEC=4, PER=(1, 4, 8))
-    yield from every(SCALAR="bf16", VEC=8, PER=(1, 2, 4))
-    for option in ("EDGE", "HELD"):
-        for scalar, vec in (("double", 2), ("float", 4), ("bf16", 8)):
-            yield from every(SCALAR=scalar, VEC=vec, PER=0, **{option: 1})
+    for on in ({}, {"CAP": 1}):
+        yield from vectors(PER=0, **on)
+        yield from every(SCALAR="float", VEC=4, PER=(1, 4, 8), **on)
+        yield from every(SCALAR="bf16", VEC=8, PER=(1, 2, 4), **on)
+        for option in ("EDGE", "HELD"):
+            for scalar, vec in (("double", 2), ("float", 4), ("bf16", 8)):
+                yield from every(SCALAR=scalar, VEC=vec, PER=0, **{option: 1}, **on)
 
 
 def _attention_plain() -> Iterator[Macros]:
