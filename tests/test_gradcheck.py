@@ -84,6 +84,7 @@ from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
 from tinyforge.ops.scale import scale_fwd
 from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
 from tinyforge.ops.sigmoid_gate import sigmoid_gate_bwd
+from tinyforge.ops.smear import smear_bwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd, swiglu_linear_fwd, swiglu_mlp
@@ -408,6 +409,8 @@ FAULTS = [
         ops.ValueEmbedding, "the gate's slope left out", value_embedding_bwd, with_args(lambda *a: (*a[:-1], 0 * a[-1]))
     ),
     Fault(ops.ValueEmbedding, "no gradient of x", value_gate_bwd, lambda _: lambda *a: None),
+    Fault(ops.Smear, "documents not kept apart", smear_bwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.Smear, "no slope of the gate", smear_bwd, with_args(lambda *a: (None, *a[1:]))),
     Fault(ops.Mix, "the two exchanged", mix_bwd, lambda right: lambda *a: right(*a)[::-1]),
     Fault(ops.Mix, "no sum for a", mix_bwd, with_args(lambda da, *a: (None, *a))),
     Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),

@@ -53,6 +53,9 @@ class Config(ModelConfig):
     mix_first: before each block the stream x becomes a x + b x0, with x0 the stream before the first one, and a and b
     learned, from 1 and 0. embedding_norm: an RMSNorm makes x0 of the embeddings. Both only with norms "before".
 
+    smear: each token's x0 gets that of the token before it, times a learned number, from 0, and a gate, which reads so
+    many of its first channels; 0 for none.
+
     value_every: of that many layers the last adds a row for each token's id to its values, from a table of its own,
     times a gate for each head, which reads the first value_gate channels of the normed stream; 0 for no layer. Counted
     from the model's last layer, which has one.
@@ -104,6 +107,7 @@ class Config(ModelConfig):
     zero_outputs: bool = False
     mix_first: bool = False
     embedding_norm: bool = False
+    smear: int = 0
     value_every: int = 0
     value_gate: int = 32
     norm_eps: float = 1e-5
@@ -123,7 +127,7 @@ class Config(ModelConfig):
 
     NONE_OR_MORE: ClassVar = (
         *("window", "full_every", "attention_scale", "attention_softcap", "logit_softcap"),
-        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim", "value_every"),
+        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim", "value_every", "smear"),
     )
 
     def __post_init__(self) -> None:
@@ -158,6 +162,8 @@ class Config(ModelConfig):
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         if self.value_every and not 0 < self.value_gate <= self.dim:
             raise UserError(f"config: value_gate is {self.value_gate}, expected 1 to dim, {self.dim}")
+        if self.smear > self.dim:
+            raise UserError(f"config: smear is {self.smear}, expected 0 (none) to dim, {self.dim}")
         stretched = self.rope_scaling in ("yarn", "longrope")
         if self.qk_scale != "none" and (self.qk_norm or self.no_rope_every or stretched):
             raise UserError(

@@ -80,6 +80,7 @@ class Config(MultiToken):
     zero_outputs: bool = False
     mix_first: bool = False
     embedding_norm: bool = False
+    smear: int = 0
     value_every: int = 0
     value_gate: int = 32
 

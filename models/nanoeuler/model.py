@@ -50,7 +50,7 @@ class NanoEuler(LlamaLike):
         yield from cls.cases_of(shapes, backend, rng, std=0.2)
         options: tuple[dict[str, Any], ...] = (
             {"qk_scale": "learned", "window": 3, "full_every": 2, "rotary_dim": 2, "norm_eps": 0.01},
-            {"mix_first": True, "logit_softcap": 1.5, "embedding_norm": True, "norm_eps": 0.01},
+            {"mix_first": True, "smear": 5, "logit_softcap": 1.5, "embedding_norm": True, "norm_eps": 0.01},
             {
                 "qk_scale": "fixed",
                 "attention_scale": 0.7,

@@ -90,6 +90,7 @@ LAUNCHERS = (
     "ops.scale",
     "ops.selective_scan",
     "ops.sigmoid_gate",
+    "ops.smear",
     "ops.softmax",
     "ops.swiglu",
     "ops.swiglu_linear",

@@ -30,7 +30,7 @@ extern "C" void host_run(int grid_x, int grid_y, int threads, void **a) {
     host_launch(grid_x, grid_y, threads, [&] { ENTRY(ARGUMENTS); });
 }
 """
-KINDS = (ops.Mix, ops.QKNormRoPE, ops.ValueEmbedding)
+KINDS = (ops.Mix, ops.QKNormRoPE, ops.Smear, ops.ValueEmbedding)
 
 
 class OnHost(Launches):
@@ -127,6 +127,8 @@ FAULTS = [
     (ops.QKNormRoPE, ("if (h >= queries) return A(1);", "")),
     (ops.QKNormRoPE, ("token % positions", "token")),
     (ops.Mix, ("slope * widen(q", "slope * widen(p")),
+    (ops.Smear, ("starts[r + 1] == t + 1", "starts[r] == t")),
+    (ops.Smear, ("c == reads", "false")),
     (ops.ValueEmbedding, ("(A(1) - g / A(2))", "A(1)")),
     (ops.ValueEmbedding, ("v + i64(n) * pitch", "v + i64(n) * dim")),
     (ops.ValueEmbedding, ("A sum = widen(*mine)", "A sum = 1")),

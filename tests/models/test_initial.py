@@ -51,7 +51,7 @@ def test_initial_values(name: str) -> None:
         model: Any = case.op if isinstance(case, WithKeywords) else case
         for p in model.params():
             if (len(p.shape) == 1 or p.name.endswith(".bias")) and p.name != "class_token":
-                zero = p.name.endswith(("bias", "sinks", "first_scale")) or getattr(
+                zero = p.name.endswith(("bias", "sinks", "first_scale", "smear_gate", "smear_scale")) or getattr(
                     model.config, "norm_plus_one", False
                 )
                 assert (p.fill, p.std) == (0.0 if zero else 1.0, 0.0), p.name

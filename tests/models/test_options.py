@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "relu2": {"gated": False, "activation": "relu2"},
     "x0": {"mix_first": True, "embedding_norm": True},
     "softcap": {"logit_softcap": 2.0},
+    "smear": {"smear": 5},
     "values": {"value_every": 2, "value_gate": 5},
     "zero outputs": {"zero_outputs": True},
 }
@@ -120,6 +121,7 @@ def test_an_option_that_cannot_be_is_a_one_line_error() -> None:
         ({"activation": "relu2"}, "a gate with activation 'relu2'; set gated=false"),
         ({"qk_scale": "free"}, "qk_scale is 'free'; supported: none, fixed, learned"),
         ({"value_every": 2, "value_gate": 17}, "value_gate is 17, expected 1 to dim, 16"),
+        ({"smear": 17}, "smear is 17, expected 0 .none. to dim, 16"),
         ({"rotary_dim": 3}, "rotary_dim is 3, expected an even number"),
     ):
         with pytest.raises(UserError, match=message):
@@ -129,7 +131,7 @@ def test_an_option_that_cannot_be_is_a_one_line_error() -> None:
 def test_fp8_has_the_options_that_its_layers_have_and_names_the_others() -> None:
     """Its gradients are those of float32 but for the rounding of 3 bits."""
     sizes = TINY | {"dim": 32, "hidden": 32, "context": 32}
-    has = ("window", "half RoPE", "fixed scale", "x0", "values", "zero outputs")
+    has = ("window", "half RoPE", "fixed scale", "x0", "smear", "values", "zero outputs")
     config = Config.from_dict(sizes | {name: value for given in has for name, value in OPTIONS[given].items()})
     ids, targets = batch(2, 16)
     found = []

@@ -220,6 +220,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/router.cu": every(SCALAR=PRECISIONS, NORMALISED=(0, 1)),
     "ops/router_losses.cu": every(SCALAR=("double", "float")),
     "ops/selective_scan.cu": every(SCALAR=PRECISIONS, PER=(1, 2, 4), VEC=(1, 4)),
+    "ops/smear.cu": vectors(),
     "ops/softmax.cu": ROWS,
     "ops/swiglu.cu": vectors(),
     "ops/take.cu": vectors(),

@@ -41,6 +41,7 @@ from tinyforge.ops.scale import Scale
 from tinyforge.ops.selective_scan import SelectiveScan
 from tinyforge.ops.sequential import Sequential
 from tinyforge.ops.sigmoid_gate import SigmoidGate
+from tinyforge.ops.smear import Smear
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
@@ -49,7 +50,7 @@ from tinyforge.ops.tanh import Tanh
 from tinyforge.ops.value_embedding import ValueEmbedding
 
 ALL: tuple[type[Op], ...] = (
-    *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale, Mix),
+    *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale, Mix, Smear),
     *(Linear, Conv2d, AveragePool2d, MaxPool2d, Upsample),
     *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
     *(RoPE, QKNormRoPE, ValueEmbedding, Attention, SinkAttention),
@@ -71,6 +72,6 @@ __all__ = [
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
     "Mix", "MixtureOfExperts", "Patches", "QKNormRoPE", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses",
-    "Scale", "SelectiveScan", "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Softmax",
+    "Scale", "SelectiveScan", "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Smear", "Softmax",
     "SquaredReLU", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample", "ValueEmbedding",
 ]  # fmt: skip
