@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.models.test_nanoeuler import Weightless
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.models.nanoeuler import PRESETS, Config, NanoEuler, hf
@@ -114,6 +115,15 @@ def test_zero_outputs_start_as_the_identity() -> None:
 def test_the_presets_have_no_option() -> None:
     for name in ("small", "base", "large"):
         assert not PRESETS[name].trunk.options() and not PRESETS[name].zero_outputs
+
+
+def test_the_fast_preset_has_most_of_them_at_the_size_of_base() -> None:
+    config = PRESETS["fast"]
+    model = NanoEuler(config, Weightless("fp32", workers=1))
+    values = 8192 * 256 * 8
+    assert model.buffer.count - values == 129_002_029
+    has = ("fixed scale", "half RoPE", "x0", "smear", "softcap")
+    assert config.trunk.options().keys() == {"value_every"}.union(*(OPTIONS[name] for name in has))
 
 
 def test_an_option_that_cannot_be_is_a_one_line_error() -> None:
