@@ -253,7 +253,7 @@ def timings(root: Path) -> Iterator[Timed]:
 
 def _preset(spec: ModelSpec, config: Mapping[str, Any]) -> str:
     """The preset of a config, whatever its context and vocabulary; "" for none. Older files lack newer fields."""
-    usual = spec.config().to_dict() if config else {}
+    usual = spec.config().to_dict()
 
     def shape(values: Mapping[str, Any]) -> dict[str, Any]:
         own = json.loads(json.dumps({**usual, **values}))  # tuples are lists in a file
