@@ -12,7 +12,7 @@ resumed. Before runs by --minutes on a GPU each arm takes four steps, so that no
 
 The figures are head 0's bits per byte on held-out text. A difference to the first arm is larger than the noise if it is
 more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard deviations over n seeds. With three seeds or
-more an arm then pays or costs; of twenty arms without any effect about one will be called so.
+more an arm then pays or costs; with three, so does one arm in nine that has no effect: give the promising ones more.
 """
 
 from __future__ import annotations
