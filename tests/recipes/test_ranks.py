@@ -130,7 +130,9 @@ def test_with_shards_the_bits_do_not_depend_on_the_world(
 ) -> None:
     flags, zero = f"--reduction-shards 2 --optimizer {optimizer} {options}", 1 if optimizer == "adamw" else 0
     ended_well(run("workers", 1, flags, out="one"))
-    ended_well(run("mpi", 2, f"{flags} --zero {zero}", out="mpi"))
+    of_mpi = run("mpi", 2, f"{flags} --zero {zero}", out="mpi")
+    ended_well(of_mpi)
+    assert of_mpi.stdout.count("learning rates: matrices ") == bool(options)
     ended_well(run("gpus", 2, flags, out="gpus"))
     expected = bytes_of(tmp_path / "one")
     assert bytes_of(tmp_path / "mpi") == expected and bytes_of(tmp_path / "gpus") == expected
