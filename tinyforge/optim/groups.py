@@ -47,7 +47,10 @@ def read_factors(items: Sequence[str]) -> dict[str, float]:
 
 def group_rates(factors: Sequence[str], rule: str, width: int) -> tuple[tuple[str, float], ...]:
     """`AdamWConfig.group_rates` from --group-rates and --rate-rule, for a model of this width: sqrt(768 / width) times
-    the factor for embeddings, value embeddings and heads by the rule "width-batch"."""
+    the factor for embeddings, value embeddings and heads by the rule "width-batch".
+
+    Source: Karpathy, nanochat (2025), for the root of the width.
+    """
     found = read_factors(factors)
     if rule == "width-batch":
         for name in ("embeddings", "value_embeddings", "heads"):
