@@ -226,8 +226,13 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/take.cu": vectors(),
     "ops/tanh.cu": vectors(),
     "ops/value_embedding.cu": vectors(),
-    "optim/adamw.cu": every(SCALAR=PRECISIONS),
-    "optim/muon.cu": every(SCALAR=PRECISIONS, VEC=(1, 4)),
+    "optim/adamw.cu": [*every(SCALAR=PRECISIONS), *every(SCALAR=PRECISIONS, CAUTIOUS=(1,))],
+    "optim/muon.cu": [
+        *every(SCALAR=PRECISIONS, VEC=(1, 4)),
+        *every(SCALAR=PRECISIONS, VEC=(1, 4), NORMUON=(1,)),
+        *every(SCALAR=PRECISIONS, VEC=(1, 4), CAUTIOUS=(1,)),
+        *every(SCALAR=PRECISIONS, VEC=(1, 4), NORMUON=(1,), CAUTIOUS=(1,)),
+    ],
     "parallel/sums.cu": every(SCALAR=("double", "float")),
 }
 """The variants of each file, by its path in the package."""
