@@ -24,9 +24,13 @@ from tinyforge import report
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.numpy_backend import KERNELS
 from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
+from tinyforge.frozen_model import frozen_model
 from tinyforge.models.nanoeuler.config import Config
 from tinyforge.models.nanoeuler.model import NanoEuler
+from tinyforge.quantised import FOUR_BITS
+from tinyforge.registry import find_model
 from tinyforge.train.metrics import peak_memory_mib
 from tinyforge.train.settings import PretrainSettings, config_of
 
@@ -113,6 +117,33 @@ def nanoeuler(config: Config, backend: Backend) -> NanoEuler:
     """A model with random weights."""
     model = NanoEuler(config, backend)
     model.initialise(seed=0)
+    return model
+
+
+NOISE = 1_000_003  # numbers: a prime, so that no two rows of a matrix are equal
+
+
+def random_model(name: str, config: ModelConfig, backend: Backend, kind: str = "") -> Any:
+    """A model of the zoo for inference with random weights. They are made on the device, by repeating some noise: a
+    large model takes no memory of the host, and codes are never numbers. kind: the format of the matrices."""
+    model = frozen_model(partial(find_model(name).build, config, backend), kind)
+    rng = np.random.default_rng(0)
+    noise = backend.asarray(rng.standard_normal(NOISE, np.float32))
+    codes = backend.asarray(rng.integers(0, 256, NOISE).astype(np.uint8), np.dtype(np.uint8))
+
+    def fill(array: Any, source: Any, scale: float) -> None:
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, NOISE):
+            part = flat[start : start + NOISE]
+            part[...] = source[: part.size] if source.dtype == part.dtype else source[: part.size] * scale
+
+    for p in model.buffer.frozen:
+        if not p.weights:
+            fill(p.value, noise, p.std) if p.std else p.value.fill(p.fill)
+            continue
+        # Every code is as likely: of a standard deviation of 4.6, or 74.
+        fill(p.stored.codes.view(np.uint8), codes, 1)
+        p.stored.scales.fill(p.std / (4.6 if p.weights == FOUR_BITS else 74))
     return model
 
 

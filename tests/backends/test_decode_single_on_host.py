@@ -13,7 +13,7 @@ from tinyforge.backends import get_backend
 from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.arguments import single_arguments
-from tinyforge.infer.cuda.decode_single_plan import RowPlan
+from tinyforge.infer.cuda.decode_single_plan import FOUR_BITS, RowPlan
 from tinyforge.infer.cuda.prompts import RowCache
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.models.nanoeuler import Config, NanoEuler
@@ -31,6 +31,7 @@ BODIES = {
     f"{INLINE}void copy_async(u32 to, const void *from)": "host_copy(to % HOST_ROOM, from, true);",
     f"{INLINE}void copy_codes(u32 to": "host_copy(to % HOST_ROOM, from, true, sizeof(Stored));",
     f"{INLINE}u32 fma_pair(": "return host_fma_pair(a, b, c);",
+    f"{INLINE}float half_of(": "_Float16 x; memcpy(&x, reinterpret_cast<char *>(&two) + 2 * i, 2); return x;",
     f"{INLINE}void copy_commit()": "host_commit();",
     f"{INLINE}void copy_wait()": "host_wait(pending);",
     f"{INLINE}void publish(float": "*to = there(x) ? x : NAN;",
@@ -155,7 +156,8 @@ def by_the_kernel(
     cut = (lambda x: (np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16)) if bf16 else lambda x: x
     itemsize = 2 if bf16 else 4
     quantised = isinstance(w.lm_heads, Quantised)
-    code = FORMATS[w.lm_heads.kind].scalar if quantised else ""
+    grouped = quantised and w.layers[0].out.kind == "int4"
+    code = FOUR_BITS if grouped else FORMATS[w.lm_heads.kind].scalar if quantised else ""
     plan = RowPlan(
         dim=w.dim,
         hidden=w.hidden,
@@ -171,7 +173,13 @@ def by_the_kernel(
         **{"blocks": 2, "warps": 4, "depth": 8, "spin": 1, **tuning},
     )
     capacity, scales = model.config.context, np.zeros(0, np.float32)
-    if quantised:
+    if grouped:
+        pairs = [(FusedLayer(*(m.codes for m in layer)), FusedLayer(*(m.scales for m in layer))) for layer in w.layers]
+        matrices = plan.arrange_groups(pairs, w.lm_heads.codes, np)
+        scales = plan.arrange_scales(
+            [FusedLayer(*(s[:, :1] for s in p[1])) for p in pairs], w.lm_heads.scales[..., None], np
+        )
+    elif quantised:
         matrices = plan.arrange([FusedLayer(*(m.codes for m in layer)) for layer in w.layers], w.lm_heads.codes, np)
         of_layers = [FusedLayer(*(m.scales[:, None] for m in layer)) for layer in w.layers]
         scales = plan.arrange_scales(of_layers, w.lm_heads.scales[..., None], np)
@@ -329,6 +337,28 @@ def test_weights_of_one_byte_in_float(model: NanoEuler, kind: str, tmp_path: Pat
 def test_weights_of_one_byte_in_bf16(kind: str, producers: int, tmp_path: Path) -> None:
     tokens, small = some_tokens(12), quantised_copy(bf16_model(), kind)
     kinds = {"bf16": True, "depth": 16, "producers": producers}
+    one, four = (logits_of(small, rows, tokens, tmp_path, **kinds) for rows in (1, 4))
+    expected = forward(small, tokens)
+    assert one.tobytes() == four.tobytes()
+    assert np.abs(one - expected).max() <= 0.02 * np.abs(expected).max()
+
+
+# Rows of whole groups; a tile of `down` has more units than the queue has places.
+GROUPS = Config(
+    dim=96, heads=3, kv_heads=1, layers=2, context=64, vocab=27, mtp_heads=2, hidden=2080, mtp_weights=(1, 1)
+)
+
+
+def grouped_model() -> NanoEuler:
+    model = model_of(GROUPS)
+    model.buffer.values.view(np.uint32)[:] &= 0xFFFF0000
+    return quantised_copy(model, "int4")
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_weights_of_four_bits_in_bf16(blocks: int, tmp_path: Path) -> None:
+    tokens, small = some_tokens(8), grouped_model()
+    kinds = {"bf16": True, "depth": 8, "producers": 4, "blocks": blocks}
     one, four = (logits_of(small, rows, tokens, tmp_path, **kinds) for rows in (1, 4))
     expected = forward(small, tokens)
     assert one.tobytes() == four.tobytes()

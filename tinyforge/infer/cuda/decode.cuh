@@ -1,7 +1,8 @@
 // What decode_single.cu and decode_batched.cu share: the queues of weights, and attention over slabs of 16 positions.
 //
 // Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue. WEIGHT: how weights are
-// stored, where that is not SCALAR: int8 or e4m3.
+// stored, where that is not SCALAR: int8, e4m3, or four_bits, which needs PRODUCERS. SPAN, with four_bits: steps of a
+// unit of weights, 2 or 4.
 
 #include "ops/common.cuh"
 #include "ops/barriers.cuh"
@@ -28,11 +29,28 @@
 #define WEIGHT SCALAR
 #endif
 
+#ifndef SPAN
+#define SPAN 1
+#endif
+
 typedef SCALAR T;
 typedef Wide<T> A;
 typedef WEIGHT W;
+template <class Code>
+struct Wider {
+    typedef Code Type;
+};
+template <>
+struct Wider<four_bits> {
+    typedef int8 Type;
+};
+typedef Wider<W>::Type OfHeads;  // codes of heads have at least a byte
 
-constexpr bool TENSOR_CORES = sizeof(T) == 2, CODES = sizeof(W) == 1;
+template <class>
+constexpr bool FOUR_BITS = false;
+template <>
+constexpr bool FOUR_BITS<four_bits> = true;
+constexpr bool TENSOR_CORES = sizeof(T) == 2, CODES = sizeof(W) == 1, GROUPED = FOUR_BITS<W>;
 constexpr int THREADS = WARPS * 32;
 constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int PIECE = 16 / sizeof(T);   // numbers in 16 bytes, what a lane loads at once
@@ -41,11 +59,12 @@ constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thre
 constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 
 typedef Pack<T, PIECE> Piece;
-typedef Pack<W, PIECE> Stored;  // a piece of weights in memory
+// A piece of weights in memory. Codes of four bits: one word for each of SPAN steps, eight columns in each.
+typedef Pack<W, GROUPED ? SPAN * 4 : PIECE> Stored;
 typedef Pack<A, PARCEL> Parcel;
 
-// Pieces of a tile per lane, and the columns of a product, padded to whole pieces.
-__device__ constexpr int steps(int columns) { return ceil_div(columns, WARPS * STEP); }
+// Steps of a tile, and the columns of a product, padded to whole pieces.
+__device__ constexpr int steps(int columns) { return ceil_div(columns, WARPS * STEP * SPAN) * SPAN; }
 __device__ constexpr int padded(int columns) { return steps(columns) * WARPS * STEP; }
 
 // 1 / sqrt(x); in bf16 the hardware's approximation.
@@ -159,20 +178,22 @@ struct LaneQueue {
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 typedef LaneQueue<32 * PIECE> Queue;
 
-constexpr int UNIT = THREADS * sizeof(Stored);  // bytes of a unit of weights: a piece for each thread that computes
+// Bytes of a unit of weights: a piece for each thread that computes. Codes of four bits are followed by the scales of
+// their groups in half precision: SPAN for each row of each warp.
+constexpr int UNIT = THREADS * sizeof(Stored) + GROUPED * THREADS / 4 * SPAN * 2;
 constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in decode_single_plan.py
 
 // The queues of all lanes of a block, in units, filled by threads that do nothing else. A place has two barriers:
 // `full`, which counts the bytes of its unit, and `empty`, at which each warp arrives after taking its pieces. The
 // first QUEUE_BARRIERS bytes of `memory` are the barriers; the units follow.
 struct SharedQueue {
-    const Stored *pieces;  // this thread's piece of the first place
+    const unsigned char *pieces;  // this thread's piece of the first place
     volatile int *stop;   // set when no more units will be taken
     u32 full, empty;      // addresses of the barriers
     u32 taken;
 
     __device__ explicit SharedQueue(unsigned char *memory)
-        : pieces(reinterpret_cast<const Stored *>(memory + QUEUE_BARRIERS) + threadIdx.x),
+        : pieces(memory + QUEUE_BARRIERS + threadIdx.x * sizeof(Stored)),
           stop(reinterpret_cast<volatile int *>(memory + DEPTH * 16)), full(shared_address(memory)),
           empty(full + DEPTH * 8), taken(0) {
         static_assert(DEPTH * 16 + 4 <= QUEUE_BARRIERS, "room for the barriers");
@@ -222,7 +243,12 @@ struct SharedQueue {
         }
     }
     __device__ __forceinline__ const Stored &operator[](int index) const {
-        return pieces[(taken + index) % DEPTH * THREADS];
+        return *reinterpret_cast<const Stored *>(pieces + (taken + index) % DEPTH * UNIT);
+    }
+    // The scales of this lane's row in unit `index`, two of half precision in a word.
+    __device__ __forceinline__ Pack<u32, (SPAN + 1) / 2> scales(int index) const {
+        const u32 row = THREADS * sizeof(Stored) + threadIdx.x / 4 * (SPAN * 2) - threadIdx.x * sizeof(Stored);
+        return *reinterpret_cast<const Pack<u32, (SPAN + 1) / 2> *>(pieces + (taken + index) % DEPTH * UNIT + row);
     }
     // The next `units` have been read, or are not needed.
     __device__ __forceinline__ void used(int units) {
