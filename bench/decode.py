@@ -159,14 +159,13 @@ def contenders_of(
         makers |= harness.by_threads(model.backend, partial(Torch, options, model), options.threads, (EAGER, GRAPH))
     contenders, logits, left_out = harness.soft(makers, lambda contender: contender.logits())
     tolerance = harness.LOGITS_TOLERANCE[model.backend.precision.name]
-    # As shares of the largest logit: a deep model's are large.
-    exact = {name: found for name, found in logits.items() if name not in quantised} if peer else {}
-    pairs = {name: (found, logits[OURS]) for name, found in exact.items()}
+    pairs = [(logits[name], logits[OURS]) for name in logits if name not in quantised] if peer else []
     if options.model != "nanoeuler":
-        pairs = {name: (logits[name], by_own_ops(options, ours)) for name, ours in models.items()}
-    shares = {name: (a - b) / np.abs(b).max() for name, (a, b) in pairs.items()}
-    agree = {OURS: 0.0, **shares}
-    return contenders, harness.check_parity(agree, tolerance, LOGITS_DIFFER) if pairs else None, left_out
+        pairs = [(logits[name], by_own_ops(options, ours)) for name, ours in models.items()]
+    # As shares of the largest logit: a deep model's are large.
+    shares = {str(i): (a - b) / np.abs(b).max() for i, (a, b) in enumerate(pairs)}
+    parity = harness.check_parity({OURS: 0.0, **shares}, tolerance, LOGITS_DIFFER) if pairs else None
+    return contenders, parity, left_out
 
 
 LOGITS_DIFFER = "logits differ, as a share of the largest one, by"
