@@ -163,7 +163,7 @@ def contenders_of(
     if options.model != "nanoeuler":
         pairs = [(logits[name], by_own_ops(options, ours)) for name, ours in models.items()]
     # As shares of the largest logit: a deep model's are large.
-    shares = {str(i): (a - b) / np.abs(b).max() for i, (a, b) in enumerate(pairs)}
+    shares = {str(i): np.abs(a - b).max() / np.abs(b).max() for i, (a, b) in enumerate(pairs)}
     parity = harness.check_parity({OURS: 0.0, **shares}, tolerance, LOGITS_DIFFER) if pairs else None
     return contenders, parity, left_out
 
