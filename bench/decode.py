@@ -159,16 +159,14 @@ def contenders_of(
         makers |= harness.by_threads(model.backend, partial(Torch, options, model), options.threads, (EAGER, GRAPH))
     contenders, logits, left_out = harness.soft(makers, lambda contender: contender.logits())
     tolerance = harness.LOGITS_TOLERANCE[model.backend.precision.name]
-    pairs = [(logits[name], logits[OURS]) for name in logits if name not in quantised] if peer else []
+    pairs = {name: (logits[name], logits[OURS]) for name in logits if name not in quantised} if peer else {}
     if options.model != "nanoeuler":
-        pairs = [(logits[name], by_own_ops(options, ours)) for name, ours in models.items()]
+        pairs = {name: (logits[name], by_own_ops(options, ours)) for name, ours in models.items()}
     # As shares of the largest logit: a deep model's are large.
-    shares = {str(i): np.abs(a - b).max() / np.abs(b).max() for i, (a, b) in enumerate(pairs)}
-    parity = harness.check_parity({OURS: 0.0, **shares}, tolerance, LOGITS_DIFFER) if pairs else None
+    shares = {name: float(np.abs(a - b).max() / np.abs(b).max()) for name, (a, b) in pairs.items()}
+    said = "logits differ, as a share of the largest one, by " + ", ".join(f"{n} {x:.2g}" for n, x in shares.items())
+    parity = harness.check_parity({OURS: 0.0, "": max(shares.values())}, tolerance, f"{said}:") if pairs else None
     return contenders, parity, left_out
-
-
-LOGITS_DIFFER = "logits differ, as a share of the largest one, by"
 
 
 def by_own_ops(options: Options, model: Any) -> np.ndarray:

@@ -131,18 +131,23 @@ def random_model(name: str, config: ModelConfig, backend: Backend, kind: str = "
     noise = backend.asarray(rng.standard_normal(NOISE, np.float32))
     codes = backend.asarray(rng.integers(0, 256, NOISE).astype(np.uint8), np.dtype(np.uint8))
 
-    def fill(array: Any, source: Any, scale: float) -> None:
-        flat = array.reshape(-1)
-        for start in range(0, flat.size, NOISE):
-            part = flat[start : start + NOISE]
-            part[...] = source[: part.size] if source.dtype == part.dtype else source[: part.size] * scale
+    def fill(array: Any, source: Any, first: int) -> None:
+        """Every matrix begins at another number."""
+        flat, start = array.reshape(-1), 0
+        while start < flat.size:
+            part = flat[start : start + NOISE - first]
+            part[...] = source[first : first + part.size]
+            start, first = start + part.size, 0
 
-    for p in model.buffer.frozen:
+    for i, p in enumerate(model.buffer.frozen):
         if not p.weights:
-            fill(p.value, noise, p.std) if p.std else p.value.fill(p.fill)
+            p.value.fill(p.fill)
+            if p.std:
+                fill(p.value, noise, 65537 * i % NOISE)
+                p.value[...] *= p.std
             continue
         # Every code is as likely: of a standard deviation of 4.6, or 74.
-        fill(p.stored.codes.view(np.uint8), codes, 1)
+        fill(p.stored.codes.view(np.uint8), codes, 65537 * i % NOISE)
         p.stored.scales.fill(p.std / (4.6 if p.weights == FOUR_BITS else 74))
     return model
 

@@ -293,8 +293,8 @@ def bf16_model() -> NanoEuler:
 
 def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(24)
-    # With six blocks each has all of its tiles at one time, and takes weights a step ahead.
-    kinds = ((1, {"producers": 1, "blocks": 6}), (4, {"producers": 4}))
+    # With six blocks each has all of its tiles at one time, and takes weights a step ahead. And units in lines.
+    kinds = ((1, {"producers": 1, "blocks": 6}), (4, {"producers": 2, "line": 4}))
     one, four = (logits_of(model, rows, tokens, tmp_path, bf16=True, depth=16, **kind) for rows, kind in kinds)
     expected = forward(model, tokens)
     assert one.tobytes() == four.tobytes()
@@ -355,10 +355,10 @@ def grouped_model() -> NanoEuler:
     return quantised_copy(model, "int4")
 
 
-@pytest.mark.parametrize("blocks", [2, 6])
-def test_weights_of_four_bits_in_bf16(blocks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("blocks", "depth", "line"), [(2, 8, 1), (6, 32, 4)])
+def test_weights_of_four_bits_in_bf16(blocks: int, depth: int, line: int, tmp_path: Path) -> None:
     tokens, small = some_tokens(8), grouped_model()
-    kinds = {"bf16": True, "depth": 8, "producers": 4, "blocks": blocks}
+    kinds = {"bf16": True, "depth": depth, "producers": 4, "blocks": blocks, "line": line}
     one, four = (logits_of(small, rows, tokens, tmp_path, **kinds) for rows in (1, 4))
     expected = forward(small, tokens)
     assert one.tobytes() == four.tobytes()

@@ -193,7 +193,7 @@ def test_weights_of_four_bits_stay_so_and_give_the_logits_of_the_host(poisoned_m
     numbers = BASE.layers * ((BASE.heads + 2 * BASE.kv_heads) * plan.head_dim + BASE.dim + 3 * BASE.hidden) * BASE.dim
     of_heads = BASE.vocab * BASE.dim * BASE.mtp_heads
     assert plan.code == "four_bits"
-    assert decoder.weights.matrices.nbytes <= 1.4 * (numbers * 4.5 / 8 + of_heads)  # padded to whole units
+    assert decoder.weights.matrices.nbytes <= 1.5 * (numbers * 4.5 / 8 + of_heads)  # 768 columns padded to 1,024
     host = NumpyDecoder(quantised_copy(trained_like(BASE, "fp32", "numpy"), "int4"))
     expected = np.stack([host.step([[int(token)]])[0, 0, 0] for token in tokens])
     got = stepped(decoder, tokens, 0, (1,))[:, 0]

@@ -81,7 +81,9 @@ __device__ __forceinline__ u32 enlarged(u32 two) { return fma_pair(two, 0x718071
 
 // Number `i` of two of half precision.
 __device__ __forceinline__ float half_of(u32 two, int i) {
-    float x;
-    asm("{.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;}" : "=f"(x) : "r"(i ? two >> 16 : two));
-    return x;
+    float low, high;
+    asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;}"
+        : "=f"(low), "=f"(high)
+        : "r"(two));
+    return i ? high : low;
 }

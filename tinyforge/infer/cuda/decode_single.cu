@@ -186,6 +186,24 @@ struct Awaited {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i]);
     }
+    // The number of the first pack that is missing, or COUNT.
+    __device__ __forceinline__ u32 first() const {
+        u32 number = COUNT;
+#pragma unroll
+        for (int i = COUNT - 1; i >= 0; i--)
+            if (missing[i]) number = i;
+        return number;
+    }
+    // Requests all that are missing, or, where there are many, only the first while that has not come: polls of words
+    // that nobody has written yet slow down those who write.
+    template <class At>
+    __device__ __forceinline__ void request_some(Pack<A, N> (&got)[COUNT], At at, u32 &before) const {
+        if constexpr (COUNT <= 8) return request(got, at);
+        const u32 now = first();
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i] && (now != before || i == now));
+        before = now;
+    }
     // Whether a pack is still missing.
     __device__ __forceinline__ u32 check(const Pack<A, N> (&got)[COUNT]) {
         u32 any = 0;
@@ -209,8 +227,9 @@ __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at, Needed ne
 template <int COUNT, int N, class At, class Needed>
 __device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
     Awaited<COUNT, N> awaited(needed);
+    u32 before = COUNT + 1;
     for (u32 polls = 0;; pause(polls)) {
-        awaited.request(got, at);
+        awaited.request_some(got, at, before);
         if (!__any_sync(~0u, awaited.check(got))) return;
     }
 }
@@ -241,8 +260,9 @@ struct Residual {
     template <int COUNT, int N, class At, class Needed>
     __device__ __forceinline__ void await_with(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
         Awaited<COUNT, N> others(needed);
+        u32 before = COUNT + 1;
         for (u32 polls = 0;; pause(polls)) {
-            others.request(got, at);
+            others.request_some(got, at, before);
             request();
             const u32 missing = check();
             if (!__any_sync(~0u, others.check(got) | missing)) return;
@@ -307,9 +327,36 @@ __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int least_one(int a) { return a < 1 ? 1 : a; }
 
 // A tile of more steps is multiplied in parts, as its units arrive.
-constexpr int AT_ONCE = 32;
+constexpr int AT_ONCE = 24;
 // Units of such a part.
-constexpr int PART = 8;
+constexpr int PART = 4;
+
+__device__ __forceinline__ void add_eights(float (&sum)[4], u32 x0, u32 x1) {
+    multiply_add(sum, EIGHT_OFF, EIGHT_OFF_HIGH, EIGHT_OFF, EIGHT_OFF_HIGH, x0, x1);
+}
+
+// A product's input, with which tiles are multiplied in parts. FOUR: with weights of four bits, whose codes count from 0
+// and their numbers from -8.
+template <int STEPS, bool FOUR>
+struct PartsInput {
+    static constexpr int EIGHTS = ROWS > 1 ? 2 : 1;
+    static constexpr bool HAS_EIGHTS = FOUR && STEPS <= AT_ONCE;  // else they are added anew for each tile
+    u32 x[STEPS][2];
+    float eights[HAS_EIGHTS ? STEPS : 1][EIGHTS];  // -8 times the sum of a step's columns, of the row and half that a lane adds
+
+    __device__ __forceinline__ void take(const u32 (&from)[STEPS][2]) {
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) {
+            x[j][0] = FOUR ? enlarged(from[j][0]) : from[j][0], x[j][1] = FOUR ? enlarged(from[j][1]) : from[j][1];
+            if constexpr (HAS_EIGHTS) {
+                float sum[4] = {};
+                add_eights(sum, x[j][0], x[j][1]);
+#pragma unroll
+                for (int e = 0; e < EIGHTS; e++) eights[j][e] = threadIdx.x % 4 < 2 ? sum[e] : sum[2 + e];
+            }
+        }
+    }
+};
 
 // A block's share of the product with a matrix of COUNT tiles: what is known before the input arrives. FOUR: whether its
 // weights have four bits; where those of layers do, the heads' have a byte.
@@ -317,8 +364,9 @@ template <int COLUMNS, int COUNT, bool FOUR = GROUPED>
 struct Matrix {
     static constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
     static constexpr int SPANNED = FOUR ? SPAN : GROUPED ? SPAN / 2 : 1, UNITS = STEPS / SPANNED;  // steps of a unit
+    typedef PartsInput<STEPS, FOUR> X;
     static constexpr bool OF_GROUPS = FOUR;
-    static constexpr int CHAINS = FOUR ? 1 : least(STEPS, 4);
+    static constexpr int CHAINS = FOUR ? 2 : least(STEPS, 4);
     static constexpr float LOW = FOUR ? LOW_UNIT : 1, HIGH = FOUR ? HIGH_UNIT : 1;  // of sums
     static constexpr bool IN_PARTS = TENSOR_CORES && (GROUPED || STEPS > AT_ONCE), HOLDS = EARLY && !IN_PARTS;
     static constexpr int MOST = least(EACH, least(TILES, HOLDS ? least_one(HELD / STEPS) : TILES));
@@ -410,54 +458,68 @@ struct Block {
     // The same tile after tile, with at most PART units of weights at a time, which are taken from the queue and given
     // back: for any number of columns.
     template <class Product>
-    __device__ __forceinline__ void multiply_in_parts(const Product &p, const u32 (&x)[Product::STEPS][2], A *sums) {
-        constexpr int UNITS = Product::UNITS, SPANNED = Product::SPANNED;
+    __device__ __forceinline__ void multiply_in_parts(const Product &p, const typename Product::X &x, A *sums) {
+        constexpr int UNITS = Product::UNITS;
 #pragma unroll 1
         for (int i = 0; i < p.count; i++) {
             float sum[Product::CHAINS][4] = {};
 #pragma unroll
             for (int first = 0; first < UNITS; first += PART) {
                 const int units = least(PART, UNITS - first);
+                Taken taken[PART];
                 queue.await(units);
 #pragma unroll
-                for (int unit = 0; unit < PART; unit++) {
-                    if (unit < units) add_unit(p, unit, (first + unit) * SPANNED, x, sum);
-                }
+                for (int unit = 0; unit < PART; unit++)
+                    if (unit < units) taken[unit] = {bits_of(queue[unit]), queue.scales(unit)};
                 queue.used(units);
+#pragma unroll
+                for (int unit = 0; unit < PART; unit++)
+                    if (unit < units) add_unit<Product>(taken[unit], (first + unit) * Product::SPANNED, x, sum);
+            }
+            if constexpr (Product::OF_GROUPS) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) sum[1][2 + e] = sum[1][e];
             }
             leave(sum, sums, i, Product::LOW, Product::HIGH);
         }
     }
-    // Adds the products with unit `unit` of those that have arrived, whose first step is `step`.
-    template <class Product, int STEPS, int CHAINS>
-    __device__ __forceinline__ void add_unit(const Product &, int unit, int step, const u32 (&x)[STEPS][2],
-                                             float (&sum)[CHAINS][4]) {
-        const Stored &stored = queue[unit];
+    // A unit in registers.
+    typedef Pack<u32, sizeof(Stored) / 4> Bits;
+    struct Taken {
+        Bits words;
+        Scales scales;
+    };
+    __device__ __forceinline__ static const Bits &bits_of(const Stored &stored) {
+        return reinterpret_cast<const Bits &>(stored);
+    }
+    // Adds the products with a unit, whose first step is `step`.
+    template <class Product, int CHAINS>
+    __device__ __forceinline__ static void add_unit(const Taken &taken, int step, const typename Product::X &x,
+                                                    float (&sum)[CHAINS][4]) {
         if constexpr (Product::OF_GROUPS) {
-            const Pack<u32, SPAN> words = reinterpret_cast<const Pack<u32, SPAN> &>(stored);
-            const auto scales = queue.scales(unit);
 #pragma unroll
             for (int s = 0; s < SPAN; s++) {
-                const u32 x0 = x[step + s][0], x1 = x[step + s][1];
-                const Codes codes(words.v[s]);
+                const Codes codes(taken.words.v[s]);
+                const float scale = half_of(taken.scales.v[s / 2], s % 2);
+                const u32 x0 = x.x[step + s][0], x1 = x.x[step + s][1];
                 float of_group[4] = {};
-                multiply_add(of_group, EIGHT_OFF, EIGHT_OFF_HIGH, EIGHT_OFF, EIGHT_OFF_HIGH, x0, x1);
+                if constexpr (!Product::X::HAS_EIGHTS) add_eights(of_group, x0, x1);
                 multiply_add(of_group, codes.low[0], codes.high[0], codes.low[1], codes.high[1], x0, x1);
-                const float scale = half_of(scales.v[s / 2], s % 2);
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     if (e % 2 < ROWS) sum[0][e] += scale * of_group[e];
+                    if (Product::X::HAS_EIGHTS && e < 2 && e < ROWS) sum[1][e] += scale * x.eights[step + s][e];
                 }
             }
         } else {
             constexpr int SPANNED = Product::SPANNED;
             typedef Pack<Pack<OfHeads, PIECE>, SPANNED> Pieces;
-            const Pieces pieces = reinterpret_cast<const Pieces &>(stored);
+            const Pieces pieces = reinterpret_cast<const Pieces &>(taken.words);
 #pragma unroll
             for (int s = 0; s < SPANNED; s++) {
                 const Piece piece = decoded<T>(pieces.v[s]);
                 const uint4 w = reinterpret_cast<const uint4 &>(piece);
-                multiply_add(sum[(step + s) % CHAINS], w.x, w.y, w.z, w.w, x[step + s][0], x[step + s][1]);
+                multiply_add(sum[(step + s) % CHAINS], w.x, w.y, w.z, w.w, x.x[step + s][0], x.x[step + s][1]);
             }
         }
     }
@@ -509,15 +571,13 @@ struct Block {
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
         Input<TENSOR_CORES ? COLUMNS : 1> x;
         take(x);
-        if constexpr (FOUR) {
-#pragma unroll
-            for (int j = 0; j < STEPS; j++) x.x[j][0] = enlarged(x.x[j][0]), x.x[j][1] = enlarged(x.x[j][1]);
-        }
+        typename Product::X full;
+        if constexpr (Product::IN_PARTS) full.take(x.x);
         while (p.mine()) {
             const int count = p.count, row = p.row;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
             if constexpr (Product::IN_PARTS) {
-                multiply_in_parts(p, x.x, sums);
+                multiply_in_parts(p, full, sums);
             } else if constexpr (TENSOR_CORES) {
                 const auto piece = [&](int i) -> decltype(auto) {
                     if constexpr (Product::HOLDS) {
@@ -1456,6 +1516,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         } else {
             past++;
         }
+        block.queue.end_pass();
         exchange = now.exchange + BEST + i64(args.heads) * ROWS * VOCAB_ROWS;
         sync();  // the next pass overwrites shared memory that a thread may still read
     }

@@ -18,7 +18,7 @@ from tinyforge.quantised_groups import GROUP
 
 MOST_ROWS = 4
 """The most new positions of a pass."""
-AT_ONCE, PART = 32, 8
+AT_ONCE, PART = 24, 4
 """Products of more steps are made in parts of at most so many units (decode_single.cu)."""
 FOUR_BITS = "four_bits"
 """The code of weights of four bits (codes.cuh)."""
@@ -34,8 +34,9 @@ class RowPlan(DecodePlan):
     rows: new positions per pass, 1 to 4. splits: parts into which a KV head's positions are split. refill: 16-byte
     requests of a lane between two polls for attention's results, where it copies its own weights. spin: nanoseconds
     that a thread sleeps between two polls. producers: warps that copy weights for all others, 4 on Hopper; 0: each lane
-    copies its own. code: `FOUR_BITS` too, with producers: a unit of weights then has `span` steps of a tile, and the
-    groups' scales after the codes; a unit of the heads, whose codes have a byte, has half as many steps.
+    copies its own. line: units that are copied together, 0: chosen by shape. code: `FOUR_BITS` too, with producers:
+    a unit of weights then has `span` steps of a tile, and the groups' scales after the codes; a unit of the heads,
+    whose codes have a byte, has half as many steps.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class RowPlan(DecodePlan):
     refill: int = 8
     spin: int = 0
     producers: int = 0
+    line: int = 0
 
     def __post_init__(self) -> None:
         lanes, least = self.head_dim * self.itemsize / 16, 32 if self.itemsize == 2 else 16
@@ -87,6 +89,11 @@ class RowPlan(DecodePlan):
         return self.steps(columns) * (1 + of_heads * self.grouped) // self.span
 
     @property
+    def units_a_line(self) -> int:
+        """Units that are copied together. Large models use more of them than threads can start to copy."""
+        return self.line or (4 if self.producers and self.dim > TILE * self.blocks else 1)
+
+    @property
     def place_bytes(self) -> int:
         return self.warps * 32 * self.span * 9 // 2 if self.grouped else super().place_bytes
 
@@ -94,7 +101,11 @@ class RowPlan(DecodePlan):
     def _least_slots(self) -> int:
         """The most units that are multiplied at one time: of a tile, or a part of one."""
         each = self.units(self.dim, of_heads=True), self.units(self.dim), self.units(self.hidden)
-        return max(min(n, PART) if self.grouped or (self.itemsize == 2 and n > AT_ONCE) else n for n in each)
+        return (
+            self.units_a_line
+            - 1
+            + max(min(n, PART) if self.grouped or (self.itemsize == 2 and n > AT_ONCE) else n for n in each)
+        )
 
     @property
     def draws(self) -> bool:
@@ -129,8 +140,9 @@ class RowPlan(DecodePlan):
     def tiles(self) -> int:
         """Tiles whose sums a block keeps at a time."""
         if self.grouped:
-            return 4
-        return max(1, min(4, self.slots // self._least_slots))
+            return min(8, self.warps * 32 // (TILE * self.rows))  # a thread finishes a row of a tile
+        behind = self.units_a_line - 1  # used, but not empty, as they share a line with the next
+        return max(1, min(4, (self.slots - behind) // (self._least_slots - behind)))
 
     @property
     def _other_bytes(self) -> int:
@@ -147,14 +159,14 @@ class RowPlan(DecodePlan):
         # Tensor cores take a row of hidden numbers from registers.
         row = self.pitch(self.dim) + (self.pitch(self.hidden) if self.itemsize > 2 else 0)
         inputs = self.rows * row * self.itemsize
-        sums = self.rows * (self.warps + 2 * 4 * self.warps * TILE) * wide
+        sums = self.rows * (self.warps + 2 * (8 if self.grouped else 4) * self.warps * TILE) * wide
         return QUEUE_BARRIERS + inputs + sums + max(attention, sampling)
 
     @property
     def macros(self) -> dict[str, int | str]:
         code = {"WEIGHT": self.code} if self.code else {}
         refill = self.refill * self.itemsize // self.weight_bytes  # in pieces
-        own = self._macros("rows", "blocks", "splits", "spin", "producers", "span")
+        own = self._macros("rows", "blocks", "splits", "spin", "producers", "span") | {"COPIED": self.units_a_line}
         return {**own, "REFILL": refill, "DRAWS": int(self.draws), **code}
 
     def exchange(self, outputs: int) -> int:
