@@ -390,7 +390,7 @@ constexpr bool AHEAD =
     (MOST_TILES + 1) * steps(DIM) + steps(HIDDEN) <= (DEPTH < 32 ? DEPTH : 32);
 // Threads that start copies. One thread starts three in a microsecond; large models and several rows have to wait for
 // them. One row of a small model waits for other blocks' numbers instead, and more copies in flight delay these.
-constexpr int FILLERS = AHEAD && ROWS == 1 ? 1 : least_one(least(PRODUCERS, DEPTH));
+constexpr int FILLERS = AHEAD && ROWS == 1 ? 1 : least_one(least(PRODUCERS, DEPTH / COPIED));
 
 struct Block {
     Shared shared;
