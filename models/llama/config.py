@@ -225,5 +225,18 @@ PRESETS = {
     "TinyLlama-1.1B": Config(
         dim=2048, heads=32, kv_heads=4, layers=22, context=2048, vocab=32000, hidden=5632, tied=False
     ),
+    "Llama-3.1-8B": Config(
+        dim=4096,
+        heads=32,
+        kv_heads=8,
+        layers=32,
+        context=131072,
+        vocab=128256,
+        hidden=14336,
+        tied=False,
+        rope_theta=500000.0,
+        rope_scaling="llama3",
+        rope_factor=8.0,
+    ),
     "Qwen2.5-0.5B": Config(dim=896, heads=14, kv_heads=2, layers=24, context=32768, vocab=151936, hidden=4864, **QWEN2),
 }

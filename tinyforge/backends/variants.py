@@ -152,6 +152,8 @@ def _decode_single() -> Iterator[Macros]:
         base: Choices = {**hopper, "SCALAR": "bf16", "ROWS": (1, 4), **_BASE, "ONCE": 1}
         yield from every(**base, DEPTH=32)
         yield from every(**base, WEIGHT=("int8", "e4m3"), DEPTH=64)
+        if hopper:
+            yield from every(**base, WEIGHT="four_bits", SPAN=(2, 4), DEPTH=32)
         yield from every(**hopper, SCALAR=PRECISIONS, ROWS=2, **_SMALL)
         yield from every(**hopper, SCALAR="float", WEIGHT=("int8", "e4m3"), ROWS=2, **_SMALL)
 
@@ -164,6 +166,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     ],
     "infer/cuda/decode_single.cu": list(_decode_single()),
     "infer/cuda/dequantise.cu": vectors(CODE=("int8", "e4m3")),
+    "infer/cuda/dequantise_int4.cu": every(SCALAR=PRECISIONS),
     "infer/cuda/dequantise_nf4.cu": every(SCALAR=PRECISIONS),
     "infer/cuda/sample_masked.cu": [*every(SCALAR="bf16", **_BASE, DEPTH=16), *every(SCALAR=PRECISIONS, **_SMALL)],
     "ops/activations.cu": vectors(),
