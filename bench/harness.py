@@ -129,7 +129,11 @@ def random_model(name: str, config: ModelConfig, backend: Backend, kind: str = "
     model = frozen_model(partial(find_model(name).build, config, backend), kind)
     rng = np.random.default_rng(0)
     noise = backend.asarray(rng.standard_normal(NOISE, np.float32))
-    codes = backend.asarray(rng.integers(0, 256, NOISE).astype(np.uint8), np.dtype(np.uint8))
+    four = rng.integers(1, 16, (2, NOISE)).astype(np.uint8)
+    one = rng.integers(-127, 128, NOISE).astype(np.int8).view(np.uint8)
+    # Codes whose mean is 0, and their standard deviation.
+    codes = {True: (backend.asarray(four[0] | four[1] << 4, one.dtype), 4.32)}
+    codes[False] = backend.asarray(one, one.dtype), 73.3
 
     def fill(array: Any, source: Any, first: int) -> None:
         """Every matrix begins at another number."""
@@ -146,9 +150,9 @@ def random_model(name: str, config: ModelConfig, backend: Backend, kind: str = "
                 fill(p.value, noise, 65537 * i % NOISE)
                 p.value[...] *= p.std
             continue
-        # Every code is as likely: of a standard deviation of 4.6, or 74.
-        fill(p.stored.codes.view(np.uint8), codes, 65537 * i % NOISE)
-        p.stored.scales.fill(p.std / (4.6 if p.weights == FOUR_BITS else 74))
+        source, deviation = codes[p.weights == FOUR_BITS]
+        fill(p.stored.codes.view(np.uint8), source, 65537 * i % NOISE)
+        p.stored.scales.fill(p.std / deviation)
     return model
 
 

@@ -405,7 +405,7 @@ def test_units_that_are_copied_together_change_no_token(tmp_path: Path) -> None:
         ("int8", ("0x4342 : 0x4140", "0x4140 : 0x4342")),
         ("fp8", ("0x3424 : 0x1404", "0x1404 : 0x3424")),
         ("fp8", ("0x07F007F0", "0x07C007C0")),  # a bit of mantissa is lost
-        ("int8", ("if constexpr (CODES) sum *= p.scale;", "")),
+        ("int8", ("if constexpr (CODES && !FOUR) sum *= p.scale;", "")),
         ("int8", ("scales += count * 8;", "scales += count * 8 - 8;")),
     ],
     ids=str,
