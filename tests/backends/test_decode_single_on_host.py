@@ -315,7 +315,8 @@ def test_bf16_with_tensor_cores_gives_the_same_bits_for_any_rows(tmp_path: Path)
 def test_faults_show(right: str, wrong: str, producers: int, tmp_path: Path) -> None:
     model, tokens = bf16_model(), some_tokens(4)
     try:
-        got = logits_of(model, 4, tokens, tmp_path, bf16=True, depth=16, producers=producers, fault=(right, wrong))
+        how: dict[str, Any] = {"bf16": True, "depth": 16, "producers": producers, "line": 1}
+        got = logits_of(model, 4, tokens, tmp_path, fault=(right, wrong), **how)
     except AssertionError as error:
         assert any(said in str(error) for said in ("wait for ever", "trap", "barrier"))
         return
