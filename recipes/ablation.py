@@ -10,9 +10,11 @@ theirs. All arms end by the same --minutes, or by --steps of as many tokens. Run
 OUT out of runs/, where chat.py and sft.py look for the newest run. A finished run is not repeated, and a stopped one is
 resumed. Before runs by --minutes on a GPU each arm takes four steps, so that no clock includes compiling.
 
-The figures are head 0's bits per byte on held-out text. A difference to the first arm is larger than the noise if it is
-more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard deviations over n seeds. With three seeds or
-more an arm then pays or costs; with three, so does one arm in nine that has no effect: give the promising ones more.
+The figures are head 0's bits per byte on held-out text. Runs of one seed have the same initial weights, where those
+have the same shapes, and read the text in the same order. So their differences to the first arm vary less than the
+runs: d for each of n seeds, with the standard error s(d) / sqrt(n). A difference is larger than the noise if it is more
+than Student's t for 95 % of these (4.3 for three seeds, 2.8 for five): an arm without effect appears so one time in
+twenty. With three seeds or more such an arm pays or costs.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ _OF_SOURCE = re.compile(r"held-out text of ([^,]+), bits per byte")
 TOKENS = "tokens"  # that a run has read
 _OURS = ("--seed", "--out", "--resume", "--plan", "--card", "--device", "--gpus")
 ENOUGH = 3  # seeds for a verdict
+STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""The 97.5 % quantiles of Student's t distribution for 2, 3, ... seeds; the last stands for more seeds too."""
 PRETRAIN = Path(__file__).with_name("pretrain.py")
 ONE_RUN = "--one-run"  # the first word of this program as a single run
 
@@ -184,8 +188,9 @@ def compare(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, An
             if first:
                 row["difference"] = row["mean"] - first["mean"]
             if first and len(values) > 1:
-                error = ((row["deviation"] ** 2 + first["deviation"] ** 2) / len(values)) ** 0.5
-                row |= {"standard_error": error, "beyond_noise": abs(row["difference"]) > 2 * error}
+                error = stdev(a - b for a, b in zip(values, first["runs"], strict=True)) / len(values) ** 0.5
+                limit = STUDENT[min(len(values) - 2, len(STUDENT) - 1)] * error
+                row |= {"standard_error": error, "beyond_noise": abs(row["difference"]) > limit}
                 if len(values) >= ENOUGH:
                     beyond = "pays" if row["difference"] < 0 else "costs"
                     row["verdict"] = beyond if row["beyond_noise"] else "within the noise"

@@ -131,6 +131,7 @@ def test_the_parts_are_those_of_the_results() -> None:
     trained = {
         "all",
         "models",
+        "cpu-ablation-muon",
         "cpu-corpus",
         "cpu-grpo",
         "cpu-muon",

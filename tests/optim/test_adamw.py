@@ -194,6 +194,7 @@ def test_the_defaults_are_gpt3s() -> None:
 def test_points_of_a_schedule() -> None:
     points = read_points("--momentum-schedule", ("0.1:0.85", "0.5:0.95", "1:0.75"), "", 0.0, 0.99)
     assert points == ((0.1, 0.85), (0.5, 0.95), (1.0, 0.75))
+    assert read_points("--batch-schedule", ("0:1", "0.5:3"), "", 1) == ((0.0, 1.0), (0.5, 3.0))
     expected = {0.0: 0.85, 0.1: 0.85, 0.3: 0.9, 0.5: 0.95, 0.75: 0.85, 1.0: 0.75, 1.2: 0.75}
     for progress, value in expected.items():
         assert linear(points, progress) == pytest.approx(value, abs=1e-15)

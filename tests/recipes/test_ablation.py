@@ -56,7 +56,7 @@ def test_runs_are_made_once_and_go_on_where_they_were(here: None, capsys: pytest
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))
     assert found["tokens"] == 12 * 2 * 32 and "768 tokens a run, 2 seeds" in shown
     slow, fast = (found["found"][arm]["over all"] for arm in ("slow", "fast"))
-    assert fast["difference"] < -2 * fast["standard_error"] and fast["beyond_noise"]
+    assert fast["difference"] < -12.7 * fast["standard_error"] and fast["beyond_noise"]
     assert "larger than the noise" in shown
     assert "difference" not in slow and len(set(slow["runs"])) == 2
     config = checkpoint.load(Path("ablation/fast/seed-1")).meta["config"]
@@ -120,18 +120,24 @@ def test_the_difference_and_its_noise() -> None:
         "a": [{key: 1.0, books: 2.0}, {key: 1.2, books: 2.0}, {key: 1.1, books: 2.3}],
         "b": [{key: 0.8, books: 2.1}, {key: 0.9, books: 2.1}, {key: 0.7, books: 2.1}],
         "c": [{key: 1.2, books: 2.0}, {key: 1.0, books: 2.0}, {key: 1.1, books: 2.0}],
+        "d": [{key: 0.99, books: 2.0}, {key: 1.18, books: 2.0}, {key: 1.09, books: 2.0}],
     }
     found = ablation.compare(runs)
-    b, c = found["b"]["over all"], found["c"]["over all"]
+    b, c, d = (found[name]["over all"] for name in "bcd")
     assert b["mean"] == pytest.approx(0.8) and b["difference"] == pytest.approx(-0.3)
-    assert b["standard_error"] == pytest.approx(math.sqrt((0.1**2 + 0.1**2) / 3)) and b["beyond_noise"]
+    # -0.2, -0.3, -0.4; and -0.01, -0.02, -0.01, little next to the deviation of the runs.
+    assert b["standard_error"] == pytest.approx(math.sqrt(0.01 / 3)) and b["beyond_noise"]
+    assert d["difference"] == pytest.approx(-0.04 / 3) and d["standard_error"] == pytest.approx(0.01 / 3)
+    assert not d["beyond_noise"] and d["deviation"] == pytest.approx(c["deviation"], rel=0.1)  # 4.0 errors of 4.303
+    closer = {**runs, "d": [{key: run[key] - 0.002, books: 2.0} for run in runs["d"]]}
+    assert ablation.compare(closer)["d"]["over all"]["verdict"] == "pays"
     assert c["difference"] == pytest.approx(0) and not c["beyond_noise"]
     assert not found["b"]["books"]["beyond_noise"] and found["b"]["books"]["difference"] == pytest.approx(0)
     runs["a"][0] |= {"held-out text of web, bits per byte": 3.0, "held-out text of books, head 1, bits per byte": 3.0}
     assert ablation.compare(runs) == found  # what evaluate.py has added to one run
     table = ablation.table_of(found, 3, "999 tokens a run")
-    assert "999 tokens a run, 3 seeds" in table and "b  over all  0.8000 +- 0.1000   -0.3000 +- 0.0816  larger" in table
-    assert b["verdict"] == "pays" and table.endswith("\npays: b\nwithin the noise: c")
+    assert "999 tokens a run, 3 seeds" in table and "b  over all  0.8000 +- 0.1000   -0.3000 +- 0.0577  larger" in table
+    assert b["verdict"] == "pays" and table.endswith("\npays: b\nwithin the noise: c, d")
     worse = {"b": runs["b"], "a": runs["a"]}
     assert ablation.compare(worse)["a"]["over all"]["verdict"] == "costs"
     two = ablation.compare({arm: made[:2] for arm, made in runs.items()})
