@@ -456,7 +456,7 @@ class Scheduler:
         while self._blocks:
             for request, new in self._read_block():
                 found.setdefault(request, []).extend(new)
-        made: dict[Request, list[int]] = {}
+        made: defaultdict[Request, list[int]] = defaultdict(list)
         over: dict[Request, Reason | None] = {}
         passes = 0
         while self._pass is not None and passes < BLOCK and not (over and passes % FEW == 0):
@@ -470,13 +470,18 @@ class Scheduler:
                 self._pass = now._replace(sample=self.decoder.queue_pass(now.rows), more=now.more - 1)
             ids, passes = read()[:, 0].tolist(), passes + 1
             for r, row in now.parts:
-                r.stats.passes += 1
-                kept, reason = self._follow(r, ids[row : row + 1])
-                new_ids = made.setdefault(r, [])
-                new_ids += ids[row : row + kept]
-                if reason is not None or len(new_ids) == r.budget or ids[row] in r.stop:
+                token, reason, kept = ids[row], None, 1
+                if r.constraint is not None:
+                    kept, reason = self._follow(r, (token,))
+                new_ids = made[r]
+                if kept:
+                    new_ids.append(token)
+                else:
+                    r.stats.passes += 1
+                if reason is not None or len(new_ids) == r.budget or token in r.stop:
                     over[r] = reason
         for r, new_ids in made.items():
+            r.stats.passes += len(new_ids)
             new = self._take(r, [self._plain_tokens[i] for i in new_ids], new_ids, over.get(r))
             found.setdefault(r, []).extend(new)
         return list(found.items())
