@@ -117,9 +117,11 @@ def test_gradients_of_options_are_those_of_numpy(options: dict[str, Any], precis
     wanted_nll, expected = gradients("numpy", "fp32" if precision == "fp32" else "fp64", options=options)
     nll, got = gradients("cupy", precision, options=options)
     np.testing.assert_allclose(nll, wanted_nll, rtol=tolerance)
+    largest = max(map(np.linalg.norm, expected.values()))
     for name, w in expected.items():
-        few = 8 if precision == "bf16" and w.size < 16 else 1  # sums over all numbers, whose signs differ
-        assert np.linalg.norm(got[name] - w) <= few * tolerance * np.linalg.norm(w) + 1e-12, name
+        # Before a norm, a factor's gradient is nearly 0: a sum over all numbers, whose signs differ.
+        least = 1e-2 * largest if w.size < 16 and precision != "fp64" else 0.0
+        assert np.linalg.norm(got[name] - w) <= tolerance * max(np.linalg.norm(w), least) + 1e-12, name
 
 
 FP8_OPTIONS = {name: value for name, value in OPTIONS["all"].items() if name not in ("gated", "activation")}

@@ -105,7 +105,9 @@ def test_steps_are_those_of_numpy(precision: str, option: str, poisoned_memory: 
     wanted, got = found
     for name in wanted:
         through_products = precision == "bf16" and name in ("masters qkv", "masters odd", "v qkv", "v odd")
-        tolerance = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2 if through_products else 1e-5}[precision]
+        # v has squares, and Polar Express' polynomials larger factors.
+        rounding = 4e-2 if name[0] == "v" else 1e-2
+        tolerance = {"fp64": 1e-12, "fp32": 1e-5, "bf16": rounding if through_products else 1e-5}[precision]
         assert error(got[name], wanted[name]) < tolerance, name
 
 

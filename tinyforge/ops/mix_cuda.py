@@ -40,6 +40,7 @@ def mix_bwd(
     launch = load(FILE, "mix_bwd", SCALAR=scalar(dx.dtype), VEC=vec)
     numbers = np.uint32(vectors), np.uint32(dfirst is not None)
     launch((len(partial),), (256,), (dx, sums, partial, dy, x, first, a, b, *numbers))
-    if da is not None and db is not None:
-        add_columns(da, db, partial)
+    if da is not None or db is not None:  # a frozen one's sum goes nowhere
+        spare = new((1,), wide(dx.dtype))
+        add_columns(spare if da is None else da, spare if db is None else db, partial)
     return dx, sums

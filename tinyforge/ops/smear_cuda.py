@@ -52,9 +52,10 @@ def smear_bwd(
     begins = or_null(None if starts is None else contiguous(starts))
     sizes = map(np.int32, (rows, length, width, gate.size))
     launch(blocks(rows, 8), (256,), (dx, slopes, dy, x, shares, gate, scale, begins, *sizes))
-    if dgate is not None:
+    if dgate is not None or dscale is not None:  # a frozen one's sum goes nowhere
         partial = new((min(PARTS, -(-rows // 64)), gate.size + 1), slopes.dtype)
         launch = load(FILE, "smear_dweight", SCALAR=scalar(dy.dtype), VEC=1)
         launch((len(partial),), (256,), (partial, slopes, x, *map(np.int32, (rows, width, gate.size))))
+        dgate, dscale = (new(p.shape, slopes.dtype) if d is None else d for d, p in ((dgate, gate), (dscale, scale)))
         add_columns(dgate, dscale, partial)
     return dx
