@@ -92,7 +92,6 @@ LAUNCHERS = (
     "ops.swiglu",
     "ops.swiglu_linear",
     "ops.take",
-    "ops.tanh",
     "optim.adamw",
     "optim.muon",
     "parallel.sums",

@@ -220,7 +220,6 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/softmax.cu": ROWS,
     "ops/swiglu.cu": vectors(),
     "ops/take.cu": vectors(),
-    "ops/tanh.cu": vectors(),
     "optim/adamw.cu": every(SCALAR=PRECISIONS),
     "optim/muon.cu": every(SCALAR=PRECISIONS, VEC=(1, 4)),
     "parallel/sums.cu": every(SCALAR=("double", "float")),
