@@ -1054,7 +1054,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "`python -m data.corpus report CORPUS` prints what was kept and dropped.",
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="of data.gutenberg, for instance")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the corpus")
+    parser.flag("--out", Path, "the corpus", required=True, metavar="DIR")
     parser.add_argument(
         "--val-share",
         nargs="+",
@@ -1082,21 +1082,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default = getattr(Settings, name)
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
-    parser.add_argument(
-        "--detect-language",
-        action="store_true",
-        help="measure each document's language, and keep English (needs the extra data)",
-    )
-    parser.add_argument(
-        "--fix-text", action="store_true", help="undo mojibake, write Unicode as NFC, drop zero-width characters"
-    )
-    parser.add_argument(
-        "--mask-pii", action="store_true", help="put [EMAIL], [IP], [PHONE] in place of addresses and telephone numbers"
-    )
-    parser.add_argument("--bad-words", type=Path, metavar="FILE", help="drop what has many of these words, one a line")
-    parser.add_argument(
-        "--quality", type=Path, metavar="FILE", help="a classifier of data.quality; drop what is below 0.5"
-    )
+    parser.flag("--detect-language", False, "measure each document's language, and keep English (needs the extra data)")
+    parser.flag("--fix-text", False, "undo mojibake, write Unicode as NFC, drop zero-width characters")
+    parser.flag("--mask-pii", False, "put [EMAIL], [IP], [PHONE] in place of addresses and telephone numbers")
+    parser.flag("--bad-words", Path, "drop what has many of these words, one a line", metavar="FILE")
+    parser.flag("--quality", Path, "a classifier of data.quality; drop what is below 0.5", metavar="FILE")
     parser.add_argument(
         "--decontaminate",
         nargs="+",
@@ -1106,11 +1096,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="evaluation sets, as for evaluate.py --task-data, to keep out of the training text",
     )
     parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="count tokens too")
-    parser.add_argument("--workers", type=int, help="processes (default: one per core, if memory allows)")
-    parser.add_argument("--memory-limit", default="1GB", metavar="BYTES", help="for all of them together (default 1GB)")
-    parser.add_argument(
-        "--ray", metavar="ADDRESS", help="run on the Ray cluster at HOST:PORT; local starts Ray on this machine"
+    parser.flag("--tokenizer", Path, "count tokens too", metavar="FILE")
+    parser.flag("--workers", int, "processes (default: one per core, if memory allows)")
+    parser.flag("--memory-limit", "1GB", "for all of them together", metavar="BYTES")
+    parser.flag(
+        "--ray", str, "run on the Ray cluster at HOST:PORT; local starts Ray on this machine", metavar="ADDRESS"
     )
     args = parser.parse_args(arguments)
     share, shares = _parse_shares(args.val_share)

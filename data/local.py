@@ -468,15 +468,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE_OR_FOLDER",
         help="text, .jsonl, .json, .csv, .parquet, .html, .warc, .pdf, .docx, .epub, .zip; also .gz and .zst; hf://datasets/NAME",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
-    parser.add_argument("--name", help="of the source, also used in file names (default: the name of the folder --out)")
+    parser.flag("--out", Path, "folder for the source", required=True, metavar="DIR")
+    parser.flag("--name", str, "of the source, also used in file names (default: the name of the folder --out)")
     parser.add_argument("--licence", default="not stated", help="licence of the texts, for the catalogue")
     parser.add_argument(
         "--column",
         default=PARQUET_COLUMN,
         help=f"name or path (page.text) of the text in JSON, tables and parquet (default {PARQUET_COLUMN})",
     )
-    parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
+    parser.flag("--encoding", "utf-8", "of text files")
     args = parser.parse_args(arguments)
     source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
     return report(source, "document")

@@ -101,9 +101,9 @@ def talk(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m data.talk", description="Print samples of the small talk.")
-    parser.add_argument("--split", choices=("train", "val"), default="train", help="(default train)")
-    parser.add_argument("--n", type=int, default=20, help="how many (default 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
+    parser.flag("--split", "train", "", choices=("train", "val"))
+    parser.flag("--n", 20, "how many")
+    parser.flag("--seed", 0, "of the random choices")
     args = parser.parse_args(arguments)
     if args.n < 1:
         raise UserError(f"--n is {args.n}; expected 1 or more. Try --n 20")

@@ -748,10 +748,10 @@ def instructions(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m data.world", description="Print samples of the built-in corpus.")
-    parser.add_argument("--split", choices=tuple(WORDS), default="train", help="(default train)")
-    parser.add_argument("--n", type=int, default=5, help="how many (default 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
-    parser.add_argument("--instructions", action="store_true", help="questions and answers instead of documents")
+    parser.flag("--split", "train", "", choices=tuple(WORDS))
+    parser.flag("--n", 5, "how many")
+    parser.flag("--seed", 0, "of the random choices")
+    parser.flag("--instructions", False, "questions and answers instead of documents")
     args = parser.parse_args(arguments)
     if args.n < 1:
         raise UserError(f"--n is {args.n}; expected 1 or more. Try --n 5")
