@@ -377,8 +377,8 @@ def table(shards: Shards) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.shards", description=__doc__)
-    parser.flag("--corpus", str, "a folder made by data.corpus", required=True, metavar="DIR")
-    parser.flag("--out", str, "folder of the shards", required=True, metavar="DIR")
+    parser.flag("--corpus", Path, "a folder made by data.corpus", required=True, metavar="DIR")
+    parser.flag("--out", Path, "folder of the shards", required=True, metavar="DIR")
     parser.flag("--vocab-size", int, f"ids of the tokenizer to train (default: {VOCAB_SIZE})", metavar="N")
     parser.flag("--at-most", False, "accept fewer ids if there is too little text")
     parser.flag(
@@ -386,7 +386,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         False,
         "train a tokenizer in which no id holds more than one digit; makes sums easier to learn",
     )
-    parser.flag("--tokenizer", str, "tokenizer.json to use instead of training one", metavar="FILE")
+    parser.flag("--tokenizer", Path, "tokenizer.json to use instead of training one", metavar="FILE")
     parser.flag("--sample-bytes", SAMPLE_BYTES, "bytes of text to train the tokenizer on, at most", metavar="N")
     parser.flag("--shard-tokens", SHARD_TOKENS, "ids per file", metavar="N")
     parser.flag("--workers", int, "processes that encode (default: one per core)", metavar="N")
@@ -401,19 +401,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.tokenizer and (args.vocab_size or args.single_digits):
         flag = "--vocab-size" if args.vocab_size else "--single-digits"
         raise UserError(f"{flag} is for training a tokenizer, and --tokenizer names one; give one or the other")
-    made = make_shards(
-        Path(args.corpus),
-        Path(args.out),
-        args.vocab_size or VOCAB_SIZE,
-        Path(args.tokenizer) if args.tokenizer else None,
-        args.shard_tokens,
-        args.sample_bytes,
-        args.workers,
-        sys.stderr.isatty(),
-        args.at_most,
-        args.single_digits,
-        args.ray,
-    )
+    args.vocab_size = args.vocab_size or VOCAB_SIZE
+    made = make_shards(**vars(args), progress=sys.stderr.isatty())
     print(table(made.shards))
     if made.bytes:
         rate = made.bytes / made.seconds / 1e6
@@ -423,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     else:
         print(f"{args.out}: these shards were already complete; every file was checked")
-    print(as_typed(f"next: python recipes/pretrain.py --data {shlex.quote(args.out)}"))
+    print(as_typed(f"next: python recipes/pretrain.py --data {shlex.quote(str(args.out))}"))
     return 0
 
 
