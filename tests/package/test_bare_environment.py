@@ -86,7 +86,8 @@ def test_what_to_type_follows_from_what_is_there(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "package, command", [("duckdb", "data.local README.md --out OUT"), ("tqdm", "recipes.pretrain --steps 2 --out OUT")]
+    ("package", "command"),
+    [("duckdb", "data.local README.md --out OUT"), ("tqdm", "recipes.pretrain --data README.md --steps 2 --out OUT")],
 )
 def test_a_package_missing_later_is_one_line(package: str, command: str, tmp_path: Path) -> None:
     words = [str(tmp_path / "out") if word == "OUT" else word for word in command.split()]
