@@ -71,19 +71,9 @@ MOST_PENDING, MOST_UNREAD = 64, 64 << 20
 MOST_ANSWER = 64 << 20
 TOKEN_BYTES, LOGPROB_BYTES, FLOAT_BYTES = 16, 64, 22
 """Bytes of an answer, at most; and of a token, a log-probability and a number in it, about."""
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data: blob:",
-        "font-src 'self'",
-        "connect-src 'self'",
-        "manifest-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
+    "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = [
     (b"content-security-policy", POLICY.encode()),
