@@ -59,13 +59,12 @@ test: lint ## lint, and the tests that need no GPU, without the slow ones
 test-all: lint $(VENV)/.stamp-peers ## lint, and all tests that need no GPU, parity with PyTorch too: what CI runs
 	$(PYTEST) -m "not gpu and not browser and not world"
 
-lint: $(VENV)/.stamp-dev ## ruff, mypy, bandit, the layers of the imports, words of the style guide, and known vulnerabilities
+lint: $(VENV)/.stamp-dev ## ruff, mypy, the layers of the imports, words of the style guide, and known vulnerabilities
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check --quiet .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 	$(RUN) -m tests.words
-	$(RUN) -m bandit -q -ll -c pyproject.toml -r tinyforge models recipes data bench
 	@if curl -sfm 5 -o /dev/null https://pypi.org/pypi/h11/json; \
 	then $(VENV)/bin/pip-audit --local --skip-editable --progress-spinner off; \
 	else echo "pip-audit skipped: the advisories of pypi.org are out of reach"; fi

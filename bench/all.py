@@ -289,13 +289,13 @@ def predictions(parts: Sequence[Part], before: Path) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
-    p.add_argument("--on", choices=("gpu", "cpu"), help="which parts (default: gpu where there is one)")
-    p.add_argument("--only", metavar="NAMES", help="the parts of these names, with commas: train, decode-base-64, ...")
-    p.add_argument("--list", action="store_true", help="print the parts, their commands and times, and run nothing")
-    p.add_argument("--seconds", type=float, help="skip parts that would not fit into this time in all")
-    p.add_argument("--limit", type=float, metavar="S", help="seconds of a part (default: three times predicted)")
-    p.add_argument("--out", default="build/results", metavar="DIR", help="where files go (default: %(default)s)")
-    p.add_argument("--before", default="docs/results", metavar="DIR", help="compared with (default: %(default)s)")
+    p.flag("--on", str, "which parts (default: gpu where there is one)", choices=("gpu", "cpu"))
+    p.flag("--only", str, "the parts of these names, with commas: train, decode-base-64, ...", metavar="NAMES")
+    p.flag("--list", False, "print the parts, their commands and times, and run nothing")
+    p.flag("--seconds", float, "skip parts that would not fit into this time in all")
+    p.flag("--limit", float, "seconds of a part (default: three times predicted)", metavar="S")
+    p.flag("--out", "build/results", "where files go", metavar="DIR")
+    p.flag("--before", "docs/results", "compared with", metavar="DIR")
     for name, what in INPUTS.items():
         p.add_argument(f"--{name}", metavar="PATH", help=what)
     args = p.parse_args(argv)

@@ -108,13 +108,11 @@ def ours(path: Path, weights: str, tokens: int, ids: list[int], kind: Callable[.
 def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--peer", type=Path, required=True, metavar="PYTHON", help="a Python with xllamacpp")
-    parser.add_argument("--tokens", type=int, default=128, help="of a turn, 0 for none (default: %(default)s)")
-    parser.add_argument(
-        "--prompt", type=int, default=512, help="tokens of the prompt, 0 for none (default: %(default)s)"
-    )
+    parser.flag("--peer", Path, "a Python with xllamacpp", required=True, metavar="PYTHON")
+    parser.flag("--tokens", 128, "of a turn, 0 for none")
+    parser.flag("--prompt", 512, "tokens of the prompt, 0 for none")
     parser.add_argument("--turns", type=int, default=9, help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write the figures to a file")
+    parser.flag("--json", Path, "write the figures to a file")
     args = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -129,9 +129,9 @@ def measure(url: str) -> dict[str, Any]:
 def main() -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--peer", type=Path, required=True, metavar="PYTHON", help="a Python with xllamacpp")
+    parser.flag("--peer", Path, "a Python with xllamacpp", required=True, metavar="PYTHON")
     parser.add_argument("--threads", type=int, default=cores(), help="of each server (default: the cores)")
-    parser.add_argument("--json", type=Path, help="write the figures to a file")
+    parser.flag("--json", Path, "write the figures to a file")
     args = parser.parse_args()
     commands: dict[str, list[str | Path]] = {
         "ours": [sys.executable, "-m", "tinyforge.serve", "--checkpoint", args.model, "--port", "0"],

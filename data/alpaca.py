@@ -427,9 +427,9 @@ def _read_zipped(path: Path, encoding: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.alpaca", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a local file (default: download them)")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
+    parser.flag("--out", Path, "folder for alpaca.json and source.json", required=True, metavar="DIR")
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
-    parser.add_argument("--encoding", default="utf-8", help="of the file (default utf-8)")
+    parser.flag("--encoding", "utf-8", "of the file")
     parser.add_argument(
         "--as-text",
         nargs="+",

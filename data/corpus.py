@@ -23,14 +23,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tinyforge.backends.workers import cores
-from tinyforge.data import cleaning, corpus_report, language
+from tinyforge.data import cleaning, corpus_report, language, passes
 from tinyforge.data.cleaning import PRIVATE, REPEATED
 from tinyforge.data.cluster import Nodes, check_address, open_nodes
 from tinyforge.data.corpus_report import CATALOGUE
@@ -41,25 +41,7 @@ from tinyforge.data.filters import DEFAULT_FILTERS, MEASURED, Filter, check_filt
 from tinyforge.data.kept import Kept, key_of
 from tinyforge.data.parquet import connect as connect_to_files
 from tinyforge.data.parquet import scan
-from tinyforge.data.passes import (
-    HIT,
-    Parts,
-    Reading,
-    Span,
-    clean_texts,
-    connect,
-    count_tokens,
-    duckdb_faults,
-    find_grams,
-    find_rules,
-    find_shared,
-    find_spans,
-    read_passages,
-    read_texts,
-    run_tasks,
-    worker_memory,
-    write_split,
-)
+from tinyforge.data.passes import Parts, Reading, Span
 from tinyforge.data.quality import load, read_bad_words
 from tinyforge.data.source import Source, read_source
 from tinyforge.errors import Parser, UserError, run_command
@@ -189,7 +171,7 @@ class _Build:
                 if self.nodes:
                     bar.set_postfix_str(count_of(len(self.nodes.alive()), "machine"), refresh=False)
 
-            return run_tasks(stage, function, tasks, self.work, self.workers, share, finish, self.nodes)
+            return passes.run_tasks(stage, function, tasks, self.work, self.workers, share, finish, self.nodes)
 
     def result(self, stage: str, index: int, suffix: str = ".parquet") -> Path:
         return self.work / f"{stage}-{index:05d}{suffix}"
@@ -279,8 +261,8 @@ def build_corpus(
         kept = Kept(out, work, spans, {s.name: key_of(s.sha256, manifest["settings"], most) for s in read})
         with (
             open_nodes(ray, work, [source.folder for source in read], room) as nodes,
-            duckdb_faults(str(path)),
-            connect(memory_limit // 2, work, path, cores()) as catalogue,
+            passes.duckdb_faults(str(path)),
+            passes.connect(memory_limit // 2, work, path, cores()) as catalogue,
         ):
             workers = nodes.per_node if nodes else workers or max(1, min(cores(), room))
             check_filters(catalogue, blocks)
@@ -333,12 +315,12 @@ def _read_sources(folders: Sequence[Path], out: Path, settings: Settings) -> lis
 
 def _find_spans(sources: list[Source]) -> list[Span]:
     with connect_to_files() as connection:
-        return [span for source in sources for span in find_spans(source.name, source.parquet, connection)]
+        return [span for source in sources for span in passes.find_spans(source.name, source.parquet, connection)]
 
 
 def _room(spans: list[Span], memory_limit: int, workers: int | None) -> int:
     """The workers that half of the memory is enough for. UserError if it is not for one, or for those asked for."""
-    least = worker_memory(spans)
+    least = passes.worker_memory(spans)
     if memory_limit // 2 // (workers or 1) < least:
         asked = f"--workers {workers}, " if workers else ""
         raise UserError(
@@ -463,7 +445,7 @@ def _read(build: _Build) -> None:
     reading = _reading(build)
     build.kept.restore("read", _numbered(range(len(build.spans))))
     results = build.run(
-        "read", read_texts, ((span, reading) for span in build.spans), [span.bytes for span in build.spans]
+        "read", passes.read_texts, ((span, reading) for span in build.spans), [span.bytes for span in build.spans]
     )
     build.catalogue.execute(
         "CREATE TABLE documents (number BIGINT, source VARCHAR, licence VARCHAR, id VARCHAR, title VARCHAR, "
@@ -513,7 +495,7 @@ def _clean(build: _Build) -> None:
         build.kept.restore("clean", _numbered(chosen))
         reading = _reading(build)
         tasks = ((build.spans[span], reading, *found) for span, found in chosen.items())
-        results = build.run("clean", clean_texts, tasks, [build.spans[span].bytes for span in chosen])
+        results = build.run("clean", passes.clean_texts, tasks, [build.spans[span].bytes for span in chosen])
         for kind in PRIVATE:
             build.query(
                 "INSERT INTO masked VALUES (?, ?)", kind, sum(result["masked"].get(kind, 0) for result in results)
@@ -553,7 +535,7 @@ def _find_boilerplate(build: _Build, spans: list[int]) -> dict[int, tuple[np.nda
         )
     for index in spans:
         read = scan(build.result("read", index))
-        hits: dict[str, np.ndarray] = {name: np.empty(0, np.int64) for name in HIT}
+        hits: dict[str, np.ndarray] = {name: np.empty(0, np.int64) for name in passes.HIT}
         if s.boilerplate:
             own = f"FROM {windows[index]} SEMI JOIN (SELECT place FROM {read} WHERE repeats > {REPEATED}) USING (place)"
             query = (
@@ -657,7 +639,7 @@ def _filter(build: _Build) -> None:
         name: f"coalesce({name}, -1)" for name in ("language_share", "bad_words", "quality")
     }  # NumPy has no NULL
     build.kept.restore("filter", _numbered(range(len(build.spans))))
-    files = _run_on_parts(build, "filter", find_rules, "true", build.filters, columns=columns)
+    files = _run_on_parts(build, "filter", passes.find_rules, "true", build.filters, columns=columns)
     _update(build, files, "rules = found.rules, dropped = split_part(found.rules, ',', 1)")
 
 
@@ -838,7 +820,7 @@ def _decontaminate(build: _Build) -> None:
     s = build.settings
     _hold_out_one(build)
     kept = "dropped IS NULL AND split = '{}'"
-    found = _run_on_parts(build, "grams", find_grams, kept.format("val"), s.gram_words)
+    found = _run_on_parts(build, "grams", passes.find_grams, kept.format("val"), s.gram_words)
     grams = build.work / "val-grams.u64"
     with written_whole(grams) as beside, open(beside, "wb") as file:
         # By their first bits, so that only one slice at a time is in memory.
@@ -851,7 +833,7 @@ def _decontaminate(build: _Build) -> None:
             values = build.catalogue.execute(f"SELECT DISTINCT gram FROM ({union}) ORDER BY gram").fetchnumpy()["gram"]
             np.asarray(values, np.uint64).tofile(file)
     if grams.stat().st_size:
-        found = _run_on_parts(build, "shared", find_shared, kept.format("train"), s.gram_words, grams)
+        found = _run_on_parts(build, "shared", passes.find_shared, kept.format("train"), s.gram_words, grams)
         _drop_shared(build, found, "contaminated", s.common_grams)
     if build.evaluation:
         _drop_evaluation_sets(build)
@@ -904,7 +886,7 @@ def _drop_shared(build: _Build, files: Mapping[int, Path], reason: str, common: 
     db.execute("DROP TABLE shared")
     of_passages = {"place": "-longest.place", "count": f"longest.runs + {s.gram_words - 1}"}
     read = _run_on_parts(
-        build, f"{reason}-passages", read_passages, f"dropped = '{reason}'", columns=of_passages, join="passages"
+        build, f"{reason}-passages", passes.read_passages, f"dropped = '{reason}'", columns=of_passages, join="passages"
     )
     db.execute("DROP TABLE passages")
     _update(build, read, "passage = found.passage")
@@ -922,12 +904,12 @@ def _drop_evaluation_sets(build: _Build) -> None:
         with written_whole(path) as beside:
             grams.tofile(beside)
         chosen = "dropped IS NULL AND split = 'train'"
-        _drop_shared(build, _run_on_parts(build, "evaluation", find_shared, chosen, n, path), "evaluation-set")
+        _drop_shared(build, _run_on_parts(build, "evaluation", passes.find_shared, chosen, n, path), "evaluation-set")
 
 
 def _count_tokens(build: _Build) -> None:
     build.kept.restore("tokens", _numbered(range(len(build.spans))))
-    files = _run_on_parts(build, "tokens", count_tokens, "true", build.tokenizer)
+    files = _run_on_parts(build, "tokens", passes.count_tokens, "true", build.tokenizer)
     _update(build, files, "tokens = found.tokens")
 
 
@@ -952,7 +934,7 @@ def _write_files(build: _Build) -> list[dict[str, Any]]:
         if not (build.out / path).is_file():  # the task has a result, but the file was removed
             build.result("write", index, ".json").unlink(missing_ok=True)
     with _timed(build, "write"):
-        results = build.run("write", write_split, tasks(), [size for *_, size in planned])
+        results = build.run("write", passes.write_split, tasks(), [size for *_, size in planned])
     return [{"file": path, **result} for (path, _, _), result in zip(planned, results, strict=True)]
 
 
@@ -1054,7 +1036,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "`python -m data.corpus report CORPUS` prints what was kept and dropped.",
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="of data.gutenberg, for instance")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the corpus")
+    parser.flag("--out", Path, "the corpus", required=True, metavar="DIR")
     parser.add_argument(
         "--val-share",
         nargs="+",
@@ -1082,21 +1064,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default = getattr(Settings, name)
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
-    parser.add_argument(
-        "--detect-language",
-        action="store_true",
-        help="measure each document's language, and keep English (needs the extra data)",
-    )
-    parser.add_argument(
-        "--fix-text", action="store_true", help="undo mojibake, write Unicode as NFC, drop zero-width characters"
-    )
-    parser.add_argument(
-        "--mask-pii", action="store_true", help="put [EMAIL], [IP], [PHONE] in place of addresses and telephone numbers"
-    )
-    parser.add_argument("--bad-words", type=Path, metavar="FILE", help="drop what has many of these words, one a line")
-    parser.add_argument(
-        "--quality", type=Path, metavar="FILE", help="a classifier of data.quality; drop what is below 0.5"
-    )
+    parser.flag("--detect-language", False, "measure each document's language, and keep English (needs the extra data)")
+    parser.flag("--fix-text", False, "undo mojibake, write Unicode as NFC, drop zero-width characters")
+    parser.flag("--mask-pii", False, "put [EMAIL], [IP], [PHONE] in place of addresses and telephone numbers")
+    parser.flag("--bad-words", Path, "drop what has many of these words, one a line", metavar="FILE")
+    parser.flag("--quality", Path, "a classifier of data.quality; drop what is below 0.5", metavar="FILE")
     parser.add_argument(
         "--decontaminate",
         nargs="+",
@@ -1106,31 +1078,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="evaluation sets, as for evaluate.py --task-data, to keep out of the training text",
     )
     parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="count tokens too")
-    parser.add_argument("--workers", type=int, help="processes (default: one per core, if memory allows)")
-    parser.add_argument("--memory-limit", default="1GB", metavar="BYTES", help="for all of them together (default 1GB)")
-    parser.add_argument(
-        "--ray", metavar="ADDRESS", help="run on the Ray cluster at HOST:PORT; local starts Ray on this machine"
+    parser.flag("--tokenizer", Path, "count tokens too", metavar="FILE")
+    parser.flag("--workers", int, "processes (default: one per core, if memory allows)")
+    parser.flag("--memory-limit", "1GB", "for all of them together", metavar="BYTES")
+    parser.flag(
+        "--ray", str, "run on the Ray cluster at HOST:PORT; local starts Ray on this machine", metavar="ADDRESS"
     )
     args = parser.parse_args(arguments)
     share, shares = _parse_shares(args.val_share)
-    settings = Settings(
-        share,
-        shares,
-        args.split_by,
-        args.max_bytes,
-        args.shingle_words,
-        args.bands,
-        args.rows,
-        args.similarity,
-        args.gram_words,
-        args.common_grams,
-        args.max_overlap,
-        args.detect_language,
-        args.boilerplate,
-        args.fix_text,
-        args.mask_pii,
-    )
+    given = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("val_share", "val_shares")}
+    settings = Settings(share, shares, **given)
     memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
     seconds = build_corpus(
         args.sources,

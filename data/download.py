@@ -207,7 +207,8 @@ class Downloader:
             headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
             if version is not None and have:
                 headers |= {"Range": f"bytes={have}-", "If-Range": str(version.validator)}
-            with self._open(urllib.request.Request(url, headers=headers), host, part) as response:
+            request = urllib.request.Request(url, headers=headers)  # noqa: S310 - `check_url` has seen the scheme
+            with self._open(request, host, part) as response:
                 version, have = _agree(response, url, version, have, job, part)
                 with tqdm(
                     total=version.length, initial=have, desc=job.path.name, unit="B", unit_scale=True, disable=no_bar

@@ -101,10 +101,10 @@ def read_dropped(corpus: Path, rule: str, source: str | None = None, most: int |
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.dropped", description=__doc__)
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="a folder made by python -m data.corpus")
-    parser.add_argument("--rule", help="of these documents (default: count those of every rule)")
-    parser.add_argument("--source", help="of this source only")
-    parser.add_argument("--show", type=int, metavar="N", help="print N of them (default 10)")
-    parser.add_argument("--restore", type=Path, metavar="FILE.jsonl", help="write all of them there, for data.local")
+    parser.flag("--rule", str, "of these documents (default: count those of every rule)")
+    parser.flag("--source", str, "of this source only")
+    parser.flag("--show", int, "print N of them (default 10)", metavar="N")
+    parser.flag("--restore", Path, "write all of them there, for data.local", metavar="FILE.jsonl")
     args = parser.parse_args(arguments)
     if args.rule is None:
         if args.show is not None or args.restore:

@@ -206,26 +206,9 @@ def pages_of(text: str) -> list[str]:
     return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)] if starts else [text]
 
 
-# Undo WikiText's tokenisation, in this order: (text, replacement). Only those of _AROUND are patterns.
-_PLAIN = [
-    ("s '", "s'"),
-    (" @-@ ", "-"),
-    (" @,@ ", ","),
-    (" @.@ ", "."),
-    (" : ", ": "),
-    (" ; ", "; "),
-    (" . ", ". "),
-    (" ! ", "! "),
-    (" ? ", "? "),
-    (" , ", ", "),
-]
-_AROUND = [
-    (r"\(", r"\)", "(", ")"),
-    (r"\[", r"\]", "[", "]"),
-    ("{", "}", "{", "}"),
-    ('"', '"', '"', '"'),
-    ("'", "'", "'", "'"),
-]
+# Undo WikiText's tokenisation, in this order: (text, replacement).
+_PLAIN = [("s '", "s'"), *((f" @{sign}@ ", sign) for sign in "-,."), *((f" {sign} ", f"{sign} ") for sign in ":;.!?,")]
+_AROUND = ("()", "[]", "{}", '""', "''")
 _AFTER = [
     ("= = = =", "===="),
     ("= = =", "==="),
@@ -242,9 +225,9 @@ def detokenised(text: str) -> str:
     """WikiText as ordinary text, without blanks around punctuation, brackets and quotes."""
     for found, put in _PLAIN:
         text = text.replace(found, put)
-    for opens, closes, left, right in _AROUND:
-        last = closes[-1]
-        text = re.sub(rf"{opens}\s*([^{re.escape(last)}]*?)\s*{closes}", rf"{left}\1{right}", text)
+    for pair in _AROUND:
+        opens, closes = map(re.escape, pair)
+        text = re.sub(rf"{opens}\s*([^{closes}]*?)\s*{closes}", rf"{pair[0]}\1{pair[1]}", text)
     for found, put in _AFTER:
         text = text.replace(found, put)
     return text

@@ -295,7 +295,7 @@ def _packaged_extension(version: str) -> Path | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     defaults = Filter()
     parser = Parser(prog="python -m data.fineweb_edu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
+    parser.flag("--out", Path, "folder for the source", required=True, metavar="DIR")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--bytes", metavar="N", help="text to take, such as 50MB or 1GB (default 1GB)")
     budget.add_argument("--rows", type=int, metavar="N", help="documents to take")

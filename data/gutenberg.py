@@ -504,16 +504,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean (default: download them)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
+    parser.flag("--out", Path, "folder for the source", required=True, metavar="DIR")
     parser.add_argument(
         "--numbers", type=int, nargs="+", metavar="N", help="books to download (default: data/gutenberg.csv)"
     )
     parser.add_argument(
         "--base-url", action="append", metavar="URL", help=f"a mirror; may be repeated (default: {', '.join(MIRRORS)})"
     )
-    parser.add_argument(
-        "--keep-copyrighted", action="store_true", help="keep books that are under copyright; read their terms"
-    )
+    parser.flag("--keep-copyrighted", False, "keep books that are under copyright; read their terms")
     args = parser.parse_args(arguments)
     if args.inputs and (args.numbers or args.base_url):
         raise UserError(

@@ -24,34 +24,11 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from tinyforge.data import readers
 from tinyforge.data.datasets import fetch_dataset, is_dataset
 from tinyforge.data.files import MAX_BYTES, files_in, is_utf8, locked, name_of, write_fault, zip_members
 from tinyforge.data.parquet import connect, escape_glob
-from tinyforge.data.readers import (
-    BOOK,
-    JSON,
-    KNOWN,
-    LINES,
-    PACKED,
-    PAGE_BYTES,
-    PAGES,
-    PARQUET,
-    PDF,
-    TABLES,
-    UNREAD,
-    WARC,
-    WORD,
-    BadRecord,
-    book_text,
-    kind_of,
-    page_of,
-    pdf_text,
-    read_piece,
-    responses,
-    table_rows,
-    unpacked,
-    word_text,
-)
+from tinyforge.data.readers import BadRecord
 from tinyforge.data.source import Document, Refusal, Source, SourceWriter, first_of, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import json_value
@@ -81,9 +58,9 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of one file, .gz and .zst unpacked, without byte-order mark and with lines ending in "\n"; UserError if
     it cannot be read."""
     try:
-        if (packing := path.suffix.lower()) in PACKED:
-            with unpacked(path, packing) as file:
-                raw = read_piece(file)
+        if (packing := path.suffix.lower()) in readers.PACKED:
+            with readers.unpacked(path, packing) as file:
+                raw = readers.read_piece(file)
         else:
             raw = path.read_bytes()
     except BadRecord as fault:
@@ -145,7 +122,7 @@ def _read_path(path: Path, encoding: str) -> list[str]:
 
 
 def _read_file(path: Path, encoding: str) -> list[str]:
-    if path.suffix.lower() not in (*KNOWN, *PACKED, *itertools.chain(*UNREAD)):
+    if path.suffix.lower() not in (*readers.KNOWN, *readers.PACKED, *itertools.chain(*readers.UNREAD)):
         documents = [read_text(path, encoding)]
     elif not path.is_file():
         raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
@@ -354,19 +331,19 @@ def _unpacked(archive: Path, place: str, writer: SourceWriter) -> Iterator[tuple
 
 def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[Document | Refusal]:
     """The documents of one file, by its suffix, and its bad records; BadRecord if the whole file is bad."""
-    suffix, packing = kind_of(str(path))
+    suffix, packing = readers.kind_of(str(path))
     if suffix == ".zip":
         raise BadRecord("is an archive in an archive; unpack it first")
-    if suffix == PARQUET:
+    if suffix == readers.PARQUET:
         for number, row in read_rows(path, column):
             yield _to_document(row, f"{place}:{number}", column)
         return
-    if suffix in (WORD, BOOK):
-        text = word_text(path) if suffix == WORD else book_text(path)
+    if suffix in (readers.WORD, readers.BOOK):
+        text = readers.word_text(path) if suffix == readers.WORD else readers.book_text(path)
         yield Document(id=place, text=_normalise(text), title=PurePosixPath(place).stem)
         return
     try:
-        with unpacked(path, packing) as file:
+        with readers.unpacked(path, packing) as file:
             yield from _of_stream(file, suffix, place, column, encoding)
     except OSError as error:
         raise BadRecord(f"cannot be read ({error.strerror or error}); check its permissions") from None
@@ -374,7 +351,7 @@ def _documents(path: Path, place: str, column: str, encoding: str) -> Iterator[D
 
 def _of_stream(file: IO[bytes], suffix: str, place: str, column: str, encoding: str) -> Iterator[Document | Refusal]:
     """The documents in a file's bytes."""
-    if suffix in LINES:
+    if suffix in readers.LINES:
         for number, line in enumerate(iter(lambda: file.readline(MAX_BYTES), b""), 1):
             if len(line) == MAX_BYTES and not line.endswith(b"\n"):
                 yield Refusal(f"{place}:{number}", f"more than {MAX_BYTES:,} bytes in a line; split it")
@@ -382,43 +359,43 @@ def _of_stream(file: IO[bytes], suffix: str, place: str, column: str, encoding: 
                     line = file.readline(MAX_BYTES)
             elif line.strip():
                 yield _parse(line, f"{place}:{number}", column)
-    elif suffix == JSON:
+    elif suffix == readers.JSON:
         try:
-            values = json_value(read_piece(file).removeprefix(codecs.BOM_UTF8))
+            values = json_value(readers.read_piece(file).removeprefix(codecs.BOM_UTF8))
         except ValueError as error:
             raise BadRecord(f"malformed JSON ({error}), expected a list of objects; fix it there") from None
         if not isinstance(values, list):
             raise BadRecord(f"got {type(values).__name__} as JSON, expected a list of objects with '{column}'")
         for number, value in enumerate(values):
             yield _to_document(value, f"{place}:{number}", column)
-    elif suffix in TABLES:
+    elif suffix in readers.TABLES:
         try:
-            for number, row in enumerate(table_rows(file, suffix, encoding, column)):
+            for number, row in enumerate(readers.table_rows(file, suffix, encoding, column)):
                 record, more = f"{place}:{number}", row.pop(None, None)
                 wide = f"got {len(row) + len(more or ())} cells, expected {len(row)}; quote text with separators in it"
                 yield Refusal(record, wide) if more else _to_document(row, record, column)
         except UnicodeDecodeError as error:
             got = f"got byte 0x{error.object[error.start]:02x}, expected {encoding} text"
             raise BadRecord(f"{got}; {_decoding_hint(error.object)}") from None
-    elif suffix == WARC:
+    elif suffix == readers.WARC:
         yield from _pages(file, place)
-    elif suffix in PAGES:
-        title, text = page_of(read_piece(file, PAGE_BYTES))
+    elif suffix in readers.PAGES:
+        title, text = readers.page_of(readers.read_piece(file, readers.PAGE_BYTES))
         yield Document(id=place, text=_normalise(text), title=title or PurePosixPath(place).stem)
     else:
-        raw = read_piece(file)
-        text = pdf_text(raw) if suffix == PDF else _decode(raw, encoding)
+        raw = readers.read_piece(file)
+        text = readers.pdf_text(raw) if suffix == readers.PDF else _decode(raw, encoding)
         yield Document(id=place, text=text, title=PurePosixPath(place).stem)
 
 
 def _pages(file: IO[bytes], place: str) -> Iterator[Document | Refusal]:
     """The pages of a WARC file, and the texts of a WET file."""
-    for number, (url, name, charset, raw) in enumerate(responses(file)):
+    for number, (url, name, charset, raw) in enumerate(readers.responses(file)):
         record = name or f"{place}:{number}"
         try:
             if raw is None:
-                raise BadRecord(f"more than {PAGE_BYTES:,} bytes; leave it out")
-            title, text = ("", raw.decode("utf-8", "replace")) if charset == "text" else page_of(raw, charset)
+                raise BadRecord(f"more than {readers.PAGE_BYTES:,} bytes; leave it out")
+            title, text = ("", raw.decode("utf-8", "replace")) if charset == "text" else readers.page_of(raw, charset)
         except BadRecord as fault:
             yield Refusal(record, str(fault))
         else:
@@ -468,15 +445,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE_OR_FOLDER",
         help="text, .jsonl, .json, .csv, .parquet, .html, .warc, .pdf, .docx, .epub, .zip; also .gz and .zst; hf://datasets/NAME",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
-    parser.add_argument("--name", help="of the source, also used in file names (default: the name of the folder --out)")
+    parser.flag("--out", Path, "folder for the source", required=True, metavar="DIR")
+    parser.flag("--name", str, "of the source, also used in file names (default: the name of the folder --out)")
     parser.add_argument("--licence", default="not stated", help="licence of the texts, for the catalogue")
     parser.add_argument(
         "--column",
         default=PARQUET_COLUMN,
         help=f"name or path (page.text) of the text in JSON, tables and parquet (default {PARQUET_COLUMN})",
     )
-    parser.add_argument("--encoding", default="utf-8", help="of text files (default utf-8)")
+    parser.flag("--encoding", "utf-8", "of text files")
     args = parser.parse_args(arguments)
     source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)
     return report(source, "document")

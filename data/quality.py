@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.quality", description=__doc__)
     for flag, what in (("--good", "texts as you want more of them"), ("--bad", "texts as they come")):
         parser.add_argument(flag, nargs="+", type=Path, required=True, metavar="PATH", help=what)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.npz", help="the classifier")
+    parser.flag("--out", Path, "the classifier", required=True, metavar="FILE.npz")
     args = parser.parse_args(arguments)
     check_writable(args.out)
     good, bad = _sample(args.good, "--good"), _sample(args.bad, "--bad")

@@ -182,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--data; recipes/grpo.py --task one-step continues from there. No pair of numbers that it holds out "
         "occurs.",
     )
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for alpaca.json and source.json")
-    p.add_argument("--count", type=int, default=EASY, help="problems (default: %(default)s)")
+    p.flag("--out", Path, "folder for alpaca.json and source.json", required=True, metavar="DIR")
+    p.flag("--count", EASY, "problems")
     p.add_argument(
         "--brief",
         type=float,

@@ -377,31 +377,21 @@ def table(shards: Shards) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.shards", description=__doc__)
-    parser.add_argument("--corpus", required=True, metavar="DIR", help="a folder made by data.corpus")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the shards")
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help=f"ids of the tokenizer to train (default: {VOCAB_SIZE})"
-    )
-    parser.add_argument("--at-most", action="store_true", help="accept fewer ids if there is too little text")
-    parser.add_argument(
+    parser.flag("--corpus", Path, "a folder made by data.corpus", required=True, metavar="DIR")
+    parser.flag("--out", Path, "folder of the shards", required=True, metavar="DIR")
+    parser.flag("--vocab-size", int, f"ids of the tokenizer to train (default: {VOCAB_SIZE})", metavar="N")
+    parser.flag("--at-most", False, "accept fewer ids if there is too little text")
+    parser.flag(
         "--single-digits",
-        action="store_true",
-        help="train a tokenizer in which no id holds more than one digit; makes sums easier to learn",
+        False,
+        "train a tokenizer in which no id holds more than one digit; makes sums easier to learn",
     )
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use instead of training one")
-    parser.add_argument(
-        "--sample-bytes",
-        type=int,
-        default=SAMPLE_BYTES,
-        metavar="N",
-        help="bytes of text to train the tokenizer on, at most (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--shard-tokens", type=int, default=SHARD_TOKENS, metavar="N", help="ids per file (default: %(default)s)"
-    )
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that encode (default: one per core)")
-    parser.add_argument(
-        "--ray", metavar="ADDRESS", help="encode on the Ray cluster at HOST:PORT; local starts Ray on this machine"
+    parser.flag("--tokenizer", Path, "tokenizer.json to use instead of training one", metavar="FILE")
+    parser.flag("--sample-bytes", SAMPLE_BYTES, "bytes of text to train the tokenizer on, at most", metavar="N")
+    parser.flag("--shard-tokens", SHARD_TOKENS, "ids per file", metavar="N")
+    parser.flag("--workers", int, "processes that encode (default: one per core)", metavar="N")
+    parser.flag(
+        "--ray", str, "encode on the Ray cluster at HOST:PORT; local starts Ray on this machine", metavar="ADDRESS"
     )
     args = parser.parse_args(argv)
     for name in ("sample_bytes", "shard_tokens", "workers"):
@@ -411,19 +401,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.tokenizer and (args.vocab_size or args.single_digits):
         flag = "--vocab-size" if args.vocab_size else "--single-digits"
         raise UserError(f"{flag} is for training a tokenizer, and --tokenizer names one; give one or the other")
-    made = make_shards(
-        Path(args.corpus),
-        Path(args.out),
-        args.vocab_size or VOCAB_SIZE,
-        Path(args.tokenizer) if args.tokenizer else None,
-        args.shard_tokens,
-        args.sample_bytes,
-        args.workers,
-        sys.stderr.isatty(),
-        args.at_most,
-        args.single_digits,
-        args.ray,
-    )
+    args.vocab_size = args.vocab_size or VOCAB_SIZE
+    made = make_shards(**vars(args), progress=sys.stderr.isatty())
     print(table(made.shards))
     if made.bytes:
         rate = made.bytes / made.seconds / 1e6
@@ -433,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     else:
         print(f"{args.out}: these shards were already complete; every file was checked")
-    print(as_typed(f"next: python recipes/pretrain.py --data {shlex.quote(args.out)}"))
+    print(as_typed(f"next: python recipes/pretrain.py --data {shlex.quote(str(args.out))}"))
     return 0
 
 

@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "inputs", nargs="*", type=Path, metavar="FILE", help="local copies of published files (default: download)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the source")
+    parser.flag("--out", Path, "folder for the source", required=True, metavar="DIR")
     parser.add_argument("--files", nargs="+", metavar="PATH", help=f"of the repository {REPOSITORY} (default {FILE})")
     parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
     args = parser.parse_args(arguments)

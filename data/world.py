@@ -8,9 +8,9 @@ questions in Alpaca's format, each with exactly one right answer. The two splits
 names and things for which `held_out_word` is true and the number pairs for which `held_out_pair` is true occur in
 "val" only, and "val" uses no other names, things or pairs. docs/corpus.md says what that shows and what it does not.
 
-Text is generated from templates. A beat is a tuple of variants, one of which is picked (an empty variant omits the
-beat); a family of stories is a tuple of beats; the roles (`{a}`, `{a.his}`, `{x.full}`) are filled once per story, so
-a red ball stays red to the end.
+Text is generated from the templates of world.txt. A beat is a tuple of variants, one of which is picked (an empty
+variant omits the beat); a family of stories is a tuple of beats; the roles (`{a}`, `{a.his}`, `{x.full}`) are filled
+once per story, so a red ball stays red to the end.
 """
 
 from __future__ import annotations
@@ -20,11 +20,24 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from tinyforge.errors import Parser, UserError, run_command
 
 T = TypeVar("T")
+
+
+def read_wordings(name: str) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The sections of a file of this folder: each line's variants, which bars separate."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for line in Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            lines = found[line.strip("[]")] = []
+        elif line and not line.startswith("#"):
+            lines.append(tuple(variant.strip() for variant in line.split("|")))
+    return {section: tuple(lines) for section, lines in found.items()}
+
 
 # --- the words of the world ------------------------------------------------------------------------------------------
 
@@ -267,161 +280,8 @@ class Teller:
 
 # --- stories ---------------------------------------------------------------------------------------------------------
 
-Beats = tuple[tuple[str, ...], ...]
-
-LOST: Beats = (
-    (
-        "{a} had {x.a}.",
-        "The thing {a} loved most was {x.a}.",
-        "{k} gave {a} {x.a}.",
-        "{a} got {x.a} from {a.his} {kin}.",
-    ),
-    ("", "{a.He} took it everywhere.", "{a.He} played with it all day.", "{a.He} kept it {spots[0]}."),
-    ("But on {day} the {x} was gone.", "One morning {a} could not find the {x}.", "Then the {x} was lost."),
-    (
-        "{a.He} looked {spots[1]} and {spots[2]}, but it was not there.",
-        "{a} looked {spots[1]}. No {x}! {a.He} looked {spots[2]}. No {x}!",
-        "It was not {spots[1]}, and it was not {spots[2]}.",
-    ),
-    ("{a} was very sad.", "{a} began to cry.", "{a.He} sat down and felt sad."),
-    ('{b} saw {a} and asked, "What is wrong?"', '"Why are you so sad?" asked {b}.'),
-    ('"I lost my {x.full}," said {a}.', '"My {x} is gone," said {a}. "It is {x.colour}."'),
-    ('"I will help you," said {b}.', '"Let us look for the {x} again," said {b}.', "{b} wanted to help."),
-    (
-        "{b} looked {spots[3]}, and there was the {x.full}!",
-        "The two friends looked {spots[3]}. There it was!",
-        "{b} found it {spots[3]}.",
-    ),
-    ("{a} was happy again.", '"Thank you, {b}!" said {a}. {a.He} was happy.', "Now {a} was happy and thanked {b}."),
-    ("", "From that day {a} took good care of the {x}.", "{a} and {b} played with the {x} until it was dark."),
-)
-
-SHARING: Beats = (
-    ("{a} and {b} were {place}.", "On {day}, {a} met {b} {place}.", "{a} was {place} with {b}."),
-    ("{a} had {x.a}.", "{a} came with {x.a}.", "{a} had a new thing: {x.a}."),
-    ("{b} had no {x}.", "{b} did not have one.", "{b} liked it very much."),
-    ('"May I have a turn with the {x}?" asked {b}.', '"Can I play with the {x.full} too?" asked {b}.'),
-    ('"No," said {a}. "It is mine."', '"No! The {x} is mine," said {a}.', "{a} did not want to share."),
-    ("{b} was sad and went away.", "{b} looked down and said nothing.", "{b} sat down alone."),
-    (
-        "After a while {a} felt bad. It was no fun to play alone.",
-        "{a} played alone, but it was not much fun.",
-        "{a} saw that {b} was sad. Then {a} felt sad too.",
-    ),
-    (
-        'So {a} gave the {x} to {b}. "It is your turn," {a.he} said.',
-        '"I am sorry, {b}," said {a}. "Here is the {x}."',
-        "{a} went to {b} and gave {b.him} the {x}.",
-    ),
-    ("{b} was happy.", '"Thank you," said {b} with a smile.', "Now {b} had the {x.full} and {b.he} was happy."),
-    ("They took turns until it was time to go home.", "They played together all day.", "They were friends again."),
-    ("", "It is good to share.", "A {x} is more fun with a friend."),
-)
-
-FIXING: Beats = (
-    ("{a} had {x.a}.", "{a} loved {a.his} {x.full}.", "{a} got {x.a} on {day}."),
-    ("{a.He} played with it {place}.", "{a.He} took it to {b}.", "One day {a.he} was {place} with it."),
-    ("But the {x} fell and broke.", "Then {a} fell and the {x} broke.", "Crack! The {x} was broken.", "The {x} broke."),
-    ('"Oh no!" said {a}. "My {x} is broken."', "{a} was sad and did not know what to do.", "{a} began to cry."),
-    ("{b} came to look at it.", "{b} was good with tools.", "{a} showed the {x} to {b}."),
-    ('"I can fix your {x.full}," said {b}.', '"Do not cry, {a}. We can fix it," said {b}.', '"Let me try," said {b}.'),
-    (
-        "{b} took some glue and put the parts together.",
-        "{b} used tape and string.",
-        "{b} worked slowly, and {a} held the parts.",
-    ),
-    ("", "They had to wait for a long time.", "It was hard work, but {b} did not stop."),
-    ("At last the {x} was as good as new.", "Soon the {x.full} was fixed.", "Then the {x} worked again."),
-    ("{a} was happy.", '"Thank you, {b}! You fixed my {x}!" said {a}.', "{a} thanked {b}. {a.He} was so happy."),
-    ("", "{a} gave {b} {food} to say thank you.", "Now {a} is careful with the {x}."),
-)
-
-HUNGER: Beats = (
-    ("{a} was {place}.", "On {day}, {a} went for a long walk.", "{a} played {place} all morning."),
-    ("{a.He} was very hungry.", "Soon {a.he} was hungry.", "{a.He} had nothing to eat, and {a.he} was hungry."),
-    ("{a.He} looked for food but found none.", "{a.He} had left {a.his} bag at home.", "There was no food there."),
-    ("Then {b} came by with {food}.", "{a} met {b}, who had {food}.", "{b} was there too. {b} had {food}."),
-    ('"I am so hungry," said {a}.', '"May I have some of your food?" asked {a}.', '"What do you have?" asked {a}.'),
-    ('"I have {food}," said {b}. "You can have half."', '"Yes, let us share it," said {b}.', '"Here, eat," said {b}.'),
-    (
-        "{b} cut the {foodname} in two.",
-        "{b} gave half of the {foodname} to {a}.",
-        "They sat down to eat the {foodname}.",
-    ),
-    ("{a} ate it all. It was good!", "{a} ate and was not hungry any more.", "The {foodname} was good and sweet."),
-    ('"Thank you, {b}," said {a}.', "{a} thanked {b} and felt much better.", "{a} was full and happy."),
-    (
-        "The next day {a} gave {b} {food2}.",
-        'On {day2}, {a} came with {food2}. "This is for you, {b}," {a.he} said.',
-        '"Next time I will give you {food2}," {a} said.',
-    ),
-    ("", "They are good friends.", "A friend shares food."),
-)
-
-HELPING: Beats = (
-    ("{a} was {place}.", "On {day}, {a} was {place}.", "{a} went for a walk with {b}."),
-    (
-        '{a.He} heard a sound. "{Sound}!"',
-        '"{Sound}!" said something. {a} stopped.',
-        'There was a sad sound: "{sound}".',
-    ),
-    ("It was a little {colour} {animal}.", "A {colour} {animal} was there.", "{a} saw a small {colour} {animal}."),
-    (
-        "The {animal} was stuck {trap}.",
-        "It was stuck {trap} and could not get out.",
-        "The poor {animal} was stuck {trap}.",
-    ),
-    ('"Do not be afraid," said {a}.', '"I will help you, little {animal}," said {a}.', "{a} wanted to help it."),
-    (
-        "But {a} could not do it alone.",
-        "{a.He} pulled and pulled, but {a.he} was not strong.",
-        "It was too hard for {a}.",
-    ),
-    ('So {a} called {b}. "Come and help me!"', '"{b}, please help!" {a} called.', "{a} ran to get {b}."),
-    ("{b} came with a long rope.", "{b} came at once.", "{b} ran to help {a}."),
-    (
-        "Together they got the {animal} out.",
-        "They worked together, and soon the {animal} was free.",
-        "They set it free.",
-    ),
-    (
-        '"{Sound}!" said the {animal}. It was happy.',
-        "The {animal} was glad and ran home.",
-        'The {animal} said "{sound}".',
-    ),
-    ("", "{a} and {b} were glad too.", "From that day the {colour} {animal} was their friend."),
-)
-
-WEATHER: Beats = (
-    ("It was {day}. {a} wanted to play {place}.", "{a} and {b} were {place}.", "On {day}, {a} met {b} {place}."),
-    ("{a} had {x.a}.", "{a} took {a.his} {x.full} along.", "{a} had {a.his} {x.full} with {a.him}."),
-    ("{w[0]}", "Then the weather changed. {w[0]}", '"Look at the sky!" said {b}. {w[0]}'),
-    ("{w[1]}", "Soon {a} was {w[2]}.", "{w[1]} {a} was {w[2]}."),
-    ('"I am {w[2]}," said {a}.', '"I do not like this," said {a}. "I am {w[2]}."', '"What can we do?" asked {a}.'),
-    ('"{w[3]}," said {b}.', '{b} said, "{w[3]}."'),
-    ("So they {w[4]}.", "They ran and {w[4]}.", "{a} and {b} {w[4]}."),
-    ('"But where is my {x}?" asked {a}.', "Then {a} saw that the {x} was not there.", '"Oh no, my {x}!" said {a}.'),
-    ('"I have it here," said {b}.', "{b} had it in one hand.", '{b} gave {a} the {x.full}. "Here it is."'),
-    ("{w[5]} {a} was happy.", "{a} thanked {b}. {w[5]}", "{w[5]} They played with the {x} again."),
-    ("", "It was a good day.", "They went home together."),
-)
-
-# What happens, what it does, how one feels, what to do, what they did, how it ends.
-WEATHERS = tuple(
-    tuple(weather.split("|"))
-    for weather in (
-        "It began to rain.|The rain fell on the grass.|wet|We must go in|ran into the house|"
-        "After the rain the sun came out.",
-        "It began to snow.|All the hills were white.|cold|We need a fire|sat by a warm fire|Soon they were warm.",
-        "The wind was strong.|The wind pulled at the trees.|cold|Let us go behind the wall|sat behind a wall|"
-        "At last the wind stopped.",
-        "The sun was very hot.|The sun burned all day.|hot|Come under the tree|sat under a big tree|It was cool there.",
-        "A dark cloud came.|There was a loud sound in the sky.|afraid|Hold my hand|went home hand in hand|"
-        "Soon the cloud was gone.",
-    )
-)
-
-FAMILIES = (LOST, SHARING, FIXING, HUNGER, HELPING, WEATHER)
+BEATS = read_wordings("world.txt")
+FAMILIES = tuple(BEATS[name] for name in ("lost", "sharing", "fixing", "hunger", "helping", "weather"))
 TRAPS = ("in the mud", "in a hole", "under a log", "behind a gate", "in a net", "between two rocks")
 STUCK_ANIMALS = ("cow", "dog", "cat", "duck", "sheep", "pig", "hen", "frog", "mouse", "owl")
 
@@ -431,7 +291,7 @@ def story(t: Teller) -> str:
     beats = t.pick(FAMILIES)
     a, b = t.people(2)
     (x,) = t.items(1)
-    if beats is FIXING:
+    if beats is BEATS["fixing"]:
         x = Item(t.pick(t.words.toys), x.colour, x.size)
     kin = t.pick(KIN)
     food, food2 = t.some(FOODS, 2)
@@ -451,7 +311,7 @@ def story(t: Teller) -> str:
         food=a_or_an(food),
         food2=a_or_an(food2),
         foodname=food,
-        w=t.pick(WEATHERS),
+        w=t.pick(BEATS["weathers"]),
         animal=animal,
         sound=SOUNDS[animal],
         Sound=sentence(SOUNDS[animal]),
@@ -462,35 +322,6 @@ def story(t: Teller) -> str:
 
 # --- descriptions and dialogue ---------------------------------------------------------------------------------------
 
-ROOM: Beats = (
-    ("This is the room of {a}.", "{a} has a {size} room.", "Come and see the room of {a}.", "{a} is in {a.his} room."),
-    ("There is {x.a} {spots[0]}.", "{x.A} is {spots[0]}.", "You can see {x.a} {spots[0]}."),
-    ("There is {y.a} {spots[1]}.", "{y.A} is {spots[1]}.", "{a.He} has {y.a} too. It is {spots[1]}."),
-    ("The {x} is {x.colour} and the {y} is {y.colour}.", "The {x} came from {b}.", "The {y} came from {a.his} {kin}."),
-    ("", "{z.A} is {spots[2]}.", "Look, {z.a} is {spots[2]} too."),
-    ("{a} likes the {x} best.", "Most of all {a} likes the {y}.", "{a.He} and {b} play with the {x}."),
-)
-PERSON: Beats = (
-    (
-        "{a} is a {tall} {a.child}.",
-        "{a} is a {a.child} who lives near {b}.",
-        "Do you know {a}? {a.He} is a {tall} {a.child}.",
-    ),
-    ("{a.He} has {x.a} and {y.a}.", "{a.He} has two things: {x.a} and {y.a}."),
-    ("{a.He} likes to play {place}.", "On {day} {a.he} is {place}.", "You can find {a.him} {place}."),
-    ("The {x} is {x.colour}.", "The {y} is {y.colour}.", "{a.His} {x} is {x.colour}, and {a.his} {y} is {y.colour}."),
-    ("{b} is the friend of {a}. {b} has {z.a}.", "The best friend of {a} is {b}. {b} has {z.a}."),
-    ("", "{b} likes the {x} of {a}.", "They play together every {day}."),
-)
-PET: Beats = (
-    ("{a} has a {animal}.", "The friend of {a} is a {animal}.", "{a} got a {animal} from {b}."),
-    ("The {animal} is {colour}.", "It is {size} and {colour}.", "It is a {colour} {animal}."),
-    ('It says "{sound}".', 'Every morning the {animal} says "{sound}".', '"{Sound}!" says the {animal}.'),
-    ("It sleeps {spots[0]}.", "You can find it {spots[0]}.", "At night it is {spots[0]}."),
-    ("It likes to play with the {x.full}.", "One day it ran away with the {x} of {b}.", "It is afraid of {b}."),
-    ("{a} gives it food every {day}.", "{a} is good to the {animal}.", "{a} loves the {animal}."),
-)
-
 
 def description(t: Teller) -> str:
     """A room, a person or a pet, with what is where and which colour it has."""
@@ -498,7 +329,7 @@ def description(t: Teller) -> str:
     x, y, z = t.items(3)
     animal = t.pick(("dog", "cat", "duck", "hen", "frog", "mouse"))
     return t.tell(
-        t.pick((ROOM, PERSON, PET)),
+        t.pick((BEATS["room"], BEATS["person"], BEATS["pet"])),
         a=a,
         b=b,
         x=x,
@@ -517,36 +348,6 @@ def description(t: Teller) -> str:
     )
 
 
-MISSING: Beats = (
-    ('"Where is my {x.full}?" asked {a}.', '"I can not find my {x}," said {a}.', '{a} asked, "Who has my {x}?"'),
-    ('"It is {spots[0]}," said {b}.', '"I saw it {spots[0]}," said {b}.', '"Did you look {spots[0]}?" asked {b}.'),
-    ('"No, the {y} is {spots[0]}," said {a}.', '"I looked there. That is the {y.full}," {a} said.'),
-    ('"Then {c} has the {x}," said {b}.', '"Ask {c}. I think {c} has your {x}," {b} said.'),
-    ('"{c}, do you have my {x}?" asked {a}.', '{a} went to {c}. "Do you have the {x.full}?"'),
-    ('"Yes, I have it," said {c}. "Here is your {x}."', '{c} said, "Yes, the {x} is {spots[1]}."'),
-    ('"Thank you, {c}!" said {a}.', '"Good," said {a}. "Thank you, {b}. Thank you, {c}."'),
-)
-PLANS: Beats = (
-    ('"What will you do on {day}?" asked {a}.', '"Do you want to play on {day}?" {a} asked {b}.'),
-    ('"On {day} I will be {place}," said {b}.', '"I want to go and play {place}," {b} said.'),
-    ('"May I come too?" asked {a}.', '"Then I will come with you," said {a}.', '"Is {c} there too?" asked {a}.'),
-    ('"Yes," said {b}. "{c} will be there too."', '"Yes, you and {c} can come," said {b}.'),
-    ('"I will take my {x.full}," said {a}.', '"I have {x.a}. Do you want to see it?" asked {a}.'),
-    ('"And I will take {food}," said {b}.', '"Good. I will take my {y.full}," said {b}.'),
-    ("On {day} they were all {place}.", "So on {day}, {a}, {b} and {c} met {place}."),
-    ("{a} had the {x}, and it was a good day.", "They played with the {x} of {a}."),
-)
-GUESSING: Beats = (
-    ('"I am thinking of an animal," said {a}.', '{a} said to {b}, "Guess my animal!"'),
-    ('"What sound does it make?" asked {b}.', '"What does it say?" {b} asked.'),
-    ('"It says {sound}," said {a}.', '"{Sound}!" said {a}.'),
-    ('"Is it {awrong}?" asked {b}.', 'Then {b} said, "It is {awrong}."'),
-    ('"No," said {a}. "{Awrong} says {wrongsound}."', '"No, it is not {awrong}," said {a}.'),
-    ('"Then it is {ananimal}," said {b}.', '{b} said, "I know. It is {ananimal}!"'),
-    ('"Yes!" said {a}. "Now it is your turn."', '"Yes, {ananimal} says {sound}," said {a}.'),
-)
-
-
 def dialogue(t: Teller) -> str:
     """Three people talk: a thing is missing, a plan is made, or an animal is guessed."""
     a, b, c = t.people(3)
@@ -554,7 +355,7 @@ def dialogue(t: Teller) -> str:
     animal = t.pick(tuple(SOUNDS))
     wrong = t.pick(tuple(other for other in SOUNDS if other != animal))
     return t.tell(
-        t.pick((MISSING, PLANS, GUESSING)),
+        t.pick((BEATS["missing"], BEATS["plans"], BEATS["guessing"])),
         a=a,
         b=b,
         c=c,
@@ -947,10 +748,10 @@ def instructions(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m data.world", description="Print samples of the built-in corpus.")
-    parser.add_argument("--split", choices=tuple(WORDS), default="train", help="(default train)")
-    parser.add_argument("--n", type=int, default=5, help="how many (default 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default 0)")
-    parser.add_argument("--instructions", action="store_true", help="questions and answers instead of documents")
+    parser.flag("--split", "train", "", choices=tuple(WORDS))
+    parser.flag("--n", 5, "how many")
+    parser.flag("--seed", 0, "of the random choices")
+    parser.flag("--instructions", False, "questions and answers instead of documents")
     args = parser.parse_args(arguments)
     if args.n < 1:
         raise UserError(f"--n is {args.n}; expected 1 or more. Try --n 5")

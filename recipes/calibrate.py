@@ -233,12 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", metavar="OUT", help="the directory to write")
     parser.add_argument("--data", nargs="+", required=True, metavar="SHARDS", help="folders of token shards")
     parser.add_argument("--source", default="", metavar="NAME", help="only this source of the shards (default: all)")
-    parser.add_argument(
-        "--tokens", type=int, default=65536, help="held-out tokens to read, at most (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", choices=FORMATS["tinyforge"], default="f32", help="type of the stored weights (default: f32)"
-    )
+    parser.flag("--tokens", 65536, "held-out tokens to read, at most")
+    parser.flag("--dtype", "f32", "type of the stored weights", choices=FORMATS["tinyforge"])
     parser.add_argument("--backend", default="auto", help="numpy, cupy, webgpu, or auto: cupy if CUDA is there")
     args = parser.parse_args(argv)
     target = Path(args.target)

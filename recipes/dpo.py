@@ -37,6 +37,7 @@ from tinyforge.formats.tokenizers import published_files
 from tinyforge.parallel.launch import ProcessGroupInfo
 from tinyforge.registry import next_token_model
 from tinyforge.report import count_of, timed
+from tinyforge.train import tuning
 from tinyforge.train.batches import fingerprint, micro_batches
 from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.metrics import save_scores
@@ -44,22 +45,13 @@ from tinyforge.train.plan import print_plan
 from tinyforge.train.preferences import DPO, OBJECTIVES, Pairs, SimPO, cached_reference, measure
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import EVERY_ACTION, DpoSettings, parse, print_schedule, sequence_length, start_ranks
-from tinyforge.train.tuning import (
-    answer,
-    build,
-    open_start,
-    print_next_steps,
-    provenance,
-    run_metadata,
-    training_template,
-)
 
 BUILT_IN_PAIRS, HELD_OUT_PAIRS = 2_000, 300
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(DpoSettings, __doc__ or "", argv, actions=EVERY_ACTION)
-    base = open_start(settings, resume)
+    base = tuning.open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:
         print_plan(base.spec, base.config, settings, each=2)
@@ -68,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     with running(settings, resume) as ranks:
         learn(settings, base, resume, ranks)
-    print_next_steps(settings, with_card)
+    tuning.print_next_steps(settings, with_card)
     return 0
 
 
@@ -96,7 +88,7 @@ def read(settings: DpoSettings) -> tuple[Sequence[Pair], dict[str, Sequence[Pair
 def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: ProcessGroupInfo) -> None:
     training, by_file = read(settings)
     seq_len = sequence_length(base.config, settings)
-    template = training_template(settings, base)
+    template = tuning.training_template(settings, base)
     with timed("encoding the pairs"):
         heads, tokenizer = base.config.prediction_heads, base.tokenizer
         data = Pairs(encode_pairs(training, tokenizer, seq_len, "training", template=template), heads, settings.seed)
@@ -107,7 +99,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: ProcessGroup
         held = {name: Pairs(part, heads, settings.seed) for name, part in parts.items() if part}
     if not held:
         raise UserError(f"data: none of the held-out pairs fits {seq_len} tokens; give more pairs, or shorter ones")
-    loaded, backend, settings, plan = build(settings, base, template, ranks, each=2)
+    loaded, backend, settings, plan = tuning.build(settings, base, template, ranks, each=2)
     model, objective, rows, accum = loaded.model, objective_of(settings), settings.batch_size, settings.grad_accum
     if objective.referenced:
         held_out = {f"held-out pairs, {name}": part for name, part in held.items()}
@@ -119,7 +111,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: ProcessGroup
     def sample() -> str:
         pair = next(iter(by_file.values()))[0]
         asked = f"{pair.instruction} {pair.input}".strip().replace("\n", " ")
-        return f"  {asked} -> {answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
+        return f"  {asked} -> {tuning.answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
 
     print_schedule(settings, count_of(rows * accum, "pair"), len(data.pairs) / rows / accum, "pairs")
     sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))
@@ -140,8 +132,8 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: ProcessGroup
             "kind": "dpo",
             "data_hash": data.fingerprint(),
             "corpus": [summary],
-            **run_metadata(loaded, base, backend, settings),
-            **provenance(base, Path(settings.out), input_hashes(settings.data)),
+            **tuning.run_metadata(loaded, base, backend, settings),
+            **tuning.provenance(base, Path(settings.out), input_hashes(settings.data)),
         },
         flop_per_token=model.flop_per_token(seq_len),
         curve="rewards/accuracies",

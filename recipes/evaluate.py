@@ -395,34 +395,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="records as given to sft.py; the last 20th of each file is used (default: the built-in ones)",
     )
-    p.add_argument("--encoding", default="utf-8", help="encoding of text files (default: %(default)s)")
-    p.add_argument(
-        "--kneser-ney",
-        action="store_true",
-        help="also a 5-gram model of the training text: some 2 s and 140 MB per million tokens",
-    )
-    p.add_argument(
+    p.flag("--encoding", "utf-8", "encoding of text files")
+    p.flag("--kneser-ney", False, "also a 5-gram model of the training text: some 2 s and 140 MB per million tokens")
+    p.flag(
         "--seq-len",
-        type=int,
-        metavar="TOKENS",
-        help="tokens in a window of held-out text; windows are "
+        int,
+        "tokens in a window of held-out text; windows are "
         "independent (default: as in pretraining; with another, no scores are kept)",
+        metavar="TOKENS",
     )
-    p.add_argument("--sentences", type=int, default=500, help="sentences per source (default: %(default)s)")
-    p.add_argument("--prompts", type=int, default=200, help="instructions (default: %(default)s)")
-    p.add_argument("--max-tokens", type=int, default=200, help="longest reply (default: %(default)s)")
-    p.add_argument("--seeds", type=int, default=3, help="rounds of sampled replies (default: %(default)s)")
-    p.add_argument("--seed", type=int, default=0, help="of sentences and candidates (default: %(default)s)")
+    p.flag("--sentences", 500, "sentences per source")
+    p.flag("--prompts", 200, "instructions")
+    p.flag("--max-tokens", 200, "longest reply")
+    p.flag("--seeds", 3, "rounds of sampled replies")
+    p.flag("--seed", 0, "of sentences and candidates")
     p.add_argument("--backend", default="auto", help="numpy, cupy, webgpu, or auto: cupy if CUDA is there")
-    p.add_argument("--precision", help="fp32, fp64, and on a GPU tf32 or bf16 (default: as in training)")
-    p.add_argument("--device", type=int, help="number of the GPU (default: 0)")
+    p.flag("--precision", str, "fp32, fp64, and on a GPU tf32 or bf16 (default: as in training)")
+    p.flag("--device", int, "number of the GPU (default: 0)")
     add_weights_flag(p)
-    p.add_argument("--card", action="store_true", help="write the run's model card, README.md, with these figures")
+    p.flag("--card", False, "write the run's model card, README.md, with these figures")
     p.add_argument("--tasks", nargs="+", metavar="NAME", help="benchmarks instead: " + ", ".join((*TASKS, *TEXT_TASKS)))
     p.add_argument("--task-data", nargs="+", default=[], metavar="PATH", help="folders or zips with the tasks' files")
-    p.add_argument("--any-version", action="store_true", help="accept sets that are not the published version")
-    p.add_argument("--limit", type=int, help="with --tasks: the first items of each set or phenomenon (default: all)")
-    p.add_argument("--resume", action="store_true", help="with --tasks: keep the tasks that the file of --json has")
+    p.flag("--any-version", False, "accept sets that are not the published version")
+    p.flag("--limit", int, "with --tasks: the first items of each set or phenomenon (default: all)")
+    p.flag("--resume", False, "with --tasks: keep the tasks that the file of --json has")
     add_json_flag(p)
     args = p.parse_args(argv)
     args.given = list(sys.argv[1:] if argv is None else argv)

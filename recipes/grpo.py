@@ -38,6 +38,7 @@ from tinyforge.infer.evaluate import reply_to
 from tinyforge.parallel import part_of
 from tinyforge.registry import next_token_model
 from tinyforge.rng import Stream
+from tinyforge.train import tuning
 from tinyforge.train.data_parallel import DataParallel, Worker
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch
@@ -46,15 +47,6 @@ from tinyforge.train.policy import GRPO, advantages, policy_batch, reward_figure
 from tinyforge.train.preferences import reply_rows
 from tinyforge.train.run import Run, Task, running
 from tinyforge.train.settings import EVERY_ACTION, GrpoSettings, parse
-from tinyforge.train.tuning import (
-    build,
-    open_start,
-    print_next_steps,
-    prompt_ids,
-    provenance,
-    run_metadata,
-    training_template,
-)
 
 ROWS = 256  # replies that are decoded as one batch, at most
 EQUAL = 20  # rollouts in a row without any difference between the rewards of a group, before the run stops
@@ -62,14 +54,14 @@ EQUAL = 20  # rollouts in a row without any difference between the rewards of a 
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(GrpoSettings, __doc__ or "", argv, actions=EVERY_ACTION)
-    base = open_start(settings, resume)
+    base = tuning.open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:
         print_plan(base.spec, base.config, settings, each=settings.num_generations)
         return 0
     with running(settings, resume):
         learn(settings, base, resume)
-    print_next_steps(settings, with_card)
+    tuning.print_next_steps(settings, with_card)
     return 0
 
 
@@ -141,7 +133,9 @@ class Rollouts:
         """Ask, check, and lay out what is worth learning."""
         s = self.settings
         asked = [self.questions.training[i] for i in self._numbers(step // s.iterations, s.batch_size * s.grad_accum)]
-        prompts = [prompt_ids(self.loaded, q.instruction, q.input) for q in asked for _ in range(s.num_generations)]
+        prompts = [
+            tuning.prompt_ids(self.loaded, q.instruction, q.input) for q in asked for _ in range(s.num_generations)
+        ]
         seed = int(Stream(s.seed, f"rollout/{step // s.iterations}").bits(1)[0])
         sampling = Sampling(1.0, top_k=0, top_p=1.0, max_tokens=s.max_tokens, seed=seed)
         replies = draw_replies(self.policy, prompts, sampling, self.loaded.template.end_id(self.loaded.tokenizer))
@@ -188,10 +182,12 @@ class Rollouts:
 
 
 def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
-    template = training_template(settings, base)
-    loaded, backend, settings, plan = build(settings, base, template, each=settings.num_generations)
+    template = tuning.training_template(settings, base)
+    loaded, backend, settings, plan = tuning.build(settings, base, template, each=settings.num_generations)
     questions = open_questions(settings.task, settings.data, settings.encoding)
-    longest = max(len(prompt_ids(loaded, q.instruction, q.input)) for q in (*questions.training, *questions.held_out))
+    longest = max(
+        len(tuning.prompt_ids(loaded, q.instruction, q.input)) for q in (*questions.training, *questions.held_out)
+    )
     if longest + settings.max_tokens > base.config.context:
         raise UserError(
             f"the longest question takes {longest} tokens and a reply up to {settings.max_tokens}, the model's context "
@@ -209,7 +205,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
 
     def measured() -> dict[str, float]:
         """The shares of greedy replies to the held-out questions that are right, and that have the right format."""
-        prompts = [prompt_ids(loaded, q.instruction, q.input) for q in questions.held_out]
+        prompts = [tuning.prompt_ids(loaded, q.instruction, q.input) for q in questions.held_out]
         greedy = Sampling(temperature=0.0, max_tokens=settings.max_tokens)
         replies = draw_replies(policy, prompts, greedy, loaded.template.end_id(tokenizer))
         texts = [text_of(loaded, ids) for ids in replies]
@@ -239,8 +235,8 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
             "kind": "grpo",
             "data_hash": questions.fingerprint(),
             "corpus": [questions.summary()],
-            **run_metadata(loaded, base, backend, settings),
-            **provenance(base, Path(settings.out), input_hashes(settings.data)),
+            **tuning.run_metadata(loaded, base, backend, settings),
+            **tuning.provenance(base, Path(settings.out), input_hashes(settings.data)),
         },
         curve="reward",
         figures=lambda: rollouts.figures,

@@ -7,15 +7,18 @@ import json
 import os
 import re
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.data import corpus_report
 from tinyforge.data.world import documents
 from tinyforge.files import written_whole
@@ -32,8 +35,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No test asks the Hugging Face hub: a name that is no path fails at once. Those of the hub have a server of their own.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# A core's peak is measured once for each type, not at the beginning of each run: it takes longer than some runs.
+_matmul_peak, _peaks = NumpyBackend.matmul_peak, dict[Hashable, float]()
+
+
+def _peak_of(backend: NumpyBackend, *how: int, **more: int) -> float:
+    key = (backend.dtype, backend.workers)
+    if how or more or key not in _peaks:
+        _peaks[key] = _matmul_peak(backend, *how, **more)
+    return _peaks[key]
+
+
+NumpyBackend.matmul_peak = _peak_of
+
 # No test cuts the power: what is written need not reach the disk before a test goes on. Programs that tests start sync.
 os.fsync = lambda descriptor: None
+
+# Hundreds of clients are made, of which each would read the system's certificates, which no test uses: 18 ms.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 Draw = Callable[..., bool | None]
 

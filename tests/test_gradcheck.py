@@ -37,7 +37,7 @@ from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.models.vit import ViT
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops import attention
-from tinyforge.ops.activations import relu2_bwd, relu_bwd, sigmoid_bwd, silu_bwd
+from tinyforge.ops.activations import relu2_bwd, relu_bwd, sigmoid_bwd, silu_bwd, tanh_bwd
 from tinyforge.ops.add import add_fwd
 from tinyforge.ops.add_layernorm import add_layernorm_fwd
 from tinyforge.ops.add_rmsnorm import add_rmsnorm_fwd
@@ -89,7 +89,6 @@ from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd, swiglu_linear_fwd, swiglu_mlp
 from tinyforge.ops.take import take_bwd, take_fwd
-from tinyforge.ops.tanh import tanh_bwd
 from tinyforge.ops.value_embedding import value_embedding_bwd, value_gate_bwd
 from tinyforge.params import with_buffer
 

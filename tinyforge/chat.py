@@ -269,7 +269,7 @@ def once(loaded: Loaded, text: str, sampling: Sampling, system: str = "", asked:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tinyforge.chat", description=__doc__)
     add_checkpoint_flag(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="answer this and leave")
+    parser.flag("--prompt", str, "answer this and leave", metavar="TEXT")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: the chat template's own)")
     add_template_flag(parser)
     add_computing_flags(parser)

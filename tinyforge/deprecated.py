@@ -27,6 +27,7 @@ RENAMED = {
     "tinyforge.text.labels": "tinyforge.formats.labels",
     "tinyforge.text.shards": "tinyforge.shards",
     "tinyforge.commands": "tinyforge.cli",
+    "tinyforge.ops.tanh": "tinyforge.ops.activations",
     "tinyforge.backends.phantom": "tinyforge.backends.meta",
 }
 

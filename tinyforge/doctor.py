@@ -183,7 +183,7 @@ def _dotted(version: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tinyforge.doctor", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--report", action="store_true", help="also what the adapters of WebGPU compute, for an issue")
+    parser.flag("--report", False, "also what the adapters of WebGPU compute, for an issue")
     args = parser.parse_args(argv)
     needed, extra = cpu(), gpu()
     print("\n".join(map(str, [*needed, *extra, *webgpu()])))

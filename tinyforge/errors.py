@@ -43,6 +43,17 @@ class Parser(argparse.ArgumentParser):
         self.prog = as_typed(self.prog)
         self._former: dict[str, str] = {}
 
+    def flag(self, name: str, value: Any, help: str, **more: Any) -> None:
+        """Add a flag. value: the type of what is given, or the default, which the help then ends with; False makes a
+        switch. more: other options of `add_argument`."""
+        if value is False:
+            self.add_argument(name, action="store_true", help=help)
+        elif isinstance(value, type):
+            self.add_argument(name, type=value, help=help, **more)
+        else:
+            shown = f"{help} (default: %(default)s)".lstrip()
+            self.add_argument(name, type=type(value), default=value, help=shown, **more)
+
     def add_former(self, old: str, new: str) -> None:
         """Accept `old`, the name in earlier versions of the flag `new`, and say on stderr what to write."""
         self._former[old] = new

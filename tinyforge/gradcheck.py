@@ -357,13 +357,11 @@ def _parser() -> Parser:
         metavar="MODULE",
         help="whose ops are checked (default: tinyforge.ops and every registered model)",
     )
-    parser.add_argument("--op", metavar="NAME", help="only this op or model (default: all)")
-    parser.add_argument("--backend", default="numpy", help="backend whose kernels are checked (default: numpy)")
-    parser.add_argument("--device", type=int, help="number of the GPU (default: 0)")
-    parser.add_argument("--seed", type=int, help="first seed of inputs and directions (default: a random one, printed)")
-    parser.add_argument(
-        "--seeds", type=int, metavar="N", help="number of seeds, counted up from the first (default: 3; 1 with --seed)"
-    )
+    parser.flag("--op", str, "only this op or model (default: all)", metavar="NAME")
+    parser.flag("--backend", "numpy", "backend whose kernels are checked")
+    parser.flag("--device", int, "number of the GPU (default: 0)")
+    parser.flag("--seed", int, "first seed of inputs and directions (default: a random one, printed)")
+    parser.flag("--seeds", int, "number of seeds, counted up from the first (default: 3; 1 with --seed)", metavar="N")
     add_json_flag(parser)
     return parser
 

@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = TextParser(prog="python -m tinyforge.inspect", description=__doc__)
     parser.add_argument("text", metavar="TEXT")
     add_checkpoint_flag(parser)
-    parser.add_argument("--top", type=int, default=5, help="candidates a head and position (default: %(default)s)")
-    parser.add_argument("--out", default="attention.png", metavar="FILE", help="the picture (default: %(default)s)")
+    parser.flag("--top", 5, "candidates a head and position")
+    parser.flag("--out", "attention.png", "the picture", metavar="FILE")
     add_template_flag(parser)
     args = parser.parse_args(argv)
     if args.top < 1:

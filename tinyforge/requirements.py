@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from tinyforge.invocation import ROOT
@@ -53,6 +52,8 @@ def what_brings(extra: str, root: Path = ROOT) -> str:
     which belongs to another project on PyPI."""
     if (root / "pyproject.toml").exists():
         return f'-e "{"." if root == Path.cwd() else root}[{extra}]"'
+    from importlib import metadata  # takes as long as a third of NumPy
+
     listed = (line.partition(";") for line in metadata.requires("tinyforge") or ())
     own = re.compile(rf"extra == ['\"]{extra}['\"]")
     return " ".join(f'"{package.strip()}"' for package, _, condition in listed if own.search(condition))

@@ -445,20 +445,20 @@ def comparison(machine: Machine) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(prog="python -m tinyforge.scaling", description=__doc__)
-    p.add_argument("--gpus", type=int, default=8, metavar="N", help="largest number in the table (default: 8)")
-    p.add_argument("--model", default=default_model(), help="of the zoo (default: %(default)s)")
+    p.flag("--gpus", 8, "largest number in the table", metavar="N")
+    p.flag("--model", default_model(), "of the zoo")
     p.add_argument("--config", default="", metavar="PRESET", help="of the model (default: its largest)")
-    p.add_argument("--rows", type=int, default=8, metavar="N", help="sequences per GPU (default: 8)")
-    p.add_argument("--seq-len", type=int, metavar="T", help="tokens per sequence (default: the config's context)")
+    p.flag("--rows", 8, "sequences per GPU", metavar="N")
+    p.flag("--seq-len", int, "tokens per sequence (default: the config's context)", metavar="T")
     together = "tokens of a step on all GPUs together, in place of --rows"
     p.add_argument("--batch-tokens", type=int, default=0, metavar="N", help=together)
     p.add_argument("--recompute", default="", choices=("blocks",), help="as in recipes/pretrain.py")
-    p.add_argument("--no-zero", action="store_true", help="every GPU keeps the whole optimizer state")
-    p.add_argument("--per-host", type=int, default=8, metavar="N", help="GPUs per host (default: 8)")
+    p.flag("--no-zero", False, "every GPU keeps the whole optimizer state")
+    p.flag("--per-host", 8, "GPUs per host", metavar="N")
     network = "bandwidth per GPU between hosts; not measured here (default: 50, InfiniBand NDR)"
     p.add_argument("--network", type=float, default=50.0, metavar="GB/S", help=network)
     compare = "print the forecasts compared with the measurements, and exit"
-    p.add_argument("--compare", action="store_true", help=compare)
+    p.flag("--compare", False, compare)
     args = p.parse_args(argv)
     for name in ("gpus", "rows", "seq_len", "per_host"):
         value = getattr(args, name)

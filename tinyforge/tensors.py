@@ -73,38 +73,37 @@ class Tensor:
         rows, step = math.prod(lead), max(1, READ_AT_ONCE // max(1, columns))
         values = out.reshape(rows, columns)
         scales = self._scales().reshape(rows, 1) if self.dtype == "I8" else None
-        try:
-            with open(self.file, "rb") as opened:
-                opened.seek(self.start)
-                for at in range(0, rows, step):
-                    part = values[at : at + step]
-                    stored = np.fromfile(opened, _STORED[self.dtype], len(part) * columns)
-                    if stored.size != len(part) * columns:
-                        raise UserError(
-                            f"cannot read {self.file}: it ends within {self.name}; it was whole a moment ago"
-                        )
-                    if self.dtype == "BF16":
-                        stored = (stored.astype(np.uint32) << 16).view(np.float32)
-                    stored = stored.reshape(len(part), columns)
-                    if scales is not None:
-                        stored = np.multiply(stored, scales[at : at + step], dtype=np.float32)
-                    part[:] = stored
-        except OSError as error:
-            raise UserError(f"cannot read {self.file}: {error.strerror}; it was there a moment ago") from error
+        counts = (min(step, rows - at) * columns for at in range(0, rows, step))
+        for at, stored in zip(range(0, rows, step), self._stored(_STORED[self.dtype], counts), strict=True):
+            part = values[at : at + step]
+            if self.dtype == "BF16":
+                stored = (stored.astype(np.uint32) << 16).view(np.float32)
+            stored = stored.reshape(len(part), columns)
+            if scales is not None:
+                stored = np.multiply(stored, scales[at : at + step], dtype=np.float32)
+            part[:] = stored
 
     def read_bytes(self) -> np.ndarray:
         """The stored bytes of a tensor of type U8."""
         if self.dtype != "U8":
             raise UserError(f"{self.file}: {self.name} is of type {self.dtype}, expected U8; get the files again")
+        (found,) = self._stored("u1", [self.nbytes])
+        return found.reshape(self.shape)
+
+    def _stored(self, kind: str, counts: Iterable[int]) -> Iterator[np.ndarray]:
+        """The numbers in the file, so many at a time."""
         try:
             with open(self.file, "rb") as opened:
                 opened.seek(self.start)
-                found = np.fromfile(opened, np.uint8, self.nbytes)
+                for count in counts:
+                    found = np.fromfile(opened, kind, count)
+                    if found.size != count:
+                        raise UserError(
+                            f"cannot read {self.file}: it ends within {self.name}; it was whole a moment ago"
+                        )
+                    yield found
         except OSError as error:
             raise UserError(f"cannot read {self.file}: {error.strerror}; it was there a moment ago") from error
-        if found.size != self.nbytes:
-            raise UserError(f"cannot read {self.file}: it ends within {self.name}; it was whole a moment ago")
-        return found.reshape(self.shape)
 
     def _scales(self) -> np.ndarray:
         """The scales of codes, (..., 1). UserError if they are missing, are of another type or shape, or not finite."""

@@ -95,7 +95,6 @@ LAUNCHERS = (
     "ops.swiglu",
     "ops.swiglu_linear",
     "ops.take",
-    "ops.tanh",
     "ops.value_embedding",
     "optim.adamw",
     "optim.muon",

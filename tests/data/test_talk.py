@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyforge.data.talk import ASKED, REPLIES, SAID, STRANGERS, TOPICS, UNKNOWN, of_split, talk
+from tinyforge.data.talk import REPLIES, UNKNOWN, WORDINGS, of_split, talk
 from tinyforge.data.world import KINDS, WORDS, Instruction
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def test_every_kind_occurs_with_its_one_reply(made: dict[str, list[Instruction]]
 
 
 def test_the_splits_share_no_wording(made: dict[str, list[Instruction]]) -> None:
-    for words in (*(said.split("|") for said in SAID.values()), ASKED, TOPICS, STRANGERS):
+    for words in WORDINGS.values():
         train, val = of_split(words, "train"), of_split(words, "val")
         assert val and sorted(train + val) == sorted(words) and len(set(words)) == len(words)
     said = {split: {bare(line.instruction) for line in lines if line.kind in REPLIES} for split, lines in made.items()}

@@ -44,6 +44,7 @@ SHARED = replace(CONFIG, heads=6, kv_heads=1, layers=3)
 CHUNKS = [[150], [1] * 150, [127, 1, 1, 1, 20], [128, 1, 21], [100, 50], [3, 130, 17], [15, 1, 1, 63, 65, 5]]
 needs_numba = pytest.mark.skipif(bool(missing()), reason=missing())
 COMPILED = pytest.param(CompiledDecoder, marks=needs_numba)
+once = pytest.mark.parametrize("group", [1], indirect=True, ids=[""])  # no packed product is in the test
 FUSED = [NumpyDecoder, COMPILED]
 KINDS = [ReferenceDecoder, *FUSED]
 
@@ -437,22 +438,23 @@ def test_codes_are_multiplied_as_they_are_stored(weights: str, precision: str, t
 
 
 @needs_numba
+@once
 def test_a_prompt_on_a_cpu_with_narrow_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without them a sum is added up in the same order."""
+    """With and without them a sum is added up in the same order: code of the other kind of CPU than this one."""
     model, tokens = model_of(CONFIG, "fp32"), tokens_of(CONFIG, 1, 130)[0].tolist()
+    expected, answer = CompiledDecoder(model).first(tokens, 3).copy(), not cpu_code.has_wide_vectors()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tinyforge.infer.decoder_compiled.load", cpu_code.load.__wrapped__)
-    found = []
-    for answer in (True, False):
-        monkeypatch.setattr("tinyforge.infer.cpu_instructions.has_wide_vectors", lambda answer=answer: answer)
-        monkeypatch.setattr("tinyforge.infer.cpu_prompts.has_wide_vectors", lambda answer=answer: answer)
-        for file in tmp_path.rglob("*.o"):
-            file.unlink()
-        found.append(CompiledDecoder(model).first(tokens, 3).copy())
-    assert len(list(tmp_path.rglob("*.o"))) == 1 and np.array_equal(*found)
+    asked = []
+    for module in ("instructions", "prompts"):
+        ask = lambda module=module: asked.append(module) or answer  # noqa: E731
+        monkeypatch.setattr(f"tinyforge.infer.cpu_{module}.has_wide_vectors", ask)
+    assert np.array_equal(CompiledDecoder(model).first(tokens, 3), expected)
+    assert {*asked} == {"instructions", "prompts"} and len(list(tmp_path.rglob("*.o"))) == 1
 
 
 @needs_numba
+@once
 def test_a_row_s_bits_do_not_depend_on_other_rows() -> None:
     model, tokens = quantised_copy(model_of(PRESETS["small"], "fp32"), "int8"), tokens_of(PRESETS["small"], 7, 60)
     together, alone = CompiledDecoder(model, 7), CompiledDecoder(model)
@@ -466,6 +468,7 @@ def test_a_row_s_bits_do_not_depend_on_other_rows() -> None:
 
 
 @needs_numba
+@once
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_a_prompt_s_bits_do_not_depend_on_its_pieces(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on what its pieces pad: the panels of positions and the tiles of keys begin elsewhere."""
@@ -484,12 +487,14 @@ def test_a_prompt_s_bits_do_not_depend_on_its_pieces(precision: str, monkeypatch
 
 
 @needs_numba
+@once
 def test_machine_code_is_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tinyforge.infer import cpu_kernels
 
     cpu_code.load("float32", "float32")
-    known = cpu_code.folder() / f"{cpu_code._digest('float32', 'float32')[:32]}.o"
-    code, made = cpu_code._kept(known) or cpu_kernels.build("float32", "float32"), []
+    known = cpu_code.folder() / f"float32-float32-{cpu_code._digest('float32', 'float32')[:32]}.o"
+    code, made = cpu_code._kept(known), []
+    assert code
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
     monkeypatch.setattr(cpu_kernels, "build", lambda *names: made.append(names) or code)
     for _ in range(2):
@@ -530,6 +535,7 @@ def test_without_numba_or_with_one_that_fails_numpy_decodes(
 
 
 @needs_numba
+@once
 def test_the_compiled_decoder_is_chosen_where_numba_is_installed() -> None:
     assert type(make_decoder(model_of(CONFIG))) is CompiledDecoder
     assert type(make_decoder(quantised_copy(model_of(CONFIG, "fp32"), "int8"), 2)) is CompiledDecoder

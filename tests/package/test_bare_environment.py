@@ -64,7 +64,7 @@ def test_an_extra_is_installed_without_the_name_of_another_project(
     monkeypatch.chdir(tmp_path)
     assert requirements.what_brings("gguf", ROOT) == f'-e "{ROOT}[gguf]"'
     listed = ["numpy>=2.0", 'gguf>=0.17 ; extra == "hub"', "wgpu>=0.32; extra == 'webgpu'", 'hub>1; extra == "hubs"']
-    monkeypatch.setattr(requirements.metadata, "requires", lambda name: listed)
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: listed)
     assert requirements.what_brings("hub", tmp_path) == '"gguf>=0.17"'
     assert requirements.what_brings("webgpu", tmp_path) == '"wgpu>=0.32"'
     monkeypatch.chdir(ROOT)
@@ -86,7 +86,8 @@ def test_what_to_type_follows_from_what_is_there(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "package, command", [("duckdb", "data.local README.md --out OUT"), ("tqdm", "recipes.pretrain --steps 2 --out OUT")]
+    ("package", "command"),
+    [("duckdb", "data.local README.md --out OUT"), ("tqdm", "recipes.pretrain --data README.md --steps 2 --out OUT")],
 )
 def test_a_package_missing_later_is_one_line(package: str, command: str, tmp_path: Path) -> None:
     words = [str(tmp_path / "out") if word == "OUT" else word for word in command.split()]

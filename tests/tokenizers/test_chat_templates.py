@@ -417,6 +417,7 @@ HOSTILE = {
     "deep": "{{ " + "[" * 100_000 + "]" * 100_000 + " }}",
     "a refusal": "{{ raise_exception('Roles must\\nalternate') }}",
 }
+SLOW = {"loops", "loops that skip", "a long range", "calls, doubled"}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -435,14 +436,14 @@ def test_a_hostile_template_is_one_line_and_soon_over(name: str, letters: Tokeni
 
 
 def test_a_hostile_template_gets_little_memory() -> None:
-    """The peak of the processes that render, in a Python that has started no others."""
+    """The peak of the processes that render, in a Python that has started no others, without what only takes time."""
     program = """
 import resource
-from tests.tokenizers.test_chat_templates import HOSTILE
+from tests.tokenizers.test_chat_templates import HOSTILE, SLOW
 from tinyforge.errors import UserError
 from tinyforge.tokenizers import jinja_client
 refused = 0
-for source in HOSTILE.values():
+for source in (HOSTILE[name] for name in HOSTILE if name not in SLOW):
     try:
         jinja_client.render(source, [{"messages": [{"role": "user", "content": "Hi"}]}])
     except UserError:
@@ -452,7 +453,7 @@ print(refused, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     refused, kibibytes = map(int, done.stdout.split())
-    assert refused >= len(HOSTILE) - 3 and kibibytes < 1 << 20
+    assert refused >= len(HOSTILE) - len(SLOW) - 3 and kibibytes < 1 << 20
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it cannot fork")

@@ -227,7 +227,6 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/softmax.cu": ROWS,
     "ops/swiglu.cu": vectors(),
     "ops/take.cu": vectors(),
-    "ops/tanh.cu": vectors(),
     "ops/value_embedding.cu": vectors(),
     "optim/adamw.cu": [*every(SCALAR=PRECISIONS), *every(SCALAR=PRECISIONS, CAUTIOUS=(1,))],
     "optim/muon.cu": [

@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m tinyforge.board", description=__doc__)
     where = "a run, or a folder with runs in it (default: %(default)s)"
     parser.add_argument("folder", nargs="?", default="runs", metavar="DIR", help=where)
-    parser.add_argument("--export", metavar="FILE", help="write the page with all data into this file and exit")
+    parser.flag("--export", str, "write the page with all data into this file and exit", metavar="FILE")
     listen = "address to listen on (default: %(default)s, this machine only; 0.0.0.0 lets everyone on the network read "
     parser.add_argument("--host", default="127.0.0.1", help=f"{listen}the board)")
-    parser.add_argument("--port", type=int, default=PORT, help="port, 0 for any free one (default: %(default)s)")
+    parser.flag("--port", PORT, "port, 0 for any free one")
     add_allow_host_flag(parser)
     args = parser.parse_args(argv)
     folder = Path(args.folder)

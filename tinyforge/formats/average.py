@@ -108,9 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="W",
         help="one number for each SRC, divided by their sum (default: all the same)",
     )
-    parser.add_argument(
-        "--dtype", choices=FORMATS["tinyforge"], default="f32", help="type of the stored weights (default: f32)"
-    )
+    parser.flag("--dtype", "f32", "type of the stored weights", choices=FORMATS["tinyforge"])
     args = parser.parse_args(argv)
     target = Path(args.target)
     check_target(target, "tinyforge", args.dtype)

@@ -58,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=list(dict.fromkeys(name for types in FORMATS.values() for name in types)),
         help="type of the stored weights; f16 and q8_0 to q4_K for gguf only, int8 for tinyforge only (default: f32)",
     )
-    parser.add_argument("--tokenizer", metavar="FILE", help="SRC's tokenizer, if it is not next to it")
-    parser.add_argument("--base", metavar="PATH", help="the base of SRC, if SRC is an adapter whose base has moved")
-    parser.add_argument("--adapter", action="store_true", help="write only SRC's adapter, in PEFT's format")
+    parser.flag("--tokenizer", str, "SRC's tokenizer, if it is not next to it", metavar="FILE")
+    parser.flag("--base", str, "the base of SRC, if SRC is an adapter whose base has moved", metavar="PATH")
+    parser.flag("--adapter", False, "write only SRC's adapter, in PEFT's format")
     args = parser.parse_args(argv)
     source, target = resolve_checkpoint(args.source), Path(args.target)
     base = resolve_checkpoint(args.base) if args.base else None

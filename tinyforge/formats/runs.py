@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,7 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.config import ModelConfig
-from tinyforge.errors import UserError
+from tinyforge.errors import Parser, UserError
 from tinyforge.files import parse_json
 from tinyforge.formats import hub, lora
 from tinyforge.formats.foreign import describe, is_foreign, open_weights
@@ -196,26 +195,27 @@ def model_of(found: checkpoint.Checkpoint) -> tuple[ModelSpec, ModelConfig]:
 # --- which one to use -------------------------------------------------------------------------------------------------
 
 
-def add_checkpoint_flag(p: argparse.ArgumentParser) -> None:
+def add_checkpoint_flag(p: Parser) -> None:
     """--checkpoint, for `resolve_checkpoint`."""
-    p.add_argument(
+    p.flag(
         "--checkpoint",
-        metavar="MODEL",
-        help="a run, one of its checkpoints, another program's model, owner/name[@revision] on the Hugging Face hub, "
+        str,
+        "a run, one of its checkpoints, another program's model, owner/name[@revision] on the Hugging Face hub, "
         "or a model of the repository: small, storyteller (default: the newest run under runs/, fine-tuned before "
         "pretrained; else a model of the repository)",
+        metavar="MODEL",
     )
 
 
-def add_computing_flags(p: argparse.ArgumentParser) -> None:
+def add_computing_flags(p: Parser) -> None:
     """--backend, --precision and --weights, of what decodes."""
     backends = "numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto (default: %(default)s)"
     p.add_argument("--backend", default="numpy", help=backends)
-    p.add_argument("--precision", default="fp32", help="fp32, and on a GPU tf32 or bf16 (default: %(default)s)")
+    p.flag("--precision", "fp32", "fp32, and on a GPU tf32 or bf16")
     add_weights_flag(p)
 
 
-def add_weights_flag(p: argparse.ArgumentParser) -> None:
+def add_weights_flag(p: Parser) -> None:
     """--weights, for `Opened.build`."""
     p.add_argument(
         "--weights",
@@ -226,17 +226,19 @@ def add_weights_flag(p: argparse.ArgumentParser) -> None:
     )
 
 
-def add_template_flag(p: argparse.ArgumentParser) -> None:
+def add_template_flag(p: Parser) -> None:
     """--template and --template-variables, for `with_template`."""
-    p.add_argument(
+    p.flag(
         "--template",
+        str,
+        f"chat template: {', '.join(TEMPLATES)}, or a file with a Jinja program (default: the model's own)",
         metavar="NAME|FILE",
-        help=f"chat template: {', '.join(TEMPLATES)}, or a file with a Jinja program (default: the model's own)",
     )
-    p.add_argument(
+    p.flag(
         "--template-variables",
+        str,
+        "variables of the model's template, e.g. '{\"enable_thinking\": false}'",
         metavar="JSON",
-        help="variables of the model's template, e.g. '{\"enable_thinking\": false}'",
     )
 
 

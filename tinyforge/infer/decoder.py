@@ -31,8 +31,8 @@ class SampledBlock(NamedTuple):
 
 
 class SequenceStart(NamedTuple):
-    """A row that starts in `Decoder.queue`: the tokens it takes first, one per pass, and how it draws the tokens after
-    them. The first draw uses the stream's next number."""
+    """A row that starts in `Decoder.queue`: the tokens it takes first, one per pass, and how the tokens after them are
+    sampled. The first sample uses the stream's next number."""
 
     tokens: Sequence[int]
     sampling: Sampling
@@ -49,8 +49,8 @@ class Decoder(ABC):
     can_rewind: whether a row can go back to any length, as keys and values can; else only to 0. can_save: whether part
     of one row's cache can be copied into another's. most_drafts: drafts that a pass can verify. piece: positions of a
     prompt that a scheduler prefills together. together: positions at its end that `last_logits` takes faster.
-    any_cut: whether a position has the same bits however a text is cut into passes of up to `piece` positions.
-    queues_masks: whether `queue_pass` draws the rows that a grammar binds; else the host does.
+    any_cut: whether a position is bitwise equal however a text is cut into passes of up to `piece` positions.
+    queues_masks: whether `queue_pass` samples for the rows that a grammar binds; else the host does.
     """
 
     can_rewind = True
@@ -120,7 +120,7 @@ class Decoder(ABC):
 
     def restore(self, row: int, saved: Any, length: int) -> None:
         """Append what `saved` returned, after which the row holds `length` positions. The row must hold the same
-        positions before it as the saved one did; then it has the bits that computing them here would give."""
+        positions before it as the saved one did; then it is bitwise equal to what is computed here."""
         raise NotImplementedError(f"{type(self).__name__} restores no part of its cache")
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ class Decoder(ABC):
         self.lengths[row] = length
 
     def draws(self, sampling: Sampling) -> bool:
-        """Whether the decoder draws tokens itself with this sampling: by `stream`, and with many rows by `queue`."""
+        """Whether the decoder samples tokens itself with this sampling: by `stream`, and with many rows by `queue`."""
         return False
 
     def stream(
@@ -146,12 +146,12 @@ class Decoder(ABC):
     ) -> Iterator[SampledBlock]:
         """Blocks of new tokens for every row, up to `count` in all, without waiting for the device per token.
 
-        tokens: those at the end of each row that are not cached, at least one. samplings[i] and streams[i] draw row i's
-        tokens, from the same distributions as `sampling.choose` but not necessarily the same tokens. They are the same
-        on every run, whatever the other rows hold. A decoder of one row may speculate with up to `sampling.drafts`
-        drafts. The caller may stop at any time, and rewinds.
+        tokens: those at the end of each row that are not cached, at least one. samplings[i] and streams[i]: of row i.
+        The distributions are those of `sampling.choose`, the tokens not necessarily. They are the same on every run,
+        whatever the other rows hold. A decoder of one row may speculate with up to `sampling.drafts` drafts. The caller
+        may stop at any time, and rewinds.
         """
-        raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
+        raise NotImplementedError(f"{type(self).__name__} samples no tokens; sample them from the logits of step")
 
     def queue(self, rows: Mapping[int, SequenceStart | None], count: int) -> Callable[[], np.ndarray]:
         """Append `count` tokens to each of some rows without waiting. Returns a function that waits and gives the token
@@ -162,7 +162,7 @@ class Decoder(ABC):
         full. Rows may be rewound, prefilled and started again before the function is called. A row's samples do not
         depend on the other rows, nor on how passes are split into calls.
         """
-        raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
+        raise NotImplementedError(f"{type(self).__name__} samples no tokens; sample them from the logits of step")
 
     def queue_pass(
         self, rows: Mapping[int, SequenceStart | None]
@@ -173,7 +173,7 @@ class Decoder(ABC):
         Its arguments are the rows that have masks, and the masks, (rows, words) uint32: bit i of a mask says whether
         token i may be sampled. Words past the vocabulary are ignored.
         """
-        raise NotImplementedError(f"{type(self).__name__} draws no tokens itself; draw them from the logits of step")
+        raise NotImplementedError(f"{type(self).__name__} samples no tokens; sample them from the logits of step")
 
     def _check_room(self, rows: Iterable[int], count: int) -> None:
         full = next((row for row in rows if self.lengths[row] + count > self.capacity), None)

@@ -40,7 +40,7 @@ def in_blocks(weight: np.ndarray) -> np.ndarray:
     """A view of (..., O, I) as (..., O / b, 1, I, b): x @ this is x W^T in blocks of b columns. The 1 is for groups of
     rows.
 
-    Every product of `step` has the same number of rows, so that a row has the same bits alone and among others. With
+    Every product of `step` has the same number of rows, so that a row is bitwise equal alone and among others. With
     AVX-512 that is SMALL_ROWS: for blocks of this size OpenBLAS has a kernel that is as fast as a matrix times a
     vector, since both wait for the weights, so four tokens cost as much as one. Without it a product of few rows packs
     the weights first, and takes twice as long as a matrix times a vector.
@@ -398,8 +398,8 @@ class _Prompt:
 
         attention and MLP of layer i - 1, then q, k and v of layer i, block by block; then the next i
 
-    The blocks, and so the bits, do not depend on the number of threads. Of the last layer only keys and values are
-    computed; `x` is then the stream that it reads.
+    The blocks, and so the results to the last bit, do not depend on the number of threads. Of the last layer only
+    keys and values are computed; `x` is then the stream that it reads.
     """
 
     def __init__(self, decoder: NumpyDecoder, row: int, tokens: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ from tinyforge.tokenizers import TextTokenizer
 
 CANDIDATES = 10
 NEIGHBOURS = 40
-"""The wrong candidates are drawn from so many last words, those nearest in frequency to the right one."""
+"""The wrong candidates are sampled from so many last words, those nearest in frequency to the right one."""
 FEWEST_WORDS, MOST_WORDS = 5, 40  # of a sentence, before its last word
 BATCH = 64  # replies decoded together
 REPEATS = 3  # occurrences that count as a loop
@@ -67,7 +67,7 @@ def cloze_items(texts: Sequence[str], count: int, seed: int) -> list[Cloze]:
     """Up to `count` sentences of `texts`, each with ten candidates; none where there are fewer than ten last words.
 
     All last words are sorted by how many sentences they end, ties by how often they occur in `texts`. The nine wrong
-    candidates are drawn by the seed, without repetition, from the 40 words nearest to the right one in that order, so
+    candidates are sampled by the seed, without repetition, from the 40 words nearest to the right one in that order, so
     that frequency alone gives little away: see `commonest`.
     """
     pieces = (piece for text in texts for piece in _BETWEEN_SENTENCES.split(text))
@@ -147,7 +147,7 @@ class Reply:
 
 
 def reply_decoder(model: CausalLM, prompts: int) -> Decoder:
-    """A decoder for so many prompts: of many rows where it draws for all rows itself (on a GPU), else of one row."""
+    """A decoder for so many prompts: of many rows where it samples for all rows itself (on a GPU), else of one row."""
     if model.backend.name != "numpy" and prompts > 1:
         groups = -(-prompts // BATCH)
         decoder = make_decoder(model, -(-prompts // groups))
@@ -161,7 +161,7 @@ def reply_to(
 ) -> list[tuple[list[int], bool]]:
     """The tokens of the reply to each prompt, and whether it ended with one of `stop`.
 
-    Prompt i draws with the seed sampling.seed + i. decoder: of any number of rows, from `reply_decoder` for instance.
+    Prompt i is sampled with the seed sampling.seed + i. decoder: of any number of rows, such as `reply_decoder`'s.
     """
     replies = list[list[int]]()
     if decoder.batch == 1:
@@ -179,8 +179,8 @@ def reply_to(
 def continue_groups(
     model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int], decoder: Decoder
 ) -> Iterator[list[list[int]]]:
-    """The tokens that continue the prompts, as many prompts at a time as the decoder has rows; prompt i draws with the
-    seed sampling.seed + i."""
+    """The tokens that continue the prompts, as many prompts at a time as the decoder has rows; prompt i is sampled
+    with the seed sampling.seed + i."""
     for first in range(0, len(prompts), decoder.batch):
         group = list(prompts[first : first + decoder.batch])
         padded, found = group + group[-1:] * (decoder.batch - len(group)), [list[int]() for _ in range(decoder.batch)]

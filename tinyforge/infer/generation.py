@@ -41,8 +41,8 @@ def generate_batch(
 ) -> Generator[tuple[int, Token]]:
     """Yield (i, token) for the tokens that follow each prompt, decoding all prompts together, whatever their lengths.
 
-    Prompt i draws as it would alone with the seed sampling.seed + i. Drafts are not used: the rows of a batch already
-    share each read of the weights.
+    Prompt i is sampled as it would be alone, with the seed sampling.seed + i. Drafts are not used: the rows
+    of a batch already share each read of the weights.
     """
     decoder = decoder or make_decoder(model, len(prompts))
     if decoder.batch != len(prompts):

@@ -195,7 +195,7 @@ class Grammars:
             raise UserError(needs("structured output", "llguidance", "serve")) from error
         self._library = llguidance
         ends = sorted(stop_ids)
-        count = vocab if ends else vocab + 1  # an end that is never drawn
+        count = vocab if ends else vocab + 1  # an end that is never sampled
         wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer, count, ends[0] if ends else vocab))
         self._tokenizer = llguidance.LLTokenizer(wrapper, count, ends or [vocab])
         self._words = -(-count // 32)

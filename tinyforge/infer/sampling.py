@@ -1,4 +1,4 @@
-"""Sampling: from logits to a distribution, and a draw from it."""
+"""Sampling: from logits to a distribution, and a sample from it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
         for request, new in scheduler.step(): ...       # new: the tokens since the last time
 
 A step admits waiting requests to free rows, prefills some pieces of their prompts, and then decodes a block of tokens
-for every row that is ready: one token on a CPU, up to BLOCK where the decoder draws tokens itself. Those blocks are
+for every row that is ready: one token on a CPU, up to BLOCK where the decoder samples tokens itself. Those blocks are
 queued ahead: the decoder computes one while the host reads another. A row is freed once its last block is read. Where
 the decoder `queues_masks`, passes are queued one by one while a row samples by a grammar, which must read each token
 before the next: the decoder computes a pass's logits while the host makes the masks for them.
@@ -19,13 +19,13 @@ A request's text depends only on its prompt, its sampling and its seed, to the l
 - A prompt is prefilled in pieces of `Decoder.piece` positions; the last piece has the remainder. The last token is left
   to the first pass, and with it a remainder that fits `Decoder.together`. So the shape of each product is the prompt's
   own.
-- Where the decoder draws, a remainder shorter than a piece is not prefilled: the row takes one of its tokens in each
-  pass, together with the other rows' tokens, until it has the last one and draws.
-- Prompts share complete pieces: a saved piece holds the bits that computing it again would give. Only a prompt that
+- Where the decoder samples, a remainder shorter than a piece is not prefilled: the row takes one of its tokens in each
+  pass, together with the other rows' tokens, until it has the last one and is sampled.
+- Prompts share complete pieces: a saved piece is bitwise equal to one that is computed again. Only a prompt that
   goes on after another request's prompt and reply takes what decoding that reply computed, token by token: equal to
-  computing it again up to rounding. Where `Decoder.any_cut` all common beginnings are shared, with the same bits.
-- `Decoder.step_rows` gives a row the same bits whichever rows run with it. Speculating rows have their own passes.
-- Random numbers come from the request's own stream. The request's sampling alone decides who draws, decoder or host.
+  computing it again up to rounding. Where `Decoder.any_cut` all common beginnings are shared, bitwise equal.
+- `Decoder.step_rows` gives a row bitwise equal logits whatever rows run with it. Speculating rows have own passes.
+- Random numbers come from the request's own stream. The request's sampling alone decides who samples, decoder or host.
 
 The scheduler knows no threads, and of time only `deadline`, which it compares with `clock`.
 """
@@ -55,13 +55,13 @@ from tinyforge.infer.speculation import propose, verify
 from tinyforge.rng import Stream
 
 BLOCK = 16
-"""Tokens per row and step, where the decoder draws them itself."""
+"""Tokens per row and step, where the decoder samples them itself."""
 AHEAD = 2
 """Blocks in flight: one is computed while the other is read."""
 FEW = 4
 """Passes of a text by a grammar after which one that has ended is given to its reader, among those of a block."""
 HOST_PASSES = 2
-"""Passes for the rows that the host draws, after each block of the rows that the decoder draws."""
+"""Passes for the rows for which the host samples, after each block of those for which the decoder does."""
 PREFIX_BYTES = 256 << 20
 """Memory for pieces of prompts, kept for later prompts that begin alike."""
 AGEING = 4
@@ -130,9 +130,9 @@ class Request:
     submitted: float = 0.0
     first_token: float | None = None
     budget: int = 0
-    device: bool = False  # whether the decoder draws its tokens
+    device: bool = False  # whether the decoder samples its tokens
     filled: bool = False  # whether its passes take the rest of the prompt
-    kind: tuple[Any, ...] = ()  # rows of one kind are drawn together
+    kind: tuple[Any, ...] = ()  # rows of one kind are sampled together
     row: int | None = None
     numbers: Iterator[float] = field(default_factory=lambda: iter(()))
     drafts: list[int] = field(default_factory=list)
@@ -184,7 +184,7 @@ class Scheduler:
 
     @property
     def most_drafts(self) -> int:
-        """Drafts that a request may use; none where the decoder draws tokens itself."""
+        """Drafts that a request may use; none where the decoder samples tokens itself."""
         return 0 if self.decoder.draws(Sampling()) else self.decoder.most_drafts
 
     # --- requests
@@ -399,7 +399,7 @@ class Scheduler:
             held = begin
 
     def _to_queue(self, over: Container[Request] = ()) -> tuple[int, dict[int, int]]:
-        """How many passes may be queued together, and how many each row still needs for which the decoder draws.
+        """How many passes may be queued together, and how many each row still needs for which the decoder samples.
 
         0: a constraint needs the tokens before. over: requests that have ended."""
         lengths, running = self.decoder.lengths, self.running.items()
@@ -408,19 +408,19 @@ class Scheduler:
         return max(0, min([BLOCK, *bound, max(left.values(), default=0)])), left
 
     def _queue_block(self) -> _Block | None:
-        """Queue a block of passes over the rows for which the decoder draws, without waiting for it."""
+        """Queue a block of passes over the rows for which the decoder samples, without waiting for it."""
         count, left = self._to_queue()
         if not count or self._pass is not None:
             return None
         starts, parts = self._starts(left, count)
         read = self.decoder.queue(starts, count)
         for row, n in left.items():
-            if n < count:  # nobody reads what a row draws past its end
+            if n < count:  # nobody reads what is sampled past a row's end
                 self.decoder.rewind_row(row, self.running[row].end)
         return _Block(read, parts)
 
     def _queue_pass(self, over: Container[Request] = ()) -> _Pass | None:
-        """Queue a pass in which some row draws by its constraint; None if none does."""
+        """Queue a pass in which some row is sampled by its constraint; None if none does."""
         count, left = self._to_queue(over)
         if count or not left:
             return None
@@ -438,7 +438,7 @@ class Scheduler:
         parts = []
         for row in starts:
             r, before = self.running[row], 0
-            if lengths[row] < len(r.prompt):  # the rest of the prompt comes first; after its last token the row draws
+            if lengths[row] < len(r.prompt):  # the rest of the prompt comes first; then the row is sampled
                 tokens = r.prompt[lengths[row] : lengths[row] + count]
                 starts[row] = SequenceStart(tokens, r.sampling, Stream(r.sampling.seed, "sample"))
                 before = min(len(r.prompt) - 1 - lengths[row], count)
@@ -448,7 +448,7 @@ class Scheduler:
 
     def _from_device(self) -> list[tuple[Request, list[Token]]]:
         """The tokens of the oldest block in which some request still runs; or of up to BLOCK passes, one by one, while
-        some row draws by its constraint."""
+        some row is sampled by its constraint."""
         self._pass = self._pass or self._queue_pass()
         if self._pass is None:
             return self._read_block()
@@ -502,7 +502,7 @@ class Scheduler:
         return []
 
     def _from_host(self) -> list[tuple[Request, list[Token]]]:
-        """One pass over the rows that the host draws: a token each, or more with drafts."""
+        """One pass over the rows for which the host samples: a token each, or more with drafts."""
         found: list[tuple[Request, list[Token]]] = []
         running = [r for _, r in sorted(self.running.items()) if not r.device]
         for (drafts, heads, begins), group in _grouped(

@@ -168,7 +168,7 @@ class Session:
         return self.decoder.lengths[0]
 
     def _from_blocks(self, ahead: list[int], sampling: Sampling, budget: int) -> Generator[Token]:
-        """Tokens that the decoder draws itself, with or without drafts. ahead: tokens that are not cached."""
+        """Tokens that the decoder samples itself, with or without drafts. ahead: tokens that are not cached."""
         offered = 0
         for drawn in self.decoder.stream([ahead], [sampling], [Stream(sampling.seed, "sample")], budget):
             logprobs = itertools.repeat(None) if drawn.logprobs is None else drawn.logprobs[0].tolist()
@@ -194,7 +194,7 @@ class Session:
         heads = min(sampling.drafts, decoder.most_drafts) + 1
         numbers = uniforms(sampling.seed)
         drafts: list[int] = []
-        proposed: np.ndarray | None = None  # the distributions that the drafts were drawn from, (drafts, V)
+        proposed: np.ndarray | None = None  # the distributions that the drafts were sampled from, (drafts, V)
         while budget > 0:
             base = len(self.tokens) - 1
             logits = (decoder.first(ahead, heads) if ahead else decoder.step([[self.tokens[-1], *drafts]], heads))[0]

@@ -25,7 +25,7 @@ def verify(
     """The accepted drafts and one more token, distributed as if all were sampled from head 0.
 
     logits: (drafts + 1, V), head 0 after each prefix of the drafts. A draft x from q is accepted with probability
-    min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(0, p - q), normalised. Greedy: a draft is
+    min(1, p(x) / q(x)); the first rejected one is replaced by one from max(0, p - q), normalised. Greedy: a draft is
     accepted if it is head 0's choice, and replaced by that choice otherwise.
 
     proposed: the distributions that the drafts were sampled from, (drafts, V). text: the tokens before the drafts, of

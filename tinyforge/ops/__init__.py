@@ -1,7 +1,7 @@
 """The ops: one file each, with its formula, shapes, what it saves, and the kernels for each backend."""
 
 from tinyforge.op import Op
-from tinyforge.ops.activations import ReLU, Sigmoid, SiLU, SquaredReLU
+from tinyforge.ops.activations import ReLU, Sigmoid, SiLU, SquaredReLU, Tanh
 from tinyforge.ops.add import Add
 from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
@@ -46,7 +46,6 @@ from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
 from tinyforge.ops.take import Take
-from tinyforge.ops.tanh import Tanh
 from tinyforge.ops.value_embedding import ValueEmbedding
 
 ALL: tuple[type[Op], ...] = (

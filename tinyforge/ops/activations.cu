@@ -4,6 +4,7 @@
 //           relu2_fwd, relu2_bwd        y = max(x, 0)^2     dx = 2 dy max(x, 0)
 //           sigmoid_fwd, sigmoid_bwd    y = s(x)            dx = dy y (1 - y)
 //           silu_fwd, silu_bwd          y = x s(x)          dx = dy s (1 + x (1 - s))
+//           tanh_fwd, tanh_bwd          y = tanh x          dx = dy (1 - y^2)
 //
 // Grid: a thread for each vector of VEC elements. Block: 256 threads. No shared memory. Bound by memory.
 
@@ -64,4 +65,12 @@ extern "C" __global__ void __launch_bounds__(256) silu_fwd(T *y, const T *x, u32
 
 extern "C" __global__ void __launch_bounds__(256) silu_bwd(T *dx, const T *dy, const T *x, u32 total) {
     each_two(dx, dy, x, total, [](A d, A v) { return d * silu_slope(v, sigmoid<T>(v)); });
+}
+
+extern "C" __global__ void __launch_bounds__(256) tanh_fwd(T *y, const T *x, u32 total) {
+    each(y, x, total, [](A v) { return tanh(v); });
+}
+
+extern "C" __global__ void __launch_bounds__(256) tanh_bwd(T *dx, const T *dy, const T *y, u32 total) {
+    each_two(dx, dy, y, total, [](A d, A v) { return d * (A(1) - v * v); });
 }

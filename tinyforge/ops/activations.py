@@ -1,14 +1,14 @@
-"""Elementwise activations: ReLU and its square, the logistic function, SiLU."""
+"""Elementwise activations: ReLU and its square, the logistic function, SiLU, the hyperbolic tangent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.kernel import Array, kernel
+from tinyforge.kernel import Array, Kernel, kernel
 from tinyforge.op import Op, Stash
 from tinyforge.ops.sigmoid import sigmoid, silu_slope
 
@@ -65,7 +65,42 @@ def silu_bwd(dy: Array, x: Array) -> Array:
     return dx
 
 
-class ReLU(Op):
+@kernel
+def tanh_fwd(x: Array) -> Array:
+    return np.tanh(x)
+
+
+@kernel
+def tanh_bwd(dy: Array, y: Array) -> Array:
+    return dy * (1.0 - y * y)
+
+
+class _Activation(Op):
+    """A function of one array whose gradient is computed from its output, or with `of_input` from its input."""
+
+    fwd = relu_fwd
+    bwd: ClassVar[Kernel[..., Array]]
+    of_input: ClassVar[bool] = False
+    spread: ClassVar[float] = 2.0  # of the numbers in its cases
+
+    def forward(self, x: Array, stash: Stash | None = None) -> Array:
+        self.expect(x)
+        y = self.fwd(x)
+        if stash is not None:
+            stash.push(self, x if self.of_input else y)
+        return y
+
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        (saved,) = stash.pop(self)
+        return self.bwd(dy, saved)
+
+    @classmethod
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        for shape in ((2, 3, 5), (1,), (0, 4)):
+            yield cls(backend), (backend.asarray(rng.normal(size=shape) * cls.spread),)
+
+
+class ReLU(_Activation):
     """y = max(x, 0)
 
     x, y: (...). Saves y. backward: dx = dy where y > 0, else 0. At the kink x = 0 the derivative counts as 0.
@@ -76,17 +111,6 @@ class ReLU(Op):
     fwd = relu_fwd
     bwd = relu_bwd
 
-    def forward(self, x: Array, stash: Stash | None = None) -> Array:
-        self.expect(x)
-        y = self.fwd(x)
-        if stash is not None:
-            stash.push(self, y)
-        return y
-
-    def backward(self, dy: Array, stash: Stash) -> Array:
-        (y,) = stash.pop(self)
-        return self.bwd(dy, y)
-
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         for shape in ((2, 3, 5), (1,), (9, 8), (0, 4)):
@@ -96,7 +120,7 @@ class ReLU(Op):
             yield cls(backend), (backend.asarray(x),)
 
 
-class SquaredReLU(Op):
+class SquaredReLU(_Activation):
     """y = max(x, 0)^2
 
     x, y: (...). Saves x. backward: dx = 2 dy max(x, 0).
@@ -106,16 +130,7 @@ class SquaredReLU(Op):
 
     fwd = relu2_fwd
     bwd = relu2_bwd
-
-    def forward(self, x: Array, stash: Stash | None = None) -> Array:
-        self.expect(x)
-        if stash is not None:
-            stash.push(self, x)
-        return self.fwd(x)
-
-    def backward(self, dy: Array, stash: Stash) -> Array:
-        (x,) = stash.pop(self)
-        return self.bwd(dy, x)
+    of_input = True
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
@@ -123,7 +138,7 @@ class SquaredReLU(Op):
             yield cls(op.backend), inputs
 
 
-class Sigmoid(Op):
+class Sigmoid(_Activation):
     """y = s(x) = 1 / (1 + exp(-x))
 
     x, y: (...). Saves y. backward: dx = dy y (1 - y).
@@ -132,24 +147,8 @@ class Sigmoid(Op):
     fwd = sigmoid_fwd
     bwd = sigmoid_bwd
 
-    def forward(self, x: Array, stash: Stash | None = None) -> Array:
-        self.expect(x)
-        y = self.fwd(x)
-        if stash is not None:
-            stash.push(self, y)
-        return y
 
-    def backward(self, dy: Array, stash: Stash) -> Array:
-        (y,) = stash.pop(self)
-        return self.bwd(dy, y)
-
-    @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for shape in ((2, 3, 5), (1,), (0, 4)):
-            yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)
-
-
-class SiLU(Op):
+class SiLU(_Activation):
     """y = x s(x),  s(x) = 1 / (1 + exp(-x))
 
     x, y: (...). Saves x. backward: dx = dy s (1 + x (1 - s)).
@@ -159,18 +158,15 @@ class SiLU(Op):
 
     fwd = silu_fwd
     bwd = silu_bwd
+    of_input = True
 
-    def forward(self, x: Array, stash: Stash | None = None) -> Array:
-        self.expect(x)
-        if stash is not None:
-            stash.push(self, x)
-        return self.fwd(x)
 
-    def backward(self, dy: Array, stash: Stash) -> Array:
-        (x,) = stash.pop(self)
-        return self.bwd(dy, x)
+class Tanh(_Activation):
+    """y = tanh x
 
-    @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
-        for shape in ((2, 3, 5), (1,), (0, 4)):
-            yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)
+    x, y: (...). Saves y. backward: dx = dy (1 - y^2), since the derivative of tanh is 1 - tanh^2.
+    """
+
+    fwd = tanh_fwd
+    bwd = tanh_bwd
+    spread = 1.0

@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tinyforge.backends.webgpu_array import contiguous, groups, launch, new
 from tinyforge.kernel import Array
-from tinyforge.ops import activations
+from tinyforge.ops import activations as op
 
 FILE = "ops/activations.wgsl"
-RELU, SIGMOID, SILU, TANH = range(4)
+FORWARD = op.relu_fwd, op.sigmoid_fwd, op.silu_fwd, op.tanh_fwd
+BACKWARD = op.relu_bwd, op.sigmoid_bwd, op.silu_bwd, op.tanh_bwd
 
 
-def forward(x: Array, kind: int) -> Array:
+def forward(kind: int, *arrays: Array) -> Array:
+    (x,) = arrays
     y = new(x, x.shape)
     launch(FILE, "forward", groups(x.size), {"out": y, "x": contiguous(x)}, (x.size,), {"KIND": kind})
     return y
 
 
-def backward(dy: Array, saved: Array, kind: int) -> Array:
+def backward(kind: int, *arrays: Array) -> Array:
+    dy, saved = arrays
     dx = new(saved, saved.shape)
-    arrays = {"out": dx, "x": contiguous(saved), "dy": contiguous(dy)}
-    launch(FILE, "backward", groups(dx.size), arrays, (dx.size,), {"KIND": kind})
+    bound = {"out": dx, "x": contiguous(saved), "dy": contiguous(dy)}
+    launch(FILE, "backward", groups(dx.size), bound, (dx.size,), {"KIND": kind})
     return dx
 
 
-@activations.relu_fwd.on("webgpu")
-def relu_fwd(x: Array) -> Array:
-    return forward(x, RELU)
-
-
-@activations.relu_bwd.on("webgpu")
-def relu_bwd(dy: Array, y: Array) -> Array:
-    return backward(dy, y, RELU)
-
-
-@activations.sigmoid_fwd.on("webgpu")
-def sigmoid_fwd(x: Array) -> Array:
-    return forward(x, SIGMOID)
-
-
-@activations.sigmoid_bwd.on("webgpu")
-def sigmoid_bwd(dy: Array, y: Array) -> Array:
-    return backward(dy, y, SIGMOID)
-
-
-@activations.silu_fwd.on("webgpu")
-def silu_fwd(x: Array) -> Array:
-    return forward(x, SILU)
-
-
-@activations.silu_bwd.on("webgpu")
-def silu_bwd(dy: Array, x: Array) -> Array:
-    return backward(dy, x, SILU)
+for number in range(4):
+    FORWARD[number].on("webgpu")(partial(forward, number))
+    BACKWARD[number].on("webgpu")(partial(backward, number))

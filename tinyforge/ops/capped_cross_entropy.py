@@ -11,6 +11,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
+from tinyforge.ops.activations import tanh_bwd
 from tinyforge.ops.cross_entropy import (
     NO_TEACHER,
     LinearCrossEntropy,
@@ -22,7 +23,6 @@ from tinyforge.ops.cross_entropy import (
     rows_of,
 )
 from tinyforge.ops.linear import linear_bwd
-from tinyforge.ops.tanh import tanh_bwd
 from tinyforge.params import with_buffer
 
 

@@ -15,9 +15,9 @@ from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.ops.activations import tanh_fwd
 from tinyforge.ops.linear import linear_fwd
 from tinyforge.ops.scale import scale_fwd
-from tinyforge.ops.tanh import tanh_fwd
 from tinyforge.params import with_buffer
 
 CHUNK_BYTES = 1 << 21

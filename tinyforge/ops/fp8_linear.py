@@ -20,18 +20,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, Kernels, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.fp8 import (
-    MULTIPLE,
-    FP8Gradient,
-    FP8Weight,
-    Scaled,
-    fp8_weight_of,
-    largest_scale,
-    quantise_rows,
-    quantise_transposed,
-    quantise_weights,
-    swiglu_bwd_fp8,
-)
+from tinyforge.ops import fp8
 from tinyforge.ops.linear import Linear, add_product
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
@@ -93,7 +82,7 @@ def weight_gradient(dweight: Array, dy: Array, x: Array, accumulate: bool = True
 class FP8Weights(Kernels):
     """Quantises the weights of a model's FP8 ops together; the model calls `refresh` at the start of its forward."""
 
-    quantise_all = quantise_weights
+    quantise_all = fp8.quantise_weights
 
     def __init__(self, ops: Sequence[Any], backend: Backend) -> None:
         self.maps = [op for op in ops if isinstance(op, _FP8Map)]
@@ -111,16 +100,16 @@ class _FP8Map(Kernels):
     forward does."""
 
     product = fp8_product
-    quantise = quantise_rows
-    quantise_weight = quantise_weights
+    quantise = fp8.quantise_rows
+    quantise_weight = fp8.quantise_weights
     weight: Param
-    fp8_weight: FP8Weight
+    fp8_weight: fp8.FP8Weight
     refreshed = False
 
-    def scaled(self, x: Array | Scaled) -> Scaled:
-        return x if isinstance(x, Scaled) else Scaled(x, *self.quantise(x))
+    def scaled(self, x: Array | fp8.Scaled) -> fp8.Scaled:
+        return x if isinstance(x, fp8.Scaled) else fp8.Scaled(x, *self.quantise(x))
 
-    def quantised_weight(self) -> FP8Weight:
+    def quantised_weight(self) -> fp8.FP8Weight:
         if not self.refreshed:
             self.quantise_weight([self.fp8_weight], [self.weight.value])
         return self.fp8_weight
@@ -138,7 +127,7 @@ class FP8Linear(_FP8Map, Linear):
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(weight, backend, name)
-        self.fp8_weight = fp8_weight_of(weight, backend, codes=True)
+        self.fp8_weight = fp8.fp8_weight_of(weight, backend, codes=True)
 
     def forward(
         self,
@@ -168,13 +157,13 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
     reference = LinearSwiGLU
     hidden_product = fp8_product_swiglu
     fp8_weight_bwd = fp8_weight_gradient
-    largest = largest_scale
-    transpose = quantise_transposed
+    largest = fp8.largest_scale
+    transpose = fp8.quantise_transposed
     adds = False
 
     def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
         super().__init__(weight, backend, name)
-        self.fp8_weight = fp8_weight_of(weight, backend, codes=True, transposed=True)
+        self.fp8_weight = fp8.fp8_weight_of(weight, backend, codes=True, transposed=True)
 
     def forward(
         self,
@@ -194,10 +183,10 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
 
     def backward(self, dy: Any, stash: Stash) -> Array:
         x, rows = stash.pop(self)
-        if not isinstance(dy, FP8Gradient):
+        if not isinstance(dy, fp8.FP8Gradient):
             scale = self.largest(self.quantise(dy)[1])
             codes, transposed = self.transpose(dy, scale, True)
-            dy = FP8Gradient(codes, transposed, scale)
+            dy = fp8.FP8Gradient(codes, transposed, scale)
         if x is not None:
             scale = self.largest(rows)
             _, transposed = self.transpose(x(), scale, False)
@@ -221,13 +210,13 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
     reference = SwiGLULinear
     weight_bwd = weight_gradient
     gu_bwd = swiglu_bwd
-    gu_bwd_fp8 = swiglu_bwd_fp8
-    largest = largest_scale
+    gu_bwd_fp8 = fp8.swiglu_bwd_fp8
+    largest = fp8.largest_scale
 
     def __init__(self, weight: Param, backend: Backend, name: str = "", *, gives_fp8: bool = False) -> None:
         super().__init__(weight, backend, name)
         self.gives_fp8 = gives_fp8
-        self.fp8_weight = fp8_weight_of(weight, backend, transposed=True)
+        self.fp8_weight = fp8.fp8_weight_of(weight, backend, transposed=True)
 
     def forward(
         self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
@@ -246,7 +235,7 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
         if self.gives_fp8:
             scale = self.largest(dy.scale)
             codes, transposed = self.gu_bwd_fp8(hidden, dh, gu, scale)
-            dgu = FP8Gradient(codes, transposed, scale)
+            dgu = fp8.FP8Gradient(codes, transposed, scale)
         else:
             dgu = self.gu_bwd(hidden, dh, gu)
         if dweight is not None:
@@ -266,7 +255,7 @@ def _cases(
     width: Callable[[int], int],
 ) -> Iterator[tuple[Op, tuple[Any, ...]]]:
     """shape: of the weight, of o and i. width: of the input, of i."""
-    times = MULTIPLE if backend.fp8 else 1
+    times = fp8.MULTIPLE if backend.fp8 else 1
     for (o, i), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
         op = with_buffer(kind(Param("weight", shape(o * times, i * times), std=1.0), backend), backend, rng)
         yield op, (backend.asarray(rng.normal(size=(*lead, width(i * times)))),)

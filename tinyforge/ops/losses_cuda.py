@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from tinyforge.backends import wide
@@ -13,8 +15,8 @@ from tinyforge.ops import losses
 FILE = "ops/losses.cu"
 
 
-def _forward(entry: str, x: Array, target: Array) -> Array:
-    x, target = contiguous(x), contiguous(target)
+def forward(entry: str, *arrays: Array) -> Array:
+    x, target = map(contiguous, arrays)
     y = new(x.shape[:1], wide(x.dtype))
     if y.size:
         launch = load(FILE, entry, SCALAR=scalar(x.dtype))
@@ -22,8 +24,8 @@ def _forward(entry: str, x: Array, target: Array) -> Array:
     return y
 
 
-def _backward(entry: str, dy: Array, x: Array, target: Array) -> tuple[Array, Array]:
-    dy, x, target = contiguous(dy), contiguous(x), contiguous(target)
+def backward(entry: str, *arrays: Array) -> tuple[Array, Array]:
+    dy, x, target = map(contiguous, arrays)
     dx, dtarget = new(x.shape, x.dtype), new(x.shape, x.dtype)
     if x.size:
         launch = load(FILE, entry, SCALAR=scalar(x.dtype))
@@ -31,21 +33,7 @@ def _backward(entry: str, dy: Array, x: Array, target: Array) -> tuple[Array, Ar
     return dx, dtarget
 
 
-@losses.mse_fwd.on("cupy")
-def mse_fwd(x: Array, target: Array) -> Array:
-    return _forward("mse_fwd", x, target)
-
-
-@losses.mse_bwd.on("cupy")
-def mse_bwd(dy: Array, x: Array, target: Array) -> tuple[Array, Array]:
-    return _backward("mse_bwd", dy, x, target)
-
-
-@losses.binary_cross_entropy_fwd.on("cupy")
-def binary_cross_entropy_fwd(x: Array, target: Array) -> Array:
-    return _forward("binary_cross_entropy_fwd", x, target)
-
-
-@losses.binary_cross_entropy_bwd.on("cupy")
-def binary_cross_entropy_bwd(dy: Array, x: Array, target: Array) -> tuple[Array, Array]:
-    return _backward("binary_cross_entropy_bwd", dy, x, target)
+losses.mse_fwd.on("cupy")(partial(forward, "mse_fwd"))
+losses.mse_bwd.on("cupy")(partial(backward, "mse_bwd"))
+losses.binary_cross_entropy_fwd.on("cupy")(partial(forward, "binary_cross_entropy_fwd"))
+losses.binary_cross_entropy_bwd.on("cupy")(partial(backward, "binary_cross_entropy_bwd"))

@@ -10,9 +10,8 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.activations import ReLU
+from tinyforge.ops.activations import ReLU, Tanh
 from tinyforge.ops.linear import Linear
-from tinyforge.ops.tanh import Tanh
 from tinyforge.params import with_buffer
 
 

@@ -225,7 +225,7 @@ class SharedMemory(Finished):
         data = data.copy() if self.rank == 0 else np.empty(size[0], np.uint8)
         self.broadcast_(data)
         # What is read comes from this run's own first process.
-        return value if self.rank == 0 else pickle.loads(data.tobytes())  # nosec B301
+        return value if self.rank == 0 else pickle.loads(data.tobytes())  # noqa: S301 - of this process group
 
     def gather_objects(self, value: Any) -> Any:
         return self._star.rendezvous(("gather_objects",), bring=value)

@@ -58,53 +58,31 @@ def default_rows(model: Any, capacity: int) -> int:
 def flags() -> Parser:
     parser = Parser(prog="python -m tinyforge.serve", description=__doc__)
     add_checkpoint_flag(parser)
-    parser.add_argument("--adapter", metavar="DIR", help="a LoRA adapter, merged into the checkpoint")
+    parser.flag("--adapter", str, "a LoRA adapter, merged into the checkpoint", metavar="DIR")
     add_template_flag(parser)
-    parser.add_argument("--name", help="name of the model (default: its file's name)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default: %(default)s)")
+    parser.flag("--name", str, "name of the model (default: its file's name)")
+    parser.flag("--host", "127.0.0.1", "address to listen on")
+    parser.flag("--port", 8000, "port, 0 for any free one")
     add_computing_flags(parser)
-    parser.add_argument(
+    parser.flag(
         "--rows",
-        type=int,
+        int,
+        "texts decoded together (default: up to 64 on a CPU and 256 on a GPU, as many as fit 2 GiB of cache)",
         metavar="N",
-        help="texts decoded together (default: up to 64 on a CPU and 256 on a GPU, as many as fit 2 GiB of cache)",
     )
-    parser.add_argument(
-        "--queue", type=int, default=256, metavar="N", help="texts that may wait (default: %(default)s)"
-    )
-    parser.add_argument("--context", type=int, metavar="N", help="tokens of a text (default: the model's)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest reply (default: the context)")
-    parser.add_argument("--max-n", type=int, default=8, metavar="N", help="texts per prompt (default: %(default)s)")
-    parser.add_argument(
-        "--max-body", type=int, default=1 << 20, metavar="BYTES", help="largest request body (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=600,
-        metavar="SECONDS",
-        help="for a request, waiting included (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--drain",
-        type=float,
-        default=30,
-        metavar="SECONDS",
-        help="for running replies after SIGTERM (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--prefix-mib",
-        type=int,
-        default=256,
-        metavar="N",
-        help="cache for shared beginnings of prompts (default: %(default)s)",
-    )
-    parser.add_argument(
+    parser.flag("--queue", 256, "texts that may wait", metavar="N")
+    parser.flag("--context", int, "tokens of a text (default: the model's)", metavar="N")
+    parser.flag("--max-tokens", int, "longest reply (default: the context)", metavar="N")
+    parser.flag("--max-n", 8, "texts per prompt", metavar="N")
+    parser.flag("--max-body", 1 << 20, "largest request body", metavar="BYTES")
+    parser.flag("--deadline", 600.0, "for a request, waiting included", metavar="SECONDS")
+    parser.flag("--drain", 30.0, "for running replies after SIGTERM", metavar="SECONDS")
+    parser.flag("--prefix-mib", 256, "cache for shared beginnings of prompts", metavar="N")
+    parser.flag(
         "--reasoning-format",
+        "auto",
+        "none leaves a reply's thoughts in its text; else they are its reasoning_content",
         choices=("auto", "deepseek", "none"),
-        default="auto",
-        help="none leaves a reply's thoughts in its text; else they are its reasoning_content (default: %(default)s)",
     )
     add_allow_host_flag(parser)
     parser.add_argument(

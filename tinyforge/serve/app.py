@@ -38,29 +38,13 @@ from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.scheduler import QueueFull
 from tinyforge.infer.session import checked_ids
 from tinyforge.infer.trace import attention_of, attention_ops
+from tinyforge.serve import protocol
 from tinyforge.serve.answers import Place, Writer
 from tinyforge.serve.engine import Answer, Draining, Engine, Piece
 from tinyforge.serve.http import HEAD_BYTES
 from tinyforge.serve.messages import CountRequest, MessagesRequest, MessageWriter
 from tinyforge.serve.openapi import description
-from tinyforge.serve.protocol import (
-    MOST_INPUTS,
-    MOST_PROMPTS,
-    OPENAI,
-    ApiError,
-    AttentionRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    Extension,
-    Generation,
-    Limits,
-    TokenizeRequest,
-    encode_chat,
-    prompt_ids,
-    read,
-)
+from tinyforge.serve.protocol import ApiError, Generation, Limits
 from tinyforge.serve.responses import Conversations, ResponsesRequest, ResponseWriter
 from tinyforge.serve.routes import ENDPOINTS
 from tinyforge.serve.tools import IGNORED, Tools, grammar, select
@@ -87,19 +71,9 @@ MOST_PENDING, MOST_UNREAD = 64, 64 << 20
 MOST_ANSWER = 64 << 20
 TOKEN_BYTES, LOGPROB_BYTES, FLOAT_BYTES = 16, 64, 22
 """Bytes of an answer, at most; and of a token, a log-probability and a number in it, about."""
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data: blob:",
-        "font-src 'self'",
-        "connect-src 'self'",
-        "manifest-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; font-src 'self'; "
+    "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = [
     (b"content-security-policy", POLICY.encode()),
@@ -179,7 +153,7 @@ class App:
         self.thoughts = thoughts.learn(template, self.tokenizer)
         self.separate_thoughts = separate_thoughts
         self.hosts, self.origins = hosts, set(origins)
-        self.generation, self.default = generation, generation.sampling(OPENAI)
+        self.generation, self.default = generation, generation.sampling(protocol.OPENAI)
         self.created = int(time.time())
         seen = f"{spec} {self.config.to_dict()} {self.tokenizer.hash()}"
         self.fingerprint = "fp_" + hashlib.sha256(seen.encode()).hexdigest()[:12]
@@ -303,7 +277,7 @@ class App:
                 raise ApiError(400, f"the body is not UTF-8 at byte {error.start}") from None
             except ValueError as error:
                 raise ApiError(400, f"the body cannot be read: {error}") from None
-            return read(kind, content, self.longest)
+            return protocol.read(kind, content, self.longest)
 
         return await self._slowly(len(data), parse)
 
@@ -397,7 +371,7 @@ class App:
     # --- texts
 
     async def chat(self, request: Request) -> Response:
-        wish: ChatRequest = await self._parse_body(request, ChatRequest)
+        wish: protocol.ChatRequest = await self._parse_body(request, protocol.ChatRequest)
         self._check_model(wish.model)
         wish.check()
         tools = select(wish.tools, wish.tool_choice, wish.parallel_tool_calls, self.call_form)
@@ -414,7 +388,7 @@ class App:
         if self.encodes:
             raise ApiError(400, "this model gives vectors and no text; send it to /v1/embeddings", code="no_text")
 
-    async def _chat_ids(self, wish: ChatRequest, tools: Tools, reply_to_come: bool = True) -> list[int]:
+    async def _chat_ids(self, wish: protocol.ChatRequest, tools: Tools, reply_to_come: bool = True) -> list[int]:
         self._check_generates()
         length = sum(m.length(f"messages.{i}") for i, m in enumerate(wish.messages))
         self._check_length(length, "messages")
@@ -422,14 +396,14 @@ class App:
 
         def encoded() -> list[int]:
             variables = wish.chat_template_kwargs
-            return encode_chat(
+            return protocol.encode_chat(
                 self.template, self.tokenizer, wish.messages, reply_to_come, variables, tools.shown, self.call_form
             )
 
         ids: list[int] = await self._slowly(length, encoded)
         return ids
 
-    def _with_thoughts(self, tools: Tools, wish: ChatRequest, ids: Sequence[int]) -> Tools:
+    def _with_thoughts(self, tools: Tools, wish: protocol.ChatRequest, ids: Sequence[int]) -> Tools:
         """How the reply to a prompt is read, thoughts included."""
         tags = self.thoughts
         asked = wish.reasoning_format or ("auto" if self.separate_thoughts else "none")
@@ -438,7 +412,7 @@ class App:
         end = b"".join(map(self.tokenizer.token_bytes, ids[-2 * len(tags.open) :])).decode("utf-8", "replace")
         return replace(tools, thoughts=tags, begun=tags.begun(end))
 
-    async def _score_reply(self, request: Request, wish: ChatRequest, tools: Tools) -> Response:
+    async def _score_reply(self, request: Request, wish: protocol.ChatRequest, tools: Tools) -> Response:
         """The last message as the tokens that the model reads, each with what the model expected in its place."""
         reply = wish.messages[-1].text("messages")
         before = await self._chat_ids(wish.model_copy(update={"messages": wish.messages[:-1]}), tools)
@@ -470,7 +444,7 @@ class App:
         def keep(name: str, reply: dict[str, Any]) -> None:
             self.conversations.put(name, [*messages, reply])
 
-        inner = Writer(self.tokenizer, self.name, self.fingerprint, True, wish.top, Extension(), [ids], [])
+        inner = Writer(self.tokenizer, self.name, self.fingerprint, True, wish.top, protocol.Extension(), [ids], [])
         writer = ResponseWriter(inner, wish, self.name, keep, tools)
         return await self._answer(
             request, chat, [ids], chat.tokens, wish.top, chat=True, echo=[], param="input", writer=writer, tools=tools
@@ -484,7 +458,7 @@ class App:
         tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
         ids = await self._chat_ids(chat, tools)
         tools = self._with_thoughts(tools, chat, ids)
-        inner = Writer(self.tokenizer, self.name, self.fingerprint, True, None, Extension(), [ids], [])
+        inner = Writer(self.tokenizer, self.name, self.fingerprint, True, None, protocol.Extension(), [ids], [])
         return await self._answer(
             request,
             chat,
@@ -506,9 +480,9 @@ class App:
         return json_response({"input_tokens": len(await self._chat_ids(chat, tools))})
 
     async def embed(self, request: Request) -> Response:
-        wish: EmbeddingRequest = await self._parse_body(request, EmbeddingRequest)
+        wish: protocol.EmbeddingRequest = await self._parse_body(request, protocol.EmbeddingRequest)
         self._check_model(wish.model)
-        texts, each = await self._prompts(wish.input, "input", MOST_INPUTS)
+        texts, each = await self._prompts(wish.input, "input", protocol.MOST_INPUTS)
         if self.encodes and texts:
             ends = [self.tokenizer.specials[text] for text in (CLS, SEP)]
             each = [[ends[0], *ids, ends[1]] if ids else [] for ids in each]
@@ -529,7 +503,7 @@ class App:
             raise ApiError(400, f"{len(each)} vectors of {size} numbers are too many; ask for base64", param="input")
         return await self._slowly(vectors.size, lambda: self._embedding_body(wish, each, vectors))
 
-    def _embedding_body(self, wish: EmbeddingRequest, each: Sequence[Sequence[int]], vectors: Any) -> Response:
+    def _embedding_body(self, wish: protocol.EmbeddingRequest, each: Sequence[Sequence[int]], vectors: Any) -> Response:
         def shown(vector: Any) -> Any:
             if wish.encoding_format == "float":
                 return vector.tolist()
@@ -541,11 +515,11 @@ class App:
         return json_response({"object": "list", "data": data, "model": self.name, "usage": usage})
 
     async def complete(self, request: Request) -> Response:
-        wish: CompletionRequest = await self._parse_body(request, CompletionRequest)
+        wish: protocol.CompletionRequest = await self._parse_body(request, protocol.CompletionRequest)
         self._check_generates()
         self._check_model(wish.model)
         wish.check()
-        texts, prompts = await self._prompts(wish.prompt, "prompt", MOST_PROMPTS)
+        texts, prompts = await self._prompts(wish.prompt, "prompt", protocol.MOST_PROMPTS)
         tokens, echo, places = 16 if wish.max_tokens is None else wish.max_tokens, [], []
         if wish.echo:
             size = sum(map(len, prompts))
@@ -555,7 +529,7 @@ class App:
         )
 
     def _echo(
-        self, wish: CompletionRequest, texts: Sequence[str], prompts: Sequence[Sequence[int]]
+        self, wish: protocol.CompletionRequest, texts: Sequence[str], prompts: Sequence[Sequence[int]]
     ) -> tuple[list[str], list[Place]]:
         """The beginning of each text, and with log-probabilities where its tokens begin."""
         echo, n = list(texts) or [self.tokenizer.decode(ids) for ids in prompts], wish.n or 1
@@ -574,7 +548,7 @@ class App:
         size = len(each) if each and isinstance(each[0], int) else sum(map(len, each))
 
         def encoded() -> list[list[int]]:
-            prompts = prompt_ids(given, self.tokenizer, param, most)
+            prompts = protocol.prompt_ids(given, self.tokenizer, param, most)
             return [checked_ids(ids, self.config.vocab) for ids in prompts]
 
         return texts, await self._slowly(size, encoded)
@@ -793,7 +767,7 @@ class App:
     # --- tokens and attention
 
     async def tokenize(self, request: Request) -> Response:
-        wish: TokenizeRequest = await self._parse_body(request, TokenizeRequest)
+        wish: protocol.TokenizeRequest = await self._parse_body(request, protocol.TokenizeRequest)
         if len(wish.content) > self.longest:
             message = f"content has {len(wish.content)} characters, at most {self.longest} here; send it in parts"
             raise ApiError(400, message, param="content")
@@ -808,7 +782,7 @@ class App:
         return {"id": token, "piece": self.tokenizer.token_bytes(token).decode("utf-8", "replace")}
 
     async def detokenize(self, request: Request) -> Response:
-        wish: DetokenizeRequest = await self._parse_body(request, DetokenizeRequest)
+        wish: protocol.DetokenizeRequest = await self._parse_body(request, protocol.DetokenizeRequest)
         ids = wish.tokens
 
         def decoded() -> Response:
@@ -817,7 +791,7 @@ class App:
         return await self._slowly(len(ids), decoded)
 
     async def attend(self, request: Request) -> Response:
-        wish: AttentionRequest = await self._parse_body(request, AttentionRequest)
+        wish: protocol.AttentionRequest = await self._parse_body(request, protocol.AttentionRequest)
         self._check_model(wish.model)
         ops, most = self.attention, min(self.limits.attention, self.context)
         if not ops:
@@ -866,7 +840,7 @@ class App:
             job.cancel()
             gone.cancel()
 
-    def _attention_body(self, wish: AttentionRequest, ids: Sequence[int], weights: Any) -> dict[str, Any]:
+    def _attention_body(self, wish: protocol.AttentionRequest, ids: Sequence[int], weights: Any) -> dict[str, Any]:
         op = self.attention[wish.layer]
         return {
             "object": "attention",
@@ -880,9 +854,9 @@ class App:
             "weights": weights.round(4).tolist(),
         }
 
-    def _ids_of(self, wish: AttentionRequest) -> list[int]:
+    def _ids_of(self, wish: protocol.AttentionRequest) -> list[int]:
         if wish.messages is not None:
-            return encode_chat(self.template, self.tokenizer, wish.messages, False, form=self.call_form)
+            return protocol.encode_chat(self.template, self.tokenizer, wish.messages, False, form=self.call_form)
         return [*start_ids(self.tokenizer), *self.tokenizer.encode(wish.text or "")]
 
     # --- the server itself

@@ -12,19 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tinyforge.serve import protocol
 from tinyforge.serve.answers import Writer
 from tinyforge.serve.engine import Answer, Choice, Piece
-from tinyforge.serve.protocol import (
-    MOST_TOOLS,
-    MOST_TOP,
-    ApiError,
-    ChatRequest,
-    Function,
-    FunctionName,
-    Part,
-    ToolChoice,
-    Wish,
-)
+from tinyforge.serve.protocol import ApiError
 from tinyforge.serve.tools import Event, Tools
 
 MOST_KEPT, MOST_KEPT_CHARACTERS = 1024, 16 << 20
@@ -34,15 +25,15 @@ TEXTS = ("text", "input_text", "output_text", "reasoning_text")
 
 Conversation = list[dict[str, Any]]
 """Messages, as of a chat."""
-Parts = Annotated[list[Part], Field(fail_fast=True, max_length=4096)]
+Parts = Annotated[list[protocol.Part], Field(fail_fast=True, max_length=4096)]
 
 
-class InputItem(Wish):
+class InputItem(protocol.Wish):
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
     content: str | Parts | None = None
     call_id: str | None = Field(default=None, max_length=200)
-    name: FunctionName | None = None
+    name: protocol.FunctionName | None = None
     arguments: str | None = None
     output: str | Parts = ""
 
@@ -70,7 +61,7 @@ class InputItem(Wish):
             raise ApiError(400, f"{message}function_call_output, each with its fields", param="input")
 
     @staticmethod
-    def _text(content: str | list[Part] | None, place: str) -> str:
+    def _text(content: str | list[protocol.Part] | None, place: str) -> str:
         if content is None or isinstance(content, str):
             return content or ""
         wrong = next((part.type for part in content if part.type not in TEXTS), None)
@@ -79,17 +70,17 @@ class InputItem(Wish):
         return "".join(part.text or "" for part in content)
 
 
-class FlatTool(Function):
+class FlatTool(protocol.Function):
     """A tool in the Responses API has its fields at the top level."""
 
     type: Literal["function"]
 
 
-class TextOptions(Wish):
+class TextOptions(protocol.Wish):
     format: dict[str, Any] | None = None
 
 
-class ResponsesRequest(Wish):
+class ResponsesRequest(protocol.Wish):
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=4096)]
     model: str | None = Field(default=None, max_length=200)
     instructions: str | None = None
@@ -97,15 +88,15 @@ class ResponsesRequest(Wish):
     max_output_tokens: int | None = Field(default=None, ge=1, le=1 << 30)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_TOP)
+    top_logprobs: int | None = Field(default=None, ge=0, le=protocol.MOST_TOP)
     include: Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
     metadata: dict[str, str] | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=protocol.MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | protocol.ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     user: str | None = None
 
@@ -118,12 +109,12 @@ class ResponsesRequest(Wish):
             item.add_to(messages, f"input.{number}")
         return messages
 
-    def chat(self, messages: Conversation) -> ChatRequest:
+    def chat(self, messages: Conversation) -> protocol.ChatRequest:
         """The same request to /v1/chat/completions."""
         if self.background:
             raise ApiError(400, "background is not supported; leave it out", param="background")
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        return ChatRequest.model_validate(
+        return protocol.ChatRequest.model_validate(
             {
                 "messages": first + messages,
                 "max_tokens": self.max_output_tokens,

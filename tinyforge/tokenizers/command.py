@@ -50,34 +50,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     train = commands.add_parser("train", help="learn a vocabulary from text files")
     train.add_argument("files", nargs="+", metavar="FILE", help="text in UTF-8")
-    train.add_argument(
-        "--vocab-size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="number of ids: 256 bytes, the merges, the special tokens",
+    train.flag(
+        "--vocab-size", int, "number of ids: 256 bytes, the merges, the special tokens", required=True, metavar="N"
     )
-    train.add_argument("--out", required=True, metavar="FILE", help="the tokenizer, as JSON")
+    train.flag("--out", str, "the tokenizer, as JSON", required=True, metavar="FILE")
     train.add_argument(
         "--special",
         action="append",
         metavar="TEXT",
         help="a special token; may be repeated (default: <|endoftext|> and </s>)",
     )
-    train.add_argument("--single-digits", action="store_true", help="no token holds more than one digit")
+    train.flag("--single-digits", False, "no token holds more than one digit")
 
     encode = commands.add_parser("encode", help="text or any bytes -> ids, in decimal")
-    encode.add_argument("--out", metavar="FILE", help="write the ids to a .npy file, with 16 or 32 bits each")
+    encode.flag("--out", str, "write the ids to a .npy file, with 16 or 32 bits each", metavar="FILE")
     decode = commands.add_parser("decode", help="ids, in decimal or in a .npy file -> text, byte for byte")
     for command in (train, encode):
-        command.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
+        command.flag("--workers", int, "processes (default: one per core)", metavar="N")
     for command in (encode, decode):
         command.add_argument("file", nargs="?", default="-", metavar="FILE", help="default: standard input")
     inspect = commands.add_parser("inspect", help="show the pre-tokens and tokens of a text, and how a token is made")
     inspect.add_argument("text", metavar="TEXT")
-    inspect.add_argument("--token", type=int, metavar="ID", help="show its merges (default: the text's longest token)")
+    inspect.flag("--token", int, "show its merges (default: the text's longest token)", metavar="ID")
     for command in (encode, decode, inspect):
-        command.add_argument("--tokenizer", required=True, metavar="FILE", help="of train, or of another program")
+        command.flag("--tokenizer", str, "of train, or of another program", required=True, metavar="FILE")
 
     args = parser.parse_args(argv)
     if args.command == "train":

@@ -19,20 +19,11 @@ from typing import Any
 
 from tinyforge.errors import UserError
 from tinyforge.files import GET_AGAIN, read_text, shown
-from tinyforge.tokenizers.bpe import (
-    NO_MERGE,
-    JointMerges,
-    Pair,
-    PairRanks,
-    Tokenizer,
-    apply_merges,
-    byte_order_of,
-    ids_by_bytes,
-)
+from tinyforge.tokenizers import bpe
 from tinyforge.tokenizers.pieces import GPT2, PATTERNS, Pattern, split
 
 
-def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
+def to_tiktoken(tokenizer: bpe.Tokenizer) -> list[str]:
     r"""Lines of a rank file, each "base64(token) id\n": all tokens but the special ones, in the order of ids.
 
     The file holds neither the pattern nor the special tokens; give both to tiktoken:
@@ -60,14 +51,14 @@ def to_tiktoken(tokenizer: Tokenizer) -> list[str]:
     return lines
 
 
-class Growing(PairRanks):
+class Growing(bpe.PairRanks):
     """Ranks that are still being read: a pair without one may get one."""
 
-    def __missing__(self, pair: Pair) -> int:
-        return NO_MERGE
+    def __missing__(self, pair: bpe.Pair) -> int:
+        return bpe.NO_MERGE
 
 
-def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Pattern = GPT2) -> Tokenizer:
+def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Pattern = GPT2) -> bpe.Tokenizer:
     """The tokenizer of a rank file, with the same ids; `specials` get the ids after the last rank.
 
     The file holds no merges: the merge of a token is the pair that its bytes encode to with all tokens of lower rank.
@@ -105,7 +96,7 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
 
     ranks = {token: rank for rank, token in tokens.items()}
     byte_ids = [ranks.get(bytes([byte])) for byte in range(256)]
-    if (byte_order := byte_order_of(byte_ids)) is None:
+    if (byte_order := bpe.byte_order_of(byte_ids)) is None:
         byte, id = next((b, id) for b, id in enumerate(byte_ids) if id is None or id > 255 or id != b)
         raise UserError(
             f"{path}: got id {id} for the byte {byte:#04x}, expected ids 0..255 for the 256 bytes, in their own or "
@@ -114,7 +105,7 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
     merged = Growing()
     for rank in range(256, len(tokens)):
         token = tokens[rank]
-        parts = apply_merges([ranks[bytes([byte])] for byte in token], merged, range(rank))
+        parts = bpe.apply_merges([ranks[bytes([byte])] for byte in token], merged, range(rank))
         if len(parts) != 2:
             raise UserError(
                 f"{path} line {lines[token]}: got {token!r}, which is {len(parts)} tokens of lower rank, expected 2; "
@@ -129,7 +120,7 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
             )
         merged[parts[0], parts[1]] = rank
     try:
-        return Tokenizer(merged, specials, byte_order, pattern)
+        return bpe.Tokenizer(merged, specials, byte_order, pattern)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
@@ -142,7 +133,7 @@ TEKKEN_SPECIALS = (
 """The first special tokens of Mistral's tekken.json before it listed them."""
 
 
-def read_tekken(content: dict[str, Any], path: str | Path) -> Tokenizer:
+def read_tekken(content: dict[str, Any], path: str | Path) -> bpe.Tokenizer:
     """The tokenizer of a tekken.json, Mistral's format: ranks as tiktoken's, after ids for special tokens.
 
     Raises UserError, naming `path`, if it is damaged or has another pattern.
@@ -173,8 +164,10 @@ def read_tekken(content: dict[str, Any], path: str | Path) -> Tokenizer:
     check(len(specials) == count, "two special tokens have one name")
     every = [*([b""] * count), *tokens]
     try:
-        merges = JointMerges(every, ids_by_bytes(every, set()))
-        return Tokenizer(merges, specials, pattern=pattern, tokens=every, bos=specials.get("<s>"), ignore_merges=True)
+        merges = bpe.JointMerges(every, bpe.ids_by_bytes(every, set()))
+        return bpe.Tokenizer(
+            merges, specials, pattern=pattern, tokens=every, bos=specials.get("<s>"), ignore_merges=True
+        )
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 

@@ -56,12 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", help="the folder to write; it must not be there yet")
     add_checkpoint_flag(parser)
     add_template_flag(parser)
-    parser.add_argument("--name", help="name of the model on the page (default: its file's name)")
-    parser.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help=f"tokens of a conversation at most (default: the model's, up to {CONTEXT})",
+    parser.flag("--name", str, "name of the model on the page (default: its file's name)")
+    parser.flag(
+        "--context", int, f"tokens of a conversation at most (default: the model's, up to {CONTEXT})", metavar="N"
     )
     args = parser.parse_args(argv)
     if args.context is not None and args.context < 16:

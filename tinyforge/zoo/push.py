@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "source", metavar="DIR", help="a run, a checkpoint, a Hugging Face directory, a .gguf file, a corpus, shards"
     )
     push_.add_argument("name", metavar="owner/name", help="the repository, made where it does not exist")
-    push_.add_argument("--private", action="store_true", help="make a repository that only its owner sees")
-    push_.add_argument("--revision", metavar="BRANCH", help="branch to push to, made where it does not exist")
+    push_.flag("--private", False, "make a repository that only its owner sees")
+    push_.flag("--revision", str, "branch to push to, made where it does not exist", metavar="BRANCH")
     args = parser.parse_args(argv)
     found = hub.NAME.fullmatch(args.name)
     if not found or found["file"] or found["revision"]:
