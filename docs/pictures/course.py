@@ -142,17 +142,18 @@ def optimizers() -> str:
 
 
 def nucleus() -> str:
-    p, top_p = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]), 0.75
+    """The four probabilities of lesson 10, cut."""
+    p, top_p = np.array([0.5, 0.3, 0.15, 0.05]), 0.75
     running = p.cumsum()
     kept = int((running < top_p).sum()) + 1
-    parts = [text(300, 24, f"top_p = {top_p}: the fewest tokens whose probabilities sum to it or more")]
+    parts = [text(300, 24, f"top_p = {top_p}: the likeliest tokens, up to the one with which their sum reaches it")]
     for i, value in enumerate(p):
-        x = 60 + i * 84
-        parts.append(bar(x, 190, 320 * value, "kept" if i < kept else "box", 52))
-        parts.append(text(x + 26, 182 - 320 * value, f"{value:.2f}", "small"))
-        parts.append(text(x + 26, 210, f"{running[i]:.2f}", "small"))
-    cut = 60 + kept * 84 - 16
-    parts += [f'<path d="M{cut} 44V216" class="cut"/>', text(34, 210, "sum", "small")]
+        x = 90 + i * 112
+        parts.append(bar(x, 190, 250 * value, "kept" if i < kept else "box", 72))
+        parts.append(text(x + 36, 182 - 250 * value, f"{value:g}", "small"))
+        parts.append(text(x + 36, 210, f"{running[i]:g}", "small"))
+    cut = 90 + kept * 112 - 20
+    parts += [f'<path d="M{cut} 44V216" class="cut"/>', text(44, 210, "sum", "small")]
     return page(600, 228, "Sorted probabilities, and where the nucleus is cut", parts)
 
 
@@ -209,7 +210,7 @@ def sphere() -> str:
         arrow(298, 154, 316, 154, "back") + text(322, 158, "dx, at a right angle to x: a longer x gives", "", "start"),
         text(322, 176, "the same r x, so the loss does not change along x", "", "start"),
     )
-    return page(640, 270, "RMSNorm moves every vector to one sphere", [*parts, *notes])
+    return page(690, 270, "RMSNorm moves every vector to one sphere", [*parts, *notes])
 
 
 def stash() -> str:
