@@ -55,7 +55,7 @@ from tinyforge.models.nanoeuler.model import NanoEuler
 from tinyforge.quantised import FORMATS
 from tinyforge.tokenizers.chat_templates import render_prompt
 
-COPY_BYTES = {"numpy": 256 << 20, "cupy": 2 << 30}
+COPY_BYTES = {"numpy": 256 << 20, "cupy": 2 << 30, "webgpu": 256 << 20}
 COPY_ROUNDS = 7
 FLOOR_BANDWIDTH = 4.28e12  # bytes per second, read and written, of a large copy on an H200
 OPENING = 20  # tokens of a held-out text that a base model is asked to continue
@@ -153,7 +153,7 @@ def contenders_of(
 def copy_bandwidth(backend: Backend) -> float:
     """Bytes per second, read and written, of a large copy: the fastest of some."""
     half = COPY_BYTES[backend.name] // 2
-    source, target = (backend.zeros((half,), np.dtype(np.uint8)) for _ in range(2))
+    source, target = (backend.zeros((half // 4,), np.dtype(np.float32)) for _ in range(2))
 
     def copy(_: int) -> None:
         target[...] = source

@@ -116,7 +116,7 @@ def torch_steps(args: argparse.Namespace) -> dict[str, float]:
             for block in model.blocks:
                 for name in ("qkv", "out", "gate_up", "down"):
                     setattr(block, name, WithAdapter(getattr(block, name)))
-        return model
+        return model.cuda()  # the tables of RoPE are made on the CPU
 
     class Training(TorchTraining):
         def __init__(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
@@ -26,6 +27,8 @@ from tinyforge.tokenizers import TextTokenizer
 Kind = Literal["json_schema", "grammar", "lark", "regex", "choice"]
 MOST_TEXT, MOST_KEPT = 128 << 10, 32
 """Bytes of a grammar's text; compiled grammars that are kept."""
+ALONE = 1e-3
+"""Seconds in which masks are computed by one thread: some 5 us each, mostly, and waking others costs more than many."""
 LIMITS: dict[str, Any] = {"step_lexer_fuel": 50_000, "max_lexer_states": 20_000, "verbose_errors": False}
 """Some 4 ms a token and 40 MB at most."""
 MOST_FORCED, FORCED_BYTES = 8192, 256
@@ -146,12 +149,20 @@ def _executor() -> Any:
 
 
 def masks(constraints: Sequence[Constraint]) -> np.ndarray:
-    """The tokens that may come next in each text, (texts, words) uint32; computed by several threads. The constraints
-    must be by one `Grammars`."""
+    """The tokens that may come next in each text, (texts, words) uint32. What `ALONE` seconds leave is computed by
+    several threads. The constraints must be by one `Grammars`."""
     found = np.empty((len(constraints), max((c.words for c in constraints), default=0)), np.uint32)
-    places = [(matcher, i) for i, c in enumerate(constraints) if (matcher := c.fill(found[i])) is not None]
-    if places:
-        _executor().unsafe_compute_mask_ptr(places, found.ctypes.data, found.strides[0], len(found))
+    begin, size, until = found.ctypes.data, found.strides[0], time.perf_counter() + ALONE
+    left = []
+    for i, constraint in enumerate(constraints):
+        if (matcher := constraint.fill(found[i])) is None:
+            continue
+        if time.perf_counter() < until:
+            matcher.unsafe_compute_mask_ptr(begin + i * size, size)
+        else:
+            left.append((matcher, i))
+    if left:
+        _executor().unsafe_compute_mask_ptr(left, begin, size, len(found))
     return found
 
 

@@ -85,11 +85,21 @@ class _Block(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """A pass whose logits are computed, and whose tokens are not yet drawn. sample: see `Decoder.queue_pass`. parts: as
-    of a block."""
+    """A pass whose logits are computed, and whose tokens are not yet sampled. sample: see `Decoder.queue_pass`. rows:
+    what it was given. more: passes after it that have the same fields. parts: the requests that get a token, and their
+    rows. masked, constraints: the rows of those with a constraint, and those."""
 
     sample: Callable[[Sequence[int], np.ndarray], Callable[[], np.ndarray]]
-    parts: list[tuple[Request, int, int]]
+    rows: dict[int, SequenceStart | None]
+    more: int
+    parts: list[tuple[Request, int]] = []
+    masked: tuple[int, ...] = ()
+    constraints: tuple[Constraint, ...] = ()
+
+    def of(self, parts: list[tuple[Request, int]]) -> _Pass:
+        bound = [(row, r.constraint) for r, row in parts if r.constraint is not None]
+        masked, constraints = zip(*bound, strict=True) if bound else ((), ())
+        return self._replace(parts=parts, masked=masked, constraints=constraints)
 
 
 @dataclass(eq=False)
@@ -415,7 +425,9 @@ class Scheduler:
         if count or not left:
             return None
         starts, parts = self._starts(left, 1)
-        return _Pass(self.decoder.queue_pass(starts), parts)
+        more = 0 if any(starts.values()) else min(left.values()) - 1
+        queued = _Pass(self.decoder.queue_pass(starts), starts, more)
+        return queued.of([(r, row) for r, row, before in parts if not before])
 
     def _starts(
         self, rows: Iterable[int], count: int
@@ -448,14 +460,16 @@ class Scheduler:
         over: dict[Request, Reason | None] = {}
         passes = 0
         while self._pass is not None and passes < BLOCK and not (over and passes % FEW == 0):
-            sample, parts = self._pass
-            parts = [(r, row, before) for r, row, before in parts if r.reason is None and r not in over and not before]
-            bound = [(r.constraint, row) for r, row, _ in parts if r.constraint is not None]
-            constraints, rows = zip(*bound, strict=True) if bound else ((), ())
-            read = sample(rows, masks(constraints))
-            self._pass = self._queue_pass(over)
+            now = self._pass
+            if over or not passes:  # some of its requests may have ended
+                now = now.of([(r, row) for r, row in now.parts if r.reason is None and r not in over])
+            read = now.sample(now.masked, masks(now.constraints))
+            if over or not passes or not now.more:
+                self._pass = self._queue_pass(over)
+            else:
+                self._pass = now._replace(sample=self.decoder.queue_pass(now.rows), more=now.more - 1)
             ids, passes = read()[:, 0].tolist(), passes + 1
-            for r, row, _ in parts:
+            for r, row in now.parts:
                 r.stats.passes += 1
                 kept, reason = self._follow(r, ids[row : row + 1])
                 new_ids = made.setdefault(r, [])

@@ -78,22 +78,6 @@ class BatchLauncher:
         """
         return self._launch(cache, lengths, given, 1, draw)[1]
 
-    def undrawn(self, cache: BatchCache, lengths: Sequence[int], tokens: np.ndarray) -> Array:
-        """The logits of a pass over one token per row, (batch,), -1 for the one it drew last: for `sampled`."""
-        return self._launch(cache, lengths, tokens[None], 1, None)[0]
-
-    def sampled(self, cache: BatchCache, logits: Array, draw: Draw, rows: Sequence[int], masks: np.ndarray) -> Array:
-        """The tokens sampled from the logits of `undrawn`: (1, batch), on device. Does not wait. masks: of `rows`, see
-        `Decoder.queue_pass`."""
-        plan, ids = self.plan, cupy.empty((1, self.plan.batch), np.int32)
-        mask_of = np.full(plan.batch, -1, np.int32)
-        mask_of[list(rows)] = np.arange(len(rows))
-        words = masks[:, : -(-plan.vocab // 32)]
-        rules, first, places, masks = self._copied([*draw, mask_of, words])
-        arguments = (logits, masks, places, rules, first, cache.drawn, ids)
-        self.masked((plan.batch,), (plan.warps * 32,), arguments, shared_mem=plan.draw_bytes)
-        return ids
-
     @staticmethod
     def _copied(parts: Sequence[np.ndarray]) -> list[Array]:
         """Arrays of 4-byte numbers on the device, by one copy, queued after the work before it."""
@@ -106,39 +90,118 @@ class BatchLauncher:
         self, cache: BatchCache, lengths: Sequence[int] | np.ndarray, given: np.ndarray, outputs: int, draw: Draw | None
     ) -> tuple[Array, Array]:
         """The logits of the last pass, and the sampled tokens."""
-        plan, weights = self.plan, self.weights
-        passes, batch = given.shape
-        logits = cupy.empty((plan.teams * TEAM_ROWS, outputs, plan.vocab_rows), weights.wide)
-        ids = cupy.empty((passes, batch), np.int32)
+        logits, ids = self.empty_logits(outputs), cupy.empty(given.shape, np.int32)
         parts = [np.array(lengths, np.int32), given.astype(np.int32, copy=False), *(draw or ())]
         past, tokens, *draws = self._copied(parts)
-        self.counters.data.memset_async(0, self.counters.nbytes)
         rules, first = draws or (None, None)
-        arguments = packed(
+        self.launch(self.arguments(cache, past, tokens, logits, ids, rules, first))
+        return logits, ids
+
+    def empty_logits(self, outputs: int) -> Array:
+        plan = self.plan
+        return cupy.empty((plan.teams * TEAM_ROWS, outputs, plan.vocab_rows), self.weights.wide)
+
+    def arguments(
+        self,
+        cache: BatchCache,
+        past: Array,
+        given: Array,
+        logits: Array,
+        ids: Array,
+        rules: Array | None = None,
+        first: Array | None = None,
+    ) -> np.ndarray:
+        """Of as many passes as `ids` (passes, batch) has; logits as of `empty_logits`."""
+        plan, weights = self.plan, self.weights
+        return packed(
             batched_arguments(weights.wide),
             **weights.arguments,
             gains=weights.gains,
             keys=cache.keys,
             values=cache.values,
             past=past,
-            given=tokens,
+            given=given,
             ids=cache.drawn,
             drawn=ids,
             memory=self.exchange,
             counters=self.counters,
             logits=logits,
-            lengths=weights.lengths[outputs - 1],
+            lengths=weights.lengths[logits.shape[1] - 1],
             samplers=rules,
             first=first,
             stride=weights.matrices.shape[2],
             layers=plan.layers,
-            heads=outputs,
-            batch=batch,
+            heads=logits.shape[1],
+            batch=ids.shape[1],
             capacity=cache.capacity,
-            passes=passes,
+            passes=len(ids),
         )
+
+    def launch(self, arguments: np.ndarray) -> None:
+        plan = self.plan
+        self.counters.data.memset_async(0, self.counters.nbytes)
         self.kernel((plan.teams * plan.team,), (plan.warps * 32,), (arguments,), shared_mem=plan.shared_bytes)
-        return logits, ids
+
+
+def pinned(size: int) -> np.ndarray:
+    """Numbers of 4 bytes in host memory that the device copies from and to without waiting."""
+    return np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * size), np.int32, size)
+
+
+class MaskedPasses:
+    """Passes that are queued one by one, and sampled by masks. Their buffers and arguments are made once: making them
+    takes the host longer than a small model's pass takes the device.
+
+    A pass's copies are over once its tokens have been read, which is before the next pass is sampled."""
+
+    def __init__(self, launcher: BatchLauncher, cache: BatchCache) -> None:
+        plan, rows = launcher.plan, launcher.plan.batch
+        self.launcher, self.rows, self.words = launcher, rows, -(-plan.vocab // 32)
+        self.given = [pinned(2 * rows) for _ in range(2)]  # lengths, tokens; of one pass, and of the next
+        self.given_there = cupy.empty(2 * rows, np.int32)
+        ends = (np.array((SAMPLER.itemsize // 4, 1, 1)) * rows).cumsum().tolist()
+        self.draw = pinned(ends[-1] + rows * self.words)
+        self.draw_there = cupy.empty(self.draw.size, np.int32)
+        self.rules, self.first, self.mask_of, self.masks = np.split(self.draw, ends)
+        self.masked: Sequence[int] | None = None
+        self.ids, self.found = cupy.empty((1, rows), np.int32), pinned(rows)
+        self.arrived = cupy.cuda.Event(disable_timing=True)
+        logits = launcher.empty_logits(1)
+        past, tokens = cupy.split(self.given_there, 2)
+        self.arguments = launcher.arguments(cache, past, tokens, logits, self.ids)
+        rules, first, mask_of, masks = cupy.split(self.draw_there, ends)
+        self.sampling = logits, masks, mask_of, rules, first, self.ids, cache.drawn
+        self.launch = ((rows,), (plan.warps * 32,), self.sampling), {"shared_mem": plan.draw_bytes}
+
+    def logits(self, lengths: Sequence[int], tokens: np.ndarray) -> None:
+        """Queue a pass over one token per row, (batch,), -1 for the one it drew last. `sample` comes next."""
+        self.given.reverse()
+        given = self.given[0]
+        given[: self.rows], given[self.rows :] = lengths, tokens
+        self.given_there.data.copy_from_host_async(given.ctypes.data, given.nbytes)
+        self.launcher.launch(self.arguments)
+
+    def sample(self, draw: Draw, masked: Sequence[int], masks: np.ndarray) -> Callable[[], np.ndarray]:
+        """Sample the pass's tokens. See `Decoder.queue_pass`."""
+        self.rules[:], self.first[:] = draw.samplers.view(np.int32), draw.first.view(np.int32)
+        if masked != self.masked:
+            self.masked, self.mask_of[:] = masked, -1
+            self.mask_of[list(masked)] = range(len(masked))
+        used = len(masked) * self.words
+        if used:
+            self.masks[:used].reshape(-1, self.words)[:] = masks[:, : self.words].view(np.int32)
+        size = self.draw.size - self.masks.size + used
+        self.draw_there.data.copy_from_host_async(self.draw.ctypes.data, 4 * size)
+        places, shared = self.launch
+        self.launcher.masked(*places, **shared)
+        self.ids.data.copy_to_host_async(self.found.ctypes.data, self.found.nbytes)
+        self.arrived.record()
+        return self.read
+
+    def read(self) -> np.ndarray:
+        """Wait for the tokens that were sampled last, (batch, 1)."""
+        self.arrived.synchronize()
+        return self.found[:, None].copy()
 
 
 class BatchDecoder(DeviceDecoder):
@@ -149,11 +212,11 @@ class BatchDecoder(DeviceDecoder):
     not take.
 
     In bf16 two blocks share a multiprocessor if there is enough memory: one computes while the other waits.
-    queues_masks: sample_masked.cu is checked in an emulation on the CPU and has not run on a GPU yet; set it to try.
     """
 
     can_save = True
     piece = 256
+    queues_masks = True
 
     def __init__(self, model: CausalLM, batch: int, capacity: int | None = None, **tuning: int) -> None:
         super().__init__(model, batch, capacity)
@@ -164,6 +227,7 @@ class BatchDecoder(DeviceDecoder):
         plan = plan or self._plan(**tuning)
         self.launcher = BatchLauncher(DeviceWeights(plan, self.fused))
         self.cache = BatchCache(plan, self.launcher.weights.dtype, self.capacity)
+        self._masked: MaskedPasses | None = None
         self._draw = Draw(np.zeros(batch, SAMPLER), np.zeros(batch, np.uint32))
 
     def _plan(self, resident: int = 1, **tuning: int) -> BatchPlan:
@@ -230,10 +294,11 @@ class BatchDecoder(DeviceDecoder):
         self, rows: Mapping[int, SequenceStart | None]
     ) -> Callable[[Sequence[int], np.ndarray], Callable[[], np.ndarray]]:
         given = self._given(rows, 1)
-        logits = self.launcher.undrawn(self.cache, self.lengths, given[0])
+        passes = self._masked = self._masked or MaskedPasses(self.launcher, self.cache)
+        passes.logits(self.lengths, given[0])
         draw = Draw(*(part.copy() for part in self._draw))
         self._advance(rows, 1)
-        return lambda masked, masks: self._later(self.launcher.sampled(self.cache, logits, draw, masked, masks))
+        return lambda masked, masks: passes.sample(draw, masked, masks)
 
     def _given(self, rows: Mapping[int, SequenceStart | None], count: int) -> np.ndarray:
         """The tokens that rows are given in `count` passes, (count, batch); rows that start get their rules."""
