@@ -29,7 +29,7 @@ def attention() -> str:
         box(250, 40, 150, 190),
         text(325, 30, "shared memory"),
         box(450, 40, 230, 190),
-        text(565, 30, "registers of a warpgroup"),
+        text(565, 30, "registers of its threads"),
     ]
     for i in range(5):
         kind = "kept" if i == 2 else "again" if i < 2 else "box"
