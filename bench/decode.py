@@ -4,13 +4,18 @@
     python bench/decode.py --config small --peer torch --json                   next to PyTorch, as one JSON object
     python bench/decode.py --config base --backend cupy --precision bf16 --position 256 --tokens 64 --peer torch
     python bench/decode.py --config base --backend cupy --precision bf16 --batch-size 64 --position 256
+    python bench/decode.py --model llama --config TinyLlama-1.1B --backend cupy --precision bf16 --weights int4
     python bench/decode.py --checkpoint runs/sft                                a trained model: plain and speculative
 
 Without a checkpoint the weights are random, without drafts: plain greedy decoding of `--tokens` tokens around
 `--position`, with the cache filled before. Ours goes through the public generator (for a batch, `draw_blocks`, which is
 what `generate_batch` runs). PyTorch's loop does the same and no more: a pass, argmax, the next pass, with nothing
 copied to the host in between. On a CPU PyTorch is eager, once with one thread and once with --threads; ours has one. On
-a GPU it is eager, and compiled under a CUDA graph (mode reduce-overhead). All must agree on the logits at `--position`.
+a GPU it is eager, and compiled under a CUDA graph (mode reduce-overhead). All must agree on the logits at `--position`,
+to a share of the largest one.
+
+Of `--model` other than the default, weights are made on the device, in one or four bits a number where `--weights` says
+so; PyTorch does not take part, and every contender of ours must agree with the logits of its model's own ops.
 
 Bandwidth used (MBU): the bytes that a step must read, which are all weights but the embedding and heads 1 and up, and
 the keys and values of every row, over the time and the rate of a large copy on the same device. What a CPU's caches
@@ -50,10 +55,11 @@ from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
-from tinyforge.models.nanoeuler.config import Config
 from tinyforge.models.nanoeuler.model import NanoEuler
-from tinyforge.quantised import FORMATS
+from tinyforge.op import Param
+from tinyforge.quantised import FOUR_BITS, KINDS
 from tinyforge.tokenizers.chat_templates import render_prompt
+from tinyforge.train.settings import PretrainSettings, config_of
 
 COPY_BYTES = {"numpy": 256 << 20, "cupy": 2 << 30, "webgpu": 256 << 20}
 COPY_ROUNDS = 7
@@ -66,17 +72,23 @@ SPECULATION_TOKENS = 80
 class Options:
     """What is timed: `tokens` new ones in each of `batch_size` rows, around `position`, `rounds` times."""
 
-    config: Config
+    config: Any
     batch_size: int
     position: int
     tokens: int
     rounds: int
     threads: int
+    model: str = "nanoeuler"
 
     @property
     def start(self) -> int:
         """Tokens that each row has before the first new one."""
         return self.position + 1 - self.tokens // 2
+
+    @property
+    def end(self) -> int:
+        """Positions that a row needs."""
+        return max(self.position + 1, self.start + self.tokens)
 
     def text(self) -> np.ndarray:
         """Random tokens, (batch_size, position + 1)."""
@@ -84,9 +96,9 @@ class Options:
 
 
 class Ours:
-    def __init__(self, options: Options, model: NanoEuler) -> None:
+    def __init__(self, options: Options, model: Any) -> None:
         self.options, self.text = options, options.text()
-        self.decoder = make_decoder(model, options.batch_size)
+        self.decoder = make_decoder(model, options.batch_size, min(options.config.context, options.end))
         self.session = Session(model, self.decoder) if options.batch_size == 1 else None
         self.sampling = Sampling(temperature=0, drafts=0, max_tokens=options.tokens)
 
@@ -135,19 +147,32 @@ Contender = Ours | Torch
 
 
 def contenders_of(
-    options: Options, model: NanoEuler, peer: str | None, quantised: Mapping[str, NanoEuler] = MappingProxyType({})
+    options: Options, model: Any, peer: str | None, quantised: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[dict[str, Contender], Parity, LeftOut]:
     """All whose logits agree, their caches filled up to the position; the agreement; and who was left out, with why.
 
-    quantised: by name, models of ours with the same weights in one byte each, whose logits differ.
+    quantised: by name, models of ours with the same weights as codes, whose logits differ.
     """
-    makers: dict[str, Any] = {name: partial(Ours, options, ours) for name, ours in {OURS: model, **quantised}.items()}
+    models = {OURS: model, **quantised}
+    makers: dict[str, Any] = {name: partial(Ours, options, ours) for name, ours in models.items()}
     if peer:
         makers |= harness.by_threads(model.backend, partial(Torch, options, model), options.threads, (EAGER, GRAPH))
     contenders, logits, left_out = harness.soft(makers, lambda contender: contender.logits())
-    exact = {name: found for name, found in logits.items() if name not in quantised}
     tolerance = harness.LOGITS_TOLERANCE[model.backend.precision.name]
-    return contenders, harness.check_parity(exact, tolerance, "logits differ by") if peer else None, left_out
+    pairs = {name: (logits[name], logits[OURS]) for name in logits if name not in quantised} if peer else {}
+    if options.model != "nanoeuler":
+        pairs = {name: (logits[name], by_own_ops(options, ours)) for name, ours in models.items()}
+    # As shares of the largest logit: a deep model's are large.
+    shares = {name: float(np.abs(a - b).max() / np.abs(b).max()) for name, (a, b) in pairs.items()}
+    said = "logits differ, as a share of the largest one, by " + ", ".join(f"{n} {x:.2g}" for n, x in shares.items())
+    parity = harness.check_parity({OURS: 0.0, "": max(shares.values())}, tolerance, f"{said}:") if pairs else None
+    return contenders, parity, left_out
+
+
+def by_own_ops(options: Options, model: Any) -> np.ndarray:
+    """The logits that `Ours.logits` should give, (batch_size, V), by the model's own forward."""
+    h = model.hidden(model.backend.asarray(options.text().astype(np.int32)))
+    return np.asarray(model.backend.to_numpy(model.logits(h[:, -1])), np.float32)
 
 
 def copy_bandwidth(backend: Backend) -> float:
@@ -161,14 +186,23 @@ def copy_bandwidth(backend: Backend) -> float:
     return 2 * half / min(harness.take_turns({"copy": copy}, COPY_ROUNDS, backend.synchronize)["copy"])
 
 
-def bytes_per_step(options: Options, model: NanoEuler) -> int:
+def bytes_per_step(options: Options, model: Any) -> int:
     """What a step must read: the weights it multiplies by, once, and each row's keys and values."""
-    c, heads = options.config, model.heads.weight
+    c, heads, count = options.config, model.heads.weight, model.prediction_heads
     size = model.backend.dtype.itemsize
     # One row on a GPU reads weights as they are stored, all else their numbers.
     by_code = model.backend.name == "cupy" and options.batch_size == 1
-    of = {p: p.stored.nbytes if by_code else p.size * size for p in (*model.buffer.params, *model.buffer.frozen)}
-    weights = sum(of.values()) - of[model.embedding.weight] - of[heads] // c.mtp_heads * (c.mtp_heads - 1)
+
+    def read(p: Param) -> int:
+        if not by_code:
+            return p.size * size
+        stored: Any = p.stored
+        halves = stored.scales.nbytes // 2 if p.weights == FOUR_BITS else 0  # the decoder has them in float16
+        return int(stored.nbytes) - halves
+
+    of = {p: read(p) for p in (*model.buffer.params, *model.buffer.frozen)}
+    looked_up = 0 if model.embedding.weight is heads else of[model.embedding.weight]
+    weights = sum(of.values()) - looked_up - of[heads] // count * (count - 1)
     cache = 2 * c.layers * c.kv_heads * c.head_dim * (options.position + 1) * options.batch_size
     return weights + cache * size
 
@@ -176,8 +210,14 @@ def bytes_per_step(options: Options, model: NanoEuler) -> int:
 def measure(options: Options, backend: Backend, peer: str | None, weights: Sequence[str] = ()) -> dict[str, Any]:
     """Microseconds of a step (one token in each row), by contender."""
     before = harness.machine()
-    model = harness.nanoeuler(options.config, backend)
-    quantised = {f"{OURS}, {kind} weights": quantised_copy(model, kind) for kind in weights}
+    if options.model == "nanoeuler":
+        model: Any = harness.nanoeuler(options.config, backend)
+        quantised = {f"{OURS}, {kind} weights": quantised_copy(model, kind) for kind in weights}
+    else:
+        if peer:
+            raise UserError(f"--peer {peer} is for NanoEuler, got --model {options.model}; leave it out")
+        model, *others = (harness.random_model(options.model, options.config, backend, k) for k in ("", *weights))
+        quantised = {f"{OURS}, {k} weights": other for k, other in zip(weights, others, strict=True)}
     contenders, parity, left_out = contenders_of(options, model, peer, quantised)
     bandwidth = copy_bandwidth(backend)
     floor = FLOOR_BANDWIDTH if backend.name == "cupy" else None
@@ -193,7 +233,8 @@ def measure(options: Options, backend: Backend, peer: str | None, weights: Seque
     size = bytes_per_step(options, model)
     measured: dict[str, Any] = {"bytes_per_step": size, "copy_gb_per_second": bandwidth / 1e9}
     measured["floor_us"] = 1e6 * size / floor if floor else None
-    given = {"config": options.config.to_dict(), "batch_size": options.batch_size, "position": options.position}
+    given: dict[str, Any] = {"model": options.model} if options.model != "nanoeuler" else {}
+    given |= {"config": options.config.to_dict(), "batch_size": options.batch_size, "position": options.position}
     given |= {"tokens_per_round": options.tokens, "rounds": options.rounds}
     found = {**given, **measured, "parity": parity, "left_out": left_out, "results": results}
     return harness.environment(backend, peer, before) | found
@@ -299,23 +340,26 @@ def speculation_table(found: dict[str, Any]) -> list[str]:
 
 
 def options_of(args: argparse.Namespace) -> Options:
-    config, position = harness.nanoeuler_config(args.config), args.position
+    config: Any = config_of(PretrainSettings(model=args.model, config=args.config, set=args.set))
+    position = args.position
     if position < args.tokens // 2 or position - args.tokens // 2 + 1 + args.tokens > config.context:
         raise UserError(
             f"--position {position}: {args.tokens} tokens around it are not within the context of {config.context}; "
             "use another position, or fewer --tokens"
         )
-    return Options(config, args.batch_size, position, args.tokens, args.rounds, args.threads or cores())
+    return Options(config, args.batch_size, position, args.tokens, args.rounds, args.threads or cores(), args.model)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Flags(__doc__)
+    p.text("--model", "nanoeuler", "model of the zoo")
     p.shared("config")
+    p.text("--set", (), "fields of the config, as dim=512", nargs="*", metavar="FIELD=VALUE")
     p.number("--batch-size", 1, "rows that are decoded together")
     p.number("--position", 64, "tokens before the one in the middle", 0)
     p.number("--tokens", 16, "tokens a round, around the position")
     p.number("--rounds", 30, "counted runs of each contender")
-    p.text("--weights", [], "ours with such weights too", nargs="+", choices=tuple(FORMATS))
+    p.text("--weights", [], "ours with such weights too", nargs="+", choices=KINDS)
     p.shared("peer", "backend", "device", "precision", threads={"help": "threads of PyTorch (default: one a core)"})
     p.text("--checkpoint", metavar="DIR", help="time plain and speculative decoding of this model instead")
     p.number("--prompts", 60, "held-out prompts, with --checkpoint")

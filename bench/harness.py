@@ -24,9 +24,13 @@ from tinyforge import report
 from tinyforge.backends import Backend, get_backend
 from tinyforge.backends.numpy_backend import KERNELS
 from tinyforge.backends.workers import cores, cpu_model
+from tinyforge.config import ModelConfig
 from tinyforge.errors import Parser, UserError
+from tinyforge.frozen_model import frozen_model
 from tinyforge.models.nanoeuler.config import Config
 from tinyforge.models.nanoeuler.model import NanoEuler
+from tinyforge.quantised import FOUR_BITS
+from tinyforge.registry import find_model
 from tinyforge.train.metrics import peak_memory_mib
 from tinyforge.train.settings import PretrainSettings, config_of
 
@@ -113,6 +117,38 @@ def nanoeuler(config: Config, backend: Backend) -> NanoEuler:
     """A model with random weights."""
     model = NanoEuler(config, backend)
     model.initialise(seed=0)
+    return model
+
+
+NOISE = 1_000_003  # numbers: a prime, so that no two rows of a matrix are equal
+
+
+def random_model(name: str, config: ModelConfig, backend: Backend, kind: str = "") -> Any:
+    """A model of the zoo for inference with random weights. They are made on the device, by repeating some noise: a
+    large model takes no memory of the host, and codes are never numbers. kind: the format of the matrices."""
+    model = frozen_model(partial(find_model(name).build, config, backend), kind)
+    rng = np.random.default_rng(0)
+    noise = backend.asarray(rng.standard_normal(NOISE, np.float32))
+    codes = backend.asarray(rng.integers(0, 256, NOISE).astype(np.uint8), np.dtype(np.uint8))
+
+    def fill(array: Any, source: Any, first: int) -> None:
+        """Every matrix begins at another number."""
+        flat, start = array.reshape(-1), 0
+        while start < flat.size:
+            part = flat[start : start + NOISE - first]
+            part[...] = source[first : first + part.size]
+            start, first = start + part.size, 0
+
+    for i, p in enumerate(model.buffer.frozen):
+        if not p.weights:
+            p.value.fill(p.fill)
+            if p.std:
+                fill(p.value, noise, 65537 * i % NOISE)
+                p.value[...] *= p.std
+            continue
+        # Every code is as likely: of a standard deviation of 4.6, or 74.
+        fill(p.stored.codes.view(np.uint8), codes, 65537 * i % NOISE)
+        p.stored.scales.fill(p.std / (4.6 if p.weights == FOUR_BITS else 74))
     return model
 
 

@@ -1,14 +1,18 @@
-"""Compare settings of pretraining at equal tokens, each with several seeds: is the difference more than noise?
+"""Compare settings of pretraining at equal tokens or minutes, with several seeds: is the difference more than noise?
 
     python recipes/ablation.py --arm "one head: --set mtp_heads=1" --arm "four heads:" -- --steps 500
     python recipes/ablation.py --arm "A: --lr 4e-3" --arm "B: --lr 8e-3" --seeds 5 -- --data shards --steps 2000
+    python recipes/ablation.py --arm "Muon: --optimizer muon" --arm "NorMuon: --optimizer muon --normuon" --gpus 8 \
+        --json found.json -- --data shards --config base --precision bf16 --minutes 3
 
 An arm is a name, a colon, and flags of recipes/pretrain.py. Flags after -- apply to all arms; an arm's --set adds to
-theirs. Runs are written to OUT/ARM/seed-N. Keep OUT out of runs/, where chat.py and sft.py look for the newest run. A
-finished run is not repeated, and a stopped one is resumed.
+theirs. All arms end by the same --minutes, or by --steps of as many tokens. Runs are written to OUT/ARM/seed-N. Keep
+OUT out of runs/, where chat.py and sft.py look for the newest run. A finished run is not repeated, and a stopped one is
+resumed. Before runs by --minutes on a GPU each arm takes four steps, so that no clock includes compiling.
 
 The figures are head 0's bits per byte on held-out text. A difference to the first arm is larger than the noise if it is
-more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard deviations over n seeds.
+more than two standard errors, sqrt(s1^2 / n + s2^2 / n) with the standard deviations over n seeds. With three seeds or
+more an arm then pays or costs; with three, so does one arm in nine that has no effect: give the promising ones more.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import mean, stdev
 from threading import Event, Thread
 from typing import Any
@@ -33,6 +38,7 @@ if not __package__:
     import checkout  # noqa: F401  finds tinyforge where this file is run by its path
 
 from tinyforge import checkpoint
+from tinyforge.backends import gpu_count, gpu_is_there
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.report import add_json_flag, check_before, count_of, publish
 from tinyforge.train.metrics import read_scores
@@ -41,7 +47,9 @@ from tinyforge.train.settings import EVERY_ACTION, PretrainSettings, config_of, 
 
 OVERALL = "held-out text, bits per byte"
 _OF_SOURCE = re.compile(r"held-out text of ([^,]+), bits per byte")
-_OURS = ("--seed", "--out", "--resume", "--plan", "--card", "--minutes")
+TOKENS = "tokens"  # that a run has read
+_OURS = ("--seed", "--out", "--resume", "--plan", "--card", "--device", "--gpus")
+ENOUGH = 3  # seeds for a verdict
 PRETRAIN = Path(__file__).with_name("pretrain.py")
 ONE_RUN = "--one-run"  # the first word of this program as a single run
 
@@ -69,7 +77,7 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
         raise UserError(f"--arm: {text!r}: {error}; close what is open") from error
     taken = next((flag for flag in (*common, *own) if flag.split("=")[0] in _OURS), None)
     if taken:
-        raise UserError(f"{taken}: is set by the comparison itself (runs end by --steps); leave it out")
+        raise UserError(f"{taken}: is set by the comparison itself; leave it out")
     given = (*common, *own)
     try:
         return Arm(
@@ -82,15 +90,15 @@ def read_arm(text: str, common: Sequence[str]) -> Arm:
 
 
 def tokens_of(arm: Arm) -> int:
-    """Tokens that a run of the arm reads."""
+    """Tokens that a run of the arm reads, 0 if it ends by --minutes."""
     s = arm.settings
-    return (s.steps or 0) * s.batch_size * s.grad_accum * (s.seq_len or config_of(s).context)
+    return s.micro_batches * s.batch_size * (s.seq_len or config_of(s).context)
 
 
-def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
-    """The scores of a run, which is started or resumed unless it is complete."""
+def finish(arm: Arm, out: Path, seed: int, device: int | None = None) -> dict[str, float]:
+    """The scores of a run, and its tokens; it is started or resumed unless it is complete. device: its GPU's number."""
     run = arm.run(out, seed)
-    flags = [*arm.flags, "--seed", str(seed)]
+    flags, where = [*arm.flags, "--seed", str(seed)], [] if device is None else ["--device", str(device)]
     if checkpoint.steps(run):
         with claimed(replace(arm.settings, out=str(run)), resume=True):
             pass  # no other process trains there; this removes a lock that a killed run has left
@@ -102,9 +110,28 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
                 f"{run} was made with {name} {getattr(stored, name)!r}, now it is {getattr(expected, name)!r}; choose "
                 "another --out"
             )
-        if meta["step"] == arm.settings.steps and OVERALL in read_scores(run, meta["step"]):
-            return read_scores(run, meta["step"])
+        minutes = arm.settings.minutes
+        ended = meta["elapsed"] >= 60 * minutes if minutes else meta["step"] == arm.settings.steps
+        if ended and OVERALL in read_scores(run, meta["step"]):
+            return read_scores(run, meta["step"]) | {TOKENS: meta[TOKENS]}
         flags = ["--resume"]
+    train(f"arm {arm.name!r}, seed {seed},", run, [*flags, *where])
+    meta = checkpoint.read_meta(checkpoint.latest(run))
+    return read_scores(run, meta["step"]) | {TOKENS: meta[TOKENS]}
+
+
+def warm_up(arm: Arm, out: Path, device: int | None = None) -> None:
+    """Four steps of an arm that ends by --minutes: its kernels are then compiled, and found on disk."""
+    run, flags = arm.run(out, 0).with_name("warm-up"), list(arm.flags)
+    while by := [place for place, flag in enumerate(flags) if flag.split("=")[0] == "--minutes"]:
+        del flags[by[0] : by[0] + 1 + ("=" not in flags[by[0]])]
+    where = [] if device is None else ["--device", str(device)]
+    if not checkpoint.steps(run):
+        train(f"arm {arm.name!r}, warm-up,", run, [*flags, "--steps", "4", *where])
+
+
+def train(what: str, run: Path, flags: Sequence[str]) -> None:
+    """Run recipes/pretrain.py to its end, with its output in the folder of the run."""
     # -u: unbuffered, so that an error is the last line of the log.
     command = [sys.executable, "-u", str(Path(__file__).resolve()), ONE_RUN, *flags, "--out", str(run)]
     try:
@@ -121,11 +148,7 @@ def finish(arm: Arm, out: Path, seed: int) -> dict[str, float]:
         ) from error
     if status:
         last = (run / "log.txt").read_text(encoding="utf-8").strip().rpartition("\n")[2]
-        raise UserError(
-            f"arm {arm.name!r}, seed {seed}, ended with status {status}: {last.removeprefix('error: ')}; "
-            f"see {run / 'log.txt'}"
-        )
-    return read_scores(run, arm.settings.steps or 0)
+        raise UserError(f"{what} ended with status {status}: {last.removeprefix('error: ')}; see {run / 'log.txt'}")
 
 
 def pretrain_until_alone(flags: Sequence[str]) -> int:
@@ -163,13 +186,17 @@ def compare(scores: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, An
             if first and len(values) > 1:
                 error = ((row["deviation"] ** 2 + first["deviation"] ** 2) / len(values)) ** 0.5
                 row |= {"standard_error": error, "beyond_noise": abs(row["difference"]) > 2 * error}
+                if len(values) >= ENOUGH:
+                    beyond = "pays" if row["difference"] < 0 else "costs"
+                    row["verdict"] = beyond if row["beyond_noise"] else "within the noise"
             found[arm][name] = row
     return found
 
 
-def table_of(found: Mapping[str, Any], seeds: int, tokens: int) -> str:
+def table_of(found: Mapping[str, Any], seeds: int, length: str) -> str:
+    """length: of a run, in words."""
     width, wide = (max(map(len, names)) for names in (found, [s for rows in found.values() for s in rows]))
-    lines = [f"head 0, bits per byte of held-out text; {tokens:,} tokens a run, {count_of(seeds, 'seed')}"]
+    lines = [f"head 0, bits per byte of held-out text; {length}, {count_of(seeds, 'seed')}"]
     for arm, rows in found.items():
         for source, row in rows.items():
             line = f"  {arm:<{width}}  {source:<{wide}}  {row['mean']:.4f}"
@@ -179,7 +206,11 @@ def table_of(found: Mapping[str, Any], seeds: int, tokens: int) -> str:
                 line += f" +- {row['standard_error']:.4f}  "
                 line += "larger than the noise" if row["beyond_noise"] else "within the noise"
             lines.append(line)
-    return "\n".join(lines + ["one seed shows no noise: give --seeds 3 or more"] * (seeds == 1))
+    for verdict in ("pays", "costs", "within the noise"):
+        arms = [arm for arm, rows in found.items() if rows["over all"].get("verdict") == verdict]
+        lines += [f"{verdict}: {', '.join(arms)}"] if arms else []
+    few = "one seed shows no noise" if seeds == 1 else "two seeds show too little of the noise"
+    return "\n".join(lines + [f"{few}: give --seeds 3 or more"] * (seeds < ENOUGH))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,18 +227,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="two or more; the first is what the others are compared to",
     )
     p.add_argument("--seeds", type=int, default=3, help="runs of each arm: seeds 0, 1, ... (default: %(default)s)")
-    p.add_argument("--jobs", type=int, default=1, help="runs side by side (default: %(default)s)")
+    p.add_argument(
+        "--jobs", type=int, help="runs side by side; by --minutes they share the machine (default: 1, or --gpus)"
+    )
+    p.add_argument("--gpus", type=int, help="GPUs of this machine, one for each run (default: as a run chooses)")
     p.add_argument("--out", default="ablation", metavar="DIR", help="where the runs lie (default: %(default)s)")
     add_json_flag(p)
     args = p.parse_args(argv[:cut])
-    for name in ("seeds", "jobs"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} is {getattr(args, name)}, expected 1 or more")
+    for name in ("seeds", "jobs", "gpus"):
+        if (given := getattr(args, name)) is not None and given < 1:
+            raise UserError(f"--{name} is {given}, expected 1 or more")
+    if args.gpus and args.gpus > gpu_count():
+        raise UserError(f"--gpus is {args.gpus}, this machine has {gpu_count()}; use at most that")
+    if args.gpus and args.jobs and args.jobs != args.gpus:
+        raise UserError(f"--gpus is {args.gpus}, --jobs {args.jobs}; each run has a GPU, so leave out --jobs")
     check_before(args.json)
     arms = [read_arm(text, argv[cut + 1 :]) for text in args.arm]
     if len({arm.run(Path(), 0) for arm in arms}) < max(2, len(arms)):
         raise UserError(f"--arm: got {[arm.name for arm in arms]}, expected two or more with different names")
-    tokens = tokens_of(arms[0])
+    tokens, minutes = tokens_of(arms[0]), arms[0].settings.minutes
+    if any(arm.settings.minutes != minutes for arm in arms):
+        ends = ", ".join(f"{arm.name!r} {arm.settings.minutes or '--steps'}" for arm in arms)
+        raise UserError(f"--arm: runs end by other --minutes ({ends}); give --minutes or --steps once, after --")
     other = next((arm for arm in arms if tokens_of(arm) != tokens), None)
     if other:
         raise UserError(
@@ -215,27 +256,48 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--steps so that they are equal"
         )
     started, failed = time.perf_counter(), Event()
+    devices: SimpleQueue[int | None] = SimpleQueue()
+    jobs = args.gpus or args.jobs or 1
+    for number in range(jobs):
+        devices.put(number if args.gpus else None)
 
-    def measured(arm: Arm, seed: int) -> dict[str, float]:
+    def on_a_device(work: Callable[..., Any], *given: Any) -> Any:
+        """work(*given, device) on a device that no other run has. Nothing, if a run has failed: its error is raised."""
         if failed.is_set():
-            return {}  # the error of another run is raised before this is read
+            return {}
+        device = devices.get()
         try:
-            scores = finish(arm, Path(args.out), seed)
+            return work(*given, device)
         except BaseException:
             failed.set()
             raise
+        finally:
+            devices.put(device)
+
+    def measured(arm: Arm, seed: int) -> dict[str, float]:
+        scores: dict[str, float] = on_a_device(finish, arm, Path(args.out), seed)
+        if not scores:
+            return {}
         elapsed = time.perf_counter() - started
         print(f"{elapsed:6.0f} s  {arm.name}, seed {seed}: {scores[OVERALL]:.4f}", file=sys.stderr)
         return scores
 
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
+        if minutes and gpu_is_there() and arms[0].settings.backend != "numpy":
+            for warm in [pool.submit(on_a_device, warm_up, arm, Path(args.out)) for arm in arms]:
+                warm.result()
         # Seed by seed, so that a comparison that is stopped has runs of all arms.
         asked = [pool.submit(measured, arm, seed) for seed in range(args.seeds) for arm in arms]
         done = [run.result() for run in asked]
     found = compare({arm.name: done[i :: len(arms)] for i, arm in enumerate(arms)})
     flags = {arm.name: list(arm.flags) for arm in arms}
-    report = {"tokens": tokens, "seeds": args.seeds, "arms": flags, "found": found}
-    publish(report, table_of(found, args.seeds, tokens), args.json)
+    read = {arm.name: round(mean(run[TOKENS] for run in done[i :: len(arms)])) for i, arm in enumerate(arms)}
+    report = {"tokens": tokens, "minutes": minutes, "read": read, "seeds": args.seeds, "arms": flags, "found": found}
+    length = f"{minutes:g} min a run" if minutes else f"{tokens:,} tokens a run"
+    table = table_of(found, args.seeds, length)
+    if minutes:
+        table += "\ntokens a run: " + ", ".join(f"{name} {count:,}" for name, count in read.items())
+    publish(report, table, args.json)
     return 0
 
 

@@ -207,7 +207,7 @@ def _final_norm(model: Any, opened: Opened) -> Op:
     """The last norm before the output head."""
     before = takewhile(lambda op: not isinstance(op, LinearCrossEntropy), model.ops())
     norms = [op for op in before if isinstance(op, (RMSNorm, LayerNorm))]
-    capped = any(isinstance(op, CappedCrossEntropy) for op in model.ops())
+    capped = any(isinstance(op, CappedCrossEntropy) or getattr(op, "cap", 0) for op in model.ops())
     if capped or not norms:
         why = "caps its logits" if capped else "has no norm before its output head that could scale its logits"
         raise UserError(f"{opened.path}: {opened.spec.title} {why}; it cannot be calibrated")

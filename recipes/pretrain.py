@@ -190,7 +190,8 @@ def pretrain(
         if base:
             take_weights(model.buffer, base.build(backend).model.buffer, backend)
     learner = wrap_with_teachers(model, teachers, backend, settings)
-    per_step = settings.batch_size * settings.grad_accum * seq_len
+    of_step = settings.micro_batches / settings.steps if settings.steps else settings.micro_batches_at(0.0)
+    per_step = round(settings.batch_size * of_step * seq_len)
     print(f"model: {model.buffer.count:,} parameters, seed {settings.seed}")
     print_schedule(settings, f"{per_step:,} tokens", corpus.tokens / per_step, "text")
 

@@ -64,6 +64,7 @@ from tinyforge.ops.linear import linear_add_fwd, linear_bwd
 from tinyforge.ops.lora import lora_bwd, lora_fwd
 from tinyforge.ops.losses import binary_cross_entropy_bwd, mse_bwd
 from tinyforge.ops.lstm import lstm_bwd, lstm_fwd
+from tinyforge.ops.mix import mix_bwd
 from tinyforge.ops.mixture import (
     grouped_bwd_input,
     grouped_bwd_weight,
@@ -75,6 +76,7 @@ from tinyforge.ops.mixture_biased import clamped_swiglu_bwd
 from tinyforge.ops.patches import patches_bwd, patches_fwd
 from tinyforge.ops.pooling import average_pool_bwd, max_pool_bwd, upsample_bwd
 from tinyforge.ops.positions import positions_bwd
+from tinyforge.ops.qk_norm_rope import qk_norm_rope_bwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.ops.rope import linear_rope_fwd, rope
 from tinyforge.ops.router import router_bwd, router_fwd
@@ -82,11 +84,13 @@ from tinyforge.ops.router_losses import router_losses_bwd, router_losses_fwd
 from tinyforge.ops.scale import scale_fwd
 from tinyforge.ops.selective_scan import selective_scan_bwd, selective_scan_fwd
 from tinyforge.ops.sigmoid_gate import sigmoid_gate_bwd
+from tinyforge.ops.smear import smear_bwd
 from tinyforge.ops.softmax import softmax_bwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.ops.swiglu_linear import swiglu_linear_bwd, swiglu_linear_fwd, swiglu_mlp
 from tinyforge.ops.take import take_bwd, take_fwd
 from tinyforge.ops.tanh import tanh_bwd
+from tinyforge.ops.value_embedding import value_embedding_bwd, value_gate_bwd
 from tinyforge.params import with_buffer
 
 FP64 = get_backend("numpy", "fp64", workers=1)
@@ -394,6 +398,21 @@ FAULTS = [
         router_losses_bwd,
         with_args(lambda d, slope: (d, np.append(np.roll(slope[:-1], 1), slope[-1]))),
     ),
+    Fault(
+        ops.QKNormRoPE,
+        "no mean of dy xhat",
+        qk_norm_rope_bwd,
+        with_args(lambda out, ds, dy, scale, y, *a: (out, ds, dy, scale, 0 * y, *a)),
+    ),
+    Fault(ops.QKNormRoPE, "rotated forward", qk_norm_rope_bwd, with_args(lambda *a: (*a[:7], -a[7], *a[8:]))),
+    Fault(
+        ops.ValueEmbedding, "the gate's slope left out", value_embedding_bwd, with_args(lambda *a: (*a[:-1], 0 * a[-1]))
+    ),
+    Fault(ops.ValueEmbedding, "no gradient of x", value_gate_bwd, lambda _: lambda *a: None),
+    Fault(ops.Smear, "documents not kept apart", smear_bwd, with_args(lambda *a: (*a[:-1], None))),
+    Fault(ops.Smear, "no slope of the gate", smear_bwd, with_args(lambda *a: (None, *a[1:]))),
+    Fault(ops.Mix, "the two exchanged", mix_bwd, lambda right: lambda *a: right(*a)[::-1]),
+    Fault(ops.Mix, "no sum for a", mix_bwd, with_args(lambda da, *a: (None, *a))),
     Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),
     Fault(ops.BiasedExperts, "h 1 % too large", clamped_swiglu_bwd, replaced(1, lambda h: 1.01 * h)),
     Fault(ops.MixtureOfExperts, "a token's choice dropped", sort_by_expert, last_slot_dropped),

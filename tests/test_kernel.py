@@ -70,6 +70,7 @@ def test_every_op_lists_kernels_and_every_kernel_has_an_op() -> None:
         "muon_",
         "muon_momentum",
         "newton_schulz",
+        "normuon_",
         "square_sums",
         "sum_tokens",
         "rmsnorm_scaled_fwd",

@@ -159,7 +159,7 @@ def test_four_bits_leave_heads_and_rows_that_are_not_whole_groups_in_eight() -> 
 
 
 def test_four_bits_are_for_the_cpu() -> None:
-    with pytest.raises(UserError, match="--weights int4 is for the CPU, got backend meta; use int8 or fp8"):
+    with pytest.raises(UserError, match="--weights int4 is for numpy and cupy, got backend meta; use int8 or fp8"):
         frozen_model(partial(NanoEuler, Config(), MetaBackend("fp32")), "int4")
 
 

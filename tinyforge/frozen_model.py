@@ -53,8 +53,8 @@ def frozen_model(make: Callable[..., Any], weights: str = "") -> Any:
     if weights:
         check_format(weights, KINDS)
     model = make(values=UNPLACED)
-    if weights == FOUR_BITS and model.backend.name != "numpy":
-        raise UserError(f"--weights int4 is for the CPU, got backend {model.backend.name}; use int8 or fp8")
+    if weights == FOUR_BITS and model.backend.name not in ("numpy", "cupy"):
+        raise UserError(f"--weights int4 is for numpy and cupy, got backend {model.backend.name}; use int8 or fp8")
     for p in model.params():
         p.frozen = True
     if weights:

@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from tinyforge.backends import Backend
+from tinyforge.errors import UserError
 from tinyforge.op import Op, Param, Recompute
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
@@ -38,6 +39,17 @@ class Model(Op):
         """A model with the same weights and its own gradients, for a worker of data-parallel training."""
         build: Any = type(self)
         return build(self.config, self.backend, values=self.buffer.values, recompute=self.recompute)
+
+    def set_window(self, window: int) -> None:
+        """For --window-schedule: this window in every attention that has one. Raises UserError if none has."""
+        windowed: list[Any] = [op for op in self.ops() if getattr(op, "window", None)]
+        if not windowed:
+            raise UserError(
+                f"--window-schedule: no layer of {type(self).__name__} has an attention window with this config; give "
+                "it one, e.g. --set window=512, or leave the schedule out"
+            )
+        for op in windowed:
+            op.window = window
 
     @classmethod
     def cases_of(

@@ -143,12 +143,14 @@ class Owner(Protocol):
 class Stash:
     """Records that forward saves for backward: a last-in first-out list, each consumed once, by its owner.
 
+    first: the gradient of the stream before the first layer, as far as backward has come: later layers read it too.
     noise: the stream that a training pass draws from: an op's dropout uses `stash.noise.fork(op.name)`, see `key`.
     None: nothing is random, and the result has the same bits with and without a stash.
     """
 
     def __init__(self, noise: Stream | None = None) -> None:
         self.noise = noise
+        self.first: Any = None
         self._records: list[tuple[Owner, tuple[Any, ...]]] = []
 
     def push(self, owner: Owner, *saved: Any) -> None:

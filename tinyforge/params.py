@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -206,14 +206,20 @@ def take_weights(buffer: ParamBuffer, base: ParamBuffer, backend: Backend) -> No
     print(f"weights of the base: {len(taken)} tensors; new: {', '.join(sorted(set(have) - taken)) or 'none'}")
 
 
-def check_named(params: Iterable[Param], tensors: Mapping[str, np.ndarray], source: Path, prefix: str = "") -> None:
-    """Raise UserError if a tensor is missing or has another shape than its parameter. Reads no tensor from a file."""
+def check_named(
+    params: Iterable[Param],
+    tensors: Mapping[str, np.ndarray],
+    source: Path,
+    prefix: str = "",
+    expected: Callable[[Param], tuple[int, ...]] = lambda p: p.shape,
+) -> None:
+    """Raise UserError if a tensor is missing or has another shape than `expected`. Reads no tensor from a file."""
     shape_of = tensors.shape if isinstance(tensors, Tensors) else lambda name: np.shape(tensors[name])
     for p in params:
         shape = shape_of(prefix + p.name) if prefix + p.name in tensors else None
-        if shape != p.shape:
+        if shape != expected(p):
             got = "nothing" if shape is None else shape
-            raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model expects {p.shape}")
+            raise UserError(f"checkpoint {source}: {prefix + p.name} has {got}, the model expects {expected(p)}")
 
 
 def load_named(

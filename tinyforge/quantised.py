@@ -51,7 +51,7 @@ class Format(NamedTuple):
 AT_ONCE = 1 << 20
 """Numbers that `quantise` processes at a time: this bounds its temporary memory."""
 FOUR_BITS = "int4"
-"""Codes of four bits, of groups: see `quantised_groups`. For matrices whose rows are whole groups, on a CPU."""
+"""Codes of four bits, of groups: see `quantised_groups`. For matrices whose rows are whole groups."""
 GROUPS = {FOUR_BITS: GROUP, "nf4": NF4_GROUP}
 """The formats of four bits with the numbers of their groups."""
 PACK = {FOUR_BITS: quantise_groups, "nf4": quantise_nf4}
@@ -165,7 +165,7 @@ class Quantised:
     def values(self) -> Array:
         """The dequantised numbers, a new array."""
         if self.kind == FOUR_BITS:
-            return dequantise_groups(self.codes, self.scales, self.dtype)
+            return dequantise_groups.bind(self._backend)(self.codes, self.scales, self.dtype)
         if self.kind in GROUPS:
             return dequantise_nf4.bind(self._backend)(self.codes, self.scales, self.dtype)
         return dequantise.bind(self._backend)(self.codes, self.scales, self.dtype)

@@ -1,4 +1,4 @@
-"""Launches infer/cuda/dequantise_nf4.cu."""
+"""Launches infer/cuda/dequantise_int4.cu and dequantise_nf4.cu."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from tinyforge.backends.cupy_backend import blocks, contiguous, new, scalar
 from tinyforge.kernel import Array
 
 
-@quantised_groups.dequantise_nf4.on("cupy")
-def dequantise_nf4(codes: Array, scales: Array, dtype: np.dtype) -> Array:
+def _launch(name: str, codes: Array, scales: Array, dtype: np.dtype) -> Array:
     codes, scales = contiguous(codes), contiguous(scales)
     to = new((*codes.shape[:-1], 2 * codes.shape[-1]), dtype)
     if to.size:
-        launch = load("infer/cuda/dequantise_nf4.cu", "dequantise_nf4", SCALAR=scalar(dtype))
+        launch = load(f"infer/cuda/{name}.cu", name, SCALAR=scalar(dtype))
         launch(blocks(to.size // 8), (256,), (to, codes, scales, np.int64(to.size // 8)))
     return to
+
+
+@quantised_groups.dequantise_groups.on("cupy")
+def dequantise_groups(codes: Array, scales: Array, dtype: np.dtype) -> Array:
+    return _launch("dequantise_int4", codes, scales, dtype)
+
+
+@quantised_groups.dequantise_nf4.on("cupy")
+def dequantise_nf4(codes: Array, scales: Array, dtype: np.dtype) -> Array:
+    return _launch("dequantise_nf4", codes, scales, dtype)

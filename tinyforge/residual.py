@@ -23,9 +23,13 @@ from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention, LayerCache, split
 from tinyforge.ops.dropout import Dropout
+from tinyforge.ops.fp8 import Scaled
+from tinyforge.ops.mix import Mix
+from tinyforge.ops.qk_norm_rope import QKNormRoPE
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE
 from tinyforge.ops.swiglu_linear import swiglu_mlp
+from tinyforge.ops.value_embedding import ValueEmbedding
 
 
 class Recomputed(NamedTuple):
@@ -54,14 +58,14 @@ class Addend(NamedTuple):
 
 
 class ResidualStream:
-    """The residual stream x + owed. x: (B, T, C); owed: the same, or None.
+    """The residual stream x + owed. x: (B, T, C); owed: the same, or None. first: x before the first layer.
 
     outputs: what branches return apart from their addition, such as the usage of a router's experts.
     keep: set by `ActivationCheckpoint`: the next norm leaves x in `kept`, after the addition.
     """
 
-    def __init__(self, x: Array) -> None:
-        self.x = x
+    def __init__(self, x: Array, first: Any = None) -> None:
+        self.x, self.first = x, x if first is None else first
         self.owed: Array | None = None
         self.outputs: list[Array] = []
         self.keep = False
@@ -118,6 +122,25 @@ class PreNorm:
         return [self.op]
 
 
+class MixedNorm:
+    """A norm before which the stream x becomes a x + b x0, x0 the stream before the first layer. The gradient of x0 is
+    added up in the stash."""
+
+    def __init__(self, mix: Mix, norm: PreNorm, backend: Backend) -> None:
+        self.mix, self.norm, self.op, self.add = mix, norm, norm.op, Add(backend, mix.name)
+
+    def forward(self, stream: ResidualStream, stash: Stash | None = None) -> Any:
+        stream.x = self.mix.forward(stream.plain(self.add), stream.first, stash)
+        return self.norm.forward(stream, stash)
+
+    def backward(self, dy: Array, stash: Stash, residual: Any = None) -> Array:
+        dx, stash.first = self.mix.backward(self.norm.backward(dy, stash, residual), stash, into=stash.first)
+        return dx
+
+    def ops(self) -> list[Op]:
+        return [self.mix, *self.norm.ops()]
+
+
 class NoNorm:
     """In place of a PreNorm: a branch that reads the stream as it is, as in OLMo 2."""
 
@@ -150,12 +173,14 @@ class Branch:
 
 class AttentionContext(NamedTuple):
     """What attention knows of a pass besides its input. cache: the keys and values of earlier positions. offset: the
-    number of these positions. starts: first position of each token's document, (B, T). lengths: see `Attention`."""
+    number of these positions. starts: first position of each token's document, (B, T). lengths: see `Attention`. ids:
+    the tokens, (B, T), for value embeddings."""
 
     cache: LayerCache | None = None
     offset: int = 0
     starts: Array | None = None
     lengths: Array | None = None
+    ids: Array | None = None
 
 
 NO_CONTEXT = AttentionContext()
@@ -166,7 +191,7 @@ class SelfAttention(Branch):
 
     h: (B, T, C), or what the norm before makes of it. head_norms: pairs of a norm and the heads it applies to, such as
     the query heads: each of them, or all together if the norm is as wide. RoPE becomes part of the product before it
-    and of attention's backward where there is a kernel.
+    and of attention's backward where there is a kernel. values: adds rows of the tokens' own to v.
     """
 
     def __init__(
@@ -179,21 +204,31 @@ class SelfAttention(Branch):
         head_dim: int,
         rope: RoPE | None = None,
         head_norms: Sequence[tuple[RMSNorm, slice]] = (),
+        values: ValueEmbedding | None = None,
         after: Sequence[Op] = (),
     ) -> None:
         super().__init__(dropout, after)
         self.qkv, self.attention, self.out = qkv, attention, out
-        self.head_dim, self.rope, self.head_norms = head_dim, rope, head_norms
+        self.head_dim, self.rope, self.head_norms, self.values = head_dim, rope, head_norms, values
 
     def forward(self, h: Any, stash: Stash | None, context: AttentionContext = NO_CONTEXT) -> Addend:
-        cache, offset, starts, lengths = context
-        qkv = self.project(h, stash, offset)
+        cache, _, starts, lengths, _ = context
+        qkv = self.project(h, stash, context)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts, lengths=lengths)  # (B, T, Hq, D)
         run = partial(self.out.forward, a.reshape(*a.shape[:2], -1), stash=stash)
         return Addend(run, self.out, self.dropout, stash, self.after)
 
-    def project(self, h: Any, stash: Stash | None, offset: int) -> Array:
-        """q, k and v after RoPE, (B, T, Hq + 2 Hkv, D)."""
+    def project(self, h: Any, stash: Stash | None, context: AttentionContext) -> Array:
+        """What attention reads: q, k and v, (B, T, Hq + 2 Hkv, D)."""
+        qkv = self.rotated(h, stash, context.offset)
+        if self.values is None:
+            return qkv
+        x, ids = h.x if isinstance(h, Scaled) else h, context.ids
+        assert ids is not None
+        return self.values.forward(qkv, x, ids, stash, out=qkv)
+
+    def rotated(self, h: Any, stash: Stash | None, offset: int) -> Array:
+        """q, k and v after RoPE."""
         if self.rope is not None and not self.head_norms:
             return self.rope.after(self.qkv, h, stash, offset=offset)
         qkv = first_map(self.qkv, h, stash)
@@ -205,23 +240,30 @@ class SelfAttention(Branch):
     def fill(self, h: Any, context: AttentionContext) -> None:
         """Append keys and values to the cache, and compute nothing else."""
         assert context.cache is not None
-        _, k, v = split(self.project(h, None, context.offset), self.attention.heads)
+        _, k, v = split(self.project(h, None, context), self.attention.heads)
         context.cache.append(k, v)
 
     def backward(self, dy: Any, stash: Stash) -> Array:
         da = self.out.backward(self.leave(dy, stash), stash)  # (B, T, Hq D)
         da = da.reshape(*da.shape[:2], -1, self.head_dim)
-        dqkv = self.attention.backward(da, stash, rope=self.rope)  # (B, T, Hq + 2 Hkv, D)
+        # RoPE's backward is part of attention's, unless more is part of RoPE or lies between the two.
+        apart = self.values is not None or isinstance(self.rope, QKNormRoPE)
+        dqkv = self.attention.backward(da, stash, rope=None if apart else self.rope)  # (B, T, Hq + 2 Hkv, D)
+        dgates = None if self.values is None else self.values.leave(dqkv, stash)
+        if self.rope is not None and apart:
+            dqkv = self.rope.backward(dqkv, stash, out=dqkv)
         for norm, heads in reversed(self.head_norms):
             norm.backward(part := rows_of(norm, dqkv[:, :, heads]), stash, out=part)
         dh: Array = self.qkv.backward(dqkv.reshape(*da.shape[:2], -1), stash)
+        if self.values is not None and dgates is not None:
+            self.values.spread(dh, dgates)
         return dh
 
     def ops(self) -> list[Op]:
         """In the order of forward."""
         rope = [] if self.rope is None else [self.rope]
-        norms = [norm for norm, _ in self.head_norms]
-        return [self.qkv, *norms, *rope, self.attention, self.out, self.dropout, *self.after]
+        norms, values = [norm for norm, _ in self.head_norms], [] if self.values is None else [self.values]
+        return [self.qkv, *norms, *rope, *values, self.attention, self.out, self.dropout, *self.after]
 
 
 def rows_of(norm: RMSNorm, heads: Array) -> Array:
@@ -294,7 +336,7 @@ class ActivationCheckpoint(Op):
         before, stream.keep = len(stash), True
         self.block.forward(stream, stash, context)
         stash.drop(before)
-        stash.push(self, stream.kept, context)
+        stash.push(self, stream.kept, stream.first, context)
         stream.kept = None
 
     def backward(self, dx: Any, stash: Stash, *rest: Any) -> Any:
@@ -303,8 +345,8 @@ class ActivationCheckpoint(Op):
 
     def restore(self, stash: Stash) -> None:
         """Rerun forward. A method of its own: x is freed before the block's backward."""
-        x, context = stash.pop(self)
-        self.block.forward(ResidualStream(x), stash, context)
+        x, first, context = stash.pop(self)
+        self.block.forward(ResidualStream(x, first), stash, context)
 
 
 def layers_of(blocks: Sequence[Any], backend: Backend, recompute: Recompute) -> Sequence[Any]:

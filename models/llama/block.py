@@ -12,7 +12,7 @@ from typing import Any
 from tinyforge.backends import Backend
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.models.llama.config import Config
-from tinyforge.models.llama.parts import mlp, norm_before, pre_norm, self_attention
+from tinyforge.models.llama.parts import first_norm, mlp, norm_before, pre_norm, self_attention
 from tinyforge.op import Op, Stash
 from tinyforge.ops import Add
 from tinyforge.residual import NO_CONTEXT, AttentionContext, PreNorm, ResidualStream
@@ -29,7 +29,7 @@ class Block:
         # The MLP of the layer before takes its gradient from norm1. There is none before the first layer, and dropout
         # would have to be applied to the codes as well.
         scaled = layer > 0 and not config.dropout
-        self.norm1 = norm_before(f"{at}.norm1", config, backend, fp8=fp8, scaled_backward=scaled)
+        self.norm1 = first_norm(at, config, backend, fp8=fp8, scaled_backward=scaled)
         self.attention = self_attention(config, layer, backend, fp8=fp8)
         self.norm2 = norm_before(f"{at}.norm2", config, backend, fp8=fp8, scaled_backward=False)
         self.mlp = self.make_mlp(config, layer, backend)

@@ -15,6 +15,7 @@ CHOICES = {
     "norm": ("rms", "layer"),
     "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
     "rope_scaling": ("none", "linear", "llama3", "yarn", "dynamic", "longrope"),
+    "qk_scale": ("none", "fixed", "learned"),
 }
 """The values of the fields that are texts; the first is the default."""
 
@@ -45,6 +46,19 @@ class Config(ModelConfig):
     all. no_rope_every: of that many layers the last has no RoPE, as in SmolLM3; 0 where all have it, 1 where none has.
     sinks: a score for each head that its probabilities are shared with, as in gpt-oss. learned_positions: a table of
     positions is added to the embeddings, as in OPT; it begins with two rows without use.
+
+    qk_scale: queries and keys are divided by their root mean square, without a gain, and the scores' scale is fixed, or
+    learned for each query head from there. zero_outputs: the maps into the stream start at 0.
+
+    mix_first: before each block the stream x becomes a x + b x0, with x0 the stream before the first one, and a and b
+    learned, from 1 and 0. embedding_norm: an RMSNorm makes x0 of the embeddings. Both only with norms "before".
+
+    smear: each token's x0 gets that of the token before it, times a learned number, from 0, and a gate, which reads so
+    many of its first channels; 0 for none.
+
+    value_every: of that many layers the last adds a row for each token's id to its values, from a table of its own,
+    times a gate for each head, which reads the first value_gate channels of the normed stream; 0 for no layer. Counted
+    from the model's last layer, which has one.
 
     rope_scaling stretches the rotary angles to a longer context, see `RopeScaling`, which has rope_factor, the bounds
     rope_low_freq and rope_high_freq, rope_attention, rope_short, rope_long and rope_truncate under names without rope_.
@@ -89,6 +103,13 @@ class Config(ModelConfig):
     no_rope_every: int = 0
     learned_positions: bool = False
     sinks: bool = False
+    qk_scale: str = "none"
+    zero_outputs: bool = False
+    mix_first: bool = False
+    embedding_norm: bool = False
+    smear: int = 0
+    value_every: int = 0
+    value_gate: int = 32
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: str = "none"
@@ -106,7 +127,7 @@ class Config(ModelConfig):
 
     NONE_OR_MORE: ClassVar = (
         *("window", "full_every", "attention_scale", "attention_softcap", "logit_softcap"),
-        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim"),
+        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim", "value_every", "smear"),
     )
 
     def __post_init__(self) -> None:
@@ -131,12 +152,24 @@ class Config(ModelConfig):
             raise UserError(f"config: norms is {self.norms!r} with a LayerNorm or parallel branches; expected 'before'")
         if self.norm_bias and self.norm == "rms" or self.norm_plus_one and self.norm == "layer":
             raise UserError(f"config: norm is {self.norm!r}; norm_bias goes with 'layer', norm_plus_one with 'rms'")
+        if self.mix_first and (self.norms == "after" or self.parallel):
+            raise UserError("config: mix_first is for blocks that begin with a norm, one branch after the other")
         if self.parallel_norms and not self.parallel:
             raise UserError("config: parallel_norms is for parallel branches; set parallel too")
         if self.gated and self.activation in ("relu", "relu2"):
             raise UserError(f"config: a gate with activation {self.activation!r}; set gated=false, or use 'silu'")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
+        if self.value_every and not 0 < self.value_gate <= self.dim:
+            raise UserError(f"config: value_gate is {self.value_gate}, expected 1 to dim, {self.dim}")
+        if self.smear > self.dim:
+            raise UserError(f"config: smear is {self.smear}, expected 0 (none) to dim, {self.dim}")
+        stretched = self.rope_scaling in ("yarn", "longrope")
+        if self.qk_scale != "none" and (self.qk_norm or self.no_rope_every or stretched):
+            raise UserError(
+                f"config: qk_scale {self.qk_scale!r} with qk_norm, no_rope_every, rope_scaling 'yarn' or 'longrope'; "
+                "it is a norm that is part of RoPE in every layer: leave them out"
+            )
         check_rates(self, "dropout")
         for name in self.NONE_OR_MORE:
             if getattr(self, name) < 0:
@@ -162,6 +195,9 @@ class Config(ModelConfig):
     def has_rope(self, layer: int) -> bool:
         return not self.no_rope_every or (layer + 1) % self.no_rope_every > 0
 
+    def has_values(self, layer: int) -> bool:
+        return self.value_every > 0 and (self.layers - 1 - layer) % self.value_every == 0
+
     def options(self) -> dict[str, Any]:
         """The fields other than sizes that differ from a plain Llama's, without those of subclasses."""
         plain = {f.name: f.default for f in fields(Config) if f.name not in SIZES}
@@ -171,7 +207,7 @@ class Config(ModelConfig):
 SIZES = (
     *("dim", "heads", "kv_heads", "head_dim", "layers", "context", "vocab", "hidden", "tied", "norm_eps", "dropout"),
     *("rope_theta", "rope_scaling", "rope_factor", "rope_low_freq", "rope_high_freq", "original_context"),
-    *("rope_attention", "rope_short", "rope_long", "rope_truncate", "family"),
+    *("rope_attention", "rope_short", "rope_long", "rope_truncate", "family", "zero_outputs", "value_gate"),
 )
 """Fields that are no options of the architecture: the fused decoders and every architecture have them."""
 FUSED = {"rotary_dim"}
@@ -188,6 +224,19 @@ PRESETS = {
     ),
     "TinyLlama-1.1B": Config(
         dim=2048, heads=32, kv_heads=4, layers=22, context=2048, vocab=32000, hidden=5632, tied=False
+    ),
+    "Llama-3.1-8B": Config(
+        dim=4096,
+        heads=32,
+        kv_heads=8,
+        layers=32,
+        context=131072,
+        vocab=128256,
+        hidden=14336,
+        tied=False,
+        rope_theta=500000.0,
+        rope_scaling="llama3",
+        rope_factor=8.0,
     ),
     "Qwen2.5-0.5B": Config(dim=896, heads=14, kv_heads=2, layers=24, context=32768, vocab=151936, hidden=4864, **QWEN2),
 }

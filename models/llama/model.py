@@ -18,9 +18,9 @@ from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.llama.block import Block, ParallelBlock
 from tinyforge.models.llama.config import FUSED, Config
-from tinyforge.models.llama.parts import STD, bias
+from tinyforge.models.llama.parts import STD, bias, rms_norm
 from tinyforge.op import Op, Param, Recompute, Stash, WithKeywords
-from tinyforge.ops import CappedCrossEntropy, Embedding, LearnedPositions, LinearCrossEntropy, Scale
+from tinyforge.ops import Add, CappedCrossEntropy, Embedding, LearnedPositions, LinearCrossEntropy, Scale, Smear
 from tinyforge.ops.attention import Documents
 from tinyforge.ops.fp8_linear import FP8Weights
 from tinyforge.params import ParamBuffer, with_buffer
@@ -60,6 +60,8 @@ class LlamaLike(Model):
         self.final_norm = self.block.final_norm(shape, backend)
         self.heads = output_heads(shape, heads or table, backend)
         self.embedding_scale = scale("embedding_scale", shape.embedding_scale, backend)
+        self.embedding_norm = rms_norm("embedding_norm", shape.dim, shape, backend) if shape.embedding_norm else None
+        self.add, self.smear = Add(backend, "first"), smear(shape, backend) if shape.smear else None
         self.logit_scale = scale("logit_scale", shape.logit_scale, backend)
         self.prediction_heads = self.heads.shape[0]
         self.buffer = ParamBuffer(self.params(), backend, values)
@@ -105,9 +107,13 @@ class LlamaLike(Model):
         if self.positions:
             restart = starts if documents and documents.restart else None
             x = self.positions.forward(x, stash, offset=offset, starts=restart)
+        if self.embedding_norm:
+            x = self.embedding_norm.forward(x, stash)
+        if self.smear:
+            x = self.smear.forward(x, stash, starts=starts, previous=cache.previous(x) if cache else None)
         stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
-            context = AttentionContext(cache.layer(i) if cache else None, offset, starts)
+            context = AttentionContext(cache.layer(i) if cache else None, offset, starts, ids=ids)
             if fill and i == len(self.blocks) - 1:
                 self.blocks[i].fill(stream, context)
             else:
@@ -132,6 +138,12 @@ class LlamaLike(Model):
         dx = self.final_norm.backward(dh, stash)
         for layer in reversed(self.layers):
             dx = layer.backward(dx, stash, *doutputs)
+        if stash.first is not None:
+            dx, stash.first = self.add.forward(dx, stash.first), None
+        if self.smear:
+            dx = self.smear.backward(dx, stash)
+        if self.embedding_norm:
+            dx = self.embedding_norm.backward(dx, stash)
         if self.positions:
             dx = self.positions.backward(dx, stash)
         if self.embedding_scale:
@@ -143,7 +155,8 @@ class LlamaLike(Model):
 
     def make_cache(self, batch: int, capacity: int) -> KVCache:
         c = self.shape
-        return KVCache(self.backend, c.layers, batch, capacity, c.kv_heads, c.head_dim)
+        width = c.dim if c.smear else 0
+        return KVCache(self.backend, c.layers, batch, capacity, c.kv_heads, c.head_dim, width)
 
     def fused_weights(self) -> FusedWeights | None:
         c, rope = self.shape, self.blocks[0].attention.rope
@@ -167,25 +180,32 @@ class LlamaLike(Model):
         windows = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.layers)]
         pairs = sum(window - window * (window - 1) / (2 * seq_len) for window in windows)
         looked_up = (0 if c.tied else c.vocab * c.dim) + (c.context * c.dim if c.learned_positions else 0)
+        looked_up += sum(block.attention.values.table.size for block in self.blocks if block.attention.values)
         multiplied = self.buffer.count - looked_up
         return 6 * multiplied + 3 * 2 * 2 * c.head_dim * c.heads * pairs
 
     def ops(self) -> list[Op]:
         blocks = [op for block in self.blocks for op in block.ops()]
-        rest = (self.embedding_scale, self.positions, self.logit_scale)
-        scaled, positions, logits = [[op] if op else [] for op in rest]
-        return [self.embedding, *scaled, *positions, *blocks, self.final_norm.op, *logits, self.heads]
+        rest = (self.embedding_scale, self.positions, self.embedding_norm, self.smear, self.logit_scale)
+        scaled, positions, norm, smeared, logits = [[op] if op else [] for op in rest]
+        return [self.embedding, *scaled, *positions, *norm, *smeared, *blocks, self.final_norm.op, *logits, self.heads]
 
 
 def scale(name: str, factor: float, backend: Backend) -> Scale | None:
     return None if factor == 1 else Scale(factor, backend, name)
 
 
+def smear(c: Config, backend: Backend) -> Smear:
+    gate, factor = (
+        Param(f"smear_{name}", (size,), fill=0.0, decay=False) for name, size in (("gate", c.smear), ("scale", 1))
+    )
+    return Smear(gate, factor, backend, "smear")
+
+
 def output_heads(c: Config, weight: Param, backend: Backend) -> LinearCrossEntropy:
-    if c.logit_softcap or c.head_bias:
-        rows = bias("heads", c.vocab) if c.head_bias else None
-        return CappedCrossEntropy(weight, c.logit_softcap, backend, "heads", bias=rows)
-    return LinearCrossEntropy(weight, backend, "heads")
+    if c.head_bias:
+        return CappedCrossEntropy(weight, c.logit_softcap, backend, "heads", bias=bias("heads", c.vocab))
+    return LinearCrossEntropy(weight, backend, "heads", cap=c.logit_softcap)
 
 
 class Llama(LlamaLike):

@@ -26,6 +26,8 @@ from tinyforge.ops import (
     GELULinear,
     Linear,
     LinearSwiGLU,
+    Mix,
+    QKNormRoPE,
     ReLU,
     RMSNorm,
     RoPE,
@@ -36,16 +38,24 @@ from tinyforge.ops import (
     SquaredReLU,
     SwiGLU,
     SwiGLULinear,
+    ValueEmbedding,
 )
-from tinyforge.residual import MLP, NoNorm, PreNorm, SelfAttention
+from tinyforge.residual import MLP, MixedNorm, NoNorm, PreNorm, SelfAttention
 
 STD = 0.02
 """Standard deviation of all initial matrices but those of `residual_std`."""
 
 
-def residual_std(layers: int) -> float:
+IN_FP8 = (
+    *("qk_norm", "qk_scale", "qkv_bias", "window", "full_every", "rotary_dim", "attention_scale"),
+    *("value_every", "mix_first", "embedding_norm", "logit_softcap", "smear"),
+)
+"""Options that the layers in FP8 have."""
+
+
+def residual_std(c: Config) -> float:
     """GPT-2: 2 * layers projections add to the residual stream; this keeps its variance from growing with depth."""
-    return STD / (2 * layers) ** 0.5
+    return 0.0 if c.zero_outputs else STD / (2 * c.layers) ** 0.5
 
 
 def gain(name: str, width: int, plus_one: bool = False) -> Param:
@@ -76,11 +86,22 @@ def pre_norm(
 
 def norm_before(name: str, c: Config, backend: Backend, *, fp8: bool, scaled_backward: bool) -> PreNorm | NoNorm:
     """What a branch reads the stream through."""
-    if fp8 and (more := [option for option in c.options() if option not in ("qk_norm", "qkv_bias", "window")]):
+    if fp8 and (more := [option for option in c.options() if option not in IN_FP8]):
         raise UserError(f"--precision fp8: the layers in FP8 have no {', '.join(more)}; use bf16")
     if c.norms == "after":
         return NoNorm(backend, name)
     return pre_norm(name, c, backend, fp8=fp8, scaled_backward=scaled_backward)
+
+
+def first_norm(at: str, c: Config, backend: Backend, *, fp8: bool, scaled_backward: bool) -> Any:
+    """The norm that a block begins with."""
+    if not c.mix_first:
+        return norm_before(f"{at}.norm1", c, backend, fp8=fp8, scaled_backward=scaled_backward)
+    a, b = (
+        Param(f"{at}.{name}_scale", (1,), fill=fill, decay=False) for name, fill in (("stream", 1.0), ("first", 0.0))
+    )
+    norm: Any = norm_before(f"{at}.norm1", c, backend, fp8=fp8, scaled_backward=False)
+    return MixedNorm(Mix(a, b, backend, f"{at}.mix"), norm, backend)
 
 
 def after(name: str, c: Config, backend: Backend) -> list[Op]:
@@ -95,10 +116,12 @@ def self_attention(c: Config, layer: int, backend: Backend, *, fp8: bool) -> Sel
     weight = Param(f"{at}.qkv.weight", (queries + 2 * keys, c.dim), std=STD, matrices=(queries, keys, keys))
     if fp8 and qkv_bias:
         raise UserError("--precision fp8: products in FP8 add no bias, and qkv has one (qkv_bias); use bf16")
-    out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c.layers), matrices=1)
+    out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c), matrices=1)
     # Qwen3: one norm for all query heads, one for all key heads; OLMo 2: of all of them together.
     norms = {"q_norm": (queries, slice(0, c.heads)), "k_norm": (keys, slice(c.heads, c.heads + c.kv_heads))}
     scores: dict[str, Any] = {"scale": c.attention_scale or None, "softcap": c.attention_softcap}
+    if c.qk_scale != "none":  # the queries have it
+        scores["scale"] = None
     scores["window"] = c.window_of(layer) or None
     if c.sinks:
         sinks = Param(f"{at}.sinks", (c.heads,), fill=0.0, decay=False)
@@ -117,8 +140,16 @@ def self_attention(c: Config, layer: int, backend: Backend, *, fp8: bool) -> Sel
             for name, (width, heads) in norms.items()
             if c.qk_norm
         ],
+        values=value_embedding(c, layer, backend) if c.has_values(layer) else None,
         after=after(f"{at}.attention_norm", c, backend),
     )
+
+
+def value_embedding(c: Config, layer: int, backend: Backend) -> ValueEmbedding:
+    at = f"blocks.{layer}.value"
+    table = Param(f"{at}_embedding.weight", (c.vocab, c.kv_heads * c.head_dim), std=STD)
+    gate = Param(f"{at}_gate.weight", (c.kv_heads, c.value_gate), fill=0.0)  # rows are added as they are at first
+    return ValueEmbedding(table, gate, c.dim, backend, f"{at}_embedding")
 
 
 def rope(c: Config, layer: int, backend: Backend) -> RoPE:
@@ -139,7 +170,14 @@ def rope(c: Config, layer: int, backend: Backend) -> RoPE:
             truncate=c.rope_truncate,
         )
     known = (c.head_dim, c.context, c.heads + c.kv_heads, backend, theta, f"blocks.{layer}.rope")
-    return RoPE(*known, scaling=scaling, width=c.rotary_dim)
+    how: dict[str, Any] = {"scaling": scaling, "width": c.rotary_dim}
+    if c.qk_scale == "none":
+        return RoPE(*known, **how)
+    factor = c.attention_scale * c.head_dim**0.5 or 1.0  # of the scores' 1 / sqrt(head_dim)
+    learned = (
+        Param(f"blocks.{layer}.qk_scale", (c.heads,), fill=factor, decay=False) if c.qk_scale == "learned" else None
+    )
+    return QKNormRoPE(*known, heads=c.heads, scale=learned, factor=factor, eps=c.norm_eps, **how)
 
 
 FORMULAS = {"gelu_tanh": "tanh", "gelu": "erf"}
@@ -151,7 +189,7 @@ def mlp(c: Config, layer: int, backend: Backend, *, fp8: bool) -> MLP:
     if not c.gated:
         return ungated_mlp(c, at, backend)
     up = Param(f"{at}.gate_up.weight", (2 * c.hidden, c.dim), std=STD, matrices=2)
-    down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
+    down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c), matrices=1)
     dropout, ending = Dropout(c.dropout, backend, f"{at}.down_dropout"), after(f"{at}.mlp_norm", c, backend)
     if c.activation != "silu" or c.mlp_bias:
         activation: Op = SwiGLU(backend, f"{at}.swiglu")
@@ -173,7 +211,7 @@ def mlp(c: Config, layer: int, backend: Backend, *, fp8: bool) -> MLP:
 
 def ungated_mlp(c: Config, at: str, backend: Backend) -> MLP:
     up = Param(f"{at}.up.weight", (c.hidden, c.dim), std=STD, matrices=1)
-    down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c.layers), matrices=1)
+    down = Param(f"{at}.down.weight", (c.dim, c.hidden), std=residual_std(c), matrices=1)
     up_bias, down_bias = (
         bias(f"{at}.{name}", rows) if c.mlp_bias else None for name, rows in (("up", c.hidden), ("down", c.dim))
     )

@@ -49,8 +49,6 @@ class Config(MultiToken, LlamaConfig):
             raise UserError(f"config: active is {self.active}, expected at most the {self.experts} experts")
         if ignored := [name for name in self.options() if name in OF_THE_MLP]:
             raise UserError(f"config: experts have no {', '.join(ignored)}; leave it out")
-        if self.logit_softcap and self.mtp_heads > 1:
-            raise UserError(f"config: softcapped logits have one head, mtp_heads is {self.mtp_heads}; use mtp_heads=1")
         if self.tied and self.mtp_heads > 1:
             raise UserError(f"config: a tied head is one, mtp_heads is {self.mtp_heads}; use tied=false or mtp_heads=1")
         if min(self.shared, self.clamp) < 0:

@@ -124,7 +124,12 @@ def read_config(given: Mapping[str, Any]) -> Config:
     also = {"intermediate_size": given.get(experts.hidden), "num_experts": given.get("num_local_experts")}
     given = Given((given, also))
     shared = asdict(llama.read_config(given, experts.base))
-    return Config(**shared | read_fields(Given((given, experts.base.defaults)), experts.fields) | more)
+    config = Config(**shared | read_fields(Given((given, experts.base.defaults)), experts.fields) | more)
+    # Where ours is 0 there is no such part, and the model would be one of another architecture.
+    for ours, key in (("shared", experts.shared), ("clamp", "" if experts.names else "swiglu_limit")):
+        if key and not getattr(config, ours):
+            raise UserError(f"config.json: {key} is 0, expected more than 0 for {architecture}")
+    return config
 
 
 def architecture_of(config: Config) -> str:

@@ -41,7 +41,7 @@ class Experts:
         c, at = config, f"blocks.{layer}"
         gate = Param(f"{at}.gate.weight", (c.experts, c.dim), std=STD, matrices=1)
         gate_up = Param(f"{at}.gate_up.weight", (c.experts, 2 * c.hidden, c.dim), std=STD, matrices=2 * c.experts)
-        down = Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c.layers), matrices=c.experts)
+        down = Param(f"{at}.down.weight", (c.experts, c.dim, c.hidden), std=residual_std(c), matrices=c.experts)
         how: dict[str, Any] = {"name": f"{at}.experts", "normalised": c.normalised}
         if c.clamp:
             of_gate, of_gate_up, of_down = (
@@ -55,7 +55,7 @@ class Experts:
         self.dropout = Dropout(c.dropout, backend, f"{at}.down_dropout")
         if c.shared:
             up = Param(f"{at}.shared_up.weight", (2 * c.shared, c.dim), std=STD, matrices=2)
-            down = Param(f"{at}.shared_down.weight", (c.dim, c.shared), std=residual_std(c.layers), matrices=1)
+            down = Param(f"{at}.shared_down.weight", (c.dim, c.shared), std=residual_std(c), matrices=1)
             self.shared_up = LinearSwiGLU(up, backend, f"{at}.shared_up")
             self.shared_down = SwiGLULinear(down, backend, f"{at}.shared_down")
             self.shared_gate = Linear(

@@ -16,6 +16,7 @@ SPEC = ModelSpec(
     hf=f"{__name__}.hf",
     pretraining={
         "base": gpt3_rate(6e-4, "125 million"),
+        "fast": gpt3_rate(6e-4, "125 million"),
         "large": gpt3_rate(3e-4, "350 million"),
         "xl": gpt3_rate(2.5e-4, "760 million"),
         "2b": gpt3_rate(2e-4, "1.3 billion"),

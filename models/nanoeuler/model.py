@@ -48,6 +48,20 @@ class NanoEuler(LlamaLike):
             (dropped.override(two), 2, 7),
         )
         yield from cls.cases_of(shapes, backend, rng, std=0.2)
+        options: tuple[dict[str, Any], ...] = (
+            {"qk_scale": "learned", "window": 3, "full_every": 2, "rotary_dim": 2, "norm_eps": 0.01},
+            {"mix_first": True, "smear": 5, "logit_softcap": 1.5, "embedding_norm": True, "norm_eps": 0.01},
+            {
+                "qk_scale": "fixed",
+                "attention_scale": 0.7,
+                "gated": False,
+                "activation": "relu2",
+                "norm_eps": 0.01,
+                "value_every": 1,
+                "value_gate": 4,
+            },
+        )
+        yield from cls.cases_of([(tiny.override(two | given), 2, 7) for given in options], backend, rng, std=0.2)
         config = tiny.override(two)
         packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
         ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 2))

@@ -48,9 +48,34 @@ def run_on_host(
     """What `main`, appended to the kernel's text, prints. bodies: of the functions that are PTX, by how their heads
     begin. before: stand-ins that these bodies call. changes: words of the text and what stands there instead, because
     the host needs it; fault: the same, to see that it shows."""
-    compiler = shutil.which("c++")
-    if compiler is None:
+    source, program = folder / "host.cpp", folder / "host"
+    source.write_text(host_text(file, macros, bodies, main, before=before, fault=fault, changes=changes), "utf-8")
+    # Kernels reinterpret numbers, as CUDA allows.
+    flags = ("-std=c++17", "-O2", "-w", "-fno-strict-aliasing")
+    subprocess.run([compiler(), *flags, "-o", program, source], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def compiler() -> str:
+    found = shutil.which("c++")
+    if found is None:
         pytest.skip("there is no C++ compiler")
+    return found
+
+
+def host_text(
+    file: str,
+    macros: dict[str, int | str],
+    bodies: dict[str, str],
+    main: str,
+    *,
+    before: str = "",
+    fault: tuple[str, str] | None = None,
+    changes: tuple[tuple[str, str], ...] = (),
+) -> str:
+    """The program of `run_on_host`."""
     text = kernels.specialise(file, tuple(sorted(macros.items())))
     for right, wrong in (*changes, *([fault] if fault else [])):
         assert right in text, right
@@ -65,12 +90,7 @@ def run_on_host(
     )
     text = re.sub(r"^#(line.*|define (INFINITY|NAN) .*)$", "", text, flags=re.MULTILINE)
     header = Path(__file__).with_name("on_host.hpp").read_text(encoding="utf-8")
-    source, program = folder / "host.cpp", folder / "host"
-    source.write_text("\n".join((header, before, text, main)), encoding="utf-8")
-    subprocess.run([compiler, "-std=c++17", "-O2", "-w", "-o", program, source], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return "\n".join((header, before, text, main))
 
 
 def hopper() -> str:

@@ -36,7 +36,7 @@ from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd, sum_tokens
 from tinyforge.ops.mixture import grouped_bwd_input, grouped_bwd_weight, grouped_fwd
 from tinyforge.ops.rope import linear_rope_fwd
 from tinyforge.ops.swiglu_linear import linear_swiglu_fwd, swiglu_linear_bwd
-from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
+from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig, Pace
 from tinyforge.optim.adamw import adamw_, clip_factor, square_sums, step_rates
 from tinyforge.parallel.sums import add_
 from tinyforge.params import ParamBuffer, with_buffer
@@ -75,11 +75,13 @@ LAUNCHERS = (
     "ops.lora",
     "ops.losses",
     "ops.lstm",
+    "ops.mix",
     "ops.mixture",
     "ops.mixture_biased",
     "ops.patches",
     "ops.pooling",
     "ops.positions",
+    "ops.qk_norm_rope",
     "ops.rmsnorm",
     "ops.rope",
     "ops.router",
@@ -88,11 +90,13 @@ LAUNCHERS = (
     "ops.scale",
     "ops.selective_scan",
     "ops.sigmoid_gate",
+    "ops.smear",
     "ops.softmax",
     "ops.swiglu",
     "ops.swiglu_linear",
     "ops.take",
     "ops.tanh",
+    "ops.value_embedding",
     "optim.adamw",
     "optim.muon",
     "parallel.sums",
@@ -785,15 +789,17 @@ def test_the_optimizers_launches(precision: str, launches: Launches) -> None:
     assert launches.seen == ["square_sums", "finish_norm", "finish_norm", "add", "adamw", "sum_heads"]
 
 
+@pytest.mark.parametrize("normuon", [False, True])
 @pytest.mark.parametrize(("precision", "shape"), [("fp64", (3, 5)), ("fp32", (8, 4)), ("bf16", (64, 96))])
-def test_the_launches_of_muon(precision: str, shape: tuple[int, int], launches: Launches) -> None:
+def test_the_launches_of_muon(precision: str, shape: tuple[int, int], normuon: bool, launches: Launches) -> None:
     backend, (rows, columns) = FakeCupy(precision), shape
     buffer = ParamBuffer(
         [Param("map", (2 * rows, columns), matrices=(rows, rows)), Param("gain", (7,), decay=False)], backend
     )
-    optimizer = Muon(buffer, backend)
+    optimizer = Muon(buffer, backend, MuonConfig(normuon=normuon, cautious=normuon))
     optimizer.apply(optimizer.next_rates(1e-3), np.ones(()).view(OnDevice))
-    assert launches.seen == ["muon_momentum", "muon_scale", "muon_update", "adamw"]
+    by_row = ["normuon_rows", "normuon_factors"] if normuon else []
+    assert launches.seen == ["muon_momentum", "muon_scale", *by_row, "muon_update", "adamw"]
 
 
 def test_a_wrong_argument_shows(launches: Launches) -> None:
@@ -1031,9 +1037,21 @@ def test_a_captured_step_launches_the_same_with_other_data(
         assert one == other
 
 
-def test_a_captured_step_of_muon_launches_the_same(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = recorded("nanoeuler", "bf16", monkeypatch, launches, config=MuonConfig())
+@pytest.mark.parametrize("normuon", [False, True])
+def test_a_captured_step_of_muon_launches_the_same(
+    normuon: bool, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its momentum is another one in every step, as with --momentum-schedule."""
+    right = Captured.step
+
+    def scheduled(self: Captured, batches: Any, noise: Any, lr: float) -> Any:
+        return right(self, batches, noise, Pace(lr, 0.9 + lr))
+
+    monkeypatch.setattr(Captured, "step", scheduled)
+    config = MuonConfig(normuon=normuon, coefficients="polar-express", group_rates=(("heads", 2.0),))
+    first, second = recorded("nanoeuler", "bf16", monkeypatch, launches, config=config)
     assert first == second and any(row[1] == "muon_update" for row in first)
+    assert any(row[1] == "normuon_rows" for row in first) == normuon
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -372,6 +372,75 @@ def test_squares_of_pieces(fault: tuple[str, str] | None, tmp_path: Path) -> Non
     assert (worst < 1e-9) == (fault is None), worst
 
 
+NORMUON = r"""
+int main() {
+    const int count = 3, rows = 6, columns = COLUMNS, size = rows * columns;
+    const i64 in_v[] = {8, 20, 2}, starts[] = {96, 0, 256};
+    const A beta = 0.75, rates[] = {0.5, 0, 0.25};
+    std::vector<A> v(30), w(400), factors(count * rows), old_v, old_w;
+    std::vector<T> x(count * size);
+    std::vector<double> squares(count * rows, 0.0 / 0.0);
+    for (A &one : v) one = std::abs(host_normal());
+    for (A &one : w) one = host_normal();
+    for (T &one : x) one = host_normal();
+    const auto step = [&](double clip) {
+        host_launch(rows, count, 256, [&] {
+            normuon_rows(factors.data(), squares.data(), v.data(), x.data(), in_v, &clip, columns, beta, A(1e-7));
+        });
+        host_launch(count, 1, 256, [&] {
+            normuon_factors(factors.data(), squares.data(), &clip, rows, 0.2 * std::sqrt(size), 1e-7);
+        });
+        host_launch((size / VEC + 255) / 256, count, 256, [&] {
+            muon_update(
+                (T *)nullptr, w.data(), x.data(), starts, rates, &clip, factors.data(), size / VEC, columns, A(99)
+            );
+        });
+    };
+    old_v = v, old_w = w;
+    step(0.0 / 0.0);
+    double worst = old_v == v && old_w == w ? 0 : 1;
+    step(1);
+    for (int n = 0; n < count; n++) {
+        double norm = 0, factor[rows];
+        for (int r = 0; r < rows; r++) {
+            double sum = 0;
+            for (int c = 0; c < columns; c++) sum += x[n * size + r * columns + c] * x[n * size + r * columns + c];
+            old_v[in_v[n] + r] = beta * old_v[in_v[n] + r] + (1 - beta) * sum / columns;
+            factor[r] = 1 / (std::sqrt(old_v[in_v[n] + r]) + 1e-7);
+            norm += sum * factor[r] * factor[r];
+        }
+        for (int i = 0; i < size; i++) {
+            const double change = x[n * size + i] * factor[i / columns] * 0.2 * std::sqrt(size / norm);
+            A &one = old_w[starts[n] + i];
+            one = one * (change * one < 0 ? 1 : 0.25) - 0.5 * change;
+        }
+    }
+    for (int i = 0; i < int(v.size()); i++) worst = std::fmax(worst, std::abs(v[i] - old_v[i]));
+    for (int i = 0; i < int(w.size()); i++) worst = std::fmax(worst, std::abs(w[i] - old_w[i]));
+    printf("%g\n", worst);
+}
+"""
+
+
+@pytest.mark.parametrize("columns", [11, 10])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        None,
+        ("(i * VEC + j) / columns]", "i * VEC / columns % 2]"),
+        ("first = i64(blockIdx.x) * rows", "first = 0"),
+        ("(A(1) - beta) * A(sum / columns)", "(A(1) - beta) * A(sum)"),
+        ("* w.v[j] < 0 ? A(1) : shrink", "* w.v[j] > 0 ? A(1) : shrink"),
+    ],
+)
+def test_the_rows_of_normuon_and_cautious_decay(columns: int, fault: tuple[str, str] | None, tmp_path: Path) -> None:
+    """Matrices here and there in the buffers; vectors that lie in two rows; and a factor that is NaN."""
+    macros = {"SCALAR": "double", "VEC": 4 if columns % 2 == 0 else 1, "NORMUON": 1, "CAUTIOUS": 1}
+    main = NORMUON.replace("COLUMNS", str(columns))
+    worst = float(run_on_host("optim/muon.cu", macros, {}, main, tmp_path, before=STATIC, fault=fault))
+    assert (worst < 1e-12) == (fault is None), worst
+
+
 SOFT_ROWS = r"""
 int main() {
     const int rows = 5, sizes[][2] = {{1, 1}, {7, 7}, {33, 40}, {96, 96}, {1000, 1000}, {2300, 2304}};

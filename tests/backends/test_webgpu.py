@@ -251,8 +251,9 @@ def test_a_kernel_without_wgsl_runs_on_the_host_and_says_so_once(
     assert "webgpu: average_pool_fwd has no WGSL yet: it runs on the host" in said and len(set(said)) == len(said)
 
 
-def test_adamw_and_the_norm(exact: Any, rng: np.random.Generator) -> None:
-    config, size = AdamWConfig(), 1000
+@pytest.mark.parametrize("cautious", [False, True])
+def test_adamw_and_the_norm(cautious: bool, exact: Any, rng: np.random.Generator) -> None:
+    config, size = AdamWConfig(cautious=cautious), 1000
     start = [rng.normal(size=size) for _ in range(3)] + [rng.random(size)]
     results = []
     for backend in (HOST, exact):

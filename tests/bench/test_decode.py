@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.decode import Options, bytes_per_step, contenders_of, main, speculation_table, table
+from bench.decode import Options, Ours, bytes_per_step, contenders_of, main, speculation_table, table
 from bench.harness import GRAPHS_NEED_A_GPU, OURS
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
@@ -54,6 +54,39 @@ def test_weights_of_one_byte_take_turns_with_the_models_own(capsys: pytest.Captu
     results = json.loads(capsys.readouterr().out)["results"]
     assert list(results) == [OURS, f"{OURS}, int8 weights", f"{OURS}, fp8 weights"]
     assert len({result["bytes_per_step"] for result in results.values()}) == 1  # on a CPU a step reads numbers
+
+
+def test_a_model_of_the_zoo_must_agree_with_its_own_ops(capsys: pytest.CaptureFixture[str]) -> None:
+    """In every format, and not only by the size of logits that happen to be small."""
+    sizes = ["dim=64", "heads=4", "kv_heads=2", "layers=2", "hidden=96", "vocab=50", "context=80"]
+    flags = [*FLAGS, "--backend", "numpy", "--model", "llama", "--config", "stories260K", "--set", *sizes]
+    assert main([*flags, "--weights", "int4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["results"]) == [OURS, f"{OURS}, int4 weights"] and found["model"] == "llama"
+    assert found["parity"]["worst_difference"] <= found["parity"]["tolerance"] == 1e-4
+    with pytest.raises(UserError, match="--peer torch is for NanoEuler, got --model llama"):
+        main([*flags, "--peer", "torch"])
+
+
+def test_a_wrong_logit_of_a_model_of_the_zoo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(TINY, 1, position=30, tokens=5, rounds=1, threads=1, model="other")
+    assert contenders_of(options, tiny(), None)[1] is not None
+    logits = Ours.logits
+    monkeypatch.setattr(Ours, "logits", lambda self: (found := logits(self)) + 2e-4 * np.abs(found).max())
+    with pytest.raises(
+        RuntimeError, match="as a share of the largest one, by tinyforge 0.0002: 0.0002, expected at most 0.0001"
+    ):
+        contenders_of(options, tiny(), None)
+
+
+def test_a_step_reads_codes_of_four_bits_with_their_scales_in_half_precision() -> None:
+    config = TINY.override({"dim": 32, "hidden": 64})
+    options = Options(config, batch_size=1, position=30, tokens=4, rounds=1, threads=1)
+    model = quantised_copy(tiny(config=config), "int4")
+    vars(model)["backend"] = SimpleNamespace(name="cupy", dtype=np.dtype(np.float32))
+    numbers = 2 * ((64 + 32 + 128) * 32 + 32 * 64)
+    cache = 2 * 2 * 2 * 8 * 31
+    assert bytes_per_step(options, model) == numbers * 4.5 / 8 + 19 * (32 + 4) + 4 * (5 * 32 + cache)
 
 
 def test_on_a_gpu_the_table_has_the_share_of_the_floor(capsys: pytest.CaptureFixture[str]) -> None:

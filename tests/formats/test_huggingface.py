@@ -23,6 +23,7 @@ from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config, Llama
 from tinyforge.models.moe import Config as MoEConfig
 from tinyforge.models.moe import MoE
+from tinyforge.models.moe.hf import read_config, write_config
 from tinyforge.quantised import quantise
 
 FP32 = get_backend("numpy", "fp32", workers=1)
@@ -202,6 +203,25 @@ def test_a_gpt2_that_is_not_supported_is_one_line(values: dict[str, Any], messag
     edit_config(tmp_path / "m", **values)
     with pytest.raises(UserError, match=message):
         load_weights(open_directory(tmp_path / "m"), FP32)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"sinks": True, "clamp": 7.0}, "swiglu_limit"),
+        ({"shared": 6, "qkv_bias": True}, "shared_expert_intermediate_size"),
+    ],
+)
+def test_experts_without_what_their_architecture_has_are_no_other_architecture(
+    options: dict[str, Any], key: str
+) -> None:
+    sizes = {"dim": 8, "heads": 2, "kv_heads": 1, "layers": 2, "context": 20, "vocab": 11, "hidden": 6, "experts": 3}
+    config = MoEConfig(**sizes, mtp_heads=1, mtp_weights=(1.0,), router_z=0.0, **options)
+    given = write_config(config)
+    assert read_config(given) == config
+    message = f"config.json: {key} is 0, expected more than 0 for {given['architectures'][0]}"
+    with pytest.raises(UserError, match=message):
+        read_config({**given, key: 0})
 
 
 def test_a_pickle_is_not_opened(tmp_path: Path) -> None:

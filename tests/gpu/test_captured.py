@@ -115,7 +115,8 @@ def test_twenty_steps_have_the_bits_of_plain_ones(name: str, precision: str) -> 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_steps_of_muon_have_the_bits_of_plain_ones(precision: str) -> None:
-    same_bits("nanoeuler", precision, [[batch(n, 2)] for n in range(10)], optimizer=MuonConfig())
+    for config in (MuonConfig(), MuonConfig(normuon=True, coefficients="polar-express", cautious=True)):
+        same_bits("nanoeuler", precision, [[batch(n, 2)] for n in range(10)], optimizer=config)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])

@@ -16,10 +16,11 @@ from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.cuda.prompts import append
 from tinyforge.infer.decoder import ReferenceDecoder
+from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.sampling import Sampling, probabilities
 from tinyforge.infer.session import Session, Stats
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
-from tinyforge.quantised import FORMATS
+from tinyforge.quantised import FORMATS, KINDS
 from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +34,10 @@ WIDER = Config(
     dim=192, heads=6, kv_heads=2, layers=3, context=160, vocab=301, mtp_heads=3, hidden=154, mtp_weights=(1, 0.5, 0.25)
 )
 BASE = Config(dim=768, heads=12, kv_heads=4, layers=2, context=320, vocab=4096, hidden=2048)
+# Rows of whole groups; `down` has another number of them than a unit of weights has.
+GROUPED = Config(
+    dim=192, heads=6, kv_heads=2, layers=3, context=160, vocab=301, mtp_heads=3, hidden=608, mtp_weights=(1, 0.5, 0.25)
+)
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
 
@@ -101,13 +106,14 @@ def test_bf16_is_as_exact_as_the_model_in_bf16(config: Config, rows: int) -> Non
     assert ours.max() <= 2 * plain.max() and ours.mean() <= 2 * plain.mean()
 
 
-@pytest.mark.parametrize("kind", ["", *FORMATS])
+@pytest.mark.parametrize("kind", ["", *KINDS])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_the_first_pass_behind_a_prompt_begins_at_the_last_layer(precision: str, kind: str) -> None:
     """Of prompts with and without a graph: the logits of all heads, and text that goes on from them."""
-    model = trained_like(WIDER, precision)
+    config = GROUPED if kind == "int4" else WIDER
+    model = trained_like(config, precision)
     model = quantised_copy(model, kind) if kind else model
-    decoder, prompt = engine().RowDecoder(model), some_tokens(WIDER, 100).tolist()
+    decoder, prompt = engine().RowDecoder(model), some_tokens(config, 100).tolist()
     expected, found = forward(model, np.array(prompt, np.int32))[-1], []
     for _ in range(4):
         decoder.rewind([0])
@@ -135,10 +141,10 @@ def test_weights_of_one_byte_give_the_logits_of_the_model_that_has_them(precisio
     assert np.abs(stepped(decoder, tokens, 0, (1, 4)) - expected).max() <= TOLERANCE[precision] * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("config", [WIDER, BASE], ids=["odd", "base"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("config", [GROUPED, BASE], ids=["odd", "base"])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_weights_of_one_byte_in_bf16_are_as_exact_as_the_model_in_bf16(config: Config, rows: int, kind: str) -> None:
+def test_codes_in_bf16_are_as_exact_as_the_model_in_bf16(config: Config, rows: int, kind: str) -> None:
     """All have the same codes: the loss that rounding to them brings is not part of these errors."""
     tokens, prompt = some_tokens(config, config.context), config.context - 64
     exact = forward(quantised_copy(trained_like(config, "fp64"), kind), tokens)[prompt:]
@@ -151,14 +157,54 @@ def test_weights_of_one_byte_in_bf16_are_as_exact_as_the_model_in_bf16(config: C
     assert ours.max() <= 2 * plain.max() and ours.mean() <= 2 * plain.mean()
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_the_rows_of_a_pass_do_not_change_a_bit_of_weights_of_one_byte(kind: str) -> None:
-    model, tokens = quantised_copy(trained_like(WIDER, "bf16"), kind), some_tokens(WIDER, 160)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rows_of_a_pass_do_not_change_a_bit_of_codes(kind: str) -> None:
+    config = GROUPED if kind == "int4" else WIDER
+    model, tokens = quantised_copy(trained_like(config, "bf16"), kind), some_tokens(config, 160)
     decoder, runs = engine().RowDecoder(model), []
     for sizes in ((1,), (2,), (3, 1), (4,)):
         decoder.rewind([0])
         runs.append(stepped(decoder, tokens, 110, sizes).tobytes())
     assert len(set(runs)) == 1
+
+
+# Down of 9,216 columns is multiplied in parts of eight units; heads share keys as in Llama.
+LARGE = Config(dim=512, heads=8, kv_heads=2, layers=2, context=64, vocab=301, hidden=9216)
+
+
+@pytest.mark.parametrize("kind", ["", "int8", "int4"])
+def test_a_wide_tile_is_multiplied_in_parts(kind: str) -> None:
+    exact, model = (trained_like(LARGE, precision) for precision in ("fp64", "bf16"))
+    if kind:
+        exact, model = quantised_copy(exact, kind), quantised_copy(model, kind)
+    tokens = some_tokens(LARGE, 40)
+    expected, plain = forward(exact, tokens), np.abs(forward(model, tokens) - forward(exact, tokens))
+    for sizes in ((1,), (4,)):
+        ours = np.abs(stepped(engine().RowDecoder(model), tokens, 0, sizes) - expected)
+        assert ours.max() <= 2 * plain.max() and ours.mean() <= 2 * plain.mean()
+
+
+def test_weights_of_four_bits_stay_so_and_give_the_logits_of_the_host(poisoned_memory: None) -> None:
+    """Of the decoder in NumPy, which has the same codes and computes in float32; what is read before it is written
+    shows."""
+    model, tokens = quantised_copy(trained_like(BASE, "bf16"), "int4"), some_tokens(BASE, 40)
+    decoder = engine().RowDecoder(model)
+    plan = decoder.weights.plan
+    numbers = BASE.layers * ((BASE.heads + 2 * BASE.kv_heads) * plan.head_dim + BASE.dim + 3 * BASE.hidden) * BASE.dim
+    of_heads = BASE.vocab * BASE.dim * BASE.mtp_heads
+    assert plan.code == "four_bits"
+    assert decoder.weights.matrices.nbytes <= 1.5 * (numbers * 4.5 / 8 + of_heads)  # 768 columns padded to 1,024
+    host = NumpyDecoder(quantised_copy(trained_like(BASE, "fp32", "numpy"), "int4"))
+    expected = np.stack([host.step([[int(token)]])[0, 0, 0] for token in tokens])
+    got = stepped(decoder, tokens, 0, (1,))[:, 0]
+    assert np.isfinite(got).all() and np.abs(got - expected).max() <= 0.03 * np.abs(expected).max()
+
+
+def test_speculation_changes_no_token_of_weights_of_four_bits() -> None:
+    model = quantised_copy(trained_like(GROUPED, "bf16"), "int4")
+    session = Session(model, engine().RowDecoder(model))
+    for prompt in prompts_of(GROUPED, 20, 60):
+        assert text(session, prompt, GREEDY) == text(session, prompt, replace(GREEDY, drafts=0))
 
 
 @pytest.mark.parametrize(

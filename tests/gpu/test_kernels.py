@@ -70,6 +70,18 @@ def angles(rng: Rng, *shape: int) -> Master:
     return Master(rng.uniform(-1, 1, shape))
 
 
+def turns(rng: Rng, n: int, c: int) -> tuple[Master, Master]:
+    """Cosines and sines, (n, c)."""
+    angle = rng.uniform(-3, 3, (n, c))
+    return Master(np.cos(angle)), Master(np.sin(angle))
+
+
+def begins(rng: Rng, n: int) -> np.ndarray:
+    """Where each token's document begins, (2, n)."""
+    first = np.where(rng.random((2, n)) < 0.3, np.arange(n), 0).astype(np.int32)
+    return np.maximum.accumulate(first, axis=1)
+
+
 def scan_inputs(rng: Rng, batch: int, length: int, channels: int, states: int) -> tuple[Any, ...]:
     """u, delta, b, c, z, a_log, skip, bias."""
     wide, narrow = (batch, length, channels), (batch, length, states)
@@ -437,6 +449,65 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
         act(r, 24, c),
         act(r, c),
         "erf",
+    ),
+    **{
+        f"qk_norm_rope_fwd{kind}": lambda r, n, c, kind=kind: (
+            None,
+            act(r, 1, n, 5, 2 * c),
+            act(r, 3) if kind else None,
+            *turns(r, n, c),
+            3,
+            4,
+            1.3,
+            1e-5,
+        )
+        for kind in ("", " learned")
+    },
+    **{
+        f"qk_norm_rope_bwd{kind}": lambda r, n, c, kind=kind: (
+            None,
+            acc(r, 3) if kind else None,
+            act(r, 1, n, 5, 2 * c),
+            Activation(r.uniform(0.5, 1.5, 3)) if kind else None,
+            act(r, 1, n, 5, 2 * c),
+            some_rstd(r, (1, n, 4)),
+            *turns(r, n, c),
+            3,
+            4,
+            1.3,
+        )
+        for kind in ("", " learned")
+    },
+    "value_embedding_fwd": lambda r, n, c: (
+        None,
+        act(r, 1, n, 4, c),
+        act(r, 1, n, 48),
+        tokens(r, n, 9).reshape(1, n),
+        act(r, 9, 2 * c),
+        act(r, 2, 37),
+    ),
+    "value_embedding_bwd": lambda r, n, c: (
+        acc(r, 9, 2 * c),
+        acc(r, 2, 37),
+        act(r, 1, n, 4, c),
+        act(r, 1, n, 48),
+        tokens(r, n, 9).reshape(1, n),
+        act(r, 9, 2 * c),
+        act(r, 2, 37),
+        Master(r.uniform(0, 2, (1, n, 2))),
+    ),
+    "mix_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, 1), act(r, 1)),
+    "mix_bwd": lambda r, n, c: (acc(r, 1), acc(r, 1), None, *(act(r, n, c) for _ in range(3)), act(r, 1), act(r, 1)),
+    "smear_fwd": lambda r, n, c: (act(r, 2, n, c), act(r, -(-c // 2)), act(r, 1), begins(r, n), act(r, 2, c)),
+    "smear_bwd": lambda r, n, c: (
+        acc(r, -(-c // 2)),
+        acc(r, 1),
+        act(r, 2, n, c),
+        act(r, 2, n, c),
+        Master(r.uniform(0, 1, (2, n))),
+        act(r, -(-c // 2)),
+        act(r, 1),
+        begins(r, n),
     ),
     "fork_bwd": lambda r, n, c: (act(r, n, c), act(r, n, c)),
     "tanh_fwd": lambda r, n, c: (act(r, n, c),),

@@ -71,9 +71,25 @@ def test_a_gradient_that_is_one_percent_off_is_caught(kernel: str) -> None:
         assert max(row.error for row in examine(FAULTS[kernel], backend, contract=False).rows) > TOLERANCE
 
 
-def gradients(backend_name: str, precision: str, teachers: int = 0) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    backend = get_backend(backend_name, precision, workers=1)
-    model, *others = (NanoEuler(CONFIG.override({"layers": 3 - i % 3}), backend) for i in range(1 + teachers))
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"window": 40, "full_every": 2},
+    "half RoPE": {"rotary_dim": 16},
+    "fixed scale": {"qk_scale": "fixed", "attention_scale": 0.2},
+    "learned scale": {"qk_scale": "learned"},
+    "x0": {"mix_first": True, "embedding_norm": True},
+    "smear": {"smear": 12},
+    "values": {"value_every": 2, "value_gate": 12},
+    "softcap": {"logit_softcap": 3.0},
+    "relu2": {"gated": False, "activation": "relu2"},
+}
+OPTIONS["all"] = {name: value for given in OPTIONS.values() for name, value in given.items()}
+
+
+def gradients(
+    backend_name: str, precision: str, teachers: int = 0, options: Any = None
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    backend, config = get_backend(backend_name, precision, workers=1), CONFIG.override(options or {})
+    model, *others = (NanoEuler(config.override({"layers": 3 - i % 3}), backend) for i in range(1 + teachers))
     for i, each in enumerate([model, *others]):
         each.initialise(seed=3 + i)
     learner = Distilled(model, Ensemble(others, 3, backend), 0.7) if others else model
@@ -95,9 +111,26 @@ def test_gradients_are_those_of_numpy(precision: str, tolerance: float, teachers
         assert np.linalg.norm(got[name] - w) <= tolerance * np.linalg.norm(w), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
-def test_the_same_seed_gives_the_same_bits(precision: str) -> None:
-    runs = [gradients("cupy", precision) for _ in range(3)]
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-5), ("bf16", 8e-2)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_of_options_are_those_of_numpy(options: dict[str, Any], precision: str, tolerance: float) -> None:
+    wanted_nll, expected = gradients("numpy", "fp32" if precision == "fp32" else "fp64", options=options)
+    nll, got = gradients("cupy", precision, options=options)
+    np.testing.assert_allclose(nll, wanted_nll, rtol=tolerance)
+    for name, w in expected.items():
+        few = 8 if precision == "bf16" and w.size < 16 else 1  # sums over all numbers, whose signs differ
+        assert np.linalg.norm(got[name] - w) <= few * tolerance * np.linalg.norm(w) + 1e-12, name
+
+
+FP8_OPTIONS = {name: value for name, value in OPTIONS["all"].items() if name not in ("gated", "activation")}
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [*((name, {}) for name in ("fp32", "bf16", "fp8")), ("bf16", OPTIONS["all"]), ("fp8", FP8_OPTIONS)],
+)
+def test_the_same_seed_gives_the_same_bits(precision: str, options: dict[str, Any]) -> None:
+    runs = [gradients("cupy", precision, options=options) for _ in range(3)]
     assert len({nll.tobytes() for nll, _ in runs}) == 1
     for name in runs[0][1]:
         assert len({grads[name].tobytes() for _, grads in runs}) == 1, name

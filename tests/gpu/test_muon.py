@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.optim.test_muon import SHAPES, naive_orthogonal
+from tests.optim.test_muon import OPTIONS, SHAPES, naive_orthogonal
 from tinyforge.backends import get_backend
 from tinyforge.models.nanoeuler import PRESETS, NanoEuler
 from tinyforge.op import Param, Stash
-from tinyforge.optim import Muon, MuonConfig
-from tinyforge.optim.muon import STEPS, A, B, C, newton_schulz
+from tinyforge.optim import Muon, MuonConfig, Pace
+from tinyforge.optim.muon import COEFFICIENTS, STEPS, A, B, C, newton_schulz
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import find_model
 from tinyforge.train.plan import Split, plan_step
@@ -53,7 +53,10 @@ def test_newton_schulz(shape: tuple[int, int], precision: str, batched: bool, mo
     x = np.random.default_rng(0).normal(size=(3, *shape)) * 1e-3
     squares = backend.asarray(np.stack([(x**2).sum(axis=(1, 2)) / 2] * 2, axis=1), np.dtype(np.float64))
     found = [
-        backend.to_numpy(newton_schulz.bind(backend)(backend.asarray(x), squares)).astype(np.float64) for _ in range(2)
+        backend.to_numpy(newton_schulz.bind(backend)(backend.asarray(x), squares, COEFFICIENTS["quintic"])).astype(
+            np.float64
+        )
+        for _ in range(2)
     ]
     assert np.array_equal(*found)
     for one, got in zip(x, found[0], strict=True):
@@ -66,8 +69,9 @@ def test_newton_schulz(shape: tuple[int, int], precision: str, batched: bool, mo
             assert error(got, wanted) < {"fp64": 1e-12, "fp32": 1e-4, "tf32": 2e-2}[precision]
 
 
+@pytest.mark.parametrize("option", ["plain", *OPTIONS])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-def test_steps_are_those_of_numpy(precision: str, poisoned_memory: None) -> None:
+def test_steps_are_those_of_numpy(precision: str, option: str, poisoned_memory: None) -> None:
     """In bf16 the products differ, and what does not go through them is the same."""
     params = [
         Param("embedding", (11, 8)),
@@ -83,12 +87,12 @@ def test_steps_are_those_of_numpy(precision: str, poisoned_memory: None) -> None
         for p in buffer.params:
             buffer.set_master(p, rng.normal(size=p.shape))
         buffer.publish()
-        optimizer = Muon(buffer, backend, MuonConfig(weight_decay=0.3))
-        for _ in range(4):
+        optimizer = Muon(buffer, backend, MuonConfig(weight_decay=0.3, **OPTIONS.get(option, {})))
+        for step in range(4):
             for p in buffer.params:
                 p.grad[...] = backend.asarray(rng.normal(size=p.shape), backend.master_dtype)
             _, factor = optimizer.clip(1.0)
-            optimizer.step(0.05, factor)
+            optimizer.step(Pace(0.05, 0.8 + 0.04 * step), factor)
         host = backend.to_numpy
         assert np.array_equal(host(buffer.values), host(buffer.masters.astype(backend.dtype)))
         found.append(
@@ -100,7 +104,7 @@ def test_steps_are_those_of_numpy(precision: str, poisoned_memory: None) -> None
         )
     wanted, got = found
     for name in wanted:
-        through_products = precision == "bf16" and name in ("masters qkv", "masters odd")
+        through_products = precision == "bf16" and name in ("masters qkv", "masters odd", "v qkv", "v odd")
         tolerance = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 1e-2 if through_products else 1e-5}[precision]
         assert error(got[name], wanted[name]) < tolerance, name
 
@@ -108,7 +112,7 @@ def test_steps_are_those_of_numpy(precision: str, poisoned_memory: None) -> None
 def test_a_norm_that_is_not_finite_stops_all_further_steps() -> None:
     backend = get_backend("cupy", "bf16")
     buffer = ParamBuffer([Param("map", (8, 8), matrices=(8,)), Param("norm", (8,), decay=False)], backend)
-    optimizer = Muon(buffer, backend)
+    optimizer = Muon(buffer, backend, MuonConfig(normuon=True))
     changed = []
     for number in (1.0, np.inf, 1.0):
         buffer.grads.fill(number)

@@ -15,7 +15,7 @@ from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.op import Stash
-from tinyforge.quantised import FORMATS, Quantised
+from tinyforge.quantised import FORMATS, GROUPS, KINDS, Quantised
 from tinyforge.rng import Stream
 
 pytestmark = pytest.mark.gpu
@@ -44,14 +44,15 @@ def test_every_code_is_the_number_that_it_is_on_the_host(kind: str, precision: s
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-def test_nf4_is_what_it_is_on_the_host(precision: str) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "int4"])
+def test_four_bits_are_what_they_are_on_the_host(kind: str, precision: str) -> None:
     rng = np.random.default_rng(0)
     codes = rng.permutation(np.arange(3 * 5 * 96) % 256).astype(np.uint8).reshape(3, 5, 96)
-    scales = np.exp(rng.normal(size=(3, 5, 3))).astype(np.float32)
+    scales = np.exp(rng.normal(size=(3, 5, 192 // GROUPS[kind]))).astype(np.float32)
 
     def values(name: str) -> np.ndarray:
         backend = get_backend(name, precision if name == "cupy" or precision != "bf16" else "fp32")
-        found = Quantised("nf4", backend.asarray(codes, codes.dtype), backend.asarray(scales, scales.dtype), backend)
+        found = Quantised(kind, backend.asarray(codes, codes.dtype), backend.asarray(scales, scales.dtype), backend)
         return backend.to_numpy(found.values())
 
     got, expected = values("cupy"), values("numpy")
@@ -86,7 +87,7 @@ def test_a_step_on_nf4_is_that_on_the_dequantised_matrices(precision: str) -> No
     np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_has_the_same_bits_by_a_graph(kind: str) -> None:
     model = quantised_copy(trained_like("bf16"), kind)
     decoder, tokens = make_decoder(model), np.random.default_rng(1).integers(0, CONFIG.vocab, 120).tolist()
@@ -98,7 +99,7 @@ def test_a_prompt_has_the_same_bits_by_a_graph(kind: str) -> None:
     assert len(set(found)) == 1
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_has_the_logits_of_the_model(kind: str) -> None:
     model = quantised_copy(trained_like("fp32"), kind)
     tokens = np.random.default_rng(2).integers(0, CONFIG.vocab, (20, 9))

@@ -12,9 +12,10 @@ from tinyforge.backends.compile import read
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.arguments import POINTER, SAMPLER, packed, sampler
-from tinyforge.infer.cuda.decode_single_plan import QUEUE_BARRIERS, RowPlan
+from tinyforge.infer.cuda.decode_single_plan import FOUR_BITS, QUEUE_BARRIERS, RowPlan
 from tinyforge.infer.cuda.plan import MOST_PLACES, TILE
 from tinyforge.infer.sampling import Sampling
+from tinyforge.quantised_groups import dequantise_groups, quantise_groups
 
 SMALL = RowPlan(
     dim=64,
@@ -190,3 +191,46 @@ def test_arguments_are_packed_by_name_and_arrays_by_address() -> None:
     assert words == [4096, 0, 0, 0, 3, *np.array([0.5, 1, 0], np.float32).view(np.uint32), 2**31 - 1, 1, 2, 0]
     with pytest.raises(TypeError, match=r"arguments \['count', 'x'\], expected \['count', 'how', 'x', 'y'\]"):
         packed(struct, x=array, count=3)
+
+
+GROUPED = replace(SMALL, dim=96, hidden=160, heads=3, kv_heads=1, itemsize=2, code=FOUR_BITS, warps=4, producers=4)
+
+
+@pytest.mark.parametrize("plan", [GROUPED, replace(GROUPED, dim=512, hidden=1024, heads=16)], ids=["two", "four"])
+def test_codes_of_four_bits_lie_as_the_lanes_read_them(plan: RowPlan) -> None:
+    """Each lane's words, taken apart by the masks of codes.cuh, are the numbers of its columns; so are the heads'."""
+    rng, width = np.random.default_rng(0), (plan.heads + 2 * plan.kv_heads) * plan.head_dim
+    shapes = [(width, plan.dim), (plan.dim, plan.dim), (2 * plan.hidden, plan.dim), (plan.dim, plan.hidden)]
+    layers = [[quantise_groups(rng.normal(size=shape)) for shape in shapes] for _ in range(plan.layers)]
+    heads = rng.integers(-127, 128, (3, plan.vocab, plan.dim)).astype(np.int8)
+    pairs = [tuple(FusedLayer(*(m[i] for m in layer)) for i in range(2)) for layer in layers]
+    stream = plan.arrange_groups(pairs, heads, np)
+    assert stream.shape == (plan.blocks, plan.lengths[-1].max(), plan.place_bytes)
+    numbers = [FusedLayer(*(dequantise_groups(*m, np.dtype(np.float32)) for m in layer)) for layer in layers]
+    matrices = list(plan._matrices(numbers, heads.astype(np.float32), np))
+    taken, dealt, words = np.zeros(plan.blocks, int), 0, plan.warps * 32 * plan.span * 4
+    for i, (matrix, (count, columns)) in enumerate(zip(matrices, plan.deals(), strict=True)):
+        of_heads = i >= 5 * plan.layers
+        for tile in range(count if columns else 0):
+            block, units = (dealt + tile) % plan.blocks, plan.units(columns, of_heads=of_heads)
+            read = np.ascontiguousarray(stream[block, taken[block] :][:units])
+            found = np.zeros((TILE, plan.warps, plan.steps(columns), 4, 8), np.float32)  # row, warp, step, lane, column
+            if of_heads:
+                pieces = read[:, :words].view(np.int8).reshape(units, plan.warps, TILE, 4, plan.span // 2, 8)
+                pieces = pieces.transpose(2, 1, 0, 4, 3, 5).reshape(found.shape)
+                found[..., [0, 1, 4, 5, 2, 3, 6, 7]] = pieces
+            else:
+                codes = read[:, :words].view(np.uint32).reshape(units, plan.warps, TILE, 4, plan.span)
+                scales = read[:, words:].view(np.float16).reshape(units, plan.warps, TILE, 1, plan.span)
+                for k, (shift, mask) in enumerate([(0, 0xF), (0, 0xF0), (8, 0xF), (8, 0xF0)]):
+                    for half in range(2):
+                        bits = codes >> shift >> 16 * half & mask
+                        value = (bits / (16.0 if mask > 0xF else 1.0) - 8) * scales
+                        column = (0, 4, 2, 6)[k] + half
+                        found[..., column] = value.transpose(2, 1, 0, 4, 3).reshape(found.shape[:-1])
+            rows = found.reshape(TILE, -1)[:, :columns]
+            expected = matrix[tile * TILE :][:TILE]
+            np.testing.assert_array_equal(rows[: len(expected)], expected)
+            taken[block] += units
+        dealt += count
+    assert taken.tolist() == plan.lengths[-1].tolist()

@@ -31,6 +31,7 @@ STANDARD: dict[str, dict[str, Any]] = {
         "step.weight": lambda c: (3 * c.step_rank) ** -0.5,
         "out.weight": lambda c: (3 * c.expand * c.dim * c.layers) ** -0.5,
     },
+    "nanoeuler": {"value_gate.weight": lambda c: 0.0},  # the rows are added as they are
     "vit": {"embedding.weight": lambda c: (c.channels * c.patch**2) ** -0.5},
 }
 """By the end of a name; others have GPT-2's 0.02, divided by sqrt(2 layers) for maps on the residual stream."""
@@ -50,7 +51,9 @@ def test_initial_values(name: str) -> None:
         model: Any = case.op if isinstance(case, WithKeywords) else case
         for p in model.params():
             if (len(p.shape) == 1 or p.name.endswith(".bias")) and p.name != "class_token":
-                zero = p.name.endswith(("bias", "sinks")) or getattr(model.config, "norm_plus_one", False)
+                zero = p.name.endswith(("bias", "sinks", "first_scale", "smear_gate", "smear_scale")) or getattr(
+                    model.config, "norm_plus_one", False
+                )
                 assert (p.fill, p.std) == (0.0 if zero else 1.0, 0.0), p.name
                 assert not p.decay, p.name
             elif not p.name.endswith("a_log"):
@@ -59,7 +62,7 @@ def test_initial_values(name: str) -> None:
 
 
 NO_HIDDEN_MAP = ("embedding", "positions", "segments", "head", "heads", "conv", "a_log", "outer", "class_token")
-NO_HIDDEN_MAP += ("shared_gate", "bias")
+NO_HIDDEN_MAP += ("shared_gate", "bias", "value_embedding", "value_gate")
 PARTS = {"qkv": 3, "gate_up": 2, "shared_up": 2, "inputs": 4, "recurrent": 4, "select": 3, "input": 2}
 
 

@@ -198,7 +198,7 @@ def test_noise_is_drawn_by_the_name_of_the_op() -> None:
 
 ANY_WIDTH = (
     *(ops.Take, ops.Fork, ops.Scale, ops.AveragePool2d, ops.MaxPool2d, ops.Upsample, ops.Attention, ops.SigmoidGate),
-    ops.SinkAttention,
+    *(ops.SinkAttention, ops.Mix, ops.Smear),
     *(
         ops.ReLU,
         ops.SquaredReLU,

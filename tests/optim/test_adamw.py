@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tinyforge.backends import get_backend
+from tinyforge.errors import UserError
 from tinyforge.kernel import bind
 from tinyforge.op import Param
 from tinyforge.optim import SCHEDULES, AdamW, AdamWConfig, MuonConfig, clip_scale, learning_rate
 from tinyforge.optim.adamw import square_sums
+from tinyforge.optim.schedules import held, linear, read_points
 from tinyforge.params import ParamBuffer
 
 CONFIG = AdamWConfig(beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
@@ -39,6 +42,33 @@ def naive_step(w: np.ndarray, m: np.ndarray, v: np.ndarray, g: np.ndarray, t: in
     v[...] = CONFIG.beta2 * v + (1 - CONFIG.beta2) * g**2
     corrected_m, corrected_v = m / (1 - CONFIG.beta1**t), v / (1 - CONFIG.beta2**t)
     w[...] = w - lr * decay * w - lr * corrected_m / (np.sqrt(corrected_v) + CONFIG.eps)
+
+
+def test_cautious_decay_and_rates_by_group_follow_the_formula() -> None:
+    """Element by element, in Python: a weight decays only where the update makes it smaller."""
+    backend = get_backend("numpy", "fp64", 2)
+    buffer = ParamBuffer([Param("embedding", (5, 3)), Param("map", (4, 3)), Param("gain", (3,), decay=False)], backend)
+    config = replace(CONFIG, cautious=True, group_rates=(("embeddings", 5.0), ("scalars", 0.1)))
+    factors = {"embedding": 5.0, "map": 1.0, "gain": 0.1}
+    optimizer, rng = AdamW(buffer, backend, config), np.random.default_rng(0)
+    buffer.masters[...] = rng.normal(size=buffer.size)
+    naive = {p.name: [[w, 0.0, 0.0] for w in p.value.ravel().tolist()] for p in buffer.params}
+    kept = 0
+    for t in range(1, 5):
+        buffer.grads[...] = rng.normal(size=buffer.size)
+        for p in buffer.params:
+            for one, g in zip(naive[p.name], p.grad.ravel().tolist(), strict=True):
+                one[1] = CONFIG.beta1 * one[1] + (1 - CONFIG.beta1) * g
+                one[2] = CONFIG.beta2 * one[2] + (1 - CONFIG.beta2) * g * g
+                root = math.sqrt(one[2] / (1 - CONFIG.beta2**t)) + CONFIG.eps
+                update = factors[p.name] * one[1] / (1 - CONFIG.beta1**t) / root
+                decays = p.decay and update * one[0] >= 0
+                kept += p.decay and not decays
+                one[0] -= 0.1 * (update + CONFIG.weight_decay * one[0] * decays)
+        optimizer.step(0.1)
+    assert kept > 10
+    for p in buffer.params:
+        np.testing.assert_allclose(p.value.ravel(), [one[0] for one in naive[p.name]], rtol=1e-12)
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("fp64", 1e-13), ("fp32", 3e-6)])
@@ -159,3 +189,20 @@ def test_the_defaults_are_gpt3s() -> None:
     assert AdamWConfig() == AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     assert MuonConfig() == MuonConfig(0.9, 0.95, 1e-8, 0.1, momentum=0.95)
     assert learning_rate("cosine", 1.0, 1.0, warmup=0.1, decay=0.1) == pytest.approx(0.02)
+
+
+def test_points_of_a_schedule() -> None:
+    points = read_points("--momentum-schedule", ("0.1:0.85", "0.5:0.95", "1:0.75"), "", 0.0, 0.99)
+    assert points == ((0.1, 0.85), (0.5, 0.95), (1.0, 0.75))
+    expected = {0.0: 0.85, 0.1: 0.85, 0.3: 0.9, 0.5: 0.95, 0.75: 0.85, 1.0: 0.75, 1.2: 0.75}
+    for progress, value in expected.items():
+        assert linear(points, progress) == pytest.approx(value, abs=1e-15)
+    assert [held(points, progress) for progress in (0.0, 0.1, 0.49, 0.5, 2.0)] == [0.85, 0.85, 0.85, 0.95, 0.75]
+
+
+@pytest.mark.parametrize("wrong", ["0", "0:x", "-0.1:2", "1.1:2", "0.5:0", "0.2:2", "0.5:2.5", "0.5:inf", "nan:1"])
+def test_a_wrong_point_is_one_line(wrong: str) -> None:
+    with pytest.raises(
+        UserError, match="--batch-schedule: '.*' expects AT:VALUE, .* a whole number of 1 or more, e.g."
+    ):
+        read_points("--batch-schedule", ("0.2:1", wrong), "0:1 0.5:2", 1)

@@ -110,7 +110,10 @@ def test_the_last_buckets_are_small() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("shards", [0, 4])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(size: int, shards: int, stage: int) -> None:
+@pytest.mark.parametrize("options", [{}, {"cautious": True, "group_rates": (("embeddings", 5.0), ("heads", 0.5))}])
+def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(
+    size: int, shards: int, stage: int, options: dict[str, Any]
+) -> None:
     if shards % size:
         pytest.skip("shards are a multiple of the ranks")
 
@@ -119,7 +122,7 @@ def test_a_sharded_optimizer_takes_the_steps_of_a_plain_one(size: int, shards: i
         model = NanoEuler(TINY, backend)
         model.initialise(0)
         buffer, buckets = model.buffer, Buckets(model.buffer, model.ops(), elements=200 * UNIT)
-        config = AdamWConfig(weight_decay=0.3)
+        config = AdamWConfig(weight_decay=0.3, **options)
         optimizer = (
             ShardedAdamW(buffer, backend, config, group, buckets, shards, stage)
             if group

@@ -14,7 +14,7 @@ import pytest
 
 from tinyforge import checkpoint
 from tinyforge.data.world import documents
-from tinyforge.errors import run_command
+from tinyforge.errors import UserError, run_command
 from tinyforge.files import LOCK, locked
 from tinyforge.formats import newest_run
 from tinyforge.recipes import ablation
@@ -75,6 +75,44 @@ def test_runs_are_made_once_and_go_on_where_they_were(here: None, capsys: pytest
     assert "resuming at step 10" in Path("ablation/slow/seed-0/log.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+def test_equal_minutes_on_several_gpus(
+    here: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs at a time, each with a device of its own; all kernels are compiled first; a run that ended stays."""
+    used: list[tuple[str, ...]] = []
+    train, on_cpu = ablation.train, ["--backend", "numpy"]
+
+    def without_gpu(what: str, run: Path, flags: list[str]) -> None:
+        at = flags.index("--device")
+        used.append((what, flags[at + 1]))
+        train(what, run, [*flags[:at], *flags[at + 2 :], *([] if "--resume" in flags else on_cpu)])
+
+    monkeypatch.setattr(ablation, "train", without_gpu)
+    monkeypatch.setattr(ablation, "gpu_count", lambda: 2)
+    monkeypatch.setattr(ablation, "gpu_is_there", lambda: True)
+    flags = ["--arm", SLOW, "--arm", FAST, "--gpus", "2", "--seeds", "2", "--json", "found.json", "--"]
+    assert ablation.main([*flags, *COMMON.split(), "--minutes", "0.02"]) == 0
+    found = json.loads(Path("found.json").read_text(encoding="utf-8"))
+    assert [what for what, _ in used[:2]] == ["arm 'slow', warm-up,", "arm 'fast', warm-up,"]
+    assert len(used) == 6 and {device for _, device in used} == {"0", "1"}
+    assert found["minutes"] == 0.02 and found["tokens"] == 0 and min(found["read"].values()) > 500
+    shown = capsys.readouterr().out
+    assert "0.02 min a run, 2 seeds" in shown and "tokens a run: slow " in shown
+    for arm in ("slow", "fast"):
+        assert checkpoint.load(Path(f"ablation/{arm}/seed-1")).meta["elapsed"] >= 1.2
+    assert ablation.main([*flags, *COMMON.split(), "--minutes", "0.02"]) == 0
+    assert len(used) == 6 and json.loads(Path("found.json").read_text(encoding="utf-8")) == found
+    for wrong, message in (
+        ("3", "--gpus is 3, this machine has 2"),
+        ("2 --jobs 1", "each run has a GPU, so leave out"),
+    ):
+        with pytest.raises(UserError, match=message):
+            ablation.main(
+                ["--arm", SLOW, "--arm", FAST, "--gpus", *wrong.split(), "--", *COMMON.split(), "--steps", "2"]
+            )
+
+
 def test_the_difference_and_its_noise() -> None:
     """By hand; and two arms of the same numbers are within the noise."""
     key, books = ablation.OVERALL, "held-out text of books, bits per byte"
@@ -91,11 +129,19 @@ def test_the_difference_and_its_noise() -> None:
     assert not found["b"]["books"]["beyond_noise"] and found["b"]["books"]["difference"] == pytest.approx(0)
     runs["a"][0] |= {"held-out text of web, bits per byte": 3.0, "held-out text of books, head 1, bits per byte": 3.0}
     assert ablation.compare(runs) == found  # what evaluate.py has added to one run
-    table = ablation.table_of(found, 3, 999)
+    table = ablation.table_of(found, 3, "999 tokens a run")
     assert "999 tokens a run, 3 seeds" in table and "b  over all  0.8000 +- 0.1000   -0.3000 +- 0.0816  larger" in table
+    assert b["verdict"] == "pays" and table.endswith("\npays: b\nwithin the noise: c")
+    worse = {"b": runs["b"], "a": runs["a"]}
+    assert ablation.compare(worse)["a"]["over all"]["verdict"] == "costs"
+    two = ablation.compare({arm: made[:2] for arm, made in runs.items()})
+    assert "verdict" not in two["b"]["over all"]
+    assert ablation.table_of(two, 2, "999 tokens a run").endswith(
+        "two seeds show too little of the noise: give --seeds 3 or more"
+    )
     alone = ablation.compare({arm: made[:1] for arm, made in runs.items()})
     assert alone["b"]["over all"] == {"runs": [0.8], "mean": 0.8, "difference": pytest.approx(-0.2)}
-    table = ablation.table_of(alone, 1, 999)
+    table = ablation.table_of(alone, 1, "999 tokens a run")
     assert "999 tokens a run, 1 seed\n" in table and "one seed shows no noise" in table
 
 
@@ -124,7 +170,8 @@ def test_an_out_that_cannot_be_written(here: None, capsys: pytest.CaptureFixture
         ([SLOW, "fast --lr 1"], "--steps 4", "--arm: 'fast --lr 1' expects NAME: FLAGS, e.g. --arm 'one head: --set"),
         ([SLOW, "long: --steps 9"], "--steps 4", "--arm: 'long' reads 576 tokens, 'slow' 256; change --steps so that"),
         ([SLOW, "other: --seed 3"], "--steps 4", "--seed: is set by the comparison itself"),
-        ([SLOW, FAST], "--minutes 1", "--minutes: is set by the comparison itself (runs end by --steps); leave it out"),
+        ([SLOW, FAST], "--minutes 1 --device 0", "--device: is set by the comparison itself; leave it out"),
+        ([SLOW, "long: --minutes 1"], "", "--arm: runs end by other --minutes ('slow' --steps, 'long' 1.0); give"),
         ([SLOW, "wrong: --set dims=3"], "--steps 4", "--arm wrong: config: unknown key 'dims'"),
         ([SLOW, "wrong: --lr nan"], "--steps 4", "--arm wrong: --lr is nan, expected a number above 0"),
         ([SLOW, "wrong: --set heads=3"], "--steps 4", "--arm wrong: config: dim 16 is not divisible by heads 3"),

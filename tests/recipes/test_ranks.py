@@ -37,6 +37,11 @@ needs_mpi = pytest.mark.skipif(
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks end with their parent by Linux's own means")
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+ADAMW_OPTIONS = "--cautious-decay --group-rates embeddings=3 heads=0.5 --batch-schedule 0:1 0.5:2"
+MUON_OPTIONS = (
+    "--normuon --newton-schulz polar-express --cautious-decay --momentum-schedule 0:0.8 0.5:0.95 "
+    "--group-rates scalars=2 --rate-rule width-batch --batch-schedule 0:2 0.4:1 --mtp-schedule 0.2:1 0.9:0"
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +120,19 @@ def test_ranks_of_mpi_learn_what_two_workers_learn(run: Run, tmp_path: Path) -> 
 
 @needs_mpi
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_with_shards_the_bits_do_not_depend_on_the_world(optimizer: str, run: Run, tmp_path: Path) -> None:
-    flags, zero = f"--reduction-shards 2 --optimizer {optimizer}", 1 if optimizer == "adamw" else 0
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("adamw", ""), ("muon", ""), ("adamw", ADAMW_OPTIONS), ("muon", MUON_OPTIONS)],
+    ids=["adamw", "muon", "adamw options", "muon options"],
+)
+def test_with_shards_the_bits_do_not_depend_on_the_world(
+    optimizer: str, options: str, run: Run, tmp_path: Path
+) -> None:
+    flags, zero = f"--reduction-shards 2 --optimizer {optimizer} {options}", 1 if optimizer == "adamw" else 0
     ended_well(run("workers", 1, flags, out="one"))
-    ended_well(run("mpi", 2, f"{flags} --zero {zero}", out="mpi"))
+    of_mpi = run("mpi", 2, f"{flags} --zero {zero}", out="mpi")
+    ended_well(of_mpi)
+    assert of_mpi.stdout.count("learning rates: matrices ") == bool(options)
     ended_well(run("gpus", 2, flags, out="gpus"))
     expected = bytes_of(tmp_path / "one")
     assert bytes_of(tmp_path / "mpi") == expected and bytes_of(tmp_path / "gpus") == expected

@@ -16,17 +16,20 @@ import numpy as np
 import pytest
 
 from tests.backends.as_graphs import AsGraphs
+from tests.train import trained as trained_module
 from tests.train.trained import Trained, assert_same_bits
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.memory import OUTSIDE
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
 from tinyforge.models.moe import Config as MoEConfig
 from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.ops.attention import Documents
-from tinyforge.optim import AdamW, AdamWConfig, MuonConfig
+from tinyforge.optim import AdamW, AdamWConfig, MuonConfig, Pace
 from tinyforge.train import captured
 from tinyforge.train.captured import MOST, Captured, Inputs, captures
 from tinyforge.train.data_parallel import DataParallel
@@ -44,6 +47,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         ),
     ),
     "gpt2": (GPT2, GPT2Config(dim=8, heads=2, layers=2, context=6, vocab=VOCAB, dropout=0.3)),
+    "windowed": (Llama, LlamaConfig(dim=8, heads=2, kv_heads=1, layers=2, context=6, vocab=VOCAB, hidden=6, window=4)),
     "moe": (
         MoE,
         MoEConfig(
@@ -94,8 +98,40 @@ def test_the_bits_are_those_of_plain_steps(model: str, precision: str) -> None:
     assert graphs.done == ["run", "capture", *["replay"] * 4]
 
 
-def test_the_bits_of_muon_are_those_of_plain_steps() -> None:
-    same_bits("nanoeuler", [[batch(n, 2)] for n in range(6)], config=MuonConfig())
+@pytest.mark.parametrize("options", [{}, {"normuon": True, "coefficients": "polar-express", "cautious": True}])
+def test_the_bits_of_muon_are_those_of_plain_steps(options: dict[str, Any]) -> None:
+    config = MuonConfig(**options, group_rates=(("heads", 2.0),) if options else ())
+    same_bits("nanoeuler", [[batch(n, 2)] for n in range(6)], config=config)
+
+
+@pytest.mark.parametrize("model", ["nanoeuler", "moe"])
+def test_momentum_and_the_weights_of_heads_are_read_anew(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change in every step; frozen at the captured step's, the bits would differ."""
+    steps, bits = [[batch(n, 2)] for n in range(6)], []
+    for momentum, weights in ((0.0, ()), (0.05, ()), (0.0, (1.0, 0.5))):
+
+        def pace(number: int, lr: float, more: float = momentum, heads: tuple[float, ...] = weights) -> Pace:
+            return Pace(lr, 0.5 + more * number, heads and (heads[0], heads[1] / (1 + number)))
+
+        monkeypatch.setattr(trained_module, "pace", pace)
+        assert same_bits(model, steps, config=MuonConfig()).done == ["run", "capture", *["replay"] * 4]
+        plain, _ = trained(model, False, config=MuonConfig())
+        for number, batches in enumerate(steps):
+            plain.step(number, batches)
+        bits.append(plain.bits()["masters"])
+    assert len(set(bits)) == 3
+
+
+def test_a_window_has_a_graph_of_its_own() -> None:
+    """The attention window is a number in a launch: a graph that was captured with another one would repeat that."""
+    plain, graph = (trained("windowed", with_graph)[0] for with_graph in (False, True))
+    for number in range(8):
+        for one in (plain, graph):
+            one.parallel.set_window(2 if number < 4 else 4)
+            one.step(number, [batch(number, 1)])
+    expected, got = plain.bits(), graph.bits()
+    assert [what for what in expected if expected[what] != got[what]] == []
+    assert graph.captured is not None and len(graph.captured._kinds) == 2
 
 
 def test_weights_and_documents_are_read_anew() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tinyforge.op import Op, Stash
 from tinyforge.ops import Linear
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec, find_model, models
-from tinyforge.train.plan import Plan, check_fits, plan_step
+from tinyforge.train.plan import Plan, Split, check_fits, plan_step
 from tinyforge.train.settings import PretrainSettings
 
 SPEC = find_model("nanoeuler")
@@ -62,6 +63,17 @@ def test_the_parts_are_what_the_formulas_say(precision: str, size: int, wide: in
     rest = 4 * (1 + 2) + (64 + 2 * 128) * size + wide
     assert plan.saved == pytest.approx(tokens * (layers + rest), rel=0.02)
     assert plan.peak > plan.weights + plan.moments + plan.saved
+
+
+def test_normuon_keeps_a_number_for_each_row() -> None:
+    settings = PretrainSettings(config="base", optimizer="muon")
+    config = PRESETS["base"]
+    muon, by_row = (
+        plan_step(SPEC, config, "bf16", 1, 64, split=Split.of(replace(settings, normuon=normuon), 1)).moments
+        for normuon in (False, True)
+    )
+    rows = config.layers * (768 + 2 * 256 + 768 + 2 * 2048 + 768)
+    assert 0 <= by_row - muon - 4 * rows <= 512
 
 
 def test_norms_that_are_recomputed_are_not_kept() -> None:

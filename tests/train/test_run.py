@@ -26,16 +26,18 @@ from tinyforge import checkpoint
 from tinyforge.backends import compile, get_backend
 from tinyforge.backends.numpy_backend import NumpyBackend
 from tinyforge.errors import UserError
+from tinyforge.models.llama import Config as LlamaConfig
+from tinyforge.models.llama import Llama
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.registry import find_model
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.train import metrics
-from tinyforge.train.batches import PackedTokens
+from tinyforge.train.batches import PackedTokens, micro_batches
 from tinyforge.train.data_parallel import DataParallel, evaluate_nll
 from tinyforge.train.objectives import NextTokens
 from tinyforge.train.plan import plan_step
 from tinyforge.train.run import Run, Task, claimed, running, train
-from tinyforge.train.settings import Settings, SftSettings
+from tinyforge.train.settings import PretrainSettings, Settings, SftSettings
 
 CONFIG = Config(
     dim=16, heads=4, kv_heads=2, layers=3, context=16, vocab=257, mtp_heads=2, hidden=10, mtp_weights=(1, 0.5)
@@ -285,6 +287,93 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="step 7: weight .* is not finite; the last good"):
         Trial(tmp_path, steps=7, lr=float("inf")).train(resume=True)
     assert checkpoint.latest(tmp_path).name == "step-00000006"
+
+
+class Scheduled(Trial):
+    """A trial with the settings of pretraining, a window in its model, and micro-batches by their numbers."""
+
+    def __init__(self, out: Path, stop: int = 0, **settings: Any) -> None:
+        super().__init__(out)
+        plan = {"steps": 12, "save_every": 3, "batch_size": 4, "eval_every": 6, "keep": 0, "lr": 1e-2}
+        self.settings = PretrainSettings(**{"out": str(out), **plan, **settings})
+        self.config = LlamaConfig(dim=16, heads=4, kv_heads=2, layers=2, context=16, vocab=257, hidden=10, window=8)
+        model, config = (Llama, self.config) if "window_schedule" in settings else (NanoEuler, CONFIG)
+        self.model = model(config, self.backend)  # type: ignore[assignment, arg-type]
+        self.model.initialise(0)
+        heads = config.prediction_heads
+        data, self.asked = PackedTokens(TOKENS, 16, heads, seed=0), list[Any]()
+
+        def batches(where: Any) -> list[Any]:
+            self.asked.append(where)
+            if stop and len(self.asked) == stop:
+                raise RuntimeError("killed")
+            return made(where)
+
+        made = micro_batches(data, 4, self.settings.grad_accum)
+        objective = NextTokens(config.head_weights, TOKENIZER.byte_lengths)
+        meta = {"kind": "pretrain", "model": "any", "config": config.to_dict()}
+        self.task = replace(self.task, model=self.model, batches=batches, objective=objective, meta=meta)
+
+        def evaluate(parallel: DataParallel) -> dict[str, float]:
+            held = data.in_order(4, 200)
+            return {"val_bits_per_byte": evaluate_nll(parallel, held, TOKENIZER.byte_lengths)}
+
+        self.task = replace(self.task, evaluate=evaluate)
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "batch": {"batch_schedule": ("0:1", "0.3:3", "0.8:2")},
+    "heads": {"mtp_schedule": ("0.2:1", "0.7:0")},
+    "momentum": {"momentum_schedule": ("0:0.5", "0.5:0.95", "1:0.7"), "optimizer": "muon"},
+    "window": {"window_schedule": ("0:2", "0.5:4", "0.75:8")},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_resumes_to_the_same_bytes_and_matters(schedule: str, tmp_path: Path) -> None:
+    own = SCHEDULES[schedule]
+    whole, without = Scheduled(tmp_path / "whole", **own), Scheduled(tmp_path / "without", **own)
+    without.settings = replace(without.settings, **{f"{schedule}_schedule".replace("heads", "mtp"): ()})
+    for trial in (whole, without):
+        trial.train()
+    with pytest.raises(RuntimeError):
+        Scheduled(tmp_path / "cut", stop=9, **own).train()
+    resumed = Scheduled(tmp_path / "cut", **own)
+    resumed.train(resume=True)
+    assert np.array_equal(resumed.model.buffer.values, whole.model.buffer.values)
+    assert not np.array_equal(without.model.buffer.values, whole.model.buffer.values)
+    if schedule == "batch":
+        sizes = [1] * 4 + [3] * 6 + [2] * 2
+        starts = np.cumsum([0, *sizes]).tolist()
+        assert whole.asked == [range(*at) for at in itertools.pairwise(starts)]
+        assert resumed.asked == whole.asked[6:]
+        rows = metrics.read(tmp_path / "cut" / "metrics.jsonl")
+        assert (
+            {row["step"]: row["tokens"] for row in rows}[12] == sum(sizes) * 4 * 16 == whole.settings.micro_batches * 64
+        )
+    if schedule == "window":
+        assert {op.window for op in whole.model.ops() if hasattr(op, "window")} == {8}
+
+
+def test_the_loss_of_a_step_has_the_weights_that_heads_had_in_it(tmp_path: Path) -> None:
+    """At factor 0 the loss is head 0's alone, as bits per byte are."""
+    Scheduled(tmp_path, mtp_schedule=("0:1", "0.5:0")).train()
+    for row in metrics.read(tmp_path / "metrics.jsonl"):
+        if "loss" not in row:
+            continue
+        alone = row["loss"] / (row["bits_per_byte"] * np.log(2))  # tokens are bytes here
+        assert (alone == pytest.approx(1, abs=1e-6)) == (row["step"] > 6), row
+
+
+def test_a_schedule_without_use_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--window-schedule: no layer of NanoEuler has an attention window"):
+        Scheduled(tmp_path / "a").model.set_window(4)
+    with pytest.raises(UserError, match="--window-schedule: it ends with 4, the window of the config is 8; end with"):
+        Scheduled(tmp_path / "b", window_schedule=("0:2", "0.5:4")).train()
+    with pytest.raises(UserError, match="--mtp-schedule: the model has one output head; leave the schedule out"):
+        Scheduled(tmp_path / "c", window_schedule=("0:8",), mtp_schedule=("0:0",)).train()
+    with pytest.raises(UserError, match="--batch-schedule and --grad-accum both say how many micro-batches"):
+        PretrainSettings(batch_schedule=("0:1",), grad_accum=2).check()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends import Backend
-from tinyforge.optim import AdamWConfig
+from tinyforge.optim import AdamWConfig, Pace
 from tinyforge.rng import Stream
 from tinyforge.train.captured import Captured
 from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.objectives import Batch, NextTokens
+
+
+def pace(number: int, lr: float) -> Pace:
+    """What schedules say of a step."""
+    return Pace(lr)
 
 
 class Trained:
@@ -27,13 +32,13 @@ class Trained:
         self.found: list[tuple[Any, Any]] = []  # the sums and the norm of each step
 
     def step(self, number: int, batches: Sequence[Batch]) -> None:
-        noise, lr = Stream(7, f"dropout/{number}"), 1e-2 / (1 + number)
+        noise, now = Stream(7, f"dropout/{number}"), pace(number, 1e-2 / (1 + number))
         if self.captured:
-            totals, norm = self.captured.step(batches, noise, lr)
+            totals, norm = self.captured.step(batches, noise, now)
         else:
-            totals = self.parallel.gradients(batches, noise)
+            totals = self.parallel.gradients(batches, noise, head_weights=now.head_weights)
             norm, factor = self.optimizer.clip(0.5)
-            self.optimizer.step(lr, factor)
+            self.optimizer.step(now, factor)
         self.found.append((totals.sums, norm))
 
     def bits(self) -> dict[str, bytes]:

@@ -71,7 +71,7 @@ def test_speed_comes_from_every_file_that_times_a_model_beside_pytorch(tmp_path:
         },
     }
     decode = {key: value for key, value in found.items() if key not in ("seq_len", "model")} | {
-        "config": {"dim": 128},
+        "config": {"dim": 132},
         "device": {"gpu": "Some GPU (GPU 0), 1 GiB"},
         "results": {"tinyforge": {"median_us": 3.0}, "torch eager, 1 thread": {"median_us": 300.0}},
     }

@@ -45,12 +45,13 @@ FP8_ROWS = [
 
 def _cross_entropy() -> Iterator[Macros]:
     """A block takes a row of logits, in its threads' registers (PER > 0), in shared memory (HELD), or in memory."""
-    yield from vectors(PER=0)
-    yield from every(SCALAR="float", VEC=4, PER=(1, 4, 8))
-    yield from every(SCALAR="bf16", VEC=8, PER=(1, 2, 4))
-    for option in ("EDGE", "HELD"):
-        for scalar, vec in (("double", 2), ("float", 4), ("bf16", 8)):
-            yield from every(SCALAR=scalar, VEC=vec, PER=0, **{option: 1})
+    for on in ({}, {"CAP": 1}):
+        yield from vectors(PER=0, **on)
+        yield from every(SCALAR="float", VEC=4, PER=(1, 4, 8), **on)
+        yield from every(SCALAR="bf16", VEC=8, PER=(1, 2, 4), **on)
+        for option in ("EDGE", "HELD"):
+            for scalar, vec in (("double", 2), ("float", 4), ("bf16", 8)):
+                yield from every(SCALAR=scalar, VEC=vec, PER=0, **{option: 1}, **on)
 
 
 def _attention_plain() -> Iterator[Macros]:
@@ -151,6 +152,8 @@ def _decode_single() -> Iterator[Macros]:
         base: Choices = {**hopper, "SCALAR": "bf16", "ROWS": (1, 4), **_BASE, "ONCE": 1}
         yield from every(**base, DEPTH=32)
         yield from every(**base, WEIGHT=("int8", "e4m3"), DEPTH=64)
+        if hopper:
+            yield from every(**base, WEIGHT="four_bits", SPAN=(2, 4), DEPTH=32)
         yield from every(**hopper, SCALAR=PRECISIONS, ROWS=2, **_SMALL)
         yield from every(**hopper, SCALAR="float", WEIGHT=("int8", "e4m3"), ROWS=2, **_SMALL)
 
@@ -163,6 +166,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     ],
     "infer/cuda/decode_single.cu": list(_decode_single()),
     "infer/cuda/dequantise.cu": vectors(CODE=("int8", "e4m3")),
+    "infer/cuda/dequantise_int4.cu": every(SCALAR=PRECISIONS),
     "infer/cuda/dequantise_nf4.cu": every(SCALAR=PRECISIONS),
     "infer/cuda/sample_masked.cu": [*every(SCALAR="bf16", **_BASE, DEPTH=16), *every(SCALAR=PRECISIONS, **_SMALL)],
     "ops/activations.cu": vectors(),
@@ -202,12 +206,14 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/linear.cu": vectors(),
     "ops/losses.cu": every(SCALAR=PRECISIONS),
     "ops/lstm.cu": every(SCALAR=PRECISIONS),
+    "ops/mix.cu": vectors(),
     "ops/mixture.cu": vectors(),
     "ops/mixture_biased.cu": every(SCALAR=PRECISIONS),
     "ops/sigmoid_gate.cu": vectors(),
     "ops/patches.cu": [macros for scalar in PRECISIONS for macros in every(SCALAR=scalar, IN=(scalar, "int"))],
     "ops/pooling.cu": vectors(),
     "ops/positions.cu": [*vectors(), *vectors(RESTART=1)],
+    "ops/qk_norm_rope.cu": vectors(),
     "ops/rmsnorm.cu": [
         *ROWS,
         *({**macros, "PLUS_ONE": 1} for macros in ROWS),
@@ -217,12 +223,19 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "ops/router.cu": every(SCALAR=PRECISIONS, NORMALISED=(0, 1)),
     "ops/router_losses.cu": every(SCALAR=("double", "float")),
     "ops/selective_scan.cu": every(SCALAR=PRECISIONS, PER=(1, 2, 4), VEC=(1, 4)),
+    "ops/smear.cu": vectors(),
     "ops/softmax.cu": ROWS,
     "ops/swiglu.cu": vectors(),
     "ops/take.cu": vectors(),
     "ops/tanh.cu": vectors(),
-    "optim/adamw.cu": every(SCALAR=PRECISIONS),
-    "optim/muon.cu": every(SCALAR=PRECISIONS, VEC=(1, 4)),
+    "ops/value_embedding.cu": vectors(),
+    "optim/adamw.cu": [*every(SCALAR=PRECISIONS), *every(SCALAR=PRECISIONS, CAUTIOUS=(1,))],
+    "optim/muon.cu": [
+        *every(SCALAR=PRECISIONS, VEC=(1, 4)),
+        *every(SCALAR=PRECISIONS, VEC=(1, 4), NORMUON=(1,)),
+        *every(SCALAR=PRECISIONS, VEC=(1, 4), CAUTIOUS=(1,)),
+        *every(SCALAR=PRECISIONS, VEC=(1, 4), NORMUON=(1,), CAUTIOUS=(1,)),
+    ],
     "parallel/sums.cu": every(SCALAR=("double", "float")),
 }
 """The variants of each file, by its path in the package."""

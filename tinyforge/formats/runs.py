@@ -221,8 +221,8 @@ def add_weights_flag(p: argparse.ArgumentParser) -> None:
         "--weights",
         default="",
         choices=KINDS,
-        help="store matrices in one byte per weight, or with int4, on a CPU, in four bits: less memory and faster "
-        "decoding (default: as --precision says)",
+        help="store matrices in one byte per weight, or with int4 in four bits: less memory, and faster where "
+        "a decoder reads codes (default: as --precision says)",
     )
 
 

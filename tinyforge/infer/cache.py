@@ -61,28 +61,45 @@ class KVCache:
             a = block.attention.forward(qkv, cache=cache.layer(i))
         cache.advance(qkv.shape[1])          # once per pass, after the last layer
 
-    An interrupted pass appends nothing: the length changes only at its end.
+    An interrupted pass appends nothing: the length changes only at its end. width: of the rows that the first layer
+    reads, (1, B, room, width), if the model needs the one before: see `previous`.
     """
 
     can_rewind = True
 
-    def __init__(self, backend: Backend, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int) -> None:
-        self._empty = lambda room: backend.empty((layers, batch, room, kv_heads, head_dim))
+    def __init__(
+        self, backend: Backend, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int, width: int = 0
+    ) -> None:
+        shapes: dict[str, tuple[int, tuple[int, ...]]]
+        shapes = {"keys": (layers, (kv_heads, head_dim)), "values": (layers, (kv_heads, head_dim))}
+        shapes |= {"inputs": (1, (width,))} if width else {}
+        self._names = tuple(shapes)
+        self._empty = lambda name, room: backend.empty((shapes[name][0], batch, room, *shapes[name][1]))
         room = min(capacity, FIRST_POSITIONS)
-        self.keys, self.values = self._empty(room), self._empty(room)
+        self.keys, self.values = self._empty("keys", room), self._empty("values", room)
+        if width:
+            self.inputs = self._empty("inputs", room)
         self.capacity = capacity
         self.length = 0
 
     def layer(self, layer: int) -> LayerCache:
         return LayerCache(self, layer)
 
+    def previous(self, x: Array) -> Array | None:
+        """Append x of the next T positions, (B, T, width); returns that of the position before them, (B, width), None
+        at the beginning."""
+        start, end = self.length, self.length + x.shape[1]
+        self.make_room(end)
+        self.inputs[0, :, start:end] = x
+        return self.inputs[0, :, start - 1] if start else None
+
     def make_room(self, positions: int) -> None:
         """Make room for so many positions: a long context costs what is used of it. The room at least doubles."""
         if positions <= self.keys.shape[2] or positions > self.capacity:
             return
         room, here = min(self.capacity, max(positions, 2 * self.keys.shape[2])), slice(0, self.length)
-        for name in ("keys", "values"):
-            larger, old = self._empty(room), getattr(self, name)
+        for name in self._names:
+            larger, old = self._empty(name, room), getattr(self, name)
             larger[:, :, here] = old[:, :, here]
             setattr(self, name, larger)
 
@@ -97,16 +114,17 @@ class KVCache:
             raise ValueError(f"KVCache: holds {self.length} positions, cannot go to {length}")
         self.length = length
 
-    def saved(self, start: int) -> tuple[Array, Array]:
+    def saved(self, start: int) -> tuple[Array, ...]:
         here = slice(start, self.length)
-        return self.keys[:, :, here].copy(), self.values[:, :, here].copy()
+        return tuple(getattr(self, name)[:, :, here].copy() for name in self._names)
 
-    def restore(self, saved: tuple[Array, Array]) -> None:
-        keys, values = saved
-        self.make_room(self.length + keys.shape[2])
-        here = slice(self.length, self.length + keys.shape[2])
-        self.keys[:, :, here], self.values[:, :, here] = keys, values
-        self.advance(keys.shape[2])
+    def restore(self, saved: tuple[Array, ...]) -> None:
+        count = saved[0].shape[2]
+        self.make_room(self.length + count)
+        here = slice(self.length, self.length + count)
+        for name, rows in zip(self._names, saved, strict=True):
+            getattr(self, name)[:, :, here] = rows
+        self.advance(count)
 
 
 class StateCache:

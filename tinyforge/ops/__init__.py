@@ -26,11 +26,13 @@ from tinyforge.ops.linear import Linear
 from tinyforge.ops.lora import LoRA
 from tinyforge.ops.losses import MSE, BinaryCrossEntropy
 from tinyforge.ops.lstm import LSTM
+from tinyforge.ops.mix import Mix
 from tinyforge.ops.mixture import MixtureOfExperts
 from tinyforge.ops.mixture_biased import BiasedExperts
 from tinyforge.ops.patches import Patches
 from tinyforge.ops.pooling import AveragePool2d, MaxPool2d, Upsample
 from tinyforge.ops.positions import LearnedPositions
+from tinyforge.ops.qk_norm_rope import QKNormRoPE
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE, RopeScaling
 from tinyforge.ops.router import TopKRouter
@@ -39,17 +41,19 @@ from tinyforge.ops.scale import Scale
 from tinyforge.ops.selective_scan import SelectiveScan
 from tinyforge.ops.sequential import Sequential
 from tinyforge.ops.sigmoid_gate import SigmoidGate
+from tinyforge.ops.smear import Smear
 from tinyforge.ops.softmax import Softmax
 from tinyforge.ops.swiglu import SwiGLU
 from tinyforge.ops.swiglu_linear import LinearSwiGLU, SwiGLULinear
 from tinyforge.ops.take import Take
 from tinyforge.ops.tanh import Tanh
+from tinyforge.ops.value_embedding import ValueEmbedding
 
 ALL: tuple[type[Op], ...] = (
-    *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale),
+    *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale, Mix, Smear),
     *(Linear, Conv2d, AveragePool2d, MaxPool2d, Upsample),
     *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
-    *(RoPE, Attention, SinkAttention),
+    *(RoPE, QKNormRoPE, ValueEmbedding, Attention, SinkAttention),
     *(ReLU, SquaredReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh),
     *(Softmax, Dropout, SigmoidGate),
     *(CausalConv, SelectiveScan, LSTM),
@@ -67,7 +71,7 @@ __all__ = [
     "CappedCrossEntropy", "CausalConv", "ClassToken", "Conv2d", "CrossEntropy", "Dropout", "Embedding", "FP8AddRMSNorm",
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
-    "MixtureOfExperts", "Patches", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses", "Scale", "SelectiveScan",
-    "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Softmax", "SquaredReLU", "SwiGLU", "SwiGLULinear",
-    "Take", "Tanh", "TopKRouter", "Upsample",
+    "Mix", "MixtureOfExperts", "Patches", "QKNormRoPE", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses",
+    "Scale", "SelectiveScan", "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Smear", "Softmax",
+    "SquaredReLU", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample", "ValueEmbedding",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Param, Stash
 from tinyforge.ops.cross_entropy import (
+    NO_TEACHER,
     LinearCrossEntropy,
     SoftTargets,
     chunk_rows,
@@ -21,8 +22,7 @@ from tinyforge.ops.cross_entropy import (
     rows_of,
 )
 from tinyforge.ops.linear import linear_bwd
-from tinyforge.ops.scale import scale_fwd
-from tinyforge.ops.tanh import tanh_bwd, tanh_fwd
+from tinyforge.ops.tanh import tanh_bwd
 from tinyforge.params import with_buffer
 
 
@@ -41,23 +41,20 @@ class CappedCrossEntropy(LinearCrossEntropy):
     """
 
     linear_bwd = linear_bwd
-    scale = scale_fwd
-    tanh, tanh_bwd = tanh_fwd, tanh_bwd
+    tanh_bwd = tanh_bwd
     loss, loss_bwd = cross_entropy_fwd, cross_entropy_bwd
 
     def __init__(
         self, weight: Param, cap: float, backend: Backend, name: str = "", *, bias: Param | None = None
     ) -> None:
-        super().__init__(weight, backend, name)
+        super().__init__(weight, backend, name, cap=cap)
         if self.shape[0] != 1:
             raise ValueError(f"{self.name}: {self.shape[0]} output heads, expected one")
-        self.cap, self.bias = cap, bias
+        self.bias = bias
 
     def forward(self, h: Array, targets: Array | SoftTargets, stash: Stash | None = None) -> Array:
         if isinstance(targets, SoftTargets):
-            raise UserError(
-                "logits with a softcap or a bias do not learn from a teacher; train the model on text alone"
-            )
+            raise UserError(NO_TEACHER)
         self.expect(h, self.shape[2])
         self.expect_ids(targets, self.shape[1], -1)
         rows, ids = h.reshape(-1, self.shape[2]), targets.reshape(-1, 1)

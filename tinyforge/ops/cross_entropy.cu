@@ -21,6 +21,9 @@
 // EDGE = 1 is for a vocabulary that is not a whole number of vectors (GPT-2's 50,257): rows are `pitch` apart, so that
 // each begins at 16 bytes; numbers past the vocabulary count as -inf and get a residual of 0. HELD = 1 takes either.
 //
+// CAP = 1 is for logits z = cap tanh(u / cap), u the product: u is capped where it is read, and the residual is times
+// 1 - tanh^2. With PER > 0 a thread keeps u too, in storage precision, for that.
+//
 // sum_heads: one block for each head, threads over tokens in a fixed stride, then a fixed tree. The two scale kernels
 // are elementwise. An upstream gradient that is the same for all tokens is applied to the small matrices, W and dW, and
 // not to the large one; one number per token scales the rows of residuals in place (a head is then a row).
@@ -45,6 +48,14 @@ typedef Wide<T> A;
 #define HELD 0
 #endif
 
+#ifdef CAP
+#define CAP_ARGUMENTS , A cap
+#define CAP_NUMBERS , cap
+#else
+#define CAP_ARGUMENTS
+#define CAP_NUMBERS
+#endif
+
 #define HELD_THREADS 512  // of a block where a row is in shared memory
 #define BATCH 4           // vectors that such a thread has in flight
 
@@ -53,7 +64,11 @@ typedef Wide<T> A;
 extern __shared__ uint4 held[];  // the row
 #else
 // Blocks of 256 threads that must fit on a multiprocessor: the most that it can hold, where a thread keeps few numbers.
+#ifdef CAP
+#define RESIDENT (PER && PER * VEC > 16 ? 2 : 4)
+#else
 #define RESIDENT (PER && PER * VEC <= 16 ? 8 : 4)
+#endif
 #endif
 
 // A thread for each row. Numbers past the vocabulary, up to `pitch`, become 0.
@@ -86,10 +101,34 @@ __device__ __forceinline__ Pack<T, VEC> logits_at(const T *z, int v, int vocab) 
     return p;
 }
 
+// tanh(x), for results that are stored as a T. exp(2 x) is infinite or 0 where tanh is 1 or -1.
+__device__ __forceinline__ A tanh_for(A x) {
+    if constexpr (sizeof(T) > 2) return tanh(x);
+    return A(1) - A(2) * inverse_for<T>(exp_for<T>(A(2) * x) + A(1));
+}
+
+// The logit of the product u, and its derivative. What is past the vocabulary stays -inf.
+__device__ __forceinline__ A logit_of(const T &u CAP_ARGUMENTS) {
+    const A x = widen(u);
+#ifdef CAP
+    return x == A(-INFINITY) ? x : cap * tanh_for(x / cap);
+#else
+    return x;
+#endif
+}
+__device__ __forceinline__ A slope_of(const T &u CAP_ARGUMENTS) {
+#ifdef CAP
+    const A t = tanh_for(widen(u) / cap);
+    return A(1) - t * t;
+#else
+    return A(1);
+#endif
+}
+
 // pitch: numbers from row to row, those past the vocabulary included. write: 0 for inference, where the logits are
 // dropped.
 extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT) softmax_residual(
-    A *nll, T *logits, const int *targets, int vocab, int pitch, int write
+    A *nll, T *logits, const int *targets, int vocab, int pitch, int write CAP_ARGUMENTS
 ) {
     __shared__ A tops[32], sums[32];
     const i64 row = blockIdx.x;
@@ -107,18 +146,25 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
         }
         return;
     }
-    const A picked = widen(z[target]);  // before it is overwritten: all writes come after the barrier
+    const T product = z[target];  // before it is overwritten: all writes come after the barrier
+    const A picked = logit_of(product CAP_NUMBERS);
     // top and sum of a warp's part: sum of exp(z - top). A warp without an element has top = -inf and sum = 0.
     A top = -INFINITY, sum = 0;
 #if PER
     A kept[PER][VEC];
+#ifdef CAP
+    Pack<T, VEC> products[PER];
+#endif
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int v = i * blockDim.x + threadIdx.x;
         if (v < vectors) {
             const Pack<T, VEC> p = logits_at(z, v, vocab);
 #pragma unroll
-            for (int j = 0; j < VEC; j++) top = largest(top, kept[i][j] = widen(p.v[j]));
+            for (int j = 0; j < VEC; j++) top = largest(top, kept[i][j] = logit_of(p.v[j] CAP_NUMBERS));
+#ifdef CAP
+            products[i] = p;
+#endif
         }
     }
     top = warp_max(top);
@@ -148,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
             if (v == vectors - 1) p[k] = logits_at(z, v, vocab);
             row_held[v] = p[k];
 #pragma unroll
-            for (int j = 0; j < VEC; j++) highest = largest(highest, widen(p[k].v[j]));
+            for (int j = 0; j < VEC; j++) highest = largest(highest, logit_of(p[k].v[j] CAP_NUMBERS));
         }
         sum *= exp_for<T>(top - highest);  // exp(-inf) = 0 the first time
         top = highest;
@@ -156,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
         for (int k = 0; k < BATCH; k++) {
             if (first + k * blockDim.x >= vectors) break;
 #pragma unroll
-            for (int j = 0; j < VEC; j++) sum += exp_for<T>(widen(p[k].v[j]) - top);
+            for (int j = 0; j < VEC; j++) sum += exp_for<T>(logit_of(p[k].v[j] CAP_NUMBERS) - top);
         }
     }
 #else
@@ -164,11 +210,11 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
         const Pack<T, VEC> p = logits_at(z, v, vocab);
         A highest = top;
 #pragma unroll
-        for (int j = 0; j < VEC; j++) highest = largest(highest, widen(p.v[j]));
+        for (int j = 0; j < VEC; j++) highest = largest(highest, logit_of(p.v[j] CAP_NUMBERS));
         sum *= exp_for<T>(top - highest);  // exp(-inf) = 0 the first time
         top = highest;
 #pragma unroll
-        for (int j = 0; j < VEC; j++) sum += exp_for<T>(widen(p.v[j]) - top);
+        for (int j = 0; j < VEC; j++) sum += exp_for<T>(logit_of(p.v[j] CAP_NUMBERS) - top);
     }
 #endif
     const A highest_in_warp = warp_max(top);
@@ -193,18 +239,25 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
         if (v < vectors) {
             const Pack<T, VEC> p = row_held[v];
 #pragma unroll
-            for (int j = 0; j < VEC; j++) narrow(exp_for<T>(widen(p.v[j]) - highest) * scale, out.v[j]);
+            for (int j = 0; j < VEC; j++) {
+                const A probability = exp_for<T>(logit_of(p.v[j] CAP_NUMBERS) - highest) * scale;
+                narrow(probability * slope_of(p.v[j] CAP_NUMBERS), out.v[j]);
+            }
         }
         store(z + v * VEC, out);
     }
     // 1 less at the target, by the thread that wrote its vector.
-    if (target / VEC % blockDim.x == threadIdx.x) narrow(exp_for<T>(picked - highest) * scale - A(1), z[target]);
+    if (target / VEC % blockDim.x == threadIdx.x) {
+        narrow((exp_for<T>(picked - highest) * scale - A(1)) * slope_of(product CAP_NUMBERS), z[target]);
+    }
 #else
-    // Writes vector v of the residual. probability(j): of its number j.
-    const auto write_vector = [&](int v, auto probability) {
+    // Writes vector v of the residual. probability(j): of its number j; slope(j): what it is multiplied by.
+    const auto write_vector = [&](int v, auto probability, auto slope) {
         Pack<T, VEC> out;
 #pragma unroll
-        for (int j = 0; j < VEC; j++) narrow(probability(j) - (v * VEC + j == target ? A(1) : A(0)), out.v[j]);
+        for (int j = 0; j < VEC; j++) {
+            narrow((probability(j) - (v * VEC + j == target ? A(1) : A(0))) * slope(j), out.v[j]);
+        }
         store(z + v * VEC, out);
     };
 #if PER
@@ -212,13 +265,19 @@ extern "C" __global__ void __launch_bounds__(HELD ? HELD_THREADS : 256, RESIDENT
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int v = i * blockDim.x + threadIdx.x;
-        if (v < vectors) write_vector(v, [&](int j) { return kept[i][j] * scale; });
+#ifdef CAP
+        const auto slope = [&](int j) { return slope_of(products[i].v[j] CAP_NUMBERS); };
+#else
+        const auto slope = [](int) { return A(1); };
+#endif
+        if (v < vectors) write_vector(v, [&](int j) { return kept[i][j] * scale; }, slope);
     }
 #else
     const A scale = A(1) / sum;
     for (int v = threadIdx.x; v < all; v += blockDim.x) {
         const Pack<T, VEC> p = logits_at(z, v, vocab);
-        write_vector(v, [&](int j) { return exp_for<T>(widen(p.v[j]) - highest) * scale; });
+        const auto probability = [&](int j) { return exp_for<T>(logit_of(p.v[j] CAP_NUMBERS) - highest) * scale; };
+        write_vector(v, probability, [&](int j) { return slope_of(p.v[j] CAP_NUMBERS); });
     }
 #endif
 #endif

@@ -12,9 +12,12 @@ import numpy as np
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.backends.numpy_backend import row_blocks
+from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash, WithKeywords
 from tinyforge.ops.linear import linear_fwd
+from tinyforge.ops.scale import scale_fwd
+from tinyforge.ops.tanh import tanh_fwd
 from tinyforge.params import with_buffer
 
 CHUNK_BYTES = 1 << 21
@@ -22,6 +25,7 @@ CHUNK_BYTES = 1 << 21
 FEW_LOGITS = 1024
 CHUNK = 4096
 """Tokens of a chunk of logits on a GPU."""
+NO_TEACHER = "logits with a softcap or a bias do not learn from a teacher; train the model on text alone"
 FROZEN_LOGITS = 1 << 25
 """Logits of a chunk on a GPU if the weight is frozen: they are not kept."""
 
@@ -57,15 +61,22 @@ def exp_needs_shift(x: Array) -> bool:
     return x.size > 0 and bool(x.max() > 60 or x.min() < -60)
 
 
-def softmax_residual_(logits: Array, targets: Array) -> Array:
+def softmax_residual_(logits: Array, targets: Array, cap: float = 0.0) -> Array:
     """Turn logits (K, V, n) into softmax - onehot in place (0 where there is no target); returns nll: (n, K).
 
-    targets: (n, K). The vocabulary is not the last axis, so that NumPy takes maxima and sums over whole rows at a time:
-    along a row they take five times as long.
+    cap: c, if not 0 the logits u are z = c tanh(u / c), and the residual is that times dz/du. targets: (n, K). The
+    vocabulary is not the last axis, so that NumPy takes maxima and sums over whole rows at a time: along a row they
+    take five times as long.
     """
     index = targets.T[:, None]
     masked = index < 0
     index = np.where(masked, 0, index)
+    slope = None
+    if cap:
+        logits *= logits.dtype.type(1 / cap)
+        np.tanh(logits, out=logits)
+        slope = 1 - logits * logits
+        logits *= logits.dtype.type(cap)
     if exp_needs_shift(logits):
         logits -= logits.max(axis=1, keepdims=True)
     picked = np.take_along_axis(logits, index, axis=1)
@@ -75,6 +86,8 @@ def softmax_residual_(logits: Array, targets: Array) -> Array:
     logits *= np.where(masked, 0, 1 / total)
     probability = np.take_along_axis(logits, index, axis=1)
     np.put_along_axis(logits, index, np.where(masked, 0, probability - 1), axis=1)
+    if slope is not None:
+        logits *= slope
     return nll[:, 0].T
 
 
@@ -146,15 +159,17 @@ def row_pitch(heads: int, vocab: int, itemsize: int) -> int:
 
 
 @kernel
-def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
-    """h: (n, C); weight: (K, V, C); targets: (n, K). Returns nll: (n, K), and with `keep` the residual, in a layout
-    of the backend's own, else None."""
+def linear_cross_entropy_fwd(
+    h: Array, weight: Array, targets: Array, keep: bool, cap: float = 0.0
+) -> tuple[Array, Any]:
+    """h: (n, C); weight: (K, V, C); targets: (n, K); cap: as in softmax_residual_. Returns nll: (n, K), and with `keep`
+    the residual, in a layout of the backend's own, else None."""
     heads, vocab, dim = weight.shape
     residual = []  # a contiguous block a chunk
     nll = np.empty((len(h), heads), h.dtype)
     for part in chunks(len(h), weight):
         logits = (weight.reshape(-1, dim) @ h[part].T).reshape(heads, vocab, -1)
-        nll[part] = softmax_residual_(logits, targets[part])
+        nll[part] = softmax_residual_(logits, targets[part], cap)
         if keep:
             residual.append(logits)
     return nll, residual if keep else None
@@ -252,14 +267,16 @@ def chunk_rows(pitch: int) -> int:
 
 
 @kernel
-def linear_cross_entropy_frozen_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
+def linear_cross_entropy_frozen_fwd(
+    h: Array, weight: Array, targets: Array, keep: bool, cap: float = 0.0
+) -> tuple[Array, Array | None]:
     """As linear_cross_entropy_fwd, for a weight without a gradient: with `keep` the second is R W, (n, K, C)."""
     heads, vocab, dim = weight.shape
     dh = np.empty((len(h), heads, dim), h.dtype) if keep else None
     nll = np.empty((len(h), heads), h.dtype)
     for part in chunks(len(h), weight):
         logits = (weight.reshape(-1, dim) @ h[part].T).reshape(heads, vocab, -1)
-        nll[part] = softmax_residual_(logits, targets[part])
+        nll[part] = softmax_residual_(logits, targets[part], cap)
         if dh is not None:
             dh[part] = (logits.transpose(0, 2, 1) @ weight).swapaxes(0, 1)
     return nll, dh
@@ -351,9 +368,13 @@ class LinearCrossEntropy(Op):
         nll = -sum_v q[v] log softmax(z)[v],   R = softmax - q
     With share = 1, nll - H(q) is the divergence KL(q || softmax). Source: Hinton, Vinyals, Dean, "Distilling the
     Knowledge in a Neural Network" (2015), at temperature 1.
+
+    cap: c, if not 0 the logits are z = c tanh(u / c), u = h W^T, and R is (softmax - onehot) (1 - tanh^2): the same
+    memory and passes. UserError for `SoftTargets` then. Source: Gemma Team, "Gemma 2" (2024).
     """
 
     logits_fwd = linear_fwd
+    scale, tanh = scale_fwd, tanh_fwd
     fwd = linear_cross_entropy_fwd
     soft_fwd = linear_soft_cross_entropy_fwd
     bwd = linear_cross_entropy_bwd
@@ -361,9 +382,9 @@ class LinearCrossEntropy(Op):
     frozen_bwd = linear_cross_entropy_frozen_bwd
     per_head = True
 
-    def __init__(self, weight: Param, backend: Backend, name: str = "") -> None:
+    def __init__(self, weight: Param, backend: Backend, name: str = "", *, cap: float = 0.0) -> None:
         super().__init__(backend, name)
-        self.weight = weight
+        self.weight, self.cap = weight, cap
         weight.overwrite_grad = True
         self.shape = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
 
@@ -372,6 +393,8 @@ class LinearCrossEntropy(Op):
         heads, _, dim = self.shape
         rows, weight = h.reshape(-1, dim), self.weight.value.reshape(self.shape)
         if isinstance(targets, SoftTargets):
+            if self.cap:
+                raise UserError(NO_TEACHER)
             ids, hidden = targets.ids.reshape(-1, heads), targets.hidden.reshape(-1, targets.hidden.shape[-1])
             soft = ids, hidden, targets.heads[:heads]
             nll, residual = self.soft_fwd(rows, weight, *soft, stash is not None, targets.share)
@@ -380,7 +403,7 @@ class LinearCrossEntropy(Op):
             return nll.reshape(targets.ids.shape)
         self.expect_ids(targets, self.shape[1], -1)
         forward = self.frozen_fwd if self.weight.frozen else self.fwd
-        nll, kept = forward(rows, weight, targets.reshape(-1, heads), stash is not None)
+        nll, kept = forward(rows, weight, targets.reshape(-1, heads), stash is not None, self.cap)
         if stash is not None:
             stash.push(self, h.shape if self.weight.frozen else h, kept)
         return nll.reshape(targets.shape)
@@ -400,20 +423,24 @@ class LinearCrossEntropy(Op):
 
     def logits(self, h: Array, head: int = 0) -> Array:
         """Inference: the logits of one head, (..., V)."""
-        return self.logits_fwd(h, self.weight.value.reshape(self.shape)[head], None)
+        u = self.logits_fwd(h, self.weight.value.reshape(self.shape)[head], None)
+        return self.scale(self.tanh(self.scale(u, 1 / self.cap)), self.cap) if self.cap else u
 
     @classmethod
     def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
         # The last case spans several chunks, the last of them partly filled.
         many = 2 * (CHUNK_BYTES // (8 * 2 * 1024)) + 5
-        for n, *shape in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (8, 6, 5), (many, 2, 1024, 3)):
-            op = with_buffer(cls(Param("weight", tuple(shape), std=1.0), backend), backend, rng)
+        for n, *shape in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (8, 6, 5), (7, 2, 6, 3), (many, 2, 1024, 3)):
+            cap = 1.5 if n == 7 else 0.0
+            op = with_buffer(cls(Param("weight", tuple(shape), std=1.0), backend, cap=cap), backend, rng)
             heads, vocab, dim = op.shape
             lead = (2, n // 2) if n == 8 else (n,)
             h = rng.normal(size=(*lead, dim))
             inputs = backend.asarray(h), backend.asarray(masked_targets(rng, n, heads, vocab).reshape(*lead, heads))
             yield op, inputs
-            if n == many:  # a sum over so many numbers is too rough for a finite difference; the values are tested
+            if (
+                n == many or cap
+            ):  # a sum over so many numbers is too rough for a finite difference; the values are tested
                 continue
             teacher = (
                 backend.asarray(rng.normal(size=size)) for size in ((*lead, dim + 1), (heads + 1, vocab, dim + 1))

@@ -23,7 +23,7 @@ BESIDE = 512
 """Bytes of shared memory that softmax_residual uses in addition to a row."""
 
 
-def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vocab: int) -> None:
+def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vocab: int, cap: float = 0.0) -> None:
     """Turn rows of logits, (..., V or more), into residuals (with `write`); nll: one number per row."""
     pitch = logits.shape[-1]
     vec = vector(pitch, logits)
@@ -33,9 +33,11 @@ def softmax_residual_(nll: Array, logits: Array, targets: Array, write: bool, vo
     if vec > 1 and not per and pitch * logits.itemsize + BESIDE <= shared_limit():
         variant, shared = {"HELD": 1}, pitch * logits.itemsize
         threads = min(HELD_THREADS, -(-vectors // 32) * 32)
+    more = (nll.dtype.type(cap),) if cap else ()
+    variant |= {"CAP": 1} if cap else {}
     launch = load(FILE, "softmax_residual", shared, SCALAR=scalar(logits.dtype), VEC=vec, PER=per, **variant)
     numbers = map(np.int32, (vocab, pitch, write))
-    launch((targets.size,), (threads,), (nll, logits, targets, *numbers), shared_mem=shared)
+    launch((targets.size,), (threads,), (nll, logits, targets, *numbers, *more), shared_mem=shared)
 
 
 def soft_residual_(nll: Array, logits: Array, teacher: Array, targets: Array, share: float, vocab: int) -> None:
@@ -109,7 +111,7 @@ def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
 
 @cross_entropy.linear_cross_entropy_fwd.on("cupy")
 def linear_cross_entropy_fwd(
-    h: Array, weight: Array, targets: Array, keep: bool, *, backend: CupyBackend
+    h: Array, weight: Array, targets: Array, keep: bool, cap: float = 0.0, *, backend: CupyBackend
 ) -> tuple[Array, Any]:
     h, targets = contiguous(h), contiguous(targets)
     heads, vocab, dim = weight.shape
@@ -122,7 +124,7 @@ def linear_cross_entropy_fwd(
         part = slice(start, min(start + CHUNK, tokens))
         logits = residual[part] if keep else residual[: part.stop - start]
         gemm(h[part], rows, logits, transpose_b=True, tf32=backend.tf32)
-        softmax_residual_(nll[part], logits.reshape(-1, pitch // heads), targets[part], keep, vocab)
+        softmax_residual_(nll[part], logits.reshape(-1, pitch // heads), targets[part], keep, vocab, cap)
     return nll, residual if keep else None
 
 
@@ -197,7 +199,7 @@ def linear_cross_entropy_bwd(
 
 @cross_entropy.linear_cross_entropy_frozen_fwd.on("cupy")
 def linear_cross_entropy_frozen_fwd(
-    h: Array, weight: Array, targets: Array, keep: bool, *, backend: CupyBackend
+    h: Array, weight: Array, targets: Array, keep: bool, cap: float = 0.0, *, backend: CupyBackend
 ) -> tuple[Array, Array | None]:
     h, targets = contiguous(h), contiguous(targets)
     heads, vocab, dim = weight.shape
@@ -211,7 +213,7 @@ def linear_cross_entropy_frozen_fwd(
         part = slice(start, min(start + most, tokens))
         logits = room[: part.stop - start]
         gemm(h[part], rows, logits, transpose_b=True, tf32=backend.tf32)
-        softmax_residual_(nll[part], logits.reshape(-1, width), targets[part], keep, vocab)
+        softmax_residual_(nll[part], logits.reshape(-1, width), targets[part], keep, vocab, cap)
         if dh is None:
             continue
         for k in range(heads):

@@ -46,7 +46,13 @@ def cross_entropy_bwd(dnll: Array, residual: Array) -> Array:
 
 
 @cross_entropy.linear_cross_entropy_fwd.on("webgpu")
-def linear_cross_entropy_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Any]:
+def linear_cross_entropy_fwd(
+    h: Array, weight: Array, targets: Array, keep: bool, cap: float = 0.0
+) -> tuple[Array, Any]:
+    """With a cap on the host, with the residual in the layout of this backend."""
+    if cap:
+        nll, kept = told_on_host(cross_entropy.linear_cross_entropy_fwd.body)(h, weight, targets, keep, cap)
+        return nll, kept and [contiguous(x.reshape(-1, x.shape[-1]).T) for x in kept]
     heads, vocab, dim = weight.shape
     flat, nll = weight.reshape(heads * vocab, dim), new(h, (len(h), heads))
     residual = []
@@ -91,8 +97,12 @@ def linear_cross_entropy_bwd(
 
 
 @cross_entropy.linear_cross_entropy_frozen_fwd.on("webgpu")
-def linear_cross_entropy_frozen_fwd(h: Array, weight: Array, targets: Array, keep: bool) -> tuple[Array, Array | None]:
-    """The gradient in h of each head alone, so that nothing of the size of the logits is kept."""
+def linear_cross_entropy_frozen_fwd(
+    h: Array, weight: Array, targets: Array, keep: bool, cap: float = 0.0
+) -> tuple[Array, Any]:
+    """The gradient in h of each head alone: nothing of the size of the logits is kept. With a cap on the host."""
+    if cap:
+        return told_on_host(cross_entropy.linear_cross_entropy_frozen_fwd.body)(h, weight, targets, keep, cap)
     heads, vocab, dim = weight.shape
     nll = new(h, (len(h), heads))
     dh = new(h, (len(h), heads, dim)) if keep else None

@@ -55,7 +55,8 @@ extern "C" __global__ void finish_norm(
     }
 }
 
-// rates: lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr decay. weights: null where it is the master.
+// rates: lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr decay. weights: null where it is the master. CAUTIOUS: decay
+// only where the update moves the weight towards 0.
 extern "C" __global__ void __launch_bounds__(256) adamw(
     T *weights, A *master, A *m, A *v, const A *grads, const double *clip, const A *rates, i64 vectors, A beta1,
     A beta2, A eps
@@ -71,7 +72,12 @@ extern "C" __global__ void __launch_bounds__(256) adamw(
         const A d = g.v[j] * scale;
         m1.v[j] = beta1 * m1.v[j] + (A(1) - beta1) * d;
         m2.v[j] = beta2 * m2.v[j] + (A(1) - beta2) * d * d;
-        w.v[j] = w.v[j] * shrink - rate * m1.v[j] / (sqrt(m2.v[j]) * root + eps);
+#if CAUTIOUS
+        const A keep = m1.v[j] * w.v[j] < 0 ? A(1) : shrink;
+#else
+        const A keep = shrink;
+#endif
+        w.v[j] = w.v[j] * keep - rate * m1.v[j] / (sqrt(m2.v[j]) * root + eps);
     }
     store(m + i * VEC, m1);
     store(v + i * VEC, m2);

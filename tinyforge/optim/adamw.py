@@ -12,6 +12,8 @@ from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, Kernels, kernel
 from tinyforge.op import Param
+from tinyforge.optim.groups import group_of
+from tinyforge.optim.schedules import Rate, pace_of
 from tinyforge.params import ParamBuffer
 
 CHUNK = 1 << 17
@@ -21,12 +23,16 @@ release the interpreter lock less often, and with two threads that matters more.
 
 @dataclass(frozen=True)
 class AdamWConfig:
-    """beta1, beta2: decay of the moments. eps: added to the root of the second one. weight_decay: per unit of lr."""
+    """beta1, beta2: decay of the moments. eps: added to the root of the second one. weight_decay: per unit of lr.
+    cautious: decay only the weights that the update moves towards 0. group_rates: factors of lr by group, see
+    `groups.GROUPS`; 1 for a group that is left out. Weight decay stays per unit of lr itself."""
 
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    cautious: bool = False
+    group_rates: tuple[tuple[str, float], ...] = ()
 
 
 @kernel
@@ -54,8 +60,17 @@ def adamw_(
         a += kind(config.eps)
         np.divide(m1, a, out=a)
         a *= rate
-        w *= shrink
+        w *= cautious(a, w, shrink) if config.cautious else shrink
         w -= a
+
+
+def cautious(change: Array, weights: Array, shrink: Any) -> Array:
+    """The factor of each weight in cautious weight decay: `shrink` where change w >= 0, that is where w - change moves
+    w towards 0, and 1 elsewhere.
+
+    Source: Chen et al., "Cautious Weight Decay" (2025); the mask is that of Liang et al., "Cautious Optimizers" (2024).
+    """
+    return np.where(change * weights >= 0, shrink, weights.dtype.type(1))
 
 
 @kernel
@@ -81,9 +96,9 @@ def clip_factor_memory() -> tuple[Any, Any]:
     return state[0], state[1]
 
 
-def step_rates(step: int, lr: float, config: AdamWConfig) -> np.ndarray:
-    """(2, 3): lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr weight_decay; and the same without decay."""
-    rate, root = lr / (1 - config.beta1**step), (1 - config.beta2**step) ** -0.5
+def step_rates(step: int, lr: float, config: AdamWConfig, factor: float = 1.0) -> np.ndarray:
+    """(2, 3): factor lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr weight_decay; and the same without decay."""
+    rate, root = factor * lr / (1 - config.beta1**step), (1 - config.beta2**step) ** -0.5
     return np.array([[rate, root, 1 - lr * config.weight_decay], [rate, root, 1.0]])
 
 
@@ -98,6 +113,9 @@ class AdamW(Kernels):
         m = beta1 m + (1 - beta1) g            v = beta2 v + (1 - beta2) g^2
         w = w (1 - lr weight_decay)            (matrices only: `Param.decay`)
         w = w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    With `AdamWConfig.cautious`, the second line is for the weights whose sign is that of the third line's update, see
+    `cautious`; with `AdamWConfig.group_rates`, the third line's lr is multiplied by the factor of the weight's group.
 
     Source: Kingma and Ba, "Adam" (2015); Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
     """
@@ -118,6 +136,7 @@ class AdamW(Kernels):
         self.buffer = buffer
         self.backend = backend
         self.config = config or AdamWConfig()
+        self._factors, self._plain = self._rows_of_rates()
         self.m, self.v = (backend.zeros((size,), backend.master_dtype) for size in self.moment_sizes)
         self.step_count = 0
         self.bind_kernels(backend)
@@ -128,6 +147,28 @@ class AdamW(Kernels):
         self._known = range(0)
         self.factor: Any = 1.0
 
+    def _rows_of_rates(self) -> tuple[list[float], list[tuple[int, int, int]]]:
+        """The factors of lr that differ, 1 first; and runs of neighbouring parameters without Muon's matrices that are
+        updated alike: start, end, and row of the rates, which is 2 n with decay and 2 n + 1 without for factor n."""
+        buffer, factor_of = self.buffer, dict(self.config.group_rates)
+        factors, runs = [1.0], list[tuple[int, int, int]]()
+        ends = [*(buffer.place(p).start for p in buffer.params[1:]), buffer.size]
+        for p, end in zip(buffer.params, ends, strict=True):
+            start, factor = buffer.place(p).start, factor_of.get(group_of(p), 1.0)
+            if factor not in factors:
+                factors.append(factor)
+            row = 2 * factors.index(factor) + (not p.decay)
+            if self.orthogonal(p):
+                continue
+            if runs and runs[-1][1:] == (start, row):
+                start = runs.pop()[0]
+            runs.append((start, end, row))
+        return factors, runs
+
+    def orthogonal(self, param: Param) -> bool:
+        """Whether the parameter's update is not AdamW's: for Muon."""
+        return False
+
     @property
     def moment_sizes(self) -> tuple[int, int]:
         """Elements of m and v that this optimizer updates."""
@@ -136,6 +177,10 @@ class AdamW(Kernels):
     def having(self, what: str) -> list[Param]:
         """The parameters that have a tensor `what`; see `tensors`."""
         return self.buffer.params
+
+    def shape_of(self, what: str, param: Param) -> tuple[int, ...]:
+        """The shape of a parameter's tensor `what`."""
+        return param.shape
 
     def clip(self, limit: float) -> tuple[Any, Any]:
         """The gradient's norm, and the factor for `step` that brings it within `limit` (0: no limit).
@@ -198,31 +243,34 @@ class AdamW(Kernels):
     def _view(self, what: str, param: Param) -> Array:
         return self.buffer.view(self.buffer.masters if what == "masters" else getattr(self, what), param)
 
-    def rates(self, step: int, lr: float) -> np.ndarray:
-        """The numbers that change from step to step: `step_rates`."""
-        return step_rates(step, lr, self.config)
+    def rates(self, step: int, lr: Rate) -> np.ndarray:
+        """The numbers that change from step to step: `step_rates` of each factor."""
+        peak = pace_of(lr).lr
+        return np.vstack([step_rates(step, peak, self.config, factor) for factor in self._factors])
 
-    def count_step(self, lr: float) -> np.ndarray:
+    def count_step(self, lr: Rate) -> np.ndarray:
         """Count a step and return its `rates`."""
         self.step_count += 1
         return self.rates(self.step_count, lr)
 
-    def next_rates(self, lr: float) -> Array:
+    def next_rates(self, lr: Rate) -> Array:
         """As `count_step`, on the backend."""
         return self.backend.asarray(self.count_step(lr), self.backend.master_dtype)
 
-    def step(self, lr: float, grad_scale: Any = 1.0) -> None:
+    def step(self, lr: Rate, grad_scale: Any = 1.0) -> None:
         self.apply(self.next_rates(lr), grad_scale)
 
     def apply(self, rates: Array, grad_scale: Any) -> None:
         """Take a step with the rates of `next_rates`."""
-        cut, size = self.buffer.decay_end, self.buffer.values.size
-        decayed, plain = rates
+        b, halves = self.buffer, self.backend.workers
 
-        def update(where: slice, rates: Array = decayed) -> None:
-            b, m, v = self.buffer, self.m[where], self.v[where]
-            self.update(b.values[where], b.masters[where], m, v, b.grads[where], rates, grad_scale, self.config)
+        def update(where: slice, row: int) -> None:
+            m, v = self.m[where], self.v[where]
+            self.update(b.values[where], b.masters[where], m, v, b.grads[where], rates[row], grad_scale, self.config)
 
-        halves = self.backend.workers
-        self.backend.map(update, [slice(cut * i // halves, cut * (i + 1) // halves) for i in range(halves)])
-        update(slice(cut, size), plain)
+        cuts = [
+            (slice(start + (end - start) * i // halves, start + (end - start) * (i + 1) // halves), row)
+            for start, end, row in self._plain
+            for i in range(halves)
+        ]
+        self.backend.map(lambda cut: update(*cut), cuts)

@@ -28,7 +28,7 @@ def adamw_(
     numbers = (config.beta1, config.beta2, config.eps)
     # A null pointer where the weights that the ops read are the masters themselves.
     rounded = np.uintp(0) if pointer(values) == pointer(masters) else values
-    launch = load(FILE, "adamw", SCALAR=scalar(values.dtype))
+    launch = load(FILE, "adamw", SCALAR=scalar(values.dtype), **({"CAUTIOUS": 1} if config.cautious else {}))
     arrays = (rounded, masters, m, v, grads, on_device(grad_scale), rates)
     launch(blocks(vectors), (256,), (*arrays, np.int64(vectors), *map(kind, numbers)))
 

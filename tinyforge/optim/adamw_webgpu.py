@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.backends.webgpu_array import groups, host_of, launch, new
+from tinyforge.backends.webgpu_array import groups, host_of, launch, new, told_on_host
 from tinyforge.kernel import Array
 from tinyforge.optim import adamw
 
@@ -17,6 +17,9 @@ FILE, PARTS = "optim/adamw.wgsl", 256
 def adamw_(
     values: Array, masters: Array, m: Array, v: Array, grads: Array, rates: Array, grad_scale: Any, config: Any
 ) -> None:
+    if config.cautious:  # the mask has no WGSL
+        told_on_host(adamw.adamw_.body)(values, masters, m, v, grads, rates, grad_scale, config)
+        return
     rate, root, shrink = rates.tolist()
     sizes = (rate, root, shrink, float(grad_scale), config.beta1, 1 - config.beta1, config.beta2, 1 - config.beta2)
     arrays = {"weights": masters, "m": m, "v": v, "grads": grads}

@@ -34,7 +34,7 @@ def muon_momentum(
     rows: int,
     columns: int,
     grad_scale: Any,
-    momentum: float,
+    rates: Array,
     *,
     backend: CupyBackend,
 ) -> tuple[Array, Array]:
@@ -42,13 +42,13 @@ def muon_momentum(
     parts = min(PARTS, blocks(int(vectors))[0])
     x, squares = new((len(starts), rows, columns), backend.dtype), new((len(starts), parts), FLOAT64)
     launch = load(FILE, "muon_momentum", SCALAR=scalar(x.dtype), VEC=vec)
-    arrays = (x, squares, m, grads, starts, on_device(grad_scale))
-    launch((parts, len(starts)), (256,), (*arrays, vectors, m.dtype.type(momentum)))
+    arrays = (x, squares, m, grads, starts, on_device(grad_scale), rates)
+    launch((parts, len(starts)), (256,), (*arrays, vectors))
     return x, squares
 
 
 @muon.newton_schulz.on("cupy")
-def newton_schulz(x: Array, squares: Array, *, backend: CupyBackend) -> Array:
+def newton_schulz(x: Array, squares: Array, rounds: muon.Rounds, *, backend: CupyBackend) -> Array:
     count, rows, columns = x.shape
     vec, vectors = _vectors(rows * columns)
     launch = load(FILE, "muon_scale", SCALAR=scalar(x.dtype), VEC=vec)
@@ -58,10 +58,10 @@ def newton_schulz(x: Array, squares: Array, *, backend: CupyBackend) -> Array:
     wide, side = rows <= columns, min(rows, columns)
     gram, factor, other = new((count, side, side), x.dtype), new((count, side, side), x.dtype), new(x.shape, x.dtype)
     product = partial(_product, tf32=backend.tf32)
-    for _ in range(muon.STEPS):
+    for a, b, c in rounds:
         product(x, x, gram, transpose_a=not wide, transpose_b=wide)
-        product(gram, gram, factor, scale=muon.C, add=gram, keep=muon.B)
-        product(*((factor, x) if wide else (x, factor)), other, add=x, keep=muon.A)
+        product(gram, gram, factor, scale=c, add=gram, keep=b)
+        product(*((factor, x) if wide else (x, factor)), other, add=x, keep=a)
         x, other = other, x
     return x
 
@@ -89,10 +89,37 @@ def _product(
         gemm(one, other, result, accumulate=add is not None, **options)
 
 
+@muon.normuon_.on("cupy")
+def normuon_(v: Array, x: Array, starts: Array, grad_scale: Any, beta: float) -> Array:
+    count, rows, columns = x.shape
+    kind, clip = v.dtype.type, on_device(grad_scale)
+    factors, squares = new((count, rows), v.dtype), new((count, rows), FLOAT64)
+    launch = load(FILE, "normuon_rows", SCALAR=scalar(x.dtype), VEC=1)
+    numbers = (np.int32(columns), kind(beta), kind(muon.EPS))
+    launch((rows, count), (256,), (factors, squares, v, x, starts, clip, *numbers))
+    launch = load(FILE, "normuon_factors", SCALAR=scalar(x.dtype), VEC=1)
+    numbers = (np.int32(rows), np.float64(muon.RMS * (rows * columns) ** 0.5), np.float64(muon.EPS))
+    launch((count,), (256,), (factors, squares, clip, *numbers))
+    return factors
+
+
 @muon.muon_.on("cupy")
-def muon_(values: Array, masters: Array, x: Array, starts: Array, rates: Array, grad_scale: Any, scale: float) -> None:
+def muon_(
+    values: Array,
+    masters: Array,
+    x: Array,
+    starts: Array,
+    rates: Array,
+    grad_scale: Any,
+    scale: float,
+    factors: Array | None,
+    careful: bool,
+) -> None:
     vec, vectors = _vectors(x[0].size)
     rounded = np.uintp(0) if pointer(values) == pointer(masters) else values
-    launch = load(FILE, "muon_update", SCALAR=scalar(x.dtype), VEC=vec)
-    arrays, numbers = (rounded, masters, x, starts, rates, on_device(grad_scale)), (vectors, masters.dtype.type(scale))
+    options = {name: 1 for name, on in (("NORMUON", factors is not None), ("CAUTIOUS", careful)) if on}
+    launch = load(FILE, "muon_update", SCALAR=scalar(x.dtype), VEC=vec, **options)
+    by_row = np.uintp(0) if factors is None else factors
+    arrays = (rounded, masters, x, starts, rates, on_device(grad_scale), by_row)
+    numbers = (vectors, np.int32(x.shape[2]), masters.dtype.type(scale))
     launch((*blocks(int(vectors)), len(x)), (256,), (*arrays, *numbers))

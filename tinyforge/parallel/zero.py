@@ -88,6 +88,15 @@ class ShardedAdamW(AdamW):
             for n, piece in enumerate(pieces)
         ]
         super().__init__(buffer, backend, config, own)
+        # Of each part, what is updated at one rate: slices as in `parts`, and the row of the rates.
+        self._alike = [
+            [
+                (slice(low, high), slice(mine.start + low - place.start, mine.start + high - place.start), row)
+                for start, end, row in self._plain
+                if (low := max(start, place.start)) < (high := min(end, place.stop))
+            ]
+            for place, mine, _ in self.parts
+        ]
         self._tree = shards > 0
         # Windows whose sums are in flight: their memory must not be reused yet.
         self._leaving: deque[tuple[Any, Array]] = deque()
@@ -122,13 +131,13 @@ class ShardedAdamW(AdamW):
 
     def apply(self, rates: Array, grad_scale: Any) -> None:
         """Update the rank's own parts, and start to gather all parts."""
-        buffer, (decayed, plain) = self.buffer, rates
-        for number, (place, mine, decays) in enumerate(self.parts):
-            values = buffer.values[place]
-            masters = values if self.own is None else self.own[mine]
-            if values.size:
+        buffer = self.buffer
+        for number, alike in enumerate(self._alike):
+            for place, mine, row in alike:
+                values = buffer.values[place]
+                masters = values if self.own is None else self.own[mine]
                 flat = (values, masters, self.m[mine], self.v[mine], self._grads[self._inside(number, place)])
-                self.update(*flat, decayed if decays else plain, grad_scale, self.config)
+                self.update(*flat, rates[row], grad_scale, self.config)
             self.group.all_gather_(buffer.values[self.buckets.slices[number]], UNIT)
             if self.group.overlaps:
                 arrive = partial(self._arrive, number, self.group.mark())

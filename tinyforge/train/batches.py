@@ -116,9 +116,19 @@ class Batches(Protocol):
     def batch(self, index: int, size: int) -> Batch: ...
 
 
-def micro_batches(data: Batches, rows: int, count: int) -> Callable[[int], list[Batch]]:
-    """A function for a run: from a step's number to its `count` micro-batches of `rows` sequences."""
-    return lambda step: [data.batch(step * count + i, rows) for i in range(count)]
+Where = int | range
+"""The number of a step, or the numbers of its micro-batches, counted over the run."""
+
+
+def micro_batches(data: Batches, rows: int, count: int) -> Callable[[Where], list[Batch]]:
+    """A function for a run: from a step's number to its `count` micro-batches of `rows` sequences, or from the numbers
+    of micro-batches to these."""
+
+    def batches(where: Where) -> list[Batch]:
+        numbers = where if isinstance(where, range) else range(where * count, (where + 1) * count)
+        return [data.batch(number, rows) for number in numbers]
+
+    return batches
 
 
 class PackedTokens:

@@ -5,9 +5,9 @@
     step 3             is captured, and the graph launched
     from then on       one upload of what changes, one launch, one copy of the results
 
-A kind of step is given by the shapes of its batches; each has a graph of its own. All that changes from step to step is
-in one array: ids and targets, the objective's factors, AdamW's rates, the keys of dropout. The bits are those of a step
-without a graph: the same kernels with the same arguments, in the same order.
+A kind of step is given by the shapes of its batches and the attention window; each has a graph of its own. All that
+changes from step to step is in one array: ids and targets, the objective's factors, the optimizer's rates, the keys of
+dropout. The bits are those of a step without a graph: the same kernels with the same arguments, in the same order.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.memory import free_memory
-from tinyforge.optim import AdamW
+from tinyforge.optim import AdamW, Rate
+from tinyforge.optim.schedules import pace_of
 from tinyforge.rng import Stream
+from tinyforge.train.batches import Where
 from tinyforge.train.data_parallel import DataParallel, Totals, Worker, gradients_of
-from tinyforge.train.objectives import Batch, NextTokens, Objective, of_tokens
+from tinyforge.train.objectives import Batch, NextTokens, Objective, counts_of, of_tokens
 from tinyforge.train.plan import Plan
 
 MOST = 4
@@ -54,7 +56,8 @@ class Captured:
 
     Each rank makes its own, at the same point of the program: all capture and launch the same steps. Raises UserError
     if the step cannot be captured: on a CPU, or with an objective that is weighed on the host. optional: a step with
-    something that a graph cannot repeat, such as a custom op's upload, says so and runs without.
+    something that a graph cannot repeat, such as a custom op's upload, says so and runs without. window: the attention
+    window that a schedule has set, 0 without one.
     """
 
     def __init__(self, parallel: DataParallel, optimizer: AdamW, limit: float, optional: bool = False) -> None:
@@ -70,21 +73,24 @@ class Captured:
         self.factor = self.backend.zeros((), np.dtype(np.float64))
         self.factor.fill(1)
         self.optional, self.most = optional, MOST
+        self.window = 0
         self._kinds: dict[Any, _Kind] = {}
         parallel.rank.captured = self
 
-    def step(self, batches: Sequence[Batch], noise: Stream, lr: float, number: int | None = None) -> tuple[Totals, Any]:
+    def step(
+        self, batches: Sequence[Batch], noise: Stream, lr: Rate, number: Where | None = None
+    ) -> tuple[Totals, Any]:
         """`DataParallel.gradients`, `clip` and `update`: the sums, and the gradient norm. number: as of `gradients`."""
         if not self.parallel.alone:
             self.parallel.group.send_object((captured_step, (self.parallel.payload(batches, number), noise, lr)))
         return self.of_rank(batches, noise, lr)
 
-    def of_rank(self, batches: Sequence[Batch], noise: Stream, lr: float) -> tuple[Totals, Any]:
+    def of_rank(self, batches: Sequence[Batch], noise: Stream, lr: Rate) -> tuple[Totals, Any]:
         """One rank's part of a step."""
         objective = self.parallel.objective
         assert objective is not None
-        counts = sum((objective.count(batch) for batch in batches[1:]), objective.count(batches[0]))
-        shapes = tuple(batch.kind() for batch in batches)
+        counts = counts_of(objective, batches, pace_of(lr).head_weights)
+        shapes = (self.window, *(batch.kind() for batch in batches))
         if shapes not in self._kinds and len(self._kinds) < self.most:
             self._kinds[shapes] = _Kind(self)
         known = self._kinds.get(shapes)
@@ -101,7 +107,7 @@ class Captured:
         self._kinds.clear()
         self.optimizer.step_count -= 1
 
-    def plain(self, batches: Sequence[Batch], counts: np.ndarray, noise: Any, lr: float) -> tuple[Totals, Any]:
+    def plain(self, batches: Sequence[Batch], counts: np.ndarray, noise: Any, lr: Rate) -> tuple[Totals, Any]:
         """A step without a graph, with the matrix products that graphs use."""
         with self.graphs.products.in_use():
             sums = gradients_of(self.parallel.rank, batches, counts, noise)
@@ -111,7 +117,7 @@ class Captured:
         return Totals(sums, counts), norm
 
 
-def captured_step(rank: Worker, batches: Sequence[Batch] | int, noise: Stream, lr: float) -> None:
+def captured_step(rank: Worker, batches: Sequence[Batch] | Where, noise: Stream, lr: Rate) -> None:
     """The step on a rank above 0."""
     rank.captured.of_rank(rank.batches_of(batches), noise, lr)
 
@@ -126,7 +132,7 @@ class _Kind:
         self.warm = False
         self.replay: Callable[[], None] | None = None
 
-    def step(self, batches: Sequence[Batch], counts: np.ndarray, noise: Stream, lr: float) -> tuple[Totals, Any]:
+    def step(self, batches: Sequence[Batch], counts: np.ndarray, noise: Stream, lr: Rate) -> tuple[Totals, Any]:
         owner, objective = self.owner, cast(Any, self.owner.parallel.objective)
         factors = objective.factors(counts)
         if self.inputs is None:

@@ -14,7 +14,7 @@ from tinyforge.config import ModelConfig
 from tinyforge.kernel import Array
 from tinyforge.op import Op, Stash
 from tinyforge.ops.cross_entropy import sum_tokens
-from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig
+from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig, Rate
 from tinyforge.parallel import Group, part_of, start_group
 from tinyforge.parallel.buckets import UNIT, Buckets, Watched
 from tinyforge.parallel.nccl import spared
@@ -22,7 +22,8 @@ from tinyforge.parallel.sums import add_
 from tinyforge.parallel.zero import ShardedAdamW, pieces_of, stage_of
 from tinyforge.params import ParamBuffer
 from tinyforge.rng import Stream
-from tinyforge.train.objectives import LN2, Arrays, Batch, Objective, likelihoods, with_terms
+from tinyforge.train.batches import Where
+from tinyforge.train.objectives import LN2, Arrays, Batch, Objective, counts_of, likelihoods, with_terms
 
 
 class Trainable(Protocol):
@@ -54,7 +55,7 @@ class Worker:
     """All that one rank works with.
 
     state: the carried state of a recurrent model. shards: --reduction-shards; 0 for one part of the batch per rank.
-    batches: for ranks that do not share memory: from a step's number to its micro-batches.
+    batches: for ranks that do not share memory: from a step's number, or the numbers of its micro-batches, to these.
     """
 
     group: Group
@@ -63,7 +64,7 @@ class Worker:
     objective: Objective | None
     state: Array | None
     shards: int = 0
-    batches: Callable[[int], Sequence[Batch]] | None = None
+    batches: Callable[[Any], Sequence[Batch]] | None = None
     optimizer: AdamW | None = None
     buckets: Buckets | None = None
     captured: Any = None
@@ -77,9 +78,9 @@ class Worker:
         size = self.model.buffer.size
         self.scratch = [self.backend.zeros((size,), self.backend.master_dtype) for _ in range(levels)]
 
-    def batches_of(self, payload: Sequence[Batch] | int) -> Sequence[Batch]:
+    def batches_of(self, payload: Sequence[Batch] | Where) -> Sequence[Batch]:
         """The batches of a step, see `DataParallel.payload`."""
-        if not isinstance(payload, int):
+        if not isinstance(payload, int | range):
             return payload
         assert self.batches is not None
         return self.batches(payload)
@@ -143,7 +144,7 @@ class DataParallel:
         carried: int = 0,
         *,
         shards: int = 0,
-        batches: Callable[[int], Sequence[Batch]] | None = None,
+        batches: Callable[[Any], Sequence[Batch]] | None = None,
     ) -> None:
         """objective: for `gradients`; the model's own terms are added to it. `nll` needs none. carried: rows whose
         state, (layers, 2, rows, C), a recurrent model carries from batch to batch; each rank writes its own rows,
@@ -164,19 +165,26 @@ class DataParallel:
         """Whether there is one copy of the weights: a single process, or workers that share them."""
         return self.backend.group is None
 
-    def gradients(self, batches: Sequence[Batch], noise: Stream | None = None, number: int | None = None) -> Totals:
+    def gradients(
+        self,
+        batches: Sequence[Batch],
+        noise: Stream | None = None,
+        number: Where | None = None,
+        head_weights: Sequence[float] = (),
+    ) -> Totals:
         """Set the model's gradients to those of the objective over all `batches`.
 
-        noise: for dropout; each batch and part forks a stream of its own from it. number: of the step; ranks with
-        memory of their own make its batches themselves. On a GPU this returns before the sums are computed;
-        `backend.to_numpy` waits for them.
+        noise: for dropout; each batch and part forks a stream of its own from it. number: of the step, or of its
+        batches; ranks with memory of their own make its batches themselves. head_weights: of this step, if the
+        objective's are not its own. On a GPU this returns before the sums are computed; `backend.to_numpy` waits for
+        them.
         """
         assert self.objective is not None, "DataParallel was made without an objective"
-        counts = sum((self.objective.count(batch) for batch in batches[1:]), self.objective.count(batches[0]))
+        counts = counts_of(self.objective, batches, head_weights)
         self.group.send_object((gradients_of, (self.payload(batches, number), counts, noise)))
         return Totals(gradients_of(self.rank, tuple(batches), counts, noise), counts)
 
-    def payload(self, batches: Sequence[Batch], number: int | None) -> Sequence[Batch] | int:
+    def payload(self, batches: Sequence[Batch], number: Where | None) -> Sequence[Batch] | Where:
         """The message to the other ranks: the step's batches, or its number if they make the batches themselves."""
         return tuple(batches) if self.alone or self.rank.batches is None or number is None else number
 
@@ -184,7 +192,11 @@ class DataParallel:
         """`AdamW.clip` of the gradients that `gradients` has computed."""
         return clip(self.rank, limit) if self.alone else self.on_all_ranks(clip, limit)
 
-    def update(self, lr: float) -> None:
+    def set_window(self, window: int) -> None:
+        """`Model.set_window` on all ranks."""
+        self.on_all_ranks(set_window, window)
+
+    def update(self, lr: Rate) -> None:
         """`AdamW.step` with the factor from `clip`."""
         update(self.rank, lr) if self.alone else self.on_all_ranks(update, lr)
 
@@ -253,7 +265,7 @@ def _fork_follows(
         work(rank, *arguments)
 
 
-def gradients_of(rank: Worker, batches: Sequence[Batch] | int, counts: np.ndarray, noise: Any) -> Array:
+def gradients_of(rank: Worker, batches: Sequence[Batch] | Where, counts: np.ndarray, noise: Any) -> Array:
     """Set the model's gradients to the sum over all ranks, or with a sharded optimizer to each rank's part of it;
     returns the objective's sums. noise: a Stream or a stand-in for one, or None."""
     batches = rank.batches_of(batches)
@@ -405,7 +417,13 @@ def clip(rank: Worker, limit: float) -> tuple[Any, Any]:
     return rank.optimizer.clip(limit)
 
 
-def update(rank: Worker, lr: float) -> None:
+def set_window(rank: Worker, window: int) -> None:
+    rank.model.set_window(window)
+    if rank.captured:
+        rank.captured.window = window
+
+
+def update(rank: Worker, lr: Rate) -> None:
     assert rank.optimizer is not None
     rank.optimizer.step(lr, rank.optimizer.factor)
 

@@ -10,6 +10,7 @@ import numpy as np
 from tinyforge.op import Op, Stash
 from tinyforge.ops.fp8 import Scaled
 from tinyforge.rng import Stream
+from tinyforge.train.batches import Where
 from tinyforge.train.data_parallel import Trainable, Worker, forward
 from tinyforge.train.objectives import Batch, Objective
 
@@ -18,7 +19,7 @@ class _NotFinite(Exception):
     pass
 
 
-def sources(rank: Worker, number: int, counts: np.ndarray, noise: Stream) -> Any:
+def sources(rank: Worker, number: Where, counts: np.ndarray, noise: Stream) -> Any:
     """On rank 0 the list of each rank's `first_nonfinite` on its own parts of a step's batches."""
     assert rank.batches and rank.objective
     found = ""

@@ -19,7 +19,7 @@ forward gives (nll, terms). `WithTerms` adds such terms to an objective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, cast
 
@@ -164,7 +164,8 @@ class Objective(Protocol):
     """See the module's docstring. `weigh` runs on the model's backend and does not wait for a device.
 
     A step can be captured in a graph if the objective also has `factors(counts)`, a float64 vector of all that `weigh`
-    needs of the counts. It is then passed as `Batch.factors`, and `weigh` does not use the counts.
+    needs of the counts. It is then passed as `Batch.factors`, and `weigh` does not use the counts. --mtp-schedule also
+    expects `reweighed(counts, head_weights)`, the counts with the weights that heads have in this step.
     """
 
     def count(self, batch: Batch) -> np.ndarray:
@@ -206,11 +207,15 @@ class NextTokens:
         # A sum over the first axis would take ten times as long, and a small model on a GPU waits for it.
         return np.array([*(np.count_nonzero(counted[..., k]) for k in range(heads)), size])
 
+    def reweighed(self, counts: np.ndarray, head_weights: Sequence[float]) -> np.ndarray:
+        """(2 K + 1,): the counts, and the weights of the heads in this step, in place of `head_weights`."""
+        return np.concatenate([counts, head_weights])
+
     def scale(self, counts: np.ndarray) -> np.ndarray:
         """(K,): the weight of a nll of each head, w[k] / (sum(w) n[k]), 0 if n[k] is 0."""
-        targets = counts[:-1]
-        weights = np.asarray(self.head_weights)
-        return weights / sum(self.head_weights) / np.maximum(targets, 1) * (targets > 0)
+        heads = len(self.head_weights)
+        targets, weights = counts[:heads], counts[heads + 1 :] if len(counts) > heads + 1 else self.head_weights
+        return np.asarray(weights) / sum(weights) / np.maximum(targets, 1) * (targets > 0)
 
     factors = scale
 
@@ -228,7 +233,7 @@ class NextTokens:
         weighed, plain = sums.reshape(2, -1)
         found = {"loss": float(weighed @ self.scale(counts))}
         if self.byte_lengths is not None:
-            found["bits_per_byte"] = float(plain[0]) / LN2 / max(1, int(counts[-1]))
+            found["bits_per_byte"] = float(plain[0]) / LN2 / max(1, int(counts[len(self.head_weights)]))
         return found
 
 
@@ -306,6 +311,10 @@ class WithTerms:
         """The objective's counts, followed by the number of tokens."""
         return np.append(self.objective.count(batch), batch.ids.size)
 
+    def reweighed(self, counts: np.ndarray, head_weights: Sequence[float]) -> np.ndarray:
+        """See `NextTokens.reweighed`; the number of tokens stays last."""
+        return np.append(cast(Any, self.objective).reweighed(counts[:-1], head_weights), counts[-1])
+
     def factors(self, counts: np.ndarray) -> np.ndarray:
         """The objective's factors, the number of tokens, and the terms' weights."""
         inner = cast(Any, self.objective).factors(counts[:-1])
@@ -334,6 +343,12 @@ class WithTerms:
         terms = dict(zip(self.term_weights, sums[last:].tolist(), strict=True))
         found["loss"] += sum(weight * terms[name] for name, weight in self.term_weights.items())
         return found | terms
+
+
+def counts_of(objective: Any, batches: Sequence[Batch], head_weights: Sequence[float] = ()) -> np.ndarray:
+    """The counts of a step; head_weights: of its own."""
+    counts = sum((objective.count(batch) for batch in batches[1:]), objective.count(batches[0]))
+    return objective.reweighed(counts, head_weights) if head_weights else counts
 
 
 def of_tokens(objective: Any) -> Any:

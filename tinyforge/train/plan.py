@@ -18,7 +18,7 @@ from tinyforge.errors import UserError
 from tinyforge.memory import free_memory, gib
 from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
-from tinyforge.optim import AdamW, Muon
+from tinyforge.optim import AdamW, AdamWConfig, Muon
 from tinyforge.parallel import Alone
 from tinyforge.parallel.buckets import Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
@@ -54,12 +54,13 @@ class Plan:
 @dataclass(frozen=True)
 class Split:
     """How a step is split over ranks, and which optimizer updates the weights. zero: the ZeRO stage, see
-    `zero.stage_of`. shards: --reduction-shards."""
+    `zero.stage_of`. shards: --reduction-shards. config: the optimizer's, if it is not the default."""
 
     ranks: int = 1
     zero: int = 0
     shards: int = 0
     optimizer: str = "adamw"
+    config: AdamWConfig | None = None
 
     @property
     def levels(self) -> int:
@@ -69,7 +70,8 @@ class Split:
     @classmethod
     def of(cls, settings: Any, ranks: int) -> Split:
         shards = settings.reduction_shards or 0
-        return cls(ranks, stage_of(settings.zero, ranks, shards, settings.grad_accum), shards, settings.optimizer)
+        stage = stage_of(settings.zero, ranks, shards, settings.most_micro_batches)
+        return cls(ranks, stage, shards, settings.optimizer, settings.optimizer_config())
 
 
 ONE = Split()
@@ -112,7 +114,8 @@ def plan_step(
         METER.peak = METER.now  # the whole masters were there for a moment, before anything else was allocated
         weights = METER.now - start - optimizer.m.nbytes - optimizer.v.nbytes
     else:
-        optimizer = (Muon if split.optimizer == "muon" else AdamW)(model.buffer, backend)
+        kind: Any = Muon if split.optimizer == "muon" else AdamW
+        optimizer = kind(model.buffer, backend, split.config)
     ready = METER.now - start
     sums = [backend.zeros((model.buffer.size,), backend.master_dtype) for _ in range(split.levels)]
     integers = np.dtype(np.int32)

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from tinyforge import checkpoint
 from tinyforge.backends import Backend, compile
 from tinyforge.errors import UserError
 from tinyforge.files import locked
-from tinyforge.optim import AdamWConfig, MuonConfig, learning_rate
+from tinyforge.optim import Pace, learning_rate
+from tinyforge.optim.groups import WIDTH, batch_factor, describe_rates
+from tinyforge.optim.schedules import held, linear
 from tinyforge.parallel import Alone, Group
 from tinyforge.parallel.launch import ProcessGroupInfo, assert_equal_on_ranks, init_process_group, started_as_rank
 from tinyforge.parallel.star import PREPARING
@@ -36,6 +38,7 @@ from tinyforge.rng import Stream
 from tinyforge.terminal import printable
 from tinyforge.train import diagnose, metrics
 from tinyforge.train import state as state_of_run
+from tinyforge.train.batches import Where
 from tinyforge.train.captured import Captured, captures
 from tinyforge.train.data_parallel import DataParallel, Totals, Trainable
 from tinyforge.train.diagnose import first_nonfinite
@@ -55,7 +58,8 @@ OVERFITTED = 0.01  # tolerated rise of the held-out loss from its minimum to the
 class Task:
     """A recipe's part of a run.
 
-    batches(step): the micro-batches of that step, a pure function. evaluate(parallel): figures on held-out data, with
+    batches(step): the micro-batches of that step, a pure function; with --batch-schedule it is called with a range, the
+    numbers of the step's micro-batches. evaluate(parallel): figures on held-out data, with
     `val_bits_per_byte` among them for text. sample(): a few lines to show, or "". tokenizer: None for a model that
     reads no tokens. meta: more for meta.json, at least "kind", "model" and "config", and with a tokenizer
     "tokenizer_hash", so that the checkpoint can be opened. flop_per_token: FLOP per `unit`, to
@@ -73,7 +77,7 @@ class Task:
     model: Trainable
     tokenizer: Any
     objective: Objective
-    batches: Callable[[int], Sequence[Any]]  # of `Batch`, or `Arrays`
+    batches: Callable[[Any], Sequence[Any]]  # of `Batch`, or `Arrays`
     evaluate: Callable[[DataParallel], Mapping[str, float]]
     meta: dict[str, Any]
     sample: Callable[[], str] = str
@@ -89,9 +93,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was taken. Its sums and norm may still be in flight on a device."""
+    """A step that was taken. Its sums and norm may still be in flight on a device. where: its number, or those of its
+    micro-batches if a schedule says how many there are."""
 
     number: int
+    where: Where
     batches: Sequence[Batch]
     totals: Totals
     norm: Any
@@ -170,14 +176,15 @@ def running(settings: Settings, resume: bool) -> Iterator[ProcessGroupInfo]:
 class Run:
     """The state of a run and its parts, each of which can be called alone.
 
-    step: steps taken. tokens: read by them, in the task's unit. joules: used. unread: steps whose loss has not been
-    read yet: each read waits for the device, so there is one every `backend.read_every` steps. rates: tokens per second
-    between reads. last_saved: the newest checkpoint.
+    step: steps taken. tokens: read by them, in the task's unit. micro_batches: the same in micro-batches. joules: used.
+    unread: steps whose loss has not been read yet: each read waits for the device, so there is one every
+    `backend.read_every` steps. rates: tokens per second between reads. last_saved: the newest checkpoint.
     """
 
     def __init__(self, task: Task, settings: Settings, backend: Backend, resume: bool = False) -> None:
         if task.plan is None:
             task = replace(task, plan=check_task(task, backend, settings))
+        _check_schedules(settings, task)
         self.task, self.settings, self.backend = task, settings, backend
         self.out = Path(settings.out)
         self.buffer = task.model.buffer
@@ -189,7 +196,8 @@ class Run:
         )
         self.parallel.rows = settings.batch_size
         self.noise = Stream(settings.seed, "dropout")
-        self.step, self.tokens = 0, 0
+        self.step, self.tokens, self.micro_batches = 0, 0, 0
+        self._window = 0
         self.last_saved: Path | None = None
         self._saved_step = 0
         self.signals = Signals()
@@ -231,8 +239,13 @@ class Run:
         group.join()
         buffer.publish()
         rank = self.parallel.rank
-        config = (MuonConfig if settings.optimizer == "muon" else AdamWConfig)(weight_decay=settings.weight_decay)
-        self.optimizer = rank.make_optimizer(config, settings.zero, settings.grad_accum)
+        width = getattr(self.task.model.config, "dim", 0)
+        if settings.rate_rule != "plain" and not (width and self.task.unit == "tokens"):
+            raise UserError(f"--rate-rule {settings.rate_rule} is for models of tokens that have a width; leave it out")
+        config = settings.optimizer_config(width or WIDTH)
+        if (settings.group_rates or settings.rate_rule != "plain") and group.rank == 0:
+            print(describe_rates(config.group_rates, settings.lr, settings.rate_rule, buffer.params))
+        self.optimizer = rank.make_optimizer(config, settings.zero, settings.most_micro_batches)
         if settings.zero and group.size == 1:
             print(f"--zero {settings.zero} changes nothing here: there is one rank, and nothing to share out")
         elif settings.zero == 2 and rank.zero_optimizer and rank.zero_optimizer.grads is None:
@@ -258,6 +271,7 @@ class Run:
 
     def _take_meta(self, found: checkpoint.Checkpoint) -> None:
         self.step = self._saved_step = found.meta["step"]
+        self.micro_batches = found.meta.get("micro_batches", 0)
         read = found.meta.get(self.task.unit, found.meta.get("tokens", 0))  # "tokens" in earlier versions
         self.tokens, self._before = read, found.meta["elapsed"]
         self._joules_before = found.meta.get("joules", 0.0)
@@ -360,24 +374,47 @@ class Run:
 
     def take_step(self) -> None:
         """One optimizer step. Nothing here waits for a device."""
-        task, settings = self.task, self.settings
-        batches, noise = task.batches(self.step), self.noise.fork(str(self.step))
-        lr = learning_rate(
-            settings.schedule, self.progress(), settings.lr, decay=settings.decay_fraction, warmup=settings.warmup
-        )
+        task, settings, progress = self.task, self.settings, self.progress()
+        count, where = settings.micro_batches_at(progress), cast(Where, self.step)
+        if settings.accumulation_points:
+            where = range(self.micro_batches, self.micro_batches + count)
+        batches, noise = task.batches(where), self.noise.fork(str(self.step))
+        if points := settings.window_points:
+            self._set_window(int(held(points, progress)))
+        pace = self._pace(progress, batches)
         if self.captured:
-            totals, norm = self.captured.step(batches, noise, lr, self.step)
+            totals, norm = self.captured.step(batches, noise, pace, where)
         else:
-            totals = self.parallel.gradients(batches, noise, self.step)
+            totals = self.parallel.gradients(batches, noise, where, pace.head_weights)
             norm, _ = self.parallel.clip(settings.clip)
-        self.unread.append(Step(self.step, batches, totals, norm, lr, task.figures()))
+        self.unread.append(Step(self.step, where, batches, totals, norm, pace.lr, task.figures()))
         if self.backend.read_every == 1:
             self._figures(self.unread[-1])  # before the weights change; on a device AdamW.clip protects them
         if not self.captured:
-            self.parallel.update(lr)
+            self.parallel.update(pace)
         self.step += 1
+        self.micro_batches += count
         if self._bar is not None:
             self._bar.update(1)
+
+    def _pace(self, progress: float, batches: Sequence[Batch]) -> Pace:
+        """What the schedules say of the step."""
+        settings, further = self.settings, self.settings.further_heads_points
+        lr = learning_rate(
+            settings.schedule, progress, settings.lr, decay=settings.decay_fraction, warmup=settings.warmup
+        )
+        if settings.rate_rule != "plain":
+            lr *= batch_factor(settings.rate_rule, sum(batch.size("tokens") for batch in batches))
+        points, weights = settings.momentum_points, tuple[float, ...]()
+        if further:
+            first, *others = self.task.model.config.head_weights
+            weights = (first, *(weight * linear(further, progress) for weight in others))
+        return Pace(lr, linear(points, progress) if points else None, weights)
+
+    def _set_window(self, window: int) -> None:
+        if window != self._window:
+            self._window = window
+            self.parallel.set_window(window)
 
     def _figures(self, taken: Step) -> tuple[dict[str, float], float]:
         """A step's figures and gradient norm; waits for the device. Raises UserError if they are not finite."""
@@ -470,6 +507,8 @@ class Run:
             "elapsed": round(self.elapsed(), 3),
             **self._read(),
         }
+        if self.settings.accumulation_points:
+            meta["micro_batches"] = self.micro_batches
         if self.group.size > 1:
             meta["ranks"] = self.group.size
         if (joules := self.joules()) is not None:
@@ -561,7 +600,7 @@ class Run:
                 for i, batch in enumerate(taken.batches)
             )
         else:
-            found = self.parallel.on_all_ranks(diagnose.sources, taken.number, counts, noise)
+            found = self.parallel.on_all_ranks(diagnose.sources, taken.where, counts, noise)
             sources = [f"{what}, {self.group.name(rank)}" for rank, what in enumerate(found) if what]
         source = next(filter(None, sources), "the sum of the gradients")
         raise UserError(
@@ -593,6 +632,20 @@ def _print_overfitting(rows: Sequence[Mapping[str, Any]], settings: Settings) ->
             f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: the "
             f"model overfits. Train for fewer steps, on more data, or with more --weight-decay{taught}"
         )
+
+
+def _check_schedules(settings: Settings, task: Task) -> None:
+    """Raise UserError for a schedule that the task's model has no use for."""
+    config, windows = task.model.config, settings.window_points
+    if windows and not hasattr(task.model, "set_window"):
+        raise UserError(f"--window-schedule: {type(task.model).__name__} has no set_window; leave the schedule out")
+    if windows and windows[-1][1] != (of_config := getattr(config, "window", 0)):
+        raise UserError(
+            f"--window-schedule: it ends with {windows[-1][1]:g}, the window of the config is {of_config}; end with "
+            f"that, or add --set window={windows[-1][1]:g}"
+        )
+    if settings.further_heads_points and len(config.head_weights) == 1:
+        raise UserError("--mtp-schedule: the model has one output head; leave the schedule out")
 
 
 def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:

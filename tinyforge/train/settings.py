@@ -34,7 +34,9 @@ from tinyforge.errors import Parser, UserError
 from tinyforge.files import json_value, read_json, shown
 from tinyforge.invocation import code_hash
 from tinyforge.op import Recompute
-from tinyforge.optim.schedules import SCHEDULES
+from tinyforge.optim import COEFFICIENTS, AdamWConfig, MuonConfig
+from tinyforge.optim.groups import RULES, WIDTH, group_rates
+from tinyforge.optim.schedules import SCHEDULES, Points, held, read_points
 from tinyforge.parallel.launch import (
     ProcessGroupInfo,
     assert_equal_on_ranks,
@@ -52,7 +54,7 @@ from tinyforge.train.writers import WRITERS, check_writer
 NOTHING, BITS, LEARNING = "nothing", "bits", "learning"
 # The groups of --help, in this order.
 BASICS, MODEL, DATA, TRAINING, OUTPUT, HARDWARE = "basics", "model", "data", "training", "output", "hardware"
-OF_TEXT = ("encoding", "seq_len", "document_mask")  # settings without a meaning for data that are no text
+OF_TEXT = ("encoding", "seq_len", "document_mask", "rate_rule")  # settings without a meaning for data that are no text
 # When a model's card shows the flag.
 NEVER, UNUSUAL, ALWAYS = "never", "unusual", "always"
 
@@ -186,6 +188,32 @@ class Settings:
         "--weight-decay, and AdamW for all other parameters",
         choices=("adamw", "muon"),
     )
+    newton_schulz: str = setting(
+        "quintic",
+        "polynomials that make Muon's updates orthogonal: quintic, the same five times, or polar-express, five that "
+        "bring the singular values nearer to 1",
+        choices=tuple(COEFFICIENTS),
+    )
+    normuon: bool = setting(False, "NorMuon: divide each row of Muon's updates by the root of its second moment")
+    momentum_schedule: tuple[str, ...] = setting(
+        (),
+        "Muon's momentum on straight lines between shares of the run, e.g. 0:0.85 0.1:0.95 0.9:0.95 1:0.85 (default: "
+        "0.95 throughout)",
+        metavar="AT:VALUE",
+    )
+    cautious_decay: bool = setting(False, "decay only the weights that the update moves towards 0")
+    group_rates: tuple[str, ...] = setting(
+        (),
+        "multiples of --lr for matrices, embeddings, value_embeddings, heads, scalars; e.g. embeddings=10",
+        metavar="GROUP=FACTOR",
+        adds=True,
+    )
+    rate_rule: str = setting(
+        "plain",
+        "width-batch: --lr is meant for width 768 and steps of 524,288 tokens; all rates change with the root of a "
+        "step's tokens, those of embeddings and heads also with one over the root of the width",
+        choices=RULES,
+    )
     schedule: str = setting("wsd", "learning-rate schedule", choices=tuple(SCHEDULES))
     warmup: float = setting(0.02, "share of the run, 0 to 1, for warm-up at its start", check=below_one)
     decay_fraction: float = setting(
@@ -260,6 +288,11 @@ class Settings:
                 f"--optimizer muon expects whole matrices, and --zero {self.zero} cuts them in parts; leave "
                 "out --zero, or use --optimizer adamw"
             )
+        for name in ("newton_schulz", "normuon", "momentum_schedule"):
+            if self.optimizer != "muon" and getattr(self, name) != getattr(type(self)(), name):
+                raise UserError(f"--{name.replace('_', '-')} is of Muon; add --optimizer muon, or leave it out")
+        self.optimizer_config()
+        _ = (self.momentum_points, self.accumulation_points, self.window_points, self.further_heads_points)
         if self.elastic and not self.gpus:
             raise UserError("--elastic restarts ranks, which works only for those that --gpus starts; add --gpus")
         if self.steps is None and self.minutes is None:
@@ -270,6 +303,52 @@ class Settings:
     def adapters(self) -> Adapters | None:
         """What is learned in place of the weights; None: the weights."""
         return None
+
+    def optimizer_config(self, width: int = WIDTH) -> AdamWConfig:
+        """The optimizer's config, which is Muon's for --optimizer muon. width: the model's, for --rate-rule."""
+        own: dict[str, Any] = {"weight_decay": self.weight_decay, "cautious": self.cautious_decay}
+        own["group_rates"] = group_rates(self.group_rates, self.rate_rule, width)
+        if self.optimizer != "muon":
+            return AdamWConfig(**own)
+        return MuonConfig(coefficients=self.newton_schulz, normuon=self.normuon, **own)
+
+    @property
+    def momentum_points(self) -> Points:
+        """--momentum-schedule."""
+        return read_points("--momentum-schedule", self.momentum_schedule, "0:0.85 0.1:0.95", 0.0, 0.9999)
+
+    @property
+    def accumulation_points(self) -> Points:
+        """--batch-schedule, of a recipe that has it."""
+        return ()
+
+    @property
+    def window_points(self) -> Points:
+        """--window-schedule, of a recipe that has it."""
+        return ()
+
+    @property
+    def further_heads_points(self) -> Points:
+        """--mtp-schedule, of a recipe that has it."""
+        return ()
+
+    def micro_batches_at(self, progress: float) -> int:
+        """Micro-batches of a step: --grad-accum, or what --batch-schedule says."""
+        points = self.accumulation_points
+        return int(held(points, progress)) if points else self.grad_accum
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Of a step."""
+        return int(max((value for _, value in self.accumulation_points), default=self.grad_accum))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of all steps of a run by --steps."""
+        steps = self.steps or 0
+        if not self.accumulation_points:
+            return steps * self.grad_accum
+        return sum(self.micro_batches_at(step / steps) for step in range(steps))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -393,6 +472,23 @@ class PretrainSettings(ModelSettings, Teaching):
         "targets at the ends of the text are left out; a run that was begun so goes on so",
         choices=("all", "full"),
     )
+    batch_schedule: tuple[str, ...] = setting(
+        (),
+        "micro-batches per step from shares of the run on, in place of --grad-accum, e.g. 0:1 0.3:2 0.6:4",
+        metavar="AT:COUNT",
+    )
+    window_schedule: tuple[str, ...] = setting(
+        (),
+        "attention window of the layers that have one, from shares of the run on, e.g. 0:256 0.5:512; it ends with the "
+        "config's",
+        metavar="AT:TOKENS",
+    )
+    mtp_schedule: tuple[str, ...] = setting(
+        (),
+        "factor of the loss weights of all heads but the first, on straight lines between shares of the run, e.g. "
+        "0.5:1 0.8:0",
+        metavar="AT:FACTOR",
+    )
     stateful: bool = of_data(
         False, "rows continue those of the batch before, and a recurrent model keeps its state", formerly="carry"
     )
@@ -416,9 +512,23 @@ class PretrainSettings(ModelSettings, Teaching):
         ]
         return f"{' '.join(used)}: {own.reason}" if used else ""
 
+    @property
+    def accumulation_points(self) -> Points:
+        return read_points("--batch-schedule", self.batch_schedule, "0:1 0.5:2", 1)
+
+    @property
+    def window_points(self) -> Points:
+        return read_points("--window-schedule", self.window_schedule, "0:256 0.5:512", 1)
+
+    @property
+    def further_heads_points(self) -> Points:
+        return read_points("--mtp-schedule", self.mtp_schedule, "0.5:1 0.8:0", 0.0, 100.0)
+
     def check(self) -> None:
         super().check()
         self.check_teaching()
+        if self.accumulation_points and self.grad_accum != type(self).grad_accum:
+            raise UserError("--batch-schedule and --grad-accum both say how many micro-batches a step has; drop one")
         if self.stateful and not hasattr(find_model(self.model).build, "state_shape"):
             able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
             raise UserError(f"--stateful: {self.model} has no state to carry; use --model {' or '.join(able)}")
@@ -931,6 +1041,7 @@ def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> 
 def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:
     """Print how long a run is, and how often it reads its data. step: describes one; steps_a_pass: steps per epoch."""
     length = count_of(settings.steps, "step") if settings.steps else f"{settings.minutes:g} min"
+    step += " on average" * bool(settings.accumulation_points)
     passes = f", {settings.steps / steps_a_pass:.1f} times through the {data}" if settings.steps else ""
     print(f"plan: {length} of {step}{passes}; {settings.schedule} schedule, peak rate {settings.lr:g}")
     if isinstance(settings, PretrainSettings) and (reasons := settings.reasons()):

@@ -56,7 +56,10 @@ def _write_own(rank: Worker, folder: Path, more: Mapping[str, np.ndarray]) -> tu
     for what, kinds in ((MODEL, (MASTERS,)), (OPTIMIZER, MOMENTS)):
         arrays = chain.from_iterable(map(optimizer.tensors, kinds))
         tensors: dict[str, Lazy] = {
-            p.name if kind == MASTERS else f"{kind}.{p.name}": (p.shape, partial(_next, arrays, p.name, kind))
+            p.name if kind == MASTERS else f"{kind}.{p.name}": (
+                optimizer.shape_of(kind, p),
+                partial(_next, arrays, p.name, kind),
+            )
             for kind in kinds
             for p in optimizer.owned(kind)
         }
@@ -87,12 +90,12 @@ def read_moments(optimizer: AdamW, group: Group, found: Checkpoint | None) -> No
     moments = found.optimizer() if found else {}
     for what in MOMENTS:
         if found:
-            check_named(optimizer.having(what), moments, found.path, f"{what}.")
+            check_named(optimizer.having(what), moments, found.path, f"{what}.", partial(optimizer.shape_of, what))
         for p in optimizer.having(what):
             if found:
                 tensor = backend.asarray(moments[f"{what}.{p.name}"], backend.master_dtype)
             else:
-                tensor = backend.zeros(p.shape, backend.master_dtype)
+                tensor = backend.zeros(optimizer.shape_of(what, p), backend.master_dtype)
             group.broadcast_(tensor)
             group.join()
             optimizer.take(what, p, tensor)

@@ -252,10 +252,11 @@ def timings(root: Path) -> Iterator[Timed]:
 
 
 def _preset(spec: ModelSpec, config: Mapping[str, Any]) -> str:
-    """The preset of a config, whatever its context and vocabulary; "" for none. Files without a dropout mean 0."""
+    """The preset of a config, whatever its context and vocabulary; "" for none. Older files lack newer fields."""
+    usual = spec.config().to_dict()
 
     def shape(values: Mapping[str, Any]) -> dict[str, Any]:
-        own = json.loads(json.dumps({"dropout": 0.0, **values}))  # tuples are lists in a file
+        own = json.loads(json.dumps({**usual, **values}))  # tuples are lists in a file
         return {name: value for name, value in own.items() if name not in ("context", "vocab")}
 
     return next((name for name, preset in spec.presets.items() if shape(preset.to_dict()) == shape(config)), "")

@@ -1,10 +1,14 @@
-// Weights of one byte: int8 and e4m3 (tinyforge/quantised.py has the formats). Every code is exact as a bf16.
+// Weights of one byte: int8 and e4m3 (tinyforge/quantised.py has the formats). Every code is exact as a bf16. And codes of
+// four bits in groups of 32 numbers with a scale (quantised_groups.py).
 
 struct int8 {
     signed char bits;
 };
 struct e4m3 {
     unsigned char bits;
+};
+struct four_bits {
+    unsigned char two;
 };
 
 __device__ __forceinline__ float widen(int8 x) { return x.bits; }
@@ -57,4 +61,29 @@ __device__ __forceinline__ decltype(auto) decoded(const Pack<Code, N> &stored) {
         }
         return numbers;
     }
+}
+
+template <class T, int N>
+__device__ Pack<T, 8> decoded(const Pack<four_bits, N> &stored);  // never called: these have scales among them
+
+// Codes of four bits as bf16, in two instructions and a half for four of them. The bits of a code in the lowest places of
+// a half-word are a subnormal number, code * 2^-133, and four places higher one of 16 times the size: up to there bf16
+// is linear in its bits. So a mask is the conversion, and the input of the product is made large in return: tensor cores
+// take subnormal numbers as they are.
+struct Codes {
+    u32 low[2], high[2];  // the pairs in places 0, 8 and 4, 12 of both half-words
+    __device__ explicit Codes(u32 word)
+        : low{word & 0x000F000F, word >> 8 & 0x000F000F}, high{word & 0x00F000F0, word >> 8 & 0x00F000F0} {}
+};
+constexpr u32 EIGHT_OFF = 0x80088008, EIGHT_OFF_HIGH = 0x80808080;  // -8 in the same units: codes count from -8
+constexpr float LOW_UNIT = 8589934592.0f, HIGH_UNIT = 536870912.0f;  // 2^33, 2^29: of sums, the input being larger by 2^100
+__device__ __forceinline__ u32 enlarged(u32 two) { return fma_pair(two, 0x71807180, 0x80008000); }
+
+// Number `i` of two of half precision.
+__device__ __forceinline__ float half_of(u32 two, int i) {
+    float low, high;
+    asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;}"
+        : "=f"(low), "=f"(high)
+        : "r"(two));
+    return i ? high : low;
 }

@@ -1,7 +1,8 @@
 // What decode_single.cu and decode_batched.cu share: the queues of weights, and attention over slabs of 16 positions.
 //
 // Macros: SCALAR, HEADS, KV_HEADS, HEAD_DIM, VOCAB, and DEPTH, the pieces in a lane's queue. WEIGHT: how weights are
-// stored, where that is not SCALAR: int8 or e4m3.
+// stored, where that is not SCALAR: int8, e4m3, or four_bits, which needs PRODUCERS. SPAN, with four_bits: steps of a
+// unit of weights, 2 or 4.
 
 #include "ops/common.cuh"
 #include "ops/barriers.cuh"
@@ -28,11 +29,31 @@
 #define WEIGHT SCALAR
 #endif
 
+#ifndef SPAN
+#define SPAN 1
+#endif
+#ifndef COPIED  // units of weights that producers copy together: a thread starts few copies in a microsecond
+#define COPIED 1
+#endif
+
 typedef SCALAR T;
 typedef Wide<T> A;
 typedef WEIGHT W;
+template <class Code>
+struct Wider {
+    typedef Code Type;
+};
+template <>
+struct Wider<four_bits> {
+    typedef int8 Type;
+};
+typedef Wider<W>::Type OfHeads;  // codes of heads have at least a byte
 
-constexpr bool TENSOR_CORES = sizeof(T) == 2, CODES = sizeof(W) == 1;
+template <class>
+constexpr bool FOUR_BITS = false;
+template <>
+constexpr bool FOUR_BITS<four_bits> = true;
+constexpr bool TENSOR_CORES = sizeof(T) == 2, CODES = sizeof(W) == 1, GROUPED = FOUR_BITS<W>;
 constexpr int THREADS = WARPS * 32;
 constexpr int GROUP = HEADS / KV_HEADS, WIDTH = (HEADS + 2 * KV_HEADS) * HEAD_DIM;
 constexpr int PIECE = 16 / sizeof(T);   // numbers in 16 bytes, what a lane loads at once
@@ -41,11 +62,13 @@ constexpr int PARCEL = 16 / sizeof(A);  // numbers of the wider type that a thre
 constexpr int VOCAB_TILES = (VOCAB + 7) / 8, VOCAB_ROWS = VOCAB_TILES * 8;
 
 typedef Pack<T, PIECE> Piece;
-typedef Pack<W, PIECE> Stored;  // a piece of weights in memory
+// A piece of weights in memory. Codes of four bits: one word for each of SPAN steps, eight columns in each.
+typedef Pack<W, GROUPED ? SPAN * 4 : PIECE> Stored;
+typedef Pack<u32, (SPAN + 1) / 2> Scales;  // of a row's groups in a unit, each of half precision
 typedef Pack<A, PARCEL> Parcel;
 
-// Pieces of a tile per lane, and the columns of a product, padded to whole pieces.
-__device__ constexpr int steps(int columns) { return ceil_div(columns, WARPS * STEP); }
+// Steps of a tile, and the columns of a product, padded to whole pieces.
+__device__ constexpr int steps(int columns) { return ceil_div(columns, WARPS * STEP * SPAN) * SPAN; }
 __device__ constexpr int padded(int columns) { return steps(columns) * WARPS * STEP; }
 
 // 1 / sqrt(x); in bf16 the hardware's approximation.
@@ -141,6 +164,7 @@ struct LaneQueue {
         wait(pieces);
     }
     __device__ __forceinline__ void used(int pieces) { taken += pieces; }
+    __device__ __forceinline__ void end_pass() {}
 
     // Waits until the next `pieces`, all requested, have arrived.
     __device__ __forceinline__ void wait(int pieces) {
@@ -155,83 +179,100 @@ struct LaneQueue {
     __device__ __forceinline__ const Stored &operator[](int index) const {
         return slots[(taken + index) % DEPTH * THREADS];
     }
+    __device__ __forceinline__ Scales scales(int) const { return {}; }
 };
 static_assert((DEPTH & (DEPTH - 1)) == 0, "the queue's places are counted modulo a power of 2");
 typedef LaneQueue<32 * PIECE> Queue;
 
-constexpr int UNIT = THREADS * sizeof(Stored);  // bytes of a unit of weights: a piece for each thread that computes
+// Bytes of a unit of weights: a piece for each thread that computes. Codes of four bits are followed by the scales of
+// their groups in half precision: SPAN for each row of each warp.
+constexpr int UNIT = THREADS * sizeof(Stored) + GROUPED * THREADS / 4 * SPAN * 2;
 constexpr int QUEUE_BARRIERS = 2048;  // bytes in front of a block's queue, as in decode_single_plan.py
 
-// The queues of all lanes of a block, in units, filled by threads that do nothing else. A place has two barriers:
-// `full`, which counts the bytes of its unit, and `empty`, at which each warp arrives after taking its pieces. The
-// first QUEUE_BARRIERS bytes of `memory` are the barriers; the units follow.
+// The queues of all lanes of a block, in units, filled by threads that do nothing else, a line of COPIED units at a time. A
+// line has two barriers: `full`, which counts its bytes, and `empty`, at which each warp arrives after taking its
+// pieces. A pass begins with a line of its own. The first QUEUE_BARRIERS bytes of `memory` are the barriers; the units
+// follow.
 struct SharedQueue {
-    const Stored *pieces;  // this thread's piece of the first place
+    static constexpr u32 LINES = DEPTH / COPIED;
+    const unsigned char *pieces;  // this thread's piece of the first place
     volatile int *stop;   // set when no more units will be taken
     u32 full, empty;      // addresses of the barriers
-    u32 taken;
+    u32 taken;            // units
 
     __device__ explicit SharedQueue(unsigned char *memory)
-        : pieces(reinterpret_cast<const Stored *>(memory + QUEUE_BARRIERS) + threadIdx.x),
+        : pieces(memory + QUEUE_BARRIERS + threadIdx.x * sizeof(Stored)),
           stop(reinterpret_cast<volatile int *>(memory + DEPTH * 16)), full(shared_address(memory)),
           empty(full + DEPTH * 8), taken(0) {
         static_assert(DEPTH * 16 + 4 <= QUEUE_BARRIERS, "room for the barriers");
     }
     // By one thread, before a barrier of all.
     __device__ void make() const {
-        for (int i = 0; i < DEPTH; i++) barrier_make(full + i * 8, 1), barrier_make(empty + i * 8, WARPS);
+        for (int i = 0; i < LINES; i++) barrier_make(full + i * 8, 1), barrier_make(empty + i * 8, WARPS);
         *stop = 0;
         barriers_made();
     }
-    // By each of FILLERS threads: copies every FILLERS-th unit, starting at `unit`, of the `length` units at `source`,
+    // By each of FILLERS threads: copies every FILLERS-th line, starting at `line`, of the `length` units at `source`,
     // which are repeated `times` times; until `stop`.
     template <int FILLERS>
-    __device__ void fill(const unsigned char *source, u32 length, u32 times, u32 unit) const {
-        static_assert(DEPTH % FILLERS == 0, "a place is always filled by the same thread");
-        const u32 to = full + QUEUE_BARRIERS, first = unit;
+    __device__ void fill(const unsigned char *source, u32 length, u32 times, u32 line) const {
+        static_assert(LINES % FILLERS == 0, "a place is always filled by the same thread");
+        const u32 to = full + QUEUE_BARRIERS, first = line, lines = (length + COPIED - 1) / COPIED;
         const auto wrapped = [&](u32 next) {
-            if constexpr (FILLERS == 1) return next < length ? next : 0;
-            for (; next >= length; next -= length) continue;
+            if constexpr (FILLERS == 1) return next < lines ? next : 0;
+            for (; next >= lines; next -= lines) continue;
             return next;
         };
-        for (u32 next = FILLERS > 1 && unit < length * times ? wrapped(unit) : 0; unit < length * times && !*stop;
-             unit += FILLERS, next = wrapped(next + FILLERS)) {
-            const u32 place = unit % DEPTH, barrier = full + place * 8;
-            for (u32 polls = 0; unit >= DEPTH && !barrier_passed(empty + place * 8, unit / DEPTH % 2 ^ 1); pause(polls))
+        for (u32 next = FILLERS > 1 && line < lines * times ? wrapped(line) : 0; line < lines * times && !*stop;
+             line += FILLERS, next = wrapped(next + FILLERS)) {
+            const u32 place = line % LINES, barrier = full + place * 8;
+            const u32 bytes = COPIED == 1 || (next + 1) * COPIED <= length ? COPIED * UNIT : length % COPIED * UNIT;
+            for (u32 polls = 0; line >= LINES && !barrier_passed(empty + place * 8, line / LINES % 2 ^ 1); pause(polls))
                 if (*stop) goto end;
-            barrier_expect(barrier, UNIT);
+            barrier_expect(barrier, bytes);
             barrier_arrive(barrier);
             if constexpr (ONCE) {
-                copy_line_once(to + place * UNIT, source + i64(next) * UNIT, UNIT, barrier);
+                copy_line_once(to + place * COPIED * UNIT, source + i64(next) * COPIED * UNIT, bytes, barrier);
             } else {
-                copy_line(to + place * UNIT, source + i64(next) * UNIT, UNIT, barrier);
+                copy_line(to + place * COPIED * UNIT, source + i64(next) * COPIED * UNIT, bytes, barrier);
             }
         }
     end:  // no copy may be in flight when the block ends
-        for (u32 i = unit < first + DEPTH ? first : unit - DEPTH; i < unit; i += FILLERS)
-            barrier_wait(full + i % DEPTH * 8, i / DEPTH % 2);
+        for (u32 i = line < first + LINES ? first : line - LINES; i < line; i += FILLERS)
+            barrier_wait(full + i % LINES * 8, i / LINES % 2);
     }
 
     __device__ __forceinline__ void refill(int = 0) {}
-    // Waits for the next `units`; each lane of the warp tests the barrier of a different one.
+    // Waits for the next `units`; each lane of the warp tests the barrier of a different line.
     __device__ __forceinline__ void await(int units) {
+        const u32 first = taken / COPIED, lines = (taken + units + COPIED - 1) / COPIED - first;
 #pragma unroll
-        for (int i = threadIdx.x % 32; i - int(threadIdx.x % 32) < DEPTH; i += 32) {
-            const u32 unit = taken + i, barrier = full + unit % DEPTH * 8, parity = unit / DEPTH % 2;
-            for (u32 polls = 0; !__all_sync(~0u, i >= units || barrier_passed(barrier, parity)); pause(polls)) continue;
+        for (u32 i = threadIdx.x % 32; i - threadIdx.x % 32 < LINES; i += 32) {
+            const u32 line = first + i, barrier = full + line % LINES * 8, parity = line / LINES % 2;
+            for (u32 polls = 0; !__all_sync(~0u, i >= lines || barrier_passed(barrier, parity)); pause(polls)) continue;
         }
     }
     __device__ __forceinline__ const Stored &operator[](int index) const {
-        return pieces[(taken + index) % DEPTH * THREADS];
+        return *reinterpret_cast<const Stored *>(pieces + (taken + index) % DEPTH * UNIT);
+    }
+    // The scales of this lane's row in unit `index`, two of half precision in a word.
+    __device__ __forceinline__ Scales scales(int index) const {
+        if constexpr (!GROUPED) return {};
+        const u32 row = THREADS * sizeof(Stored) + threadIdx.x / 4 * (SPAN * 2) - threadIdx.x * sizeof(Stored);
+        return *reinterpret_cast<const Scales *>(pieces + (taken + index) % DEPTH * UNIT + row);
     }
     // The next `units` have been read, or are not needed.
     __device__ __forceinline__ void used(int units) {
-        const u32 lane = threadIdx.x % 32;
+        const u32 lane = threadIdx.x % 32, first = taken / COPIED, lines = (taken + units) / COPIED - first;
         __syncwarp();
 #pragma unroll
-        for (u32 i = lane; i - lane < DEPTH; i += 32)
-            if (int(i) < units) barrier_arrive(empty + (taken + i) % DEPTH * 8);
+        for (u32 i = lane; i - lane < LINES; i += 32)
+            if (i < lines) barrier_arrive(empty + (first + i) % LINES * 8);
         taken += units;
+    }
+    // All units of a pass have been used.
+    __device__ __forceinline__ void end_pass() {
+        if (COPIED > 1 && taken % COPIED) used(COPIED - taken % COPIED);
     }
 };
 

@@ -28,7 +28,9 @@
 //   speculation   All blocks find the most likely tokens, so all know which drafts are accepted and where the next pass
 //                 begins.
 //   codes         Weights may have one byte (WEIGHT). A lane's piece then has 8 bytes instead of 16, and is decoded to
-//                 bf16 once it is in registers; the scale of a row is applied to its sum.
+//                 bf16 once it is in registers; the scale of a row is applied to its sum. Of four bits: four steps
+//                 of a tile in 16 bytes of a lane, a step being a group in each row, whose scale is applied to its sum;
+//                 the heads' codes have one byte.
 // The order of sums depends only on shapes and the number of blocks: the same bits every time, for any ROWS. What was
 // tried and dropped, with times: docs/kernels/decode.md.
 //
@@ -184,6 +186,24 @@ struct Awaited {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i]);
     }
+    // The number of the first pack that is missing, or COUNT.
+    __device__ __forceinline__ u32 first() const {
+        u32 number = COUNT;
+#pragma unroll
+        for (int i = COUNT - 1; i >= 0; i--)
+            if (missing[i]) number = i;
+        return number;
+    }
+    // Requests all that are missing, or, where there are many, only the first while that has not come: polls of words
+    // that nobody has written yet slow down those who write.
+    template <class At>
+    __device__ __forceinline__ void request_some(Pack<A, N> (&got)[COUNT], At at, u32 &before) const {
+        if constexpr (COUNT <= 8) return request(got, at);
+        const u32 now = first();
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i] && (now != before || i == now));
+        before = now;
+    }
     // Whether a pack is still missing.
     __device__ __forceinline__ u32 check(const Pack<A, N> (&got)[COUNT]) {
         u32 any = 0;
@@ -207,8 +227,9 @@ __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at, Needed ne
 template <int COUNT, int N, class At, class Needed>
 __device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
     Awaited<COUNT, N> awaited(needed);
+    u32 before = COUNT + 1;
     for (u32 polls = 0;; pause(polls)) {
-        awaited.request(got, at);
+        awaited.request_some(got, at, before);
         if (!__any_sync(~0u, awaited.check(got))) return;
     }
 }
@@ -239,8 +260,9 @@ struct Residual {
     template <int COUNT, int N, class At, class Needed>
     __device__ __forceinline__ void await_with(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
         Awaited<COUNT, N> others(needed);
+        u32 before = COUNT + 1;
         for (u32 polls = 0;; pause(polls)) {
-            others.request(got, at);
+            others.request_some(got, at, before);
             request();
             const u32 missing = check();
             if (!__any_sync(~0u, others.check(got) | missing)) return;
@@ -304,12 +326,51 @@ struct Input {
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int least_one(int a) { return a < 1 ? 1 : a; }
 
-// A block's share of the product with a matrix of COUNT tiles: what is known before the input arrives.
-template <int COLUMNS, int COUNT>
+// A tile of more steps is multiplied in parts, as its units arrive.
+constexpr int AT_ONCE = 24;
+// Units of such a part.
+constexpr int PART = 4;
+
+__device__ __forceinline__ void add_eights(float (&sum)[4], u32 x0, u32 x1) {
+    multiply_add(sum, EIGHT_OFF, EIGHT_OFF_HIGH, EIGHT_OFF, EIGHT_OFF_HIGH, x0, x1);
+}
+
+// A product's input, with which tiles are multiplied in parts. FOUR: with weights of four bits, whose codes count from 0
+// and their numbers from -8.
+template <int STEPS, bool FOUR>
+struct PartsInput {
+    static constexpr int EIGHTS = ROWS > 1 ? 2 : 1;
+    static constexpr bool HAS_EIGHTS = FOUR && STEPS <= AT_ONCE;  // else they are added anew for each tile
+    u32 x[STEPS][2];
+    float eights[HAS_EIGHTS ? STEPS : 1][EIGHTS];  // -8 times the sum of a step's columns, of the row and half that a lane adds
+
+    __device__ __forceinline__ void take(const u32 (&from)[STEPS][2]) {
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) {
+            x[j][0] = FOUR ? enlarged(from[j][0]) : from[j][0], x[j][1] = FOUR ? enlarged(from[j][1]) : from[j][1];
+            if constexpr (HAS_EIGHTS) {
+                float sum[4] = {};
+                add_eights(sum, x[j][0], x[j][1]);
+#pragma unroll
+                for (int e = 0; e < EIGHTS; e++) eights[j][e] = threadIdx.x % 4 < 2 ? sum[e] : sum[2 + e];
+            }
+        }
+    }
+};
+
+// A block's share of the product with a matrix of COUNT tiles: what is known before the input arrives. FOUR: whether its
+// weights have four bits; where those of layers do, the heads' have a byte.
+template <int COLUMNS, int COUNT, bool FOUR = GROUPED>
 struct Matrix {
     static constexpr int STEPS = steps(COLUMNS), EACH = ceil_div(COUNT, BLOCKS);
-    static constexpr int MOST = least(EACH, least(TILES, EARLY ? least_one(HELD / STEPS) : TILES));
-    Piece held[EARLY ? MOST * STEPS : 1];  // weights
+    static constexpr int SPANNED = FOUR ? SPAN : GROUPED ? SPAN / 2 : 1, UNITS = STEPS / SPANNED;  // steps of a unit
+    typedef PartsInput<STEPS, FOUR> X;
+    static constexpr bool OF_GROUPS = FOUR;
+    static constexpr int CHAINS = FOUR ? 2 : least(STEPS, 4);
+    static constexpr float LOW = FOUR ? LOW_UNIT : 1, HIGH = FOUR ? HIGH_UNIT : 1;  // of sums
+    static constexpr bool IN_PARTS = TENSOR_CORES && (GROUPED || STEPS > AT_ONCE), HOLDS = EARLY && !IN_PARTS;
+    static constexpr int MOST = least(EACH, least(TILES, HOLDS ? least_one(HELD / STEPS) : TILES));
+    Piece held[HOLDS ? MOST * STEPS : 1];  // weights
     int first, count;                      // first tile, and number, of those multiplied at one time
     int row;                               // row that this thread finishes, -1 for none
     u32 at;                                // its place in an array of `exchange`
@@ -325,11 +386,11 @@ struct Matrix {
 // product.
 constexpr int MOST_TILES = ceil_div(HIDDEN_TILES > WIDTH / 8 ? HIDDEN_TILES : WIDTH / 8, BLOCKS);
 constexpr bool AHEAD =
-    PRODUCERS && EARLY && MOST_TILES <= TILES && DIM / 8 <= BLOCKS &&
+    PRODUCERS && EARLY && !GROUPED && MOST_TILES <= TILES && DIM / 8 <= BLOCKS &&
     (MOST_TILES + 1) * steps(DIM) + steps(HIDDEN) <= (DEPTH < 32 ? DEPTH : 32);
 // Threads that start copies. One thread starts three in a microsecond; large models and several rows have to wait for
 // them. One row of a small model waits for other blocks' numbers instead, and more copies in flight delay these.
-constexpr int FILLERS = AHEAD && ROWS == 1 ? 1 : least_one(least(PRODUCERS, DEPTH));
+constexpr int FILLERS = AHEAD && ROWS == 1 ? 1 : least_one(least(PRODUCERS, DEPTH / COPIED));
 
 struct Block {
     Shared shared;
@@ -348,8 +409,8 @@ struct Block {
         if (dealt >= BLOCKS) dealt -= BLOCKS;
         return first < 0 ? first + BLOCKS : first;
     }
-    template <int COLUMNS, int COUNT>
-    __device__ __forceinline__ void deal(Matrix<COLUMNS, COUNT> &p) {
+    template <int COLUMNS, int COUNT, bool FOUR>
+    __device__ __forceinline__ void deal(Matrix<COLUMNS, COUNT, FOUR> &p) {
         p.scales = scales;
         p.first = deal(COUNT);
     }
@@ -362,7 +423,6 @@ struct Block {
     template <int STEPS, int MOST, class At>
     __device__ __forceinline__ void multiply(At piece, const u32 (&x)[STEPS][2], A *sums) {
         constexpr int CHAINS = STEPS < 4 ? STEPS : 4;
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         float sum[MOST][CHAINS][4] = {};
 #pragma unroll
         for (int j = 0; j < STEPS; j++) {
@@ -374,24 +434,101 @@ struct Block {
             }
         }
 #pragma unroll
-        for (int i = 0; i < MOST; i++) {
+        for (int i = 0; i < MOST; i++) leave(sum[i], sums, i);
+    }
+
+    // Leaves this warp's part of the sums of tile i in shared memory. low, high: factors of both halves of the columns.
+    template <int CHAINS>
+    __device__ __forceinline__ static void leave(const float (&sum)[CHAINS][4], A *sums, int i, float low = 1,
+                                                 float high = 1) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                if (e >= ROWS) continue;
-                float all = 0;
+        for (int e = 0; e < 2; e++) {
+            if (e >= ROWS) continue;
+            float all = 0;
 #pragma unroll
-                for (int k = 0; k < CHAINS; k++) all += c < 2 ? sum[i][k][e] : sum[i][k][2 + e];
-                all += __shfl_xor_sync(~0u, all, 2);
-                const int n = c * 2 + e;
-                if (n < ROWS) sums[((i * ROWS + n) * 8 + g) * WARPS + warp] = all;
+            for (int k = 0; k < CHAINS; k++) all += c < 2 ? sum[k][e] : sum[k][2 + e];
+            all *= c < 2 ? low : high;
+            all += __shfl_xor_sync(~0u, all, 2);
+            const int n = c * 2 + e;
+            if (n < ROWS) sums[((i * ROWS + n) * 8 + g) * WARPS + warp] = all;
+        }
+    }
+
+    // The same tile after tile, with at most PART units of weights at a time, which are taken from the queue and given
+    // back: for any number of columns.
+    template <class Product>
+    __device__ __forceinline__ void multiply_in_parts(const Product &p, const typename Product::X &x, A *sums) {
+        constexpr int UNITS = Product::UNITS;
+#pragma unroll 1
+        for (int i = 0; i < p.count; i++) {
+            float sum[Product::CHAINS][4] = {};
+#pragma unroll
+            for (int first = 0; first < UNITS; first += PART) {
+                const int units = least(PART, UNITS - first);
+                Taken taken[PART];
+                queue.await(units);
+#pragma unroll
+                for (int unit = 0; unit < PART; unit++)
+                    if (unit < units) taken[unit] = {bits_of(queue[unit]), queue.scales(unit)};
+                queue.used(units);
+#pragma unroll
+                for (int unit = 0; unit < PART; unit++)
+                    if (unit < units) add_unit<Product>(taken[unit], (first + unit) * Product::SPANNED, x, sum);
+            }
+            if constexpr (Product::OF_GROUPS) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) sum[1][2 + e] = sum[1][e];
+            }
+            leave(sum, sums, i, Product::LOW, Product::HIGH);
+        }
+    }
+    // A unit in registers.
+    typedef Pack<u32, sizeof(Stored) / 4> Bits;
+    struct Taken {
+        Bits words;
+        Scales scales;
+    };
+    __device__ __forceinline__ static const Bits &bits_of(const Stored &stored) {
+        return reinterpret_cast<const Bits &>(stored);
+    }
+    // Adds the products with a unit, whose first step is `step`.
+    template <class Product, int CHAINS>
+    __device__ __forceinline__ static void add_unit(const Taken &taken, int step, const typename Product::X &x,
+                                                    float (&sum)[CHAINS][4]) {
+        if constexpr (Product::OF_GROUPS) {
+#pragma unroll
+            for (int s = 0; s < SPAN; s++) {
+                const Codes codes(taken.words.v[s]);
+                const float scale = half_of(taken.scales.v[s / 2], s % 2);
+                const u32 x0 = x.x[step + s][0], x1 = x.x[step + s][1];
+                float of_group[4] = {};
+                if constexpr (!Product::X::HAS_EIGHTS) add_eights(of_group, x0, x1);
+                multiply_add(of_group, codes.low[0], codes.high[0], codes.low[1], codes.high[1], x0, x1);
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if (e % 2 < ROWS) sum[0][e] += scale * of_group[e];
+                    if (Product::X::HAS_EIGHTS && e < 2 && e < ROWS) sum[1][e] += scale * x.eights[step + s][e];
+                }
+            }
+        } else {
+            constexpr int SPANNED = Product::SPANNED;
+            typedef Pack<Pack<OfHeads, PIECE>, SPANNED> Pieces;
+            const Pieces pieces = reinterpret_cast<const Pieces &>(taken.words);
+#pragma unroll
+            for (int s = 0; s < SPANNED; s++) {
+                const Piece piece = decoded<T>(pieces.v[s]);
+                const uint4 w = reinterpret_cast<const uint4 &>(piece);
+                multiply_add(sum[(step + s) % CHAINS], w.x, w.y, w.z, w.w, x.x[step + s][0], x.x[step + s][1]);
             }
         }
     }
 
     // Waits for the weights of the tiles from p.first on, and takes them; p.at = aim(row).
-    template <int COLUMNS, int COUNT, class Aim>
-    __device__ __forceinline__ void prepare(Matrix<COLUMNS, COUNT> &p, Aim aim) {
-        constexpr int MOST = Matrix<COLUMNS, COUNT>::MOST, STEPS = Matrix<COLUMNS, COUNT>::STEPS;
+    template <int COLUMNS, int COUNT, bool FOUR, class Aim>
+    __device__ __forceinline__ void prepare(Matrix<COLUMNS, COUNT, FOUR> &p, Aim aim) {
+        using Product = Matrix<COLUMNS, COUNT, FOUR>;
+        constexpr int MOST = Product::MOST, STEPS = Product::STEPS;
         // Also without a share: if `held` were not written on every path, its registers would be live throughout.
         p.count = 0;
 #pragma unroll
@@ -399,9 +536,9 @@ struct Block {
         const u32 tile = p.first + threadIdx.x / (ROWS * 8) * BLOCKS;
         p.row = int(threadIdx.x) < p.count * ROWS * 8 ? int(tile * 8 + threadIdx.x % 8) : -1;
         p.at = settled(aim(u32(max(p.row, 0))));
-        if constexpr (CODES) p.scale = p.row < 0 ? 0 : p.scales[p.row];
-        queue.await(p.count * STEPS);
-        if constexpr (EARLY) {
+        if constexpr (CODES && !FOUR) p.scale = p.row < 0 ? 0 : p.scales[p.row];
+        if constexpr (!Product::IN_PARTS) queue.await(p.count * STEPS);
+        if constexpr (Product::HOLDS) {
 #pragma unroll
             for (int i = 0; i < MOST * STEPS; i++) p.held[i] = decoded<T>(queue[i]);
             queue.used(p.count * STEPS);
@@ -424,21 +561,26 @@ struct Block {
     // There is one barrier, between the warps' sums and the total. What a warp leaves in shared memory for `finish`
     // (`squares`) is overwritten only after numbers have arrived that depend on `finish`.
     // again(): called before the sums of further tiles, where a block has more of them than it multiplies at one time.
-    template <bool NORM, int COLUMNS, int COUNT, class Take, class Aim, class Finish, class Again>
-    __device__ __forceinline__ void run(Matrix<COLUMNS, COUNT> &p, const T *input, Take take, Aim aim, Finish finish,
-                                        Again again) {
-        constexpr int EACH = Matrix<COLUMNS, COUNT>::EACH, MOST = Matrix<COLUMNS, COUNT>::MOST;
+    template <bool NORM, int COLUMNS, int COUNT, bool FOUR, class Take, class Aim, class Finish, class Again>
+    __device__ __forceinline__ void run(Matrix<COLUMNS, COUNT, FOUR> &p, const T *input, Take take, Aim aim,
+                                        Finish finish, Again again) {
+        using Product = Matrix<COLUMNS, COUNT, FOUR>;
+        constexpr int EACH = Product::EACH, MOST = Product::MOST;
         constexpr int STEPS = steps(COLUMNS), PITCH = pitch(COLUMNS);
         const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, n = p.input_row();
         const T *const part = input + warp * slice(COLUMNS) + lane % 4 * PIECE;
         Input<TENSOR_CORES ? COLUMNS : 1> x;
         take(x);
+        typename Product::X full;
+        if constexpr (Product::IN_PARTS) full.take(x.x);
         while (p.mine()) {
             const int count = p.count, row = p.row;
             A *const sums = shared.sums + parity * (TILES * ROWS * 8 * WARPS);
-            if constexpr (TENSOR_CORES) {
+            if constexpr (Product::IN_PARTS) {
+                multiply_in_parts(p, full, sums);
+            } else if constexpr (TENSOR_CORES) {
                 const auto piece = [&](int i) -> decltype(auto) {
-                    if constexpr (EARLY) {
+                    if constexpr (Product::HOLDS) {
                         return (p.held[i]);
                     } else {
                         return decoded<T>(queue[i]);
@@ -449,7 +591,7 @@ struct Block {
                 for (int i = 0; i < count; i++) {
                     A sum[ROWS] = {};
                     for (int j = 0; j < STEPS; j++) {
-                        const Piece w = decoded<T>(queue[i * STEPS + j]);
+                        const auto w = decoded<T>(queue[i * STEPS + j]);
 #pragma unroll
                         for (int n = 0; n < ROWS; n++) {
                             const Piece x = load<PIECE>(part + n * PITCH + j * STEP);
@@ -469,11 +611,11 @@ struct Block {
             sync();
             if (thread - lane < count * ROWS * 8) {
                 A sum = total(sums + thread * WARPS);
-                if constexpr (CODES) sum *= p.scale;
+                if constexpr (CODES && !FOUR) sum *= p.scale;
                 if (NORM) sum *= inverse_rms(n);
                 finish(row, n, sum);
             }
-            if constexpr (!EARLY) queue.used(count * STEPS);
+            if constexpr (!Product::HOLDS && !Product::IN_PARTS) queue.used(count * STEPS);
             parity ^= 1;
             if constexpr (EACH <= MOST) break;
             p.first += MOST * BLOCKS;
@@ -603,13 +745,19 @@ struct Block {
     template <class X>
     __device__ __forceinline__ void take_gated(X &input, const A *from, Residual &residual) {
         if constexpr (TENSOR_CORES) {
-            Pack<A, 4 / SHARED_BY> x[X::STEPS];
-            const auto mine = [&](int j) { return X::template mine<HIDDEN_ROWS>(j); };
-            residual.await_with(x, [&](int j) { return X::template at<SHARED_BY>(from, j); }, mine);
+            constexpr int MOST = X::STEPS > AT_ONCE ? AT_ONCE / 2 : X::STEPS;  // more at one time would spill
 #pragma unroll
-            for (int j = 0; j < X::STEPS; j++) {
-                const uint2 two = reinterpret_cast<const uint2 &>(x[j]);
-                input.x[j][0] = mine(j) ? two.x : 0, input.x[j][1] = mine(j) ? two.y : 0;
+            for (int first = 0; first < X::STEPS; first += MOST) {
+                Pack<A, 4 / SHARED_BY> x[MOST];
+                const auto mine = [&](int j) {
+                    return first + j < X::STEPS && X::template mine<HIDDEN_ROWS>(first + j);
+                };
+                residual.await_with(x, [&](int j) { return X::template at<SHARED_BY>(from, first + j); }, mine);
+#pragma unroll
+                for (int j = 0; j < MOST && first + j < X::STEPS; j++) {
+                    const uint2 two = reinterpret_cast<const uint2 &>(x[j]);
+                    input.x[first + j][0] = mine(j) ? two.x : 0, input.x[first + j][1] = mine(j) ? two.y : 0;
+                }
             }
         } else {
             using Mine = Share<HIDDEN_ROWS / SHARED_BY, slice(HIDDEN) / SHARED_BY, PARCEL>;
@@ -1249,7 +1397,7 @@ struct Pass {
                 x = last;
             };
             const auto at_logit = [&](u32 row) { return BEST + u32((n * args.heads + head) * VOCAB_ROWS) + row; };
-            Matrix<DIM, VOCAB_TILES> logits;
+            Matrix<DIM, VOCAB_TILES, false> logits;
             block.deal(logits);
             block.prepare(logits, at_logit);
             block.template run<true>(logits, block.shared.by_dim, take, at_logit, [&](int row, int n, A logit) {
@@ -1330,6 +1478,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
 #else
     Block block;
     block.queue.slots = reinterpret_cast<Stored *>(memory + QUEUE_BARRIERS) + thread;
+    static_assert(!GROUPED, "weights of four bits are copied by producers");
     block.queue.source = args.weights + (unit * THREADS + thread) * PIECE;
     block.queue.length = args.lengths[blockIdx.x];
     block.queue.left = block.queue.length * args.passes;
@@ -1338,11 +1487,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
 #endif
     Shared &shared = block.shared;
     shared.by_dim = reinterpret_cast<T *>(memory + QUEUE_BARRIERS + DEPTH * UNIT);
-    shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);
-    shared.squares = reinterpret_cast<A *>(shared.by_hidden + ROWS * pitch(HIDDEN));
+    shared.by_hidden = shared.by_dim + ROWS * pitch(DIM);  // tensor cores take such rows from registers
+    constexpr int INPUTS = ROWS * (pitch(DIM) + (TENSOR_CORES ? 0 : pitch(HIDDEN)));
+    shared.squares = reinterpret_cast<A *>(shared.by_dim + INPUTS);
     shared.sums = shared.squares + WARPS * ROWS;
     shared.scratch = reinterpret_cast<unsigned char *>(shared.sums + 2 * TILES * WARPS * ROWS * 8);
-    for (int i = thread; i < ROWS * (pitch(DIM) + pitch(HIDDEN)); i += THREADS) narrow(A(0), shared.by_dim[i]);
+    for (int i = thread; i < INPUTS; i += THREADS) narrow(A(0), shared.by_dim[i]);
     sync();
 
     int ids[ROWS];
@@ -1366,6 +1516,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCERS * 32, 1) decode
         } else {
             past++;
         }
+        block.queue.end_pass();
         exchange = now.exchange + BEST + i64(args.heads) * ROWS * VOCAB_ROWS;
         sync();  // the next pass overwrites shared memory that a thread may still read
     }

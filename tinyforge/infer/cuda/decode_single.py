@@ -14,14 +14,15 @@ import numpy as np
 
 from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import processors, scalar, shared_limit
-from tinyforge.infer.causal_lm import CausalLM
+from tinyforge.infer.causal_lm import CausalLM, FusedWeights
 from tinyforge.infer.cuda.arguments import packed, sampler, single_arguments
-from tinyforge.infer.cuda.decode_single_plan import MOST_ROWS, RowPlan
+from tinyforge.infer.cuda.decode_single_plan import FOUR_BITS, MOST_ROWS, RowPlan
 from tinyforge.infer.cuda.device import BLOCK, DeviceDecoder, DeviceWeights
 from tinyforge.infer.decoder import SampledBlock
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
 from tinyforge.quantised import FORMATS, Quantised
+from tinyforge.quantised import FOUR_BITS as INT4
 from tinyforge.rng import Stream
 
 PASSES = 8
@@ -174,6 +175,20 @@ def _for_all_rows(stream: Array, dtype: np.dtype) -> Array:
     return words
 
 
+def code_of(weights: FusedWeights, copied: bool) -> str:
+    """The type of the codes that the kernel reads; "" where it reads numbers, to which codes are then converted once.
+
+    copied: whether there are warps that copy weights, without which it reads no codes of four bits.
+    """
+    itemsize = weights.embedding.dtype.itemsize
+    of_heads = weights.lm_heads.kind if isinstance(weights.lm_heads, Quantised) else ""
+    kinds = {m.kind if isinstance(m, Quantised) else "" for layer in weights.layers for m in layer}
+    if kinds == {INT4}:
+        return FOUR_BITS if of_heads == "int8" and itemsize == 2 and copied else ""
+    # No asynchronous copy is smaller than 4 bytes per lane, so a float64 kernel reads no codes.
+    return FORMATS[of_heads].scalar if of_heads and kinds == {of_heads} and itemsize < 8 else ""
+
+
 class RowDecoder(DeviceDecoder):
     """A decoder of one row. One launch makes a pass of up to `MOST_ROWS` positions, or many passes.
 
@@ -185,10 +200,7 @@ class RowDecoder(DeviceDecoder):
         super().__init__(model, 1, capacity)
         hopper = cupy.cuda.Device().compute_capability == "90"
         tuning = {"blocks": processors(), "shared": shared_limit(), "producers": 4 if hopper else 0, **tuning}
-        heads = self.fused.lm_heads
-        # No asynchronous copy is smaller than 4 bytes per lane, so a float64 kernel reads no codes.
-        by_code = isinstance(heads, Quantised) and self.fused.embedding.itemsize < 8
-        code = FORMATS[heads.kind].scalar if by_code else ""
+        code = code_of(self.fused, copied=tuning["producers"] > 0)
         plan = RowPlan(rows=MOST_ROWS, code=code, **self._shape(), **tuning)
         self.weights = DeviceWeights(plan, self.fused)
         self.cache = RowCache(plan, self.weights.dtype, self.capacity)

@@ -14,9 +14,14 @@ from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import FusedLayer
 from tinyforge.infer.cuda.plan import TILE, DecodePlan
 from tinyforge.kernel import Array
+from tinyforge.quantised_groups import GROUP
 
 MOST_ROWS = 4
 """The most new positions of a pass."""
+AT_ONCE, PART = 24, 4
+"""Products of more steps are made in parts of at most so many units (decode_single.cu)."""
+FOUR_BITS = "four_bits"
+"""The code of weights of four bits (codes.cuh)."""
 
 QUEUE_BARRIERS = 2048
 """Bytes before a block's weights (decode.cuh)."""
@@ -29,7 +34,9 @@ class RowPlan(DecodePlan):
     rows: new positions per pass, 1 to 4. splits: parts into which a KV head's positions are split. refill: 16-byte
     requests of a lane between two polls for attention's results, where it copies its own weights. spin: nanoseconds
     that a thread sleeps between two polls. producers: warps that copy weights for all others, 4 on Hopper; 0: each lane
-    copies its own.
+    copies its own. line: units that are copied together, 0: chosen by shape. code: `FOUR_BITS` too, with producers:
+    a unit of weights then has `span` steps of a tile, and the groups' scales after the codes; a unit of the heads,
+    whose codes have a byte, has half as many steps.
     """
 
     rows: int
@@ -37,6 +44,7 @@ class RowPlan(DecodePlan):
     refill: int = 8
     spin: int = 0
     producers: int = 0
+    line: int = 0
 
     def __post_init__(self) -> None:
         lanes, least = self.head_dim * self.itemsize / 16, 32 if self.itemsize == 2 else 16
@@ -58,9 +66,46 @@ class RowPlan(DecodePlan):
             )
 
     @property
+    def grouped(self) -> bool:
+        """Whether weights have four bits, in groups of `GROUP` numbers."""
+        return self.code == FOUR_BITS
+
+    @property
+    def span(self) -> int:
+        """Steps of a unit: four, or two where the padding of four would add more than a twentieth."""
+        if not self.grouped:
+            return 1
+        width = self.warps * 4 * self.piece
+        weights = ((self.width + self.dim + 2 * self.hidden, self.dim), (self.dim, self.hidden))
+        four, two = (sum(rows * -(-c // (n * width)) * n for rows, c in weights) for n in (4, 2))
+        return 4 if four <= 1.05 * two else 2
+
+    def steps(self, columns: int) -> int:
+        width = self.warps * 4 * self.piece * self.span
+        return -(-columns // width) * self.span
+
+    def units(self, columns: int, *, of_heads: bool = False) -> int:
+        """Units of weights of a tile, each a slot of the queues."""
+        return self.steps(columns) * (1 + of_heads * self.grouped) // self.span
+
+    @property
+    def units_a_line(self) -> int:
+        """Units that are copied together. Large models use more of them than threads can start to copy."""
+        return self.line or (4 if self.producers and self.dim > TILE * self.blocks else 1)
+
+    @property
+    def place_bytes(self) -> int:
+        return self.warps * 32 * self.span * 9 // 2 if self.grouped else super().place_bytes
+
+    @property
     def _least_slots(self) -> int:
-        """Pieces of the widest tile."""
-        return max(self.steps(self.dim), self.steps(self.hidden))
+        """The most units that are multiplied at one time: of a tile, or a part of one."""
+        each = self.units(self.dim, of_heads=True), self.units(self.dim), self.units(self.hidden)
+        return (
+            self.units_a_line
+            - 1
+            + max(min(n, PART) if self.grouped or (self.itemsize == 2 and n > AT_ONCE) else n for n in each)
+        )
 
     @property
     def draws(self) -> bool:
@@ -94,7 +139,10 @@ class RowPlan(DecodePlan):
     @property
     def tiles(self) -> int:
         """Tiles whose sums a block keeps at a time."""
-        return max(1, min(4, self.slots // self._least_slots))
+        if self.grouped:
+            return min(8, self.warps * 32 // (TILE * self.rows))  # a thread finishes a row of a tile
+        behind = self.units_a_line - 1  # used, but not empty, as they share a line with the next
+        return max(1, min(4, (self.slots - behind) // (self._least_slots - behind)))
 
     @property
     def _other_bytes(self) -> int:
@@ -108,15 +156,17 @@ class RowPlan(DecodePlan):
         attention = queries * self.warps * (self.head_dim + 2) * wide
         rotated = -(-queries // 8) * 8 * (self.head_dim + 4 * self.piece) + self.rows * 2 * self.head_dim
         attention += rotated * self.itemsize * (self.warps if self.itemsize == 2 and self.rows == 1 else 1)
-        inputs = self.rows * (self.pitch(self.dim) + self.pitch(self.hidden)) * self.itemsize
-        sums = self.rows * (self.warps + 2 * 4 * self.warps * TILE) * wide
+        # Tensor cores take a row of hidden numbers from registers.
+        row = self.pitch(self.dim) + (self.pitch(self.hidden) if self.itemsize > 2 else 0)
+        inputs = self.rows * row * self.itemsize
+        sums = self.rows * (self.warps + 2 * (8 if self.grouped else 4) * self.warps * TILE) * wide
         return QUEUE_BARRIERS + inputs + sums + max(attention, sampling)
 
     @property
     def macros(self) -> dict[str, int | str]:
         code = {"WEIGHT": self.code} if self.code else {}
         refill = self.refill * self.itemsize // self.weight_bytes  # in pieces
-        own = self._macros("rows", "blocks", "splits", "spin", "producers")
+        own = self._macros("rows", "blocks", "splits", "spin", "producers", "span") | {"COPIED": self.units_a_line}
         return {**own, "REFILL": refill, "DRAWS": int(self.draws), **code}
 
     def exchange(self, outputs: int) -> int:
@@ -141,9 +191,10 @@ class RowPlan(DecodePlan):
         """(deals, blocks): units of weights per block up to the end of each of `deals`."""
         total, dealt = np.zeros(self.blocks, np.int32), 0
         found = []
-        for count, columns in self.deals():
+        for i, (count, columns) in enumerate(self.deals()):
+            units = self.units(columns, of_heads=i >= 5 * self.layers)
             first = (np.arange(self.blocks) - dealt) % self.blocks
-            total += self.steps(columns) * np.maximum(0, -(-(count - first) // self.blocks)).astype(np.int32)
+            total += units * np.maximum(0, -(-(count - first) // self.blocks)).astype(np.int32)
             dealt += count
             found.append(total.copy())
         return np.stack(found)
@@ -166,28 +217,71 @@ class RowPlan(DecodePlan):
         (outputs, vocab, dim). xp: the module of the matrices, numpy or cupy.
         """
         bits = np.dtype(f"u{self.weight_bytes}")  # only moved: any 16-bit type stands for bf16
-        units = int(self.lengths[-1].max())
         views = (FusedLayer(*(matrix.view(bits) for matrix in layer)) for layer in layers)
-        stream = xp.zeros((self.blocks, units, self.warps, 32 * self.piece), bits)
-        taken, dealt = np.zeros(self.blocks, np.int64), 0
-        warps = np.arange(self.warps)[None, :, None]
-        for matrix, (count, columns) in zip(self._matrices(views, heads.view(bits), xp), self.deals(), strict=True):
-            if matrix is not None:
-                steps = self.steps(columns)
-                padded = xp.zeros((count * TILE, self.padded(columns)), bits)
-                padded[: len(matrix), :columns] = matrix
-                tiles = padded.reshape(count, TILE, self.warps, steps, 4 * self.piece).transpose(0, 2, 3, 1, 4)
-                if self.itemsize == 2:  # the pairs of a piece in the order of tensor cores: columns 0, 4, 2, 6
-                    tiles = tiles.reshape(count, self.warps, steps, TILE, 4, 2, 2, 2).swapaxes(5, 6)
-                tiles = tiles.reshape(count, self.warps, steps, -1)
-                for start in range(0, count, self.blocks):
-                    some = tiles[start : start + self.blocks]
-                    owners = (dealt + start + np.arange(len(some))) % self.blocks
-                    at = taken[owners][:, None, None] + np.arange(steps)
-                    stream[xp.asarray(owners[:, None, None]), xp.asarray(at), xp.asarray(warps)] = some
-                    taken[owners] += steps
-            dealt += count
-        return stream
+        found = self._streams((self.warps, 32 * self.piece), bits, xp)
+        for i, matrix in enumerate(self._matrices(views, heads.view(bits), xp)):
+            found.put(i, None if matrix is None else self._tiles(matrix, xp))
+        return found.stream
+
+    def arrange_groups(self, layers: Iterable[tuple[FusedLayer, FusedLayer]], heads: Array, xp: Any) -> Array:
+        """The same of codes of four bits: (blocks, units, bytes). layers: of codes and of scales, as
+        `quantise_groups` returns them; heads: of a byte each, (outputs, vocab, dim).
+
+        A unit: a word for each lane of a warp and step, of the eight columns of its piece; then the scales.
+        """
+        found = self._streams((self.place_bytes,), np.dtype(np.uint8), xp)
+        codes_and_scales = zip(
+            *(self._matrices(part, heads if k == 0 else heads[..., :1], xp) for k, part in enumerate(_unzip(layers))),
+            strict=True,
+        )
+        for i, (codes, scales) in enumerate(codes_and_scales):
+            if codes is None:
+                found.put(i, None)
+            elif i < 5 * self.layers:
+                found.put(i, self._grouped_tiles(codes, scales, xp))
+            else:
+                tiles = self._tiles(codes.view(np.uint8), xp)
+                count, _, steps, _ = tiles.shape
+                half = self.span // 2  # steps of a unit; a lane's pieces of a unit lie together
+                units = tiles.reshape(count, self.warps, steps // half, half, 32, self.piece).transpose(
+                    0, 2, 1, 4, 3, 5
+                )
+                found.put(i, units.reshape(count, steps // half, -1))
+        return found.stream
+
+    def _tiles(self, matrix: Array, xp: Any) -> Array:
+        """(tiles, units, warps, numbers of the lanes of a warp); for four bits (tiles, warps, steps, numbers)."""
+        count, columns = -(-len(matrix) // TILE), matrix.shape[1]
+        steps = self.steps(columns)
+        padded = xp.zeros((count * TILE, self.padded(columns)), matrix.dtype)
+        padded[: len(matrix), :columns] = matrix
+        tiles = padded.reshape(count, TILE, self.warps, steps, 4 * self.piece).transpose(0, 2, 3, 1, 4)
+        if self.itemsize == 2:  # the pairs of a piece in the order of tensor cores: columns 0, 4, 2, 6
+            tiles = tiles.reshape(count, self.warps, steps, TILE, 4, 2, 2, 2).swapaxes(5, 6)
+        tiles = tiles.reshape(count, self.warps, steps, -1)
+        return tiles if self.grouped else tiles.swapaxes(1, 2)
+
+    def _grouped_tiles(self, codes: Array, scales: Array, xp: Any) -> Array:
+        """(tiles, units, bytes) of codes, (rows, columns / 2), and scales, (rows, columns / GROUP)."""
+        count, groups = -(-len(codes) // TILE), scales.shape[1]
+        steps = self.steps(groups * GROUP)
+        units, every = steps // self.span, self.warps * steps  # groups of a row, padded
+        padded = xp.zeros((count * TILE, every, GROUP // 2), np.uint8)
+        padded[: len(codes), :groups] = codes.reshape(len(codes), groups, GROUP // 2)
+        # Byte j of a group has columns j and j + 16, so a lane has the lower bits of eight bytes, or the upper ones.
+        nibbles = xp.stack([padded & 15, padded >> 4], axis=2).reshape(-1, 4, 8).astype(np.uint32)
+        words = xp.zeros(nibbles.shape[:2], np.uint32)
+        for place, column in enumerate((0, 4, 2, 6, 1, 5, 3, 7)):  # of the pairs of a piece, see `Codes`
+            words |= nibbles[..., column] << np.uint32(4 * place)
+        words = words.reshape(count, TILE, self.warps, units, self.span, 4).transpose(0, 3, 2, 1, 5, 4)
+        halves = xp.zeros((count * TILE, every), np.float16)
+        halves[: len(scales), :groups] = scales
+        halves = halves.reshape(count, TILE, self.warps, units, self.span).transpose(0, 3, 2, 1, 4)
+        parts = [xp.ascontiguousarray(x).reshape(count, units, -1).view(np.uint8) for x in (words, halves)]
+        return xp.concatenate(parts, axis=2)
+
+    def _streams(self, shape: tuple[int, ...], dtype: np.dtype, xp: Any) -> _Streams:
+        return _Streams(self, xp.zeros((self.blocks, int(self.lengths[-1].max()), *shape), dtype), xp)
 
     def arrange_scales(self, layers: Iterable[FusedLayer], heads: Array, xp: Any) -> Array:
         """The scales of rows in the order of `deals`, 8 per tile. layers, heads: as in `arrange`, of float32 and with
@@ -217,3 +311,31 @@ class RowPlan(DecodePlan):
             yield pairs.reshape(tiles * TILE, columns)
             yield layer.down
         yield from heads
+
+
+class _Streams:
+    """The units of weights of each block, which grow by one matrix after the other. stream: (blocks, units, ...)."""
+
+    def __init__(self, plan: RowPlan, stream: Array, xp: Any) -> None:
+        self.stream, self._plan, self._xp = stream, plan, xp
+        self._taken, self._dealt = np.zeros(plan.blocks, np.int64), 0
+        self._counts = [count for count, _ in plan.deals()]
+
+    def put(self, deal: int, tiles: Array | None) -> None:
+        """Deal out the tiles of number `deal` of `RowPlan.deals`, (tiles, units, ...), None for attention. The last
+        axis may be shorter than a unit's."""
+        blocks = self._plan.blocks
+        if tiles is not None:
+            for start in range(0, len(tiles), blocks):
+                some = tiles[start : start + blocks]
+                owners = (self._dealt + start + np.arange(len(some))) % blocks
+                at = self._taken[owners][:, None] + np.arange(some.shape[1])
+                here = self._xp.asarray(owners[:, None]), self._xp.asarray(at)
+                self.stream[..., : some.shape[-1]][here] = some
+                self._taken[owners] += some.shape[1]
+        self._dealt += self._counts[deal]
+
+
+def _unzip(pairs: Iterable[tuple[FusedLayer, FusedLayer]]) -> tuple[Iterator[FusedLayer], Iterator[FusedLayer]]:
+    first, second = itertools.tee(pairs)
+    return (codes for codes, _ in first), (scales for _, scales in second)

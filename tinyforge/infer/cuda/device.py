@@ -44,14 +44,20 @@ AnyPlan = TypeVar("AnyPlan", RowPlan, BatchPlan)
 class DeviceWeights(Generic[AnyPlan]):
     """A model's weights as the kernel of `plan` takes them: its matrices copied, in the order of the plan.
 
-    scales: of the codes' rows, in the same order; None where the plan has no codes.
+    scales: of the codes' rows, in the same order; None where the plan has no codes. Codes of four bits have theirs next
+    to them; `scales` then counts for the heads.
     """
 
     def __init__(self, plan: AnyPlan, weights: FusedWeights) -> None:
         self.plan: AnyPlan = plan
         self.dtype, self.wide = weights.embedding.dtype, wide(weights.embedding.dtype)
         self.scales = None
-        if isinstance(plan, RowPlan) and plan.code:
+        if isinstance(plan, RowPlan) and plan.grouped:
+            pairs = ((FusedLayer(*(m.codes for m in of)), FusedLayer(*(m.scales for m in of))) for of in weights.layers)
+            self.matrices = plan.arrange_groups(pairs, weights.lm_heads.codes, cupy)
+            unused = (FusedLayer(*(m.scales[:, :1] for m in layer)) for layer in weights.layers)
+            self.scales = plan.arrange_scales(unused, weights.lm_heads.scales[..., None], cupy)
+        elif isinstance(plan, RowPlan) and plan.code:
             codes = (FusedLayer(*(m.codes for m in layer)) for layer in weights.layers)
             self.matrices = plan.arrange(codes, weights.lm_heads.codes, cupy)
             scales = (FusedLayer(*(m.scales[:, None] for m in layer)) for layer in weights.layers)

@@ -1,0 +1,171 @@
+"""Ops whose launchers and kernels run on the host, from the text that the GPU gets, against their NumPy bodies."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.backends.on_host import INLINE, compiler, host_text
+from tests.backends.test_launchers import FakeCupy, Launches
+from tests.backends.test_launchers import launches as launches  # the fixture
+from tests.backends.test_on_host import STATIC
+from tinyforge import ops
+from tinyforge.backends import get_backend
+from tinyforge.op import Op, Stash
+from tinyforge.ops.cross_entropy import softmax_residual_
+from tinyforge.ops.embedding import embedding_bwd
+
+cross_entropy_cuda: Any = pytest.importorskip("tinyforge.ops.cross_entropy_cuda", reason="launchers need CuPy")
+pytestmark = pytest.mark.slow
+
+RUN = """
+extern "C" void host_run(int grid_x, int grid_y, int threads, void **a) {
+    host_launch(grid_x, grid_y, threads, [&] { ENTRY(ARGUMENTS); });
+}
+"""
+KINDS = (ops.Mix, ops.QKNormRoPE, ops.Smear, ops.ValueEmbedding)
+
+
+class OnHost(Launches):
+    """`compile.load` for the host: a kernel is a shared library, which computes on the arrays that it is given."""
+
+    def __init__(self, folder: Path, fault: tuple[str, str] | None = None) -> None:
+        super().__init__()
+        self.folder, self.fault, self.built = folder, fault, {}
+
+    def load(self, file: str, entry: str, shared_bytes: int = 0, **macros: Any) -> Callable[..., None]:
+        check, parameters = super().load(file, entry, shared_bytes, **macros), self.parameters(file, entry, macros)
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0) -> None:
+            check(grid, block, args, shared_mem)
+            assert len(block) == 1, "blocks of one axis alone run on the host"
+            held = [np.array([a.ctypes.data if hasattr(a, "ctypes") and np.ndim(a) else a]) for a in args]
+            places = (ctypes.c_void_p * len(args))(*(a.ctypes.data for a in held))
+            run = self.library(file, entry, parameters, macros).host_run
+            run(*(int(n) for n in (*grid, 1)[:2]), int(block[0]), places)
+
+        return launch
+
+    def library(self, file: str, entry: str, parameters: list[str], macros: dict[str, Any]) -> ctypes.CDLL:
+        key = (file, entry, *sorted(macros.items()))
+        if key not in self.built:
+            casts = (
+                f"*reinterpret_cast<{p[: -len(p.split()[-1].lstrip('*'))]} *>(a[{i}])" for i, p in enumerate(parameters)
+            )
+            main = RUN.replace("ENTRY", entry).replace("ARGUMENTS", ", ".join(casts))
+            bodies = {f"{INLINE}void narrow(float x, bf16 &to)": "to.bits = host_bf16(x);"}
+            fault = self.fault if self.fault and self.fault[2:] in ((), (entry,)) else None
+            text = host_text(file, macros, bodies, main, before=STATIC, fault=fault)
+            source, library = (self.folder / f"{len(self.built)}.{end}" for end in ("cpp", "so"))
+            source.write_text(text, encoding="utf-8")
+            command = [compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", library, source]
+            subprocess.run(command, check=True)
+            self.built[key] = ctypes.CDLL(str(library))
+        return self.built[key]
+
+
+def add_columns(out: Any, second: Any, partial: Any) -> None:
+    sums = partial.sum(axis=0)
+    out += sums[: out.size].reshape(out.shape)
+    if second is not None:
+        second += sums[out.size :].reshape(second.shape)
+
+
+def worst(kind: type[Op], precision: str, monkeypatch: pytest.MonkeyPatch, on_host: OnHost) -> float:
+    """The largest difference, relative to the largest value, of any result or gradient in any case."""
+    for module in (
+        "cupy_backend",
+        kind.__module__.rpartition(".")[2] + "_cuda",
+        "rope_cuda",
+        "rows_cuda",
+        "embedding_cuda",
+    ):
+        package = "tinyforge.backends" if module == "cupy_backend" else "tinyforge.ops"
+        found = importlib.import_module(f"{package}.{module}")
+        for name, stand_in in (("load", on_host.load), ("add_columns", add_columns), ("embedding_bwd", embedding_bwd)):
+            if hasattr(found, name):
+                monkeypatch.setattr(found, name, stand_in)
+    host, numpy = FakeCupy(precision), get_backend("numpy", "fp64" if precision == "fp64" else "fp32", workers=1)
+    largest = 0.0
+    cases = (kind.cases(backend, np.random.default_rng(3)) for backend in (host, numpy))
+    for (op, inputs), (plain, plain_inputs) in zip(*cases, strict=True):
+        results = []
+        for which, given in ((op, inputs), (plain, plain_inputs)):
+            stash = Stash()
+            y = which.forward(*given, stash=stash)
+            dy = tuple(part + 0.5 for part in y) if isinstance(y, tuple) else y + 0.5
+            dx = which.backward(dy, stash)
+            results.append([*_arrays(y), *_arrays(dx), *(p.grad for p in which.params())])
+        for ours, theirs in zip(*results, strict=True):
+            if theirs.size:
+                apart = np.abs(np.asarray(ours, np.float64) - theirs).max() / max(np.abs(theirs).max(), 1e-30)
+                largest = apart if not apart <= largest else largest
+    return float(largest)
+
+
+def _arrays(found: Any) -> Iterator[Any]:
+    yield from (part for part in (found if isinstance(found, tuple) else (found,)) if part is not None)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(("precision", "most"), [("fp64", 1e-12), ("fp32", 2e-5)])
+def test_kernels_compute_what_numpy_does(
+    kind: type[Op], precision: str, most: float, launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert worst(kind, precision, monkeypatch, OnHost(tmp_path)) <= most
+
+
+FAULTS = [
+    (ops.QKNormRoPE, ("- widen(saved.left.v[k]) * mean", "")),
+    (ops.QKNormRoPE, ("if (h >= queries) return A(1);", "")),
+    (ops.QKNormRoPE, ("token % positions", "token")),
+    (ops.Mix, ("slope * widen(q", "slope * widen(p")),
+    (ops.Smear, ("starts[r + 1] == t + 1", "starts[r] == t")),
+    (ops.Smear, ("c == reads", "false")),
+    (ops.ValueEmbedding, ("(A(1) - g / A(2))", "A(1)")),
+    (ops.ValueEmbedding, ("v + i64(n) * pitch", "v + i64(n) * dim")),
+    (ops.ValueEmbedding, ("A sum = widen(*mine)", "A sum = 1")),
+]
+
+
+@pytest.mark.parametrize(("kind", "fault"), FAULTS, ids=lambda value: value[0] if isinstance(value, tuple) else "")
+def test_faults_of_the_kernels_show(
+    kind: type[Op], fault: tuple[str, str], launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert not worst(kind, "fp64", monkeypatch, OnHost(tmp_path, fault)) <= 1e-9
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize(
+    ("precision", "vocab", "pitch"),
+    [("fp64", 7, 7), ("fp64", 96, 96), ("fp32", 4096, 4096), ("fp32", 1001, 1024), ("fp32", 9000, 9000)],
+)
+def test_residuals_of_capped_logits(
+    precision: str,
+    vocab: int,
+    pitch: int,
+    cap: float,
+    launches: Launches,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Rows in registers, in memory, in shared memory, and padded ones, one without a target."""
+    monkeypatch.setattr(cross_entropy_cuda, "load", OnHost(tmp_path).load)
+    logits, targets = 3 * np.random.default_rng(0).normal(size=(3, vocab)), np.array([vocab - 1, -1, 2])
+    plain = np.ascontiguousarray(logits.T[None])
+    expected = softmax_residual_(plain, targets[:, None], cap)
+    backend = FakeCupy(precision)
+    rows, nll = backend.zeros((3, pitch)), backend.zeros((3,))
+    rows[:, :vocab], rows[:, vocab:] = logits, 77
+    cross_entropy_cuda.softmax_residual_(nll, rows, backend.asarray(targets), True, vocab, cap)
+    tolerance = 1e-12 if precision == "fp64" else 1e-5
+    np.testing.assert_allclose(nll, expected[:, 0], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(rows[:, :vocab], plain[0].T, rtol=tolerance, atol=tolerance)
+    assert not rows[:, vocab:].any()
