@@ -29,7 +29,7 @@ from tinyforge.errors import Parser, UserError
 from tinyforge.frozen_model import frozen_model
 from tinyforge.models.nanoeuler.config import Config
 from tinyforge.models.nanoeuler.model import NanoEuler
-from tinyforge.quantised import FOUR_BITS
+from tinyforge.quantised import E4M3, FOUR_BITS
 from tinyforge.registry import find_model
 from tinyforge.train.metrics import peak_memory_mib
 from tinyforge.train.settings import PretrainSettings, config_of
@@ -129,7 +129,13 @@ def random_model(name: str, config: ModelConfig, backend: Backend, kind: str = "
     model = frozen_model(partial(find_model(name).build, config, backend), kind)
     rng = np.random.default_rng(0)
     noise = backend.asarray(rng.standard_normal(NOISE, np.float32))
-    codes = backend.asarray(rng.integers(0, 256, NOISE).astype(np.uint8), np.dtype(np.uint8))
+    one = rng.integers(0, 256, NOISE).astype(np.uint8)
+    one[one & 127 == 127] = 0  # not a number in e4m3
+    four = rng.integers(1, 16, (2, NOISE)).astype(np.uint8)
+    # Codes whose mean is about 0, and their standard deviation.
+    codes = {"int8": (one, one.view(np.int8).std()), "fp8": (one, E4M3[one].std())}
+    codes[FOUR_BITS] = four[0] | four[1] << 4, four[0].std()
+    on_device = {k: (backend.asarray(of, of.dtype), float(deviation)) for k, (of, deviation) in codes.items()}
 
     def fill(array: Any, source: Any, first: int) -> None:
         """Every matrix begins at another number."""
@@ -146,9 +152,9 @@ def random_model(name: str, config: ModelConfig, backend: Backend, kind: str = "
                 fill(p.value, noise, 65537 * i % NOISE)
                 p.value[...] *= p.std
             continue
-        # Every code is as likely: of a standard deviation of 4.6, or 74.
-        fill(p.stored.codes.view(np.uint8), codes, 65537 * i % NOISE)
-        p.stored.scales.fill(p.std / (4.6 if p.weights == FOUR_BITS else 74))
+        source, deviation = on_device[p.weights]
+        fill(p.stored.codes.view(np.uint8), source, 65537 * i % NOISE)
+        p.stored.scales.fill(p.std / deviation)
     return model
 
 

@@ -250,6 +250,7 @@ def test_groups_are_known_by_name_and_what_decays() -> None:
     assert groups["matrices"] == {p.name for p in model.buffer.params if p.matrices}
     assert all("norm" in name for name in groups["scalars"])
     assert group_of(Param("blocks.3.value_embedding.weight", (9, 4))) == "value_embeddings"
+    assert group_of(Param("conv.weight", (9, 4))) == group_of(Param("by_head", (8, 4), matrices=(4, 4))) == "matrices"
 
 
 def test_the_rule_of_width_and_batch() -> None:

@@ -787,9 +787,10 @@ struct Block {
         };
         Awaited<Mine::EACH * SPLITS, 1> awaited_lse(mine);
         Awaited<Mine::EACH * SPLITS, PARCEL / SHARED_BY> awaited_x(mine);
+        u32 before_lse = Mine::EACH * SPLITS + 1, before_x = before_lse;
         for (u32 polls = 0;; pause(polls)) {
-            awaited_lse.request(lse, at_lse);
-            awaited_x.request(x, at_x);
+            awaited_lse.request_some(lse, at_lse, before_lse);
+            awaited_x.request_some(x, at_x, before_x);
             residual.request();
             const u32 missing = awaited_lse.check(lse) | residual.check();
             if (!__any_sync(~0u, awaited_x.check(x) | missing)) break;
