@@ -1,4 +1,5 @@
-"""Draw the pictures of the course, and the bar of a step in performance.md, from its table.
+"""Draw the pictures of the course and of the pages that continue it. The bars of a step in performance.md and of its
+waiting in scaling.md are read from their tables.
 
 python docs/pictures/course.py            write them
 python docs/pictures/course.py --check    only say whether they are what this file draws
@@ -141,17 +142,18 @@ def optimizers() -> str:
 
 
 def nucleus() -> str:
-    p, top_p = np.array([0.4, 0.25, 0.15, 0.1, 0.06, 0.04]), 0.75
+    """The four probabilities of lesson 10, cut."""
+    p, top_p = np.array([0.5, 0.3, 0.15, 0.05]), 0.75
     running = p.cumsum()
     kept = int((running < top_p).sum()) + 1
-    parts = [text(300, 24, f"top_p = {top_p}: the fewest tokens whose probabilities sum to it or more")]
+    parts = [text(300, 24, f"top_p = {top_p}: the likeliest tokens, up to the one with which their sum reaches it")]
     for i, value in enumerate(p):
-        x = 60 + i * 84
-        parts.append(bar(x, 190, 320 * value, "kept" if i < kept else "box", 52))
-        parts.append(text(x + 26, 182 - 320 * value, f"{value:.2f}", "small"))
-        parts.append(text(x + 26, 210, f"{running[i]:.2f}", "small"))
-    cut = 60 + kept * 84 - 16
-    parts += [f'<path d="M{cut} 44V216" class="cut"/>', text(34, 210, "sum", "small")]
+        x = 90 + i * 112
+        parts.append(bar(x, 190, 250 * value, "kept" if i < kept else "box", 72))
+        parts.append(text(x + 36, 182 - 250 * value, f"{value:g}", "small"))
+        parts.append(text(x + 36, 210, f"{running[i]:g}", "small"))
+    cut = 90 + kept * 112 - 20
+    parts += [f'<path d="M{cut} 44V216" class="cut"/>', text(44, 210, "sum", "small")]
     return page(600, 228, "Sorted probabilities, and where the nucleus is cut", parts)
 
 
@@ -208,7 +210,7 @@ def sphere() -> str:
         arrow(298, 154, 316, 154, "back") + text(322, 158, "dx, at a right angle to x: a longer x gives", "", "start"),
         text(322, 176, "the same r x, so the loss does not change along x", "", "start"),
     )
-    return page(640, 270, "RMSNorm moves every vector to one sphere", [*parts, *notes])
+    return page(690, 270, "RMSNorm moves every vector to one sphere", [*parts, *notes])
 
 
 def stash() -> str:
@@ -407,8 +409,71 @@ def cache() -> str:
     return page(690, 172, "The key/value cache grows by a column a token", parts)
 
 
+def fp8() -> str:
+    """The codes of e4m3 from 0.5 to 4."""
+    left, scale, y = 40, 172, 64
+    parts = [f'<path d="M{left} {y}H{left + 3.5 * scale:g}" class="forward"/>']
+    for power in (-1, 0, 1):
+        for m in range(8 if power < 1 else 9):
+            value = 2.0**power * (1 + m / 8)
+            x = left + (value - 0.5) * scale
+            long = value in (0.5, 1, 2, 4)
+            parts.append(f'<path d="M{x:g} {y - (22 if long else 12)}V{y}" class="{"back" if long else "forward"}"/>')
+            if long:
+                parts.append(text(x, y + 22, f"{value:g}"))
+    for low, name in ((0.5, "1/16 apart"), (1, "1/8 apart"), (2, "1/4 apart")):
+        parts.append(text(left + (1.5 * low - 0.5) * scale, 28, name, "small"))
+    return page(690, 104, "The FP8 numbers from 0.5 to 4", parts)
+
+
+def ranks() -> str:
+    """A step of two ranks."""
+    parts = []
+    for i, top in enumerate((30, 132)):
+        parts += [
+            f'<rect x="20" y="{top}" width="130" height="56" rx="4" class="box"/>',
+            text(85, top + 24, f"rank {i}: its half"),
+            text(85, top + 42, "of the batch", "small"),
+            arrow(154, top + 28, 196, top + 28),
+            f'<rect x="200" y="{top}" width="130" height="56" rx="4" class="box"/>',
+            text(265, top + 24, "complete model"),
+            text(265, top + 42, "forward, backward", "small"),
+            arrow(334, top + 28, 396, 102 if i == 0 else 116, "back"),
+            arrow(504, 102 if i == 0 else 116, 546, top + 28, "back"),
+            f'<rect x="550" y="{top}" width="130" height="56" rx="4" class="box"/>',
+            text(615, top + 24, "update"),
+            text(615, top + 42, "the same on both", "small"),
+        ]
+    parts += [
+        '<rect x="400" y="86" width="100" height="46" rx="4" class="again"/>',
+        text(450, 106, "sum of the"),
+        text(450, 122, "gradients"),
+    ]
+    return page(700, 214, "Two ranks: half of the batch each, one sum of gradients", parts)
+
+
+def waiting() -> str:
+    """Of the steps of a million tokens in scaling.md: the share of each in which nothing hides the sum."""
+    table = (FOLDER.parent / "scaling.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^ +(\d+) +none +([\d.]+) +[\d,]+ +[\d.]+ +([\d.]+)", table, re.MULTILINE)
+    parts = [text(350, 24, "one step of a million tokens, on more and more GPUs")]
+    for i, (gpus, step_ms, late) in enumerate(rows[-5:]):
+        share, y = float(late) / float(step_ms), 40 + i * 32
+        parts += [
+            text(90, y + 16, f"{gpus} GPUs", "small", "end"),
+            f'<rect x="100" y="{y}" width="{480 * (1 - share):.1f}" height="24" rx="2" class="box"/>',
+            f'<rect x="{580 - 480 * share:.1f}" y="{y}" width="{480 * share:.1f}" height="24" rx="2" class="kept"/>',
+            text(590, y + 16, f"{float(step_ms):.0f} ms", "small", "start"),
+        ]
+    parts.append(text(340, 216, "grey: computing; red: waiting for the sum of the gradients", "small"))
+    return page(690, 230, "The share of a step that waits for the sum", parts)
+
+
 if __name__ == "__main__":
     drawn = {
+        "fp8": fp8(),
+        "ranks": ranks(),
+        "scaling": waiting(),
         "cache": cache(),
         "op": op(),
         "surprise": surprise(),

@@ -29,25 +29,26 @@ def attention() -> str:
         box(250, 40, 150, 190),
         text(325, 30, "shared memory"),
         box(450, 40, 230, 190),
-        text(565, 30, "registers of a warpgroup"),
+        text(565, 30, "registers of its threads"),
     ]
     for i in range(5):
         kind = "kept" if i == 2 else "again" if i < 2 else "box"
         parts.append(box(40, 56 + 32 * i, 140, 24, kind, "" if i == 2 else f"keys, values: tile {i}"))
     parts += [
         '<text x="110" y="136" text-anchor="middle" class="small" style="fill:#fff">keys, values: tile 2</text>',
-        box(270, 70, 110, 34, "again", "tile 2, in use"),
-        box(270, 150, 110, 34, "box", "tile 3, arriving"),
-        arrow(182, 132, 266, 92),
-        arrow(182, 166, 266, 166),
-        box(470, 60, 190, 28, "again", "64 queries: read once, stay"),
-        box(470, 108, 190, 28, "kept"),
-        '<text x="565" y="126" text-anchor="middle" class="small" style="fill:#fff">64 x 64 scores of this tile</text>',
-        box(470, 156, 190, 28, "again", "m, Z and a of each query"),
-        arrow(382, 87, 466, 118),
-        arrow(565, 138, 565, 153),
-        text(565, 210, "after the last tile: o = a / Z is written", "small"),
-        text(350, 258, "the scores live here for a moment, and are never written to memory", "small"),
+        box(265, 56, 120, 34, "again", "64 queries: stay"),
+        box(265, 116, 120, 34, "again", "tile 2, in use"),
+        box(265, 176, 120, 34, "box", "tile 3, arriving"),
+        arrow(182, 132, 261, 132),
+        arrow(182, 166, 261, 190),
+        box(470, 84, 190, 28, "kept"),
+        '<text x="565" y="102" text-anchor="middle" class="small" style="fill:#fff">64 x 64 scores of this tile</text>',
+        box(470, 140, 190, 28, "again", "m, Z and a of each query"),
+        arrow(387, 74, 466, 92),
+        arrow(387, 132, 466, 104),
+        arrow(565, 114, 565, 137),
+        text(565, 206, "after the last tile: o = a / Z is written", "small"),
+        text(350, 258, "the scores live in registers for a moment, and are never written to memory", "small"),
     ]
     return page(700, 272, "Attention on a GPU: queries stay, keys and values pass by", parts)
 

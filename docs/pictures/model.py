@@ -98,8 +98,8 @@ def online_softmax() -> str:
         ]
         if i:
             parts += [arrow(x - 78, 160, x - 2, 160), text(x - 40, 208, factors[i], "small")]
-    parts += [arrow(670, 160, 716, 160), text(735, 164, "o = a / Z")]
-    return page(770, 232, "The online softmax", parts)
+    parts += [arrow(672, 160, 712, 160), text(748, 164, "o = a / Z")]
+    return page(790, 232, "The online softmax", parts)
 
 
 if __name__ == "__main__":

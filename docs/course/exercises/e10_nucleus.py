@@ -4,5 +4,5 @@ import numpy as np  # noqa: F401
 
 
 def nucleus(p, top_p):
-    """The distribution p: (V,), cut to the fewest most likely tokens whose probabilities sum to top_p or more."""
+    """The distribution p: (V,), cut to its most likely tokens, up to the one with which their sum reaches top_p."""
     raise NotImplementedError("your turn")
