@@ -65,7 +65,7 @@ extern __shared__ uint4 held[];  // the row
 #else
 // Blocks of 256 threads that must fit on a multiprocessor: the most that it can hold, where a thread keeps few numbers.
 #ifdef CAP
-#define RESIDENT (PER && PER * VEC > 16 ? 2 : 4)
+#define RESIDENT (PER * VEC > 16 ? 3 : PER ? 5 : 4)
 #else
 #define RESIDENT (PER && PER * VEC <= 16 ? 8 : 4)
 #endif
