@@ -158,7 +158,8 @@ def contenders_of(
     if peer:
         makers |= harness.by_threads(model.backend, partial(Torch, options, model), options.threads, (EAGER, GRAPH))
     contenders, logits, left_out = harness.soft(makers, lambda contender: contender.logits())
-    tolerance = harness.LOGITS_TOLERANCE[model.backend.precision.name]
+    # Roundings of layers are independent: their errors add up by squares.
+    tolerance = harness.LOGITS_TOLERANCE[model.backend.precision.name] * max(1, options.config.layers / 8) ** 0.5
     pairs = {name: (logits[name], logits[OURS]) for name in logits if name not in quantised} if peer else {}
     if options.model != "nanoeuler":
         pairs = {name: (logits[name], by_own_ops(options, ours)) for name, ours in models.items()}

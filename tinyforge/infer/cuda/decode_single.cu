@@ -186,24 +186,6 @@ struct Awaited {
 #pragma unroll
         for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i]);
     }
-    // The number of the first pack that is missing, or COUNT.
-    __device__ __forceinline__ u32 first() const {
-        u32 number = COUNT;
-#pragma unroll
-        for (int i = COUNT - 1; i >= 0; i--)
-            if (missing[i]) number = i;
-        return number;
-    }
-    // Requests all that are missing, or, where there are many, only the first while that has not come: polls of words
-    // that nobody has written yet slow down those who write.
-    template <class At>
-    __device__ __forceinline__ void request_some(Pack<A, N> (&got)[COUNT], At at, u32 &before) const {
-        if constexpr (COUNT <= 8) return request(got, at);
-        const u32 now = first();
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) peek(at(i), got[i], missing[i] && (now != before || i == now));
-        before = now;
-    }
     // Whether a pack is still missing.
     __device__ __forceinline__ u32 check(const Pack<A, N> (&got)[COUNT]) {
         u32 any = 0;
@@ -227,9 +209,8 @@ __device__ __forceinline__ void await(Pack<A, N> (&got)[COUNT], At at, Needed ne
 template <int COUNT, int N, class At, class Needed>
 __device__ __forceinline__ void await_together(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
     Awaited<COUNT, N> awaited(needed);
-    u32 before = COUNT + 1;
     for (u32 polls = 0;; pause(polls)) {
-        awaited.request_some(got, at, before);
+        awaited.request(got, at);
         if (!__any_sync(~0u, awaited.check(got))) return;
     }
 }
@@ -260,9 +241,8 @@ struct Residual {
     template <int COUNT, int N, class At, class Needed>
     __device__ __forceinline__ void await_with(Pack<A, N> (&got)[COUNT], At at, Needed needed) {
         Awaited<COUNT, N> others(needed);
-        u32 before = COUNT + 1;
         for (u32 polls = 0;; pause(polls)) {
-            others.request_some(got, at, before);
+            others.request(got, at);
             request();
             const u32 missing = check();
             if (!__any_sync(~0u, others.check(got) | missing)) return;
@@ -787,10 +767,9 @@ struct Block {
         };
         Awaited<Mine::EACH * SPLITS, 1> awaited_lse(mine);
         Awaited<Mine::EACH * SPLITS, PARCEL / SHARED_BY> awaited_x(mine);
-        u32 before_lse = Mine::EACH * SPLITS + 1, before_x = before_lse;
         for (u32 polls = 0;; pause(polls)) {
-            awaited_lse.request_some(lse, at_lse, before_lse);
-            awaited_x.request_some(x, at_x, before_x);
+            awaited_lse.request(lse, at_lse);
+            awaited_x.request(x, at_x);
             residual.request();
             const u32 missing = awaited_lse.check(lse) | residual.check();
             if (!__any_sync(~0u, awaited_x.check(x) | missing)) break;
