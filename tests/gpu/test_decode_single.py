@@ -195,7 +195,7 @@ def test_weights_of_four_bits_stay_so_and_give_the_logits_of_the_host(poisoned_m
     assert plan.code == "four_bits"
     assert decoder.weights.matrices.nbytes <= 1.5 * (numbers * 4.5 / 8 + of_heads)  # 768 columns padded to 1,024
     host = NumpyDecoder(quantised_copy(trained_like(BASE, "fp32", "numpy"), "int4"))
-    expected = np.stack([host.step([[int(token)]])[0, 0, 0] for token in tokens])
+    expected = np.stack([host.step([[int(token)]])[0, 0, 0].copy() for token in tokens])  # it reuses its array
     got = stepped(decoder, tokens, 0, (1,))[:, 0]
     assert np.isfinite(got).all() and np.abs(got - expected).max() <= 0.03 * np.abs(expected).max()
 

@@ -153,7 +153,7 @@ def _decode_single() -> Iterator[Macros]:
         yield from every(**base, DEPTH=32)
         yield from every(**base, WEIGHT=("int8", "e4m3"), DEPTH=64)
         if hopper:
-            yield from every(**base, WEIGHT="four_bits", SPAN=(2, 4), DEPTH=32)
+            yield from every(**base, WEIGHT="four_bits", SPAN=(2, 4), COPIED=4, DEPTH=32)
         yield from every(**hopper, SCALAR=PRECISIONS, ROWS=2, **_SMALL)
         yield from every(**hopper, SCALAR="float", WEIGHT=("int8", "e4m3"), ROWS=2, **_SMALL)
 
