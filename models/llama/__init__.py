@@ -21,6 +21,7 @@ SPEC = ModelSpec(
         "SmolLM2-135M": gpt3_rate(6e-4, "125 million"),
         "Qwen2.5-0.5B": gpt3_rate(3e-4, "350 million"),
         "TinyLlama-1.1B": Defaults({"lr": 4e-4, "warmup": 0.05}, "as TinyLlama was trained"),
+        "Llama-3.1-8B": Defaults({"lr": 3e-4}, "as Llama 3's 8 B was trained"),
     },
     documents=True,
     blocks=True,
