@@ -27,6 +27,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from tinyforge import Param, Stash, get_backend
+from tinyforge.contract import ContractError
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.gradcheck import TOLERANCE, check, check_op
 from tinyforge.infer.sampling import Sampling, probabilities
@@ -47,15 +48,28 @@ Faults = Mapping[str, Any]
 """What a slip gives, by a sentence that names it."""
 EXPLAINED = {
     "could not be broadcast": "shapes are compared from the last axis on: (3, 5) and (3,) do not fit, (3, 1) does, "
-    "and a sum with keepdims=True keeps its axis",
+    "and a sum with keepdims=True keeps its axis; np.split cuts the first axis unless it is given axis=-1",
     "mismatch in its core dimension": "in a @ b the last axis of a must be as long as b's last but one; a.T turns all "
     "axes around, a.swapaxes(-1, -2) the last two",
     "not aligned": "in np.dot(a, b) the last axis of a must be as long as b's last but one",
     "argument: 'stash'": "each backward takes two arguments, (d, stash)",
     "truth value of an array": "Python's max and if take one number; np.maximum and np.where go entry by entry",
     "more than one instance of overloaded function": "max takes two numbers of one type: write A(0), not 0",
+    "out of bounds for axis": "(..., C) is any number of axes: entry i of each row is x[..., i]",
+    "too many indices": "(..., C) is any number of axes, also one: entry i of each row is x[..., i]",
+    "is ambiguous": "max takes two numbers of one type: write A(0), not 0",
 }
 """What NumPy's and Python's messages mean here."""
+RULES = {
+    "untouched": "your function raises an error, or writes into an array that it was given",
+    "inference": "your function gives another result the second time: it keeps something between calls",
+    "gradients": "the result must have the shape and the dtype of the input, and be linear in dy",
+    "stash": "each record is popped once, by the op that pushed it; nothing is kept elsewhere",
+    "accumulation": "the gradient of a parameter is added, with +=",
+    "strides": "arrays may be transposed, reversed or have gaps: use no .data, no .strides and no reshape in place",
+    "precision": "compute in the dtype of the input: no rounding, no float32 in between",
+}
+"""What the rules of tinyforge/contract.py mean for an answer."""
 
 
 class Report:
@@ -115,8 +129,9 @@ class Report:
         kind, off = ("relative", 1 / size) if expected[first] and np.isfinite(size) else ("absolute", 1.0)
         raise AssertionError(
             f"{place}{after}: got {got[first]:.6g}, expected {expected[first]:.6g}; "
-            f"{kind} error {abs(got[first] - expected[first]) * off:.1e}, "
-            f"{wrong.sum()} of {wrong.size} entries are wrong{cause(got, expected, faults or {})}"
+            f"{kind} error {abs(got[first] - expected[first]) * off:.1e}"
+            + (f", {wrong.sum()} of {wrong.size} entries are wrong" if wrong.size > 1 else "")
+            + cause(got, expected, faults or {})
             + "".join(f".\n  Also, {note}" for note in self.notes)
         )
 
@@ -184,6 +199,10 @@ def softmax(answer: Any, r: Report) -> None:
         "this is the Jacobian's diagonal, y (1 - y), alone; the other entries count too": product * (1 - y),
     }
     r.near("dx", r.call(answer.softmax_backward, dy, y), y * (dy - product.sum(-1, keepdims=True)), faults)
+    for shape in ((2, 3, 8), (5,), (0, 4)):  # any number of axes
+        dy, y = r.rng.normal(size=shape), softmax_fwd(r.rng.normal(size=shape))
+        expected = y * (dy - (dy * y).sum(-1, keepdims=True))
+        r.near("dx", r.call(answer.softmax_backward, dy, y), expected, after=f" for dy and y of shape {shape}")
     if not r.notes:  # a ledger is strict about both
         with override(softmax_bwd, "numpy", answer.softmax_backward):
             ledger(check_op(Softmax, FP64))
@@ -206,6 +225,8 @@ def linear(answer: Any, r: Report) -> None:
         "the sum is over the first batch row alone": dy[0].T @ x[0],
         "only the last batch row was added": dy[1].T @ x[1],
         "it was added twice": 2 * dweight,
+        "dy and x were summed before the product: multiply row by row, then sum": dy.sum((0, 1))[:, None]
+        * x.sum((0, 1)),
         "a mean over the rows; it is their sum": dweight / 6,
         "reshape(O, -1) does not transpose: fold the rows with reshape(-1, O), then take .T": dy.reshape(4, -1)
         @ x.reshape(-1, 5),
@@ -222,8 +243,14 @@ def cross_entropy(answer: Any, r: Report) -> None:
     expected = op.backward(dnll[:, None], stash)[0][:, 0]
     p, hit, seen = softmax_fwd(logits), np.eye(7)[targets], (targets >= 0)[:, None]
     p_whole = np.exp(logits) / np.exp(logits).sum()
-    each = dnll[:, None]
+    each, columns = dnll[:, None], np.isin(np.arange(7), targets)  # -1 is the last column
+    whole_columns = "`p[:, targets]` is whole columns: one entry of each row is p[np.arange(N), targets]"
     faults = {
+        whole_columns: each * (p - columns) * seen,
+        whole_columns + "; and rows whose target is -1 must be 0": each * (p - columns),
+        whole_columns + ", and only the rows and columns of real targets": each
+        * (p - np.isin(np.arange(7), targets[targets >= 0]))
+        * seen,
         "rows whose target is -1 must be 0; here -1 counts as the last token": each * (p - hit),
         "rows whose target is -1 must be 0": each * (p - hit * seen),
         "the 1 of the target is not subtracted": each * p * seen,
@@ -281,6 +308,8 @@ def rmsnorm(answer: Any, r: Report) -> None:
         "r^2 in place of r^3": dx(rstd, dn, 2),
         "r in place of r^3": dx(rstd, dn, 1),
         "the mean runs down the columns; it is one per row: axis=-1": rstd * dn - rstd**3 * x * (dn * x).mean(0),
+        "the mean of g x runs over the whole array; it is one per row: axis=-1, keepdims=True": rstd * dn
+        - rstd**3 * x * (dn * x).mean(),
         "each entry's own x alone counts here; the mean of g x over the row does": rstd * dn * (1 - (rstd * x) ** 2),
         "this is y, not the gradient": gain * x * rstd,
         "eps is missing": dx(bare, dn),
@@ -322,6 +351,10 @@ def attention(answer: Any, r: Report) -> None:
                 "the scale is 1 / D; it is 1 / sqrt(D)": both(ds, 0.25),
                 "the gradient of p was used as that of the scores: softmax's backward is missing": both(dp),
                 "softmax's backward lacks its sum: this is p * dp": both(bare),
+                "softmax's backward sums down the columns; its sum is over the keys, the last axis": both(
+                    bare - p * bare.sum(-2, keepdims=True)
+                ),
+                "softmax's backward sums over the whole array; it has a sum for each row": both(bare - p * bare.sum()),
                 "the scores are divided by sqrt(D), not multiplied": both(ds, 2.0),
                 "dp must be do @ v transposed; this is its transpose": both(softmax_bwd(dp.swapaxes(-1, -2), p)),
                 "softmax's backward got its arguments in the wrong order: it is (dy, y)": both(softmax_bwd(p, dp)),
@@ -356,6 +389,9 @@ def rope(answer: Any, r: Report) -> None:
         "the parts with the sine are missing": joined(a * cos, b * cos),
         "sine and cosine are exchanged": joined(a * sin + b * cos, b * sin - a * cos),
         "the pairs are neighbours here; in this rotation they are half a vector apart": pairs,
+        "the pairs are mixed in the result, a1 b1 a2 b2; it has all a's first, then all b's: np.concatenate": np.stack(
+            [a * cos + b * sin, b * cos - a * sin], axis=-1
+        ).reshape(6, 8),
         "the pairs are entry i and entry i + D/2, not neighbours: dy[:, :D // 2] and dy[:, D // 2:]": joined(
             even * cos + odd * sin, odd * cos - even * sin
         ),
@@ -389,7 +425,7 @@ def online_softmax(answer: Any, r: Report) -> None:
                 f, g = np.exp(m1 - expected[0]), np.exp(m2 - expected[0])
                 plain = np.exp(m1) * z1 + np.exp(m2) * z2, np.exp(m1) * a1 + np.exp(m2) * a2
                 slips = {
-                    f"the {'first' if f < 1 else 'second'} tile is not scaled to the common maximum": (
+                    f"the {'first' if f < 1 else 'second'} tile is not scaled to the common maximum, as each must be": (
                         z1 + z2,
                         a1 + a2,
                     ),
@@ -545,6 +581,13 @@ def wrong_adamw(w: Any, m: Any, v: Any, g: Any, step: int, lr: float, config: Ad
     }
 
 
+def rising_sum(p: Any, top_p: float) -> Any:
+    """The distribution of an answer that keeps the tokens of np.argsort(p) while their running sum is at most top_p."""
+    order, kept = np.argsort(p), np.zeros_like(p)
+    kept[order] = np.where(np.cumsum(p[order]) <= top_p, p[order], 0)
+    return kept / kept.sum()
+
+
 def nucleus(answer: Any, r: Report) -> None:
     cases = [(softmax_fwd(r.rng.normal(size=(1, 20)) * 2)[0], top_p) for top_p in (0.5, 0.1, 0.9, 1.0)]
     for p, top_p in [*cases, (np.array([0.25, 0.5, 0.25 / 2, 0.25 / 2]), 0.75)]:
@@ -586,8 +629,14 @@ def nucleus(answer: Any, r: Report) -> None:
                 / np.where(np.cumsum(p) <= top_p, p, 0).sum(),
                 "each token that is left has an equal share; it keeps its own, over their sum": (first(count) > 0)
                 / count,
+                "the running sum is of the least likely tokens first: order = np.argsort(-p)": rising_sum(p, top_p),
                 "only the most likely token is left": first(1) / first(1).sum(),
             }
+            if running[-1] < top_p:  # np.argmax of no True is 0
+                unreached = (
+                    f"rounding: the running sum ends at {running[-1]:.17g} and never reaches {top_p}; keep all then"
+                )
+                faults = {unreached: first(1) / first(1).sum(), **faults}
         got = r.call(answer.nucleus, p.copy(), top_p)
         cut = np.ndim(got) == 1 and len(got) < len(p)
         assert not cut, f"top_p {top_p}: got {len(got)} numbers, expected {len(p)}: tokens outside the nucleus are 0"
@@ -697,7 +746,14 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 template <class T> using Wide = T;
 static double widen(double x) { return x; }
 static void narrow(double x, double &to) { to = x; }
-static double max(double a, double b) { return a > b ? a : b; }
+template <class T> static T larger(T a, T b) { return a > b ? a : b; }
+// CUDA's overloads of max: with double and int none fits better than the others.
+static double max(double a, double b) { return larger(a, b); }
+static double max(double a, float b) { return larger<double>(a, b); }
+static double max(float a, double b) { return larger<double>(a, b); }
+static float max(float a, float b) { return larger(a, b); }
+static int max(int a, int b) { return larger(a, b); }
+static u32 max(u32 a, u32 b) { return larger(a, b); }
 static double fmax(double a, double b) { return a > b ? a : b; }
 """
 LOOP = """
@@ -745,14 +801,25 @@ def own_model(answer: Any, r: Report) -> None:
     named = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if left[3:] else "")
     assert not left, f"the stash is not empty: the backward of {named} was never called"
     got, weights = net.grads - start, net.weights.copy()
-    net.grads[...], slip = 0.0, ""
-    net.forward(ids, targets, stash)
-    d = net.norm.backward(net.head.backward(net.loss.backward(dnll, stash), stash), stash)
-    for part in reversed(net.blocks):
-        d = d + part.backward(d, stash)
-    net.embedding.backward(d, stash)
-    if np.allclose(got, net.grads):
-        slip = ".\n  a block's backward has the stream's part already: d = block.backward(d, stash), without adding d"
+    slip, token = "", "; each token has its own upstream gradient, dnll as it is"
+    stream = "a block's backward has the stream's part already: d = block.backward(d, stash), without adding d"
+    for what, given in {
+        stream: dnll,
+        "each block got the same d: it must get what the block after it returned": dnll,
+        "the blocks' results are not used: each block got the same d, and the embedding too": dnll,
+        "dnll was divided by its size; it has that factor already": dnll / dnll.size,
+        f"the mean of dnll was used{token}": np.full(dnll.shape, dnll.mean()),
+        f"the sum of dnll was used{token}": np.full(dnll.shape, dnll.sum()),
+        f"ones in place of dnll{token}": np.ones(dnll.shape),
+    }.items():
+        net.grads[...] = 0.0
+        net.forward(ids, targets, stash)
+        d = last = net.norm.backward(net.head.backward(net.loss.backward(given, stash), stash), stash)
+        for part in reversed(net.blocks):
+            d = part.backward(last if "same d" in what else d, stash) + (d if what == stream else 0)
+        net.embedding.backward(last if "not used" in what else d, stash)
+        if np.allclose(got, net.grads):
+            slip = f".\n  {what}"
     for name, (view, _) in net.params.items():
         first = (view.ctypes.data - net.weights.ctypes.data) // 8
         place = slice(first, first + view.size)
@@ -826,6 +893,12 @@ def show(name: str, folder: Path = EXERCISES) -> bool:
         report = examine(name, folder)
     except NotImplementedError:
         print(f"{name}: not written yet; it is docs/course/exercises/{name}.py")
+        return False
+    except ContractError as error:  # its rules are the library's; the course does not teach them
+        print(f"{name}: right in a first test, but not where the library's own check tries it: {error}")
+        for rule, meaning in RULES.items():
+            if f"{rule}: " in str(error):
+                print(f"  {rule}: {meaning}")
         return False
     except AssertionError as error:
         number = int(name[1:3])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -363,6 +364,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.prompt:
         return write_on(args.out / "model.npz", args.prompt)
+    if find_spec("matplotlib") is None:  # before the minute of training, not after it
+        raise UserError("matplotlib, which draws the loss, is not installed: python -m pip install matplotlib")
     try:
         text = args.text.read_text(encoding="utf-8") if args.text else "\n".join(documents("train", 2000))
     except (OSError, UnicodeDecodeError) as error:
@@ -377,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end, losses = time.monotonic() + args.seconds, []
     for loss in train(model, ids, lambda step: time.monotonic() > end and step > 0):
         losses.append(loss)
-        if len(losses) % 50 == 0:
+        if len(losses) == 1 or len(losses) % 50 == 0:
             print(f"step {len(losses)}: loss {np.mean(losses[-50:]):.3f}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     np.savez(args.out / "model.npz", weights=model.weights, letters=np.array(letters))

@@ -113,16 +113,16 @@ def rotation() -> str:
 
 
 def optimizers() -> str:
-    """Gradient descent and AdamW without decay, 60 steps on a valley that is 30 times as steep in y as in x."""
-    steep, start = np.array([1.0, 30.0]), np.array([-2.6, 0.9])
+    """Gradient descent and AdamW without decay, 60 steps on a valley that is 100 times as steep in y as in x."""
+    steep, start = np.array([1.0, 100.0]), np.array([-2.6, 0.9])
     config, left, top, unit = AdamWConfig(weight_decay=0.0), 330, 120, 105
     w, m, v = start.copy(), np.zeros(2), np.zeros(2)
     paths: dict[str, list[np.ndarray]] = {"forward": [start], "back": [start]}
     plain = start.copy()
     for step in range(1, 61):
-        plain = plain - 0.06 * steep * plain
+        plain = plain - 0.018 * steep * plain
         paths["forward"].append(plain)
-        adamw_(w, w, m, v, steep * w, step_rates(step, 0.1, config)[0], 1.0, config)
+        adamw_(w, w, m, v, steep * w, step_rates(step, 0.06, config)[0], 1.0, config)
         paths["back"].append(w.copy())
     parts = []
     for level in (0.3, 1.2, 2.7, 4.8):

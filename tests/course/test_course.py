@@ -91,6 +91,16 @@ def test_a_slip_of_the_kernel_is_named(right: str, wrong: str, words: str, tmp_p
         check.examine("e11_own_op", written(tmp_path, "e11_own_op", right, wrong, suffix=".cu"))
 
 
+def test_max_on_the_cpu_takes_what_cudas_takes() -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler")
+    text = (SOLUTIONS / "e11_own_op.cu").read_text(encoding="utf-8")
+    for right in ("max(r, A(0))", "max(r, 0.0)", "max(0.0f, r)"):
+        assert check.run_on_cpu(text.replace("(r < A(0) ? A(0) : r)", right), check.Report())
+    with pytest.raises(AssertionError, match="ambiguous"):
+        check.run_on_cpu(text.replace("(r < A(0) ? A(0) : r)", "max(r, 0)"), check.Report())
+
+
 def in_style(name: str, body: str) -> str:
     if name != "e11_own_op":
         return f"import numpy as np\n\n\n{body}"
@@ -116,6 +126,15 @@ def test_writing_into_an_argument_is_said_and_does_not_spoil_the_check(tmp_path:
     assert check.examine("e01_softmax", written(tmp_path, "e01_softmax", text=text)).notes == [
         "it writes into `dy`, which other code may still read: work on `dy.copy()`"
     ]
+
+
+def test_a_broken_rule_of_the_library_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gaps = "if y.size and y.strides[-1] != 8:\n        raise ValueError\n    return y"
+    written(tmp_path, "e01_softmax", "return y", gaps)
+    assert check.show("e01_softmax", tmp_path) is False
+    printed = capsys.readouterr().out
+    assert printed.startswith("e01_softmax: right in a first test, but") and "ContractError" not in printed
+    assert re.search(r"^  (strides|untouched): ", printed, re.MULTILINE), printed
 
 
 def test_the_first_wrong_entry_and_the_kind_of_error_are_said() -> None:
@@ -296,7 +315,7 @@ def test_one_position_at_a_time_gives_the_logits_of_the_whole_text(own_model: An
 
 
 def test_the_own_model_learns_draws_its_loss_and_samples(
-    own_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("the sun is warm. the sea is cold.\n" * 40, encoding="utf-8")
     assert own_model.main(["--text", str(tmp_path / "a.txt"), "--seconds", "0.1", "--out", str(tmp_path / "run")]) == 0
@@ -309,6 +328,10 @@ def test_the_own_model_learns_draws_its_loss_and_samples(
     for prompt, said in (("Q", "the model's text had no 'Q'"), ("t", "train a model first")):
         with pytest.raises(check.UserError, match=said):
             own_model.main(["--out", str(tmp_path / ("run" if prompt == "Q" else "none")), "--prompt", prompt])
+    with monkeypatch.context() as patched, pytest.raises(check.UserError, match="matplotlib.* is not installed"):
+        patched.setattr(own_model, "find_spec", lambda name: None)
+        patched.setattr(own_model, "train", None)  # said before the training
+        own_model.main(["--seconds", "0.1", "--out", str(tmp_path / "other")])
     (tmp_path / "b.txt").write_text("too short", encoding="utf-8")
     with pytest.raises(check.UserError, match="expected a file of text in UTF-8"):
         own_model.main(["--text", str(tmp_path / "none.txt")])
