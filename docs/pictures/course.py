@@ -166,30 +166,30 @@ def shapes() -> str:
         return (
             f'<rect x="{x:g}" y="{y:g}" width="{width}" height="{height}" class="{kind}"/>'
             + text(x + width / 2, y + height / 2 + 5, name)
-            + text(x + width / 2, y - 6, sides[1], "small")
-            + text(x - 6, y + height / 2 + 4, sides[0], "small", "end")
+            + text(x + width / 2, y - 6, sides[1])
+            + text(x - 6, y + height / 2 + 4, sides[0], anchor="end")
         )
 
     lines = (
-        (40, "forward", (("y", 6, 2, "N", "O"), "=", ("x", 6, 3, "N", "I"), ("W^T", 3, 2, "I", "O"))),
-        (320, "for the input", (("dx", 6, 3, "N", "I"), "=", ("dy", 6, 2, "N", "O"), ("W", 2, 3, "O", "I"))),
-        (620, "for the weight", (("dW", 2, 3, "O", "I"), "=", ("dy^T", 2, 6, "O", "N"), ("x", 6, 3, "N", "I"))),
+        (40, 0, "forward", (("y", 6, 2, "N", "O"), "=", ("x", 6, 3, "N", "I"), ("W^T", 3, 2, "I", "O"))),
+        (320, 0, "for the input", (("dx", 6, 3, "N", "I"), "=", ("dy", 6, 2, "N", "O"), ("W", 2, 3, "O", "I"))),
+        (150, 180, "for the weight", (("dW", 2, 3, "O", "I"), "=", ("dy^T", 2, 6, "O", "N"), ("x", 6, 3, "N", "I"))),
     )
     parts = []
-    for left, title, items in lines:
+    for left, top, title, items in lines:
         x = float(left)
-        parts.append(text(left - 12, 24, title, anchor="start"))
+        parts.append(text(left - 12, top + 24, title, anchor="start"))
         for i, item in enumerate(items):
             if isinstance(item, str):
-                parts.append(text(x - 6, 125, item))
+                parts.append(text(x - 6, top + 125, item))
                 x += 24
                 continue
-            name, rows, columns, side, top = item
+            name, rows, columns, side, above = item
             kind = "again" if i == 0 else "box"
-            parts.append(array(x, 120 - rows * unit / 2, rows, columns, name, kind, (side, top)))
+            parts.append(array(x, top + 120 - rows * unit / 2, rows, columns, name, kind, (side, above)))
             x += columns * unit + 34
-    parts.append(text(475, 204, "neighbouring sides must match; what is left over is the shape of the result", "small"))
-    return page(950, 220, "The shapes of a linear map and of its gradients", parts)
+    parts.append(text(300, 384, "neighbouring sides must match; what is left over is the shape of the result"))
+    return page(600, 400, "The shapes of a linear map and of its gradients", parts)
 
 
 def sphere() -> str:

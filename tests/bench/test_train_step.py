@@ -101,7 +101,7 @@ def test_json_goes_to_a_file_and_the_table_to_stdout(tmp_path: Path, capsys: pyt
     ("flags", "message"),
     [
         (["--steps", "0"], "--steps is 0"),
-        (["--config", "huge"], "'huge' is not a preset (small, base, large, xl, 2b)"),
+        (["--config", "huge"], "'huge' is not a preset (small, base, fast, large, xl, 2b)"),
         (["--precision", "fp4"], "precision 'fp4' is not available"),
         (["--json", "no/such/folder/result.json"], "folder that does not exist"),
         (["--peer", "torch"], "PyTorch is not installed; pip install torch"),

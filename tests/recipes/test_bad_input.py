@@ -114,7 +114,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --config key.json", "config: unknown key 'dims'; known: context, vocab, dim"),
         ("pretrain --config list.json", "cannot read --config list.json: got a list, expected an object"),
         ("pretrain --config broken.json", "cannot read --config broken.json: it is not JSON"),
-        ("pretrain --config tiny", "--config: 'tiny' is not a preset (small, base, large, xl, 2b) or a file"),
+        ("pretrain --config tiny", "--config: 'tiny' is not a preset (small, base, fast, large, xl, 2b) or a file"),
         ("pretrain --set dim=130", "config: dim 130 is not divisible by heads 4; use dim 128"),
         ("pretrain --set dim=1.5", "config: dim is 1.5, expected a whole number"),
         ("pretrain --set dim=wide", "--set: 'dim=wide' expects KEY=VALUE with a number"),
