@@ -134,8 +134,8 @@ gpu-grouped-mma          40 bench/grouped.py --file ops/grouped_mma.cu
 gpu-scan-bf16            90 bench/scan.py --precision bf16 --peer torch
 gpu-scan-fp32            90 bench/scan.py --precision fp32 --peer torch
 gpu-lora                 60 bench/lora.py --backend cupy --precision bf16 --batch-size 4 --seq-len 512 --steps 20
-gpu-qlora                60 bench/lora.py --backend cupy --precision bf16 --seq-len 2048 --rank 16 --dropout 0 --steps 6 \
---weights nf4 --set dim=4096 heads=32 kv_heads=8 layers=32 hidden=14336 vocab=128256 context=2048 tied=false
+gpu-qlora                60 bench/lora.py --backend cupy --precision bf16 --seq-len 2048 --rank 16 --dropout 0 \
+--steps 6 --weights nf4 --set dim=4096 heads=32 kv_heads=8 layers=32 hidden=14336 vocab=128256 context=2048 tied=false
 gpu-decode-8b-int4       75 bench/decode.py --model llama --config Llama-3.1-8B --set context=4096 --backend cupy \
 --precision bf16 --weights int4 --position 256 --tokens 32 --rounds 5
 webgpu-decode-base       30 bench/decode.py --config base --backend webgpu --weights int8 --rounds 8

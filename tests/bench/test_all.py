@@ -110,7 +110,10 @@ def test_names_choose_whole_words() -> None:
     def names(only: str) -> list[str]:
         return [p.name for p in bench.chosen(GPU, only)]
 
-    assert names("decode") == ["gpu-decode-base", "gpu-decode-base-64", "gpu-decode-base-weights"]
+    assert names("decode") == [
+        *("gpu-decode-base", "gpu-decode-base-64", "gpu-decode-base-weights"),
+        *("gpu-decode-8b-int4", "webgpu-decode-base"),
+    ]
     assert names("grouped-mma") == ["gpu-grouped-mma"]
     with pytest.raises(UserError, match="--only trai: no part is called so; the parts are gpu-train-32x512"):
         names("train,trai")
