@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
+pytest.importorskip("ml_dtypes")
+
 from tests.backends.on_host import INLINE, compiler, host_text
 from tests.backends.test_launchers import FakeCupy, Launches
 from tests.backends.test_launchers import launches as launches  # the fixture
@@ -19,10 +22,10 @@ from tests.backends.test_on_host import STATIC
 from tinyforge import ops
 from tinyforge.backends import get_backend
 from tinyforge.op import Op, Stash
+from tinyforge.ops import cross_entropy_cuda
 from tinyforge.ops.cross_entropy import softmax_residual_
 from tinyforge.ops.embedding import embedding_bwd
 
-cross_entropy_cuda: Any = pytest.importorskip("tinyforge.ops.cross_entropy_cuda", reason="launchers need CuPy")
 pytestmark = pytest.mark.slow
 
 RUN = """

@@ -619,7 +619,7 @@ def test_a_source_that_is_added_does_not_have_the_others_read_again(
             looked.append(getattr(span, "span", span).source)
             return real(job, span, *rest)
 
-        monkeypatch.setattr(corpus_module, name, counted)
+        monkeypatch.setattr(passes, name, counted)
     for sources in ([*kept[:2], added, kept[2]], kept[::-1]):
         looked.clear()
         build_corpus(sources, tmp_path / "out", settings, workers=1)

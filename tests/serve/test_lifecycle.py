@@ -100,6 +100,7 @@ def test_killed_and_restarted_a_stream_is_broken_and_never_wrong() -> None:
             broken = texts_of(lines)
         for (text, whole), (all_of_it, _) in zip(broken, expected, strict=True):
             assert not whole and all_of_it.startswith(text) and len(text) < len(all_of_it)
+        process.wait(timeout=60)
         with pytest.raises(httpx.ConnectError):
             httpx.get(url + "/health")
     with served() as (_, url), streams(url, 4) as lines:
