@@ -373,7 +373,7 @@ def navigation(files: Files) -> list[Any]:
             pages = tabs.setdefault(line.removeprefix("## "), [])
         elif line.startswith("### "):
             tabs[next(reversed(tabs))].append({line.removeprefix("### "): (pages := [])})
-        for link, _ in LINK.findall(line):
+        for link, _ in LINK.findall(line) if tabs else ():  # the introduction's come again in their sections
             path = os.path.normpath(link)
             if path.endswith(".md") and path not in seen and files.get_file_from_path(path):
                 seen.add(path)
