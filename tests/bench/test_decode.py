@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.decode import Options, Ours, bytes_per_step, contenders_of, main, speculation_table, table
+from bench.decode import Options, Ours, bytes_per_step, contenders_of, main, measure, speculation_table, table
 from bench.harness import GRAPHS_NEED_A_GPU, OURS
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
@@ -64,8 +64,8 @@ def test_a_model_of_the_zoo_must_agree_with_its_own_ops(capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out)
     assert list(found["results"]) == [OURS, f"{OURS}, int4 weights"] and found["model"] == "llama"
     assert found["parity"]["worst_difference"] <= found["parity"]["tolerance"] == 1e-4
-    with pytest.raises(UserError, match="--peer torch is for NanoEuler, got --model llama"):
-        main([*flags, "--peer", "torch"])
+    with pytest.raises(UserError, match="--peer torch is for NanoEuler, got --model other"):
+        measure(Options(TINY, 1, position=30, tokens=5, rounds=1, threads=1, model="other"), tiny().backend, "torch")
 
 
 def test_a_wrong_logit_of_a_model_of_the_zoo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
