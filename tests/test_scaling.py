@@ -39,6 +39,9 @@ def test_the_forecast_is_within_five_percent_of_what_was_measured() -> None:
     assert len(noisy) == 1 and -0.12 < noisy[0].error < -0.05
     for row in rows:
         assert row in noisy or abs(row.error) < 0.05, row
+    assert {"nanoeuler xl, 16 x 1024", "nanoeuler large, 16 x 1024", "gpt2 124m, 16 x 1024"} <= {
+        row.what for row in rows
+    }
     assert sum(row.file != CALIBRATION for row in rows) >= 3  # forecasts, not what the model was made from
 
 

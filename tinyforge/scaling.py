@@ -105,6 +105,12 @@ class Job:
         return find_model(self.model)
 
     @property
+    def name(self) -> str:
+        """The model's, and its preset's, whatever the context."""
+        same = (n for n, c in self.spec.presets.items() if replace(c, context=self.config.context) == self.config)
+        return f"{self.model} {next(same, '')}".rstrip()
+
+    @property
     def tokens(self) -> float:
         return self.rows * self.seq_len
 
@@ -338,7 +344,7 @@ def compared(machine: Machine, results: Path = RESULTS) -> Iterator[Row]:
             job = job_of(found)
             if not not_counted(job.spec, job.config):
                 ours = found["results"]["tinyforge"]["median_ms"] / 1e3
-                what = f"{job.model}, {job.rows} x {job.seq_len}"
+                what = f"{job.name}, {job.rows} x {job.seq_len}"
                 yield Row(path.name, what, 1, ours, one_gpu(job, machine).seconds)
 
 
@@ -353,7 +359,7 @@ def _several(file: str, found: dict[str, Any], machine: Machine) -> Iterator[Row
         if name + kind in results:
             job = job_of(found, zero)
             added = cost(job, gpus, machine).seconds - cost(replace(job, zero=False), 1, machine).seconds
-            what = f"{job.model}, {job.rows} x {job.seq_len}{', ZeRO' if zero else ''}{kind}"
+            what = f"{job.name}, {job.rows} x {job.seq_len}{', ZeRO' if zero else ''}{kind}"
             yield Row(file, what, gpus, results[name + kind], results["1 GPU" + kind] + added)
 
 
@@ -433,11 +439,11 @@ def fastest(job: Job, gpus: int, machine: Machine) -> tuple[Job, Cost] | None:
 
 
 def comparison(machine: Machine) -> str:
-    lines = [f"{'GPUs':>4} {'what':<36} {'measured ms':>11} {'forecast':>9} {'error':>7}  file"]
+    lines = [f"{'GPUs':>4} {'what':<38} {'measured ms':>11} {'forecast':>9} {'error':>7}  file"]
     for row in compared(machine):
         of = " (its source)" if row.file == CALIBRATION else ""
         lines.append(
-            f"{row.gpus:>4} {row.what:<36} {1e3 * row.measured:>11.2f} {1e3 * row.forecast:>9.2f} "
+            f"{row.gpus:>4} {row.what:<38} {1e3 * row.measured:>11.2f} {1e3 * row.forecast:>9.2f} "
             f"{100 * row.error:>+6.1f}%  {row.file}{of}"
         )
     return "\n".join(lines)

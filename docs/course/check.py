@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 import shutil
 import subprocess
 import tempfile
@@ -52,6 +53,10 @@ EXPLAINED = {
     "mismatch in its core dimension": "in a @ b the last axis of a must be as long as b's last but one; a.T turns all "
     "axes around, a.swapaxes(-1, -2) the last two",
     "not aligned": "in np.dot(a, b) the last axis of a must be as long as b's last but one",
+    "non-broadcastable output": "what is added in place has more axes, or longer ones, than the array: sum the extra "
+    "axes first; a linear map folds the leading ones into one with reshape(-1, width)",
+    'no operator "': "a stored T may be bf16, which has no arithmetic: read it with widen(x[i]), write it with "
+    "narrow(result, dx[i])",
     "argument: 'stash'": "each backward takes two arguments, (d, stash)",
     "truth value of an array": "Python's max and if take one number; np.maximum and np.where go entry by entry",
     "more than one instance of overloaded function": "max takes two numbers of one type: write A(0), not 0",
@@ -205,7 +210,9 @@ def softmax(answer: Any, r: Report) -> None:
         except Exception as error:
             error.add_note(f"(..., C) is any number of axes, here {len(shape)}: entry i of each row is y[..., i]")
             raise
-        r.near("dx", got, expected, after=f" for dy and y of shape {shape}")
+        axis = "the sum runs along the second axis; softmax is over the last: axis=-1"
+        faults = {axis: y * (dy - (dy * y).sum(1, keepdims=True))} if len(shape) > 2 else {}
+        r.near("dx", got, expected, faults, after=f" for dy and y of shape {shape}")
     if not r.notes:  # a ledger is strict about both
         with override(softmax_bwd, "numpy", answer.softmax_backward):
             ledger(check_op(Softmax, FP64))
@@ -236,6 +243,23 @@ def linear(answer: Any, r: Report) -> None:
     }
     added(r, "dweight", result, start, mine, dweight, slips)
     r.near("dx", result, dy @ weight, {"this is x": x})
+    for leading in ((3,), (2, 1, 3)):  # any number of axes
+        x, dy, mine = r.rng.normal(size=(*leading, 5)), r.rng.normal(size=(*leading, 4)), start.copy()
+        try:
+            result = r.call(answer.linear_backward, mine, dy, x, weight, into=(0,))
+        except Exception as error:
+            error.add_note(
+                f"(..., O) is any number of leading axes, here {len(leading)}: fold them with reshape(-1, O)"
+            )
+            raise
+        after = f" for dy of shape {dy.shape}"
+        gradient = dy.reshape(-1, 4).T @ x.reshape(-1, 5)
+        slip = (
+            "only the first leading axis is summed, and there may be any number: fold all of them with reshape(-1, O)"
+        )
+        first = {slip: start + (dy.swapaxes(-1, -2) @ x).sum(0)} if len(leading) == 1 else {}
+        r.near("dweight", mine, start + gradient, first, after)
+        r.near("dx", result, dy @ weight, after=after)
 
 
 def cross_entropy(answer: Any, r: Report) -> None:
@@ -299,6 +323,7 @@ def rmsnorm(answer: Any, r: Report) -> None:
         "a sum in place of the mean of squares": (dy * x / np.sqrt(8 * square + eps)).sum(0),
         "the gain is a factor too many": (dn * x * rstd).sum(0),
         "eps is missing": (dy * x * bare).sum(0),
+        "eps is outside of the root; it is added to the mean of squares": (dy * x / (np.sqrt(square) + eps)).sum(0),
         "the mean of squares runs over the whole array; it is one per row": (dy * x * whole).sum(0),
         "a mean over the rows; it is their sum": (dy * x * rstd).mean(0),
     }
@@ -484,7 +509,13 @@ def block(answer: Any, r: Report) -> None:
     dh = op.down.backward(dy, stash)
     inner = op.norm.backward(dh, stash)
     op.forward(x, stash)
+    op.down.backward(dy, stash)
+    through = op.norm.backward(dy, stash)
+    op.forward(x, stash)
     faults = {
+        "dy went through the norm too: it takes dh alone, and dy is added to its result": inner + through,
+        "dy was added on both sides of the norm: add it once, to the norm's result": dy + inner + through,
+        "dh was added too: it is the norm's input here, and only its result counts": dy + dh + inner,
         "the gradient along the stream, dy, is missing": inner,
         "the gradient through the block is missing": dy,
         "the gradient before the norm was added: return the norm's result": dy + dh,
@@ -609,10 +640,10 @@ def nucleus(answer: Any, r: Report) -> None:
             below, upward = first(int((running < top_p).sum())), np.zeros_like(p)
             rising = order[::-1][: int(np.searchsorted(np.cumsum(p[order[::-1]]), top_p)) + 1]
             upward[rising] = p[rising]
-            fewer = "the token that crosses top_p is missing: `cumsum <= top_p` drops it"
+            fewer = "the token that crosses top_p is missing, as it is with `cumsum <= top_p`"
             faults = {
                 fewer: short / short.sum(),
-                "the token that reaches top_p is missing: `cumsum < top_p` drops it": below / below.sum(),
+                "the token that reaches top_p is missing, as it is with `cumsum < top_p`": below / below.sum(),
                 "one token too many: the nucleus ends with the token that reaches top_p": first(count + 1)
                 / first(count + 1).sum(),
                 "the tokens left are not divided by their sum": first(count),
@@ -644,6 +675,14 @@ def nucleus(answer: Any, r: Report) -> None:
         cut = np.ndim(got) == 1 and len(got) < len(p)
         assert not cut, f"top_p {top_p}: got {len(got)} numbers, expected {len(p)}: tokens outside the nucleus are 0"
         r.near("result", got, expected, faults, after=f" for top_p {top_p}")
+    # Of tokens as likely as the last one kept, all may stay, as in the sampler, or as few as are needed.
+    for p, fewest in ((np.array([0.3, 0.1, 0.3, 0.3]), 2), (np.array([0.1, 0.5, 0.2, 0.2]), 2), (np.full(4, 0.25), 3)):
+        got, top_p = np.asarray(r.call(answer.nucleus, p.copy(), 0.6)), 0.6
+        expected = probabilities(np.log(p)[None], Sampling(temperature=1.0, top_k=0, top_p=top_p))[0]
+        left: Any = np.where(got > 0, p, 0) if got.shape == p.shape else p
+        few = np.array_equal(np.sort(left)[-fewest:], np.sort(p)[-fewest:]) and np.count_nonzero(left) == fewest
+        if not (few and np.allclose(got, left / left.sum())):
+            r.near("result", got, expected, after=f" for p = {p.tolist()} and top_p {top_p}, where tokens are tied")
 
 
 def own_op(answer: Any, r: Report) -> None:
@@ -695,8 +734,9 @@ def compile_all(file: Path) -> bool:
     for scalar in ("double", "float", "bf16"):
         try:
             compile_to_cubin(file, {"SCALAR": scalar}, "sm_80")
-        except KernelError as error:
-            raise AssertionError(str(error)) from None
+        except KernelError as error:  # without the compiler's list of the operators that do not fit either
+            kept = re.sub(r"^[^\n]*: note #.*?\n\s*\^\n", "", str(error), flags=re.MULTILINE | re.DOTALL)
+            raise AssertionError(kept) from None
     return True
 
 

@@ -6,8 +6,8 @@
     python docs/course/own_model.py --prompt "Nita "  what the trained model writes after this
 
 The model reads characters. It is NanoEuler in miniature: an embedding, two layers of attention and a small network, a
-norm, a head. Each backward below calls the function that you wrote in the lesson; where your answer is not right yet,
-the solution of the course takes its place, and the script says so.
+norm, a head. Each backward below, but the embedding's, calls the function that you wrote in the lesson; where your
+answer is not right yet, the solution of the course takes its place, and the script says so.
 """
 
 from __future__ import annotations

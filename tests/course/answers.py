@@ -29,7 +29,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         (f"y * (dy - {SUM})", f"y * dy - {SUM}", "it multiplies the whole bracket"),
         (f"y * (dy - {SUM})", "y * (1 - y)", "dy is missing"),
         ("return y", "y", "returned None"),
-        ("sum(axis=-1", "sum(axis=1", "for dy and y of shape (2, 3, 8)"),
+        ("sum(axis=-1", "sum(axis=1", "along the second axis"),
         (
             f"return y * (dy - {SUM})",
             "dx, s = 0 * y, (dy * y).sum(axis=-1, keepdims=True)\n    for i in range(y.shape[-1]):\n"
@@ -56,6 +56,13 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("dy @ weight", "dy @ weight.T", "the last axis of a must be as long"),
         ("dy @ weight", "dy.dot(weight.T)", "in np.dot(a, b)"),
         ("rows.T @ x.reshape(-1, x.shape[-1])", "dy.sum((0, 1))[:, None] * x.sum((0, 1))", "summed before the product"),
+        ("rows.T @ x.reshape(-1, x.shape[-1])", "(dy.swapaxes(-1, -2) @ x).sum(axis=0)", "only the first leading axis"),
+        ("rows.T @ x.reshape(-1, x.shape[-1])", "dy.swapaxes(-1, -2) @ x", "folds the leading ones"),
+        (
+            "rows.T @ x.reshape(-1, x.shape[-1])",
+            "__import__('numpy').einsum('bto,bti->oi', dy, x)",
+            "any number of leading axes",
+        ),
     ],
     "e03_cross_entropy": [
         ("np.where(seen, dnll, 0)", "dnll", "rows whose target is -1 must be 0"),
@@ -91,6 +98,11 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("(dn * x).mean", "(dy * x).mean", "the gain is missing in the second term"),
         ("(dn * x).mean", "(dn * x).sum", "a sum in place of the mean"),
         (" + eps", "", "eps is missing"),
+        (
+            "np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)",
+            "((x * x).mean(-1, keepdims=True) ** 0.5 + eps)",
+            "outside of",
+        ),
         (".mean(axis=-1, keepdims=True) + eps", ".mean() + eps", "over the whole array"),
         ("r * dn - ", "r * dn + ", "the two terms are added"),
         ("(dy * x * r)", "(dy * x)", "the factor r is missing"),
@@ -176,6 +188,9 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("return dy +", "return dy *", "must be added"),
         (BLOCK, "    return dy + down.backward(norm.backward(dy, stash), stash)\n", "reverse order of forward"),
         ("return dy + norm.backward(dh, stash)", "return dy + dh", "the backward of RMSNorm was never called"),
+        ("return dy + norm.backward(dh, ", "return norm.backward(dh + dy, ", "dy went through the norm too"),
+        ("norm.backward(dh, ", "norm.backward(dh + dy, ", "dy was added on both sides"),
+        ("return dy +", "return dy + dh +", "dh was added too"),
         ("    return dy +", "    norm.backward(dh, stash)\n    return dy +", "empty stash"),
     ],
     "e09_adamw": [
@@ -212,7 +227,7 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("return w, m, v", "pass", "got None"),
     ],
     "e10_nucleus": [
-        (KEPT, "(np.cumsum(p[order]) <= top_p).sum()", "`cumsum <= top_p` drops it"),
+        (KEPT, "(np.cumsum(p[order]) <= top_p).sum()", "as it is with `cumsum <= top_p`"),
         (KEPT, "(np.cumsum(p[order]) < top_p).sum()", "`cumsum"),
         (KEPT, "np.argmax(np.cumsum(p[order]) >= top_p) + 1", "and never reaches 1.0"),
         (
@@ -230,6 +245,12 @@ WRONG: dict[str, list[tuple[str, str, str]]] = {
         ("cut[order[:kept]] = p[order[:kept]]", "cut[order[:kept]] = 1", "has an equal share"),
         ("return cut", "cut = np.where(np.cumsum(p) <= top_p, p, 0)\n    return cut", "over p as it is"),
         (f"kept = {KEPT}", "kept = 1", "only the most likely token"),
+        (
+            f"    kept = {KEPT}\n",
+            "    values = np.unique(p)[::-1]\n"
+            "    kept = (p >= values[(values.cumsum() < top_p - 1e-12)[:-1].sum()]).sum()\n",
+            "where tokens are tied",
+        ),
         ("return cut / cut.sum()", "cut = p * (p >= 1 - top_p)\n    return cut / cut.sum()", "without a running sum"),
     ],
     "e11_own_op": [
@@ -305,7 +326,7 @@ RIGHT: dict[str, list[str]] = {
     ],
     "e02_linear": [
         """def linear_backward(dweight, dy, x, weight):
-    dweight += np.einsum('bto,bti->oi', dy, x)
+    dweight += np.einsum('no,ni->oi', dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
     return np.einsum('...o,oi->...i', dy, weight)
 """,
         """def linear_backward(dweight, dy, x, weight):
@@ -314,7 +335,8 @@ RIGHT: dict[str, list[str]] = {
     return dy @ weight
 """,
         """def linear_backward(dweight, dy, x, weight):
-    np.add(dweight, np.tensordot(dy, x, axes=((0, 1), (0, 1))), out=dweight)
+    leading = list(range(dy.ndim - 1))
+    np.add(dweight, np.tensordot(dy, x, axes=(leading, leading)), out=dweight)
     return np.tensordot(dy, weight, 1)
 """,
         """def linear_backward(dweight, dy, x, weight):
@@ -549,6 +571,11 @@ RIGHT: dict[str, list[str]] = {
     p[order[before >= top_p - 1e-12]] = 0
     p /= p.sum()
     return p
+""",
+        """def nucleus(p, top_p):
+    s = np.sort(p)[::-1]
+    cut = np.where(p >= s[(np.cumsum(s) < top_p - 1e-12).sum()], p, 0)
+    return cut / cut.sum()
 """,
         """def nucleus(p, top_p):
     heavier = np.array([p[(p > x)].sum() for x in p])

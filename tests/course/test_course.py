@@ -181,7 +181,7 @@ def test_the_unsolved_kernel_is_not_written_yet() -> None:
         check.kernel(COURSE / "exercises/e11_own_op.cu", check.Report())
 
 
-def test_the_kernel_compiles_where_cupy_is() -> None:
+def test_the_kernel_compiles_where_cupy_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="CuPy is not installed")
     try:
         nvrtc.getVersion()
@@ -190,6 +190,11 @@ def test_the_kernel_compiles_where_cupy_is() -> None:
     assert check.compile_all(SOLUTIONS / "e11_own_op.cu")
     with pytest.raises(AssertionError, match="your turn"):
         check.compile_all(COURSE / "exercises/e11_own_op.cu")
+    assert check.show("e11_own_op", written(tmp_path, "e11_own_op", "widen(dy[i])", "dy[i]", suffix=".cu")) is False
+    printed = capsys.readouterr().out
+    assert "read it with widen(x[i])" in printed and "note #" not in printed
+    page = (COURSE / "11-own-op.md").read_text(encoding="utf-8")
+    assert printed.partition("error: ")[2].partition("\n")[0] in page
 
 
 def test_the_command_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""README's first screen: its op is the real one, its ledger row is what the command prints, figures are measured."""
+"""README: its op is the real one, its ledger row is what the command prints, figures are measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ FP64 = get_backend("numpy", "fp64", workers=1)
 
 
 def readme_op() -> Any:
-    code, *_ = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    codes = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (code,) = (code for code in codes if "class SwiGLU" in code)
     names: dict[str, Any] = {"np": np, "kernel": kernel, "Op": Op, "__name__": "readme"}
     exec(code, names)
     return names["SwiGLU"]

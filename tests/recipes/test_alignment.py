@@ -211,6 +211,8 @@ def test_a_reply_depends_on_its_prompt_and_seed_alone(folder: Path) -> None:
 def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dpo.main("--base tuned --plan".split()) == 0
     assert "a step of 32 x 96 tokens" in capsys.readouterr().out
+    assert dpo.main("--base tuned --plan --gpus 2".split()) == 0
+    assert "a step of 32 x 96 tokens in fp32 divided among 2 GPUs; each takes:" in capsys.readouterr().out
     assert grpo.main("--base tuned --plan".split()) == 0
     assert "a step of 128 x 96 tokens" in capsys.readouterr().out
 

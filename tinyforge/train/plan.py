@@ -167,11 +167,12 @@ def print_plan(
     split, seq_len = Split.of(settings, settings.gpus or 1), sequence_length(config, settings)
     planned = _planner(spec, config, settings.precision, settings, split.ranks, teachers)
     rows = each * settings.batch_size
-    where = "on a GPU" if split.ranks == 1 else f"on each of {split.ranks} GPUs"
+    where = "on a GPU" if split.ranks == 1 else f"divided among {split.ranks} GPUs"
     if split.zero and split.ranks > 1:
         where += ", the optimizer's state shared out" if split.zero == 1 else ", gradients and optimizer shared out"
     again = f", recomputing {settings.recompute}" if settings.recompute else ""
-    print(f"a step of {size_of(config, rows, seq_len)} in {settings.precision} {where}{again}:")
+    each_takes = "; each takes" if split.ranks > 1 else ""
+    print(f"a step of {size_of(config, rows, seq_len)} in {settings.precision} {where}{again}{each_takes}:")
     plan = planned(rows)
     print(plan)
     if settings.adapters:
