@@ -434,9 +434,10 @@ def kill_in_each(run: Run, stages: list[str], flags: list[str], seed: int) -> st
         time.sleep(moments.uniform(0.0, 0.8))
         kill(process)
     out, _ = run.finish(*flags)
-    for stage in set(stages) - {"chat", "report"}:
-        log = (run.out / "logs" / f"{stage}.log").read_text(encoding="utf-8")
-        assert log.count(f"=== {stage}: complete after") == 1, log
+    logs = {s: (run.out / "logs" / f"{s}.log").read_text(encoding="utf-8") for s in set(stages) - {"chat", "report"}}
+    ends = {stage: log.count(f"=== {stage}: complete after") for stage, log in logs.items()}
+    # A stage that is killed between this line and the mark that it is complete is run again.
+    assert all(ends.values()) and sum(ends.values()) <= len(ends) + 1, logs
     return out
 
 
