@@ -59,6 +59,7 @@ def run_on_host(
 
 
 def compiler() -> str:
+    """The C++ compiler; skips the test where there is none."""
     found = shutil.which("c++")
     if found is None:
         pytest.skip("there is no C++ compiler")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.backends.on_host import compiler
 from tests.course.answers import KERNELS, RIGHT, WRONG
 
 ROOT = Path(__file__).parents[2]
@@ -85,15 +86,13 @@ def test_a_slip_is_named(
 
 @pytest.mark.parametrize(("right", "wrong", "words"), KERNELS)
 def test_a_slip_of_the_kernel_is_named(right: str, wrong: str, words: str, tmp_path: Path) -> None:
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
+    compiler()
     with pytest.raises(AssertionError, match=words):
         check.examine("e11_own_op", written(tmp_path, "e11_own_op", right, wrong, suffix=".cu"))
 
 
 def test_max_on_the_cpu_takes_what_cudas_takes() -> None:
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
+    compiler()
     text = (SOLUTIONS / "e11_own_op.cu").read_text(encoding="utf-8")
     for right in ("max(r, A(0))", "max(r, 0.0)", "max(0.0f, r)"):
         assert check.run_on_cpu(text.replace("(r < A(0) ? A(0) : r)", right), check.Report())
@@ -269,8 +268,7 @@ def test_a_page_shows_what_the_check_prints(name: str, tmp_path: Path, capsys: p
 
 
 def test_lesson_11_says_what_the_check_says_of_two_kernels(tmp_path: Path) -> None:
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler")
+    compiler()
     page = (COURSE / "11-own-op.md").read_text(encoding="utf-8")
     for right, wrong in (("    if (i >= total) return;\n", ""), ("blockIdx.x * 256 + threadIdx.x", "threadIdx.x")):
         written(tmp_path, "e11_own_op", right, wrong, suffix=".cu")
