@@ -23,6 +23,7 @@ from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention, LayerCache, split
 from tinyforge.ops.dropout import Dropout
+from tinyforge.ops.embedding import Order
 from tinyforge.ops.fp8 import Scaled
 from tinyforge.ops.mix import Mix
 from tinyforge.ops.qk_norm_rope import QKNormRoPE
@@ -174,13 +175,14 @@ class Branch:
 class AttentionContext(NamedTuple):
     """What attention knows of a pass besides its input. cache: the keys and values of earlier positions. offset: the
     number of these positions. starts: first position of each token's document, (B, T). lengths: see `Attention`. ids:
-    the tokens, (B, T), for value embeddings."""
+    the tokens, (B, T), for value embeddings; order: see `Embedding`."""
 
     cache: LayerCache | None = None
     offset: int = 0
     starts: Array | None = None
     lengths: Array | None = None
     ids: Array | None = None
+    order: Order | None = None
 
 
 NO_CONTEXT = AttentionContext()
@@ -212,7 +214,7 @@ class SelfAttention(Branch):
         self.head_dim, self.rope, self.head_norms, self.values = head_dim, rope, head_norms, values
 
     def forward(self, h: Any, stash: Stash | None, context: AttentionContext = NO_CONTEXT) -> Addend:
-        cache, _, starts, lengths, _ = context
+        cache, _, starts, lengths, *_ = context
         qkv = self.project(h, stash, context)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts, lengths=lengths)  # (B, T, Hq, D)
         run = partial(self.out.forward, a.reshape(*a.shape[:2], -1), stash=stash)
@@ -225,7 +227,7 @@ class SelfAttention(Branch):
             return qkv
         x, ids = h.x if isinstance(h, Scaled) else h, context.ids
         assert ids is not None
-        return self.values.forward(qkv, x, ids, stash, out=qkv)
+        return self.values.forward(qkv, x, ids, stash, out=qkv, order=context.order)
 
     def rotated(self, h: Any, stash: Stash | None, offset: int) -> Array:
         """q, k and v after RoPE."""

@@ -22,15 +22,15 @@ from tests.backends.test_on_host import STATIC
 from tinyforge import ops
 from tinyforge.backends import get_backend
 from tinyforge.op import Op, Stash
-from tinyforge.ops import cross_entropy_cuda
+from tinyforge.ops import cross_entropy_cuda, embedding_cuda
 from tinyforge.ops.cross_entropy import softmax_residual_
 from tinyforge.ops.embedding import embedding_bwd
 
 pytestmark = pytest.mark.slow
 
 RUN = """
-extern "C" void host_run(int grid_x, int grid_y, int threads, void **a) {
-    host_launch(grid_x, grid_y, threads, [&] { ENTRY(ARGUMENTS); });
+extern "C" void host_run(int grid_x, int grid_y, int across, int down, void **a) {
+    host_launch(grid_x, grid_y, across, [&] { ENTRY(ARGUMENTS); }, 1, down);
 }
 """
 KINDS = (ops.Mix, ops.QKNormRoPE, ops.Smear, ops.ValueEmbedding)
@@ -48,11 +48,10 @@ class OnHost(Launches):
 
         def launch(grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], shared_mem: int = 0) -> None:
             check(grid, block, args, shared_mem)
-            assert len(block) == 1, "blocks of one axis alone run on the host"
             held = [np.array([a.ctypes.data if hasattr(a, "ctypes") and np.ndim(a) else a]) for a in args]
             places = (ctypes.c_void_p * len(args))(*(a.ctypes.data for a in held))
             run = self.library(file, entry, parameters, macros).host_run
-            run(*(int(n) for n in (*grid, 1)[:2]), int(block[0]), places)
+            run(*(int(n) for n in (*grid, 1)[:2]), *(int(n) for n in (*block, 1)[:2]), places)
 
         return launch
 
@@ -92,7 +91,7 @@ def worst(kind: type[Op], precision: str, monkeypatch: pytest.MonkeyPatch, on_ho
     ):
         package = "tinyforge.backends" if module == "cupy_backend" else "tinyforge.ops"
         found = importlib.import_module(f"{package}.{module}")
-        for name, stand_in in (("load", on_host.load), ("add_columns", add_columns), ("embedding_bwd", embedding_bwd)):
+        for name, stand_in in (("load", on_host.load), ("add_columns", add_columns)):
             if hasattr(found, name):
                 monkeypatch.setattr(found, name, stand_in)
     host, numpy = FakeCupy(precision), get_backend("numpy", "fp64" if precision == "fp64" else "fp32", workers=1)
@@ -147,6 +146,24 @@ def test_faults_of_the_kernels_show(
     kind: type[Op], fault: tuple[str, str], launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert not worst(kind, "fp64", monkeypatch, OnHost(tmp_path, fault)) <= 1e-9
+
+
+@pytest.mark.parametrize("fault", [None, ("if (last) done[row] = 0;", ""), ("i + k < to ?", "true ?")])
+def test_one_order_of_ids_serves_several_tables(
+    fault: tuple[str, str] | None, launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One id has more tokens than a piece, and one table rows of more than a block."""
+    monkeypatch.setattr(embedding_cuda, "load", OnHost(tmp_path, fault).load)
+    rng, backend = np.random.default_rng(0), FakeCupy("fp64")
+    ids = backend.asarray(np.where(rng.random(150) < 0.9, 3, rng.integers(0, 7, 150)))
+    order, apart = embedding_cuda.embedding_order(ids, 7), 0.0
+    for width in (3, 514, 3):
+        dy, dtable = (backend.asarray(rng.normal(size=(rows, width))) for rows in (150, 7))
+        expected = dtable.copy()
+        embedding_bwd(expected, dy, ids)
+        embedding_cuda.embedding_bwd(dtable, dy, ids, order)
+        apart = max(apart, float(np.abs(dtable - expected).max()))
+    assert (apart < 1e-12) == (fault is None), apart
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.5])

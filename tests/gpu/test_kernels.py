@@ -306,6 +306,7 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "positions_fwd restarting": lambda r, n, c: (act(r, 3, n, c), act(r, 37, c), tokens(r, 3 * n, 37).reshape(3, n)),
     "positions_bwd restarting": lambda r, n, c: (acc(r, 37, c), act(r, 3, n, c), tokens(r, 3 * n, 37).reshape(3, n)),
     "embedding_fwd": lambda r, n, c: (tokens(r, n, 37), act(r, 37, c)),
+    "embedding_order": lambda r, n, c: (tokens(r, n, 37), 37),
     "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
     "causal_conv_fwd": lambda r, n, c: (None, act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
     "causal_conv_fwd tail": lambda r, n, c: (
