@@ -65,6 +65,7 @@ from tinyforge.ops.lora import lora_bwd, lora_fwd
 from tinyforge.ops.losses import binary_cross_entropy_bwd, mse_bwd
 from tinyforge.ops.lstm import lstm_bwd, lstm_fwd
 from tinyforge.ops.mix import mix_bwd
+from tinyforge.ops.mix_rmsnorm import mix_rmsnorm_bwd
 from tinyforge.ops.mixture import (
     grouped_bwd_input,
     grouped_bwd_weight,
@@ -413,6 +414,7 @@ FAULTS = [
     Fault(ops.ValueEmbedding, "no gradient of x", value_gate_bwd, lambda _: lambda *a: None),
     Fault(ops.Smear, "documents not kept apart", smear_bwd, with_args(lambda *a: (*a[:-1], None))),
     Fault(ops.Smear, "no slope of the gate", smear_bwd, with_args(lambda *a: (None, *a[1:]))),
+    Fault(ops.MixRMSNorm, "the two exchanged", mix_rmsnorm_bwd, lambda right: lambda *a: right(*a)[::-1]),
     Fault(ops.Mix, "the two exchanged", mix_bwd, lambda right: lambda *a: right(*a)[::-1]),
     Fault(ops.Mix, "no sum for a", mix_bwd, with_args(lambda da, *a: (None, *a))),
     Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),

@@ -26,6 +26,7 @@ from tinyforge.ops.dropout import Dropout
 from tinyforge.ops.embedding import Order
 from tinyforge.ops.fp8 import Scaled
 from tinyforge.ops.mix import Mix
+from tinyforge.ops.mix_rmsnorm import MixRMSNorm
 from tinyforge.ops.qk_norm_rope import QKNormRoPE
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE
@@ -125,21 +126,31 @@ class PreNorm:
 
 class MixedNorm:
     """A norm before which the stream x becomes a x + b x0, x0 the stream before the first layer. The gradient of x0 is
-    added up in the stash."""
+    added up in the stash. An AddRMSNorm becomes one kernel with the mix."""
 
     def __init__(self, mix: Mix, norm: PreNorm, backend: Backend) -> None:
         self.mix, self.norm, self.op, self.add = mix, norm, norm.op, Add(backend, mix.name)
+        self.fused: MixRMSNorm | None = None
+        if type(op := norm.op) is AddRMSNorm:
+            self.fused = MixRMSNorm(mix.a, mix.b, op.weight, backend, op.eps, op.name, plus_one=op.plus_one)
 
     def forward(self, stream: ResidualStream, stash: Stash | None = None) -> Any:
-        stream.x = self.mix.forward(stream.plain(self.add), stream.first, stash)
+        x = stream.plain(self.add)
+        if self.fused:
+            stream.x, y = self.fused.forward(x, stream.first, stash)
+            return y
+        stream.x = self.mix.forward(x, stream.first, stash)
         return self.norm.forward(stream, stash)
 
     def backward(self, dy: Array, stash: Stash, residual: Any = None) -> Array:
-        dx, stash.first = self.mix.backward(self.norm.backward(dy, stash, residual), stash, into=stash.first)
+        if self.fused:
+            dx, stash.first = self.fused.backward((residual, dy), stash, into=stash.first)
+        else:
+            dx, stash.first = self.mix.backward(self.norm.backward(dy, stash, residual), stash, into=stash.first)
         return dx
 
     def ops(self) -> list[Op]:
-        return [self.mix, *self.norm.ops()]
+        return [self.fused] if self.fused else [self.mix, *self.norm.ops()]
 
 
 class NoNorm:
