@@ -7,7 +7,7 @@ computation: float32 arithmetic, results rounded to bf16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,10 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Activation:
-    """An argument in the storage type."""
+    """An argument in the storage type; a `sum` that the kernel adds to is made by the op, and never strided."""
 
     value: np.ndarray
+    sum: bool = False
 
 
 @dataclass(frozen=True)
@@ -507,7 +508,7 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "mix_bwd": lambda r, n, c: (acc(r, 1), acc(r, 1), None, *(act(r, n, c) for _ in range(3)), act(r, 1), act(r, 1)),
     "mix_rmsnorm_fwd": lambda r, n, c: (*(act(r, n, c) for _ in range(2)), act(r, c), act(r, 1), act(r, 1), 1e-5),
     "mix_rmsnorm_bwd": lambda r, n, c: mix_norm_back(r, n, c, None),
-    "mix_rmsnorm_bwd into": lambda r, n, c: mix_norm_back(r, n, c, act(r, n, c)),
+    "mix_rmsnorm_bwd into": lambda r, n, c: mix_norm_back(r, n, c, Activation(normal(r, n, c), sum=True)),
     "smear_fwd": lambda r, n, c: (act(r, 2, n, c), act(r, -(-c // 2)), act(r, 1), begins(r, n), act(r, 2, c)),
     "smear_bwd": lambda r, n, c: (
         acc(r, -(-c // 2)),
@@ -668,7 +669,7 @@ def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> Non
 
 def rounded(a: Any) -> Any:
     """Activations as bf16 holds them."""
-    return Activation(a.value.astype(dtype_of("bfloat16")).astype(np.float64)) if isinstance(a, Activation) else a
+    return replace(a, value=a.value.astype(dtype_of("bfloat16")).astype(np.float64)) if isinstance(a, Activation) else a
 
 
 def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, *more: Any) -> Any:
@@ -770,7 +771,8 @@ def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
             if w.dtype.kind in "iu":
                 assert np.array_equal(backend.to_numpy(g), w)
                 continue
-            allowed = 2 * error(p.astype(bf16).astype(np.float32), w)
+            # Of a sum that is one number, rounding may by chance undo the errors of its terms.
+            allowed = 2 * max(error(p.astype(bf16).astype(np.float32), w), error(p, w))
             assert error(backend.to_numpy(g), w) <= max(allowed, 1e-7), (n, c)
 
 
@@ -993,7 +995,7 @@ def test_strides_do_not_matter(name: str) -> None:
 
     def spread(a: Any) -> Any:
         placed = on_gpu(backend)(a)
-        if not isinstance(a, Activation) or placed.ndim < 2:  # parameters are never strided
+        if not isinstance(a, Activation) or a.sum or placed.ndim < 2:  # parameters are never strided
             return placed
         wide = backend.xp.full((*placed.shape[:-1], 2 * placed.shape[-1]), np.nan)
         wide[..., ::2] = placed
