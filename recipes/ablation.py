@@ -296,13 +296,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="'NAME: FLAGS'",
         help="two or more; the first is what the others are compared to",
     )
-    p.add_argument("--screen", action="store_true", help="each arm is a change, and runs make half of all changes")
-    p.add_argument("--seeds", type=int, help="runs of each arm: seeds 0, 1, ... (default: 3; with --screen 1)")
-    p.add_argument(
-        "--jobs", type=int, help="runs side by side; by --minutes they share the machine (default: 1, or --gpus)"
-    )
-    p.add_argument("--gpus", type=int, help="GPUs of this machine, one for each run (default: as a run chooses)")
-    p.add_argument("--out", default="ablation", metavar="DIR", help="where the runs lie (default: %(default)s)")
+    p.flag("--screen", False, "each arm is a change, and runs make half of all changes")
+    p.flag("--seeds", int, "runs of each arm: seeds 0, 1, ... (default: 3; with --screen 1)")
+    p.flag("--jobs", int, "runs side by side; by --minutes they share the machine (default: 1, or --gpus)")
+    p.flag("--gpus", int, "GPUs of this machine, one for each run (default: as a run chooses)")
+    p.flag("--out", "ablation", "where the runs lie", metavar="DIR")
     add_json_flag(p)
     args = p.parse_args(argv[:cut])
     for name in ("seeds", "jobs", "gpus"):

@@ -61,7 +61,7 @@ class Param:
     ) -> None:
         if isinstance(matrices, int):
             matrices = (math.prod(shape[:-1]) // max(1, matrices),) * matrices
-        if matrices and sum(matrices) != np.prod(shape[:-1]):
+        if matrices and sum(matrices) != math.prod(shape[:-1]):
             raise ValueError(f"Param {name}: matrices of {matrices} rows, and the shape is {shape}")
         self.name = name
         self.shape = shape
@@ -128,7 +128,7 @@ class Param:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     def __repr__(self) -> str:
         return f"Param({self.name}, {self.shape})"
