@@ -37,7 +37,7 @@ def dequantise_nf4(codes: Array, scales: Array, dtype: np.dtype) -> Array:
 def dequantise_nf4_double(
     codes: Array, scales: Array, tops: Array, offset: Array, start: int, dtype: np.dtype
 ) -> Array:
-    more = _numbers(codes.device.id), tops, offset, np.int64(start)
+    more = _numbers(cupy.cuda.runtime.getDevice()), tops, offset, np.int64(start)
     return _launch("dequantise_nf4", codes, scales, dtype, *more, DOUBLE=1)
 
 
