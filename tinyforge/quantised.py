@@ -151,6 +151,7 @@ class Quantised:
         self.kind, self.codes, self.scales, self.second = kind, codes, scales, second
         self.dtype, self._backend = backend.dtype, backend
         self._waiting: np.ndarray | None = None
+        self._settled = False
 
     @classmethod
     def zeros(cls, kind: str, shape: tuple[int, ...], backend: Backend) -> Quantised:
@@ -183,9 +184,10 @@ class Quantised:
         self.codes[rows] = self._backend.asarray(codes, codes.dtype)
         if self.second is not None:
             if self._waiting is None:
-                to_host = self._backend.to_numpy
-                held, tops, offset = (to_host(x) for x in (self.scales, *self.second[:2]))
-                self._waiting = dequantise_scales(held, tops, offset, self.second[2])
+                self._waiting = np.zeros(self.scales.shape, np.float32)
+                if self._settled:
+                    held, tops, offset = map(self._backend.to_numpy, (self.scales, *self.second[:2]))
+                    self._waiting[...] = dequantise_scales(held, tops, offset, self.second[2])
             self._waiting[rows] = scales
             return
         self.scales[rows] = self._backend.asarray(scales, scales.dtype)
@@ -195,7 +197,7 @@ class Quantised:
         if self._waiting is not None and self.second is not None:
             for array, value in zip((self.scales, *self.second[:2]), quantise_scales(self._waiting), strict=True):
                 array[...] = self._backend.asarray(value, value.dtype)
-            self._waiting = None
+            self._waiting, self._settled = None, True
 
     def values(self) -> Array:
         """The dequantised numbers, a new array."""
