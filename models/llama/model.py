@@ -104,7 +104,10 @@ class LlamaLike(Model):
     ) -> ResidualStream:
         """The stream after the blocks. fill: of the last block, compute the keys and values only."""
         self.fp8_weights.refresh()
-        x, offset = self.embedding.forward(ids, stash), cache.length if cache else 0
+        offset, learned = cache.length if cache else 0, not self.embedding.weight.frozen
+        shared = stash is not None and learned and any(block.attention.values for block in self.blocks)
+        order = self.embedding.order(ids) if shared else None
+        x = self.embedding.forward(ids, stash, order=order)
         if self.project_in:
             x = self.project_in.forward(x, stash)
         if self.embedding_scale:
@@ -119,7 +122,7 @@ class LlamaLike(Model):
             x = self.smear.forward(x, stash, starts=starts, previous=cache.previous(x) if cache else None)
         stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
-            context = AttentionContext(cache.layer(i) if cache else None, offset, starts, ids=ids)
+            context = AttentionContext(cache.layer(i) if cache else None, offset, starts, ids=ids, order=order)
             if fill and i == len(self.blocks) - 1:
                 self.blocks[i].fill(stream, context)
             else:

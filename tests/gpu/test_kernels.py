@@ -164,6 +164,12 @@ def norm_back(rng: Rng, n: int, c: int, groups: int, silu: bool, shifted: bool =
     return *sums, act(rng, *shape), act(rng, channels), act(rng, channels), x, shift, *stats, silu
 
 
+def mix_norm_back(rng: Rng, n: int, c: int, dfirst: Activation | None) -> Any:
+    sums, rows = (acc(rng, c), acc(rng, 1), acc(rng, 1)), [act(rng, n, c) for _ in range(5)]
+    dy, residual, y, *more = rows
+    return *sums, dfirst, dy, residual, act(rng, c), y, some_rstd(rng, n), *more, act(rng, 1), act(rng, 1)
+
+
 # Arguments of each kernel for n rows of width c. What stands after a space in a name is one way to call it.
 ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "rmsnorm_fwd": lambda r, n, c: (act(r, n, c), act(r, c), 1e-5),
@@ -306,6 +312,7 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "positions_fwd restarting": lambda r, n, c: (act(r, 3, n, c), act(r, 37, c), tokens(r, 3 * n, 37).reshape(3, n)),
     "positions_bwd restarting": lambda r, n, c: (acc(r, 37, c), act(r, 3, n, c), tokens(r, 3 * n, 37).reshape(3, n)),
     "embedding_fwd": lambda r, n, c: (tokens(r, n, 37), act(r, 37, c)),
+    "embedding_order": lambda r, n, c: (tokens(r, n, 37), 37),
     "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
     "causal_conv_fwd": lambda r, n, c: (None, act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
     "causal_conv_fwd tail": lambda r, n, c: (
@@ -498,6 +505,9 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     ),
     "mix_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, 1), act(r, 1)),
     "mix_bwd": lambda r, n, c: (acc(r, 1), acc(r, 1), None, *(act(r, n, c) for _ in range(3)), act(r, 1), act(r, 1)),
+    "mix_rmsnorm_fwd": lambda r, n, c: (*(act(r, n, c) for _ in range(2)), act(r, c), act(r, 1), act(r, 1), 1e-5),
+    "mix_rmsnorm_bwd": lambda r, n, c: mix_norm_back(r, n, c, None),
+    "mix_rmsnorm_bwd into": lambda r, n, c: mix_norm_back(r, n, c, act(r, n, c)),
     "smear_fwd": lambda r, n, c: (act(r, 2, n, c), act(r, -(-c // 2)), act(r, 1), begins(r, n), act(r, 2, c)),
     "smear_bwd": lambda r, n, c: (
         acc(r, -(-c // 2)),
@@ -667,6 +677,16 @@ def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray
     return (x, *KERNELS["rmsnorm_fwd"](x, weight, *more))
 
 
+def mix_then_rmsnorm(*a: Any) -> Any:
+    mixed = KERNELS["mix_fwd"](*a[:2], *a[3:5]).astype(dtype_of("bfloat16")).astype(np.float32)
+    return (mixed, *KERNELS["rmsnorm_fwd"](mixed, a[2], *a[5:]))
+
+
+def rmsnorm_then_mix(dweight: Any, da: Any, db: Any, dfirst: Any, dy: Any, residual: Any, *a: Any) -> Any:
+    between = KERNELS["rmsnorm_bwd"](dweight, dy, *a[:3], residual)
+    return KERNELS["mix_bwd"](da, db, dfirst, between.astype(dtype_of("bfloat16")).astype(np.float32), *a[3:])
+
+
 def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> Any:
     x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
     return (x, *KERNELS["layernorm_fwd"](x, *more))
@@ -730,6 +750,8 @@ PLAIN = {
     **{f"gelu_linear_bwd{which}": gelu_linear_backwards for which in ("", " bias", " erf")},
     "add_rmsnorm_fwd": add_then_rmsnorm,
     "add_rmsnorm_fwd plus": add_then_rmsnorm,
+    "mix_rmsnorm_fwd": mix_then_rmsnorm,
+    **{f"mix_rmsnorm_bwd{which}": rmsnorm_then_mix for which in ("", " into")},
     "add_layernorm_fwd": add_then_layernorm,
     "add_layernorm_fwd plain": add_then_layernorm,
 }

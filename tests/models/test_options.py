@@ -105,6 +105,13 @@ def test_a_fused_decoder_is_refused_where_it_lacks_the_option(options: dict[str,
     assert (made(options).fused_weights() is not None) == has
 
 
+def test_the_ids_are_sorted_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sorts, sort = made({"value_every": 1, "value_gate": 4}), [], np.argsort
+    monkeypatch.setattr(np, "argsort", lambda *given, **how: sorts.append(given) or sort(*given, **how))
+    step(model, *batch())
+    assert len(sorts) == 1
+
+
 def test_zero_outputs_start_as_the_identity() -> None:
     model = NanoEuler(Config.from_dict(TINY | {"zero_outputs": True}), FP64)
     model.initialise(seed=0)
