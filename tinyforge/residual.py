@@ -162,8 +162,8 @@ class NoNorm:
     def forward(self, stream: ResidualStream, stash: Stash | None = None) -> Array:
         return stream.plain(self.add)
 
-    def backward(self, dy: Array, stash: Stash, residual: Array) -> Array:
-        return self.add.forward(dy, residual)
+    def backward(self, dy: Array, stash: Stash, residual: Any = None) -> Array:
+        return dy if residual is None else self.add.forward(dy, residual)
 
     def ops(self) -> list[Op]:
         """None: it saves nothing, and learns nothing."""
