@@ -3,9 +3,20 @@
 int4 is GGUF's type q4_0, in groups of 32: W[o, i] ~ d[o, i / 32] (c[o, i] - 8).
 
 c = 0 ... 15. d, rounded to float16, is an eighth of the number of largest size in its group with the sign reversed, so
-that this number has the code 0. The error is at most |d| / 2; |d| where a number of the other sign is as large. Byte j
-of a group's 16 has the codes of its numbers j, in the lower bits, and j + 16. Scales are kept in float32, which a CPU
-reads in one instruction: a weight takes 5 bits. The fused kernel for a GPU has them in float16: 4.5 bits.
+that this number has the code 0. The error is at most |d| / 2; |d| where a number of the other sign is as large. Numbers
+that some d represents without error, as those of a file of this type, keep their values. Byte j of a group's 16 has the
+codes of its numbers j, in the lower bits, and j + 16. Scales are kept in float32, which a CPU reads in one instruction:
+a weight takes 5 bits. The fused kernel for a GPU has them in float16: 4.5 bits.
+
+With the second moments of a matrix's inputs, H = E[x x^T] (I, I), the error of its outputs is least, not that of its
+weights. With H = R R^T, R upper triangular, and errors e[i] = W[o, i] - d q[i], it is
+
+    E[(e x)^2] = e H e^T = sum over i of R[i, i]^2 (W[o, i] + sum over j < i of e[j] R[j, i] / R[i, i] - d q[i])^2
+
+So numbers are rounded from left to right, each with the weighted errors of those before it added: error feedback, which
+is GPTQ without an inverse of H. A group's d is found by a search. For each s of STARTS the number of largest size gets
+the code nearest to s and the others theirs, q = c - 8. With w = R[i, i]^2, the d of least squares is sum(w x q) /
+sum(w q^2), which lowers the error by sum(w x q)^2 / sum(w q^2): the largest such gain wins.
 
 NF4, in groups of 64: W[o, i] ~ d[o, i / 64] n[c[o, i]], with d the largest size in the group, in float32, and n 16
 numbers from -1 to 1 at the quantiles of a normal distribution, 0 among them. c is the nearest. Byte j of a group's 32
@@ -15,7 +26,8 @@ Double quantisation, as bitsandbytes has it, stores d in 8 bits: d[g] ~ m[e[g]] 
 matrix are counted row by row, o is the mean of its d, t the largest |d - o| of 256 groups, and m 256 numbers from -1 to
 1, each decade with half as many as the next. A weight takes 4.127 bits.
 
-Sources: quantize_row_q4_0_ref of ggml-quants.c, the layout of a block and the choice of its scale; Dettmers et al.,
+Sources: quantize_row_q4_0_ref and make_qx_quants of ggml-quants.c, for a block, its scale, and the search; Frantar et
+al., "GPTQ" (2022), and Chee et al., "QuIP" (2023), theorem 6, for error feedback by a factor of H; Dettmers et al.,
 "QLoRA: Efficient Finetuning of Quantized LLMs" (2023), appendix E, for the numbers of NF4, and section 3; Dettmers,
 "8-Bit Approximations for Parallelism in Deep Learning" (2015), for the numbers of 8 bits.
 """
@@ -29,6 +41,11 @@ from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 
 GROUP = 32
+STARTS = (-8.0, -9.0, 7.0)
+"""What a group's number of largest size is divided by, at the start of the search for its scale."""
+SHRINKAGE, DAMPING = 0.6, 1e-6
+"""Share by which correlations of inputs are lowered: those of a short text are partly chance, and full feedback costs
+more than none on other text. And what is added to H's diagonal, in units of its mean, for inputs that are always 0."""
 NF4_GROUP = 64
 TOP_GROUP = 256
 """Groups of NF4 whose scales have one scale of their own."""
@@ -60,13 +77,76 @@ DYNAMIC = _dynamic_numbers()
 def quantise_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """rows: (N, I), finite, I a multiple of GROUP; returns codes (N, I / 2), uint8, and scales (N, I / GROUP),
     float32."""
-    groups = rows.astype(np.float32, copy=False).reshape(-1, GROUP)
+    groups = np.ascontiguousarray(rows, np.float32).reshape(-1, GROUP)
     largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
     scales = largest / np.float32(-8)
     inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
     codes = np.minimum(groups * inverse + np.float32(8.5), 15).astype(np.uint8)
+    scales = scales.astype(np.float16).astype(np.float32)
+    # d q has at most 14 significant bits, which few groups of 32 numbers have but those that were rounded before.
+    coarse = np.flatnonzero(~(np.bitwise_or.reduce(groups.view(np.uint32), axis=1) & 0x3FF).astype(bool))
+    peaks, four = largest[coarse, 0], np.ascontiguousarray(groups[coarse, :4].T)
+    for code in range(1, 8) if len(coarse) else ():  # of the largest number
+        with np.errstate(over="ignore", invalid="ignore"):  # a scale beyond float16 represents nothing
+            scale = (peaks / np.float32(code)).astype(np.float16).astype(np.float32)
+            some = np.flatnonzero(_are_multiples(four, scale))
+        some = some[_are_multiples(groups[coarse[some]].T, scale[some])]
+        codes[coarse[some]] = _rounded(groups[coarse[some]], scale[some, None]) + np.float32(8)
+        scales[coarse[some], 0] = scale[some]
     packed = codes[:, : GROUP // 2] | codes[:, GROUP // 2 :] << 4
-    return packed.reshape(len(rows), -1), scales.astype(np.float16).astype(np.float32).reshape(len(rows), -1)
+    return packed.reshape(len(rows), rows.shape[1] // 2), scales.reshape(len(rows), rows.shape[1] // GROUP)
+
+
+def _are_multiples(groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    return (_rounded(groups, scales) * scales == groups).all(axis=0)
+
+
+def round_with_feedback(rows: np.ndarray, moments: np.ndarray) -> np.ndarray:
+    """The numbers that int4 has for rows whose inputs have these second moments, (N, I) float32, which
+    `quantise_groups` keeps. rows: (N, I), finite, I a multiple of GROUP; moments: (I, I), symmetric, not negative."""
+    shrunk, squares = moments.astype(np.float64) * (1 - SHRINKAGE), moments.diagonal().astype(np.float64)
+    shrunk[np.diag_indices_from(shrunk)] = squares + (DAMPING * squares.mean() or 1.0)
+    factor = np.linalg.cholesky(shrunk[::-1, ::-1])[::-1, ::-1]
+    diagonal = factor.diagonal()
+    feedback = np.ascontiguousarray((factor / diagonal).T, np.float32)
+    weights = (diagonal**2 / diagonal.max() ** 2).astype(np.float32)[:, None]
+    columns = np.ascontiguousarray(rows.T, np.float32)
+    found, errors = np.zeros_like(columns), np.zeros_like(columns)
+    for start in range(0, len(columns), GROUP):
+        end = start + GROUP
+        corrected = columns[start:end] + feedback[start:end, :start] @ errors[:start]
+        scales = _scales(corrected, weights[start:end])
+        for i in range(start, end):
+            np.multiply(_rounded(corrected[i - start], scales), scales, out=found[i])
+            np.subtract(columns[i], found[i], out=errors[i])
+            corrected[i - start + 1 :] += feedback[i + 1 : end, i, None] * errors[i]
+    return found.T
+
+
+def _rounded(x: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """x / d to the nearest of -8 ... 7, 0 where d is 0; float32. The shapes are those of a product."""
+    q = x * np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
+    np.rint(q, out=q)
+    np.maximum(q, np.float32(-8), out=q)
+    return np.minimum(q, np.float32(7), out=q)
+
+
+def _scales(groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The scales of least weighted squared error that the search finds, (N,), float16 as float32. groups: (GROUP, N);
+    weights: (GROUP, 1)."""
+    peak = np.take_along_axis(groups, np.abs(groups).argmax(axis=0)[None], axis=0)[0]
+    scales = best = np.zeros_like(peak)
+    for start in STARTS:
+        q = _rounded(groups, peak / np.float32(start))
+        weighted = weights * q
+        q *= weighted
+        weighted *= groups
+        norm, product = q.sum(axis=0), weighted.sum(axis=0)
+        scale = np.divide(product, norm, out=np.zeros_like(peak), where=norm > 0)
+        gain = scale * product
+        better = gain > best
+        scales, best = np.where(better, scale, scales), np.where(better, gain, best)
+    return scales.astype(np.float16).astype(np.float32)
 
 
 @kernel

@@ -7,10 +7,14 @@
     python -m tinyforge.formats convert HuggingFaceTB/SmolLM2-135M smol --format tinyforge  from the hub
     python -m tinyforge.formats convert stories260K.bin stories  with the tokenizer next to it
     python -m tinyforge.formats convert runs/sft model.gguf --type q8_0  for llama.cpp; Ollama's Modelfile next to it
+    python -m tinyforge.formats convert runs/sft model.gguf --type q4_0 --calibrate text.txt  a smaller loss: see below
     python -m tinyforge.formats convert runs/sft model.bin  for llama2.c's run.c
     python -m tinyforge.formats convert runs/sft my-adapter --adapter  the adapter of a run with --lora, for PEFT
 
 An adapter, ours or PEFT's, is merged into its base; --adapter writes it alone.
+
+--calibrate rounds each matrix by the inputs that it gets from a text: the file is of the same size and type, and closer
+to the model on such text. `--weights int4` keeps its numbers.
 
 What is left out is named on stderr: parts that a format cannot hold, such as NanoEuler's later output heads, and the
 files, keys and tensors of another program's model that nothing here reads.
@@ -27,12 +31,15 @@ from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import read_text
+from tinyforge.formats.feedback import TOKENS, round_to_text
 from tinyforge.formats.foreign import is_foreign, spec_of_model
 from tinyforge.formats.lost import lost
 from tinyforge.formats.pretrained import FORMATS, USES, check_target, save_pretrained
 from tinyforge.formats.runs import open_model, resolve_checkpoint, write_adapter
 from tinyforge.tensors import CALLED
 from tinyforge.terminal import one_line
+
+MOST_TEXT = 32 * TOKENS  # characters that are encoded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,19 +67,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.flag("--tokenizer", str, "SRC's tokenizer, if it is not next to it", metavar="FILE")
     parser.flag("--base", str, "the base of SRC, if SRC is an adapter whose base has moved", metavar="PATH")
+    parser.flag(
+        "--calibrate",
+        str,
+        f"with --type q4_0: a UTF-8 text, of which the first {TOKENS:,} tokens choose how numbers are rounded",
+        metavar="FILE",
+    )
     parser.flag("--adapter", False, "write only SRC's adapter, in PEFT's format")
     args = parser.parse_args(argv)
     source, target = resolve_checkpoint(args.source), Path(args.target)
     base = resolve_checkpoint(args.base) if args.base else None
     if args.adapter:
-        if args.format or args.dtype != "f32" or args.tokenizer:
-            raise UserError("--adapter writes PEFT's format in f32; leave out --format, --dtype and --tokenizer")
+        if args.format or args.dtype != "f32" or args.tokenizer or args.calibrate:
+            raise UserError(
+                "--adapter writes PEFT's format in f32; leave out --format, --dtype, --tokenizer and --calibrate"
+            )
         write_adapter(source, target, base)
         print(f"wrote {target}, {megabytes(target):.1f} MB")
         return 0
     format = check_target(target, args.format, args.dtype)  # before a large model is read
+    if args.calibrate and args.dtype != "q4_0":
+        raise UserError(f"--calibrate is for --type q4_0, got {args.dtype}; leave out --calibrate")
+    text = read_text(Path(args.calibrate), "the text of --calibrate") if args.calibrate else ""
     opened = open_model(source, Path(args.tokenizer) if args.tokenizer else None, base)
+    if args.calibrate and opened.spec.learns != "text":
+        raise UserError(f"--calibrate is for models of next tokens; {source} learns {opened.spec.learns}; leave it out")
     found = opened.build(get_backend("numpy", "fp32", workers=1))
+    if args.calibrate:
+        tokens = round_to_text(found.model, found.tokenizer.encode(text[:MOST_TEXT]))
+        print(f"rounded by {tokens:,} tokens of {args.calibrate}")
     save_pretrained(
         found.model,
         found.tokenizer,

@@ -30,6 +30,7 @@ from tinyforge.errors import UserError
 from tinyforge.files import writing, written_whole
 from tinyforge.formats import gguf_quants
 from tinyforge.formats.weights import Recorded
+from tinyforge.quantised_groups import GROUP, quantise_groups
 from tinyforge.requirements import needs
 from tinyforge.tensors import READ_AT_ONCE, Lazy
 
@@ -312,6 +313,10 @@ def _quantised(values: np.ndarray, kind: str) -> np.ndarray:
     rows = rows.reshape(-1, rows.shape[-1])
 
     def make(part: np.ndarray) -> np.ndarray:
+        if kind == "q4_0":
+            codes, scales = quantise_groups(part)
+            halves = scales.astype("<f2").view(np.uint8)
+            return np.concatenate([halves.reshape(-1, 2), codes.reshape(-1, GROUP // 2)], 1).reshape(len(part), -1)
         if kind in gguf_quants.TYPES:
             return gguf_quants.quantize(part, kind)
         return gguf.quants.quantize(part, gguf.GGMLQuantizationType[kind.upper()])
