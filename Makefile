@@ -21,6 +21,10 @@ RUN := $(VENV)/bin/python
 # environment says otherwise: hundreds of tests start a new Python, which would compile everything that it imports.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
+# What these folders hold needs a GPU, a browser or a registry: to import it, and to leave it out by its markers, takes as
+# long as a tenth of the tests that stay.
+HERE := --ignore=tests/gpu --ignore=tests/browser --ignore=tests/world
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo speedrun test test-all test-world test-browser lint docs test-gpu fuzz chaos soak mutants bench clean
@@ -54,10 +58,10 @@ speedrun: $(VENV)/.stamp-run ## from raw text to a chat: downloads a few books, 
 	PYTHON=$(RUN) recipes/speedrun.sh $(SPEEDRUN_FLAGS)
 
 test: lint ## lint, and the tests that need no GPU, without the slow ones
-	$(PYTEST) -m "not gpu and not slow and not browser and not world"
+	$(PYTEST) $(HERE) -m "not gpu and not slow and not browser and not world"
 
 test-all: lint $(VENV)/.stamp-peers ## lint, and all tests that need no GPU, parity with PyTorch too: what CI runs
-	$(PYTEST) -m "not gpu and not browser and not world"
+	$(PYTEST) $(HERE) -m "not gpu and not browser and not world"
 
 lint: $(VENV)/.stamp-dev ## ruff, mypy, the layers of the imports, words of the style guide, and known vulnerabilities
 	$(RUN) -m ruff check .

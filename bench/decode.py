@@ -5,17 +5,17 @@
     python bench/decode.py --config base --backend cupy --precision bf16 --position 256 --tokens 64 --peer torch
     python bench/decode.py --config base --backend cupy --precision bf16 --batch-size 64 --position 256
     python bench/decode.py --model llama --config TinyLlama-1.1B --backend cupy --precision bf16 --weights int4
+    python bench/decode.py --model llama --config TinyLlama-1.1B --backend cupy --precision bf16 --peer torch --regional
     python bench/decode.py --checkpoint runs/sft                                a trained model: plain and speculative
 
 Without a checkpoint the weights are random, without drafts: plain greedy decoding of `--tokens` tokens around
 `--position`, with the cache filled before. Ours goes through the public generator (for a batch, `draw_blocks`, which is
 what `generate_batch` runs). PyTorch's loop does the same and no more: a pass, argmax, the next pass, with nothing
 copied to the host in between. On a CPU PyTorch is eager, once with one thread and once with --threads; ours has one. On
-a GPU it is eager, and compiled under a CUDA graph (mode reduce-overhead). All must agree on the logits at `--position`,
-to a share of the largest one.
-
-Of `--model` other than the default, weights are made on the device, in one or four bits a number where `--weights` says
-so; PyTorch does not take part, and every contender of ours must agree with the logits of its model's own ops.
+a GPU it is eager, compiled, and compiled under a CUDA graph (mode reduce-overhead); with --regional one of its layers
+is compiled, and the graph records all of them and argmax. Weights are made on the device, in one or four bits a number
+where `--weights` says so. All must agree on the logits at `--position`, ours with those of its model's own ops, to a
+share of the largest one.
 
 Bandwidth used (MBU): the bytes that a step must read, which are all weights but the embedding and heads 1 and up, and
 the keys and values of every row, over the time and the rate of a large copy on the same device. What a CPU's caches
@@ -43,19 +43,17 @@ if not __package__:
 import numpy as np
 
 from bench import harness
-from bench.harness import EAGER, GRAPH, OURS, Flags, LeftOut, Parity
+from bench.harness import COMPILED, EAGER, GRAPH, OURS, Flags, LeftOut, Parity
 from tinyforge.backends import Backend
 from tinyforge.backends.workers import cores
 from tinyforge.data.alpaca import Record, read_split
 from tinyforge.data.world import Instruction, documents, instructions
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import load
-from tinyforge.frozen_model import quantised_copy
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
-from tinyforge.models.nanoeuler.model import NanoEuler
 from tinyforge.op import Param
 from tinyforge.quantised import FOUR_BITS, KINDS
 from tinyforge.tokenizers.chat_templates import render_prompt
@@ -79,6 +77,7 @@ class Options:
     rounds: int
     threads: int
     model: str = "nanoeuler"
+    regional: bool = False
 
     @property
     def start(self) -> int:
@@ -127,11 +126,11 @@ class Ours:
 
 
 class Torch:
-    def __init__(self, options: Options, model: NanoEuler, threads: int, mode: str | None) -> None:
+    def __init__(self, options: Options, model: Any, threads: int, mode: str | None) -> None:
         # Here and not at the top: torch is needed only when it is the peer.
         from bench.torch_decode import TorchDecoder
 
-        self.decoder = TorchDecoder(model, options.batch_size, threads, mode)
+        self.decoder = TorchDecoder(model, options.batch_size, threads, mode, options.end, options.regional)
         self.text, begin = options.text(), options.start - 1
         self.first = self.decoder.on_device(self.text[:, begin : options.start])
         self.places = self.decoder.places(begin, options.tokens)
@@ -156,17 +155,18 @@ def contenders_of(
     models = {OURS: model, **quantised}
     makers: dict[str, Any] = {name: partial(Ours, options, ours) for name, ours in models.items()}
     if peer:
-        makers |= harness.by_threads(model.backend, partial(Torch, options, model), options.threads, (EAGER, GRAPH))
+        makers |= harness.by_threads(
+            model.backend, partial(Torch, options, model), options.threads, (EAGER, COMPILED, GRAPH)
+        )
     contenders, logits, left_out = harness.soft(makers, lambda contender: contender.logits())
     # Roundings of layers are independent: their errors add up by squares.
     tolerance = harness.LOGITS_TOLERANCE[model.backend.precision.name] * max(1, options.config.layers / 8) ** 0.5
-    pairs = {name: (logits[name], logits[OURS]) for name in logits if name not in quantised} if peer else {}
-    if options.model != "nanoeuler":
-        pairs = {name: (logits[name], by_own_ops(options, ours)) for name, ours in models.items()}
+    own = {name: by_own_ops(options, ours) for name, ours in models.items()}
+    pairs = {name: (found, own.get(name, own[OURS])) for name, found in logits.items()}
     # As shares of the largest logit: a deep model's are large.
     shares = {name: float(np.abs(a - b).max() / np.abs(b).max()) for name, (a, b) in pairs.items()}
     said = "logits differ, as a share of the largest one, by " + ", ".join(f"{n} {x:.2g}" for n, x in shares.items())
-    parity = harness.check_parity({OURS: 0.0, "": max(shares.values())}, tolerance, f"{said}:") if pairs else None
+    parity = harness.check_parity({OURS: 0.0, "": max(shares.values())}, tolerance, f"{said}:")
     return contenders, parity, left_out
 
 
@@ -211,14 +211,8 @@ def bytes_per_step(options: Options, model: Any) -> int:
 def measure(options: Options, backend: Backend, peer: str | None, weights: Sequence[str] = ()) -> dict[str, Any]:
     """Microseconds of a step (one token in each row), by contender."""
     before = harness.machine()
-    if options.model == "nanoeuler":
-        model: Any = harness.nanoeuler(options.config, backend)
-        quantised = {f"{OURS}, {kind} weights": quantised_copy(model, kind) for kind in weights}
-    else:
-        if peer:
-            raise UserError(f"--peer {peer} is for NanoEuler, got --model {options.model}; leave it out")
-        model, *others = (harness.random_model(options.model, options.config, backend, k) for k in ("", *weights))
-        quantised = {f"{OURS}, {k} weights": other for k, other in zip(weights, others, strict=True)}
+    model, *others = (harness.random_model(options.model, options.config, backend, k) for k in ("", *weights))
+    quantised = {f"{OURS}, {k} weights": other for k, other in zip(weights, others, strict=True)}
     contenders, parity, left_out = contenders_of(options, model, peer, quantised)
     bandwidth = copy_bandwidth(backend)
     floor = FLOOR_BANDWIDTH if backend.name == "cupy" else None
@@ -235,6 +229,7 @@ def measure(options: Options, backend: Backend, peer: str | None, weights: Seque
     measured: dict[str, Any] = {"bytes_per_step": size, "copy_gb_per_second": bandwidth / 1e9}
     measured["floor_us"] = 1e6 * size / floor if floor else None
     given: dict[str, Any] = {"model": options.model} if options.model != "nanoeuler" else {}
+    given |= {"compiled": harness.COMPILED_PARTS[options.regional] if peer else None}
     given |= {"config": options.config.to_dict(), "batch_size": options.batch_size, "position": options.position}
     given |= {"tokens_per_round": options.tokens, "rounds": options.rounds}
     found = {**given, **measured, "parity": parity, "left_out": left_out, "results": results}
@@ -251,6 +246,8 @@ def table(found: dict[str, Any]) -> list[str]:
     what = f"{rows} rows, {tokens} tokens around position {found['position']}, {found['rounds']} rounds"
     reads = f"{found['bytes_per_step'] / 1e6:.2f} MB a step; a copy does {found['copy_gb_per_second']:.1f} GB/s"
     lines = [("decoding", what), ("reads", reads)]
+    if found["compiled"]:
+        lines.append(("torch.compile", found["compiled"]))
     if floor:
         lines.append(("floor", f"{floor:.0f} us a step, those bytes at {FLOOR_BANDWIDTH / 1e12} TB/s"))
     columns = COLUMNS + " | of_the_floor:.0%" * bool(floor)
@@ -348,7 +345,8 @@ def options_of(args: argparse.Namespace) -> Options:
             f"--position {position}: {args.tokens} tokens around it are not within the context of {config.context}; "
             "use another position, or fewer --tokens"
         )
-    return Options(config, args.batch_size, position, args.tokens, args.rounds, args.threads or cores(), args.model)
+    threads = args.threads or cores()
+    return Options(config, args.batch_size, position, args.tokens, args.rounds, threads, args.model, args.regional)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -361,6 +359,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.number("--tokens", 16, "tokens a round, around the position")
     p.number("--rounds", 30, "counted runs of each contender")
     p.text("--weights", [], "ours with such weights too", nargs="+", choices=KINDS)
+    p.switch("--regional", "compile one layer of PyTorch's, not its model")
     p.shared("peer", "backend", "device", "precision", threads={"help": "threads of PyTorch (default: one a core)"})
     p.text("--checkpoint", metavar="DIR", help="time plain and speculative decoding of this model instead")
     p.number("--prompts", 60, "held-out prompts, with --checkpoint")

@@ -35,6 +35,7 @@ from tinyforge.train.metrics import peak_memory_mib
 from tinyforge.train.settings import PretrainSettings, config_of
 
 OURS, EAGER, COMPILED, GRAPH = "tinyforge", "torch eager", "torch compiled", "torch compiled, CUDA graph"
+COMPILED_PARTS = "the model", "one layer, whose code all layers use (regional compilation)"
 MODES = {EAGER: None, COMPILED: "default", GRAPH: "reduce-overhead"}  # of torch.compile
 LOGITS_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp8": 5e-2}
 GRAPHS_NEED_A_GPU = "does not apply: it replays CUDA graphs, and this runs on a CPU"

@@ -31,7 +31,7 @@ from bench import harness
 from bench.training import Ours
 from tinyforge.adapters import Adapted, Adapters
 from tinyforge.errors import UserError, run_command
-from tinyforge.quantised import FOR_TUNING
+from tinyforge.quantised import DOUBLE, FOR_TUNING
 from tinyforge.registry import find_model
 from tinyforge.rng import Stream
 from tinyforge.train.batches import PackedTokens
@@ -53,7 +53,12 @@ def fill(p: Any, backend: Any, rng: np.random.Generator) -> None:
     if p.weights:
         codes, scales = (x.reshape(-1, x.shape[-1]) for x in (p.stored.codes, p.stored.scales))
         made = rng.integers(0, 256, (BLOCK, codes.shape[1]), np.uint8).view(codes.dtype)
-        scales[...] = 3 * p.std / (1 if p.weights == "nf4" else 127)
+        size = 3 * p.std / (1 if p.weights.startswith("nf4") else 127)
+        if p.weights == DOUBLE:
+            tops, offset, _ = p.stored.second
+            scales[...], tops[...], offset[...] = 0, 0, size
+        else:
+            scales[...] = size
         rows = codes
     else:
         rows = p.value.reshape(-1, p.shape[-1])

@@ -217,13 +217,18 @@ class Llama(Trunk):
     """ids: (B, T), targets: (B, T, 1), -1 for none, to the mean nll. A tied head is the embedding."""
 
     def __init__(self, config: Any) -> None:
+        other = [name for name in config.options() if name != "qkv_bias"]
+        if other := [*other, *["rope_scaling"] * (config.rope_scaling != "none")]:
+            raise UserError(f"--peer: a plain Llama, or Qwen 2, got a config with {', '.join(other)}; leave out --peer")
         super().__init__(config)
         if not config.tied:
             self.heads = torch.nn.Linear(config.dim, config.vocab, bias=False)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        weight = self.heads.weight if hasattr(self, "heads") else self.embedding.weight
-        logits = F.linear(self.hidden(ids), weight).flatten(0, 1)
+        return self.loss(self.hidden(ids), targets)
+
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(x, getattr(self, "heads", self.embedding).weight).flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
 
 
@@ -237,6 +242,8 @@ class TorchTraining:
     backward as CUDA graphs.
     precision: "bf16" is autocast over float32 weights, with TF32 allowed for what stays in float32. threads: on a CPU.
     ddp: this process is one rank of torch.distributed, and gradients are averaged over all.
+    regional: compile one layer, whose code all layers use, and the loss: bounds the time of compiling, for one more
+    memory pass between layers.
     """
 
     def __init__(
@@ -249,6 +256,7 @@ class TorchTraining:
         compiled: str | None,
         adamw: AdamWConfig | None = None,
         ddp: bool = False,
+        regional: bool = False,
     ) -> None:
         if model not in MODELS:
             raise UserError(f"--peer: {model} has no peer in PyTorch; there are {', '.join(MODELS)}. Leave out --peer")
@@ -261,7 +269,11 @@ class TorchTraining:
         if ddp:
             ranked = torch.nn.parallel.DistributedDataParallel
             whole = ranked(self.model, device_ids=[self.device], gradient_as_bucket_view=True)
-        self.forward = torch.compile(whole, mode=compiled) if compiled else whole
+        self.forward = torch.compile(whole, mode=compiled) if compiled and not regional else whole
+        if compiled and regional:
+            for block in self.model.blocks:
+                block.compile(mode=compiled)
+            vars(self.model)["loss"] = torch.compile(self.model.loss, mode=compiled)
         self.graphs = compiled == "reduce-overhead"
         ours = adamw or AdamWConfig()
         matrices = [p for p in self.model.parameters() if p.dim() > 1]

@@ -6,7 +6,8 @@
     python bench/train_step.py --model gpt2 --config 124m --backend cupy --precision bf16 --seq-len 1024 --peer torch
     python bench/train_step.py --model moe --beside nanoeuler:small     compared with another of our models
 
-PyTorch runs eager, compiled, and on a GPU also compiled with CUDA graphs (mode reduce-overhead). All contenders see the
+PyTorch runs eager, compiled, and on a GPU also compiled with CUDA graphs (mode reduce-overhead); with --regional one
+layer of it is compiled, where compiling a deep model takes minutes. All contenders see the
 same random tokens, and must agree on the loss of the first steps. With dropout each contender samples its own masks, so
 that check uses models without dropout. Peak memory is measured in a child process that runs only the steps of one
 contender.
@@ -67,7 +68,7 @@ from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
 READING, MASKED, CAPTURED, MUON = "tinyforge, data", "tinyforge, mask", "tinyforge, graph", "tinyforge, Muon"
 IN_BF16 = "tinyforge, bf16"
-PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,)}
+PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,), "torch-compiled": (COMPILED,)}
 BATCHES = 8  # distinct ones, visited in turn
 PARITY_STEPS = 3  # the second and third loss depend on the gradients, the clipping and AdamW too
 WARM_UP_STEPS = 3
@@ -97,6 +98,7 @@ class Options:
     recompute: Recompute = ""
     capture: bool = False
     muon: bool = False
+    regional: bool = False
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
@@ -178,7 +180,8 @@ def torch_peer(options: Options, mode: str | None) -> Any:
 
     device = f"cuda:{options.device or 0}" if options.backend == "cupy" else "cpu"
     precision, threads = options.in_bf16().precision, options.threads
-    peer = TorchTraining(options.model, options.config, precision, device, threads, mode)
+    how: dict[str, Any] = {"regional": options.regional}
+    peer = TorchTraining(options.model, options.config, precision, device, threads, mode, **how)
     return TorchPeer(peer, options.batches())
 
 
@@ -249,6 +252,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     shape = options.precision, options.batch_size, options.seq_len, options.recompute
     given = {name: getattr(options, name) for name in ("model", "batch_size", "seq_len", "recompute")}
     given |= {"config": config.to_dict(), "counted_steps": options.steps, "tokens_per_document": options.documents}
+    given["compiled"] = harness.COMPILED_PARTS[options.regional] if peer else None
     given["threads"] = {"ours": options.workers, "torch": options.threads if peer else None}
     known = {"parameters": first.buffer.count, "flop_convention": FLOP_CONVENTION, "matmul_peak_gflop_per_second": peak}
     known["gflop_per_step"] = first.flop_per_token(options.seq_len) * tokens / 1e9
@@ -277,6 +281,7 @@ def table(found: dict[str, Any]) -> list[str]:
         ("FLOP", f"{found['gflop_per_step']:.2f} GFLOP a step: {found['flop_convention']}"),
         ("matmul peak", f"{found['matmul_peak_gflop_per_second']:.0f} GFLOP/s, measured, by our own backend"),
         ("plan", f"{plan:.0f} MiB at most, by --plan") if plan else None,
+        ("torch.compile", found["compiled"]) if found["compiled"] else None,
     )
     lines += harness.rows(COLUMNS, results, left_out=found["left_out"])
     if graph := results.get(CAPTURED):
@@ -334,7 +339,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.switch("--muon", "time our step with Muon too")
     p.switch("--verbose", "on a GPU, print which kernel computes each product of bf16")
     p.number("--steps", 30, "counted steps for each contender")
-    p.shared(peer={"choices": tuple(PEERS), "help": "time PyTorch too, all it has, or eager alone"})
+    p.shared(peer={"choices": tuple(PEERS), "help": "time PyTorch too, all it has, or one mode"})
+    p.switch("--regional", "compile one layer of PyTorch's, not its model")
     p.text("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
     p.text("--data", metavar="SHARDS", help="time our step with batches read from token shards too")
     p.number("--documents", None, "time our step with masked documents of N tokens on average too", metavar="N")

@@ -428,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m data.alpaca", description=__doc__)
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="a local file (default: download them)")
     parser.flag("--out", Path, "folder for alpaca.json and source.json", required=True, metavar="DIR")
-    parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
+    parser.flag("--base-url", HOST, "a mirror", metavar="URL")
     parser.flag("--encoding", "utf-8", "of the file")
     parser.add_argument(
         "--as-text",

@@ -1044,12 +1044,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SHARE",
         help="share of the documents in val; SOURCE=SHARE for one source (default 0.01)",
     )
-    parser.add_argument(
-        "--split-by",
-        default=Settings.split_by,
-        metavar="|".join(SPLIT_HASH),
-        help="put whole texts in val, or parts if there are few texts (default text)",
-    )
+    split = "put whole texts in val, or parts if there are few texts"
+    parser.flag("--split-by", Settings.split_by, split, metavar="|".join(SPLIT_HASH))
     for name, what in {
         "max_bytes": "cut longer texts into parts, in bytes",
         "shingle_words": "words in a shingle of MinHash",
@@ -1061,9 +1057,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "boilerplate": "cut text that this many documents of a source share, and debris of markup; 0: cut nothing",
         "max_overlap": "the share of grams in val from which a train document is dropped",
     }.items():
-        default = getattr(Settings, name)
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=type(default), default=default, help=f"{what} (default {default})")
+        parser.flag(f"--{name.replace('_', '-')}", getattr(Settings, name), what)
     parser.flag("--detect-language", False, "measure each document's language, and keep English (needs the extra data)")
     parser.flag("--fix-text", False, "undo mojibake, write Unicode as NFC, drop zero-width characters")
     parser.flag("--mask-pii", False, "put [EMAIL], [IP], [PHONE] in place of addresses and telephone numbers")
@@ -1077,7 +1071,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="PATH",
         help="evaluation sets, as for evaluate.py --task-data, to keep out of the training text",
     )
-    parser.add_argument("--filters", type=Path, default=DEFAULT_FILTERS, metavar="FILE", help="quality filters in SQL")
+    parser.flag("--filters", Path, "quality filters in SQL", default=DEFAULT_FILTERS, metavar="FILE")
     parser.flag("--tokenizer", Path, "count tokens too", metavar="FILE")
     parser.flag("--workers", int, "processes (default: one per core, if memory allows)")
     parser.flag("--memory-limit", "1GB", "for all of them together", metavar="BYTES")

@@ -299,34 +299,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--bytes", metavar="N", help="text to take, such as 50MB or 1GB (default 1GB)")
     budget.add_argument("--rows", type=int, metavar="N", help="documents to take")
-    parser.add_argument("--folder", default=FOLDER, help=f"of the repository {REPOSITORY} (default {FOLDER})")
-    parser.add_argument("--files", nargs="+", metavar="PATH", help="files of the repository, instead of a folder")
-    parser.add_argument("--language", default=defaults.language, help=f"default {defaults.language}")
-    parser.add_argument(
-        "--min-language-score",
-        type=float,
-        default=defaults.min_language_score,
-        metavar="X",
-        help=f"0 to 1 (default {defaults.min_language_score})",
-    )
-    parser.add_argument(
-        "--min-score",
-        type=float,
-        default=defaults.min_score,
-        metavar="X",
-        help=f"educational score, 0 to 5 (default {defaults.min_score})",
-    )
-    parser.add_argument(
-        "--min-tokens",
-        type=int,
-        default=defaults.min_tokens,
-        metavar="N",
-        help=f"length in GPT-2's tokens (default {defaults.min_tokens})",
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=defaults.max_tokens, metavar="N", help=f"default {defaults.max_tokens}"
-    )
-    parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
+    parser.flag("--folder", FOLDER, f"of the repository {REPOSITORY}")
+    parser.flag("--files", str, "files of the repository, instead of a folder", nargs="+", metavar="PATH")
+    parser.flag("--language", defaults.language, "language of the documents")
+    parser.flag("--min-language-score", defaults.min_language_score, "0 to 1", metavar="X")
+    parser.flag("--min-score", defaults.min_score, "educational score, 0 to 5", metavar="X")
+    parser.flag("--min-tokens", defaults.min_tokens, "length in GPT-2's tokens", metavar="N")
+    parser.flag("--max-tokens", defaults.max_tokens, "length in GPT-2's tokens", metavar="N")
+    parser.flag("--base-url", HOST, "a mirror", metavar="URL")
     args = parser.parse_args(arguments)
     if args.rows is not None and args.rows < 1:
         raise UserError(f"--rows {args.rows}: expected 1 or more")

@@ -151,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.flag("--out", Path, "folder for the source", required=True, metavar="DIR")
     parser.add_argument("--files", nargs="+", metavar="PATH", help=f"of the repository {REPOSITORY} (default {FILE})")
-    parser.add_argument("--base-url", default=HOST, metavar="URL", help=f"a mirror (default {HOST})")
+    parser.flag("--base-url", HOST, "a mirror", metavar="URL")
     args = parser.parse_args(arguments)
     if args.inputs and args.files:
         raise UserError(

@@ -4,6 +4,8 @@
     python recipes/ablation.py --arm "A: --lr 4e-3" --arm "B: --lr 8e-3" --seeds 5 -- --data shards --steps 2000
     python recipes/ablation.py --arm "Muon: --optimizer muon" --arm "NorMuon: --optimizer muon --normuon" --gpus 8 \
         --json found.json -- --data shards --config base --precision bf16 --minutes 3
+    python recipes/ablation.py --screen --arm "smear: --set smear=12" --arm "one head: --set mtp_heads=1" \
+        --arm "rate: --lr 16e-4" -- --data shards --config base --lr 8e-4 --minutes 2
 
 An arm is a name, a colon, and flags of recipes/pretrain.py. Flags after -- apply to all arms; an arm's --set adds to
 theirs. All arms end by the same --minutes, or by --steps of as many tokens. Runs are written to OUT/ARM/seed-N. Keep
@@ -15,10 +17,18 @@ have the same shapes, and read the text in the same order. So their differences 
 runs: d for each of n seeds, with the standard error s(d) / sqrt(n). A difference is larger than the noise if it is more
 than Student's t for 95 % of these (4.3 for three seeds, 2.8 for five): an arm without effect appears so one time in
 twenty. With three seeds or more such an arm pays or costs.
+
+--screen measures up to 23 changes with few runs, of one seed: each arm is a change of the flags after --, and each run
+makes about half of all changes, by a design of Plackett and Burman (1946). With N runs an effect is the mean of N/2
+runs with the change less that of the N/2 without it, so every run counts for every change: 20 runs say of 19 changes as
+much as 10 runs of each with 10 without it. What two changes do only together is spread over the others, so confirm what
+a screen finds. The noise is Lenth's (1989): most changes are taken to have little effect, and their median says how
+much is none.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import runpy
@@ -32,7 +42,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from threading import Event, Thread
 from typing import Any
 
@@ -52,6 +62,8 @@ _OF_SOURCE = re.compile(r"held-out text of ([^,]+), bits per byte")
 TOKENS = "tokens"  # that a run has read
 _OURS = ("--seed", "--out", "--resume", "--plan", "--card", "--device", "--gpus")
 ENOUGH = 3  # seeds for a verdict
+DESIGNS = ("++-", "+++-+--", "++-+++---+-", "++++-+-++--+---", "++--++++-+-+----++-", "+++++-+-++--++--+-+----")
+"""First rows of Plackett and Burman's designs; each next row is shifted by one, and the last has no change."""
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """The 97.5 % quantiles of Student's t distribution for 2, 3, ... seeds; the last stands for more seeds too."""
 PRETRAIN = Path(__file__).with_name("pretrain.py")
@@ -97,6 +109,59 @@ def tokens_of(arm: Arm) -> int:
     """Tokens that a run of the arm reads, 0 if it ends by --minutes."""
     s = arm.settings
     return s.micro_batches * s.batch_size * (s.seq_len or config_of(s).context)
+
+
+def screen(changes: Sequence[Arm], common: Sequence[str]) -> tuple[list[Arm], list[tuple[bool, ...]]]:
+    """The runs of the smallest design for these changes, and for each run which of them it makes. More columns than
+    changes are left over: they have no effect but that of noise and of pairs."""
+    first = next((row for row in DESIGNS if len(row) >= len(changes)), None)
+    if first is None:
+        raise UserError(f"--screen: got {len(changes)} changes, expected at most {len(DESIGNS[-1])}; leave some out")
+    rows = [tuple(sign == "+" for sign in first[-n:] + first[:-n]) for n in range(len(first))]
+    rows.append((False,) * len(first))
+    own = [arm.flags[len(common) :] for arm in changes]
+    runs = []
+    for number, row in enumerate(rows):
+        flags = [flag for made, flags in zip(row, own, strict=False) if made for flag in flags]
+        runs.append(read_arm(f"run {number}: {shlex.join(flags)}", common))
+    return runs, rows
+
+
+def effects(made: Sequence[Sequence[bool]], values: Sequence[float]) -> tuple[list[float], float]:
+    """For each column the mean of the runs with the change less the mean of those without it, and Lenth's limit of the
+    noise: 1.5 times the median of the effects that are less than 2.5 times 1.5 medians of all, times Student's t."""
+    found = [
+        mean(v for row, v in zip(made, values, strict=True) if row[column])
+        - mean(v for row, v in zip(made, values, strict=True) if not row[column])
+        for column in range(len(made[0]))
+    ]
+    sizes = [abs(effect) for effect in found]
+    first = 1.5 * median(sizes)
+    error = 1.5 * median([size for size in sizes if size <= 2.5 * first])
+    return found, STUDENT[min(max(round(len(found) / 3), 1) - 1, len(STUDENT) - 1)] * error
+
+
+def screened(changes: Sequence[Arm], made: Sequence[Sequence[bool]], runs: Sequence[Mapping[str, float]]) -> Any:
+    """For each change its effects on the bits per byte and on the tokens that a run reads, and what that is worth."""
+    bits, limit = effects(made, [run[OVERALL] for run in runs])
+    tokens, _ = effects(made, [math.log(run[TOKENS]) for run in runs])
+    found = {
+        arm.name: {
+            "effect": effect,
+            "tokens": math.expm1(read),
+            "verdict": "within the noise" if abs(effect) <= limit else "pays" if effect < 0 else "costs",
+        }
+        for arm, effect, read in zip(changes, bits, tokens, strict=False)
+    }
+    return {"limit": limit, "effects": dict(sorted(found.items(), key=lambda row: row[1]["effect"]))}
+
+
+def screen_table(found: Mapping[str, Any], runs: int, length: str) -> str:
+    rows, width = found["effects"], max(map(len, found["effects"]))
+    lines = [f"head 0, bits per byte of held-out text; {length}, {runs} runs, noise up to {found['limit']:.4f}"]
+    for name, row in rows.items():
+        lines.append(f"  {name:<{width}}  {row['effect']:+.4f}   tokens {row['tokens']:+6.1%}   {row['verdict']}")
+    return "\n".join(lines)
 
 
 def finish(arm: Arm, out: Path, seed: int, device: int | None = None) -> dict[str, float]:
@@ -231,12 +296,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="'NAME: FLAGS'",
         help="two or more; the first is what the others are compared to",
     )
-    p.add_argument("--seeds", type=int, default=3, help="runs of each arm: seeds 0, 1, ... (default: %(default)s)")
-    p.add_argument(
-        "--jobs", type=int, help="runs side by side; by --minutes they share the machine (default: 1, or --gpus)"
-    )
-    p.add_argument("--gpus", type=int, help="GPUs of this machine, one for each run (default: as a run chooses)")
-    p.add_argument("--out", default="ablation", metavar="DIR", help="where the runs lie (default: %(default)s)")
+    p.flag("--screen", False, "each arm is a change, and runs make half of all changes")
+    p.flag("--seeds", int, "runs of each arm: seeds 0, 1, ... (default: 3; with --screen 1)")
+    p.flag("--jobs", int, "runs side by side; by --minutes they share the machine (default: 1, or --gpus)")
+    p.flag("--gpus", int, "GPUs of this machine, one for each run (default: as a run chooses)")
+    p.flag("--out", "ablation", "where the runs lie", metavar="DIR")
     add_json_flag(p)
     args = p.parse_args(argv[:cut])
     for name in ("seeds", "jobs", "gpus"):
@@ -247,9 +311,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.gpus and args.jobs and args.jobs != args.gpus:
         raise UserError(f"--gpus is {args.gpus}, --jobs {args.jobs}; each run has a GPU, so leave out --jobs")
     check_before(args.json)
-    arms = [read_arm(text, argv[cut + 1 :]) for text in args.arm]
+    changes = arms = [read_arm(text, argv[cut + 1 :]) for text in args.arm]
     if len({arm.run(Path(), 0) for arm in arms}) < max(2, len(arms)):
         raise UserError(f"--arm: got {[arm.name for arm in arms]}, expected two or more with different names")
+    if args.screen:
+        arms, design = screen(changes, argv[cut + 1 :])
+    seeds = args.seeds or (1 if args.screen else 3)
     tokens, minutes = tokens_of(arms[0]), arms[0].settings.minutes
     if any(arm.settings.minutes != minutes for arm in arms):
         ends = ", ".join(f"{arm.name!r} {arm.settings.minutes or '--steps'}" for arm in arms)
@@ -292,14 +359,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             for warm in [pool.submit(on_a_device, warm_up, arm, Path(args.out)) for arm in arms]:
                 warm.result()
         # Seed by seed, so that a comparison that is stopped has runs of all arms.
-        asked = [pool.submit(measured, arm, seed) for seed in range(args.seeds) for arm in arms]
+        asked = [pool.submit(measured, arm, seed) for seed in range(seeds) for arm in arms]
         done = [run.result() for run in asked]
+    length = f"{minutes:g} min a run" if minutes else f"{tokens:,} tokens a run"
+    if args.screen:
+        of_seeds = [done[i :: len(arms)] for i in range(len(arms))]
+        means = [{key: mean(run[key] for run in runs) for key in (OVERALL, TOKENS)} for runs in of_seeds]
+        effect = screened(changes, design, means)
+        runs = {arm.name: {"flags": list(arm.flags), **run} for arm, run in zip(arms, means, strict=True)}
+        report = {"minutes": minutes, "seeds": seeds, "changes": {arm.name: arm.flags for arm in changes}, "runs": runs}
+        publish(report | effect, screen_table(effect, len(done), length), args.json)
+        return 0
     found = compare({arm.name: done[i :: len(arms)] for i, arm in enumerate(arms)})
     flags = {arm.name: list(arm.flags) for arm in arms}
     read = {arm.name: round(mean(run[TOKENS] for run in done[i :: len(arms)])) for i, arm in enumerate(arms)}
-    report = {"tokens": tokens, "minutes": minutes, "read": read, "seeds": args.seeds, "arms": flags, "found": found}
-    length = f"{minutes:g} min a run" if minutes else f"{tokens:,} tokens a run"
-    table = table_of(found, args.seeds, length)
+    report = {"tokens": tokens, "minutes": minutes, "read": read, "seeds": seeds, "arms": flags, "found": found}
+    table = table_of(found, seeds, length)
     if minutes:
         table += "\ntokens a run: " + ", ".join(f"{name} {count:,}" for name, count in read.items())
     publish(report, table, args.json)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import importlib.util
 import json
 import os
 import re
@@ -11,7 +13,9 @@ import ssl
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import redirect_stderr, suppress
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,11 @@ NumpyBackend.matmul_peak = _peak_of
 
 # No test cuts the power: what is written need not reach the disk before a test goes on. Programs that tests start sync.
 os.fsync = lambda descriptor: None
+
+# DuckDB asks for pandas hundreds of times while a corpus is made. Where it is not installed, each time all of Python's
+# path is searched: an eighth of such a test.
+if importlib.util.find_spec("pandas") is None:
+    sys.modules["pandas"] = None  # type: ignore[assignment]
 
 # Hundreds of clients are made, of which each would read the system's certificates, which no test uses: 18 ms.
 ssl.create_default_context = cache(ssl.create_default_context)
@@ -104,6 +113,24 @@ if sys.platform == "win32":
         "test_files.py",
         "tokenizers/test_parallel.py",
     ]
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a new checkout pytest rewrites the assertions of all tests, half of the time of collection. Each of several
+    processes would do so for itself, as all go through the files in one order: here each begins elsewhere, and loads
+    what the others have written by the time it comes to theirs."""
+    config = session.config
+    if not hasattr(config, "workerinput") or config.args != config.getini("testpaths"):
+        return
+    ignored = [Path(folder).resolve() for folder in config.getoption("ignore") or ()]
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    files = [file for file in files if not any(file.is_relative_to(folder) for folder in ignored)]
+    worker, workers = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+    first = worker * len(files) // workers
+    for file in files[first:] + files[:first]:
+        # What cannot be imported, or skips itself, says so when it is collected.
+        with suppress(Exception, pytest.skip.Exception), redirect_stderr(StringIO()):
+            importlib.import_module(".".join(file.relative_to(config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

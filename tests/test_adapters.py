@@ -29,7 +29,7 @@ from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.op import Stash
 from tinyforge.optim import AdamW
 from tinyforge.params import UNPLACED, Param, ParamBuffer
-from tinyforge.quantised import FOR_TUNING
+from tinyforge.quantised import FOR_TUNING, GROUPS
 from tinyforge.rng import Stream
 from tinyforge.train.plan import plan_step
 
@@ -153,7 +153,7 @@ def test_gradients_are_those_of_the_dequantised_weights(weights: str, monkeypatc
     """Next to a model that has the dequantised numbers as its weights, and with tiles of a few rows."""
     small, plain = qlora(weights), qlora("")
     kinds = {p.name: p.weights for p in small.buffer.frozen if p.weights}
-    assert len(kinds) == 8 and set(kinds.values()) == {weights, *(["int8"] if weights == "nf4" else [])}
+    assert len(kinds) == 8 and set(kinds.values()) == {weights, *(["int8"] if weights in GROUPS else [])}
     assert not small.heads.weight.weights
     for p, own in zip(plain.buffer.frozen, small.buffer.frozen, strict=True):
         assert p.name == own.name
@@ -186,9 +186,11 @@ def test_the_forecast_counts_the_codes() -> None:
     """What --plan says of the weights, and of the matrix that is dequantised at a time."""
     config = LlamaConfig(dim=256, heads=4, kv_heads=2, layers=4, context=32, vocab=64, hidden=640)
     step = partial(plan_step, LLAMA_SPEC, config, "bf16", 1, 32)
-    whole, small = (step(adapters=replace(SETTINGS, weights=weights)) for weights in ("", "nf4"))
+    whole, small, double = (step(adapters=replace(SETTINGS, weights=weights)) for weights in ("", "nf4", "nf4-double"))
     matrices = 4 * (256 * (4 + 2 * 2) * 64 + 256 * 256 + 3 * 256 * 640)
     assert whole.weights - small.weights == matrices * 2 - matrices * 9 // 16
+    # A byte for four; the numbers of the scales' scales are fewer than 128 a matrix, and 512 bytes are taken.
+    assert small.weights - double.weights == matrices // 64 * 3 - 4 * 4 * 512
     assert 0 < small.peak - small.weights - (whole.peak - whole.weights) <= 2 * 2 * 256 * 640
     assert small.peak < whole.peak
 

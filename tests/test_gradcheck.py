@@ -65,6 +65,7 @@ from tinyforge.ops.lora import lora_bwd, lora_fwd
 from tinyforge.ops.losses import binary_cross_entropy_bwd, mse_bwd
 from tinyforge.ops.lstm import lstm_bwd, lstm_fwd
 from tinyforge.ops.mix import mix_bwd
+from tinyforge.ops.mix_rmsnorm import mix_rmsnorm_bwd
 from tinyforge.ops.mixture import (
     grouped_bwd_input,
     grouped_bwd_weight,
@@ -166,7 +167,7 @@ def no_tail(x: Array) -> Array:
     return np.concatenate([x[:-1], np.zeros_like(x[-1:])])
 
 
-def lost_repeats(dweight: Array, dy: Array, ids: Array) -> None:
+def lost_repeats(dweight: Array, dy: Array, ids: Array, _: Any) -> None:
     dweight[ids] += dy  # NumPy keeps one of the rows that share an id
 
 
@@ -405,11 +406,15 @@ FAULTS = [
     ),
     Fault(ops.QKNormRoPE, "rotated forward", qk_norm_rope_bwd, with_args(lambda *a: (*a[:7], -a[7], *a[8:]))),
     Fault(
-        ops.ValueEmbedding, "the gate's slope left out", value_embedding_bwd, with_args(lambda *a: (*a[:-1], 0 * a[-1]))
+        ops.ValueEmbedding,
+        "the gate's slope left out",
+        value_embedding_bwd,
+        with_args(lambda *a: (*a[:-2], 0 * a[-2], a[-1])),
     ),
     Fault(ops.ValueEmbedding, "no gradient of x", value_gate_bwd, lambda _: lambda *a: None),
     Fault(ops.Smear, "documents not kept apart", smear_bwd, with_args(lambda *a: (*a[:-1], None))),
     Fault(ops.Smear, "no slope of the gate", smear_bwd, with_args(lambda *a: (None, *a[1:]))),
+    Fault(ops.MixRMSNorm, "the two exchanged", mix_rmsnorm_bwd, lambda right: lambda *a: right(*a)[::-1]),
     Fault(ops.Mix, "the two exchanged", mix_bwd, lambda right: lambda *a: right(*a)[::-1]),
     Fault(ops.Mix, "no sum for a", mix_bwd, with_args(lambda da, *a: (None, *a))),
     Fault(ops.SinkAttention, "the sink's sign", sink_bwd, lambda right: lambda ds, *a: right(ds, -a[0], *a[1:])),
@@ -476,7 +481,7 @@ FAULTS = [
         with_args(lambda rows, places, more: (rows, places, None)),
     ),
     Fault(ops.Embedding, "repeated ids lost", embedding_bwd, lambda _: lost_repeats),
-    Fault(ops.Embedding, "wrong row", embedding_bwd, with_args(lambda dw, dy, ids: (dw, dy, (ids + 1) % len(dw)))),
+    Fault(ops.Embedding, "wrong row", embedding_bwd, with_args(lambda dw, dy, ids, _: (dw, dy, (ids + 1) % len(dw)))),
     Fault(
         ops.LearnedPositions,
         "last position lost",
@@ -1325,7 +1330,7 @@ class Turned(Op):
         yield with_buffer(cls(backend), backend, rng), (backend.asarray(rng.normal(size=(2, 7, 3))),)
 
 
-def assigned(dweight: Array, dy: Array, ids: Array) -> None:
+def assigned(dweight: Array, dy: Array, ids: Array, _: Any) -> None:
     """embedding_bwd that assigns: right alone, wrong where another op has added to the gradient before."""
     dweight[...] = 0
     embedding_bwd(dweight, dy, ids)

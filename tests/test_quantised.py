@@ -22,7 +22,14 @@ from tinyforge.models.llama import Config as LlamaConfig
 from tinyforge.models.llama import Llama
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.quantised import E4M3, FORMATS, Quantised, dequantise, quantise, to_e4m3
-from tinyforge.quantised_groups import NF4, dequantise_groups, dequantise_nf4
+from tinyforge.quantised_groups import (
+    DYNAMIC,
+    NF4,
+    dequantise_groups,
+    dequantise_nf4,
+    dequantise_scales,
+    quantise_scales,
+)
 from tinyforge.registry import models
 
 CONFIG = Config(
@@ -207,6 +214,43 @@ def test_nf4_has_the_codes_of_bitsandbytes() -> None:
     assert np.array_equal(scales.reshape(-1), state.absmax.numpy())
     theirs = functional.dequantize_4bit(packed, state).numpy()
     np.testing.assert_allclose(dequantise_nf4(codes, scales, np.dtype(np.float32)), theirs, rtol=1e-6)
+    more = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+    _, state = functional.quantize_4bit(torch.from_numpy(matrix), **more)
+    codes, tops, offset = quantise_scales(scales)
+    assert np.array_equal(codes.reshape(-1), state.absmax.numpy().reshape(-1))
+    np.testing.assert_allclose(DYNAMIC, state.state2.code.numpy(), rtol=2e-7)
+    np.testing.assert_allclose(tops, state.state2.absmax.numpy(), rtol=1e-5)
+    np.testing.assert_allclose(offset, state.offset.numpy(), rtol=1e-6)
+
+
+def double(matrix: np.ndarray, parts: int = 1) -> Quantised:
+    backend = get_backend("numpy", "fp32", workers=1)
+    found = Quantised.zeros("nf4-double", matrix.shape, backend)
+    step = max(1, -(-len(matrix) // parts))
+    for start in range(0, len(matrix), step):
+        found[start : start + step] = matrix[start : start + step]
+    return found
+
+
+def test_scales_of_8_bits_are_the_nearest_and_a_view_finds_its_own() -> None:
+    matrix = np.random.default_rng(0).normal(size=(5, 7, 64 * 41)).astype(np.float32)  # groups of scales end in a row
+    found, (codes, scales) = double(matrix, parts=3), quantise(matrix, "nf4")
+    values = found.values()
+    assert np.array_equal(found.codes, codes) and found.scales.dtype == np.uint8 and found.scales.shape == scales.shape
+    assert found.nbytes == matrix.size // 2 + matrix.size // 64 + 4 * (-(-matrix.size // 64 // 256) + 1)
+    tops, offset, start = found.second or pytest.fail("no second level")
+    got = dequantise_scales(found.scales, tops, offset, start)
+    choices = DYNAMIC.astype(np.float64) * tops[np.arange(scales.size) // 256][:, None] + offset
+    nearest = np.abs(choices - scales.reshape(-1, 1)).min(axis=1)
+    assert (np.abs(got - scales).reshape(-1) <= nearest + 1e-6).all() and nearest.max() < 0.05
+    np.testing.assert_array_equal(values, dequantise_nf4(codes, got, np.dtype(np.float32)))
+    for at in (3, slice(2, 4), slice(None), slice(4, 9)):
+        np.testing.assert_array_equal(found[at].values(), values[at])
+    np.testing.assert_array_equal(found[3][2:].values(), values[3][2:])
+    np.testing.assert_array_equal(found.reshape(35, -1)[11:13].values(), values.reshape(35, -1)[11:13])
+    found[1:2] = matrix[1:2]  # once more: of the other rows the rounded scales count
+    assert np.abs(found.values() - values).max() < 0.05
+    assert not double(np.zeros((3, 64), np.float32)).values().any() and double(matrix[:0]).values().size == 0
 
 
 # --- models

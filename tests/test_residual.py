@@ -74,7 +74,9 @@ def test_attention_begins_at_the_first_position_and_a_checkpoint_computes_withou
         attention.forward(h, None, *context).value()
         for context in ((), (AttentionContext(offset=0),), (AttentionContext(offset=3),))
     )
-    assert np.array_equal(alone, told) and not np.array_equal(alone, later)
+    assert np.array_equal(alone, told)
+    # RoPE's scores depend on differences of positions: other bits at most.
+    np.testing.assert_allclose(later, alone, rtol=1e-12)
     plain = Llama(Config(**LLAMA), FP64, values=model.buffer.values)
     ids = np.arange(4)[None]
     assert np.array_equal(model.hidden(ids), plain.hidden(ids))

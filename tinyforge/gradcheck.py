@@ -30,7 +30,8 @@ if all of its inputs have as many rows and forward raises no error, and after a 
 must keep nothing.
 
 Every forward runs with `Stash(noise=Stream(7, "gradcheck"))`, so that every run draws the same random numbers. A loss
-whose backward also takes one upstream number per head (`Op.per_head`) is checked both ways.
+whose backward also takes one upstream number per head (`Op.per_head`) must give the gradients of an upstream gradient
+that has that number at each token.
 """
 
 from __future__ import annotations
@@ -155,12 +156,34 @@ def measure(
 ) -> dict[str, Measured]:
     """`check`, with the size of each gradient."""
     _run_with_other_weights(op, inputs)
+    asarray = op.backend.asarray
     shapes = [y.shape for y in outputs_of(op, inputs, _noisy_stash())]
-    measured = _measure_with(op, inputs, shapes, rng, directions)
+    upstream = tuple(asarray(np.asarray(rng.normal(size=shape))) for shape in shapes)
+
+    def loss() -> float:
+        found = outputs_of(op, inputs, _noisy_stash())
+        return float(sum((u * y).sum() for u, y in zip(upstream, found, strict=True)))
+
+    gradients, magnitude = _gradients(op, inputs, upstream)
+    measured = {
+        name: _measure(loss, x, grad, rng, asarray, magnitude, directions) for name, (x, grad) in gradients.items()
+    }
     if op.per_head:
-        for name, found in _measure_with(op, inputs, [shape[-1:] for shape in shapes], rng, directions).items():
-            measured[name] = max(measured[name], found, key=lambda m: m.error)
+        numbers = [np.asarray(rng.normal(size=shape[-1:])) for shape in shapes]
+        short, _ = _gradients(op, inputs, tuple(map(asarray, numbers)))
+        spread = (np.broadcast_to(n, shape).copy() for n, shape in zip(numbers, shapes, strict=True))
+        full, magnitude = _gradients(op, inputs, tuple(map(asarray, spread)))
+        for name, found in measured.items():
+            pair = short[name][1], full[name][1]
+            measured[name] = replace(found, error=max(found.error, _difference(*pair, magnitude)))
     return measured
+
+
+def _difference(found: Array, expected: Array, magnitude: float) -> float:
+    """The size of found - expected, relative to that of `expected`, or to what rounding leaves of it."""
+    sizes = (float(np.sqrt((x * x).sum())) for x in (found - expected, expected))
+    error = next(sizes) / max(next(sizes), magnitude * ROUNDING / TOLERANCE, 1e-300)
+    return error if np.isfinite(error) else np.inf
 
 
 def _run_with_other_weights(op: Op, inputs: Sequence[Any]) -> None:
@@ -178,17 +201,10 @@ def _noisy_stash() -> Stash:
     return Stash(noise=Stream(7, "gradcheck"))
 
 
-def _measure_with(
-    op: Op, inputs: Sequence[Any], upstream_shapes: Sequence[tuple[int, ...]], rng: np.random.Generator, directions: int
-) -> dict[str, Measured]:
-    """`measure` with upstream gradients of these shapes, which broadcast to those of the outputs."""
-    asarray = op.backend.asarray
-    upstream = tuple(asarray(np.asarray(rng.normal(size=shape))) for shape in upstream_shapes)
-
-    def loss() -> float:
-        found = outputs_of(op, inputs, _noisy_stash())
-        return float(sum((u * y).sum() for u, y in zip(upstream, found, strict=True)))
-
+def _gradients(
+    op: Op, inputs: Sequence[Any], upstream: tuple[Array, ...]
+) -> tuple[dict[str, tuple[Array, Array]], float]:
+    """What is differentiated and its gradient, by name; and the sum of the absolute values of the terms of L."""
     learned = [p for p in op.params() if not p.frozen]
     for p in learned:
         p.grad[...] = 0
@@ -198,13 +214,9 @@ def _measure_with(
     grads = gradients_of(inputs, op.backward(upstream[0] if len(upstream) == 1 else upstream, stash))
     if len(stash):
         raise ContractError(f"{op.name}: stash: backward left {len(stash)} records")
-    measured = {}
-    for i, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
-        if x.dtype.kind == "f":
-            measured[f"input {i}"] = _measure(loss, x, grad, rng, asarray, magnitude, directions)
-    for p in learned:
-        measured[p.name] = _measure(loss, p.value, p.grad, rng, asarray, magnitude, directions)
-    return measured
+    pairs = enumerate(zip(inputs, grads, strict=True))
+    of_inputs = {f"input {i}": (x, grad) for i, (x, grad) in pairs if x.dtype.kind == "f"}
+    return of_inputs | {p.name: (p.value, p.grad.copy()) for p in learned}, magnitude
 
 
 @dataclass

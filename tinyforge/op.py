@@ -11,7 +11,10 @@ One rule for gradients, everywhere: parameter gradients are accumulated (`+=`), 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from inspect import signature
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
@@ -61,7 +64,7 @@ class Param:
     ) -> None:
         if isinstance(matrices, int):
             matrices = (math.prod(shape[:-1]) // max(1, matrices),) * matrices
-        if matrices and sum(matrices) != np.prod(shape[:-1]):
+        if matrices and sum(matrices) != math.prod(shape[:-1]):
             raise ValueError(f"Param {name}: matrices of {matrices} rows, and the shape is {shape}")
         self.name = name
         self.shape = shape
@@ -128,7 +131,7 @@ class Param:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     def __repr__(self) -> str:
         return f"Param({self.name}, {self.shape})"
@@ -185,6 +188,38 @@ class Stash:
         return iter(self._records)
 
 
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that raises TypeError for what is no Param, or no backend, where it is annotated as one: a size
+    there would fail much later, and elsewhere."""
+    of_init = signature(init)
+    found = {
+        name: re.fullmatch(r"(Param|Backend)( \| None)?", str(p.annotation)) for name, p in of_init.parameters.items()
+    }
+    expected = {
+        name: ({"Param": Param, "Backend": Backend}[kind[1]], *[type(None)] * bool(kind[2]))
+        for name, kind in found.items()
+        if kind
+    }
+
+    @wraps(init)
+    def checked(self: Op, *args: Any, **named: Any) -> None:
+        try:
+            given = of_init.bind_partial(self, *args, **named).arguments
+        except TypeError:
+            given = {}  # init says what is wrong
+        for name, kinds in expected.items():
+            if name in given and not isinstance(given[name], kinds):
+                value, kind = given[name], kinds[0].__name__
+                got = f"{value!r}" if isinstance(value, int | float | str) else f"of type {type(value).__name__}"
+                made = f"tinyforge.Param({name!r}, shape)" if kind == "Param" else "tinyforge.get_backend()"
+                called = ", ".join(f"{p.name}: {p.annotation}" for p in list(of_init.parameters.values())[1:])
+                op = type(self).__name__
+                raise TypeError(f"{op}: {name} is {got}, expected a {kind} such as {made}; call it as {op}({called})")
+        init(self, *args, **named)
+
+    return checked if expected else init
+
+
 class Op(Kernels):
     """One differentiable operation. Subclasses name the kernels that they call (`fwd = swiglu_fwd`) and write forward
     and backward. Building an op binds its kernels to the backend, and raises UserError if one is missing there.
@@ -201,10 +236,16 @@ class Op(Kernels):
     per_head: ClassVar[bool] = False
     adds: bool = False
 
+    @_checked
     def __init__(self, backend: Backend, name: str = "") -> None:
         self.backend = backend
         self.name = name or type(self).__name__
         self.bind_kernels(backend)
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if "__init__" in vars(cls):
+            cls.__init__ = _checked(cls.__init__)  # type: ignore[method-assign]
 
     def forward(self, *inputs: Any, stash: Stash | None = None) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no forward")

@@ -170,6 +170,9 @@ class ParamBuffer:
 
     def publish(self) -> None:
         """Round the master weights to the values that the ops read."""
+        for p in self.frozen:
+            if p.weights:
+                p.stored.settle()
         if self.masters is not self.values:
             self.values[...] = self.masters
 

@@ -33,10 +33,14 @@ from tinyforge.kernel import Array, kernel
 from tinyforge.quantised_groups import (
     GROUP,
     NF4_GROUP,
+    TOP_GROUP,
     dequantise_groups,
     dequantise_nf4,
+    dequantise_nf4_double,
+    dequantise_scales,
     quantise_groups,
     quantise_nf4,
+    quantise_scales,
 )
 
 
@@ -52,9 +56,11 @@ AT_ONCE = 1 << 20
 """Numbers that `quantise` processes at a time: this bounds its temporary memory."""
 FOUR_BITS = "int4"
 """Codes of four bits, of groups: see `quantised_groups`. For matrices whose rows are whole groups."""
-GROUPS = {FOUR_BITS: GROUP, "nf4": NF4_GROUP}
+DOUBLE = "nf4-double"
+"""NF4 with its scales in 8 bits."""
+GROUPS = {FOUR_BITS: GROUP, "nf4": NF4_GROUP, DOUBLE: NF4_GROUP}
 """The formats of four bits with the numbers of their groups."""
-PACK = {FOUR_BITS: quantise_groups, "nf4": quantise_nf4}
+PACK = {FOUR_BITS: quantise_groups, "nf4": quantise_nf4, DOUBLE: quantise_nf4}
 TILE = 1 << 20
 """Numbers that a product on a CPU dequantises at a time."""
 FORMATS = {"int8": Format(127, np.dtype(np.int8), "int8"), "fp8": Format(448, np.dtype(np.uint8), "e4m3")}
@@ -73,18 +79,18 @@ E4M3 = _e4m3_numbers()
 
 KINDS = (*FORMATS, FOUR_BITS)
 """What `--weights` may be for inference."""
-FOR_TUNING = ("nf4", *FORMATS)
+FOR_TUNING = ("nf4", DOUBLE, *FORMATS)
 """What the frozen base of adapters may be in."""
 
 
-def check_format(kind: str, kinds: tuple[str, ...] = (*KINDS, "nf4")) -> None:
+def check_format(kind: str, kinds: tuple[str, ...] = (*KINDS, "nf4", DOUBLE)) -> None:
     if kind not in kinds:
         raise UserError(f"--weights {kind!r} is not a format; use one of: {', '.join(kinds)}")
 
 
 def quantise(matrix: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """matrix: (..., O, I) float32 or float64; returns codes of that shape, int8 or uint8, and scales (..., O) float32.
-    For four bits they have the shapes of `quantise_groups` and `quantise_nf4`.
+    For four bits they have the shapes of `quantise_groups` and `quantise_nf4`; the scales of `DOUBLE` are those of nf4.
 
     A row of zeros has the scale 0. Raises UserError for a number that is not finite.
     """
@@ -133,13 +139,19 @@ dequantise.on("meta")(lambda codes, dtype: empty(codes.shape, dtype))
 class Quantised:
     """A matrix, or several in one array, of one byte per number or less.
 
-    kind: one of `KINDS`. shape: (..., O, I). codes, scales: as `quantise` returns them. dtype: of `values()`, the
-    backend's.
+    kind: one of `KINDS` or `FOR_TUNING`. shape: (..., O, I). codes, scales: as `quantise` returns them. dtype: of
+    `values()`, the backend's. second: of `DOUBLE`, tops and offset of the scales, and the number of the first group.
+    Its scales wait in float32, in host memory, until the first use after the rows are set, since groups of scales do
+    not end with a row.
     """
 
-    def __init__(self, kind: str, codes: Array, scales: Array, backend: Backend) -> None:
-        self.kind, self.codes, self.scales = kind, codes, scales
+    def __init__(
+        self, kind: str, codes: Array, scales: Array, backend: Backend, second: tuple[Array, Array, int] | None = None
+    ) -> None:
+        self.kind, self.codes, self.scales, self.second = kind, codes, scales, second
         self.dtype, self._backend = backend.dtype, backend
+        self._waiting: np.ndarray | None = None
+        self._settled = False
 
     @classmethod
     def zeros(cls, kind: str, shape: tuple[int, ...], backend: Backend) -> Quantised:
@@ -147,23 +159,51 @@ class Quantised:
         *lead, columns = shape
         if kind in GROUPS:
             codes = backend.zeros((*lead, columns // 2), np.dtype(np.uint8))
-            scales = backend.zeros((*lead, columns // GROUPS[kind]), np.dtype(np.float32))
+            count = columns // GROUPS[kind]
+            scales = backend.zeros((*lead, count), np.dtype(np.uint8 if kind == DOUBLE else np.float32))
+            if kind == DOUBLE:
+                both = backend.zeros((-(-scales.size // TOP_GROUP) + 1,), np.dtype(np.float32))
+                return cls(kind, codes, scales, backend, (both[:-1], both[-1:], 0))
         else:
             codes, scales = backend.zeros(shape, FORMATS[kind].dtype), backend.zeros(shape[:-1], np.dtype(np.float32))
         return cls(kind, codes, scales, backend)
 
     def __getitem__(self, rows: Any) -> Quantised:
-        """A view of some rows; the last axis must stay whole."""
-        return Quantised(self.kind, self.codes[rows], self.scales[rows], self._backend)
+        """A view of some rows; the last axis must stay whole. Of `DOUBLE`, by a number or a slice."""
+        second = self.second
+        self.settle()
+        if second is not None:
+            first = range(len(self))[rows]
+            first = first.start if isinstance(first, range) else first
+            second = (*second[:2], second[2] + first * math.prod(self.scales.shape[1:]))
+        return Quantised(self.kind, self.codes[rows], self.scales[rows], self._backend, second)
 
     def __setitem__(self, rows: Any, value: np.ndarray) -> None:
         """Quantise `value`, rows in host memory, into these rows."""
         codes, scales = quantise(value, self.kind)
         self.codes[rows] = self._backend.asarray(codes, codes.dtype)
+        if self.second is not None:
+            if self._waiting is None:
+                self._waiting = np.zeros(self.scales.shape, np.float32)
+                if self._settled:
+                    held, tops, offset = map(self._backend.to_numpy, (self.scales, *self.second[:2]))
+                    self._waiting[...] = dequantise_scales(held, tops, offset, self.second[2])
+            self._waiting[rows] = scales
+            return
         self.scales[rows] = self._backend.asarray(scales, scales.dtype)
+
+    def settle(self) -> None:
+        """Quantise the scales that wait for it."""
+        if self._waiting is not None and self.second is not None:
+            for array, value in zip((self.scales, *self.second[:2]), quantise_scales(self._waiting), strict=True):
+                array[...] = self._backend.asarray(value, value.dtype)
+            self._waiting, self._settled = None, True
 
     def values(self) -> Array:
         """The dequantised numbers, a new array."""
+        self.settle()
+        if self.second is not None:
+            return dequantise_nf4_double.bind(self._backend)(self.codes, self.scales, *self.second, self.dtype)
         if self.kind == FOUR_BITS:
             return dequantise_groups.bind(self._backend)(self.codes, self.scales, self.dtype)
         if self.kind in GROUPS:
@@ -172,10 +212,11 @@ class Quantised:
 
     def reshape(self, *shape: int) -> Quantised:
         """A view of another shape; the last axis must stay."""
+        self.settle()
         lead = shape[:-1]
         codes, scales = self.codes.reshape(*lead, self.codes.shape[-1]), self.scales
         scales = scales.reshape(*lead, scales.shape[-1]) if self.kind in GROUPS else scales.reshape(lead)
-        return Quantised(self.kind, codes, scales, self._backend)
+        return Quantised(self.kind, codes, scales, self._backend, self.second)
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -187,7 +228,7 @@ class Quantised:
 
     @property
     def nbytes(self) -> int:
-        return int(self.codes.nbytes + self.scales.nbytes)
+        return int(sum(x.nbytes for x in (self.codes, self.scales, *(self.second or ())[:2])))
 
 
 def tiles(matrix: Any) -> Iterator[tuple[slice, Array]]:

@@ -11,8 +11,13 @@ NF4, in groups of 64: W[o, i] ~ d[o, i / 64] n[c[o, i]], with d the largest size
 numbers from -1 to 1 at the quantiles of a normal distribution, 0 among them. c is the nearest. Byte j of a group's 32
 has the codes of its numbers 2j, in the upper bits, and 2j + 1, as in bitsandbytes. A weight takes 4.5 bits.
 
+Double quantisation, as bitsandbytes has it, stores d in 8 bits: d[g] ~ m[e[g]] t[g / 256] + o, where the groups g of a
+matrix are counted row by row, o is the mean of its d, t the largest |d - o| of 256 groups, and m 256 numbers from -1 to
+1, each decade with half as many as the next. A weight takes 4.127 bits.
+
 Sources: quantize_row_q4_0_ref of ggml-quants.c, the layout of a block and the choice of its scale; Dettmers et al.,
-"QLoRA: Efficient Finetuning of Quantized LLMs" (2023), appendix E, for the numbers of NF4.
+"QLoRA: Efficient Finetuning of Quantized LLMs" (2023), appendix E, for the numbers of NF4, and section 3; Dettmers,
+"8-Bit Approximations for Parallelism in Deep Learning" (2015), for the numbers of 8 bits.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from tinyforge.kernel import Array, kernel
 
 GROUP = 32
 NF4_GROUP = 64
+TOP_GROUP = 256
+"""Groups of NF4 whose scales have one scale of their own."""
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -36,6 +43,18 @@ NF4 = np.array(
 """The numbers of the codes, (16,)."""
 NF4_PAIRS = np.stack([NF4.repeat(16), np.tile(NF4, 16)], axis=1).view(np.uint64)[:, 0]
 """Those of the two codes of a byte, two float32 as one item: (256,). Items are looked up 14 times as fast as rows."""
+
+
+def _dynamic_numbers() -> np.ndarray:
+    """bitsandbytes' create_dynamic_map: 2^k means of equal intervals of [0.1, 1], times 10^(k - 6), k = 0 ... 6, with
+    both signs; and 0 and 1."""
+    edges = (np.linspace(0.1, 1, 2**k + 1) * 10.0 ** (k - 6) for k in range(7))
+    sizes = np.concatenate([(e[1:] + e[:-1]) / 2 for e in edges])
+    return np.sort(np.concatenate([-sizes, sizes, [0.0, 1.0]])).astype(np.float32)
+
+
+DYNAMIC = _dynamic_numbers()
+"""The numbers of 8 bits, (256,)."""
 
 
 def quantise_groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -84,7 +103,37 @@ def dequantise_nf4(codes: Array, scales: Array, dtype: np.dtype) -> Array:
         numbers *= scales[..., None]
     else:
         numbers = np.multiply(numbers, scales[..., None], dtype=wide(dtype)).astype(dtype, copy=False)
-    return numbers.reshape(*codes.shape[:-1], -1)
+    return numbers.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 dequantise_nf4.on("meta")(lambda codes, dtype: empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype))
+
+
+def quantise_scales(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """scales: of a matrix's groups, float32; returns codes of that shape, uint8, tops (N / TOP_GROUP, rounded up) and
+    the offset (1,), float32."""
+    flat = scales.astype(np.float32, copy=False).reshape(-1)
+    offset = np.array([flat.mean(dtype=np.float64) if flat.size else 0], np.float32)
+    rest = np.zeros((-(-flat.size // TOP_GROUP), TOP_GROUP), np.float32)
+    rest.reshape(-1)[: flat.size] = flat - offset
+    tops = np.abs(rest).max(axis=1, initial=0)
+    shares = rest / np.where(tops > 0, tops, 1)[:, None]
+    codes = np.searchsorted((DYNAMIC[1:].astype(np.float64) + DYNAMIC[:-1]) / 2, shares).astype(np.uint8)
+    return codes.reshape(-1)[: flat.size].reshape(scales.shape), tops, offset
+
+
+def dequantise_scales(codes: Array, tops: Array, offset: Array, start: int) -> Array:
+    """float32, of the shape of `codes`, the first of which is group `start` of its matrix."""
+    groups = (start + np.arange(codes.size)) // TOP_GROUP
+    return DYNAMIC[codes] * tops[groups].reshape(codes.shape) + offset
+
+
+@kernel
+def dequantise_nf4_double(
+    codes: Array, scales: Array, tops: Array, offset: Array, start: int, dtype: np.dtype
+) -> Array:
+    """As `dequantise_nf4`, with scales (..., I / NF4_GROUP) in 8 bits, see `dequantise_scales`."""
+    return dequantise_nf4(codes, dequantise_scales(scales, tops, offset, start), dtype)
+
+
+dequantise_nf4_double.on("meta")(lambda codes, dtype: empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype))

@@ -23,8 +23,10 @@ from tinyforge.ops.add_layernorm import AddLayerNorm
 from tinyforge.ops.add_rmsnorm import AddRMSNorm
 from tinyforge.ops.attention import Attention, LayerCache, split
 from tinyforge.ops.dropout import Dropout
+from tinyforge.ops.embedding import Order
 from tinyforge.ops.fp8 import Scaled
 from tinyforge.ops.mix import Mix
+from tinyforge.ops.mix_rmsnorm import MixRMSNorm
 from tinyforge.ops.qk_norm_rope import QKNormRoPE
 from tinyforge.ops.rmsnorm import RMSNorm
 from tinyforge.ops.rope import RoPE
@@ -124,21 +126,31 @@ class PreNorm:
 
 class MixedNorm:
     """A norm before which the stream x becomes a x + b x0, x0 the stream before the first layer. The gradient of x0 is
-    added up in the stash."""
+    added up in the stash. An AddRMSNorm becomes one kernel with the mix."""
 
     def __init__(self, mix: Mix, norm: PreNorm, backend: Backend) -> None:
         self.mix, self.norm, self.op, self.add = mix, norm, norm.op, Add(backend, mix.name)
+        self.fused: MixRMSNorm | None = None
+        if type(op := norm.op) is AddRMSNorm:
+            self.fused = MixRMSNorm(mix.a, mix.b, op.weight, backend, op.eps, op.name, plus_one=op.plus_one)
 
     def forward(self, stream: ResidualStream, stash: Stash | None = None) -> Any:
-        stream.x = self.mix.forward(stream.plain(self.add), stream.first, stash)
+        x = stream.plain(self.add)
+        if self.fused:
+            stream.x, y = self.fused.forward(x, stream.first, stash)
+            return y
+        stream.x = self.mix.forward(x, stream.first, stash)
         return self.norm.forward(stream, stash)
 
     def backward(self, dy: Array, stash: Stash, residual: Any = None) -> Array:
-        dx, stash.first = self.mix.backward(self.norm.backward(dy, stash, residual), stash, into=stash.first)
+        if self.fused:
+            dx, stash.first = self.fused.backward((residual, dy), stash, into=stash.first)
+        else:
+            dx, stash.first = self.mix.backward(self.norm.backward(dy, stash, residual), stash, into=stash.first)
         return dx
 
     def ops(self) -> list[Op]:
-        return [self.mix, *self.norm.ops()]
+        return [self.fused] if self.fused else [self.mix, *self.norm.ops()]
 
 
 class NoNorm:
@@ -150,8 +162,8 @@ class NoNorm:
     def forward(self, stream: ResidualStream, stash: Stash | None = None) -> Array:
         return stream.plain(self.add)
 
-    def backward(self, dy: Array, stash: Stash, residual: Array) -> Array:
-        return self.add.forward(dy, residual)
+    def backward(self, dy: Array, stash: Stash, residual: Any = None) -> Array:
+        return dy if residual is None else self.add.forward(dy, residual)
 
     def ops(self) -> list[Op]:
         """None: it saves nothing, and learns nothing."""
@@ -174,13 +186,14 @@ class Branch:
 class AttentionContext(NamedTuple):
     """What attention knows of a pass besides its input. cache: the keys and values of earlier positions. offset: the
     number of these positions. starts: first position of each token's document, (B, T). lengths: see `Attention`. ids:
-    the tokens, (B, T), for value embeddings."""
+    the tokens, (B, T), for value embeddings; order: see `Embedding`."""
 
     cache: LayerCache | None = None
     offset: int = 0
     starts: Array | None = None
     lengths: Array | None = None
     ids: Array | None = None
+    order: Order | None = None
 
 
 NO_CONTEXT = AttentionContext()
@@ -212,7 +225,7 @@ class SelfAttention(Branch):
         self.head_dim, self.rope, self.head_norms, self.values = head_dim, rope, head_norms, values
 
     def forward(self, h: Any, stash: Stash | None, context: AttentionContext = NO_CONTEXT) -> Addend:
-        cache, _, starts, lengths, _ = context
+        cache, _, starts, lengths, *_ = context
         qkv = self.project(h, stash, context)
         a = self.attention.forward(qkv, stash, cache=cache, starts=starts, lengths=lengths)  # (B, T, Hq, D)
         run = partial(self.out.forward, a.reshape(*a.shape[:2], -1), stash=stash)
@@ -225,7 +238,7 @@ class SelfAttention(Branch):
             return qkv
         x, ids = h.x if isinstance(h, Scaled) else h, context.ids
         assert ids is not None
-        return self.values.forward(qkv, x, ids, stash, out=qkv)
+        return self.values.forward(qkv, x, ids, stash, out=qkv, order=context.order)
 
     def rotated(self, h: Any, stash: Stash | None, offset: int) -> Array:
         """q, k and v after RoPE."""

@@ -15,7 +15,7 @@ from tinyforge.models.llama.config import Config
 from tinyforge.models.llama.parts import first_norm, mlp, norm_before, pre_norm, self_attention
 from tinyforge.op import Op, Stash
 from tinyforge.ops import Add
-from tinyforge.residual import NO_CONTEXT, AttentionContext, PreNorm, ResidualStream
+from tinyforge.residual import NO_CONTEXT, AttentionContext, NoNorm, PreNorm, ResidualStream
 
 
 class Block:
@@ -61,8 +61,10 @@ class Block:
         return FusedLayer(*(op.weight.stored for op in maps))
 
     @classmethod
-    def final_norm(cls, config: Config, backend: Backend) -> PreNorm:
+    def final_norm(cls, config: Config, backend: Backend) -> PreNorm | NoNorm:
         """The norm after the last block; the output heads read its value in full precision."""
+        if config.norms == "sum":
+            return NoNorm(backend, "final_norm")
         fp8 = backend.fp8 and cls.in_fp8
         return pre_norm("final_norm", config, backend, fp8=fp8, scaled=False, scaled_backward=not config.dropout)
 
@@ -97,3 +99,33 @@ class ParallelBlock(Block):
         """In the order of forward."""
         norm2 = self.norm2.ops() if self.own_norms else []
         return [*self.norm1.ops(), *self.attention.ops(), *norm2, *self.mlp.ops()]
+
+
+class SumBlock(Block):
+    """x = norm1(x + attention(x));   x = norm2(x + mlp(x))"""
+
+    def __init__(self, config: Config, layer: int, backend: Backend) -> None:
+        super().__init__(config, layer, backend)
+        self.plain = NoNorm(backend, f"blocks.{layer}.plain")
+
+    def forward(
+        self, stream: ResidualStream, stash: Stash | None = None, context: AttentionContext = NO_CONTEXT
+    ) -> None:
+        # A branch apart from the stream: its map may not add into x, which it has saved.
+        stream.add(self.attention.forward(self.plain.forward(stream), stash, context).value())
+        stream.x = self.norm1.forward(stream, stash)
+        stream.add(self.mlp.forward(self.plain.forward(stream), stash).value())
+        stream.x = self.norm2.forward(stream, stash)
+
+    def backward(self, dx: Any, stash: Stash) -> Any:
+        dsum = self.norm2.backward(dx, stash)
+        dx = self.plain.backward(self.mlp.backward(dsum, stash), stash, residual=dsum)
+        dsum = self.norm1.backward(dx, stash)
+        return self.plain.backward(self.attention.backward(dsum, stash), stash, residual=dsum)
+
+    def fill(self, stream: ResidualStream, context: AttentionContext) -> None:
+        self.attention.fill(self.plain.forward(stream), context)
+
+    def ops(self) -> list[Op]:
+        """In the order of forward."""
+        return [*self.attention.ops(), *self.norm1.ops(), *self.mlp.ops(), *self.norm2.ops()]

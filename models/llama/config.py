@@ -11,7 +11,7 @@ from tinyforge.errors import UserError
 from tinyforge.models.checks import check_rates
 
 CHOICES = {
-    "norms": ("before", "both", "after"),
+    "norms": ("before", "both", "after", "sum"),
     "norm": ("rms", "layer"),
     "activation": ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
     "rope_scaling": ("none", "linear", "llama3", "yarn", "dynamic", "longrope"),
@@ -31,7 +31,9 @@ class Config(ModelConfig):
     window, as in Gemma; 0 where all layers have it.
 
     norms: where a branch has its norm: "before" it; "both", another one after it, before the addition, as in Gemma 2;
-    "after" it only, as in OLMo 2. norm: "rms", or "layer" for LayerNorm, with norm_bias a bias too. parallel: both
+    "after" it only, as in OLMo 2; "sum", of the stream after the addition, without a final norm, as in OPT-350M.
+    embedding_dim: width of the embedding and of the output head, with a map between each and the stream; 0 for dim.
+    norm: "rms", or "layer" for LayerNorm, with norm_bias a bias too. parallel: both
     branches of a block read its one norm, as in Cohere; parallel_norms: each has its own, as in GPT-NeoX.
     norm_plus_one: the norms' gain is 1 + w, w from 0. activation: of the gate, "silu", or "gelu_tanh" and "gelu" (by
     erf) for GeGLU. gated: without it the MLP is down(activation(up(h))), with "relu" and its square "relu2" too.
@@ -82,6 +84,7 @@ class Config(ModelConfig):
     window: int = 0
     full_every: int = 0
     norms: str = "before"
+    embedding_dim: int = 0
     norm: str = "rms"
     norm_bias: bool = False
     parallel: bool = False
@@ -127,7 +130,7 @@ class Config(ModelConfig):
 
     NONE_OR_MORE: ClassVar = (
         *("window", "full_every", "attention_scale", "attention_softcap", "logit_softcap"),
-        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim", "value_every", "smear"),
+        *("local_rope_theta", "no_rope_every", "rope_attention", "rotary_dim", "value_every", "smear", "embedding_dim"),
     )
 
     def __post_init__(self) -> None:
@@ -148,11 +151,11 @@ class Config(ModelConfig):
                 f"config: rope_short has {len(self.rope_short)} factors, rope_long {len(self.rope_long)}, expected "
                 f"one for each of {pairs} pairs"
             )
-        if self.norms != "before" and (self.norm == "layer" or self.parallel):
+        if self.norms != "before" and (self.norm == "layer" and self.norms != "sum" or self.parallel):
             raise UserError(f"config: norms is {self.norms!r} with a LayerNorm or parallel branches; expected 'before'")
         if self.norm_bias and self.norm == "rms" or self.norm_plus_one and self.norm == "layer":
             raise UserError(f"config: norm is {self.norm!r}; norm_bias goes with 'layer', norm_plus_one with 'rms'")
-        if self.mix_first and (self.norms == "after" or self.parallel):
+        if self.mix_first and (self.norms in ("after", "sum") or self.parallel):
             raise UserError("config: mix_first is for blocks that begin with a norm, one branch after the other")
         if self.parallel_norms and not self.parallel:
             raise UserError("config: parallel_norms is for parallel branches; set parallel too")
@@ -191,6 +194,10 @@ class Config(ModelConfig):
     def window_of(self, layer: int) -> int:
         """The window of a layer, 0 for none."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    @property
+    def embedding_width(self) -> int:
+        return self.embedding_dim or self.dim
 
     def has_rope(self, layer: int) -> bool:
         return not self.no_rope_every or (layer + 1) % self.no_rope_every > 0

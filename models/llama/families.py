@@ -380,11 +380,20 @@ def _gptj(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _opt(given: Mapping[str, Any]) -> dict[str, Any]:
-    require(given, "do_layer_norm_before", True)
     require(given, "_remove_final_layer_norm", False)
     require(given, "layer_norm_elementwise_affine", True)
-    require(given, "word_embed_proj_dim", setting(given, "hidden_size", int), None)
-    return {}
+    dim, before = setting(given, "hidden_size", int), setting(given, "do_layer_norm_before", bool, True)
+    width = setting(given, "word_embed_proj_dim", int, dim)
+    return {"norms": "before" if before else "sum", "embedding_dim": 0 if width == dim else width}
+
+
+def _opt_written(config: Config) -> dict[str, Any]:
+    shape = {"do_layer_norm_before": config.norms == "before", "word_embed_proj_dim": config.embedding_width}
+    return {**NO_PADDING, **shape}
+
+
+def _opt_holds(config: Config) -> bool:
+    return _of_one_size(config) and _equal_biases(config) and config.norm_eps == 1e-5
 
 
 def _of_one_size(config: Config) -> bool:
@@ -694,14 +703,16 @@ FAMILIES = (
             **{"norm1": "self_attn_layer_norm", "norm2": "final_layer_norm", "out": "self_attn.out_proj"},
             **{"up": "fc1", "down": "fc2", "embedding": "model.decoder.embed_tokens"},
             **{"positions": "model.decoder.embed_positions", "blocks": "model.decoder.layers"},
-            "final_norm": "model.decoder.final_layer_norm",
+            **{"final_norm": "model.decoder.final_layer_norm", "project_in": "model.decoder.project_in"},
+            "project_out": "model.decoder.project_out",
         },
         keys={"intermediate_size": "ffn_dim"},
         eps="layer_norm_eps",
         activation="activation_function",
+        free=("norms", "embedding_dim"),
         read=_opt,
-        write=lambda config: {**NO_PADDING, "word_embed_proj_dim": config.dim},
-        holds=lambda config: _of_one_size(config) and _equal_biases(config) and config.norm_eps == 1e-5,
+        write=_opt_written,
+        holds=_opt_holds,
     ),
 )
 BY_NAME = {family.architecture: family for family in FAMILIES}

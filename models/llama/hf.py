@@ -134,6 +134,7 @@ def entries(config: Config, family: Family | None = None) -> Iterator[Entry]:
         "before": ("norm1",) if c.parallel and not c.parallel_norms else ("norm1", "norm2"),
         "both": ("norm1", "attention_norm", "norm2", "mlp_norm"),
         "after": ("attention_norm", "mlp_norm"),
+        "sum": ("norm1", "norm2"),
     }[c.norms]
 
     def linear(i: int, name: str, rows: slice, columns: int, ours: str, bias: bool) -> Iterator[Entry]:
@@ -161,7 +162,10 @@ def entries(config: Config, family: Family | None = None) -> Iterator[Entry]:
     }
     heads = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, q + 2 * kv)}
     halves = {"gate": slice(0, c.hidden), "up": slice(c.hidden, 2 * c.hidden)}
-    yield Entry(f"{names['embedding']}.weight", (c.vocab, c.dim), "embedding.weight")
+    yield Entry(f"{names['embedding']}.weight", (c.vocab, c.embedding_width), "embedding.weight")
+    if c.embedding_dim:
+        for name, shape in (("project_in", (c.dim, c.embedding_dim)), ("project_out", (c.embedding_dim, c.dim))):
+            yield Entry(f"{names[name]}.weight", shape, f"{name}.weight")
     if c.learned_positions:
         yield Entry(f"{names['positions']}.weight", (c.context + 2, c.dim), "positions.weight")
     for i in range(c.layers):
@@ -180,9 +184,10 @@ def entries(config: Config, family: Family | None = None) -> Iterator[Entry]:
         for name, rows in ({one: whole[one]} if "gate_up" in merged or not c.gated else halves).items():
             yield from linear(i, name, rows, c.dim, one, c.mlp_bias)
         yield from linear(i, "down", whole["down"], c.hidden, "down", c.mlp_bias)
-    yield from norm(names["final_norm"], "final_norm")
+    if c.norms != "sum":
+        yield from norm(names["final_norm"], "final_norm")
     if not c.tied:
-        yield Entry(f"{names['heads']}.weight", (c.vocab, c.dim), "heads.weight", 0)
+        yield Entry(f"{names['heads']}.weight", (c.vocab, c.embedding_width), "heads.weight", 0)
     if c.head_bias:
         yield Entry(f"{names['heads']}.bias", (c.vocab,), "heads.bias")
 

@@ -16,9 +16,9 @@ from tinyforge.infer.cache import KVCache
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.kernel import Array
 from tinyforge.model import Model
-from tinyforge.models.llama.block import Block, ParallelBlock
+from tinyforge.models.llama.block import Block, ParallelBlock, SumBlock
 from tinyforge.models.llama.config import FUSED, Config
-from tinyforge.models.llama.parts import STD, bias, rms_norm
+from tinyforge.models.llama.parts import STD, bias, projection, rms_norm
 from tinyforge.op import Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import Add, CappedCrossEntropy, Embedding, LearnedPositions, LinearCrossEntropy, Scale, Smear
 from tinyforge.ops.attention import Documents
@@ -48,17 +48,19 @@ class LlamaLike(Model):
     ) -> None:
         super().__init__(backend)
         self.config, self.shape, self.recompute = config, shape, recompute
-        table = Param("embedding.weight", (shape.vocab, shape.dim), std=STD)
+        table = Param("embedding.weight", (shape.vocab, shape.embedding_width), std=STD)
         self.embedding = Embedding(table, backend, "embedding")
         self.positions: LearnedPositions | None = None
         if shape.learned_positions:
             rows = Param("positions.weight", (shape.context + 2, shape.dim), std=STD)
             self.positions = LearnedPositions(rows, backend, "positions", first=2)
-        kind: Any = ParallelBlock if shape.parallel else self.block
+        kind: Any = ParallelBlock if shape.parallel else SumBlock if shape.norms == "sum" else self.block
         self.blocks = [kind(shape, i, backend) for i in range(shape.layers)]
         self.layers = layers_of(self.blocks, backend, recompute)
         self.final_norm = self.block.final_norm(shape, backend)
         self.heads = output_heads(shape, heads or table, backend)
+        self.project_in = projection("project_in", shape.dim, shape.embedding_dim, backend)
+        self.project_out = projection("project_out", shape.embedding_dim, shape.dim, backend)
         self.embedding_scale = scale("embedding_scale", shape.embedding_scale, backend)
         self.embedding_norm = rms_norm("embedding_norm", shape.dim, shape, backend) if shape.embedding_norm else None
         self.add, self.smear = Add(backend, "first"), smear(shape, backend) if shape.smear else None
@@ -82,6 +84,8 @@ class LlamaLike(Model):
     def normed(self, stream: ResidualStream, stash: Stash | None) -> Array:
         """What the output heads read: the final norm's value, with the scale of the logits."""
         h: Array = self.final_norm.forward(stream, stash)
+        if self.project_out:
+            h = self.project_out.forward(h, stash)
         return self.logit_scale.forward(h, stash) if self.logit_scale else h
 
     def fill(self, ids: Array, cache: KVCache) -> Array:
@@ -100,7 +104,12 @@ class LlamaLike(Model):
     ) -> ResidualStream:
         """The stream after the blocks. fill: of the last block, compute the keys and values only."""
         self.fp8_weights.refresh()
-        x, offset = self.embedding.forward(ids, stash), cache.length if cache else 0
+        offset, learned = cache.length if cache else 0, not self.embedding.weight.frozen
+        shared = stash is not None and learned and any(block.attention.values for block in self.blocks)
+        order = self.embedding.order(ids) if shared else None
+        x = self.embedding.forward(ids, stash, order=order)
+        if self.project_in:
+            x = self.project_in.forward(x, stash)
         if self.embedding_scale:
             x = self.embedding_scale.forward(x, stash)
         starts = documents.starts if documents else None
@@ -113,7 +122,7 @@ class LlamaLike(Model):
             x = self.smear.forward(x, stash, starts=starts, previous=cache.previous(x) if cache else None)
         stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
-            context = AttentionContext(cache.layer(i) if cache else None, offset, starts, ids=ids)
+            context = AttentionContext(cache.layer(i) if cache else None, offset, starts, ids=ids, order=order)
             if fill and i == len(self.blocks) - 1:
                 self.blocks[i].fill(stream, context)
             else:
@@ -135,6 +144,8 @@ class LlamaLike(Model):
         """dh: the gradient of `normed`. doutputs: those of each block's further outputs."""
         if self.logit_scale:
             dh = self.logit_scale.backward(dh, stash)
+        if self.project_out:
+            dh = self.project_out.backward(dh, stash)
         dx = self.final_norm.backward(dh, stash)
         for layer in reversed(self.layers):
             dx = layer.backward(dx, stash, *doutputs)
@@ -148,6 +159,8 @@ class LlamaLike(Model):
             dx = self.positions.backward(dx, stash)
         if self.embedding_scale:
             dx = self.embedding_scale.backward(dx, stash)
+        if self.project_in:
+            dx = self.project_in.backward(dx, stash)
         self.embedding.backward(dx, stash)
 
     def logits(self, h: Array, head: int = 0) -> Array:
@@ -179,16 +192,16 @@ class LlamaLike(Model):
         c = self.shape
         windows = [min(c.window_of(layer) or seq_len, seq_len) for layer in range(c.layers)]
         pairs = sum(window - window * (window - 1) / (2 * seq_len) for window in windows)
-        looked_up = (0 if c.tied else c.vocab * c.dim) + (c.context * c.dim if c.learned_positions else 0)
+        looked_up = (0 if c.tied else c.vocab * c.embedding_width) + (c.context * c.dim if c.learned_positions else 0)
         looked_up += sum(block.attention.values.table.size for block in self.blocks if block.attention.values)
         multiplied = self.buffer.count - looked_up
         return 6 * multiplied + 3 * 2 * 2 * c.head_dim * c.heads * pairs
 
     def ops(self) -> list[Op]:
         blocks = [op for block in self.blocks for op in block.ops()]
-        rest = (self.embedding_scale, self.positions, self.embedding_norm, self.smear, self.logit_scale)
-        scaled, positions, norm, smeared, logits = [[op] if op else [] for op in rest]
-        return [self.embedding, *scaled, *positions, *norm, *smeared, *blocks, self.final_norm.op, *logits, self.heads]
+        first = (self.embedding, self.project_in, self.embedding_scale, self.positions, self.embedding_norm, self.smear)
+        last = (*self.final_norm.ops(), self.project_out, self.logit_scale, self.heads)
+        return [op for op in (*first, *blocks, *last) if op]
 
 
 def scale(name: str, factor: float, backend: Backend) -> Scale | None:
@@ -223,7 +236,7 @@ class Llama(LlamaLike):
     def __init__(
         self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
     ) -> None:
-        own = None if config.tied else Param("heads.weight", (1, config.vocab, config.dim), std=STD)
+        own = None if config.tied else Param("heads.weight", (1, config.vocab, config.embedding_width), std=STD)
         super().__init__(config, config, own, backend, values, recompute)
 
     @classmethod
@@ -262,6 +275,7 @@ class Llama(LlamaLike):
             {**neox, "parallel_norms": True, "activation": "gelu", "head_bias": True},
             {**neox, "gated": True, "activation": "gelu"},
             {**neox, "parallel": False, "activation": "silu", "learned_positions": True, "no_rope_every": 1},
+            {**neox, "parallel": False, "activation": "silu", "norms": "sum", "embedding_dim": 7},
             {"rotary_dim": 4, "rope_scaling": "yarn", "rope_factor": 2.0, "original_context": 4},  # fused decoders too
         )
         # The norm of a small branch is steep: a large eps gives it a gradient that can be measured.

@@ -66,6 +66,11 @@ def bias(name: str, rows: int) -> Param:
     return Param(f"{name}.bias", (rows,), fill=0.0, decay=False)
 
 
+def projection(name: str, rows: int, columns: int, backend: Backend) -> Linear | None:
+    """A map between the stream and a narrower embedding; None if there is none."""
+    return Linear(Param(f"{name}.weight", (rows, columns), std=STD), backend, name) if rows and columns else None
+
+
 def rms_norm(name: str, width: int, c: Config, backend: Backend) -> RMSNorm:
     return RMSNorm(gain(name, width, c.norm_plus_one), backend, c.norm_eps, name, plus_one=c.norm_plus_one)
 
@@ -106,7 +111,7 @@ def first_norm(at: str, c: Config, backend: Backend, *, fp8: bool, scaled_backwa
 
 def after(name: str, c: Config, backend: Backend) -> list[Op]:
     """The ops between a branch's last map and the stream."""
-    found: list[Op] = [] if c.norms == "before" else [rms_norm(name, c.dim, c, backend)]
+    found: list[Op] = [] if c.norms in ("before", "sum") else [rms_norm(name, c.dim, c, backend)]
     return found if c.residual_scale == 1 else [*found, Scale(c.residual_scale, backend, f"{name}.scale")]
 
 

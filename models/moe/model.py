@@ -129,7 +129,7 @@ class MoE(LlamaLike):
     def __init__(
         self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
     ) -> None:
-        shape = (config.mtp_heads, config.vocab, config.dim)
+        shape = (config.mtp_heads, config.vocab, config.embedding_width)
         heads = None if config.tied else Param("heads.weight", shape, std=STD)
         self.losses = RouterLosses(config.active, backend, "router_losses") if config.term_weights else None
         super().__init__(config, config, heads, backend, values, recompute)

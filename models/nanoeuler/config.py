@@ -110,30 +110,24 @@ FAST = Config(
     dim=768,
     heads=12,
     kv_heads=4,
-    layers=16,
+    layers=12,
     context=1024,
     vocab=8192,
-    hidden=2304,
-    mtp_heads=2,
-    mtp_weights=(1.0, 0.5),
-    rotary_dim=32,
-    rope_theta=1024.0,
-    qk_scale="fixed",
-    attention_scale=0.165,
-    logit_softcap=15.0,
-    zero_outputs=True,
+    hidden=3072,
+    mtp_heads=1,
+    mtp_weights=(1.0,),
+    qk_scale="learned",
     mix_first=True,
     embedding_norm=True,
     smear=12,
     value_every=2,
     value_gate=32,
 )
-"""What others measured to learn most in few minutes, at the size of `base`; not yet measured here.
+"""What learns most in few minutes, by a screen of nineteen choices: docs/results/fast.md has the figures.
 
-From modded-nanogpt: norms of queries and keys without gain and with a scale, value embeddings, the mixed stream,
-outputs from 0, capped logits, smear, and half of each head without RoPE; from nanochat: gates, and value embeddings in
-every second layer. The MLP is SwiGLU, which is part of the products around it here; a squared ReLU is not. 129,002,029
-parameters, and 16,777,216 in value embeddings, which no product reads.
+Fewer and wider layers than `base`, one prediction head, a stream that is mixed with the embedding before each layer, a
+norm of the embedding, smear, and norms of queries and keys with a learned scale. 116,412,853 parameters, and 12,582,912
+in value embeddings, which no product reads.
 """
 PRESETS = {
     "small": Config(),

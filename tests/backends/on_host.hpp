@@ -45,15 +45,16 @@ alignas(1024) static unsigned char host_shared[HOST_BLOCKS * HOST_ROOM];
 static std::vector<ucontext_t> contexts;
 static std::vector<char> done;
 static ucontext_t scheduler;
-static int current, first_block;
+static int current, first_block, host_threads;  // of a block
 static long long turns, host_limit = 20000000;
 static bool host_jitter = false;          // warps fall behind each other at random
 static std::function<void()> host_tick;   // what goes on beside the threads
 static std::mt19937 host_random(7);
-static int host_rank() { return current / blockDim.x; }
+static int host_rank() { return current / host_threads; }
 static unsigned char *host_at(unsigned address) { return host_shared + host_rank() * HOST_ROOM + address; }
 static void host_resume(int i) {
-    current = i, threadIdx.x = i % blockDim.x, blockIdx.x = first_block + i / blockDim.x;
+    current = i, threadIdx.x = i % blockDim.x, threadIdx.y = i % host_threads / blockDim.x;
+    blockIdx.x = first_block + i / host_threads;
 }
 static void host_yield() {
     const int me = current;
@@ -94,8 +95,11 @@ static void host_block(int threads, std::function<void()> work) {
         if (++turns > host_limit) { printf("threads wait for ever\n"); exit(1); }
     }
 }
-template <class Kernel> static void host_launch(int grid_x, int grid_y, int threads, Kernel kernel, int cluster = 1) {
-    gridDim.x = grid_x, gridDim.y = grid_y, blockDim.x = threads;
+// down: the block's second axis.
+template <class Kernel>
+static void host_launch(int grid_x, int grid_y, int across, Kernel kernel, int cluster = 1, int down = 1) {
+    const int threads = host_threads = across * down;
+    gridDim.x = grid_x, gridDim.y = grid_y, blockDim.x = across, blockDim.y = down;
     for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y++)
         for (first_block = 0; first_block < grid_x; first_block += cluster) {
             memset(host_shared, 0xff, sizeof host_shared);  // NaN
@@ -113,9 +117,10 @@ struct Meeting {
         while (round == mine) host_yield();
     }
 };
-static Meeting whole_block[HOST_BLOCKS], warps[64];
+static Meeting whole_block[HOST_BLOCKS], warps[64], some_lanes[64];
 static unsigned long long exchanged[64][32];
-inline void __syncthreads() { whole_block[host_rank()].wait(blockDim.x); }
+inline void __syncthreads() { whole_block[host_rank()].wait(host_threads); }
+inline void __threadfence() {}
 template <class V> static V host_from(V value, int lane) {
     static_assert(sizeof(V) <= 8, "");
     const int warp = current / 32, from = (lane + 32) % 32;
@@ -155,6 +160,17 @@ static unsigned __ballot_sync(unsigned, bool yes) {
     return votes;
 }
 inline void __syncwarp() { warps[current / 32].wait(32); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline void __syncwarp(unsigned mask) { some_lanes[current / 32].wait(__popc(mask)); }
+inline unsigned __match_any_sync(unsigned mask, int value) {
+    auto &all = exchanged[current / 32];
+    all[threadIdx.x % 32] = value;
+    __syncwarp(mask);
+    unsigned equal = 0;
+    for (int i = 0; i < 32; i++) equal |= (mask >> i & 1 && int(all[i]) == value) << i;
+    __syncwarp(mask);
+    return equal;
+}
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = a | (unsigned long long)(b) << 32;

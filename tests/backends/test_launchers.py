@@ -76,6 +76,7 @@ LAUNCHERS = (
     "ops.losses",
     "ops.lstm",
     "ops.mix",
+    "ops.mix_rmsnorm",
     "ops.mixture",
     "ops.mixture_biased",
     "ops.patches",

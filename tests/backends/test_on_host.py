@@ -343,7 +343,7 @@ STATIC = """
 #define NAN (0.0 / 0.0)
 #undef __shared__
 #define __shared__ static
-using std::isfinite, std::isnan;
+using std::fabs, std::isfinite, std::isnan;
 """
 SQUARES = r"""
 int main() {

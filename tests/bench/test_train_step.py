@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.harness import EAGER, GRAPH, GRAPHS_NEED_A_GPU, OURS
+from bench.harness import COMPILED, EAGER, GRAPH, GRAPHS_NEED_A_GPU, OURS
 from bench.train_step import MASKED, MUON, READING, Options, main, make_contenders, ours, table, torch_peer
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
@@ -159,6 +160,22 @@ def test_weights_that_are_not_the_peers_are_refused() -> None:
     peer: Any = torch_peer(options, None)
     with pytest.raises(KeyError, match="the peer's parameters are not ours: .*unknown"):
         peer.training.load({"unknown": np.zeros(1)})
+    windows = find_model("llama").config(**LLAMA, window=4, rope_scaling="linear")
+    with pytest.raises(UserError, match="--peer: a plain Llama, or Qwen 2, got a config with window, rope_scaling;"):
+        torch_peer(replace(options, model="llama", config=windows), None)
+
+
+@pytest.mark.slow
+def test_one_compiled_layer_serves_all() -> None:
+    torch = pytest.importorskip("torch")
+    config = find_model("llama").config(**LLAMA | {"layers": 3})
+    options = Options("llama", config, 3, 12, 1, "numpy", "fp64", 1, 1, regional=True)
+    torch._dynamo.reset(), torch._dynamo.utils.counters.clear()
+    contenders, parity, left_out = make_contenders(options, get_backend("numpy", "fp64", 1), (COMPILED,))
+    if COMPILED in left_out:
+        pytest.skip(left_out[COMPILED])
+    assert parity is not None and parity["worst_difference"] < 1e-9 and len(contenders) == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the layer and the loss
 
 
 def test_a_model_without_a_peer_is_named() -> None:

@@ -31,6 +31,7 @@ TOKENIZER = Tokenizer([], ["<|endoftext|>", "</s>"])
 LLAMA = Config(dim=24, heads=6, kv_heads=2, layers=2, context=40, vocab=258, hidden=20)
 NEOX = LLAMA.override({"kv_heads": 6, "norm": "layer", "norm_bias": True, "gated": False, "tied": False})
 NEOX = NEOX.override({"qkv_bias": True, "out_bias": True, "mlp_bias": True})
+POSITIONS = {"learned_positions": True, "no_rope_every": 1}
 MIXTURE: dict[str, Any] = {"experts": 3, "mtp_heads": 1, "mtp_weights": (1.0,), "router_z": 0.0}
 MOE = MoEConfig(dim=24, heads=6, kv_heads=2, layers=2, context=40, vocab=258, hidden=20, **MIXTURE)
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -38,7 +39,8 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama-untied": (Llama, LLAMA.override({"tied": False})),
     "qwen2": (Llama, LLAMA.override({"qkv_bias": True})),
     "gpt-neox": (Llama, NEOX.override({"parallel": True, "parallel_norms": True, "activation": "gelu"})),
-    "opt": (Llama, NEOX.override({"activation": "relu", "learned_positions": True, "no_rope_every": 1, "tied": True})),
+    "opt": (Llama, NEOX.override({"activation": "relu", **POSITIONS, "tied": True})),
+    "opt-350m": (Llama, NEOX.override({"activation": "relu", **POSITIONS, "norms": "sum", "embedding_dim": 14})),
     "qwen2-moe": (MoE, MOE.override({"qkv_bias": True, "shared": 10, "normalised": False})),
     "gpt-oss": (MoE, MOE.override({"sinks": True, "clamp": 7.0})),
     "gpt2": (GPT2, GPT2Config(dim=24, heads=3, layers=2, context=40, vocab=258)),

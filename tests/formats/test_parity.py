@@ -198,6 +198,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj-whole": ("GPTJForCausalLM", {**GPTJ, "rotary_dim": 8, "n_inner": 31, **TIED}),
     "opt": ("OPTForCausalLM", OPT),
     "opt-untied": ("OPTForCausalLM", {**OPT, **OPT_PLAIN}),
+    "opt-350m": ("OPTForCausalLM", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 14}),
+    "opt-350m-untied": ("OPTForCausalLM", {**OPT, **OPT_PLAIN, "do_layer_norm_before": False}),
     "mamba": ("MambaForCausalLM", MAMBA),
     "mamba-rank": ("MambaForCausalLM", {**MAMBA, "expand": 3, "conv_kernel": 3, "time_step_rank": 5}),
     "mistral-no-window": ("MistralForCausalLM", {**TINY, "sliding_window": None}),

@@ -7,7 +7,7 @@ computation: float32 arithmetic, results rounded to bf16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,10 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Activation:
-    """An argument in the storage type."""
+    """An argument in the storage type; a `sum` that the kernel adds to is made by the op, and never strided."""
 
     value: np.ndarray
+    sum: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,12 @@ def norm_back(rng: Rng, n: int, c: int, groups: int, silu: bool, shifted: bool =
     shift = act(rng, batch, channels) if shifted else None
     stats = angles(rng, batch, groups), some_rstd(rng, (batch, groups))
     return *sums, act(rng, *shape), act(rng, channels), act(rng, channels), x, shift, *stats, silu
+
+
+def mix_norm_back(rng: Rng, n: int, c: int, dfirst: Activation | None) -> Any:
+    sums, rows = (acc(rng, c), acc(rng, 1), acc(rng, 1)), [act(rng, n, c) for _ in range(5)]
+    dy, residual, y, *more = rows
+    return *sums, dfirst, dy, residual, act(rng, c), y, some_rstd(rng, n), *more, act(rng, 1), act(rng, 1)
 
 
 # Arguments of each kernel for n rows of width c. What stands after a space in a name is one way to call it.
@@ -306,6 +313,7 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     "positions_fwd restarting": lambda r, n, c: (act(r, 3, n, c), act(r, 37, c), tokens(r, 3 * n, 37).reshape(3, n)),
     "positions_bwd restarting": lambda r, n, c: (acc(r, 37, c), act(r, 3, n, c), tokens(r, 3 * n, 37).reshape(3, n)),
     "embedding_fwd": lambda r, n, c: (tokens(r, n, 37), act(r, 37, c)),
+    "embedding_order": lambda r, n, c: (tokens(r, n, 37), 37),
     "embedding_bwd": lambda r, n, c: (acc(r, 37, c), act(r, n, c), tokens(r, n, 37)),
     "causal_conv_fwd": lambda r, n, c: (None, act(r, 2, n, c), act(r, c, 1, 4), act(r, c)),
     "causal_conv_fwd tail": lambda r, n, c: (
@@ -498,6 +506,9 @@ ARGUMENTS: dict[str, Callable[[Rng, int, int], tuple[Any, ...]]] = {
     ),
     "mix_fwd": lambda r, n, c: (act(r, n, c), act(r, n, c), act(r, 1), act(r, 1)),
     "mix_bwd": lambda r, n, c: (acc(r, 1), acc(r, 1), None, *(act(r, n, c) for _ in range(3)), act(r, 1), act(r, 1)),
+    "mix_rmsnorm_fwd": lambda r, n, c: (*(act(r, n, c) for _ in range(2)), act(r, c), act(r, 1), act(r, 1), 1e-5),
+    "mix_rmsnorm_bwd": lambda r, n, c: mix_norm_back(r, n, c, None),
+    "mix_rmsnorm_bwd into": lambda r, n, c: mix_norm_back(r, n, c, Activation(normal(r, n, c), sum=True)),
     "smear_fwd": lambda r, n, c: (act(r, 2, n, c), act(r, -(-c // 2)), act(r, 1), begins(r, n), act(r, 2, c)),
     "smear_bwd": lambda r, n, c: (
         acc(r, -(-c // 2)),
@@ -658,13 +669,23 @@ def test_a_kernel_computes_what_numpy_computes(name: str, precision: str) -> Non
 
 def rounded(a: Any) -> Any:
     """Activations as bf16 holds them."""
-    return Activation(a.value.astype(dtype_of("bfloat16")).astype(np.float64)) if isinstance(a, Activation) else a
+    return replace(a, value=a.value.astype(dtype_of("bfloat16")).astype(np.float64)) if isinstance(a, Activation) else a
 
 
 def add_then_rmsnorm(residual: np.ndarray, delta: np.ndarray, weight: np.ndarray, *more: Any) -> Any:
     """The sum is stored, and so rounded, before it is normalised."""
     x = (residual + delta).astype(dtype_of("bfloat16")).astype(np.float32)
     return (x, *KERNELS["rmsnorm_fwd"](x, weight, *more))
+
+
+def mix_then_rmsnorm(*a: Any) -> Any:
+    mixed = KERNELS["mix_fwd"](*a[:2], *a[3:5]).astype(dtype_of("bfloat16")).astype(np.float32)
+    return (mixed, *KERNELS["rmsnorm_fwd"](mixed, a[2], *a[5:]))
+
+
+def rmsnorm_then_mix(dweight: Any, da: Any, db: Any, dfirst: Any, dy: Any, residual: Any, *a: Any) -> Any:
+    between = KERNELS["rmsnorm_bwd"](dweight, dy, *a[:3], residual)
+    return KERNELS["mix_bwd"](da, db, dfirst, between.astype(dtype_of("bfloat16")).astype(np.float32), *a[3:])
 
 
 def add_then_layernorm(residual: np.ndarray, delta: np.ndarray, *more: Any) -> Any:
@@ -730,6 +751,8 @@ PLAIN = {
     **{f"gelu_linear_bwd{which}": gelu_linear_backwards for which in ("", " bias", " erf")},
     "add_rmsnorm_fwd": add_then_rmsnorm,
     "add_rmsnorm_fwd plus": add_then_rmsnorm,
+    "mix_rmsnorm_fwd": mix_then_rmsnorm,
+    **{f"mix_rmsnorm_bwd{which}": rmsnorm_then_mix for which in ("", " into")},
     "add_layernorm_fwd": add_then_layernorm,
     "add_layernorm_fwd plain": add_then_layernorm,
 }
@@ -748,7 +771,8 @@ def test_bf16_is_as_exact_as_it_can_be(name: str) -> None:
             if w.dtype.kind in "iu":
                 assert np.array_equal(backend.to_numpy(g), w)
                 continue
-            allowed = 2 * error(p.astype(bf16).astype(np.float32), w)
+            # Of a sum that is one number, rounding may by chance undo the errors of its terms.
+            allowed = 2 * max(error(p.astype(bf16).astype(np.float32), w), error(p, w))
             assert error(backend.to_numpy(g), w) <= max(allowed, 1e-7), (n, c)
 
 
@@ -971,7 +995,7 @@ def test_strides_do_not_matter(name: str) -> None:
 
     def spread(a: Any) -> Any:
         placed = on_gpu(backend)(a)
-        if not isinstance(a, Activation) or placed.ndim < 2:  # parameters are never strided
+        if not isinstance(a, Activation) or a.sum or placed.ndim < 2:  # parameters are never strided
             return placed
         wide = backend.xp.full((*placed.shape[:-1], 2 * placed.shape[-1]), np.nan)
         wide[..., ::2] = placed

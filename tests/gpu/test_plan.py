@@ -45,6 +45,7 @@ pytestmark = pytest.mark.gpu
         ("nanoeuler", "fp32", 4, "", Adapters(8, 16.0, 0.0, ("qkv", "down")), None, 0),
         ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05, weights="nf4"), None, 0),
         ("nanoeuler", "bf16", 2, "blocks", Adapters(8, 16.0, 0.0, weights="nf4"), None, 0),
+        ("nanoeuler", "bf16", 8, "", Adapters(8, 16.0, 0.05, weights="nf4-double"), None, 0),
         ("moe", "bf16", 8, "", None, None, 0),
         ("nanoeuler", "bf16", 8, "blocks", None, None, 0),
         ("moe", "bf16", 8, "blocks", None, None, 0),

@@ -60,14 +60,29 @@ def test_four_bits_are_what_they_are_on_the_host(kind: str, precision: str) -> N
     assert got.shape == (3, 5, 192) and got.tobytes() == rounded.tobytes()
 
 
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_scales_of_8_bits_are_what_they_are_on_the_host(precision: str) -> None:
+    """Of a view too, whose first group is in the middle of one of scales."""
+    matrix, found = np.random.default_rng(0).normal(size=(35, 64 * 41)).astype(np.float32), []
+    for name in ("cupy", "numpy"):
+        backend = get_backend(name, precision if name == "cupy" or precision != "bf16" else "fp32")
+        stored = Quantised.zeros("nf4-double", matrix.shape, backend)
+        stored[...] = matrix
+        found.append([backend.to_numpy(part.values()) for part in (stored, stored[11:30])])
+    for got, expected in zip(*found, strict=True):
+        rounded = expected.astype(get_backend("cupy", precision).dtype).astype(got.dtype)
+        assert got.tobytes() == rounded.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_on_nf4_is_that_on_the_dequantised_matrices(precision: str) -> None:
+def test_a_step_on_nf4_is_that_on_the_dequantised_matrices(precision: str, kind: str) -> None:
     """The same bits: the product reads the same numbers."""
     found = []
     backend = get_backend("cupy", precision)
     models = [
         Adapted(partial(NanoEuler, CONFIG.override({"hidden": 192}), backend), Adapters(4, 8.0, 0.1, weights=weights))
-        for weights in ("nf4", "")
+        for weights in (kind, "")
     ]
     rng = np.random.default_rng(3)
     for p, own in zip(models[1].buffer.frozen, models[0].buffer.frozen, strict=True):

@@ -12,9 +12,12 @@ from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import UserError
 from tinyforge.models.llama import PRESETS, Config, Llama
 from tinyforge.models.llama.model import scale
+from tinyforge.op import Stash
+from tinyforge.rng import Stream
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 TINY = Config(dim=12, heads=3, kv_heads=1, layers=2, context=40, vocab=11, hidden=10)
+SUM = {"norm": "layer", "norm_bias": True, "norms": "sum", "embedding_dim": 5}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_the_fused_decoders_are_for_the_plain_shape(values: dict[str, Any]) -> N
     assert Llama(TINY.override(values), FP64).fused_weights() is None
 
 
-@pytest.mark.parametrize("values", [{}, {"qk_norm": True}, {"window": 5}], ids=str)
+@pytest.mark.parametrize("values", [{}, {"qk_norm": True}, {"window": 5}, SUM], ids=str)
 def test_a_cache_is_filled_without_the_rest_of_the_last_layer(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +120,21 @@ def test_a_cache_is_filled_without_the_rest_of_the_last_layer(
     assert cache.length == expected.length == 30
     for ours, theirs in ((cache.keys, expected.keys), (cache.values, expected.values)):
         assert np.array_equal(ours[:, :, :30], theirs[:, :, :30])
+
+
+def test_norms_of_the_sum_are_recomputed_to_the_bit_and_pieces_of_a_text_agree() -> None:
+    config, ids = TINY.override({**SUM, "dropout": 0.2}), np.random.default_rng(1).integers(0, 11, (2, 31))
+    gradients = []
+    for recompute in ("", "blocks"):
+        model, stash = Llama(config, FP64, recompute=recompute), Stash(Stream(5, "dropout"))
+        model.initialise(seed=0)
+        model.forward(ids[:, :-1], ids[:, 1:, None], stash)
+        model.backward(np.ones(1), stash)
+        gradients.append(model.buffer.grads)
+    assert np.array_equal(*gradients) and np.abs(gradients[0]).max() > 0
+    cache = model.make_cache(2, 40)
+    pieces = [model.hidden(ids[:, part], cache=cache) for part in (slice(0, 17), slice(17, 18), slice(18, 31))]
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), model.hidden(ids), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -105,6 +105,13 @@ def test_a_fused_decoder_is_refused_where_it_lacks_the_option(options: dict[str,
     assert (made(options).fused_weights() is not None) == has
 
 
+def test_the_ids_are_sorted_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sorts, sort = made({"value_every": 1, "value_gate": 4}), [], np.argsort
+    monkeypatch.setattr(np, "argsort", lambda *given, **how: sorts.append(given) or sort(*given, **how))
+    step(model, *batch())
+    assert len(sorts) == 1
+
+
 def test_zero_outputs_start_as_the_identity() -> None:
     model = NanoEuler(Config.from_dict(TINY | {"zero_outputs": True}), FP64)
     model.initialise(seed=0)
@@ -117,12 +124,12 @@ def test_the_presets_have_no_option() -> None:
         assert not PRESETS[name].trunk.options() and not PRESETS[name].zero_outputs
 
 
-def test_the_fast_preset_has_most_of_them_at_the_size_of_base() -> None:
+def test_the_fast_preset_has_what_paid_at_the_size_of_base() -> None:
     config = PRESETS["fast"]
     model = NanoEuler(config, Weightless("fp32", workers=1))
-    values = 8192 * 256 * 8
-    assert model.buffer.count - values == 129_002_029
-    has = ("fixed scale", "half RoPE", "x0", "smear", "softcap")
+    values = 8192 * 256 * 6
+    assert values == 12_582_912 and model.buffer.count - values == 116_412_853
+    has = ("learned scale", "x0", "smear")
     assert config.trunk.options().keys() == {"value_every"}.union(*(OPTIONS[name] for name in has))
 
 

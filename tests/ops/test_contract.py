@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -337,12 +338,31 @@ def test_lists_and_integers_are_no_activations(x: Any, message: str) -> None:
         (lambda: ops.Linear(Param("w", (5, 3))), "expected Linear.weight: Param, backend"),
         (lambda: ops.Conv2d(4, 3, FP64), "expected Conv2d.out, inputs, size, backend"),
         (lambda: ops.Conv2d(4, 3, -1, FP64), "^Conv2d: sizes .4, -1, -1, 3., expected whole numbers"),
+        (
+            lambda: ops.RMSNorm(4, FP64),
+            r"^RMSNorm: weight is 4, expected a Param such as tinyforge.Param\('weight', sh",
+        ),
+        (
+            lambda: ops.LayerNorm(4, FP64),
+            r"call it as LayerNorm\(weight: Param, bias: Param | None, backend: Backend, ",
+        ),
+        (lambda: ops.LayerNorm(Param("w", (4,)), 4, FP64), "^LayerNorm: bias is 4, expected a Param"),
+        (lambda: ops.Embedding(np.ones((5, 3)), FP64), "^Embedding: weight is of type ndarray, expected a Param"),
+        (lambda: ops.GELU("erf", FP64), "^GELU: backend is 'erf', expected a Backend such as tinyforge.get_backend"),
         (lambda: ops.Sequential([ops.ReLU(FP64)]), "^Sequential: argument 0 is of list, expected an op"),
     ],
 )
 def test_an_op_made_from_the_wrong_arguments_names_itself(make: Callable[[], Op], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", [k for k in vars(ops).values() if isinstance(k, type) and issubclass(k, Op)])
+def test_no_op_is_made_from_numbers_alone(kind: type[Op]) -> None:
+    """The message is of one line, and has the op's name."""
+    required = [p for p in signature(kind).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: .*$"):
+        kind(*[4] * max(1, len(required)))
 
 
 def test_sizes_may_be_named() -> None:

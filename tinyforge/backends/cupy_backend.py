@@ -105,12 +105,13 @@ def shared_limit(resident: int = 1) -> int:
     return int(min(device["MaxSharedMemoryPerBlockOptin"], each))
 
 
-def add_columns(out: Array, second: Array | None, partial: Array) -> None:
-    """out += the sum over the rows of partial, in a fixed order; columns past out's size go to `second`, if given."""
+def add_columns(out: Array, second: Array | None, partial: Array, third: Array | None = None) -> None:
+    """out += the sum over the rows of partial, in a fixed order; columns past out's size go to `second`, and the last
+    ones to `third`, if given."""
     count, columns = partial.shape
     launch = load("ops/columns.cu", "add_columns", SCALAR=scalar(partial.dtype))
-    numbers = map(np.int32, (count, columns, out.size))
-    launch(blocks(columns, 32), (32, 32), (out, or_null(second), partial, *numbers))
+    numbers = map(np.int32, (count, columns, out.size, columns - (0 if third is None else third.size)))
+    launch(blocks(columns, 32), (32, 32), (out, or_null(second), or_null(third), partial, *numbers))
 
 
 class CupyBackend(Backend):

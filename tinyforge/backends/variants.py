@@ -167,7 +167,7 @@ VARIANTS: Mapping[str, list[Macros]] = {
     "infer/cuda/decode_single.cu": list(_decode_single()),
     "infer/cuda/dequantise.cu": vectors(CODE=("int8", "e4m3")),
     "infer/cuda/dequantise_int4.cu": every(SCALAR=PRECISIONS),
-    "infer/cuda/dequantise_nf4.cu": every(SCALAR=PRECISIONS),
+    "infer/cuda/dequantise_nf4.cu": every(SCALAR=PRECISIONS, DOUBLE=(0, 1)),
     "infer/cuda/sample_masked.cu": [*every(SCALAR="bf16", **_BASE, DEPTH=16), *every(SCALAR=PRECISIONS, **_SMALL)],
     "ops/activations.cu": vectors(),
     "ops/attention.cu": [*_attention_plain(), *_attention_mma()],

@@ -27,6 +27,7 @@ from tinyforge.ops.lora import LoRA
 from tinyforge.ops.losses import MSE, BinaryCrossEntropy
 from tinyforge.ops.lstm import LSTM
 from tinyforge.ops.mix import Mix
+from tinyforge.ops.mix_rmsnorm import MixRMSNorm
 from tinyforge.ops.mixture import MixtureOfExperts
 from tinyforge.ops.mixture_biased import BiasedExperts
 from tinyforge.ops.patches import Patches
@@ -51,7 +52,7 @@ from tinyforge.ops.value_embedding import ValueEmbedding
 ALL: tuple[type[Op], ...] = (
     *(Embedding, LearnedPositions, Patches, ClassToken, Take, Fork, Add, Scale, Mix, Smear),
     *(Linear, Conv2d, AveragePool2d, MaxPool2d, Upsample),
-    *(RMSNorm, AddRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
+    *(RMSNorm, AddRMSNorm, MixRMSNorm, LayerNorm, AddLayerNorm, GroupNorm),
     *(RoPE, QKNormRoPE, ValueEmbedding, Attention, SinkAttention),
     *(ReLU, SquaredReLU, Sigmoid, SiLU, GeGLU, SwiGLU, LinearSwiGLU, SwiGLULinear, GELU, GELULinear, LoRA, Tanh),
     *(Softmax, Dropout, SigmoidGate),
@@ -70,7 +71,7 @@ __all__ = [
     "CappedCrossEntropy", "CausalConv", "ClassToken", "Conv2d", "CrossEntropy", "Dropout", "Embedding", "FP8AddRMSNorm",
     "FP8Linear", "FP8LinearSwiGLU", "FP8SwiGLULinear", "Fork", "GELU", "GELULinear", "GeGLU", "GroupNorm", "LSTM",
     "LayerNorm", "LearnedPositions", "Linear", "LinearCrossEntropy", "LinearSwiGLU", "LoRA", "MSE", "MaxPool2d",
-    "Mix", "MixtureOfExperts", "Patches", "QKNormRoPE", "RMSNorm", "ReLU", "RoPE", "RopeScaling", "RouterLosses",
-    "Scale", "SelectiveScan", "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Smear", "Softmax",
-    "SquaredReLU", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample", "ValueEmbedding",
+    "Mix", "MixRMSNorm", "MixtureOfExperts", "Patches", "QKNormRoPE", "RMSNorm", "ReLU", "RoPE", "RopeScaling",
+    "RouterLosses", "Scale", "SelectiveScan", "Sequential", "SiLU", "Sigmoid", "SigmoidGate", "SinkAttention", "Smear",
+    "Softmax", "SquaredReLU", "SwiGLU", "SwiGLULinear", "Take", "Tanh", "TopKRouter", "Upsample", "ValueEmbedding",
 ]  # fmt: skip

@@ -14,7 +14,8 @@
 //   embedding_bwd     A block takes a row of W and adds up that row's tokens. A row of more than PIECE tokens (in text
 //                     the commonest have hundreds) is cut where the order's index is a multiple of PIECE. Each piece is
 //                     summed by a block of its own, and the block that ends last adds the pieces, in order, to dW:
-//                     which block that is differs from run to run, what it adds does not.
+//                     which block that is differs from run to run, what it adds does not. One order serves the token
+//                     embedding and all value embeddings of a step.
 // Grid: embedding_order a block for SHELF rows; embedding_bwd a block for each possible piece, then one for each row,
 // and in y as many as a row's vectors need. Block: 32 x 32 threads; embedding_bwd a thread for each vector.
 // Bound by memory: dy, and dW read and written.
@@ -84,10 +85,9 @@ __device__ __forceinline__ int each_match(const int *ids, int tokens, int first,
     return below;
 }
 
-// order: the tokens; those of row r are order[starts[r]] up to order[starts[r + 1] - 1]. done: set to 0, `columns` a
-// row.
+// order: the tokens; those of row r are order[starts[r]] up to order[starts[r + 1] - 1]. done: (rows), set to 0.
 extern "C" __global__ void __launch_bounds__(1024) embedding_order(
-    int *order, int *starts, int *done, const int *ids, int tokens, int rows, int columns
+    int *order, int *starts, int *done, const int *ids, int tokens, int rows
 ) {
     __shared__ int place[SHELF][33];  // for each row and each warp's share: how many, then where the next one goes
     __shared__ int scratch[32];
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_order(
     const int row = first + warp;
     if (lane == 0 && row < rows) {
         starts[row] = start;
-        for (int c = 0; c < columns; c++) done[i64(c) * rows + row] = 0;
+        done[row] = 0;
     }
     if (row == 0 && lane == 0) starts[rows] = tokens;
     __syncthreads();
@@ -127,10 +127,10 @@ extern "C" __global__ void __launch_bounds__(1024) embedding_order(
 }
 
 // partial: a row for each piece, two for each multiple of PIECE: 2 k for the piece that begins there in the middle of a
-// row of W, 2 k + 1 for the one in which a row of W begins.
+// row of W, 2 k + 1 for the one in which a row of W begins. done: 0 before and after: one order serves several tables.
 extern "C" __global__ void __launch_bounds__(256, 4) embedding_bwd(
     A *dtable, A *partial, int *done, const T *dy, const int *ids, const int *order, const int *starts, int pieces,
-    int rows, int vectors
+    int vectors
 ) {
     __shared__ bool last;
     const int v = blockIdx.y * blockDim.x + threadIdx.x;
@@ -143,10 +143,10 @@ extern "C" __global__ void __launch_bounds__(256, 4) embedding_bwd(
     if (!inside) from = start;
     const int to = whole ? end : min(end, (from / PIECE + 1) * PIECE);
 
-    Pack<A, VEC> *const target = reinterpret_cast<Pack<A, VEC> *>(dtable) + i64(row) * vectors + v;
+    Pack<A, VEC> *const target = reinterpret_cast<Pack<A, VEC> *>(dtable) + i64(row) * vectors;
     Pack<A, VEC> sum = {}, total = {};
     if (v < vectors) {
-        if (whole) total = *target;  // ahead of its use
+        if (whole) total = target[v];  // ahead of its use
         for (int i = from; i < to; i += BATCH) {
             Pack<T, VEC> d[BATCH];
 #pragma unroll
@@ -164,28 +164,33 @@ extern "C" __global__ void __launch_bounds__(256, 4) embedding_bwd(
     const int head = start / PIECE, tail = (end - 1) / PIECE;
     if (!whole) {
         const int slot = inside ? 2 * (from / PIECE) : 2 * head + 1;
-        Pack<A, VEC> *const slots = reinterpret_cast<Pack<A, VEC> *>(partial) + v;
-        if (v < vectors) slots[i64(slot) * vectors] = sum;
+        Pack<A, VEC> *const slots = reinterpret_cast<Pack<A, VEC> *>(partial);
+        if (v < vectors) slots[i64(slot) * vectors + v] = sum;
         __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) last = atomicAdd(done + i64(blockIdx.y) * rows + row, 1) == tail - head;
+        if (threadIdx.x == 0) {
+            last = atomicAdd(done + row, 1) == (tail - head + 1) * int(gridDim.y) - 1;
+            if (last) done[row] = 0;
+        }
         __syncthreads();
         if (!last) return;
         __threadfence();
-        if (v < vectors) {
-            total = *target;
-            sum = load_from_l2(slots + i64(2 * head + 1) * vectors);
+        for (int u = threadIdx.x; u < vectors; u += blockDim.x) {
+            sum = load_from_l2(slots + i64(2 * head + 1) * vectors + u);
 #pragma unroll 4
             for (int k = head + 1; k <= tail; k++) {
-                const Pack<A, VEC> piece = load_from_l2(slots + i64(2 * k) * vectors);
+                const Pack<A, VEC> piece = load_from_l2(slots + i64(2 * k) * vectors + u);
 #pragma unroll
                 for (int j = 0; j < VEC; j++) sum.v[j] += piece.v[j];
             }
+            total = target[u];
+#pragma unroll
+            for (int j = 0; j < VEC; j++) total.v[j] += sum.v[j];
+            target[u] = total;
         }
-    }
-    if (v < vectors) {
+    } else if (v < vectors) {
 #pragma unroll
         for (int j = 0; j < VEC; j++) total.v[j] += sum.v[j];
-        *target = total;
+        target[v] = total;
     }
 }

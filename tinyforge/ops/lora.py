@@ -185,8 +185,8 @@ class LoRA(Op):
                 op = cls(weight, a, b, backend, bias=bias, alpha=1.7 * r, rate=rate, activation=activation)
                 width = 2 * i if isinstance(activation, SwiGLU) else i
                 yield with_buffer(op, backend, rng), (backend.asarray(rng.normal(size=(*lead, width))),)
-        for rate in (0.0, 0.4):
+        for rate, kind in ((0.0, "nf4"), (0.4, "nf4-double")):
             weight, a, b = Param("weight", (5, 128)), Param("lora_a", (2, 128)), Param("lora_b", (5, 2))
-            weight.weights = "nf4"
+            weight.weights = kind
             op = cls(weight, a, b, backend, alpha=3.0, rate=rate)
             yield with_buffer(op, backend, rng), (backend.asarray(rng.normal(size=(4, 128))),)

@@ -1,7 +1,8 @@
-// rmsnorm: y = w * x * r, r = 1 / sqrt(mean(x^2) + eps), and the same after a residual add.
+// rmsnorm: y = w * x * r, r = 1 / sqrt(mean(x^2) + eps), and the same after a residual add, or after a mix (mix.py).
 //
 // Kernels:  rmsnorm_fwd, add_rmsnorm_fwd      y and r (and x = residual + delta)
 //           rmsnorm_bwd, add_rmsnorm_bwd      dx (plus the gradient of the residual stream), partial sums of dw
+//           mix_rmsnorm_fwd, mix_rmsnorm_bwd    with x = a x + b x0 before it; in backward partial sums of da and db too
 //           rmsnorm_scaled_fwd, rmsnorm_scaled_bwd, add_rmsnorm_scaled_bwd    the same, and y or dx in FP8 too (fp8.py)
 //           rmsnorm_bwd_naive                 dx and dw: read it first; tests compare the two
 //           rmsnorm_dweight                   partial sums of dw alone, for rows that do not fit in registers
@@ -14,8 +15,9 @@
 // memory; a block then adds its warps' sums in order and writes one partial row, and add_columns (columns.cu) adds
 // those. No atomics: the same bits every time.
 // Grid: forward a warp for each row; backward a fixed number of blocks. Block: 32 x WARPS threads, a warp a row.
-// Bound by memory: forward 2 (with add 4), backward 3 (4) rows of traffic.
-// The sum x = residual + delta is rounded to its storage type before it is normalised: backward reads it rounded.
+// Bound by memory: forward 2 (with add or mix 4), backward 3 (4, with mix 8) rows of traffic.
+// What is normalised after an add or a mix is rounded to its storage type before: backward reads it rounded. The same
+// holds for the gradient between the norm and the mix, so that the bits are those of two passes.
 //
 // Tried on an H200 (bf16, 16,384 x 768), us of rmsnorm_bwd and add_rmsnorm_bwd alone and, after +, with add_columns;
 // copies of as many bytes take 20.9 and 26.8:
@@ -74,24 +76,25 @@ __device__ __forceinline__ void write_codes(byte *codes, A *scale, A most, int v
     each_vector(vectors, [&](int i, int v) { store(codes + v * VEC, bytes_of<true>(row(i, v), 1 / found)); });
 }
 
-// codes, scale: where y goes quantised, with FP8.
-template <bool ADD, bool FP8 = false>
+// codes, scale: where y goes quantised, with FP8. a, b: of the mix, with MIX; delta is x0 then.
+template <bool ADD, bool FP8 = false, bool MIX = false>
 __device__ __forceinline__ void forward(
     const T *x, const T *delta, const T *weight, T *sum, T *y, A *rstd, int rows, int width, A eps,
-    byte *codes = nullptr, A *scale = nullptr
+    byte *codes = nullptr, A *scale = nullptr, const T *a = nullptr, const T *b = nullptr
 ) {
     const int row = blockIdx.x * blockDim.y + threadIdx.y, vectors = width / VEC;
     if (row >= rows) return;
     const i64 at = i64(row) * width;
     Row in(x + at, vectors);
     const Row add(delta + at, ADD ? vectors : 0);
-    A square = 0;
+    A square = 0, of_x = 1, of_delta = 1;
+    if (MIX) of_x = widen(*a), of_delta = widen(*b);
     each_vector(vectors, [&](int i, int v) {
         Vector p = in(i, v);
         if (ADD) {
             const Vector q = add(i, v);
 #pragma unroll
-            for (int j = 0; j < VEC; j++) narrow(widen(p.v[j]) + widen(q.v[j]), p.v[j]);
+            for (int j = 0; j < VEC; j++) narrow(of_x * widen(p.v[j]) + of_delta * widen(q.v[j]), p.v[j]);
             in.put(sum + at, i, v, p);
         }
 #pragma unroll
@@ -127,6 +130,13 @@ extern "C" __global__ void add_rmsnorm_fwd(
     forward<true>(residual, delta, weight, x, y, rstd, rows, width, eps);
 }
 
+extern "C" __global__ void mix_rmsnorm_fwd(
+    T *mixed, T *y, A *rstd, const T *x, const T *first, const T *weight, const T *a, const T *b, int rows, int width,
+    A eps
+) {
+    forward<true, false, true>(x, first, weight, mixed, y, rstd, rows, width, eps, nullptr, nullptr, a, b);
+}
+
 #ifdef FP8_ROWS
 extern "C" __global__ void rmsnorm_scaled_fwd(
     T *y, byte *codes, A *scale, A *rstd, const T *x, const T *weight, int rows, int width, A eps
@@ -135,15 +145,27 @@ extern "C" __global__ void rmsnorm_scaled_fwd(
 }
 #endif
 
-// partial: a row of sums for each block. With PER = 0 it is not touched, and rmsnorm_dweight makes it.
+// The mix before the norm: x = a x + b x0. dfirst: the gradient of x0; add: whether it has numbers already.
+struct Mix {
+    T *dfirst;
+    const T *a, *b;
+    bool add;
+};
+
+// partial: a row of sums for each block. With PER = 0 it is not touched, and rmsnorm_dweight makes it. With six arrays
+// dx goes through `mix`, and a row of sums has two more, of d x and d x0, d the gradient between the two.
 template <int ARRAYS, bool FP8 = false>
 __device__ __forceinline__ void backward(
     const T *const (&arrays)[ARRAYS], const A *rstd, const T *weight, T *dx, A *partial, int rows, int width,
-    byte *codes = nullptr, A *scale = nullptr
+    byte *codes = nullptr, A *scale = nullptr, const Mix &mix = {}
 ) {
+    constexpr bool MIX = ARRAYS == 6;
     const int vectors = width / VEC;
-    RowStream<ARRAYS> in(arrays, rows, width);  // dy, y and, if there is a third, the gradient of the residual stream
+    // dy, y and, if there is a third, the gradient of the residual stream; before a mix also x, x0, and dx0 so far
+    RowStream<ARRAYS> in(arrays, rows, width);
     const Row gain(weight, vectors);
+    A of_x = 0, of_first = 0, along_x = 0, along_first = 0;
+    if constexpr (MIX) of_x = widen(*mix.a), of_first = widen(*mix.b);
 #if PER
     Pack<A, VEC> dweight[PER] = {};
 #endif
@@ -169,15 +191,28 @@ __device__ __forceinline__ void backward(
         Vector written[FP8 ? PER : 1];
 #endif
         each_vector(vectors, [&](int i, int v) {
-            const Vector dy = in(0, i, v), y = in(1, i, v), more = in(ARRAYS - 1, i, v), weights = gain(i, v);
+            const Vector dy = in(0, i, v), y = in(1, i, v), more = in(ARRAYS > 2 ? 2 : 0, i, v), weights = gain(i, v);
             Vector out;
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
                 const A w = gain_of(weights.v[j]);
                 A d = r * (widen(dy.v[j]) * w - widen(y.v[j]) * inverse_for<T>(w) * mean);
-                if (ARRAYS == 3) d += widen(more.v[j]);
+                if (ARRAYS > 2) d += widen(more.v[j]);
                 narrow(d, out.v[j]);
                 if constexpr (FP8) most = largest(fabs(widen(out.v[j])), most);
+            }
+            if constexpr (MIX) {
+                const Vector x = in(3, i, v), first = in(4, i, v);
+                Vector sum = in(5, i, v);
+#pragma unroll
+                for (int j = 0; j < VEC; j++) {
+                    const A d = widen(out.v[j]);
+                    along_x += d * widen(x.v[j]);
+                    along_first += d * widen(first.v[j]);
+                    narrow((mix.add ? widen(sum.v[j]) : A(0)) + of_first * d, sum.v[j]);
+                    narrow(of_x * d, out.v[j]);
+                }
+                store(mix.dfirst + i64(in.row) * width + v * VEC, sum);
             }
             store(dx + i64(in.row) * width + v * VEC, out);
 #if PER
@@ -201,7 +236,19 @@ __device__ __forceinline__ void backward(
 #pragma unroll
         for (int j = 0; j < VEC; j++) dweight[i].v[j] /= gain_of(w.v[j]);
     });
-    add_warps(dweight, partial + i64(blockIdx.x) * width, width);
+    A *const sums = partial + i64(blockIdx.x) * (width + 2 * MIX);
+    add_warps(dweight, sums, width);
+    if constexpr (MIX) {
+        __shared__ A both[2][WARPS];
+        along_x = warp_sum(along_x), along_first = warp_sum(along_first);
+        if (threadIdx.x == 0) both[0][threadIdx.y] = along_x, both[1][threadIdx.y] = along_first;
+        __syncthreads();
+        if (threadIdx.y == 0 && threadIdx.x < 2) {
+            A sum = both[threadIdx.x][0];
+            for (int w = 1; w < WARPS; w++) sum += both[threadIdx.x][w];
+            sums[width + threadIdx.x] = sum;
+        }
+    }
 #endif
 }
 
@@ -216,6 +263,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) add_rmsnorm_bwd
 ) {
     backward({dy, y, residual}, rstd, weight, dx, partial, rows, width);
 }
+
+#if PER
+// One block: six arrays' rows fill the shared memory. partial: (blocks, width + 2).
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) mix_rmsnorm_bwd(
+    T *dx, T *dfirst, A *partial, const T *dy, const T *weight, const T *y, const A *rstd, const T *residual, const T *x,
+    const T *first, const T *a, const T *b, int rows, int width, u32 add
+) {
+    const Mix mix{dfirst, a, b, add != 0};
+    const T *const so_far = add ? dfirst : first;  // not read, but copied
+    backward<6>({dy, y, residual, x, first, so_far}, rstd, weight, dx, partial, rows, width, nullptr, nullptr, mix);
+}
+#endif
 
 #ifdef FP8_ROWS
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) rmsnorm_scaled_bwd(

@@ -56,6 +56,11 @@ def vectors_a_lane(file: str, width: int, vec: int, dtype: np.dtype) -> int:
     return smallest(file, "PER", -(-width // (32 * vec)), SCALAR=scalar(dtype), VEC=vec)
 
 
+def warps_of(per: int) -> int:
+    """The warps of a backward kernel's block, as in rows.cuh."""
+    return WARPS if per <= 4 else WARPS // 2
+
+
 def rows_and_width(x: Array) -> tuple[int, int]:
     return x.size // x.shape[-1], x.shape[-1]
 
@@ -102,7 +107,7 @@ def norm_backward(
     entry = f"add_{entry}" if extra else entry
     vec = vector(width, dx, dy, weight, x, *extra)
     per = vectors_a_lane(file, width, vec, dx.dtype)
-    warps = WARPS if per <= 4 else WARPS // 2  # as in rows.cuh
+    warps = warps_of(per)
     shared = STAGES * (2 + len(extra)) * per * warps * 32 * 16
     launch = load(file, entry, shared, **macros, SCALAR=scalar(dx.dtype), VEC=vec, PER=per)
     partial = new((min(*blocks(rows, warps), BLOCKS * free_processors()), len(sums) * width), stats[0].dtype)

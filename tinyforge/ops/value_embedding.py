@@ -11,7 +11,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Op, Param, Stash
-from tinyforge.ops.embedding import embedding_bwd, embedding_bwd_memory
+from tinyforge.ops.embedding import Order, embedding_bwd, embedding_bwd_memory
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
 
@@ -45,23 +45,26 @@ def value_embedding_bwd(
     table: Array,
     gate: Array,
     gates: Array,
+    order: Order | None = None,
 ) -> Array:
-    """dz, (B, T, Hkv): the gradient of x W^T."""
+    """dz, (B, T, Hkv): the gradient of x W^T. order: as in embedding_bwd."""
     heads, reads = gate.shape
     dv = dqkv[:, :, -heads:]
     dz = np.vecdot(dv, table[ids].reshape(dv.shape)) * gates * (1 - gates / 2)
     if dtable is not None:
-        embedding_bwd(dtable, (gates[..., None] * dv).reshape(*ids.shape, table.shape[1]), ids)
+        embedding_bwd(dtable, (gates[..., None] * dv).reshape(*ids.shape, table.shape[1]), ids, order)
     if dgate is not None:
         dgate += dz.reshape(-1, heads).T @ x[..., :reads].reshape(-1, reads)
     return dz
 
 
 @value_embedding_bwd.on("meta")
-def value_embedding_bwd_memory(dtable: Array | None, dqkv: Array, ids: Array, table: Array, gates: Array) -> Array:
+def value_embedding_bwd_memory(
+    dtable: Array | None, dqkv: Array, ids: Array, table: Array, gates: Array, order: Order | None = None
+) -> Array:
     rows = empty((*ids.shape, table.shape[1]), dqkv.dtype)
     if dtable is not None:
-        embedding_bwd_memory(dtable, rows, ids)
+        embedding_bwd_memory(dtable, rows, ids, order)
     return like(gates)
 
 
@@ -79,7 +82,7 @@ class ValueEmbedding(Op):
 
     qkv, y: (B, T, H, D), packed, values last; x: (B, T, C), what made qkv, of which the gate reads the first channels;
     ids: (B, T); E, `table`: (V, Hkv D); W, `gate`: (Hkv, channels); C: `width`. A gate of 0 adds the row as it is.
-    Saves x, ids and g, (B, T, Hkv). `out=qkv` works in place.
+    Saves x, ids and g, (B, T, Hkv). `out=qkv` works in place. order: as in Embedding.
 
     backward, with dv the values' part of dy:
         dE[id]_h += g_h dv_h,   dz_h = g_h (1 - g_h / 2) dv_h . E[id]_h,   dW += dz^T x,   dx = dz W
@@ -101,26 +104,34 @@ class ValueEmbedding(Op):
             raise ValueError(f"{self.name}: rows of {table.shape[1]} for {gate.shape[0]} heads, expected a multiple")
 
     def forward(
-        self, qkv: Array, x: Array, ids: Array, stash: Stash | None = None, *, out: Array | None = None
+        self,
+        qkv: Array,
+        x: Array,
+        ids: Array,
+        stash: Stash | None = None,
+        *,
+        out: Array | None = None,
+        order: Order | None = None,
     ) -> Array:
         self.expect(qkv, self.table.shape[1] // self.gate.shape[0])
         self.expect(x, self.width)
         self.expect_ids(ids, self.table.shape[0])
         y, gates = self.fwd(out, qkv, x, ids, self.table.value, self.gate.value)
         if stash is not None:
-            stash.push(self, x, ids, gates)
+            stash.push(self, x, ids, gates, order)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array, None]:
-        (*_, (_, (x, _, _))) = stash
+        (*_, (_, (x, *_))) = stash
         dz = self.leave(dy, stash)
         self.spread(dx := self.backend.zeros(x.shape), dz)
         return dy, dx, None
 
     def leave(self, dqkv: Array, stash: Stash) -> Array:
         """The gradients of the parameters; returns dz for `spread`."""
-        x, ids, gates = stash.pop(self)
-        return self.bwd(self.table.grad, self.gate.grad, dqkv, x, ids, self.table.value, self.gate.value, gates)
+        x, ids, gates, order = stash.pop(self)
+        known = (self.table.value, self.gate.value, gates, order)
+        return self.bwd(self.table.grad, self.gate.grad, dqkv, x, ids, *known)
 
     def spread(self, dx: Array, dz: Array) -> None:
         """dx += dz W."""

@@ -9,6 +9,7 @@ from tinyforge.backends.compile import load
 from tinyforge.backends.cupy_backend import add_columns, blocks, contiguous, new, or_null, scalar, vector
 from tinyforge.kernel import Array
 from tinyforge.ops import value_embedding
+from tinyforge.ops.embedding import Order
 from tinyforge.ops.embedding_cuda import embedding_bwd
 
 FILE = "ops/value_embedding.cu"
@@ -58,6 +59,7 @@ def value_embedding_bwd(
     table: Array,
     gate: Array,
     gates: Array,
+    order: Order | None = None,
 ) -> Array:
     dqkv, x, ids = contiguous(dqkv), contiguous(x), contiguous(ids)
     (heads, reads), (*_, all_heads, dim) = gate.shape, dqkv.shape
@@ -73,7 +75,7 @@ def value_embedding_bwd(
     values = dqkv.reshape(-1)[(all_heads - heads) * dim :]
     launch(blocks(total), (256,), (or_null(rows), dz, values, ids, table, gates, *counts))
     if dtable is not None and rows is not None:
-        embedding_bwd(dtable, rows, ids)
+        embedding_bwd(dtable, rows, ids, order)
     if dgate is not None:
         partial = new((min(PARTS, -(-tokens // 64)), heads * reads), dz.dtype)
         launch = load(FILE, "value_gate_dweight", SCALAR=scalar(dqkv.dtype), VEC=1)

@@ -573,7 +573,8 @@ class TuneSettings(Settings):
     )
     weights: str = of_model(
         "",
-        "with --lora, keep the frozen matrices in nf4 (QLoRA, 4.5 bits a weight), int8 or fp8 (default: the precision)",
+        "with --lora, keep the frozen matrices in nf4 (QLoRA, 4.5 bits a weight), nf4-double (4.13), int8 or fp8 "
+        "(default: the precision)",
         choices=FOR_TUNING,
         metavar="FORMAT",
     )
