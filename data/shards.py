@@ -56,6 +56,7 @@ from tinyforge.shards import (
     write_manifest,
 )
 from tinyforge.tokenizers import TextTokenizer, Tokenizer
+from tinyforge.tokenizers.bpe import TooLittleText
 
 CORPUS = "corpus.json"
 UNFINISHED = ".unfinished.json"  # the settings of an unfinished run, which must be the same to continue it
@@ -228,10 +229,16 @@ def make_shards(
 
 
 def _begin(out: Path, settings: dict[str, Any]) -> None:
-    """Remove half-written files of a killed run; refuse a folder with other contents."""
+    """Remove half-written files of a killed run; refuse a folder with other contents.
+
+    Settings may change as long as neither a tokenizer nor a shard was written.
+    """
+    written = [path for path in out.iterdir() if path.name not in (LOCK, UNFINISHED)]
+    written = [path for path in written if not path.name.startswith((".partial-", ENCODED))]
     if (out / UNFINISHED).exists():
-        _check_settings(out / UNFINISHED, settings)
-    elif any(path.name != LOCK and not path.name.startswith(".partial-") for path in out.iterdir()):
+        if written:
+            _check_settings(out / UNFINISHED, settings)
+    elif written:
         raise UserError(f"--out: {out} has other files and no unfinished shards; choose another folder")
     for begun in (".partial-*", f"{ENCODED}*"):
         for stale in out.glob(begun):
@@ -268,14 +275,11 @@ def _train(
     first = next(texts, None)
     if first is None:
         raise UserError(f"--sample-bytes: {sample_bytes:,} of {total:,} bytes contain no whole document; give more")
-    return Tokenizer.train(
-        chain([first], texts),
-        vocab_size,
-        progress=progress,
-        workers=workers,
-        exact=not at_most,
-        single_digits=single_digits,
-    )
+    train = partial(Tokenizer.train, progress=progress, workers=workers, single_digits=single_digits)
+    try:
+        return train(chain([first], texts), vocab_size, exact=not at_most)
+    except TooLittleText as error:
+        raise UserError(f"{error}: pass --at-most, or --vocab-size {error.size}") from None
 
 
 def _encode(

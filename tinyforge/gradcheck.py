@@ -431,7 +431,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     write_json(summary, args.json)
     more = f"; {count_of(len(refused), 'sentence')} of refusal" if refused else ""
-    print(f"worst relative error {worst:.1e} over {len(chosen)} ops, {total} cases, {spoken}{more}", file=table)
+    print(
+        f"worst relative error {worst:.1e} over {count_of(len(chosen), 'op')}, {total} cases, {spoken}{more}",
+        file=table,
+    )
     return 0 if worst <= TOLERANCE and not refused and all(r.error <= LARGEST_RATIO for r in ratios) else 1
 
 

@@ -33,10 +33,10 @@ class PlainBlock:
         u = self.up.forward(h, stash)  # the gate and what it lets through
         return x + self.down.forward(u, stash)  # down begins with SwiGLU
 
-    def backward(self, dx: Array, stash: Stash) -> Array:
-        du = self.down.backward(dx, stash)
+    def backward(self, dy: Array, stash: Stash) -> Array:
+        du = self.down.backward(dy, stash)
         dh = self.up.backward(du, stash)
-        dx = dx + self.norm2.backward(dh, stash)
+        dx = dy + self.norm2.backward(dh, stash)
         do = self.heads(self.out.backward(dx, stash))
         dqkv = self.attention.backward(do, stash)
         dqkv = self.rope.backward(dqkv, stash)

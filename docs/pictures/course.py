@@ -133,6 +133,10 @@ def optimizers() -> str:
         parts.append(f'<polyline points="{line}" class="{kind}"/>')
     parts += [
         f'<circle cx="{left}" cy="{top}" r="4" class="kept"/>',
+        text(left + 10, top - 12, "lake", "small", "start"),
+        text(left + 120, top + 4, "floor", "small"),
+        text(left, 64, "wall", "small"),
+        text(left, 184, "wall", "small"),
         arrow(40, 246, 76, 246),
         text(84, 250, "gradient descent: the steep direction swings, the flat one creeps", "small", "start"),
         arrow(40, 268, 76, 268, "back"),
@@ -382,7 +386,7 @@ def op() -> str:
         text(385, 186, "upstream gradient, dy in code", "small"),
         arrow(138, 164, 74, 164, "back"),
         text(72, 186, "gradient of x, dx", "small"),
-        text(604, 168, "starts here", "", "start"),
+        text(604, 168, "dL/dL = 1", "", "start"),
     ]
     return page(690, 204, "An op: forward saves on the stash what backward needs", parts)
 

@@ -55,7 +55,7 @@ def draw() -> str:
         return TOP + number * (ROW + GAP)
 
     bottom = row(3)
-    parts = [text(LEFT, 20, f"one of 16 layers of base, one token: {ends[-1]:.1f} us with the stamps that measured it")]
+    parts = [text(LEFT, 20, f"one of 16 layers of base, one token: {ends[-1]:.1f} us; the time stamps slow it down")]
     for name, start, time in zip(STEPS, starts, times, strict=True):
         parts.append(text(x(start + time / 2), TOP - 12, name, anchor="middle"))
         parts.append(text(x(start + time / 2), bottom + 14, f"{time:.1f} us", 11, "#666", "middle"))

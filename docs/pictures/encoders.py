@@ -25,7 +25,7 @@ def image(axis: plt.Axes) -> None:
         axis.axhline(place, color="C1")
         axis.axvline(place, color="C1")
     for number in range(4):
-        axis.text(0.1 + number % 2 * 4, 0.3 + number // 2 * 4, str(number + 1), color="C1", fontsize=12)
+        axis.text(0.1 + number % 2 * 4, 0.3 + number // 2 * 4, str(number + 1), color="black", fontsize=12)
     axis.set_title("an image in patches;\ntoken 0 is the class token", fontsize=9)
 
 
@@ -41,9 +41,9 @@ def main() -> None:
     figure, axes = plt.subplots(1, 4, figsize=(9, 2.7), layout="constrained")
     query, key = np.mgrid[:TOKENS, :TOKENS]
     image(axes[0])
-    seen(axes[1], key <= query, "GPT-2: what came before")
-    seen(axes[2], np.ones((TOKENS, TOKENS)), "ViT: everything")
-    seen(axes[3], key < LENGTH, f"BERT: the {LENGTH} words,\nno padding")
+    seen(axes[1], key <= query, "GPT-2: each token sees\nwhat came before")
+    seen(axes[2], np.ones((TOKENS, TOKENS)), "ViT: every patch sees\nevery patch")
+    seen(axes[3], key < LENGTH, f"BERT: {LENGTH} words; the {TOKENS - LENGTH} places\nof padding are not seen")
     for axis in axes:
         axis.set_xticks([])
         axis.set_yticks([])

@@ -23,10 +23,7 @@ def box(x: float, y: float, width: float, height: float, label: str = "", kind: 
 def block() -> str:
     """The stream from left to right; each half leaves it, and adds to it again."""
     parts = [arrow(20, 190, 880, 190), text(34, 180, "x"), text(866, 180, "y")]
-    halves = (
-        (60, ["RMSNorm", "q, k, v", "RoPE", "attention", "projection"]),
-        (510, ["RMSNorm", "gate, up", "silu(g) u", "down"]),
-    )
+    halves = ((60, ["RMSNorm", "qkv", "RoPE", "attention", "out"]), (510, ["RMSNorm", "up", "SwiGLU", "down"]))
     for left, names in halves:
         step, width = (84, 78) if len(names) == 5 else (86, 78)
         end = left + step * len(names)
@@ -39,14 +36,13 @@ def block() -> str:
         parts.append(arrow(last, 106, last, 182))
         parts.append(f'<circle cx="{last:g}" cy="190" r="9" class="box"/>' + text(last, 194.5, "+"))
     parts.append(text(450, 34, "NanoEuler's block: two steps of x + f(x)"))
-    parts.append(text(210, 136, "Hq query heads share Hkv keys and values", "small"))
-    parts.append(text(650, 136, "SwiGLU", "small"))
+    parts.append("<style>text, .small { font-size: 14px }</style>")
     parts.append(
         text(
             450,
             226,
-            "backward: dy goes along the stream as it is, and through each half from right to "
-            "left; where the arrows meet, the gradients add",
+            "backward: dy goes along the stream as it is, and through each half from right to left; "
+            "where they meet, gradients add",
             "small",
         )
     )

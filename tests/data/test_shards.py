@@ -102,6 +102,13 @@ def test_a_text_too_small_for_the_vocabulary_gives_what_it_can(tmp_path: Path, c
     assert "has shards with tokenizer" in message
 
 
+def test_a_run_that_failed_before_its_tokenizer_may_change_its_settings(tmp_path: Path, corpus: Path) -> None:
+    message = fault(lambda: make_shards(corpus, tmp_path / "s", 99999))
+    assert "too little text for vocab_size 99999" in message
+    assert [path.name for path in (tmp_path / "s").iterdir() if path.suffix == ".json"] == [".unfinished.json"]
+    assert make_shards(corpus, tmp_path / "s", 300).shards.tokenizer.vocab_size == 300
+
+
 def test_single_digits_are_another_tokenizer(tmp_path: Path, corpus: Path) -> None:
     made = make_shards(corpus, tmp_path / "s", 300, single_digits=True).shards.tokenizer
     assert made.encode(" 42")[-2:] == [52, 50]
@@ -305,7 +312,7 @@ def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
         ("--sample-bytes 0", "--sample-bytes is 0, expected"),
         ("--sample-bytes 1", "--sample-bytes: 1 of "),
         ("--vocab-size 100", "vocabulary too small for the bytes: got vocab_size 100"),
-        ("--vocab-size 99999", "too little text for vocab_size 99999"),
+        ("--vocab-size 99999", "or give more text: pass --at-most, or --vocab-size "),
         ("--vocab-size 300 --tokenizer t.json", "give one or the other"),
         ("--tokenizer absent.json", "cannot read the tokenizer absent.json"),
         ("--tokenizer bare.json", "bare.json: the tokenizer has no special token <|endoftext|>"),

@@ -63,6 +63,18 @@ from tinyforge.tokenizers.vocabulary import (
 
 Pair = tuple[int, int]
 
+
+class TooLittleText(UserError):
+    """The text has too few merges for a vocabulary. size: the largest one that it allows."""
+
+    def __init__(self, vocab_size: int, smallest: int, merges: int) -> None:
+        self.size = smallest + merges
+        super().__init__(
+            f"too little text for vocab_size {vocab_size}: got {merges} possible merges, expected "
+            f"{vocab_size - smallest}; ask for vocab_size {self.size} or give more text"
+        )
+
+
 FORMAT = "tinyforge-bpe"
 IMPORTED = "tinyforge-imported-bpe"  # ids in another order
 VERSION = 1
@@ -612,10 +624,7 @@ class Tokenizer(Vocabulary):
         if len(merges) < vocab_size - smallest and not exact:
             merges = merges[: max(0, (smallest + len(merges)) // 64 * 64 - smallest)]
         elif len(merges) < vocab_size - smallest:
-            raise UserError(
-                f"too little text for vocab_size {vocab_size}: got {len(merges)} possible merges, expected "
-                f"{vocab_size - smallest}; ask for vocab_size {smallest + len(merges)} or give more text"
-            )
+            raise TooLittleText(vocab_size, smallest, len(merges))
         return cls(merges, specials, pattern=pattern)
 
     @classmethod

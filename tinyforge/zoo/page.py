@@ -117,8 +117,15 @@ def _published(specs: list[ModelSpec]) -> str:
 
 
 def _backwards(specs: list[ModelSpec], root: Path) -> str:
-    lines = [f"- **{_linked(spec, root)}.** {spec.backward or NONE}" for spec in specs]
-    return "\n".join(["## What is new in the backward", "", *lines, ""])
+    heading = "## What is new in the backward"
+    lines, derived = [], []
+    for spec in specs:
+        page = root / f"docs/models/{spec.name}.md"
+        if page.exists() and f"\n{heading}\n" in page.read_text(encoding="utf-8"):
+            derived.append(_linked(spec, root))
+        else:
+            lines.append(f"- **{_linked(spec, root)}.** {spec.backward or NONE}")
+    return "\n".join([heading, "", *lines, "", f"The pages of {', '.join(derived)} say what is new in theirs.", ""])
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------
