@@ -246,7 +246,7 @@ def table(found: dict[str, Any]) -> list[str]:
     what = f"{rows} rows, {tokens} tokens around position {found['position']}, {found['rounds']} rounds"
     reads = f"{found['bytes_per_step'] / 1e6:.2f} MB a step; a copy does {found['copy_gb_per_second']:.1f} GB/s"
     lines = [("decoding", what), ("reads", reads)]
-    if found["compiled"]:
+    if found.get("compiled"):
         lines.append(("torch.compile", found["compiled"]))
     if floor:
         lines.append(("floor", f"{floor:.0f} us a step, those bytes at {FLOOR_BANDWIDTH / 1e12} TB/s"))

@@ -281,7 +281,7 @@ def table(found: dict[str, Any]) -> list[str]:
         ("FLOP", f"{found['gflop_per_step']:.2f} GFLOP a step: {found['flop_convention']}"),
         ("matmul peak", f"{found['matmul_peak_gflop_per_second']:.0f} GFLOP/s, measured, by our own backend"),
         ("plan", f"{plan:.0f} MiB at most, by --plan") if plan else None,
-        ("torch.compile", found["compiled"]) if found["compiled"] else None,
+        ("torch.compile", found["compiled"]) if found.get("compiled") else None,
     )
     lines += harness.rows(COLUMNS, results, left_out=found["left_out"])
     if graph := results.get(CAPTURED):

@@ -57,7 +57,6 @@ BEFORE = (
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
 inline long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }
 inline double __longlong_as_double(long long x) { double y; memcpy(&y, &x, 8); return y; }
-inline void __threadfence() {}
 """
     + MULTIPLY_ADD
     + r"""
