@@ -21,7 +21,7 @@ class PlainBlock:
         self.norm1, self.norm2 = (RMSNorm(p.op.weight, p.op.backend, p.op.eps) for p in (block.norm1, block.norm2))
         first, second = block.attention, block.mlp
         self.qkv, self.rope, self.attention, self.out = first.qkv, first.rope, first.attention, first.out
-        self.up, self.down, self.head_dim = second.up, second.down, first.head_dim
+        self.up, self.swiglu_down, self.head_dim = second.up, second.down, first.head_dim
 
     def forward(self, x: Array, stash: Stash) -> Array:
         h = self.norm1.forward(x, stash)
@@ -31,10 +31,10 @@ class PlainBlock:
         x = x + self.out.forward(self.flat(o), stash)
         h = self.norm2.forward(x, stash)
         u = self.up.forward(h, stash)  # the gate and what it lets through
-        return x + self.down.forward(u, stash)  # down begins with SwiGLU
+        return x + self.swiglu_down.forward(u, stash)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
-        du = self.down.backward(dy, stash)
+        du = self.swiglu_down.backward(dy, stash)
         dh = self.up.backward(du, stash)
         dx = dy + self.norm2.backward(dh, stash)
         do = self.heads(self.out.backward(dx, stash))

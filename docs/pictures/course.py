@@ -89,7 +89,7 @@ def matrix() -> str:
 def rotation() -> str:
     """A query and a key at positions 2 apart, early and late: both have turned, the angle between them has not."""
     parts, theta, radius = [], 0.3, 84
-    for i, (tq, tk) in enumerate(((3, 1), (8, 6))):
+    for i, (tq, tk) in enumerate(((3, 1), (13, 11))):
         cx, cy = 170 + i * 330, 140
         parts.append(f'<circle cx="{cx}" cy="{cy}" r="{radius}" class="box"/>')
         ends = {}

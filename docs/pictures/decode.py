@@ -55,10 +55,10 @@ def draw() -> str:
         return TOP + number * (ROW + GAP)
 
     bottom = row(3)
-    parts = [text(LEFT, 20, f"one of 16 layers of base, one token: {ends[-1]:.1f} us; the time stamps slow it down")]
+    parts = [text(LEFT, 20, f"one of 16 layers of base, one token: {ends[-1]:.1f} µs; the time stamps slow it down")]
     for name, start, time in zip(STEPS, starts, times, strict=True):
         parts.append(text(x(start + time / 2), TOP - 12, name, anchor="middle"))
-        parts.append(text(x(start + time / 2), bottom + 14, f"{time:.1f} us", 11, "#666", "middle"))
+        parts.append(text(x(start + time / 2), bottom + 14, f"{time:.1f} µs", 11, "#666", "middle"))
     for end in [0, *ends]:
         parts.append(f'<path d="M{x(end):.1f} {TOP - 6} V{bottom}" stroke="#bbb" stroke-width="1"/>')
     labels = ("blocks with attention", "all other blocks", "copies of weights")
@@ -74,7 +74,7 @@ def draw() -> str:
     legend = (
         (WORK, "a product and its wait"),
         (WAIT, "waits"),
-        (ATTENTION, f"attention computes, {COMPUTED:g} us"),
+        (ATTENTION, f"attention computes, {COMPUTED:g} µs"),
         (COPY, "copies, from their request, at 4.28 TB/s"),
     )
     for (fill, words), at in zip(legend, (0, 158, 220, 392), strict=True):

@@ -25,8 +25,8 @@ def image(axis: plt.Axes) -> None:
         axis.axhline(place, color="C1")
         axis.axvline(place, color="C1")
     for number in range(4):
-        axis.text(0.1 + number % 2 * 4, 0.3 + number // 2 * 4, str(number + 1), color="black", fontsize=12)
-    axis.set_title("an image in patches;\ntoken 0 is the class token", fontsize=9)
+        axis.text(0.1 + number % 2 * 4, 0.3 + number // 2 * 4, str(number), color="black", fontsize=12)
+    axis.set_title("an image in patches 0 to 3; ViT\nputs a class token before them", fontsize=9)
 
 
 def seen(axis: plt.Axes, mask: np.ndarray, title: str) -> None:

@@ -51,7 +51,7 @@ ROWS = (
     Measured("nanoGPT's shakespeare_char, 5,000 steps", H200, "gpu-shakespeare-char.json", "seconds", COMPILED, "s"),
     Measured("decoding, NanoEuler base, per token", H200, "gpu-decode-base.json", "median_us", GRAPH, "µs"),
     Measured("first token after a prompt of 512, NanoEuler base", H200, PREFILL, "median_ms", GRAPH, "ms"),
-    Measured("decoding 64 texts at once, per token of each", H200, "gpu-decode-base-64.json", "median_us", GRAPH, "µs"),
+    Measured("decoding 64 texts at once, a token of each", H200, "gpu-decode-base-64.json", "median_us", GRAPH, "µs"),
     Measured("training step, NanoEuler small, 16 x 128 tokens", CPU, SMALL, "median_ms", COMPILED, "ms"),
     Measured("decoding, NanoEuler small, per token", CPU, "cpu-decode-small.json", "median_us", THREADS, "µs"),
 )

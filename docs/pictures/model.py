@@ -1,4 +1,4 @@
-"""Draw block.svg, attention-tiles.svg and online-softmax.svg: NanoEuler's block, and how attention is cut into tiles.
+"""Draw block, attention-tiles, online-softmax and conv2d.svg: a block, attention's tiles, and a window that moves.
 
 python docs/pictures/model.py            write them
 python docs/pictures/model.py --check    only say whether they are what this file draws
@@ -98,6 +98,30 @@ def online_softmax() -> str:
     return page(790, 232, "The online softmax", parts)
 
 
+def convolution() -> str:
+    """The image of the page's example, the window at two places, and what it finds."""
+    size, parts = 40, []
+    for left, first, found in ((30, 0, "0"), (260, 1, "10")):
+        for i in range(3):
+            for j, pixel in enumerate((0, 0, 5, 5)):
+                parts.append(box(left + j * size, 44 + i * size, size, size, str(pixel)))
+        at, top = left + first * size, 44
+        parts.append(
+            f'<rect x="{at}" y="{top}" width="{2 * size}" height="{2 * size}" class="again" fill-opacity="0" '
+            'style="stroke-width:3"/>'
+        )
+        for i in range(2):
+            for j, weight in enumerate(("-1", "1")):
+                parts.append(text(at + j * size + size - 3, top + i * size + 12, weight, "small", "end"))
+        parts.append(text(left + 2 * size, 30, f"here it finds {found}", "small"))
+    for i in range(2):
+        for j, value in enumerate((0, 10, 0)):
+            parts.append(box(490 + j * size, 64 + i * size, size, size, str(value)))
+    parts += [arrow(430, 104, 484, 104), text(550, 30, "at all six places: y", "small")]
+    parts.append(text(320, 190, "red: the window; in its corners its weights, in the middle the pixels", "small"))
+    return page(640, 206, "A window of 2 x 2 weights moves over an image of 3 x 4 pixels", parts)
+
+
 if __name__ == "__main__":
-    drawn = {"block": block(), "attention-tiles": tiles(), "online-softmax": online_softmax()}
+    drawn = {"block": block(), "attention-tiles": tiles(), "online-softmax": online_softmax(), "conv2d": convolution()}
     sys.exit(files.write({FOLDER / f"{name}.svg": svg for name, svg in drawn.items()}))

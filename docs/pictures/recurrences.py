@@ -69,7 +69,7 @@ def scan() -> str:
     parts.append(arrow(x + 14, 186, x - 22, 186, "back"))
     parts += [
         text(x + each * step + 10, 146, "the states, computed again", "small", "start"),
-        text(x + each * step + 28, 190, "g, from the tile behind", "small", "start"),
+        text(x + each * step + 28, 190, "g, from the tile after", "small", "start"),
         text(x - 28, 190, "to the tile before", "small", "end"),
         f'<circle cx="{left - 5}" cy="238" r="7" class="kept"/>',
         text(

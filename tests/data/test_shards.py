@@ -312,7 +312,7 @@ def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:
         ("--sample-bytes 0", "--sample-bytes is 0, expected"),
         ("--sample-bytes 1", "--sample-bytes: 1 of "),
         ("--vocab-size 100", "vocabulary too small for the bytes: got vocab_size 100"),
-        ("--vocab-size 99999", "or give more text: pass --at-most, or --vocab-size "),
+        ("--vocab-size 99999", "; give more text, or pass --at-most, or --vocab-size "),
         ("--vocab-size 300 --tokenizer t.json", "give one or the other"),
         ("--tokenizer absent.json", "cannot read the tokenizer absent.json"),
         ("--tokenizer bare.json", "bare.json: the tokenizer has no special token <|endoftext|>"),

@@ -21,7 +21,7 @@ from tinyforge.backends.compile import compile_to_cubin
 from tinyforge.registry import models
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("gradcheck", "add-an-op", "train-your-own", "inference", "results/base-run-2")
+NAMES = ("gradcheck", "add-an-op", "train-your-own", "inference")
 GUIDES = [ROOT / f"docs/{name}.md" for name in NAMES]
 LESSONS = sorted((ROOT / "docs/course").glob("[0-9]*.md"))
 PAGES = [*GUIDES, *LESSONS, *sorted((ROOT / "docs/ops").glob("[a-z]*.md"))]

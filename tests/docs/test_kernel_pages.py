@@ -7,7 +7,6 @@ import re
 from dataclasses import astuple
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tinyforge.backends.compile import constant, kernel_files, read
@@ -55,7 +54,6 @@ STATEMENTS = (
     ("decode.md", f"poll nothing for {QUIET:,} cycles"),
     ("decode.md", f"at most {HELD} pieces (`HELD`)"),
     ("gemm.md", f"the warpgroup that copies ({FEWER} are left) and gives them to the others ({MORE})"),
-    ("gemm.md", f"fewer_registers<{FEWER}>(); // setmaxnreg"),
     ("attention.md", f"gives the workers {TMA_MORE} registers a thread and the copying warps {TMA_FEWER}"),
     (
         "decode.md",
@@ -111,26 +109,6 @@ def test_the_chunks_of_the_loss_are_those_of_the_page() -> None:
     launcher = Path(__file__).parents[2] / "tinyforge/ops/cross_entropy.py"
     found = re.search(r"^CHUNK = (\d+)$", launcher.read_text(encoding="utf-8"), re.MULTILINE)
     assert found and f"writes the logits of {int(found[1]):,} tokens at a time" in page("cross-entropy.md")
-
-
-def test_the_table_of_a_batch_has_the_shares_of_the_plan() -> None:
-    step = f"| step | tiles, or pairs of a row and a kv head | of a block of {BATCH.team} |"
-    counts = [count for count, _ in list(BATCH.products())[:5]]
-    qkv, projection, gate_up, down, head = counts
-    rows = (
-        ("norm, q, k, v, RoPE, cache", qkv),
-        ("attention", TEAM_ROWS * BATCH.kv_heads),
-        ("projection, residual", projection),
-        ("norm, gate and up, SwiGLU", gate_up),
-        ("down, residual", down),
-        ("norm, head 0", list(BATCH.products())[-1][0]),
-    )
-    assert head == qkv  # the next layer's
-    text = page("decode-batch.md")
-    assert step in text
-    for name, count in rows:
-        shares = np.unique(np.diff(BATCH.shares(count)))
-        assert f"| {name} | {count} | {' or '.join(map(str, shares))} |" in text, name
 
 
 def test_the_page_on_attention_has_the_times_of_its_json() -> None:

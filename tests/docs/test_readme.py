@@ -51,7 +51,7 @@ def test_the_ledger_row_is_what_the_command_prints(capsys: pytest.CaptureFixture
     (shown,) = re.findall(r"^\$ python -m tinyforge.gradcheck --op SwiGLU --seed 0\n(.*?)^```$", README, re.M | re.S)
     assert main(["--op", "SwiGLU", "--seed", "0"]) == 0
     head, row = capsys.readouterr().out.splitlines()[:2]
-    shown_head, shown_row = shown.splitlines()
+    shown_head, shown_row, _ = shown.splitlines()
     assert shown_head.split() == head.split()
     *words, error = row.split()
     *shown_words, shown_error = shown_row.split()
