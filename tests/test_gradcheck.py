@@ -167,7 +167,7 @@ def no_tail(x: Array) -> Array:
     return np.concatenate([x[:-1], np.zeros_like(x[-1:])])
 
 
-def lost_repeats(dweight: Array, dy: Array, ids: Array, _: Any) -> None:
+def lost_repeats(dweight: Array, dy: Array, ids: Array, *_: Any) -> None:
     dweight[ids] += dy  # NumPy keeps one of the rows that share an id
 
 

@@ -13,7 +13,7 @@ from tinyforge.registry import models
 
 FP64 = get_backend("numpy", "fp64", workers=1)
 NAMES = ["nanoeuler", "gpt2", "llama", "moe", "mamba", "lstm", "char_mlp", "bert", "vit"]
-ON_THE_STREAM = ("out.weight", "down.weight")  # maps whose result is added to the residual stream
+ON_THE_STREAM = (".out.weight", "down.weight")  # maps whose result is added to the residual stream
 STANDARD: dict[str, dict[str, Any]] = {
     "char_mlp": {
         "embedding": lambda c: 0.1,
@@ -62,7 +62,7 @@ def test_initial_values(name: str) -> None:
 
 
 NO_HIDDEN_MAP = ("embedding", "positions", "segments", "head", "heads", "conv", "a_log", "outer", "class_token")
-NO_HIDDEN_MAP += ("shared_gate", "bias", "value_embedding", "value_gate")
+NO_HIDDEN_MAP += ("shared_gate", "bias", "value_embedding", "value_gate", "project_in", "project_out")
 PARTS = {"qkv": 3, "gate_up": 2, "shared_up": 2, "inputs": 4, "recurrent": 4, "select": 3, "input": 2}
 
 
