@@ -180,8 +180,8 @@ def torch_peer(options: Options, mode: str | None) -> Any:
 
     device = f"cuda:{options.device or 0}" if options.backend == "cupy" else "cpu"
     precision, threads = options.in_bf16().precision, options.threads
-    how: dict[str, Any] = {"regional": options.regional}
-    peer = TorchTraining(options.model, options.config, precision, device, threads, mode, **how)
+    config, regional = options.config, options.regional
+    peer = TorchTraining(options.model, config, precision, device, threads, mode, regional=regional)
     return TorchPeer(peer, options.batches())
 
 

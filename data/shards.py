@@ -279,8 +279,7 @@ def _train(
     try:
         return train(chain([first], texts), vocab_size, exact=not at_most)
     except TooLittleText as error:
-        fault = str(error).partition(";")[0]
-        raise UserError(f"{fault}; give more text, or pass --at-most, or --vocab-size {error.size}") from None
+        raise UserError(f"{error.fault}; give more text, or pass --at-most, or --vocab-size {error.size}") from None
 
 
 def _encode(

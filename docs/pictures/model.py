@@ -123,5 +123,10 @@ def convolution() -> str:
 
 
 if __name__ == "__main__":
-    drawn = {"block": block(), "attention-tiles": tiles(), "online-softmax": online_softmax(), "conv2d": convolution()}
-    sys.exit(files.write({FOLDER / f"{name}.svg": svg for name, svg in drawn.items()}))
+    pictures = {
+        "block": block(),
+        "attention-tiles": tiles(),
+        "online-softmax": online_softmax(),
+        "conv2d": convolution(),
+    }
+    sys.exit(files.write({FOLDER / f"{name}.svg": svg for name, svg in pictures.items()}))

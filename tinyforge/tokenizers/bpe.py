@@ -65,14 +65,16 @@ Pair = tuple[int, int]
 
 
 class TooLittleText(UserError):
-    """The text has too few merges for a vocabulary. size: the largest one that it allows."""
+    """The text has too few merges for a vocabulary. size: the largest one that it allows; fault: what is wrong, without
+    what to do about it."""
 
     def __init__(self, vocab_size: int, smallest: int, merges: int) -> None:
         self.size = smallest + merges
-        super().__init__(
+        self.fault = (
             f"too little text for vocab_size {vocab_size}: got {merges} possible merges, expected "
-            f"{vocab_size - smallest}; ask for vocab_size {self.size} or give more text"
+            f"{vocab_size - smallest}"
         )
+        super().__init__(f"{self.fault}; ask for vocab_size {self.size} or give more text")
 
 
 FORMAT = "tinyforge-bpe"
