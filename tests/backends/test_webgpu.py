@@ -6,6 +6,7 @@ On a machine without a GPU, Debian's mesa-vulkan-drivers bring an adapter in sof
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -140,6 +141,20 @@ def test_writes_are_numpys(exact: Backend, rng: np.random.Generator) -> None:
         array[3] = array[3][::-1]
     np.testing.assert_array_equal(g.get(), x)
     assert float(g[0, 0]) == x[0, 0] and g[2].tolist() == x[2].tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+@pytest.mark.parametrize("shape", [(5, 2), (3, 3), (1,), (2, 7)])
+def test_writes_of_bytes_are_numpys(exact: Backend, shape: tuple[int, ...], dtype: type) -> None:
+    """WebGPU writes words of four bytes, and an array may end or be cut within one."""
+    x = np.zeros(shape, dtype)
+    g = exact.zeros(shape, np.dtype(dtype))
+    np.testing.assert_array_equal(g.get(), x)
+    for array in (x, g):
+        array[0] = 7
+        array[..., -1] = 9
+        array[::-1][0] = np.arange(math.prod(shape[1:]), dtype=dtype).reshape(shape[1:])
+    np.testing.assert_array_equal(g.get(), x)
 
 
 def test_integers_and_their_copy_on_the_host(exact: Backend) -> None:

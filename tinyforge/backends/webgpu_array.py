@@ -150,12 +150,17 @@ class WebArray:
         host = np.ascontiguousarray(host, self.dtype)
         if not self.size:
             return
-        if self.flags.c_contiguous and self.at * self.itemsize % 4 == 0 and host.nbytes % 4 == 0:
-            self.block.device.write(self.block, self.at * self.itemsize, host)
+        at, end = self.at * self.itemsize, self.at * self.itemsize + host.nbytes
+        if self.flags.c_contiguous and at % 4 == 0 and (end % 4 == 0 or end == self.block.size):
+            self.block.device.write(self.block, at, padded(host))
         elif self.dtype.name in REAL:
             elementwise(self, None, upload(self.block.device, host), "copy")
-        else:
-            raise TypeError(f"an array of {self.dtype} cannot be written in part; write all of it")
+        else:  # bytes that share a word with others
+            whole = WebArray(self.block, (self.block.size // self.itemsize,), self.dtype)
+            flat = whole.get()
+            strides = [s * self.itemsize for s in self.strides]
+            np.lib.stride_tricks.as_strided(flat[self.at :], self.shape, strides)[...] = host
+            whole.set(flat)
 
     # reading
 
@@ -369,12 +374,16 @@ def upload(device: Device, host: np.ndarray) -> WebArray:
         host = host.astype(np.int32)
     made = empty(device, host.shape, host.dtype)
     if host.nbytes:
-        data = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
-        if data.size % 4:
-            data = np.concatenate([data, np.zeros(-data.size % 4, np.uint8)])
+        data = padded(host)
         device.write(made.block, 0, data)
         made.block.host = data.copy() if data.size <= KEPT else None
     return made
+
+
+def padded(host: np.ndarray) -> np.ndarray:
+    """Its bytes, with zeros up to a multiple of the four that WebGPU writes."""
+    data = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+    return np.concatenate([data, np.zeros(-data.size % 4, np.uint8)]) if data.size % 4 else data
 
 
 def upload_like(like: Any, host: np.ndarray) -> Any:
