@@ -478,6 +478,7 @@ def test_in_this_process(
     whole: dict[Path, bytes | None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    slowness: Callable[[], float],
 ) -> None:
     monkeypatch.chdir(folder)
     program, *flags = shlex.split(line)
@@ -488,14 +489,16 @@ def test_in_this_process(
         with pytest.raises(SystemExit) as left:
             run_command(lambda: main(flags))
         seconds = time.process_time() - began
-        assert time.perf_counter() - clock < 10 * SECONDS  # what sleeps or waits takes no processor time
+        clock = time.perf_counter() - clock
+        # What sleeps or waits takes no processor time.
+        assert clock < 10 * SECONDS or clock < 10 * SECONDS * slowness()
         return left.value.code, capsys.readouterr().err, seconds
 
-    check(run)
+    check(run, slowness)
     assert contents(folder) == whole
 
 
-def check(run: Callable[[], tuple[object, str, float]]) -> None:
+def check(run: Callable[[], tuple[object, str, float]], slowness: Callable[[], float]) -> None:
     """run: gives the exit status, what was printed, and the seconds of processor time. Other processes do not count in
     those, but they slow them down: they take the caches, the memory and the core's other thread. So what took too long
     runs again, three times at most, and the least time counts."""
@@ -504,14 +507,16 @@ def check(run: Callable[[], tuple[object, str, float]]) -> None:
         assert status == 2, shown
         assert shown.startswith("error: ") and shown.count("\n") == 1 and shown.endswith("\n"), shown
         assert len(shown) < 3000 and shown.rstrip("\n").isprintable(), shown
-        if seconds < SECONDS:
+        if seconds < SECONDS or seconds < (limit := SECONDS * slowness()):
             return
-    pytest.fail(f"took {seconds:.1f} s of processor time in the last of {TRIES} tries, expected less than {SECONDS}")
+    pytest.fail(f"took {seconds:.1f} s of processor time in the last of {TRIES} tries, expected less than {limit:.1f}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line", LINES, ids=ascii)
-def test_as_a_user_types_it(line: str, folder: Path, whole: dict[Path, bytes | None]) -> None:
+def test_as_a_user_types_it(
+    line: str, folder: Path, whole: dict[Path, bytes | None], slowness: Callable[[], float]
+) -> None:
     program, *flags = shlex.split(line)
     hub = dict.fromkeys(("convert", "average"), "tinyforge.formats")
     where = {"text": "tinyforge.tokenizers", **hub}.get(program, MODULES.get(program, ""))
@@ -533,5 +538,5 @@ def test_as_a_user_types_it(line: str, folder: Path, whole: dict[Path, bytes | N
         seconds = after.children_user + after.children_system - before.children_user - before.children_system
         return done.returncode, done.stderr, seconds
 
-    check(run)
+    check(run, slowness)
     assert contents(folder) == whole

@@ -114,5 +114,5 @@ def test_a_few_kills_of_every_command(tmp_path: Path) -> None:
     done = run("-m", "tests.chaos", "--seconds", "60", "--first", "1", "--keep", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.rsplit(maxsplit=3) for line in done.stdout.splitlines()[2:]]
-    assert sum(int(lives) >= 1 for _, lives, _, _ in rows) > 15  # a slow machine does not reach all of them
+    assert sum(int(lives) >= 1 for _, lives, _, _ in rows) >= 10  # a slow machine does not reach all of them
     assert int(rows[-1][2]) >= 20
