@@ -82,9 +82,10 @@ def check(opened: Opened) -> None:
     called = f"{hub.called(opened.path)} is a {opened.spec.title}"
     model = opened.spec.build(opened.config, MetaBackend("fp32"))
     if getattr(model, "fused_weights", lambda: None)() is None:
-        more = [option for option in getattr(opened.config, "options", dict)() if option != "rotary_dim"]
+        shape = getattr(model, "shape", None)
+        more = [option for option in shape.options() if option != "rotary_dim"] if shape else []
         options = f" with {', '.join(more)}" if more else ""
-        raise UserError(f"{called}{options}; the page runs NanoEuler and plain Llama: use another model")
+        raise UserError(f"{called}{options}; the page runs NanoEuler and Llama without options: use another model")
     c = model.fused_weights()
     if any(width % 4 for width in (c.dim, c.hidden, c.heads * c.head_dim)):
         raise UserError(f"{called} with a width that 4 does not divide, as the page's kernels need: use another model")
