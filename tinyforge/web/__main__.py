@@ -25,7 +25,7 @@ from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import replace, sync, writing
 from tinyforge.formats import Loaded, Opened, add_checkpoint_flag, hub, open_model, resolve_checkpoint
-from tinyforge.formats.runs import add_template_flag, with_template
+from tinyforge.formats.runs import add_template_flag, short_name, with_template
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.quantised import Quantised, quantise
 from tinyforge.terminal import one_line
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", help="the folder to write; it must not be there yet")
     add_checkpoint_flag(parser)
     add_template_flag(parser)
-    parser.flag("--name", str, "name of the model on the page (default: its file's name)")
+    parser.flag("--name", str, "name of the model on the page (default: that of its file or folder)")
     parser.flag(
         "--context", int, f"tokens of a conversation at most (default: the model's, up to {CONTEXT})", metavar="N"
     )
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check(opened)
     loaded = opened.build(get_backend("numpy", "fp32", workers=1), frozen=True, weights="int8")
     loaded = with_template(loaded, args.template, args.template_variables)
-    name = args.name or hub.name_of(path).partition("@")[0] or path.resolve().stem or "model"
+    name = args.name or short_name(path)
     size = write(out, loaded, name, min(args.context or CONTEXT, loaded.model.config.context))
     print(one_line(f"wrote {out}: {name}, {size / 1e6:.1f} MB; try it: python -m http.server --directory {out}"))
     return 0
