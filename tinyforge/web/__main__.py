@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -73,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     loaded = with_template(loaded, args.template, args.template_variables)
     name = args.name or short_name(path)
     size = write(out, loaded, name, min(args.context or CONTEXT, loaded.model.config.context))
-    print(one_line(f"wrote {out}: {name}, {size / 1e6:.1f} MB; try it: python -m http.server --directory {out}"))
+    serve = f"python -m http.server --directory {shlex.quote(str(out))}"
+    print(one_line(f"wrote {out}: {name}, {size / 1e6:.1f} MB; try it: {serve}"))
     return 0
 
 
