@@ -15,7 +15,7 @@ The first three are for models with `ModelSpec.architectures`, which can be read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,31 @@ class Entry:
     def at(self, ours: Array) -> Array:
         """A view of the part of our parameter, or of an array with the same rows, that is this tensor."""
         return ours if self.part is None else ours[self.part]
+
+
+@dataclass(frozen=True)
+class Given(Mapping[str, Any]):
+    """Several contents of config.json as one: the first value that is not null."""
+
+    maps: tuple[Mapping[str, Any], ...]
+
+    def __getitem__(self, name: str) -> Any:
+        found = [value for given in self.maps if (value := given.get(name)) is not None]
+        if not found:
+            raise KeyError(name)
+        return found[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({name for given in self.maps for name in given})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def is_null(given: Mapping[str, Any], name: str) -> bool:
+    """Whether config.json has the key, as null: the family's default does not apply."""
+    first = given.maps[0] if isinstance(given, Given) else given
+    return name in first and first[name] is None
 
 
 def setting(given: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
