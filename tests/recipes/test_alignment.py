@@ -228,7 +228,7 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --base tuned --data number.json", "record 1 (counted from 0), line 1: 'input' is 3, expected a string"),
         ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),
         ("dpo --base tuned --label-smoothing 0.5", "--label-smoothing is 0.5, expected a share from 0 to below 0.5"),
-        ("dpo --base tuned --gamma 1", "--gamma is given, and --objective is dpo; add --objective simpo, or leave"),
+        ("dpo --base tuned --gamma 1", "--gamma is given without --objective simpo; add it, or leave this out"),
         ("dpo --base tuned --beta 0", "--beta is 0.0, expected a number above 0"),
         ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has none"),
         ("dpo --resume --out sft", "--resume: nothing to resume in sft"),
