@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyforge.data.files import write_fault, written_whole
+from tinyforge.data.parquet import reading
 from tinyforge.errors import Parser, UserError
 from tinyforge.terminal import printable
 
@@ -33,12 +34,8 @@ def catalogue(corpus: Path) -> Iterator[Ask]:
     path = corpus / CATALOGUE
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a folder made by python -m data.corpus")
-    try:
-        with duckdb.connect(str(path), read_only=True) as connection:
-            yield lambda sql, *values: connection.execute(sql, values).fetchall()
-    except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable catalogue ({reason}); make the corpus again") from None
+    with reading(path, "make the corpus again", "catalogue"), duckdb.connect(str(path), read_only=True) as connection:
+        yield lambda sql, *values: connection.execute(sql, values).fetchall()
 
 
 def read_outcomes(ask: Ask) -> list[Outcome]:
