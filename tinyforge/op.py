@@ -27,6 +27,10 @@ Key = Any
 """The key of a random stream: two numbers, or an array of two uint32 that kernels read from device memory."""
 
 
+Cases = Iterator[tuple["Op", tuple[Any, ...]]]
+"""For the gradient check: ops with their memory, each with the inputs of its forward."""
+
+
 class Param:
     """A named tensor to be learned: `value` and its `grad`, views into the flat buffer of the model's `ParamBuffer`.
 
@@ -285,7 +289,7 @@ class Op(Kernels):
         return list(dict.fromkeys(p for p in vars(self).values() if isinstance(p, Param)))
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         """For the gradient check: yields (op, inputs) with random data, edge cases included."""
         raise NotImplementedError(f"{cls.__name__} has no gradient-check cases")
 

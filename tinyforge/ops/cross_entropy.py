@@ -14,7 +14,7 @@ from tinyforge.backends.meta import empty, like
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Stash, WithKeywords
 from tinyforge.ops.activations import tanh_fwd
 from tinyforge.ops.linear import linear_fwd
 from tinyforge.ops.scale import scale_fwd
@@ -343,7 +343,7 @@ class CrossEntropy(Op):
         return self.bwd(rows_of(dy), residual).reshape(shape), None
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for lead, heads, vocab in (((6,), 3, 5), ((1,), 1, 2), ((3, 3), 4, 7), ((3,), 2, 1)):
             logits = rng.normal(size=(*lead, heads, vocab)) * 3
             targets = masked_targets(rng, int(np.prod(lead)), heads, vocab).reshape(*lead, heads)
@@ -427,7 +427,7 @@ class LinearCrossEntropy(Op):
         return self.scale(self.tanh(self.scale(u, 1 / self.cap)), self.cap) if self.cap else u
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # The last case spans several chunks, the last of them partly filled.
         many = 2 * (CHUNK_BYTES // (8 * 2 * 1024)) + 5
         for n, *shape in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (8, 6, 5), (7, 2, 6, 3), (many, 2, 1024, 3)):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
 
 
@@ -66,7 +63,7 @@ class GeGLU(Op):
         return self.bwd(dy, gu, self.approximate)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for approximate in ("tanh", "erf"):
             for shape in ((2, 3, 10), (1, 2), (7, 6), (0, 4)):
                 yield cls(backend, approximate), (backend.asarray(rng.normal(size=shape) * 2),)

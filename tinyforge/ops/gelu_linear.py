@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
 from tinyforge.ops.linear import add_product, linear_add_fwd, linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
@@ -105,7 +102,7 @@ class GELULinear(Op):
         return self.bwd(dweight, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate, accumulate)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (o, h), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
             for has_bias, has_input_bias in ((True, True), (True, False), (False, True), (False, False)):
                 bias = Param("bias", (o,), fill=0.0, decay=False) if has_bias else None

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Stash, WithKeywords
 from tinyforge.ops.embedding import embedding_bwd, embedding_bwd_memory
 from tinyforge.params import with_buffer
 
@@ -71,7 +68,7 @@ class LearnedPositions(Op):
         return dy
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 4), (1, 1, 1), (3, 5, 2), (2, 0, 3)):
             first = 2 if shape[1] == 3 else 0
             op = with_buffer(cls(Param("weight", (5, shape[-1]), std=1.0), backend, first=first), backend, rng)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Param, Stash
 from tinyforge.ops.rmsnorm import gain_of
 from tinyforge.ops.rope import RoPE, rope
 from tinyforge.params import with_buffer
@@ -141,7 +140,7 @@ class QKNormRoPE(RoPE):
         return self.norm_bwd(out, dscale, dy, scale, y, rstd, *known)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (b, t, h, d), heads, rotated, learned, width in (
             ((2, 5, 4, 8), 2, 3, True, 0),
             ((2, 3, 3, 6), 1, 2, False, 0),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 
 @kernel
@@ -68,7 +67,7 @@ class RouterLosses(Op):
         return (self.bwd(dterms, slope), None) * layers
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for experts, active, layers, tokens in ((5, 2, 3, 11), (1, 1, 1, 4), (8, 3, 2, 1), (4, 2, 1, 0)):
             arrays: list[Array] = []
             for _ in range(layers):

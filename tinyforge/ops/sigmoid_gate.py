@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.sigmoid import sigmoid
 
 
@@ -51,7 +48,7 @@ class SigmoidGate(Op):
         return self.bwd(dy, x, z)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for *lead, width in ((2, 3, 5), (4, 1), (7, 8), (0, 4)):
             inputs = (rng.normal(size=(*lead, columns)) for columns in (width, 1))
             yield cls(backend), tuple(map(backend.asarray, inputs))

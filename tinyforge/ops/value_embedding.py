@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.embedding import Order, embedding_bwd, embedding_bwd_memory
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
@@ -138,7 +135,7 @@ class ValueEmbedding(Op):
         self.gate_bwd(dx, dz, self.gate.value)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for b, t, heads, kv_heads, d, dim, reads in (
             (2, 5, 4, 2, 4, 7, 3),
             (1, 7, 3, 1, 6, 8, 8),
