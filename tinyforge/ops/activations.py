@@ -85,8 +85,7 @@ class _Activation(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
         y = self.fwd(x)
-        if stash is not None:
-            stash.push(self, x if self.of_input else y)
+        self.save(stash, x if self.of_input else y)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:

@@ -25,8 +25,7 @@ class Add(Op):
     def forward(self, a: Array, b: Array, stash: Stash | None = None) -> Array:
         self.expect(a)
         self.expect(b, shape=a.shape)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return self.fwd(a, b)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array]:

@@ -44,8 +44,7 @@ class AddLayerNorm(LayerNorm):
         else:
             self.expect(delta, shape=residual.shape)
             x, y, mean, rstd = self.add_fwd(residual, delta, *known)
-        if stash is not None:
-            stash.push(self, x, mean, rstd)
+        self.save(stash, x, mean, rstd)
         return x, y
 
     def normed(self, x: Array) -> Array:

@@ -44,8 +44,7 @@ class AddRMSNorm(RMSNorm):
         else:
             self.expect(delta, shape=residual.shape)
             x, y, rstd = self.add_fwd(residual, delta, self.weight.value, self.eps, self.plus_one)
-        if stash is not None:
-            stash.push(self, y, rstd)
+        self.save(stash, y, rstd)
         return x, y
 
     def normed(self, x: Array) -> Array:

@@ -480,8 +480,7 @@ class Attention(Op):
         how = (self.causal, self.window, key, self.dropout, self.scale, self.softcap)
         out, lse = self.fwd(q, k, v, lengths, starts, *how)
         self.finish(out, lse)
-        if stash is not None:
-            stash.push(self, qkv, lengths, starts, out, lse, key)
+        self.save(stash, qkv, lengths, starts, out, lse, key)
         return out
 
     def finish(self, out: Array, lse: Array) -> None:

@@ -61,8 +61,7 @@ class CappedCrossEntropy(LinearCrossEntropy):
             z = self.scale(t, self.cap) if self.cap else t
             nll[part], residual = self.loss(z[:, None], ids[part])
             kept += [(t if self.cap else None, residual)] if stash is not None else []
-        if stash is not None:
-            stash.push(self, h, kept)
+        self.save(stash, h, kept)
         return nll.reshape(targets.shape)
 
     def _chunks(self, rows: int) -> list[slice]:

@@ -49,8 +49,7 @@ class ClassToken(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x, self.token.size)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return self.fwd(x, self.token.value)
 
     def backward(self, dy: Array, stash: Stash) -> Array:

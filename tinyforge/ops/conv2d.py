@@ -228,8 +228,7 @@ class Conv2d(Op):
                 f"padding at least {self.weight.shape[1:3]}"
             )
         self.expect(x)
-        if stash is not None:
-            stash.push(self, None if self.weight.frozen else x, x.shape)
+        self.save(stash, None if self.weight.frozen else x, x.shape)
         return self.fwd(x, self.weight.value, self.bias.value if self.bias else None, add, self.stride, self.padding)
 
     def backward(self, dy: Array, stash: Stash) -> Any:

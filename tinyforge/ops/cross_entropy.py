@@ -334,8 +334,7 @@ class CrossEntropy(Op):
         self.expect_ids(targets, logits.shape[-1], -1)
         heads = targets.shape[-1]
         nll, residual = self.fwd(logits.reshape(-1, heads, logits.shape[-1]), targets.reshape(-1, heads))
-        if stash is not None:
-            stash.push(self, residual, logits.shape)
+        self.save(stash, residual, logits.shape)
         return nll.reshape(targets.shape)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
@@ -398,14 +397,12 @@ class LinearCrossEntropy(Op):
             ids, hidden = targets.ids.reshape(-1, heads), targets.hidden.reshape(-1, targets.hidden.shape[-1])
             soft = ids, hidden, targets.heads[:heads]
             nll, residual = self.soft_fwd(rows, weight, *soft, stash is not None, targets.share)
-            if stash is not None:
-                stash.push(self, h, residual)
+            self.save(stash, h, residual)
             return nll.reshape(targets.ids.shape)
         self.expect_ids(targets, self.shape[1], -1)
         forward = self.frozen_fwd if self.weight.frozen else self.fwd
         nll, kept = forward(rows, weight, targets.reshape(-1, heads), stash is not None, self.cap)
-        if stash is not None:
-            stash.push(self, h.shape if self.weight.frozen else h, kept)
+        self.save(stash, h.shape if self.weight.frozen else h, kept)
         return nll.reshape(targets.shape)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:

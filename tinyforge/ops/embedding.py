@@ -92,8 +92,7 @@ class Embedding(Op):
 
     def forward(self, ids: Array, stash: Stash | None = None, *, order: Order | None = None) -> Array:
         self.expect_ids(ids, self.weight.shape[0])
-        if stash is not None:
-            stash.push(self, ids, order)
+        self.save(stash, ids, order)
         return self.fwd(ids, self.weight.value)
 
     def backward(self, dy: Array, stash: Stash) -> None:

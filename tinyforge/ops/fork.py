@@ -25,8 +25,7 @@ class Fork(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> tuple[Array, Array]:
         self.expect(x)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return x, x
 
     def backward(self, dy: tuple[Array, Array], stash: Stash) -> Array:

@@ -176,8 +176,7 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
     ) -> Any:
         assert add is None, "adds is False"
         (x, codes, scale), weight = self.scaled(x), self.quantised_weight()
-        if stash is not None:
-            stash.push(self, *((None, None) if self.weight.frozen else (recompute or (lambda: x), scale)))
+        self.save(stash, *((None, None) if self.weight.frozen else (recompute or (lambda: x), scale)))
         factors = (codes, scale, weight.codes, weight.scale)
         return self.hidden_product(*factors) if hidden else self.product(*factors, False)
 

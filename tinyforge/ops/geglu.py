@@ -54,8 +54,7 @@ class GeGLU(Op):
 
     def forward(self, gu: Array, stash: Stash | None = None) -> Array:
         self.expect(gu, gu.shape[-1] // 2 * 2)
-        if stash is not None:
-            stash.push(self, gu)
+        self.save(stash, gu)
         return self.fwd(gu, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:

@@ -153,8 +153,7 @@ class GELU(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x, self.bias.size if self.bias else None)
-        if stash is not None:
-            stash.push(self, x)
+        self.save(stash, x)
         return self.fwd(x, self.bias.value if self.bias else None, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:

@@ -89,8 +89,7 @@ class GELULinear(Op):
 
     def forward(self, u: Array, stash: Stash | None = None, *, add: Array | None = None) -> Array:
         self.expect(u, self.weight.shape[1])
-        if stash is not None:
-            stash.push(self, u)
+        self.save(stash, u)
         bias, input_bias = (p.value if p else None for p in (self.bias, self.input_bias))
         return self.fwd(u, self.weight.value, bias, input_bias, add, self.approximate)
 

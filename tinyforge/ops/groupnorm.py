@@ -142,8 +142,7 @@ class GroupNorm(Op):
         if shift is not None:
             self.expect(shift, shape=(x.shape[0], self.weight.size))
         y, mean, rstd = self.fwd(x, shift, self.weight.value, self.bias.value, self.groups, self.eps, self.silu)
-        if stash is not None:
-            stash.push(self, x, shift, mean, rstd)
+        self.save(stash, x, shift, mean, rstd)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Any:

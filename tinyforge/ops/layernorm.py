@@ -81,8 +81,7 @@ class LayerNorm(Op):
         self.expect(x, self.weight.size)
         bias = self.bias.value if self.bias else None
         y, mean, rstd = self.fwd(x, self.weight.value, bias, self.eps)
-        if stash is not None:
-            stash.push(self, x, mean, rstd)
+        self.save(stash, x, mean, rstd)
         return y
 
     def backward(self, dy: Array, stash: Stash, residual: Array | None = None) -> Array:

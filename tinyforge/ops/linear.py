@@ -143,8 +143,7 @@ class Linear(Op):
 
     def keep(self, x: Array, stash: Stash | None, recompute: Callable[[], Array] | None) -> None:
         self.expect(x, self.weight.shape[1])
-        if stash is not None:
-            stash.push(self, None if self.weight.frozen else recompute or (lambda: x))
+        self.save(stash, None if self.weight.frozen else recompute or (lambda: x))
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)

@@ -156,8 +156,7 @@ class LoRA(Op):
         key = None if stash is None else stash.key(self, self.rate)
         bias = self.bias.value if self.bias else None
         y, u = self.fwd(x, self.weight.stored, bias, self.a.value, self.b.value, self.scale, key, self.rate)
-        if stash is not None:
-            stash.push(self, recompute or (lambda: x), u, key)
+        self.save(stash, recompute or (lambda: x), u, key)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:

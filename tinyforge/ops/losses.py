@@ -77,8 +77,7 @@ class _RowLoss(Op):
                 f"{self.name}: {x.dtype} {x.shape} and targets {target.dtype} {target.shape}; expected the same"
             )
         self.expect(x)
-        if stash is not None:
-            stash.push(self, x, target)
+        self.save(stash, x, target)
         return self.fwd(x, target)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array]:

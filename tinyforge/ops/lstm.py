@@ -121,8 +121,7 @@ class LSTM(Op):
             self.expect(state, shape=(x.shape[0], self.recurrent.shape[1]))
         gates = self.gates_fwd(x, self.inputs.value, self.bias.value)
         y, cells = self.fwd(gates, h, c, self.recurrent.value, fresh)
-        if stash is not None:
-            stash.push(self, x, h, c, gates, y, cells, fresh)
+        self.save(stash, x, h, c, gates, y, cells, fresh)
         return y, cells[:, -1]
 
     def backward(self, dy: tuple[Array, Array | None], stash: Stash) -> tuple[Array, Array, Array, None]:

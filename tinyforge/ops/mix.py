@@ -57,8 +57,7 @@ class Mix(Op):
     def forward(self, x: Array, first: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
         self.expect(first, shape=x.shape)
-        if stash is not None:
-            stash.push(self, x, first)
+        self.save(stash, x, first)
         return self.fwd(x, first, self.a.value, self.b.value)
 
     def backward(self, dy: Array, stash: Stash, *, into: Array | None = None) -> tuple[Array, Array]:

@@ -80,8 +80,7 @@ class MixRMSNorm(Op):
         self.expect(first, shape=x.shape)
         factors = self.a.value, self.b.value
         mixed, y, rstd = self.fwd(x, first, self.weight.value, *factors, self.eps, self.plus_one)
-        if stash is not None:
-            stash.push(self, x, first, y, rstd)
+        self.save(stash, x, first, y, rstd)
         return mixed, y
 
     def backward(

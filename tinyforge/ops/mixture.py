@@ -187,8 +187,7 @@ class MixtureOfExperts(Op):
         weights, chosen, usage = self.router.forward(logits, stash)  # (..., k)
         slots, tokens, places, starts = self.sort(chosen, self.gate_up.shape[0])
         gu = self.product(x.reshape(-1, x.shape[-1]), self.gate_up.value, tokens, starts)  # (R, 2H)
-        if stash is not None:
-            stash.push(self, x, gu, weights, slots, tokens, places, starts)
+        self.save(stash, x, gu, weights, slots, tokens, places, starts)
         h = self.activate(gu, weights, slots, starts)  # (R, H)
         rows = self.product(h, self.down.value, None, starts)  # (R, C)
         self.finish(rows, weights, slots, starts)

@@ -69,8 +69,7 @@ class Patches(Op):
                 "whole number of patches each way: resize or pad the images"
             )
         real = images.dtype.kind not in "iu"
-        if stash is not None:
-            stash.push(self, images.shape, real)
+        self.save(stash, images.shape, real)
         scale, shift = (1.0, 0.0) if real else (1.0 / (255.0 * self.std), -self.mean / self.std)
         return self.fwd(images, self.size, scale, shift, self.backend.dtype)
 

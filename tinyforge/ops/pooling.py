@@ -145,8 +145,7 @@ class AveragePool2d(_Pool):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.check(x)
-        if stash is not None:
-            stash.push(self, x.shape)
+        self.save(stash, x.shape)
         return self.fwd(x, self.size, self.stride)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -167,8 +166,7 @@ class MaxPool2d(_Pool):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.check(x)
         y, where = self.fwd(x, self.size, self.stride)
-        if stash is not None:
-            stash.push(self, where, x.shape)
+        self.save(stash, where, x.shape)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -193,8 +191,7 @@ class Upsample(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return self.fwd(x, self.factor)
 
     def backward(self, dy: Array, stash: Stash) -> Array:

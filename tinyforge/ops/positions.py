@@ -57,8 +57,7 @@ class LearnedPositions(Op):
         if starts is not None and offset:
             raise ValueError(f"{self.name}: starts of documents and offset {offset}; a cache has one; drop one")
         positions = None if starts is None else self.backend.xp.arange(x.shape[1], dtype=starts.dtype) - starts
-        if stash is not None:
-            stash.push(self, offset, positions)
+        self.save(stash, offset, positions)
         return self.fwd(x, self.weight.value[self.first + offset :], positions)
 
     def backward(self, dy: Array, stash: Stash) -> Array:

@@ -124,8 +124,7 @@ class QKNormRoPE(RoPE):
         rows, scale = slice(offset, offset + x.shape[1]), self.scale.value if self.scale else None
         known = (self.heads, self.rotated, self.factor, self.eps)
         y, rstd = self.norm_fwd(out, x, scale, self.cos[rows], self.sin[rows], *known)
-        if stash is not None:
-            stash.push(self, rows, y, rstd)
+        self.save(stash, rows, y, rstd)
         return y
 
     def after(self, linear: Any, x: Any, stash: Stash | None = None, *, offset: int = 0) -> Array:

@@ -101,8 +101,7 @@ class RMSNorm(Op):
     def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
         self.expect(x, self.weight.size)
         y, rstd = self.fwd(x, self.weight.value, self.eps, self.plus_one)
-        if stash is not None:
-            stash.push(self, y, rstd)
+        self.save(stash, y, rstd)
         return into(out, y)
 
     def backward(self, dy: Array, stash: Stash, residual: Array | None = None, *, out: Array | None = None) -> Array:

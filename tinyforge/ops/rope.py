@@ -238,8 +238,7 @@ class RoPE(Op):
     def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None) -> Array:
         self.expect(x, 2 * self.cos.shape[1])
         rows = slice(offset, offset + x.shape[1])
-        if stash is not None:
-            stash.push(self, rows)
+        self.save(stash, rows)
         return self.rotate(out, x, self.cos[rows], self.sin[rows], self.rotated)
 
     def after(self, linear: Any, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
@@ -252,8 +251,7 @@ class RoPE(Op):
             return self.forward(y, stash, offset=offset, out=y)
         linear.keep(x, stash, None)
         rows = slice(offset, offset + x.shape[1])
-        if stash is not None:
-            stash.push(self, rows)
+        self.save(stash, rows)
         return self.linear_rotate(x, linear.weight.value, self.cos[rows], self.sin[rows], self.rotated)
 
     def backward(self, dy: Array, stash: Stash, *, out: Array | None = None) -> Array:

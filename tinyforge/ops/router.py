@@ -88,8 +88,7 @@ class TopKRouter(Op):
     def forward(self, logits: Array, stash: Stash | None = None) -> tuple[Array, Array, Array]:
         self.expect(logits)
         weights, chosen, usage = self.fwd(logits, self.active, self.normalised)
-        if stash is not None:
-            stash.push(self, logits, weights, chosen)
+        self.save(stash, logits, weights, chosen)
         return weights, chosen, usage
 
     def backward(self, dy: tuple[Array, Any, Array], stash: Stash) -> Array:

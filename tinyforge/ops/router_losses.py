@@ -58,8 +58,7 @@ class RouterLosses(Op):
         for usage in layers[::2]:
             self.expect(usage, shape=layers[0].shape)
         terms, slope = self.fwd(layers[::2], layers[1::2], self.active)
-        if stash is not None:
-            stash.push(self, slope, len(layers) // 2)
+        self.save(stash, slope, len(layers) // 2)
         return terms
 
     def backward(self, dterms: Array, stash: Stash) -> tuple[Array | None, ...]:

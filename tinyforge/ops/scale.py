@@ -28,8 +28,7 @@ class Scale(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return self.fwd(x, self.factor)
 
     def backward(self, dy: Array, stash: Stash) -> Array:

@@ -196,8 +196,7 @@ class SelectiveScan(Op):
             self.expect(x, shape=shape)
         inputs = (u, delta, b, c, z, self.a_log.value, self.skip.value, self.bias.value)
         y, kept = self.fwd(state, *inputs, stash is not None)
-        if stash is not None:
-            stash.push(self, u, delta, b, c, z, kept)
+        self.save(stash, u, delta, b, c, z, kept)
         return y
 
     def backward(

@@ -39,8 +39,7 @@ class SigmoidGate(Op):
     def forward(self, x: Array, z: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
         self.expect(z, shape=(*x.shape[:-1], 1))
-        if stash is not None:
-            stash.push(self, x, z)
+        self.save(stash, x, z)
         return self.fwd(x, z)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array]:

@@ -94,8 +94,7 @@ class Smear(Op):
         if x.ndim != 3 or x.shape[2] < self.gate.size:
             raise ValueError(f"{self.name}: an input of shape {x.shape}, expected (B, T, {self.gate.size} or more)")
         y, shares = self.fwd(x, self.gate.value, self.scale.value, starts, previous)
-        if stash is not None:
-            stash.push(self, x, shares, starts)
+        self.save(stash, x, shares, starts)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:

@@ -39,8 +39,7 @@ class Softmax(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
         y = self.fwd(x)
-        if stash is not None:
-            stash.push(self, y)
+        self.save(stash, y)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:

@@ -89,8 +89,7 @@ class SwiGLU(Op):
 
     def forward(self, gu: Array, stash: Stash | None = None) -> Array:
         self.expect(gu, gu.shape[-1] // 2 * 2)
-        if stash is not None:
-            stash.push(self, gu)
+        self.save(stash, gu)
         return self.fwd(gu)
 
     def backward(self, dy: Array, stash: Stash) -> Array:

@@ -117,8 +117,7 @@ class SwiGLULinear(Op):
         self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
     ) -> Array:
         self.expect(gu, 2 * self.weight.shape[1])
-        if stash is not None:
-            stash.push(self, gu)
+        self.save(stash, gu)
         return self.fwd(gu, hidden, self.weight.value, add)
 
     def backward(self, dy: Array, stash: Stash) -> Array:

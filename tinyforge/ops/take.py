@@ -46,8 +46,7 @@ class Take(Op):
 
     def forward(self, x: Array, where: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
-        if stash is not None:
-            stash.push(self, where, x.shape[1])
+        self.save(stash, where, x.shape[1])
         return self.fwd(x, where)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:

@@ -114,8 +114,7 @@ class ValueEmbedding(Op):
         self.expect(x, self.width)
         self.expect_ids(ids, self.table.shape[0])
         y, gates = self.fwd(out, qkv, x, ids, self.table.value, self.gate.value)
-        if stash is not None:
-            stash.push(self, x, ids, gates, order)
+        self.save(stash, x, ids, gates, order)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array, None]:
