@@ -10,7 +10,7 @@ import numpy as np
 
 from tinyforge.data.files import written_whole
 from tinyforge.data.parquet import connect, quoted, reading, rows_of, scan
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.shards import TOKENIZER, separator_of
 from tinyforge.tokenizers import TextTokenizer, load_tokenizer
 
@@ -44,10 +44,8 @@ def unread(files: Sequence[Path], skip: int) -> Iterator[tuple[Path, int]]:
 
 def load_with_separator(path: Path) -> TextTokenizer:
     tokenizer = load_tokenizer(path)
-    try:
+    with errors_in(path):
         separator_of(tokenizer)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     return tokenizer
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from tinyforge import requirements
@@ -24,6 +25,15 @@ class UserError(Exception):
     """
 
     status = 2
+
+
+@contextmanager
+def errors_in(what: object) -> Iterator[None]:
+    """Begin the message of a UserError with what it is about, such as a file."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
 
 
 class Parser(argparse.ArgumentParser):

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.formats import gguf_file, rotary
 from tinyforge.formats.weights import Weights
 from tinyforge.ops import RopeScaling
@@ -298,14 +298,12 @@ def open_file(path: Path) -> Weights:
         )
     architecture, stored = ARCHITECTURES[name], dict(content.tensors)
     values = _Values(name, content.metadata)
-    try:
+    with errors_in(path):
         factors = stored.pop(ROPE_FREQS, None)
         config = _config(architecture, values, stored)
         if factors:
             original = values.get("rope.scaling.original_context_length", 8192)
             config["rope_scaling"] = _llama3_scaling(config, original, factors.read())
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
     def lazy(own: str, tensor: gguf_file.Tensor) -> Lazy:
         change = _change(architecture, own, config, back=True)
