@@ -37,7 +37,7 @@ from tinyforge.data.cluster import Nodes, check_address, open_nodes
 from tinyforge.data.corpus_report import CATALOGUE
 from tinyforge.data.dedup import Words, band_keys, components, estimate
 from tinyforge.data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
-from tinyforge.data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
+from tinyforge.data.files import locked, make_folder, parse_bytes, write_json, writing, written_whole
 from tinyforge.data.filters import DEFAULT_FILTERS, MEASURED, Filter, check_filters, read_filters
 from tinyforge.data.kept import Kept, key_of
 from tinyforge.data.parquet import connect as connect_to_files
@@ -907,11 +907,9 @@ def _count_tokens(build: _Build) -> None:
 def _write_files(build: _Build) -> list[dict[str, Any]]:
     """The parquet files of both splits, as corpus.json lists them."""
     planned = list(_plan_files(build))
-    try:
+    with writing(build.out):
         (build.out / MANIFEST).unlink(missing_ok=True)  # from here on the older corpus is invalid
         sync(build.out)
-    except OSError as error:
-        raise write_fault(build.out, error) from None
 
     def tasks() -> Iterator[tuple[list[Parts], Path]]:
         for path, where, _ in planned:
@@ -979,7 +977,7 @@ def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]
     """Put the catalogue in place, write the report, remove files of other corpora, and write corpus.json last."""
     out = build.out
     names = {entry["file"] for entry in files}
-    try:
+    with writing(out):
         # A copy: until corpus.json exists, a rerun starts from the catalogue in the work folder.
         with written_whole(out / CATALOGUE) as beside:
             shutil.copyfile(build.work / CATALOGUE, beside)
@@ -993,8 +991,6 @@ def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]
         corpus_report.write_report(out)
         write_json(out / MANIFEST, manifest | {"files": files})
         shutil.rmtree(build.work)
-    except OSError as error:
-        raise write_fault(out, error) from None
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

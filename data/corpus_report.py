@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tinyforge.data.files import write_fault, written_whole
+from tinyforge.data.files import writing, written_whole
 from tinyforge.data.parquet import reading
 from tinyforge.errors import Parser, UserError
 from tinyforge.terminal import printable
@@ -184,13 +184,11 @@ def write_report(corpus: Path) -> str:
     with catalogue(corpus) as ask:
         rows = read_outcomes(ask)
         text = render(ask, rows)
-    try:
+    with writing(corpus):
         with written_whole(corpus / "report.png") as partial:
             plot(rows, partial)
         with written_whole(corpus / "report.md") as partial:
             partial.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise write_fault(corpus, error) from None
     return text
 
 

@@ -141,12 +141,11 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
     """
     out = Path(settings.out)
     with ExitStack() as held:
-        try:
-            held.enter_context(locked(out, leave_nothing=True))
-        except BlockingIOError:
-            raise UserError(f"{out}: another run is writing there; wait for it, or choose another --out") from None
-        except OSError as error:
-            raise metrics.cannot_write_in(out, error) from error
+        with metrics.writing_in(out):
+            try:
+                held.enter_context(locked(out, leave_nothing=True))
+            except BlockingIOError:
+                raise UserError(f"{out}: another run is writing there; wait for it, or choose another --out") from None
         # Checked while the lock is held: a run that has just ended must not be overlooked.
         if checkpoint.steps(out) and not resume:
             raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
