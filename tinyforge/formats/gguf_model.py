@@ -643,17 +643,11 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
         share = config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
         found[f"{name}.{ROTARY}"] = round(config["head_dim"] * share)
     found |= _written_scaling(name, config.get("rope_scaling") or config.get("rope_parameters") or {})
-    for own, value in architecture.fixed.items():
-        if own == "no_rope_layer_interval":
-            ropes = [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
-            if config["no_rope_layers"] != ropes:
-                raise UserError(f"llama.cpp's {name} has no RoPE in every {value}th layer; keep it in our own format")
-        elif own in ("norm_topk_prob", "swiglu_limit") and config[own] != value:
-            raise UserError(f"llama.cpp's {name} has {own} {value}, the model {config[own]}; keep it in our own format")
-        elif own == "hidden_act" and config[own] != value:
-            raise UserError(
-                f"llama.cpp's {name} has activation {value!r}, not {config[own]!r}; keep it in our own format"
-            )
+    for key, value in architecture.fixed.items():
+        if key == "no_rope_layer_interval":
+            key, value = "no_rope_layers", [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
+        if key not in architecture.optional.values() and config.get(key, value) != value:
+            raise UserError(f"llama.cpp's {name} has {key} {value}, the model {config[key]}; keep it in our own format")
     if (architecture.by_head or architecture.merged) and not config["attention_bias"]:
         raise UserError(f"llama.cpp's {name} has biases in its attention; keep the model in our own format")
     for own, theirs in architecture.optional.items():
