@@ -15,7 +15,7 @@ The first three are for models with `ModelSpec.architectures`, which can be read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +124,11 @@ def write_fields(config: ModelConfig, names: Fields) -> dict[str, Any]:
 
 def class_names(count: int) -> dict[str, Any]:
     """The labels of a classifier whose classes have no names, as transformers writes them."""
-    names = [f"LABEL_{i}" for i in range(count)]
+    return class_labels([f"LABEL_{i}" for i in range(count)])
+
+
+def class_labels(names: Sequence[str]) -> dict[str, Any]:
+    """id2label and label2id of config.json."""
     return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 

@@ -379,14 +379,6 @@ def class_names(config: Mapping[str, Any], count: int) -> list[str]:
     return numbers
 
 
-def class_labels(names: Sequence[str]) -> dict[str, Any]:
-    """id2label and label2id of config.json."""
-    return {
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
-    }
-
-
 def place_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:
     """The path of a .bin file's tokenizer, where `find_tokenizer` finds it. UserError if another tokenizer is there.
 
