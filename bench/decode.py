@@ -17,8 +17,8 @@ is compiled, and the graph records all of them and argmax. Weights are made on t
 where `--weights` says so. All must agree on the logits at `--position`, ours with those of its model's own ops, to a
 share of the largest one.
 
-Bandwidth used (MBU): the bytes that a step must read, which are all weights but the embedding and heads 1 and up, and
-the keys and values of every row, over the time and the rate of a large copy on the same device. What a CPU's caches
+Bandwidth used (MBU): the bytes that a step must read, which are all weights but embeddings and heads 1 and up, and the
+keys and values of every row, over the time and the rate of a large copy on the same device. What a CPU's caches
 hold does not come from memory: for a small model the share can exceed 1 there. On a GPU, `of the floor` is the time in
 which an H200, at the 4.28 TB/s of its copies, reads those bytes, over the time taken: a yardstick that is the same in
 every run.
@@ -54,6 +54,7 @@ from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
+from tinyforge.models.llama.config import Config as LlamaConfig
 from tinyforge.op import Param
 from tinyforge.quantised import FOUR_BITS, KINDS
 from tinyforge.tokenizers.chat_templates import render_prompt
@@ -202,7 +203,8 @@ def bytes_per_step(options: Options, model: Any) -> int:
         return int(stored.nbytes) - halves
 
     of = {p: read(p) for p in (*model.buffer.params, *model.buffer.frozen)}
-    looked_up = 0 if model.embedding.weight is heads else of[model.embedding.weight]
+    tables = {model.embedding.weight} | {b.attention.values.table for b in model.blocks if b.attention.values}
+    looked_up = sum(of[table] for table in tables - {heads})
     weights = sum(of.values()) - looked_up - of[heads] // count * (count - 1)
     cache = 2 * c.layers * c.kv_heads * c.head_dim * (options.position + 1) * options.batch_size
     return weights + cache * size
@@ -339,6 +341,8 @@ def speculation_table(found: dict[str, Any]) -> list[str]:
 
 def options_of(args: argparse.Namespace) -> Options:
     config: Any = config_of(PretrainSettings(model=args.model, config=args.config, set=args.set))
+    if not isinstance(getattr(config, "trunk", config), LlamaConfig):
+        raise UserError(f"--model {args.model}: the bytes of its step are not known; use nanoeuler, llama or moe")
     position = args.position
     if position < args.tokens // 2 or position - args.tokens // 2 + 1 + args.tokens > config.context:
         raise UserError(
@@ -351,7 +355,7 @@ def options_of(args: argparse.Namespace) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Flags(__doc__)
-    p.text("--model", "nanoeuler", "model of the zoo")
+    p.text("--model", "nanoeuler", "nanoeuler, llama or moe")
     p.shared("config")
     p.text("--set", (), "fields of the config, as dim=512", nargs="*", metavar="FIELD=VALUE")
     p.number("--batch-size", 1, "rows that are decoded together")

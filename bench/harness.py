@@ -53,7 +53,7 @@ A mode of PyTorch that fails on this machine is left out, and the reason is prin
 # --- flags ------------------------------------------------------------------------------------------------------------
 
 SHARED: dict[str, dict[str, Any]] = {
-    "config": {"default": "small", "help": "preset (small, base, large) or a JSON file"},
+    "config": {"default": "", "help": "preset of the model or a JSON file (default: the model's first preset)"},
     "peer": {"choices": ("torch",), "help": "time PyTorch too"},
     "backend": {"default": "auto", "help": "ours: auto, numpy, cupy, webgpu"},
     "device": {"type": int, "help": "number of the GPU (default: 0)"},

@@ -16,8 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from bench.torch_peer import Block, Llama, NanoEuler, Trunk
+from tinyforge.errors import UserError
 from tinyforge.models.llama.config import Config as LlamaConfig
+from tinyforge.models.nanoeuler.config import Config as NanoEulerConfig
 
+PEERS: dict[type, type[Trunk]] = {NanoEulerConfig: NanoEuler, LlamaConfig: Llama}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -101,9 +104,11 @@ class TorchDecoder:
         precision = backend.precision.name
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision in ("tf32", "bf16")
         self.device, dtype = torch.device("cuda" if backend.name == "cupy" else "cpu"), DTYPES[precision]
+        if (peer := PEERS.get(type(config))) is None:
+            raise UserError("--peer: PyTorch's decoding is of NanoEuler and Llama; leave out --peer")
         config = config.override({"context": capacity or config.context})
         with self.device:
-            model = (Llama if isinstance(config, LlamaConfig) else NanoEuler)(config).to(dtype)
+            model = peer(config).to(dtype)
         own = model.state_dict()
         with torch.no_grad():
             for p in ours.params():  # one after the other: a large model takes no memory of the host

@@ -59,9 +59,15 @@ class Trunk(torch.nn.Module):
     """What NanoEuler and Llama share: ids (B, T) to the final-normed stream (B, T, C)."""
 
     block: type[Block] = Block
+    plain = "NanoEuler"
+    options: tuple[str, ...] = ()
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        shape = getattr(config, "trunk", config)
+        other = [name for name in shape.options() if name not in self.options]
+        if other := [*other, *["rope_scaling"] * (shape.rope_scaling != "none")]:
+            raise UserError(f"--peer: a plain {self.plain}, got a config with {', '.join(other)}; leave out --peer")
         self.config = config
         self.embedding = torch.nn.Embedding(config.vocab, config.dim)
         self.blocks = torch.nn.ModuleList(self.block(config) for _ in range(config.layers))
@@ -152,7 +158,7 @@ class MoEBlock(Block):
 class MoE(NanoEuler):
     """The same, with the router's two losses."""
 
-    block = MoEBlock
+    block, plain = MoEBlock, "Mixtral"
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x, config = self.embedding(ids), self.config
@@ -216,10 +222,9 @@ class GPT2(torch.nn.Module):
 class Llama(Trunk):
     """ids: (B, T), targets: (B, T, 1), -1 for none, to the mean nll. A tied head is the embedding."""
 
+    plain, options = "Llama, or Qwen 2", ("qkv_bias",)
+
     def __init__(self, config: Any) -> None:
-        other = [name for name in config.options() if name != "qkv_bias"]
-        if other := [*other, *["rope_scaling"] * (config.rope_scaling != "none")]:
-            raise UserError(f"--peer: a plain Llama, or Qwen 2, got a config with {', '.join(other)}; leave out --peer")
         super().__init__(config)
         if not config.tied:
             self.heads = torch.nn.Linear(config.dim, config.vocab, bias=False)

@@ -293,7 +293,7 @@ def table(found: dict[str, Any]) -> list[str]:
 def options_of(args: argparse.Namespace, backend: bool = True) -> Options:
     """backend: try whether it is there."""
     mask = "restart" if args.documents else None
-    settings = PretrainSettings(model=args.model, config=args.config or "", document_mask=mask)
+    settings = PretrainSettings(model=args.model, config=args.config, document_mask=mask)
     restarts(settings, find_model(args.model))  # refuses a model that keeps no documents apart
     config = config_of(settings)
     seq_len = args.seq_len or config.context
@@ -331,7 +331,7 @@ def several_gpus(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     p = Flags(__doc__)
     p.text("--model", default_model(), ", ".join(models()))
-    p.text("--config", help="preset of the model or a JSON file (default: the model's first preset)")
+    p.shared("config")
     p.number("--batch-size", 16, "sequences a step")
     p.number("--seq-len", None, "tokens a sequence (default: the config's context, which a longer one lengthens)")
     p.text("--recompute", "", "in ours, as of recipes/pretrain.py", choices=("norms", "blocks"))

@@ -31,6 +31,7 @@ from tinyforge.backends.workers import cores
 from tinyforge.data.cluster import Nodes, check_address, open_nodes
 from tinyforge.data.encode import ENCODED, encode_file, load_with_separator, read_texts, unread
 from tinyforge.data.files import check_file, locked
+from tinyforge.data.source import MANIFEST as SOURCE_MANIFEST
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import LOCK, parse_json, read_json, sha256_of
 from tinyforge.invocation import as_typed
@@ -102,6 +103,11 @@ def read_corpus(folder: Path) -> Corpus:
     try:
         raw = path.read_bytes()
     except OSError as error:
+        if (folder / SOURCE_MANIFEST).exists():
+            own = shlex.quote(str(folder))
+            raise UserError(
+                f"{folder} is a source; make a corpus of it: python -m data.corpus {own} --out corpus"
+            ) from None
         raise UserError(
             f"{path}: cannot be read ({error.strerror}), so the corpus is incomplete; {remedy}, or give another "
             "--corpus"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -259,7 +260,13 @@ def read_source(folder: Path, verify: bool = False) -> Source:
         found = json_value(raw)
     except FileNotFoundError:
         raise UserError(
-            f"{folder}: no {MANIFEST}, so this is not a complete source; run the command that makes it (again)"
+            f"{folder}: no {MANIFEST}, so this is not a complete source; run the command that makes it (again), for "
+            f"files of yours python -m data.local {shlex.quote(str(folder))} --out sources"
+        ) from None
+    except NotADirectoryError:
+        raise UserError(
+            f"{folder}: is a file, expected the folder of a source; make one: python -m data.local "
+            f"{shlex.quote(str(folder))} --out sources"
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None

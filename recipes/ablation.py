@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean, median, stdev
@@ -111,15 +112,32 @@ def tokens_of(arm: Arm) -> int:
     return s.micro_batches * s.batch_size * (s.seq_len or config_of(s).context)
 
 
+def changed_by(flags: Sequence[str]) -> set[str]:
+    """What flags change: their names, and of --set those of the fields."""
+    found, name = set(), ""
+    for word in flags:
+        if word.startswith("--"):
+            name, _, word = word.partition("=")
+        found.add(word.partition("=")[0] if name == "--set" else name)
+    return found - {""}
+
+
 def screen(changes: Sequence[Arm], common: Sequence[str]) -> tuple[list[Arm], list[tuple[bool, ...]]]:
     """The runs of the smallest design for these changes, and for each run which of them it makes. More columns than
-    changes are left over: they have no effect but that of noise and of pairs."""
+    changes are left over: they have no effect but that of noise and of pairs. UserError for changes of one setting: a
+    run with both would have the latter alone, and neither effect would be its own."""
     first = next((row for row in DESIGNS if len(row) >= len(changes)), None)
     if first is None:
         raise UserError(f"--screen: got {len(changes)} changes, expected at most {len(DESIGNS[-1])}; leave some out")
     rows = [tuple(sign == "+" for sign in first[-n:] + first[:-n]) for n in range(len(first))]
     rows.append((False,) * len(first))
     own = [arm.flags[len(common) :] for arm in changes]
+    for one, other in combinations(range(len(changes)), 2):
+        if both := sorted(changed_by(own[one]) & changed_by(own[other])):
+            raise UserError(
+                f"--screen: {changes[one].name!r} and {changes[other].name!r} both change {', '.join(both)}, and a run "
+                "may make both; leave one out"
+            )
     runs = []
     for number, row in enumerate(rows):
         flags = [flag for made, flags in zip(row, own, strict=False) if made for flag in flags]

@@ -34,7 +34,7 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import shown
 from tinyforge.formats.convert import card_of, megabytes
 from tinyforge.formats.opened import Opened
-from tinyforge.formats.pretrained import FORMATS, check_target, save_pretrained, short_card, use_of
+from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_pretrained, short_card
 from tinyforge.formats.runs import open_model, resolve_checkpoint
 from tinyforge.kernel import Array
 from tinyforge.op import Op
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if round(rest[0] - rest[1], 4) <= 0:
         print("the text not used for the fit gains nothing: the model was calibrated already")
-    print(f"wrote {target}, {megabytes(target):.1f} MB; {use_of(found.spec)[1]} {target}")
+    print(f"wrote {target}, {megabytes(target):.1f} MB; {next_command(found.spec, target)}")
     return 0
 
 

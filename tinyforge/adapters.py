@@ -55,7 +55,7 @@ class Adapted:
         self.model = make(values=UNPLACED)
         backend: Backend = self.model.backend
         if backend.fp8:
-            raise UserError("--precision fp8: adapters have no products in FP8; use bf16, or train all weights")
+            raise UserError("--precision fp8: adapters have no products in FP8; use bf16 or fp32, or train all weights")
         found = [op for op in self.model.ops() if isinstance(op, LINEAR_MAPS)]
         names = list(dict.fromkeys(_last(op) for op in found))
         for target in settings.targets:

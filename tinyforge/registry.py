@@ -104,7 +104,7 @@ class ModelSpec:
         """Raise UserError if the model cannot be trained in this precision."""
         if name == "fp8" and not self.fp8:
             able = ", ".join(spec.name for spec in models().values() if spec.fp8)
-            raise UserError(f"--precision fp8: {self.title} has no products in FP8; use bf16, or one of {able}")
+            raise UserError(f"--precision fp8: {self.title} has no products in FP8; use bf16 or fp32, or one of {able}")
 
 
 @cache

@@ -604,6 +604,6 @@ def family_of(config: Config) -> Family:
         if family.kind == config.family or (not config.family and family.fits(config)):
             return family
     raise UserError(
-        f"no Hugging Face architecture has {', '.join(config.options()) or config.family} together as this model does; "
-        "keep the model in our own format"
+        f"no Hugging Face architecture has just these options: {', '.join(config.options()) or config.family}; keep "
+        "the model in our own format"
     )

@@ -92,7 +92,7 @@ def pre_norm(
 def norm_before(name: str, c: Config, backend: Backend, *, fp8: bool, scaled_backward: bool) -> PreNorm | NoNorm:
     """What a branch reads the stream through."""
     if fp8 and (more := [option for option in c.options() if option not in IN_FP8]):
-        raise UserError(f"--precision fp8: the layers in FP8 have no {', '.join(more)}; use bf16")
+        raise UserError(f"--precision fp8: the layers in FP8 have no {', '.join(more)}; use bf16 or fp32")
     if c.norms == "after":
         return NoNorm(backend, name)
     return pre_norm(name, c, backend, fp8=fp8, scaled_backward=scaled_backward)
@@ -120,7 +120,7 @@ def self_attention(c: Config, layer: int, backend: Backend, *, fp8: bool) -> Sel
     qkv_bias = bias(f"{at}.qkv", queries + 2 * keys) if c.qkv_bias else None
     weight = Param(f"{at}.qkv.weight", (queries + 2 * keys, c.dim), std=STD, matrices=(queries, keys, keys))
     if fp8 and qkv_bias:
-        raise UserError("--precision fp8: products in FP8 add no bias, and qkv has one (qkv_bias); use bf16")
+        raise UserError("--precision fp8: products in FP8 add no bias, and qkv has one (qkv_bias); use bf16 or fp32")
     out = Param(f"{at}.out.weight", (c.dim, queries), std=residual_std(c), matrices=1)
     # Qwen3: one norm for all query heads, one for all key heads; OLMo 2: of all of them together.
     norms = {"q_norm": (queries, slice(0, c.heads)), "k_norm": (keys, slice(c.heads, c.heads + c.kv_heads))}

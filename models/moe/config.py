@@ -9,7 +9,7 @@ from tinyforge.errors import UserError
 from tinyforge.models.llama.config import Config as LlamaConfig
 from tinyforge.models.nanoeuler.config import MultiToken
 
-OF_THE_MLP = ("norms", "parallel", "residual_scale", "activation", "mlp_bias")
+OF_THE_MLP = ("norms", "parallel", "residual_scale", "activation", "gated", "mlp_bias")
 """Llama's options that a layer of experts lacks."""
 
 

@@ -67,6 +67,28 @@ def test_a_model_of_the_zoo_must_agree_with_its_own_ops(capsys: pytest.CaptureFi
     assert found["parity"]["worst_difference"] <= found["parity"]["tolerance"] == 1e-4
 
 
+@pytest.mark.slow
+def test_the_default_is_the_models_first_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--backend", "numpy", "--model", "llama", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["dim"] == 64  # stories260K
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("nanoeuler", {"smear": 2, "qk_scale": "learned"}, "a plain NanoEuler, got a config with qk_scale, smear;"),
+        ("moe", {}, "PyTorch's decoding is of NanoEuler and Llama;"),
+    ],
+)
+def test_a_model_that_the_peer_is_not_is_refused(name: str, changes: dict[str, object], says: str) -> None:
+    pytest.importorskip("torch")
+    from bench.torch_decode import TorchDecoder
+
+    config = find_model(name).config.from_dict(TINY.to_dict() | changes)
+    with pytest.raises(UserError, match=f"--peer: {says} leave out --peer"):
+        TorchDecoder(find_model(name).build(config, get_backend("numpy", "fp32", workers=1)), 1, 1, None)
+
+
 def test_a_wrong_logit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(TINY, 1, position=30, tokens=5, rounds=1, threads=1)
     assert contenders_of(options, tiny(), None)[1] is not None
@@ -112,6 +134,9 @@ def test_the_bytes_are_those_of_the_weights_in_use_and_of_the_cache() -> None:
     options = Options(TINY, batch_size=3, position=30, tokens=4, rounds=1, threads=1)
     assert bytes_per_step(options, tiny()) == 4 * (weights + cache)
     assert bytes_per_step(options, tiny("fp64")) == 8 * (weights + cache)
+    # Of a table of value embeddings a step reads a row, of its gate all numbers.
+    with_table = TINY.override({"value_every": 2, "value_gate": 3})
+    assert bytes_per_step(options, tiny(config=with_table)) == 4 * (weights + 2 * 3 + cache)
     # One row on a GPU reads codes: of the gains, (2 layers + 1) x 16, numbers; and a scale for each row of a matrix.
     model = quantised_copy(tiny(), "int8")
     vars(model)["backend"] = SimpleNamespace(name="cupy", dtype=np.dtype(np.float32))
@@ -177,6 +202,7 @@ def test_a_trained_model_is_timed_with_and_without_drafts(tmp_path: Path, capsys
     [
         (["--rounds", "0"], "--rounds is 0"),
         (["--config", "huge"], "'huge' is not a preset"),
+        (["--model", "gpt2"], "--model gpt2: the bytes of its step are not known"),
         (["--precision", "fp4"], "precision 'fp4' is not available"),
         (["--position", "127"], "--position 127: 16 tokens around it are not within the context of 128"),
         (["--position", "3"], "--position 3: 16 tokens around it"),

@@ -238,7 +238,7 @@ def flags() -> Flags:
 def test_flags_have_their_defaults_and_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     args = flags().parse(["--prompt", "5", "6", "--seconds", "2"])
     assert (args.steps, args.seconds, args.prompt, args.workers) == (3, 2.0, [5, 6], None)
-    assert args.config == "small" and args.json is None
+    assert args.config == "" and args.json is None
     for argv, message in [
         (["--steps", "0"], "--steps is 0, expected 1 or more"),
         (["--seconds", "nan"], "--seconds is nan, expected 0.5 or more"),

@@ -163,6 +163,12 @@ def test_weights_that_are_not_the_peers_are_refused() -> None:
     windows = find_model("llama").config(**LLAMA, window=4, rope_scaling="linear")
     with pytest.raises(UserError, match="--peer: a plain Llama, or Qwen 2, got a config with window, rope_scaling;"):
         torch_peer(replace(options, model="llama", config=windows), None)
+    smeared = TINY.override({"smear": 2, "qk_scale": "fixed"})
+    with pytest.raises(UserError, match="--peer: a plain NanoEuler, got a config with qk_scale, smear; leave out"):
+        torch_peer(replace(options, config=smeared), None)
+    windows = find_model("moe").config.from_dict({**LLAMA, "experts": 5, "window": 4})
+    with pytest.raises(UserError, match="--peer: a plain Mixtral, got a config with window; leave out"):
+        torch_peer(replace(options, model="moe", config=windows), None)
 
 
 @pytest.mark.slow

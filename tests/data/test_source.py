@@ -15,6 +15,7 @@ import pytest
 from tests.data.conftest import fault_of
 from tinyforge.data import source
 from tinyforge.data.files import write_fault
+from tinyforge.data.shards import read_corpus
 from tinyforge.data.source import Document, Source, SourceWriter, read_source
 from tinyforge.errors import UserError
 
@@ -46,6 +47,18 @@ def rows(found: Source) -> list[tuple[object, ...]]:
 
 def fault(folder: Path, verify: bool = False) -> str:
     return fault_of(read_source, folder, verify)
+
+
+def test_what_stands_before_a_source_or_after_it_is_named(tmp_path: Path) -> None:
+    text, own, found = tmp_path / "my text.txt", tmp_path / "texts", tmp_path / "source"
+    text.write_text("A text.")
+    own.mkdir()
+    write(found)
+    assert f"is a file, expected the folder of a source; make one: python -m data.local '{text}' --out" in fault(text)
+    assert f"python -m data.local {own} --out sources" in fault(own)
+    assert fault_of(read_corpus, found) == (
+        f"{found} is a source; make a corpus of it: python -m data.corpus {found} --out corpus"
+    )
 
 
 def test_documents_come_back_as_they_went_in(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from tinyforge.backends import get_backend
 from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, load, load_pretrained, save_pretrained
+from tinyforge.formats.pretrained import next_command
 from tinyforge.formats.tokenizers import TEMPLATE
 from tinyforge.infer import Sampling, generate
 from tinyforge.models.gpt2 import GPT2
@@ -25,6 +27,7 @@ from tinyforge.models.llama import Config as LlamaConfig
 from tinyforge.models.llama import Llama
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.params import named
+from tinyforge.registry import find_model
 from tinyforge.tokenizers import Tokenizer
 from tinyforge.tokenizers.chat_templates import TEMPLATES
 
@@ -68,13 +71,23 @@ def logits(model: Any) -> np.ndarray:
     return model.logits(model.hidden(np.arange(20)[None]))
 
 
-@pytest.mark.parametrize(("name", "flags"), [("hf", []), ("own", ["--format", "tinyforge"]), ("m.bin", [])])
+def test_the_next_command_can_be_typed_where_there_is_no_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tinyforge"])
+    assert next_command(find_model("bert"), Path("my bert")) == "tinyforge classify --base 'my bert'"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("a model's", []), ("own", ["--format", "tinyforge"]), ("m.bin", []), ("M.BIN", [])]
+)
 def test_a_run_survives_every_format(
     name: str, flags: list[str], run: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert convert.main([str(run), str(tmp_path / name), *flags]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"wrote {tmp_path / name}, 0.") and f"tinyforge.chat --checkpoint {tmp_path / name}" in out
+    assert (
+        out.startswith(f"wrote {tmp_path / name}, 0.")
+        and f"tinyforge.chat --checkpoint {quote(str(tmp_path / name))}" in out
+    )
     assert ("left out: the 3 later output heads" in err) == (name != "own")
     found = load(tmp_path / name, FP32)
     assert type(found.model) is (NanoEuler if name == "own" else Llama)

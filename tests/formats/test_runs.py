@@ -15,6 +15,7 @@ from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.formats import load, newest_run, resolve_checkpoint
+from tinyforge.formats.runs import short_name
 from tinyforge.models.nanoeuler import SPEC, Config, NanoEuler
 from tinyforge.params import named
 from tinyforge.tokenizers import Tokenizer
@@ -158,3 +159,22 @@ def test_meta_is_kept_as_saved(tmp_path: Path) -> None:
     path = save_run(tmp_path / "a")
     assert load(path, CPU).meta == json.loads((path / "meta.json").read_text())
     assert load(tmp_path / "a", CPU).path == path
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("runs/sft/step-00000500", "sft"),
+        ("runs/v1.5/step-00000500", "v1.5"),
+        ("Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"),
+        ("Qwen2.5-0.5B.Q8_0.gguf", "Qwen2.5-0.5B.Q8_0"),
+        (f"models--HuggingFaceTB--SmolLM2-1.7B/snapshots/{'0' * 40}", "HuggingFaceTB/SmolLM2-1.7B"),
+    ],
+)
+def test_a_model_is_called_by_its_run_folder_or_file(tmp_path: Path, path: str, name: str) -> None:
+    """Not by a step, which the next one changes, nor by what stands before a dot in a folder's name."""
+    place = tmp_path / path
+    (place.parent if place.suffix == ".gguf" else place).mkdir(parents=True, exist_ok=True)
+    if place.suffix == ".gguf":
+        place.touch()
+    assert short_name(place) == name

@@ -87,6 +87,7 @@ def test_a_config_survives_its_dictionary() -> None:
         ({"tied": True}, "a tied head is one, mtp_heads is 4; use tied=false or mtp_heads=1"),
         ({"balance": -1.0}, "balance -1.0, router_z 0.001; expected 0 or more"),
         ({"mtp_weights": [1.0]}, "mtp_weights has 1 numbers for 4 heads"),
+        ({"gated": False}, "experts have no gated; leave it out"),
         ({"heads": 3}, "dim 128 is not divisible by heads 3"),
     ],
 )

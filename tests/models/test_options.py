@@ -161,5 +161,5 @@ def test_fp8_has_the_options_that_its_layers_have_and_names_the_others() -> None
         model.buffer.publish()
         found.append(np.array(step(model, ids, targets)))
     assert np.linalg.norm(found[0] - found[1]) < 0.1 * np.linalg.norm(found[0])
-    with pytest.raises(UserError, match="the layers in FP8 have no activation, gated"):
+    with pytest.raises(UserError, match="the layers in FP8 have no activation, gated; use bf16 or fp32"):
         NanoEuler(Config.from_dict(sizes | OPTIONS["relu2"]), get_backend("numpy", "fp8", workers=1))

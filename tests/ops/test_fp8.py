@@ -196,7 +196,7 @@ def test_what_fp8_cannot_do_is_an_error_of_one_line() -> None:
         NanoEuler(PRESETS["small"].override({"dim": 64, "hidden": 20}), FP8)
     with pytest.raises(UserError, match="add no bias, and qkv has one"):
         Llama(LlamaConfig(dim=64, heads=4, kv_heads=2, layers=1, context=8, vocab=32, hidden=16, qkv_bias=True), FP8)
-    with pytest.raises(UserError, match="GPT-2 has no products in FP8; use bf16, or one of"):
+    with pytest.raises(UserError, match="GPT-2 has no products in FP8; use bf16 or fp32, or one of"):
         plan_step(find_model("gpt2"), find_model("gpt2").presets["124m"], "fp8", 1, 8)
     with pytest.raises(UserError, match="adapters have no products in FP8"):
         Adapted(lambda **kw: NanoEuler(PRESETS["small"], FP8, **kw), Adapters(2, 4.0))

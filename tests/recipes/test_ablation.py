@@ -26,6 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPE = "--set dim=16 heads=2 kv_heads=1 layers=1 hidden=8 context=32 vocab=280"
 COMMON = f"{SHAPE} --data text.txt --batch-size 2 --workers 1"
 SLOW, FAST = "slow: --lr 1e-6", "fast: --lr 1e-2 --set mtp_heads=2"
+FIELDS = "dropout=0.1 norm_eps=1e-6 layers=2 hidden=8 context=64 vocab=300 smear=2 value_every=1 logit_softcap=9"
+FIELDS += " window=3 embedding_norm=true mix_first=true zero_outputs=true"
+CHANGES = [f"--set {field}" for field in FIELDS.split()]
+CHANGES += [f"--{name} 0.3" for name in ("lr", "clip", "weight-decay", "warmup", "decay-fraction")]
+CHANGES += [f"--{name} 2" for name in ("batch-size", "eval-every", "save-every", "keep", "grad-accum")]
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +266,7 @@ def test_a_run_of_other_flags_is_not_taken_for_this_one(folder: Path, capsys: py
 def test_the_designs_are_orthogonal() -> None:
     """Each column has as many runs with its change as without it, and so has every pair of columns."""
     for row in ablation.DESIGNS:
-        changes = [ablation.read_arm(f"c{n}: --lr {n + 1}e-3", ("--steps", "4")) for n in range(len(row))]
+        changes = [ablation.read_arm(f"c{n}: {flags}", ("--steps", "4")) for n, flags in enumerate(CHANGES[: len(row)])]
         runs, made = ablation.screen(changes, ("--steps", "4"))
         signs = [[1 if one else -1 for one in run] for run in made]
         for a in range(len(row)):
@@ -272,10 +277,25 @@ def test_the_designs_are_orthogonal() -> None:
         ablation.screen(changes + changes[:1], ())
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ("--lr 1e-3", "--lr=2e-3", "--lr"),
+        ("--set smear=2 layers=3", "--set mtp_heads=1 --set=layers=2", "layers"),
+        ("--group-rates embeddings=3", "--group-rates heads=2", "--group-rates"),
+    ],
+)
+def test_a_screen_refuses_two_changes_of_one_setting(one: str, other: str, both: str) -> None:
+    """A run that makes both would have only the latter."""
+    changes = [ablation.read_arm(f"{name}: {flags}", ()) for name, flags in (("a", one), ("b", other))]
+    with pytest.raises(UserError, match=f"'a' and 'b' both change {both}, and a run may make both"):
+        ablation.screen(changes, ())
+
+
 def test_a_screen_finds_what_was_planted() -> None:
     """Two effects in noise of 0.001 are found, at any seed but few; 17 without effect stay within the noise."""
     names = [f"c{n}" for n in range(19)]
-    changes = [ablation.read_arm(f"{name}: --clip 1", ()) for name in names]
+    changes = [ablation.read_arm(f"{name}: {flags}", ()) for name, flags in zip(names, CHANGES, strict=False)]
     _, made = ablation.screen(changes, ())
     wrong = 0
     for seed in range(200):

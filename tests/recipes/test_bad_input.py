@@ -97,7 +97,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("pretrain --data fake.parquet", "fake.parquet: not a readable parquet file"),
         ("pretrain --data latin.txt", "got byte 0xe9 at offset 3, expected utf-8 text; pass --encoding latin-1"),
         ("pretrain --data latin.txt --encoding klingon", "--encoding klingon: no such text encoding; try utf-8"),
-        ("pretrain --data short.txt --set vocab=512", "too little text for vocab_size 512: got"),
+        ("pretrain --data short.txt --set vocab=512", "expected 254; use --set vocab=263, or give more text"),
         (
             "pretrain --data short.txt --tokenizer bytes.json --set vocab=258",
             "corpus: 10 tokens, one training sequence takes 129; give more text or a smaller --seq-len",

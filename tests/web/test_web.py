@@ -72,9 +72,11 @@ def test_a_tied_head_is_written_once_and_the_context_is_cut(tmp_path: Path) -> N
 def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
     tiny(tmp_path / "windowed", window=3, qk_norm=True)
     tiny(tmp_path / "odd", dim=18, heads=3, kv_heads=1, head_dim=6, rotary_dim=0)
+    tiny(tmp_path / "normed", name="nanoeuler", qk_scale="learned")
     tiny(tmp_path / "gpt", name="gpt2", dim=16, heads=2, layers=1)
     for name, says in (
         ("windowed", "windowed is a Llama with qk_norm, window; the page runs"),
+        ("normed", "normed is a NanoEuler with qk_scale; the page runs"),
         ("odd", "4 does not divide"),
         ("gpt", "gpt is a GPT-2; the page runs"),
     ):

@@ -28,7 +28,7 @@ from tinyforge.errors import Parser, UserError
 from tinyforge.files import shown
 from tinyforge.formats.convert import megabytes
 from tinyforge.formats.opened import Opened
-from tinyforge.formats.pretrained import FORMATS, check_target, save_pretrained, short_card, use_of
+from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_pretrained, short_card
 from tinyforge.formats.runs import open_model, resolve_checkpoint
 
 CARD = """
@@ -130,5 +130,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         generation=found.generation.content,
     )
     mean = " + ".join(f"{one['share']:g} {name}" for name, one in zip(args.sources, made, strict=True))
-    print(f"wrote {target}, {megabytes(target):.1f} MB: {mean}; {use_of(found.spec)[1]} {target}")
+    print(f"wrote {target}, {megabytes(target):.1f} MB: {mean}; {next_command(found.spec, target)}")
     return 0

@@ -34,7 +34,7 @@ from tinyforge.files import read_text
 from tinyforge.formats.feedback import TOKENS, round_to_text
 from tinyforge.formats.foreign import is_foreign, spec_of_model
 from tinyforge.formats.lost import lost
-from tinyforge.formats.pretrained import FORMATS, USES, check_target, save_pretrained
+from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_pretrained
 from tinyforge.formats.runs import open_model, resolve_checkpoint, write_adapter
 from tinyforge.tensors import CALLED
 from tinyforge.terminal import one_line
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for line in lost(opened.unread, opened.published, target, format):
         print(f"note: {one_line(line)}", file=sys.stderr)
-    print(f"wrote {target}, {megabytes(target):.1f} MB; {USES[spec_of_model(found.model).learns][1]} {target}")
+    print(f"wrote {target}, {megabytes(target):.1f} MB; {next_command(spec_of_model(found.model), target)}")
     return 0
 
 

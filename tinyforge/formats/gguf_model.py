@@ -279,7 +279,7 @@ ARCHITECTURES = {
 
 
 def is_file(path: Path) -> bool:
-    return path.suffix == ".gguf"
+    return path.suffix.lower() == ".gguf"
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ _MAGIC = 0x616B3432  # "ak42": versions 1 and 2
 
 
 def is_file(path: Path) -> bool:
-    return path.suffix == ".bin"
+    return path.suffix.lower() == ".bin"
 
 
 def open_file(path: Path) -> Weights:

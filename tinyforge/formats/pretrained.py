@@ -10,6 +10,7 @@ llama.cpp's .gguf files.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -161,6 +162,11 @@ USES = {
 def use_of(spec: ModelSpec) -> tuple[str, str]:
     """The two of USES, for a model of your own its `use`."""
     return USES.get(spec.learns, ("other", spec.use))
+
+
+def next_command(spec: ModelSpec, target: Path) -> str:
+    """What to type to use the model that was written to `target`."""
+    return as_typed(f"{use_of(spec)[1]} {shlex.quote(str(target))}")
 
 
 CARD = """---

@@ -283,6 +283,16 @@ def resolve_checkpoint(asked: str | None, *, for_chat: bool = False) -> Path:
     return found
 
 
+def short_name(path: Path) -> str:
+    """What clients and pages call a model: its name on the hub, its run's, or that of its file or folder."""
+    if name := hub.name_of(path).partition("@")[0]:
+        return name
+    path = path.resolve()
+    if path in checkpoint.steps(path.parent):
+        path = path.parent
+    return (path.stem if path.is_file() else path.name) or "model"
+
+
 def newest_run(kinds: tuple[str, ...], root: Path = Path("runs")) -> Path | None:
     """The newest checkpoint under `root` of the first of `kinds` that has one: "pretrain", "sft", "dpo", "grpo", or
     "tuned" for any of the last three. Skips a damaged checkpoint with a line on stderr."""

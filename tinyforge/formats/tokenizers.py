@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -436,4 +437,4 @@ def write_modelfile(
         path = model.with_suffix(".Modelfile")
     with writing(path):
         write_whole(path, text)
-    print(f"note: for Ollama: ollama create {model.stem} -f {path}", file=sys.stderr)
+    print(f"note: for Ollama: {shlex.join(['ollama', 'create', model.stem, '-f', str(path)])}", file=sys.stderr)

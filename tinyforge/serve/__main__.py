@@ -27,8 +27,8 @@ from typing import Any
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.formats import Loaded, add_checkpoint_flag, add_computing_flags, hub, open_model, resolve_checkpoint
-from tinyforge.formats.runs import add_template_flag, with_template
+from tinyforge.formats import Loaded, add_checkpoint_flag, add_computing_flags, open_model, resolve_checkpoint
+from tinyforge.formats.runs import add_template_flag, short_name, with_template
 from tinyforge.hosts import add_allow_host_flag
 from tinyforge.infer.cache import array_bytes
 from tinyforge.infer.causal_lm import check_causal_lm
@@ -60,7 +60,7 @@ def flags() -> Parser:
     add_checkpoint_flag(parser)
     parser.flag("--adapter", str, "a LoRA adapter, merged into the checkpoint", metavar="DIR")
     add_template_flag(parser)
-    parser.flag("--name", str, "name of the model (default: its file's name)")
+    parser.flag("--name", str, "name of the model (default: that of its file or folder)")
     parser.flag("--host", "127.0.0.1", "address to listen on")
     parser.flag("--port", 8000, "port, 0 for any free one", 0, 65535)
     add_computing_flags(parser)
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds=args.deadline,
     )
     where = resolve_checkpoint(args.adapter) if args.adapter else loaded.path
-    name = args.name or hub.name_of(where).partition("@")[0] or where.resolve().stem or "model"
+    name = args.name or short_name(where)
     host = f"[{args.host}]" if ":" in args.host else args.host
     app = App(
         engine,

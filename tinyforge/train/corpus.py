@@ -20,6 +20,7 @@ from tinyforge.report import count_of
 from tinyforge.shards import Part, Shards, is_shard_folder, separator_of
 from tinyforge.terminal import one_line
 from tinyforge.tokenizers import CharTokenizer, TextTokenizer, Tokenizer, WordPiece, load_tokenizer
+from tinyforge.tokenizers.bpe import TooLittleText
 from tinyforge.train.batches import ContinuedTokens, DocumentMask, MixedTokens, PackedTokens, check_ids, fingerprint
 from tinyforge.train.data_parallel import DataParallel, evaluate_heads
 from tinyforge.train.settings import PretrainSettings, restarts
@@ -258,7 +259,10 @@ def tokenizer_for(
         tokenizer = WordPiece.train(training, config.vocab, progress=sys.stderr.isatty())
     else:
         progress = sys.stderr.isatty()
-        tokenizer = Tokenizer.train(training, config.vocab, progress=progress, exact=bool(asked and settings.data))
+        try:
+            tokenizer = Tokenizer.train(training, config.vocab, progress=progress, exact=bool(asked and settings.data))
+        except TooLittleText as error:
+            raise UserError(f"{error.fault}; use --set vocab={error.size}, or give more text") from None
     if tokenizer.vocab_size == config.vocab:
         return tokenizer, config
     if settings.tokenizer and (asked or settings.tokenizer != CHARS):

@@ -563,9 +563,8 @@ class Run:
         )
         print(f"wrote {', '.join(map(str, written))}")
         if self.step == self._bar.initial:
-            base = (
-                f" with --base {self.out}, which trains on from its weights" if hasattr(self.settings, "base") else ""
-            )
+            own = shlex.quote(str(self.out))
+            base = f" with --base {own}, which trains on from its weights" if hasattr(self.settings, "base") else ""
             print(f"the run had ended before; start another{base}, in another --out")
         self._print_utilisation()
         _print_overfitting(rows, self.settings)

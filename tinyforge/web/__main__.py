@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import replace, sync, writing
 from tinyforge.formats import Loaded, Opened, add_checkpoint_flag, hub, open_model, resolve_checkpoint
-from tinyforge.formats.runs import add_template_flag, with_template
+from tinyforge.formats.runs import add_template_flag, short_name, with_template
 from tinyforge.infer.causal_lm import FusedWeights
 from tinyforge.quantised import Quantised, quantise
 from tinyforge.terminal import one_line
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", help="the folder to write; it must not be there yet")
     add_checkpoint_flag(parser)
     add_template_flag(parser)
-    parser.flag("--name", str, "name of the model on the page (default: its file's name)")
+    parser.flag("--name", str, "name of the model on the page (default: that of its file or folder)")
     parser.flag(
         "--context", int, f"tokens of a conversation at most (default: the model's, up to {CONTEXT})", 16, metavar="N"
     )
@@ -69,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check(opened)
     loaded = opened.build(get_backend("numpy", "fp32", workers=1), frozen=True, weights="int8")
     loaded = with_template(loaded, args.template, args.template_variables)
-    name = args.name or hub.name_of(path).partition("@")[0] or path.resolve().stem or "model"
+    name = args.name or short_name(path)
     size = write(out, loaded, name, min(args.context or CONTEXT, loaded.model.config.context))
-    print(one_line(f"wrote {out}: {name}, {size / 1e6:.1f} MB; try it: python -m http.server --directory {out}"))
+    serve = f"python -m http.server --directory {shlex.quote(str(out))}"
+    print(one_line(f"wrote {out}: {name}, {size / 1e6:.1f} MB; try it: {serve}"))
     return 0
 
 
@@ -80,9 +82,10 @@ def check(opened: Opened) -> None:
     called = f"{hub.called(opened.path)} is a {opened.spec.title}"
     model = opened.spec.build(opened.config, MetaBackend("fp32"))
     if getattr(model, "fused_weights", lambda: None)() is None:
-        more = [option for option in getattr(opened.config, "options", dict)() if option != "rotary_dim"]
+        shape = getattr(model, "shape", None)
+        more = [option for option in shape.options() if option != "rotary_dim"] if shape else []
         options = f" with {', '.join(more)}" if more else ""
-        raise UserError(f"{called}{options}; the page runs NanoEuler and plain Llama: use another model")
+        raise UserError(f"{called}{options}; the page runs NanoEuler and Llama without options: use another model")
     c = model.fused_weights()
     if any(width % 4 for width in (c.dim, c.hidden, c.heads * c.head_dim)):
         raise UserError(f"{called} with a width that 4 does not divide, as the page's kernels need: use another model")
