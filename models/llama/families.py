@@ -601,7 +601,7 @@ BY_NAME = {family.architecture: family for family in FAMILIES}
 def family_of(config: Config) -> Family:
     """The family that a config is written as: its own, or the first that has its options. UserError if none has."""
     for family in FAMILIES:
-        if family.kind == config.family or (not config.family and family.fits(config)):
+        if config.family in ("", family.kind) and family.fits(config):
             return family
     raise UserError(
         f"no Hugging Face architecture has just these options: {', '.join(config.options()) or config.family}; keep "
