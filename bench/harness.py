@@ -4,6 +4,7 @@ runs and which peer."""
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import platform
@@ -67,7 +68,6 @@ class Flags(Parser):
 
     def __init__(self, doc: str | None, convention: str = CONVENTION) -> None:
         super().__init__(description=doc, epilog=convention)
-        self._least: dict[str, float] = {}
 
     def text(self, flag: str, default: Any = None, help: str = "", **more: Any) -> None:
         shown = " (default: %(default)s)" if default or default == 0 else ""
@@ -75,7 +75,7 @@ class Flags(Parser):
 
     def number(self, flag: str, default: Any, help: str, least: float = 1, **more: Any) -> None:
         """An integer of at least `least`; any number where the default is a float. None: may be left out."""
-        self._least[flag] = least
+        self.bounds[flag] = least, math.inf
         of_one = default[0] if isinstance(default, list) else default
         self.text(flag, default, help, type=float if isinstance(of_one, float) else int, **more)
 
@@ -87,17 +87,12 @@ class Flags(Parser):
         for name in [*names, *(name for name in changes if name not in names)]:
             self.text(f"--{name}", **SHARED[name] | changes.get(name, {}))
             if SHARED[name].get("type") is int and name != "device":
-                self._least[f"--{name}"] = 1
+                self.bounds[f"--{name}"] = 1, math.inf
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """The arguments, checked as far as that is possible before anything is measured. Raises UserError."""
         report.add_json_flag(self)
         args = self.parse_args(argv)
-        for flag, least in self._least.items():
-            value = getattr(args, flag.strip("-").replace("-", "_"))
-            for number in value if isinstance(value, list) else [value]:
-                if number is not None and not number >= least:  # so that NaN is refused
-                    raise UserError(f"{flag} is {number}, expected {least} or more")
         peer = getattr(args, "peer", None)
         report.check_before(args.json, peer if str(peer).startswith("torch") else None)
         return args

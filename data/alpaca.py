@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinyforge.data.conversations import Fault, chat_of, is_chat, named, shown
 from tinyforge.data.download import Downloader, check_url
-from tinyforge.data.files import locked, write_fault, write_json, zip_members
+from tinyforge.data.files import locked, write_json, writing, zip_members
 from tinyforge.data.local import decode_text, read_objects, read_text
 from tinyforge.data.source import (
     MANIFEST,
@@ -371,10 +371,8 @@ def write_instructions(
     """Write `out`/alpaca.json, and source.json next to it with the records' origin. The caller holds the folder's lock.
     Raises UserError, as make_instructions does."""
     target = out / "alpaca.json"
-    try:  # so that a new alpaca.json is never next to the old source.json
+    with writing(out):  # so that a new alpaca.json is never next to the old source.json
         (out / MANIFEST).unlink(missing_ok=True)
-    except OSError as error:
-        raise write_fault(out, error) from None
     write_json(target, [{name: v for name, v in asdict(r).items() if v or name != "system"} for r in records])
     instructions = {
         "file": target.name,

@@ -16,6 +16,7 @@ where it stopped, and ends with the same bytes as one that was not killed.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -36,7 +37,7 @@ from tinyforge.data.cluster import Nodes, check_address, open_nodes
 from tinyforge.data.corpus_report import CATALOGUE
 from tinyforge.data.dedup import Words, band_keys, components, estimate
 from tinyforge.data.evaluation import TASKS, MissingSet, Set, find_sets, read_set, text_of
-from tinyforge.data.files import locked, make_folder, parse_bytes, write_fault, write_json, written_whole
+from tinyforge.data.files import locked, make_folder, parse_bytes, write_json, writing, written_whole
 from tinyforge.data.filters import DEFAULT_FILTERS, MEASURED, Filter, check_filters, read_filters
 from tinyforge.data.kept import Kept, key_of
 from tinyforge.data.parquet import connect as connect_to_files
@@ -67,66 +68,53 @@ _MOST_EXAMPLES = 1000  # of boilerplate, in the catalogue
 _CHUNK = 1 << 14  # documents or pairs whose signatures are in memory at a time
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _setting(default: Any, help: str, least: float = 0, most: float = math.inf) -> Any:
+    """A field of `Settings` with the help of its flag, and the bounds of a number."""
+    return field(default=default, metadata={"help": help, "least": least, "most": most})
+
+
 @dataclass(frozen=True)
 class Settings:
-    """The settings that determine the documents of a corpus. Workers and memory are not among them: they change no
-    byte.
+    """The settings that determine the documents of a corpus, each a flag. Workers and memory are not among them: they
+    change no byte. val_shares: (source, share), for exceptions from val_share."""
 
-    val_share:     share of the documents that goes to val, 0..1; val_shares has (source, share) for exceptions.
-    split_by:      "text": all parts of a text are in the same split; "part": each part is assigned separately.
-    max_bytes:     a longer text is cut into parts, each a document.
-    detect_language: measure each document's language, for the filter of that name; needs the extra data.
-    boilerplate:   sentences and lines that this many documents of a source share are cut out, and debris of wiki
-                   markup; 0: nothing is. fix_text: undo mojibake and normalise Unicode; needs the extra data.
-    mask_pii:      put [EMAIL], [IP] and [PHONE] in place of mail addresses, machines' addresses and telephone numbers.
-    shingle_words: words in a shingle. bands, rows: MinHash has bands * rows functions; two documents are compared if
-                   all rows of one band agree. similarity: the estimated Jaccard similarity of near-duplicates.
-    gram_words:    words in a gram of decontamination. common_grams: a gram that stands in more train documents than
-                   this is boilerplate and not counted. max_overlap: a train document with a larger share of its other
-                   grams in val, and with 2 gram_words - 1 consecutive words of val in them, is dropped.
-    """
-
-    val_share: float = 0.01
+    val_share: float = _setting(0.01, "share of the documents in val; SOURCE=SHARE for one source", 0, 1)
     val_shares: tuple[tuple[str, float], ...] = ()
-    split_by: str = "text"
-    max_bytes: int = 1 << 17
-    shingle_words: int = 5
-    bands: int = 20
-    rows: int = 6
-    similarity: float = 0.8
-    gram_words: int = 13
-    common_grams: int = 10
-    max_overlap: float = 0.1
-    detect_language: bool = False
-    boilerplate: int = 10
-    fix_text: bool = False
-    mask_pii: bool = False
+    split_by: str = _setting("text", "put whole texts in val, or parts if there are few texts")
+    max_bytes: int = _setting(1 << 17, "cut longer texts into parts, each a document, in bytes", 1024)
+    shingle_words: int = _setting(5, "words in a shingle of MinHash", 1, MOST_WORDS)
+    bands: int = _setting(20, "of MinHash; two documents are compared if one agrees", 1, MOST_BANDS)
+    rows: int = _setting(6, "MinHash functions in a band", 1, MOST_BANDS)
+    similarity: float = _setting(0.8, "estimated Jaccard similarity from which documents are near-duplicates", 0, 1)
+    gram_words: int = _setting(13, "words in a gram of decontamination", 1, MOST_WORDS)
+    common_grams: int = _setting(10, "ignore grams that stand in more train documents: boilerplate", 1)
+    max_overlap: float = _setting(
+        0.1,
+        "drop a train document with a larger share of its grams in val, and 2 gram-words - 1 words of val in a row",
+        *(0, 1),
+    )
+    detect_language: bool = _setting(False, "measure each document's language, and keep English (needs the extra data)")
+    boilerplate: int = _setting(
+        10, "cut text that this many documents of a source share, and debris of markup; 0: cut nothing"
+    )
+    fix_text: bool = _setting(
+        False, "undo mojibake, write Unicode as NFC, drop zero-width characters (needs the extra data)"
+    )
+    mask_pii: bool = _setting(False, "put [EMAIL], [IP], [PHONE] in place of addresses and telephone numbers")
 
     def __post_init__(self) -> None:
-        flags = {"val_share": "--val-share", "similarity": "--similarity", "max_overlap": "--max-overlap"}
-        shares = {flag: getattr(self, name) for name, flag in flags.items()}
-        shares |= {f"--val-share {source}": share for source, share in self.val_shares}
-        for flag, share in shares.items():
-            if not 0 <= share <= 1:
-                raise UserError(f"{flag} is {share}, expected a number from 0 to 1")
         if self.split_by not in SPLIT_HASH:
             raise UserError(f"--split-by is {self.split_by!r}, expected {' or '.join(SPLIT_HASH)}")
-        for name, least in {
-            "max_bytes": 1024,
-            "shingle_words": 1,
-            "bands": 1,
-            "rows": 1,
-            "gram_words": 1,
-            "common_grams": 1,
-        }.items():
-            if getattr(self, name) < least:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected {least} or more")
-        if self.boilerplate < 0:
-            raise UserError(f"--boilerplate is {self.boilerplate}, expected 0 or more")
-        most = {"bands": MOST_BANDS, "rows": MOST_BANDS, "shingle_words": MOST_WORDS, "gram_words": MOST_WORDS}
-        for name, bound in most.items():
-            if getattr(self, name) > bound:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, expected at most {bound}")
+        numbers = {_flag(f.name): (getattr(self, f.name), f) for f in fields(self) if type(f.default) in (int, float)}
+        own = {f"--val-share {source}": (share, fields(self)[0]) for source, share in self.val_shares}
+        for flag, (value, f) in {**numbers, **own}.items():
+            least, most = f.metadata["least"], f.metadata["most"]
+            if not least <= value <= most:
+                raise UserError(f"{flag} is {value}, expected {least} {f'to {most}' if most < math.inf else 'or more'}")
 
 
 @dataclass
@@ -919,11 +907,9 @@ def _count_tokens(build: _Build) -> None:
 def _write_files(build: _Build) -> list[dict[str, Any]]:
     """The parquet files of both splits, as corpus.json lists them."""
     planned = list(_plan_files(build))
-    try:
+    with writing(build.out):
         (build.out / MANIFEST).unlink(missing_ok=True)  # from here on the older corpus is invalid
         sync(build.out)
-    except OSError as error:
-        raise write_fault(build.out, error) from None
 
     def tasks() -> Iterator[tuple[list[Parts], Path]]:
         for path, where, _ in planned:
@@ -991,7 +977,7 @@ def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]
     """Put the catalogue in place, write the report, remove files of other corpora, and write corpus.json last."""
     out = build.out
     names = {entry["file"] for entry in files}
-    try:
+    with writing(out):
         # A copy: until corpus.json exists, a rerun starts from the catalogue in the work folder.
         with written_whole(out / CATALOGUE) as beside:
             shutil.copyfile(build.work / CATALOGUE, beside)
@@ -1005,8 +991,6 @@ def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]
         corpus_report.write_report(out)
         write_json(out / MANIFEST, manifest | {"files": files})
         shutil.rmtree(build.work)
-    except OSError as error:
-        raise write_fault(out, error) from None
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -1037,30 +1021,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE_DIR", help="of data.gutenberg, for instance")
     parser.flag("--out", Path, "the corpus", required=True, metavar="DIR")
-    parser.add_argument(
-        "--val-share",
-        nargs="+",
-        default=[],
-        metavar="SHARE",
-        help="share of the documents in val; SOURCE=SHARE for one source (default 0.01)",
-    )
-    split = "put whole texts in val, or parts if there are few texts"
-    parser.flag("--split-by", Settings.split_by, split, metavar="|".join(SPLIT_HASH))
-    for name, what in {
-        "max_bytes": "cut longer texts into parts, in bytes",
-        "shingle_words": "words in a shingle of MinHash",
-        "bands": "of MinHash",
-        "rows": "MinHash functions in a band",
-        "similarity": "estimated Jaccard similarity from which documents are near-duplicates",
-        "gram_words": "words in a gram of decontamination",
-        "common_grams": "ignore grams that stand in more train documents",
-        "boilerplate": "cut text that this many documents of a source share, and debris of markup; 0: cut nothing",
-        "max_overlap": "the share of grams in val from which a train document is dropped",
-    }.items():
-        parser.flag(f"--{name.replace('_', '-')}", getattr(Settings, name), what)
-    parser.flag("--detect-language", False, "measure each document's language, and keep English (needs the extra data)")
-    parser.flag("--fix-text", False, "undo mojibake, write Unicode as NFC, drop zero-width characters")
-    parser.flag("--mask-pii", False, "put [EMAIL], [IP], [PHONE] in place of addresses and telephone numbers")
+    for f in (f for f in fields(Settings) if f.metadata):
+        what = f.metadata["help"]
+        if f.name == "val_share":
+            parser.flag("--val-share", str, f"{what} (default: {f.default})", nargs="+", default=[], metavar="SHARE")
+        else:
+            parser.flag(_flag(f.name), f.default, what, metavar="|".join(SPLIT_HASH) if f.name == "split_by" else None)
     parser.flag("--bad-words", Path, "drop what has many of these words, one a line", metavar="FILE")
     parser.flag("--quality", Path, "a classifier of data.quality; drop what is below 0.5", metavar="FILE")
     parser.add_argument(

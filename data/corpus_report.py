@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tinyforge.data.files import write_fault, written_whole
+from tinyforge.data.files import writing, written_whole
+from tinyforge.data.parquet import reading
 from tinyforge.errors import Parser, UserError
 from tinyforge.terminal import printable
 
@@ -33,12 +34,8 @@ def catalogue(corpus: Path) -> Iterator[Ask]:
     path = corpus / CATALOGUE
     if not path.is_file():
         raise UserError(f"{path}: no such file; name a folder made by python -m data.corpus")
-    try:
-        with duckdb.connect(str(path), read_only=True) as connection:
-            yield lambda sql, *values: connection.execute(sql, values).fetchall()
-    except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable catalogue ({reason}); make the corpus again") from None
+    with reading(path, "make the corpus again", "catalogue"), duckdb.connect(str(path), read_only=True) as connection:
+        yield lambda sql, *values: connection.execute(sql, values).fetchall()
 
 
 def read_outcomes(ask: Ask) -> list[Outcome]:
@@ -187,13 +184,11 @@ def write_report(corpus: Path) -> str:
     with catalogue(corpus) as ask:
         rows = read_outcomes(ask)
         text = render(ask, rows)
-    try:
+    with writing(corpus):
         with written_whole(corpus / "report.png") as partial:
             plot(rows, partial)
         with written_whole(corpus / "report.md") as partial:
             partial.write_text(text, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise write_fault(corpus, error) from None
     return text
 
 

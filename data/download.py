@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyforge import __version__
-from tinyforge.data.files import make_folder, write_fault, write_json
+from tinyforge.data.files import make_folder, write_json, writing
 from tinyforge.errors import UserError
 from tinyforge.files import read_json, replace, sha256_of, sync
 from tinyforge.report import count_of
@@ -244,22 +244,19 @@ class Downloader:
 
     def _receive(self, response: Any, part: _Part, have: int, length: int | None, bar: Any) -> int:
         """Append the body to the part as it arrives; returns the new length, also if the connection is closed early."""
-        try:
-            with open(part.path, "ab") as file:
-                while have != length and not self._stop.is_set():
-                    try:
-                        chunk = response.read1(CHUNK)[: None if length is None else length - have]
-                    except (OSError, http.client.HTTPException) as error:
-                        reason = str(error) or type(error).__name__
-                        raise _Fault(f"the connection was dropped after {have:,} bytes ({reason})") from None
-                    if not chunk:
-                        break
-                    file.write(chunk)
-                    file.flush()  # so that a kill loses no bytes
-                    have += len(chunk)
-                    bar.update(len(chunk))
-        except OSError as error:
-            raise write_fault(part.path, error) from None
+        with writing(part.path), open(part.path, "ab") as file:
+            while have != length and not self._stop.is_set():
+                try:
+                    chunk = response.read1(CHUNK)[: None if length is None else length - have]
+                except (OSError, http.client.HTTPException) as error:
+                    reason = str(error) or type(error).__name__
+                    raise _Fault(f"the connection was dropped after {have:,} bytes ({reason})") from None
+                if not chunk:
+                    break
+                file.write(chunk)
+                file.flush()  # so that a kill loses no bytes
+                have += len(chunk)
+                bar.update(len(chunk))
         if self._stop.is_set():
             raise _Fault("stopped", passing=False)
         return have
@@ -298,29 +295,23 @@ class _Part:
 
     def begin(self, version: _Version) -> None:
         """Start over. The old bytes are removed first, so that they are never mistaken for the new version."""
-        try:
+        with writing(self.path):
             self.path.write_bytes(b"")
-        except OSError as error:
-            raise write_fault(self.path, error) from None
         write_json(self._state, asdict(version))
 
     def discard(self) -> None:
-        try:
+        with writing(self.path):
             self._state.unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
-        except OSError as error:
-            raise write_fault(self.path, error) from None
 
     def finish(self, fetched: Fetched) -> Fetched:
         """Write the record, then rename: a file without its record is never considered complete."""
-        try:
+        with writing(self.whole):
             sync(self.path)
             write_json(_record(self.whole), {"url": fetched.url, "bytes": fetched.bytes, "sha256": fetched.sha256})
             replace(self.path, self.whole)
             self._state.unlink(missing_ok=True)
             sync(self.whole.parent)
-        except OSError as error:
-            raise write_fault(self.whole, error) from None
         return fetched
 
 

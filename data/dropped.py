@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("corpus", type=Path, metavar="CORPUS", help="a folder made by python -m data.corpus")
     parser.flag("--rule", str, "of these documents (default: count those of every rule)")
     parser.flag("--source", str, "of this source only")
-    parser.flag("--show", int, "print N of them (default 10)", metavar="N")
+    parser.flag("--show", int, "print N of them (default 10)", 1, metavar="N")
     parser.flag("--restore", Path, "write all of them there, for data.local", metavar="FILE.jsonl")
     args = parser.parse_args(arguments)
     if args.rule is None:
@@ -114,8 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rule, documents, alone, size in counts:
             print(f"{rule:<22} {documents:>10,} {alone:>11,} {size:>15,}")
         return 0
-    if args.show is not None and args.show < 1:
-        raise UserError(f"--show is {args.show}, expected 1 or more")
     if args.restore:
         if args.restore.suffix != ".jsonl":
             raise UserError(f"--restore {args.restore}: expected a name that ends in .jsonl")

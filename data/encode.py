@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from tinyforge.data.files import written_whole
-from tinyforge.data.parquet import connect, quoted, rows_of, scan
-from tinyforge.errors import UserError
+from tinyforge.data.parquet import connect, quoted, reading, rows_of, scan
+from tinyforge.errors import UserError, errors_in
 from tinyforge.shards import TOKENIZER, separator_of
 from tinyforge.tokenizers import TextTokenizer, load_tokenizer
 
@@ -26,7 +25,7 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
     """
     where = f"WHERE md5(id) < {quoted(below)}" if below else ""
     for file, begun in unread(files, skip):
-        with _faults(file), connect(threads=1) as connection:
+        with reading(file, "run python -m data.corpus again"), connect(threads=1) as connection:
             connection.execute(f"SELECT text FROM {scan(file)} {where} OFFSET {begun}")
             while batch := connection.fetchmany(ROWS):
                 for (text,) in batch:
@@ -36,30 +35,17 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
 def unread(files: Sequence[Path], skip: int) -> Iterator[tuple[Path, int]]:
     """The files after the first `skip` texts, each with how many of its texts to skip."""
     for file in files:
-        with _faults(file):
+        with reading(file, "run python -m data.corpus again"):
             rows = rows_of(file)
         if skip < rows:
             yield file, skip
         skip = max(0, skip - rows)
 
 
-@contextmanager
-def _faults(file: Path) -> Iterator[None]:
-    import duckdb
-
-    try:
-        yield
-    except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{file}: not a parquet file of a corpus ({reason}); run python -m data.corpus again") from None
-
-
 def load_with_separator(path: Path) -> TextTokenizer:
     tokenizer = load_tokenizer(path)
-    try:
+    with errors_in(path):
         separator_of(tokenizer)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     return tokenizer
 
 

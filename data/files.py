@@ -47,25 +47,29 @@ def write_fault(path: Path, error: OSError) -> UserError:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """As `tinyforge.files.written_whole`; raises UserError if the system refuses to write."""
+def writing(path: Path) -> Iterator[None]:
+    """Around a write: turns the system's refusal into a UserError."""
     try:
-        with tinyforge.files.written_whole(path) as beside:
-            yield beside
+        yield
     except OSError as error:
         raise write_fault(path, error) from None
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """As `tinyforge.files.written_whole`; raises UserError if the system refuses to write."""
+    with writing(path), tinyforge.files.written_whole(path) as beside:
+        yield beside
 
 
 def check_writable(path: Path) -> None:
     """Raise UserError now if `written_whole` would after minutes of work: for a missing folder, or one that is not
     writable, or a path that is no file's."""
-    try:
+    with writing(path):
         if path.exists() and not path.is_file():
             raise OSError(errno.EEXIST, "a folder or a device is there")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
-    except OSError as error:
-        raise write_fault(path, error) from None
 
 
 def check_name(path: Path) -> None:

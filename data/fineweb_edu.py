@@ -15,6 +15,7 @@ FineWeb-Edu: Penedo et al., "The FineWeb Datasets: Decanting the Web for the Fin
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
 import re
 import time
@@ -307,9 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.flag("--min-tokens", defaults.min_tokens, "length in GPT-2's tokens", metavar="N")
     parser.flag("--max-tokens", defaults.max_tokens, "length in GPT-2's tokens", metavar="N")
     parser.flag("--base-url", HOST, "a mirror", metavar="URL")
+    parser.bounds["--rows"] = 1, math.inf
     args = parser.parse_args(arguments)
-    if args.rows is not None and args.rows < 1:
-        raise UserError(f"--rows {args.rows}: expected 1 or more")
     source = make_source(
         args.out,
         bytes=parse_bytes(args.bytes, "--bytes") if args.bytes else None,

@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tinyforge.data.files import make_folder, write_fault, write_json
+from tinyforge.data.files import make_folder, write_json, writing
 from tinyforge.data.passes import Span
 from tinyforge.errors import UserError
 from tinyforge.files import read_json
@@ -125,11 +125,9 @@ def key_of(source_sha256: str, settings: Mapping[str, Any], max_bytes: int) -> d
 
 def _link(source: Path, target: Path) -> None:
     """A second name for a file that is never written again, or a copy where the file system has none."""
-    try:
+    with writing(target):
         target.unlink(missing_ok=True)
         try:
             os.link(source, target)
         except OSError:
             shutil.copyfile(source, target)
-    except OSError as error:
-        raise write_fault(target, error) from None

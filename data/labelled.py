@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.data.files import MAX_RATIO, read_file
-from tinyforge.data.parquet import connect, escape_glob
+from tinyforge.data.parquet import connect, escape_glob, reading
 from tinyforge.data.world import instructions
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, shown
@@ -239,23 +239,17 @@ def _csv_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
 
 def read_columns(path: Path, expected: Sequence[str], also: Sequence[str] = ()) -> list[tuple[Any, ...]]:
     """The rows of a parquet file: the columns `expected`, then those of `also`, None if they are missing."""
-    import duckdb
-
     source = escape_glob(path)
-    try:
-        with connect() as connection:
-            described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [source]).fetchall()
-            found = [row[0] for row in described]
-            if missing := [name for name in expected if name not in found]:
-                raise UserError(
-                    f"{path}: no column {missing[0]!r}; its columns are {', '.join(found)[:80]}, expected "
-                    f"{' and '.join(expected)}"
-                )
-            columns = ", ".join(f'"{name}"' if name in found else "NULL" for name in (*expected, *also))
-            return connection.execute(f"SELECT {columns} FROM read_parquet(?)", [source]).fetchall()
-    except duckdb.Error as error:
-        reason = str(error).splitlines()[0][:120]
-        raise UserError(f"{path} cannot be read as parquet: {reason}; get it again") from error
+    with reading(path, "get it again"), connect() as connection:
+        described = connection.execute("DESCRIBE SELECT * FROM read_parquet(?)", [source]).fetchall()
+        found = [row[0] for row in described]
+        if missing := [name for name in expected if name not in found]:
+            raise UserError(
+                f"{path}: no column {missing[0]!r}; its columns are {', '.join(found)[:80]}, expected "
+                f"{' and '.join(expected)}"
+            )
+        columns = ", ".join(f'"{name}"' if name in found else "NULL" for name in (*expected, *also))
+        return connection.execute(f"SELECT {columns} FROM read_parquet(?)", [source]).fetchall()
 
 
 # --- built in ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import IO, Any
 from tinyforge.data import readers
 from tinyforge.data.datasets import fetch_dataset, is_dataset
 from tinyforge.data.files import MAX_BYTES, files_in, is_utf8, locked, name_of, write_fault, zip_members
-from tinyforge.data.parquet import connect, escape_glob
+from tinyforge.data.parquet import connect, escape_glob, reading
 from tinyforge.data.readers import BadRecord
 from tinyforge.data.source import Document, Refusal, Source, SourceWriter, first_of, read_source, reason_of, report
 from tinyforge.errors import Parser, UserError, run_command
@@ -187,19 +187,13 @@ def read_rows(path: Path, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def read_objects(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a parquet file, as JSON would have them. Raises UserError for a file that cannot be read."""
-    import duckdb
-
     if not path.is_file():
         raise UserError(f"{path}: no such file; check the path, relative to {Path.cwd()}")
-    try:
-        with connect() as connection:
-            rows = connection.execute("SELECT * FROM read_parquet(?, hive_partitioning = false)", [escape_glob(path)])
-            names = [name for name, *_ in rows.description or ()]
-            while batch := rows.fetchmany(ROWS_AT_A_TIME):
-                yield from (dict(zip(names, row, strict=True)) for row in batch)
-    except duckdb.Error as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path}: not a readable parquet file ({reason}); download or export it again") from None
+    with reading(path, "download or export it again"), connect() as connection:
+        rows = connection.execute("SELECT * FROM read_parquet(?, hive_partitioning = false)", [escape_glob(path)])
+        names = [name for name, *_ in rows.description or ()]
+        while batch := rows.fetchmany(ROWS_AT_A_TIME):
+            yield from (dict(zip(names, row, strict=True)) for row in batch)
 
 
 def _quoted(name: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ def quoted(text: object) -> str:
 def escape_glob(path: Path) -> str:
     """A path for DuckDB, which expands `*`, `?` and `[`: a class of one character matches that character only."""
     return "".join(f"[{char}]" if char in "*?[" else char for char in str(path))
+
+
+@contextmanager
+def reading(path: Path, fix: str, what: str = "parquet file") -> Iterator[None]:
+    """Turn DuckDB's errors into a UserError: that the file is not what it should be. fix: what to do."""
+    import duckdb
+
+    try:
+        yield
+    except duckdb.Error as error:
+        reason = str(error).splitlines()[0].replace(escape_glob(path), path.name)
+        raise UserError(f"{path}: not a readable {what} ({reason}); {fix}") from None
 
 
 def scan(path: Path) -> str:

@@ -135,19 +135,14 @@ def worker_memory(spans: Sequence[Span]) -> int:
 
 def find_spans(source: str, paths: Sequence[Path], connection: duckdb.DuckDBPyConnection) -> list[Span]:
     """Spans of whole row groups, in order; UserError for a parquet file without the columns of a source."""
-    import duckdb
-
     spans = []
     for path in paths:
-        try:
+        with parquet.reading(path, "make the source again"):
             columns = connection.execute(f"DESCRIBE SELECT * EXCLUDE file_row_number FROM {scan(path)}").fetchall()
             groups = connection.execute(
                 "SELECT row_group_num_rows, total_uncompressed_size FROM "
                 f"parquet_metadata({quoted(escape_glob(path))}) WHERE path_in_schema = 'text' ORDER BY row_group_id"
             ).fetchall()
-        except duckdb.Error as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{path}: not a readable parquet file ({reason}); make the source again") from None
         found = {column: kind for column, kind, *_ in columns}
         if any(found.get(column) != kind for column, kind in SOURCE_COLUMNS.items()):
             got, want = (", ".join(f"{c} {k}" for c, k in table.items()) for table in (found, SOURCE_COLUMNS))

@@ -183,19 +183,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "occurs.",
     )
     p.flag("--out", Path, "folder for alpaca.json and source.json", required=True, metavar="DIR")
-    p.flag("--count", EASY, "problems")
-    p.add_argument(
-        "--brief",
-        type=float,
-        default=BRIEF,
-        metavar="SHARE",
-        help="share of problems whose answer is given without the steps (default: %(default).2f)",
-    )
+    p.flag("--count", EASY, "problems", 1)
+    brief = f"share of problems whose answer is given without the steps (default: {BRIEF:.2f})"
+    p.flag("--brief", float, brief, 0, 1, default=BRIEF, metavar="SHARE")
     args = p.parse_args(arguments)
-    if args.count < 1 or not 0 <= args.brief <= 1:
-        raise UserError(
-            f"got --count {args.count} and --brief {args.brief}, expected 1 or more, and a share from 0 to 1"
-        )
     records = solved_sums(args.count, args.brief)
     with locked(args.out):
         print(f"{count_of(len(records), 'sum')} in {write_instructions(args.out, records, 'one-step sums', 'MIT')}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tinyforge.data.files import check_file, check_name, make_folder, write_fault, write_json
+from tinyforge.data.files import check_file, check_name, make_folder, write_fault, write_json, writing
 from tinyforge.data.parquet import connect, copy_to_parquet, escape_glob, quoted
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, replace, sha256_of, shown, sync
@@ -137,10 +137,8 @@ class SourceWriter:
         """Add a parquet file that has the columns of a source: `documents` rows with `size` bytes of text."""
         self._flush()
         part = self._next_part()
-        try:
+        with writing(part):
             shutil.copyfile(path, part)
-        except OSError as error:
-            raise write_fault(part, error) from None
         self._finish(part)
         self.documents += documents
         self.bytes += size
@@ -194,7 +192,7 @@ class SourceWriter:
     def _publish(self) -> None:
         """Rename the parts. source.json is removed first and written last, so a mixture never looks complete."""
         names = [f"documents-{i:05d}.parquet" for i in range(len(self._parts))]
-        try:
+        with writing(self.folder):
             (self.folder / MANIFEST).unlink(missing_ok=True)
             sync(self.folder)
             for (part, _, _), name in zip(self._parts, names, strict=True):
@@ -203,8 +201,6 @@ class SourceWriter:
                 if stale.name not in names:
                     stale.unlink()
             sync(self.folder)
-        except OSError as error:
-            raise write_fault(self.folder, error) from None
         write_manifest(
             self.folder,
             self.name,
@@ -237,14 +233,11 @@ def write_documents(path: Path, rows: Sequence[Document]) -> None:
     lines = path.with_suffix(".jsonl")
     longest = 1 << 20
     try:
-        try:
-            with open(lines, "w", encoding="utf-8", newline="\n") as file:
-                for row in rows:
-                    line = json.dumps(vars(row), ensure_ascii=False)
-                    longest = max(longest, 4 * len(line))  # a character has 4 bytes at most
-                    file.write(f"{line}\n")
-        except OSError as error:
-            raise write_fault(path, error) from None
+        with writing(path), open(lines, "w", encoding="utf-8", newline="\n") as file:
+            for row in rows:
+                line = json.dumps(vars(row), ensure_ascii=False)
+                longest = max(longest, 4 * len(line))  # a character has 4 bytes at most
+                file.write(f"{line}\n")
         kinds = ", ".join(f"{name}: '{kind}'" for name, kind in COLUMNS.items())
         how = f"format = 'newline_delimited', columns = {{{kinds}}}, maximum_object_size = {longest}"
         with connect(threads=1) as connection:

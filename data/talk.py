@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tinyforge.data.world import ASK, COLOURS, KINDS, Instruction, Teller, read_wordings
-from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.errors import Parser, run_command
 
 GREETED = "Hello! I am a small model. Ask me what I can do."
 NAMED = "I am NanoEuler, a small language model."
@@ -102,11 +102,9 @@ def talk(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m data.talk", description="Print samples of the small talk.")
     parser.flag("--split", "train", "", choices=("train", "val"))
-    parser.flag("--n", 20, "how many")
+    parser.flag("--n", 20, "how many", 1)
     parser.flag("--seed", 0, "of the random choices")
     args = parser.parse_args(arguments)
-    if args.n < 1:
-        raise UserError(f"--n is {args.n}; expected 1 or more. Try --n 20")
     for example in talk(args.split, args.n, args.seed):
         asked = " | ".join(filter(None, (example.instruction, example.input)))
         print(f"[{example.kind}] {asked} -> {example.output}")

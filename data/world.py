@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.errors import Parser, run_command
 
 T = TypeVar("T")
 
@@ -749,12 +749,10 @@ def instructions(split: str, n: int, seed: int = 0) -> Iterator[Instruction]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m data.world", description="Print samples of the built-in corpus.")
     parser.flag("--split", "train", "", choices=tuple(WORDS))
-    parser.flag("--n", 5, "how many")
+    parser.flag("--n", 5, "how many", 1)
     parser.flag("--seed", 0, "of the random choices")
     parser.flag("--instructions", False, "questions and answers instead of documents")
     args = parser.parse_args(arguments)
-    if args.n < 1:
-        raise UserError(f"--n is {args.n}; expected 1 or more. Try --n 5")
     if args.instructions:
         for example in instructions(args.split, args.n, args.seed):
             question = " | ".join(filter(None, (example.instruction, example.input)))

@@ -315,15 +315,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="two or more; the first is what the others are compared to",
     )
     p.flag("--screen", False, "each arm is a change, and runs make half of all changes")
-    p.flag("--seeds", int, "runs of each arm: seeds 0, 1, ... (default: 3; with --screen 1)")
-    p.flag("--jobs", int, "runs side by side; by --minutes they share the machine (default: 1, or --gpus)")
-    p.flag("--gpus", int, "GPUs of this machine, one for each run (default: as a run chooses)")
+    p.flag("--seeds", int, "runs of each arm: seeds 0, 1, ... (default: 3; with --screen 1)", 1)
+    p.flag("--jobs", int, "runs side by side; by --minutes they share the machine (default: 1, or --gpus)", 1)
+    p.flag("--gpus", int, "GPUs of this machine, one for each run (default: as a run chooses)", 1)
     p.flag("--out", "ablation", "where the runs lie", metavar="DIR")
     add_json_flag(p)
     args = p.parse_args(argv[:cut])
-    for name in ("seeds", "jobs", "gpus"):
-        if (given := getattr(args, name)) is not None and given < 1:
-            raise UserError(f"--{name} is {given}, expected 1 or more")
     if args.gpus and args.gpus > gpu_count():
         raise UserError(f"--gpus is {args.gpus}, this machine has {gpu_count()}; use at most that")
     if args.gpus and args.jobs and args.jobs != args.gpus:

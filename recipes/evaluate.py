@@ -402,12 +402,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         int,
         "tokens in a window of held-out text; windows are "
         "independent (default: as in pretraining; with another, no scores are kept)",
+        1,
         metavar="TOKENS",
     )
-    p.flag("--sentences", 500, "sentences per source")
-    p.flag("--prompts", 200, "instructions")
-    p.flag("--max-tokens", 200, "longest reply")
-    p.flag("--seeds", 3, "rounds of sampled replies")
+    p.flag("--sentences", 500, "sentences per source", 1)
+    p.flag("--prompts", 200, "instructions", 1)
+    p.flag("--max-tokens", 200, "longest reply", 1)
+    p.flag("--seeds", 3, "rounds of sampled replies", 0)
     p.flag("--seed", 0, "of sentences and candidates")
     p.add_argument("--backend", default="auto", help="numpy, cupy, webgpu, or auto: cupy if CUDA is there")
     p.flag("--precision", str, "fp32, fp64, and on a GPU tf32 or bf16 (default: as in training)")
@@ -417,15 +418,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--tasks", nargs="+", metavar="NAME", help="benchmarks instead: " + ", ".join((*TASKS, *TEXT_TASKS)))
     p.add_argument("--task-data", nargs="+", default=[], metavar="PATH", help="folders or zips with the tasks' files")
     p.flag("--any-version", False, "accept sets that are not the published version")
-    p.flag("--limit", int, "with --tasks: the first items of each set or phenomenon (default: all)")
+    p.flag("--limit", int, "with --tasks: the first items of each set or phenomenon (default: all)", 1)
     p.flag("--resume", False, "with --tasks: keep the tasks that the file of --json has")
     add_json_flag(p)
     args = p.parse_args(argv)
     args.given = list(sys.argv[1:] if argv is None else argv)
-    for name in ("limit", "seq_len", "sentences", "prompts", "max_tokens", "seeds"):
-        value, least = getattr(args, name), int(name != "seeds")
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, expected {least} or more")
     for flags, wrong, fix in (
         (OF_TASKS, args.tasks is None, "is for --tasks; name some tasks"),
         (NOT_OF_TASKS, args.tasks is not None, "says nothing of --tasks; run that without it"),

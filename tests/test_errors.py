@@ -85,3 +85,23 @@ def test_every_command_answers_an_unknown_flag_in_one_line(
     shown = capsys.readouterr().err
     assert left.value.code == 2 and shown.count("\n") == 1, shown
     assert shown.startswith("error: ") and shown.endswith(" --help\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--some 0", "--some is 0, expected 1 to 9"),
+        ("--some 10", "--some is 10, expected 1 to 9"),
+        ("--share nan", "--share is nan, expected 0 or more"),
+        ("--rows 3 1", "--rows is 1, expected 2 or more"),
+    ],
+)
+def test_a_number_beyond_the_bounds_of_its_flag_is_refused(flags: str, message: str) -> None:
+    parser = Parser(prog="test")
+    parser.flag("--some", 5, "a number", 1, 9)
+    parser.flag("--share", 0.5, "another", 0)
+    parser.flag("--rows", int, "several", 2, nargs="+")
+    assert vars(parser.parse_args([])) == {"some": 5, "share": 0.5, "rows": None}
+    assert vars(parser.parse_args("--some 9 --share 0 --rows 2 3".split())) == {"some": 9, "share": 0.0, "rows": [2, 3]}
+    with pytest.raises(UserError, match=message):
+        parser.parse_args(flags.split())

@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from tinyforge.models.mamba import Mamba
 from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import NanoEuler
 from tinyforge.models.vit import ViT
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops import attention
 from tinyforge.ops.activations import relu2_bwd, relu_bwd, sigmoid_bwd, silu_bwd, tanh_bwd
 from tinyforge.ops.add import add_fwd
@@ -1200,7 +1200,7 @@ class ShiftedPositions(ops.LearnedPositions):
         return super().forward(x, stash, offset=2)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         op = with_buffer(cls(Param("weight", (7, 3)), backend), backend, rng)
         yield op, (backend.asarray(rng.normal(size=(2, 4, 3))),)
 
@@ -1219,7 +1219,7 @@ class NormedHeads(ops.RMSNorm):
         return packed
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         op = with_buffer(cls(Param("weight", (4,), fill=1.0), backend), backend, rng)
         yield op, (backend.asarray(rng.normal(size=(2, 3, 5, 4))),)
 
@@ -1246,7 +1246,7 @@ class Tied(Op):
         return None, None
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         ids, targets = rng.integers(0, 6, (2, 5)), rng.integers(-1, 6, (2, 5, 1))
         yield with_buffer(cls(backend), backend, rng), (backend.asarray(ids), backend.asarray(targets))
 
@@ -1276,7 +1276,7 @@ class Residual(Op):
         return dx + gate_up.backward(down.backward(dx, stash), stash)
 
     @classmethod
-    def cases(cls, backend: Any, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Any, rng: np.random.Generator) -> Cases:
         yield with_buffer(cls(backend), backend, rng), (backend.asarray(rng.normal(size=(2, 5, 3))),)
 
 
@@ -1302,7 +1302,7 @@ class BiasedResidual(Op):
         return dx + self.down.backward(dx, stash)
 
     @classmethod
-    def cases(cls, backend: Any, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Any, rng: np.random.Generator) -> Cases:
         yield with_buffer(cls(backend), backend, rng), (backend.asarray(rng.normal(size=(2, 5, 3))),)
 
 
@@ -1326,7 +1326,7 @@ class Turned(Op):
         return self.qkv.backward(dqkv.reshape(*dy.shape[:2], -1), stash)
 
     @classmethod
-    def cases(cls, backend: Any, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Any, rng: np.random.Generator) -> Cases:
         yield with_buffer(cls(backend), backend, rng), (backend.asarray(rng.normal(size=(2, 7, 3))),)
 
 
@@ -1475,7 +1475,7 @@ def test_an_unknown_op_is_a_one_line_error() -> None:
 def test_an_op_whose_cases_check_nothing_is_refused() -> None:
     class Unchecked(Op):
         @classmethod
-        def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
             yield from ()
 
     with pytest.raises(UserError, match="Unchecked: cases: none has a parameter or a floating-point input"):
@@ -1492,7 +1492,7 @@ class Raises(Op):
         return dy
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for columns in (2, 3):
             yield cls(backend), (backend.asarray(rng.normal(size=(4, columns))),)
 

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.files import JSON_NAMES, read_json, replace, sha256_of, shown, sync
+from tinyforge.files import JSON_NAMES, read_json, replace, sha256_of, shown, sync, writing
 from tinyforge.parallel.star import Lost
 from tinyforge.quantised import quantise
 from tinyforge.tensors import SCALE, Lazy, Tensors, chunks
@@ -205,10 +205,8 @@ def export(
             return write_shard(folder, MODEL, *lazy(_coded(weights)))
         return write_shard(folder, MODEL, lazy(weights)[0], dtype)
 
-    try:
+    with writing(out, "free some space or choose another place"):
         _write_directory(out, write, tokenizer, meta, files)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; free some space or choose another place") from error
 
 
 def _coded(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -131,6 +131,4 @@ def _fish(table: Mapping[str, Words], models: Sequence[str], summaries: Mapping[
             elif choices:
                 value = f" -x -a '{' '.join(choices)}'"
             lines.append(f"complete -c tinyforge -n '{here}' -l {flag[2:]}{value}")
-    return "\n".join(
-        [*lines, "complete -c tinyforge -n __fish_use_subcommand -f -a data -d 'sources, corpora, shards'"]
-    )
+    return "\n".join(lines)

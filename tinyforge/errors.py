@@ -8,8 +8,10 @@ through `run_command`, which prints that line and exits with status 2. A bug sti
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from tinyforge import requirements
@@ -24,6 +26,15 @@ class UserError(Exception):
     """
 
     status = 2
+
+
+@contextmanager
+def errors_in(what: object) -> Iterator[None]:
+    """Begin the message of a UserError with what it is about, such as a file."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,10 +53,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.prog = as_typed(self.prog)
         self._former: dict[str, str] = {}
+        self.bounds: dict[str, tuple[float, float]] = {}  # of numbers, by flag
 
-    def flag(self, name: str, value: Any, help: str, **more: Any) -> None:
+    def flag(
+        self, name: str, value: Any, help: str, least: float = -math.inf, most: float = math.inf, **more: Any
+    ) -> None:
         """Add a flag. value: the type of what is given, or the default, which the help then ends with; False makes a
-        switch. more: other options of `add_argument`."""
+        switch. least, most: bounds of numbers. more: other options of `add_argument`."""
+        if (least, most) != (-math.inf, math.inf):
+            self.bounds[name] = least, most
         if value is False:
             self.add_argument(name, action="store_true", help=help)
         elif isinstance(value, type):
@@ -71,7 +87,14 @@ class Parser(argparse.ArgumentParser):
                 self.error(
                     f"{f'argument {flag}' if flag.startswith('--') else 'an argument'} is empty, expected a value"
                 )
-        return super().parse_known_args(given, namespace)
+        found, rest = super().parse_known_args(given, namespace)
+        for flag, (least, most) in self.bounds.items():
+            value = getattr(found, flag.strip("-").replace("-", "_"))
+            for number in value if isinstance(value, list) else [value]:
+                if number is not None and not least <= number <= most:  # so that NaN is refused
+                    expected = f"{least} or more" if most == math.inf else f"{least} to {most}"
+                    raise UserError(f"{flag} is {number}, expected {expected}")
+        return found, rest
 
     def _renamed(self, word: str) -> str:
         flag, equals, value = word.partition("=")

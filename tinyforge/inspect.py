@@ -73,12 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = TextParser(prog="python -m tinyforge.inspect", description=__doc__)
     parser.add_argument("text", metavar="TEXT")
     add_checkpoint_flag(parser)
-    parser.flag("--top", 5, "candidates a head and position")
+    parser.flag("--top", 5, "candidates a head and position", 1)
     parser.flag("--out", "attention.png", "the picture", metavar="FILE")
     add_template_flag(parser)
     args = parser.parse_args(argv)
-    if args.top < 1:
-        raise UserError(f"--top is {args.top}, expected at least 1")
     opened = load(resolve_checkpoint(args.checkpoint), get_backend("numpy", "fp32", workers=1))
     loaded = with_template(opened, args.template, args.template_variables)
     tokenizer, template = loaded.tokenizer, loaded.template

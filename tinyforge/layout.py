@@ -15,7 +15,7 @@ The first three are for models with `ModelSpec.architectures`, which can be read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,31 @@ class Entry:
         return ours if self.part is None else ours[self.part]
 
 
+@dataclass(frozen=True)
+class Given(Mapping[str, Any]):
+    """Several contents of config.json as one: the first value that is not null."""
+
+    maps: tuple[Mapping[str, Any], ...]
+
+    def __getitem__(self, name: str) -> Any:
+        found = [value for given in self.maps if (value := given.get(name)) is not None]
+        if not found:
+            raise KeyError(name)
+        return found[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({name for given in self.maps for name in given})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def is_null(given: Mapping[str, Any], name: str) -> bool:
+    """Whether config.json has the key, as null: the family's default does not apply."""
+    first = given.maps[0] if isinstance(given, Given) else given
+    return name in first and first[name] is None
+
+
 def setting(given: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """config.json's value of that name, or the default if it is absent or null. Raises UserError for a wrong type,
     and for a missing value without a default."""
@@ -99,7 +124,11 @@ def write_fields(config: ModelConfig, names: Fields) -> dict[str, Any]:
 
 def class_names(count: int) -> dict[str, Any]:
     """The labels of a classifier whose classes have no names, as transformers writes them."""
-    names = [f"LABEL_{i}" for i in range(count)]
+    return class_labels([f"LABEL_{i}" for i in range(count)])
+
+
+def class_labels(names: Sequence[str]) -> dict[str, Any]:
+    """id2label and label2id of config.json."""
     return {"id2label": {str(i): name for i, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Self
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
-from tinyforge.op import Op, Param, Recompute
+from tinyforge.op import Cases, Op, Param, Recompute
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
@@ -54,7 +54,7 @@ class Model(Op):
     @classmethod
     def cases_of(
         cls, shapes: Iterable[tuple[Any, int, int]], backend: Backend, rng: np.random.Generator, std: float = 0.5
-    ) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    ) -> Cases:
         """Cases for the gradient check of a model of next tokens: for each (config, batch, length) random weights, ids
         and targets, some of which are -1."""
         build: Any = cls

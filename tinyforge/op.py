@@ -27,6 +27,10 @@ Key = Any
 """The key of a random stream: two numbers, or an array of two uint32 that kernels read from device memory."""
 
 
+Cases = Iterator[tuple["Op", tuple[Any, ...]]]
+"""For the gradient check: ops with their memory, each with the inputs of its forward."""
+
+
 class Param:
     """A named tensor to be learned: `value` and its `grad`, views into the flat buffer of the model's `ParamBuffer`.
 
@@ -224,7 +228,8 @@ class Op(Kernels):
     """One differentiable operation. Subclasses name the kernels that they call (`fwd = swiglu_fwd`) and write forward
     and backward. Building an op binds its kernels to the backend, and raises UserError if one is missing there.
 
-    `forward(*inputs, stash=None)`: without a stash this is inference: the same bits, nothing kept.
+    `forward(*inputs, stash=None)`: saves what backward needs, by `save`; without a stash this is inference: the same
+    bits, nothing kept.
     `backward(dy, stash)`: returns the gradient of each input, a tuple if there are several (None for integer inputs),
     and adds to each parameter's `grad`, unless that is None: the parameter is frozen.
 
@@ -252,6 +257,11 @@ class Op(Kernels):
 
     def backward(self, dy: Any, stash: Stash) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no backward")
+
+    def save(self, stash: Stash | None, *saved: Any) -> None:
+        """Push a record on the stash, if there is one."""
+        if stash is not None:
+            stash.push(self, *saved)
 
     def expect(self, x: Array, width: int | None = None, *, shape: tuple[int, ...] | None = None) -> None:
         """Raise TypeError for what is no array, for one of integers, and for a float64 array where the backend's dtype
@@ -285,7 +295,7 @@ class Op(Kernels):
         return list(dict.fromkeys(p for p in vars(self).values() if isinstance(p, Param)))
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         """For the gradient check: yields (op, inputs) with random data, edge cases included."""
         raise NotImplementedError(f"{cls.__name__} has no gradient-check cases")
 

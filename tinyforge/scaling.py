@@ -45,6 +45,7 @@ OPTIMIZER = 34  # bytes of memory traffic per parameter: 30 in AdamW, 4 in the n
 BACKWARD = 2 / 3  # backward's share of the time of a step's passes
 TOLL = 0.1  # how much an all-reduce within a host slows the work that it overlaps; fitted to one step
 MICRO = 8  # micro-batches per stage of a pipeline
+MOST = 1 << 20  # of a number that is asked for
 # The ops of the steps that the model was compared with: large products, attention, and passes over memory.
 COUNTED: tuple[type[Op], ...] = (
     *(ops.Linear, ops.LinearSwiGLU, ops.SwiGLULinear, ops.GELULinear, ops.LinearCrossEntropy),
@@ -451,25 +452,21 @@ def comparison(machine: Machine) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(prog="python -m tinyforge.scaling", description=__doc__)
-    p.flag("--gpus", 8, "largest number in the table", metavar="N")
+    p.flag("--gpus", 8, "largest number in the table", 1, MOST, metavar="N")
     p.flag("--model", default_model(), "of the zoo")
     p.add_argument("--config", default="", metavar="PRESET", help="of the model (default: its largest)")
-    p.flag("--rows", 8, "sequences per GPU", metavar="N")
-    p.flag("--seq-len", int, "tokens per sequence (default: the config's context)", metavar="T")
+    p.flag("--rows", 8, "sequences per GPU", 1, MOST, metavar="N")
+    p.flag("--seq-len", int, "tokens per sequence (default: the config's context)", 1, MOST, metavar="T")
     together = "tokens of a step on all GPUs together, in place of --rows"
     p.add_argument("--batch-tokens", type=int, default=0, metavar="N", help=together)
     p.add_argument("--recompute", default="", choices=("blocks",), help="as in recipes/pretrain.py")
     p.flag("--no-zero", False, "every GPU keeps the whole optimizer state")
-    p.flag("--per-host", 8, "GPUs per host", metavar="N")
+    p.flag("--per-host", 8, "GPUs per host", 1, MOST, metavar="N")
     network = "bandwidth per GPU between hosts; not measured here (default: 50, InfiniBand NDR)"
     p.add_argument("--network", type=float, default=50.0, metavar="GB/S", help=network)
     compare = "print the forecasts compared with the measurements, and exit"
     p.flag("--compare", False, compare)
     args = p.parse_args(argv)
-    for name in ("gpus", "rows", "seq_len", "per_host"):
-        value = getattr(args, name)
-        if value is not None and not 1 <= value <= 1 << 20:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, expected 1 to {1 << 20:,}")
     if not 0 < args.network < 1e6:
         raise UserError(f"--network is {args.network}, expected GB/s above 0")
     machine = replace(read_machine(), per_host=args.per_host, network=args.network * 1e9)

@@ -58,9 +58,10 @@ KINDS = {
     "small": "Dropout|Residual|Fork|Take|Position|Token",
     "linear": "Linear|Embedding|SwiGLU|Experts|Router|Patch",
 }
-# The tab, and the section in it, of the pages of a folder that docs/README.md does not name.
+# The tab, and the section in it, of the pages, or of a folder's pages, that no section of docs/README.md names.
 PLACES = {
     "course": ("Course", ""),
+    GLOSSARY: ("Course", ""),
     "ops": ("Textbook", "All ops"),
     "models": ("Models", ""),
     "results": ("Speed", ""),
@@ -364,33 +365,35 @@ def stack(spec: Any) -> str:
 
 def navigation(files: Files) -> list[Any]:
     """The sections of docs/README.md as tabs, their subsections and pages in them; other pages are in the tab of their
-    folder; the reference is last."""
+    folder. The course, to which the introduction leads, comes before the textbook, and the reference is last."""
     text = (DOCS / "README.md").read_text(encoding="utf-8")
-    tabs: dict[str, list[Any]] = {}
-    seen, pages = {"README.md", GALLERY, HOME}, []
+    text = text[text.index("\n## ") :]  # the introduction's links come again in their sections
+    tabs: dict[str, list[Any]] = {"Start": [], "Course": []}
+    tab: list[Any] = []
+    seen, pages = {"README.md", GALLERY, HOME}, tab
     for line in text.splitlines():
         if line.startswith("## "):
-            pages = tabs.setdefault(line.removeprefix("## "), [])
+            pages = tab = tabs.setdefault(line.removeprefix("## "), [])
         elif line.startswith("### "):
-            tabs[next(reversed(tabs))].append({line.removeprefix("### "): (pages := [])})
-        for link, _ in LINK.findall(line) if tabs else ():  # the introduction's come again in their sections
+            pages = _added(tab, line.removeprefix("### "))
+        for link, _ in LINK.findall(line):
             path = os.path.normpath(link)
             if path.endswith(".md") and path not in seen and files.get_file_from_path(path):
                 seen.add(path)
                 pages.append(path)
-    tabs = {name: pages for name, pages in tabs.items() if pages}
     tabs["Start"].insert(0, {"The textbook": "README.md"})
     tabs["Models"].insert(0, {"Gallery": GALLERY})
-    for path in sorted(f.src_uri for f in files.documentation_pages() if f.src_uri not in seen):
+    others = {f.src_uri for f in files.documentation_pages()} - seen
+    for path in sorted(others, key=lambda path: path.replace("README.md", "")):  # a folder's own page first
         folder = path.split("/")[0] if "/" in path else ""
         if folder == SOURCE:  # a page links to it
             continue
-        tab, section = PLACES.get(folder, ("Guides", "More"))
-        pages = tabs.setdefault(tab, [])
+        name, section = PLACES.get(path) or PLACES.get(folder, ("Guides", "More"))
+        pages = tabs.setdefault(name, [])
         if section:
             pages = next((p[section] for p in pages if section in p), None) or _added(pages, section)
         pages.append(path)
-    return [{"Home": HOME}, *({name: pages} for name, pages in tabs.items())]
+    return [{"Home": HOME}, *({name: pages} for name, pages in tabs.items() if pages)]
 
 
 def _added(pages: list[Any], section: str) -> list[Any]:

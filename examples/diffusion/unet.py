@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from tinyforge.config import BaseConfig
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
 from tinyforge.model import Model
-from tinyforge.op import Op, Param, Recompute, Stash
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import MSE, Add, Conv2d, Embedding, Fork, GroupNorm, Linear, SiLU, Upsample
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.registry import ModelSpec, register
@@ -203,7 +202,7 @@ class UNet(Model):
         return sum(6.0 * op.weight.size * positions(op.name) for op in self.ops() if isinstance(op, Conv2d))
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for image, channels, batch in ((8, 1, 2), (4, 2, 3)):
             config = Config(image=image, channels=channels, classes=3, width=8, features=6)
             model = with_buffer(cls(config, backend, input_gradient=True), backend, rng, std=0.3)

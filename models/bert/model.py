@@ -7,9 +7,6 @@ class of the whole text from its first token. The blocks are in block.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
@@ -19,7 +16,7 @@ from tinyforge.model import Model
 from tinyforge.models.bert.block import Block
 from tinyforge.models.bert.config import Config
 from tinyforge.models.gpt2.parts import STD, linear, norm
-from tinyforge.op import Op, Param, Recompute, Stash
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, CrossEntropy, Dropout, Embedding, LayerNorm, LearnedPositions, Linear, Take, Tanh
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.residual import AttentionContext
@@ -164,7 +161,7 @@ class BERT(Model):
         return [*first, *blocks, self.take, *self.head, self.loss]
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         tiny = Config(dim=6, heads=2, layers=2, context=9, vocab=11, hidden=5, dropout=0.0)
         for config, batch, length in (
             (tiny, 3, 7),

@@ -7,16 +7,13 @@ generation, and cases for the gradient checker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.char_mlp.config import Config
-from tinyforge.op import Op, Param, Recompute, Stash
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, Embedding, LayerNorm, Linear, LinearCrossEntropy
 from tinyforge.params import ParamBuffer
 
@@ -117,7 +114,7 @@ class CharMLP(Model):
         return [self.embedding, self.inner, self.norm, self.gelu, self.head]
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         shapes = [
             (Config(context=length, vocab=vocab, window=window, dim=4, hidden=8), batch, length)
             for batch, length, vocab, window in ((2, 5, 7, 3), (1, 1, 3, 1), (3, 2, 5, 4))

@@ -6,9 +6,7 @@ embedding. The blocks are in block.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +17,7 @@ from tinyforge.model import Model
 from tinyforge.models.gpt2.block import Block
 from tinyforge.models.gpt2.config import Config
 from tinyforge.models.gpt2.parts import STD, norm
-from tinyforge.op import Op, Param, Recompute, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import Dropout, Embedding, LearnedPositions, LinearCrossEntropy
 from tinyforge.ops.attention import Documents
 from tinyforge.params import ParamBuffer, with_buffer
@@ -121,7 +119,7 @@ class GPT2(Model):
         return [self.embedding, self.positions, self.dropout, *blocks, self.final_norm.op, self.head]
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         shapes = (
             (Config(dim=12, heads=3, layers=2, context=9, vocab=11, dropout=0.3), 2, 9),
             (Config(dim=10, heads=5, layers=1, context=7, vocab=3, bias=False), 3, 5),

@@ -6,19 +6,17 @@ are Hugging Face's own layout: no row moves. families.py has what the architectu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tinyforge.config import fits
 from tinyforge.errors import UserError
-from tinyforge.layout import Entry, Fields, read_fields, require, setting, write_fields
+from tinyforge.layout import Entry, Fields, Given, read_fields, require, setting, write_fields
 from tinyforge.models.llama.config import Config
-from tinyforge.models.llama.families import BY_NAME, FULL, LAYER, Family, Given, family_of, written_rope
-from tinyforge.ops.rope import SCALINGS
+from tinyforge.models.llama.families import BY_NAME, LAYER, Family, family_of
+from tinyforge.models.llama.rope import read_rope, written_rope
 
 FIELDS: Fields = {
     "dim": ("hidden_size", int),
@@ -41,7 +39,7 @@ def read_config(given: Mapping[str, Any], family: Family | None = None) -> Confi
     given = Given((given, family.defaults))
     if family.keys:
         given = Given((*given.maps, {ours: given.get(theirs) for ours, theirs in family.keys.items()}))
-    if "activation" not in family.fixed and not family.activation:
+    if "activation" not in family.known:
         require(given, "hidden_act", "silu")
     dim, heads = setting(given, "hidden_size", int), setting(given, "num_attention_heads", int)
     if not family.fixed.get("gated", True):
@@ -52,7 +50,7 @@ def read_config(given: Mapping[str, Any], family: Family | None = None) -> Confi
     kv_heads = setting(given, "num_key_value_heads", int, heads)
     head_dim = setting(given, "head_dim", int, dim // heads)
     fields = {**FIELDS, "norm_eps": (family.eps, float, 1e-6)}
-    known = read_fields(given, fields) | _rope(given, context, head_dim) | family.options(given)
+    known = read_fields(given, fields) | read_rope(given, context, head_dim) | family.options(given)
     config = Config(kv_heads=kv_heads, head_dim=head_dim, **known)
     if lacks := family.lacks(config):
         raise UserError(f"config.json: a {architecture} has no {', '.join(lacks)}; get the file again")
@@ -61,57 +59,6 @@ def read_config(given: Mapping[str, Any], family: Family | None = None) -> Confi
     if not own or plain or family_of(config) is family:
         return config
     return replace(config, family=family.kind)
-
-
-def _rope(given: Mapping[str, Any], context: int, head_dim: int) -> dict[str, Any]:
-    """Our rope_ fields: from rope_parameters, or, as older files have it, rope_theta and rope_scaling."""
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"config.json: rope_scaling is {rope!r}, expected an object")
-    if isinstance(rope.get(FULL), dict):  # one for each kind of layer
-        rope = rope[FULL]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", *SCALINGS):
-        raise UserError(f"config.json: rope_type is {kind!r}; supported: 'default', {', '.join(map(repr, SCALINGS))}")
-    both = Given((rope, given))
-    found: dict[str, Any] = {"rope_theta": setting(both, "rope_theta", float, 10000.0)}
-    rotary = int(head_dim * setting(both, "partial_rotary_factor", float, 1.0))
-    if rotary != head_dim:
-        found["rotary_dim"] = rotary
-    if kind == "default":
-        return found
-    found |= {"rope_scaling": kind}
-    original = setting(both, "original_max_position_embeddings", int, context)
-    if kind == "dynamic":
-        original = context  # transformers reads max_position_embeddings alone
-    factor = setting(rope, "factor", float, context / max(original, 1) if kind in ("yarn", "longrope") else None)
-    found |= {"rope_factor": factor} | ({} if kind == "linear" else {"original_context": original})
-    if kind == "llama3":
-        found["rope_low_freq"] = setting(rope, "low_freq_factor", float)
-        found["rope_high_freq"] = setting(rope, "high_freq_factor", float)
-    if kind == "yarn":
-        found["rope_truncate"] = setting(rope, "truncate", bool, True)
-        found["rope_low_freq"] = setting(rope, "beta_slow", float, 1.0)
-        found["rope_high_freq"] = setting(rope, "beta_fast", float, 32.0)
-    if kind in ("yarn", "longrope"):
-        found["rope_attention"] = setting(rope, "attention_factor", float, _attention_factor(rope, factor))
-    if kind == "longrope":
-        found["rope_short"], found["rope_long"] = (_factors(rope, f"{name}_factor") for name in ("short", "long"))
-    return found
-
-
-def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Of YaRN as DeepSeek writes it; 0 where that is absent, for the default."""
-    over, under = (setting(rope, name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
-    growth = 0.1 * math.log(max(factor, 1.0))
-    return (1 + over * growth) / (1 + under * growth) if over and under else 0.0
-
-
-def _factors(rope: Mapping[str, Any], name: str) -> tuple[float, ...]:
-    given: Any = rope.get(name)
-    if not fits(given, ()):
-        raise UserError(f"config.json: {name} is {given!r:.80}, expected a list of numbers")
-    return tuple(map(float, given))
 
 
 def write_config(config: Config, family: Family | None = None) -> dict[str, Any]:

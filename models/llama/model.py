@@ -5,7 +5,6 @@ The blocks are in block.py. NanoEuler is the same model with several output head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from tinyforge.model import Model
 from tinyforge.models.llama.block import Block, ParallelBlock, SumBlock
 from tinyforge.models.llama.config import FUSED, Config
 from tinyforge.models.llama.parts import STD, bias, projection, rms_norm
-from tinyforge.op import Op, Param, Recompute, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Recompute, Stash, WithKeywords
 from tinyforge.ops import Add, CappedCrossEntropy, Embedding, LearnedPositions, LinearCrossEntropy, Scale, Smear
 from tinyforge.ops.attention import Documents
 from tinyforge.ops.fp8_linear import FP8Weights
@@ -240,7 +239,7 @@ class Llama(LlamaLike):
         super().__init__(config, config, own, backend, values, recompute)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         tiny = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10)
         odd = Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7)
         linear = {"tied": False, "qkv_bias": True, "rope_scaling": "linear", "rope_factor": 2.0}

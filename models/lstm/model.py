@@ -6,9 +6,6 @@ state from one to the next; the gradient stops at the cut (truncated backpropaga
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
@@ -16,7 +13,7 @@ from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.lstm.config import Config
-from tinyforge.op import Op, Param, Recompute, Stash
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import LSTM, Dropout, Embedding, LinearCrossEntropy
 from tinyforge.params import ParamBuffer
 
@@ -125,7 +122,7 @@ class LSTMModel(Model):
         return [self.embedding, *(op for pair in pairs for op in pair), self.last_dropout, self.head]
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         shapes = (
             (Config(dim=5, layers=2, context=9, vocab=11, dropout=0.3), 2, 9),
             (Config(dim=3, layers=1, context=7, vocab=3, reset=1), 3, 7),

@@ -6,9 +6,6 @@ positions and a recurrence over all of them. The state for generation has a cons
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
@@ -16,7 +13,7 @@ from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
 from tinyforge.model import Model
 from tinyforge.models.mamba.config import Config
-from tinyforge.op import Op, Param, Recompute, Stash
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCrossEntropy, SelectiveScan
 from tinyforge.params import ParamBuffer
 from tinyforge.residual import PreNorm, ResidualStream
@@ -185,7 +182,7 @@ class Mamba(Model):
         return [self.embedding, *(op for block in self.blocks for op in block.ops()), self.final_norm.op, self.head]
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # Values large enough that the gradients of the step sizes stay measurable.
         shapes = (
             (Config(dim=8, layers=2, state=3, context=9, vocab=11, norm_eps=0.1), 2, 9),

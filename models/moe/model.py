@@ -6,7 +6,6 @@ Llama's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from tinyforge.models.llama import block as llama
 from tinyforge.models.llama.model import LlamaLike
 from tinyforge.models.llama.parts import STD, residual_std
 from tinyforge.models.moe.config import Config
-from tinyforge.op import Op, Param, Recompute, Stash
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import (
     Add,
     BiasedExperts,
@@ -168,7 +167,7 @@ class MoE(LlamaLike):
         return [*trunk, self.losses, heads] if self.losses else [*trunk, heads]
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         tiny = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=6, experts=5)
         odd = Config(dim=12, heads=3, kv_heads=1, head_dim=6, layers=1, context=9, vocab=5, hidden=7, experts=3)
         one = Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, experts=2, norm_eps=0.1)

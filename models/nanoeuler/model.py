@@ -5,7 +5,6 @@ A residual step x <- x + f(x) is one forward-Euler step of dx/dt = f(x) with ste
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.models.llama.model import LlamaLike
 from tinyforge.models.nanoeuler.config import Config
-from tinyforge.op import Op, Param, Recompute, WithKeywords
+from tinyforge.op import Cases, Param, Recompute, WithKeywords
 from tinyforge.ops.attention import Documents
 from tinyforge.params import with_buffer
 
@@ -35,7 +34,7 @@ class NanoEuler(LlamaLike):
         super().__init__(config, config.trunk, heads, backend, values, recompute)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         tiny = Config(dim=16, heads=4, kv_heads=2, layers=2, context=9, vocab=11, hidden=10)
         one = Config(dim=4, heads=1, kv_heads=1, layers=1, context=1, vocab=3, hidden=3, norm_eps=0.1)
         long = Config(dim=12, heads=2, kv_heads=1, layers=3, context=132, vocab=7, hidden=5)

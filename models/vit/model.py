@@ -7,9 +7,6 @@ every other, and there is one prediction for the whole sequence, from the class 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
@@ -19,7 +16,7 @@ from tinyforge.models.gpt2 import block as gpt2
 from tinyforge.models.gpt2.config import Config as GPT2Config
 from tinyforge.models.gpt2.parts import linear, norm
 from tinyforge.models.vit.config import Config
-from tinyforge.op import Op, Param, Recompute, Stash
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import ClassToken, CrossEntropy, Dropout, LearnedPositions, Patches, Take
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.residual import PreNorm, ResidualStream
@@ -116,7 +113,7 @@ class ViT(Model):
         return [*start, first, *branches, *norms, self.take, self.head, self.loss]
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         tiny = Config(image=6, patch=2, channels=3, classes=4, dim=6, heads=2, layers=2, hidden=5)
         one = Config(image=3, patch=3, classes=2, dim=4, heads=1, layers=1, hidden=3, dropout=0.3, norm_eps=0.1)
         for config, batch in ((tiny, 2), (tiny.override({"patch": 3, "channels": 1}), 3), (one, 1)):

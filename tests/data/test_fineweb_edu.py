@@ -362,7 +362,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_source(
     [
         ("--bytes x", "--bytes is 'x', expected bytes"),
         ("--bytes 0", "--bytes is '0', expected bytes"),
-        ("--rows 0", "--rows 0: expected 1 or more"),
+        ("--rows 0", "--rows is 0, expected 1 or more"),
         ("--base-url ftp://x", "not a URL"),
     ],
 )

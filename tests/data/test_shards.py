@@ -292,7 +292,7 @@ def test_a_parquet_without_the_columns(tmp_path: Path) -> None:
     edit(corpus, lambda m: m["files"][0].update(bytes=len(raw), sha256=sha256(raw)))
     Tokenizer([], [SEPARATOR]).save(tmp_path / "t.json")
     message = fault(lambda: make_shards(corpus, tmp_path / "s", tokenizer=tmp_path / "t.json"))
-    assert message.startswith(f"{path}: not a parquet file of a corpus (Binder Error")
+    assert message.startswith(f"{path}: not a readable parquet file (Binder Error")
 
 
 def test_a_folder_with_other_files(tmp_path: Path, corpus: Path) -> None:

@@ -72,4 +72,4 @@ def test_the_command_prints_them() -> None:
     expected = [f"[{line.kind}] {line.instruction}" for line in talk("train", 3)]
     assert [line.split(" -> ")[0].split(" | ")[0] for line in done.stdout.splitlines()] == expected
     done = subprocess.run([*command, "0"], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (2, "error: --n is 0; expected 1 or more. Try --n 20\n")
+    assert (done.returncode, done.stderr) == (2, "error: --n is 0, expected 1 or more\n")

@@ -77,8 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (path / f"notes/{i}.txt").write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
-        local.main(["notes", "--out", "books"])
-        corpus.main(["books", "--out", "corpus", "--workers", "1", "--val-share", "0.2"])
+        local.main(["notes", "--out", "sources/notes"])
+        corpus.main(["sources/notes", "--out", "corpus", "--workers", "1", "--val-share", "0.2"])
         shards.main(["--corpus", "corpus", "--out", "shards", "--vocab-size", "300", "--workers", "1"])
         convert.main([str(ROOT / "models/nanoeuler/small"), "HuggingFaceTB/SmolLM2-135M"])
     return path

@@ -128,6 +128,13 @@ def test_search_reference_and_gallery_have_what_they_promise(site: Path) -> None
     assert gallery.count('class="stack"') > 8 and ">LinearCrossEntropy<" in gallery
 
 
+def test_the_tabs_begin_with_the_course_and_end_with_the_reference(site: Path) -> None:
+    text = (site / "index.html").read_text(encoding="utf-8")
+    tabs = [tab.strip() for tab in re.findall(r'class="md-tabs__link">\s*([^<]+)<', text)]
+    assert tabs == ["Home", "Start", "Course", "Textbook", "Models", "Guides", "Speed", "API"]
+    assert re.search(r'<a href="course/index.html"[^>]*class="md-tabs__link"', text)
+
+
 def test_the_font_of_formulas_is_shipped_with_its_licence(site: Path) -> None:
     font, licence = (site / "site" / name for name in ("stix-two-math.woff2", "stix-two-math-OFL.txt"))
     assert font.stat().st_size < 1_000_000 and font.read_bytes()[:4] == b"wOF2"

@@ -225,12 +225,12 @@ def test_a_window_is_written_as_the_context(
     [
         ({"rope_scaling": "yarn", "rope_high_freq": 9.0}, "YaRN has beta_fast 32 and beta_slow 1"),
         ({"rope_scaling": "dynamic"}, "no RoPE scaling 'dynamic'"),
-        ({"no_rope_every": 2}, "smollm3 has no RoPE in every 4th layer"),
+        ({"no_rope_every": 2}, "smollm3 has no_rope_layers"),
         ({"norms": "after", "qk_norm": True, "qk_norm_width": True}, "olmo2 has an output head of its own"),
         ({**GEMMA, **GEMMA2, "attention_scale": 0.5}, "divides its scores by the root of 4; llama.cpp's gemma2"),
         (
             {**PLAIN, "mlp_bias": True, "kv_heads": 4, "activation": "relu", "family": "gpt_neox", "tied": False},
-            "gptneox has activation 'gelu', not 'relu'",
+            "gptneox has hidden_act gelu, the model relu",
         ),
         ({**PHI2, "activation": "gelu", "qkv_bias": False, "out_bias": False}, "gptneox has biases in its attention"),
         ({**MIXTURE, "qk_norm": True, "normalised": False}, "qwen3moe has norm_topk_prob True, the model False"),

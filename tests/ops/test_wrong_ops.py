@@ -18,7 +18,7 @@ from tinyforge.backends.meta import empty
 from tinyforge.contract import ContractError, violations
 from tinyforge.gradcheck import TOLERANCE, check_op
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops import IN_FP8, Softmax
 from tinyforge.params import with_buffer
 
@@ -55,7 +55,7 @@ class Right(Op):
             self.bias.grad[...] += rows_of(dy).sum(axis=0)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in cls.shapes:
             yield with_buffer(cls(backend), backend, rng), (backend.asarray(rng.normal(size=shape)),)
 
@@ -67,7 +67,7 @@ def test_the_right_op_passes() -> None:
 def test_one_op_may_serve_several_cases() -> None:
     class Shared(Right):
         @classmethod
-        def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+        def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
             op = with_buffer(cls(backend), backend, rng)
             for shape in cls.shapes:
                 yield op, (backend.asarray(rng.normal(size=shape)),)
@@ -388,7 +388,7 @@ class OnlyEmpty(Right):
 @wrong("cases: in each the gradient of w is empty or 0")
 class OnlyZeros(Right):
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for op, (x,) in super().cases(backend, rng):
             yield op, (0 * x,)
 
@@ -412,7 +412,7 @@ class Unchecked(Op):
         return None
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         yield cls(backend), (backend.asarray(rng.integers(0, 3, 4)),)
 
 
@@ -442,7 +442,7 @@ class Half(Op):
         return self.bwd(dy, *stash.pop(self))
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         yield cls(backend), (backend.asarray(rng.normal(size=(2, 6))),)
 
 
@@ -715,7 +715,7 @@ class Lookup(Op):
             self.weight.grad[ids] += dy
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         yield with_buffer(cls(backend), backend, rng), (np.array([3, 1]),)
 
 
@@ -743,7 +743,7 @@ class Masked(Op):
         return (dy * keep[:, None])[np.argsort(order)], None, None
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         yield cls(backend), (backend.asarray(rng.normal(size=(3, 4))), np.array([1, 2, 0]), np.array([1, 1, 0], bool))
 
 
@@ -766,7 +766,7 @@ class Constant(Right):
         return ()
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         yield with_buffer(cls(backend), backend, rng), ()
 
 

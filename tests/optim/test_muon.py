@@ -388,7 +388,7 @@ def test_what_muon_cannot_do_is_one_line() -> None:
     with pytest.raises(UserError, match="--optimizer muon expects whole matrices, and --zero 1 cuts them in parts"):
         PretrainSettings(optimizer="muon", zero=1).check()
     for options, flag in ({"normuon": True}, "normuon"), ({"newton_schulz": "polar-express"}, "newton-schulz"):
-        with pytest.raises(UserError, match=f"--{flag} is of Muon; add --optimizer muon, or leave it out"):
+        with pytest.raises(UserError, match=f"--{flag} is given without --optimizer muon; add it, or leave"):
             PretrainSettings(**options).check()
     backend = get_backend("numpy", "fp32", workers=1)
     config = Config(dim=16, heads=4, kv_heads=2, layers=1, hidden=24)

@@ -211,7 +211,7 @@ def test_replayed_text_is_learned_beside_the_records(
     make_shards(folder / "others", Tokenizer([], ["<|endoftext|>"]), {"books": (20, 2)})
     for flags, said in (
         ("--replay others", "--replay: others has another tokenizer than .*teacher-1"),
-        ("--mix books=1", "--mix and --replay-share are of --replay, which is not given"),
+        ("--mix books=1", "--mix is given without --replay; add it, or leave this out"),
         ("--replay shards --batch-size 1", "--replay: a micro-batch of 1 row has no room"),
     ):
         with pytest.raises(UserError, match=said):

@@ -56,6 +56,22 @@ def test_every_field_says_what_it_is(kind: type[Settings]) -> None:
         assert f.metadata["help"] and f.metadata["changes"] in (NOTHING, BITS, LEARNING), f.name
 
 
+@pytest.mark.parametrize("kind", RECIPES.values())
+def test_a_flag_is_refused_without_the_one_that_it_is_of(kind: type[Settings]) -> None:
+    others = {None: 0.25, 0.0: 0.25, 0.5: 0.25, "": "x", "quintic": "x", (): ("0:1",)}
+    known = [f for f in fields(kind) if f.metadata["of"]]
+    assert {"normuon", "elastic"} <= {f.name for f in known}
+    for f in known:
+        flag, of = f"--{f.name.replace('_', '-')}", f.metadata["of"]
+        given = replace(kind(), **{f.name: True if f.default is False else others[f.default]})
+        assert not given.has(of)
+        with pytest.raises(UserError, match=f"{flag} is given without --{of}; add it, or leave this out"):
+            given.check()
+    lora = replace(SftSettings(), lora=8, lora_alpha=4.0, optimizer="muon", normuon=True)
+    assert lora.has("lora") and lora.has("optimizer muon") and not lora.has("optimizer adamw")
+    lora.check()
+
+
 def test_a_recipe_refuses_what_it_does_not_use() -> None:
     assert parse(Mine, "", ["--colour", "blue"]).settings.colour == "blue"
     for flags in ("--config small", "--set dim=3", "--mix a=1", "--base x", "--max-reply 3", "--tokenizer t.json"):

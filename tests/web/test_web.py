@@ -65,7 +65,7 @@ def test_a_tied_head_is_written_once_and_the_context_is_cut(tmp_path: Path) -> N
     assert "head" not in manifest["tensors"] and manifest["name"] == "tiny"
     assert manifest["shape"]["context"] == manifest["about"]["context"] == 20
     assert manifest["tensors"]["cos"]["shape"] == [20, 4]
-    with pytest.raises(UserError, match="expected at least 16"):
+    with pytest.raises(UserError, match="--context is 15, expected 16 or more"):
         main([str(tmp_path / "other"), "--checkpoint", "small", "--context", "15"])
 
 

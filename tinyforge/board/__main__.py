@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.flag("--export", str, "write the page with all data into this file and exit", metavar="FILE")
     listen = "address to listen on (default: %(default)s, this machine only; 0.0.0.0 lets everyone on the network read "
     parser.add_argument("--host", default="127.0.0.1", help=f"{listen}the board)")
-    parser.flag("--port", PORT, "port, 0 for any free one")
+    parser.flag("--port", PORT, "port, 0 for any free one", 0, 65535)
     add_allow_host_flag(parser)
     args = parser.parse_args(argv)
     folder = Path(args.folder)
@@ -40,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             f"no folder {folder}; train a model first, e.g. python recipes/pretrain.py, or name the folder of a run"
         )
-    if not 0 <= args.port <= 65535:
-        raise UserError(f"--port is {args.port}, expected 0 to 65535")
     return export(folder, Path(args.export)) if args.export else serve(folder, args.host, args.port, args.allow_host)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.config import ModelConfig
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.files import shown
 from tinyforge.formats import gguf_model, huggingface, llama2c
 from tinyforge.formats.opened import Tensors
@@ -50,13 +50,11 @@ def describe(weights: Weights) -> tuple[ModelSpec, ModelConfig, Tensors]:
     Raises UserError for an architecture that no registered model reads, and for tensors that are missing, surplus, or
     of the wrong shape. No tensor is read for these checks.
     """
-    try:
+    with errors_in(weights.source):
         spec = _spec_of(weights.config)
         layout = _layout(spec)
         config = layout.read_config(weights.config)
         places = _places(weights, layout, config)
-    except UserError as error:
-        raise UserError(f"{weights.source}: {error}") from error
     parts: dict[str, list[tuple[Entry, Callable[[], np.ndarray]]]] = {}
     for entry, read in places:
         if entry.plus:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.formats import gguf_file, rotary
 from tinyforge.formats.weights import Weights
 from tinyforge.ops import RopeScaling
@@ -298,14 +298,12 @@ def open_file(path: Path) -> Weights:
         )
     architecture, stored = ARCHITECTURES[name], dict(content.tensors)
     values = _Values(name, content.metadata)
-    try:
+    with errors_in(path):
         factors = stored.pop(ROPE_FREQS, None)
         config = _config(architecture, values, stored)
         if factors:
             original = values.get("rope.scaling.original_context_length", 8192)
             config["rope_scaling"] = _llama3_scaling(config, original, factors.read())
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
     def lazy(own: str, tensor: gguf_file.Tensor) -> Lazy:
         change = _change(architecture, own, config, back=True)
@@ -645,17 +643,11 @@ def _sizes(name: str, config: dict[str, Any]) -> dict[str, Any]:
         share = config.get("partial_rotary_factor", config.get("rotary_pct", 1.0))
         found[f"{name}.{ROTARY}"] = round(config["head_dim"] * share)
     found |= _written_scaling(name, config.get("rope_scaling") or config.get("rope_parameters") or {})
-    for own, value in architecture.fixed.items():
-        if own == "no_rope_layer_interval":
-            ropes = [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
-            if config["no_rope_layers"] != ropes:
-                raise UserError(f"llama.cpp's {name} has no RoPE in every {value}th layer; keep it in our own format")
-        elif own in ("norm_topk_prob", "swiglu_limit") and config[own] != value:
-            raise UserError(f"llama.cpp's {name} has {own} {value}, the model {config[own]}; keep it in our own format")
-        elif own == "hidden_act" and config[own] != value:
-            raise UserError(
-                f"llama.cpp's {name} has activation {value!r}, not {config[own]!r}; keep it in our own format"
-            )
+    for key, value in architecture.fixed.items():
+        if key == "no_rope_layer_interval":
+            key, value = "no_rope_layers", [int((i + 1) % value > 0) for i in range(config["num_hidden_layers"])]
+        if key not in architecture.optional.values() and config.get(key, value) != value:
+            raise UserError(f"llama.cpp's {name} has {key} {value}, the model {config[key]}; keep it in our own format")
     if (architecture.by_head or architecture.merged) and not config["attention_bias"]:
         raise UserError(f"llama.cpp's {name} has biases in its attention; keep the model in our own format")
     for own, theirs in architecture.optional.items():

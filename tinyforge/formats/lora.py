@@ -20,7 +20,7 @@ import numpy as np
 
 from tinyforge import checkpoint, tensors
 from tinyforge.adapters import Adapters
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.files import read_json, write_whole
 from tinyforge.formats import foreign, hub, huggingface
 from tinyforge.formats.generation import read_generation
@@ -187,10 +187,8 @@ def merged_peft(path: Path, base: Opened) -> Opened:
         rank, scale = _read_config(given)
     except UserError as error:
         raise UserError(f"{path / CONFIG}: {str(error).removeprefix('config.json: ')}") from error
-    try:
+    with errors_in(path):
         changes = _read_changes(path, base, rank, scale)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
     return _merged(base, changes, path, base.meta, base.template)
 
 

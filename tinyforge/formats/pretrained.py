@@ -26,6 +26,7 @@ from tinyforge.formats.generation import GGUF, OLLAMA, renamed
 from tinyforge.formats.labels import Labels
 from tinyforge.formats.runs import load, resolve_checkpoint, template_of
 from tinyforge.invocation import as_typed
+from tinyforge.layout import class_labels
 from tinyforge.params import named
 from tinyforge.registry import ModelSpec
 from tinyforge.tensors import CALLED, DTYPES
@@ -124,7 +125,7 @@ def save_pretrained(
     weights, ids = foreign.weights_of(model), tokenizers.special_ids(tokenizer, template, ends, given)
     weights.config.update(ids)
     if classes := content.get("classes"):
-        weights.config.update(tokenizers.class_labels(classes))
+        weights.config.update(class_labels(classes))
     huggingface.write_directory(path, weights, dtype, others)
 
 

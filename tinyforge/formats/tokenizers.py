@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyforge.checkpoint import write_files
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.files import GET_AGAIN, MORE_DIGITS, parse_json, read_json, read_text, shown, write_whole, writing
 from tinyforge.formats import generation, gguf_file, gguf_model
 from tinyforge.formats.labels import Labels
@@ -152,7 +152,7 @@ def _with_added(path: Path, found: TextTokenizer) -> TextTokenizer:
         )
     specials = {entry["content"]: entry["id"] for entry in left if entry["special"]}
     others = {entry["content"]: entry["id"] for entry in left if not entry["special"]}
-    try:
+    with errors_in(path):
         return SentencePiece(
             [*found.pieces, *texts],
             found.specials | specials,
@@ -163,8 +163,6 @@ def _with_added(path: Path, found: TextTokenizer) -> TextTokenizer:
             found.user_defined | others,
             found.prefix_once,
         )
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def _is_token(tokenizer: TextTokenizer, text: str, id: int) -> bool:
@@ -380,14 +378,6 @@ def class_names(config: Mapping[str, Any], count: int) -> list[str]:
     if isinstance(given, dict) and set(given) == set(numbers) and all(isinstance(n, str) for n in given.values()):
         return [given[number] for number in numbers]
     return numbers
-
-
-def class_labels(names: Sequence[str]) -> dict[str, Any]:
-    """id2label and label2id of config.json."""
-    return {
-        "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)},
-    }
 
 
 def place_for_llama2c(model: Path, tokenizer: TextTokenizer) -> Path:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, Kernel, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.sigmoid import sigmoid, silu_slope
 
 
@@ -86,8 +85,7 @@ class _Activation(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
         y = self.fwd(x)
-        if stash is not None:
-            stash.push(self, x if self.of_input else y)
+        self.save(stash, x if self.of_input else y)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -95,7 +93,7 @@ class _Activation(Op):
         return self.bwd(dy, saved)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 5), (1,), (0, 4)):
             yield cls(backend), (backend.asarray(rng.normal(size=shape) * cls.spread),)
 
@@ -112,7 +110,7 @@ class ReLU(_Activation):
     bwd = relu_bwd
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 5), (1,), (9, 8), (0, 4)):
             x = np.abs(rng.normal(size=shape)) + 0.1
             x[..., ::2] *= np.where(rng.random(shape)[..., ::2] < 0.5, -1, 1)  # the last axis has an active element
@@ -133,7 +131,7 @@ class SquaredReLU(_Activation):
     of_input = True
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for op, inputs in ReLU.cases(backend, rng):  # away from 0, where the second derivative jumps
             yield cls(op.backend), inputs
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 
 @kernel
@@ -28,8 +25,7 @@ class Add(Op):
     def forward(self, a: Array, b: Array, stash: Stash | None = None) -> Array:
         self.expect(a)
         self.expect(b, shape=a.shape)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return self.fwd(a, b)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array]:
@@ -37,6 +33,6 @@ class Add(Op):
         return dy, dy
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 5), (1,), (0, 4)):
             yield cls(backend), tuple(backend.asarray(rng.normal(size=shape)) for _ in range(2))

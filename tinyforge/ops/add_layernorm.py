@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like, per_row
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Param, Stash
 from tinyforge.ops.layernorm import LayerNorm, layernorm_fwd
 from tinyforge.params import with_buffer
 
@@ -47,8 +44,7 @@ class AddLayerNorm(LayerNorm):
         else:
             self.expect(delta, shape=residual.shape)
             x, y, mean, rstd = self.add_fwd(residual, delta, *known)
-        if stash is not None:
-            stash.push(self, x, mean, rstd)
+        self.save(stash, x, mean, rstd)
         return x, y
 
     def normed(self, x: Array) -> Array:
@@ -64,7 +60,7 @@ class AddLayerNorm(LayerNorm):
         return dsum, dsum
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
             for bias in (Param("bias", shape[-1:], fill=0.0, decay=False), None):
                 weight = Param("weight", shape[-1:], fill=1.0, decay=False)

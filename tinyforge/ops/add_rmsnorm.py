@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like, per_row
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Param, Stash
 from tinyforge.ops.rmsnorm import RMSNorm, rmsnorm_fwd
 from tinyforge.params import with_buffer
 
@@ -47,8 +44,7 @@ class AddRMSNorm(RMSNorm):
         else:
             self.expect(delta, shape=residual.shape)
             x, y, rstd = self.add_fwd(residual, delta, self.weight.value, self.eps, self.plus_one)
-        if stash is not None:
-            stash.push(self, y, rstd)
+        self.save(stash, y, rstd)
         return x, y
 
     def normed(self, x: Array) -> Array:
@@ -62,7 +58,7 @@ class AddRMSNorm(RMSNorm):
         return dsum, dsum
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # A row of one element is flat but for eps: a large eps gives it a gradient that can be measured.
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
             eps = 1.0 if shape[-1] == 1 else 1e-5

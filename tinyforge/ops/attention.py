@@ -13,7 +13,7 @@ from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Key, Op, Stash, WithKeywords
+from tinyforge.op import Cases, Key, Op, Stash, WithKeywords
 from tinyforge.ops.rope import RoPE, rope
 from tinyforge.rng import philox
 
@@ -480,8 +480,7 @@ class Attention(Op):
         how = (self.causal, self.window, key, self.dropout, self.scale, self.softcap)
         out, lse = self.fwd(q, k, v, lengths, starts, *how)
         self.finish(out, lse)
-        if stash is not None:
-            stash.push(self, qkv, lengths, starts, out, lse, key)
+        self.save(stash, qkv, lengths, starts, out, lse, key)
         return out
 
     def finish(self, out: Array, lse: Array) -> None:
@@ -505,7 +504,7 @@ class Attention(Op):
         return dqkv
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         shapes = ((2, 7, 4, 2, 4), (1, 1, 1, 1, 2), (2, 5, 3, 1, 6), (1, TILE + 3, 2, 1, 4), (2, 0, 2, 2, 4))
         for b, t, heads, kv_heads, d in shapes:
             yield cls(heads, kv_heads, backend), (backend.asarray(rng.normal(size=(b, t, heads + 2 * kv_heads, d))),)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param
+from tinyforge.op import Cases, Param
 from tinyforge.ops.attention import TILE, Attention
 from tinyforge.params import with_buffer
 
@@ -58,7 +57,7 @@ class SinkAttention(Attention):
             self.sink_bwd(self.sinks.grad, dy, out, lse, self.sinks.value)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for t, heads, window, rate in ((7, 2, None, 0.0), (TILE + 3, 2, None, 0.0), (9, 4, 4, 0.4), (0, 2, None, 0.0)):
             sinks = Param("sinks", (heads,), fill=0.5, decay=False)
             op = with_buffer(cls(sinks, heads // 2, backend, window=window, dropout=rate), backend, rng)

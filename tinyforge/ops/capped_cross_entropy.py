@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Param, Stash
 from tinyforge.ops.activations import tanh_bwd
 from tinyforge.ops.cross_entropy import (
     NO_TEACHER,
@@ -64,8 +61,7 @@ class CappedCrossEntropy(LinearCrossEntropy):
             z = self.scale(t, self.cap) if self.cap else t
             nll[part], residual = self.loss(z[:, None], ids[part])
             kept += [(t if self.cap else None, residual)] if stash is not None else []
-        if stash is not None:
-            stash.push(self, h, kept)
+        self.save(stash, h, kept)
         return nll.reshape(targets.shape)
 
     def _chunks(self, rows: int) -> list[slice]:
@@ -95,7 +91,7 @@ class CappedCrossEntropy(LinearCrossEntropy):
         return self.scale(self._tanh(h), self.cap) if self.cap else self._tanh(h)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for n, cap, *shape in ((6, 2, 1, 5, 4), (3, 2, 7, 2), (5, 2, 4, 3), (4, 0, 6, 3)):
             bias = Param("bias", (shape[-2],), fill=0.0, decay=False) if shape[-1] == 3 else None
             weight = Param("weight", tuple(shape), std=1.0)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.sigmoid import sigmoid, silu_slope
 from tinyforge.params import with_buffer
 
@@ -99,7 +96,7 @@ class CausalConv(Op):
         return self.bwd(out, self.weight.grad, self.bias.grad, dy, x, self.weight.value, self.bias.value)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (batch, length, channels), taps in (
             ((2, 9, 5), 4),
             ((3, 2, 7), 4),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.params import with_buffer
 
 
@@ -52,8 +49,7 @@ class ClassToken(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x, self.token.size)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return self.fwd(x, self.token.value)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -61,7 +57,7 @@ class ClassToken(Op):
         return self.bwd(self.token.grad, dy)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((3, 4, 5), (1, 1, 1), (2, 0, 3)):
             op = with_buffer(cls(Param("token", shape[-1:], fill=0.0, decay=False), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=shape)),)

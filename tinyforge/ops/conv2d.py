@@ -11,7 +11,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.linear import made, sizes_of
 from tinyforge.params import with_buffer
 
@@ -228,8 +228,7 @@ class Conv2d(Op):
                 f"padding at least {self.weight.shape[1:3]}"
             )
         self.expect(x)
-        if stash is not None:
-            stash.push(self, None if self.weight.frozen else x, x.shape)
+        self.save(stash, None if self.weight.frozen else x, x.shape)
         return self.fwd(x, self.weight.value, self.bias.value if self.bias else None, add, self.stride, self.padding)
 
     def backward(self, dy: Array, stash: Stash) -> Any:
@@ -240,7 +239,7 @@ class Conv2d(Op):
         return self.bwd_input(dy, self.weight.value, shape, self.stride, self.padding)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # A window of odd and of even size, strides that leave a rest, no padding, as much as the window, and less, one
         # position, no image.
         for (b, h, w, i), (o, down, across), stride, padding in (

@@ -14,7 +14,7 @@ from tinyforge.backends.meta import empty, like
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Stash, WithKeywords
 from tinyforge.ops.activations import tanh_fwd
 from tinyforge.ops.linear import linear_fwd
 from tinyforge.ops.scale import scale_fwd
@@ -334,8 +334,7 @@ class CrossEntropy(Op):
         self.expect_ids(targets, logits.shape[-1], -1)
         heads = targets.shape[-1]
         nll, residual = self.fwd(logits.reshape(-1, heads, logits.shape[-1]), targets.reshape(-1, heads))
-        if stash is not None:
-            stash.push(self, residual, logits.shape)
+        self.save(stash, residual, logits.shape)
         return nll.reshape(targets.shape)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
@@ -343,7 +342,7 @@ class CrossEntropy(Op):
         return self.bwd(rows_of(dy), residual).reshape(shape), None
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for lead, heads, vocab in (((6,), 3, 5), ((1,), 1, 2), ((3, 3), 4, 7), ((3,), 2, 1)):
             logits = rng.normal(size=(*lead, heads, vocab)) * 3
             targets = masked_targets(rng, int(np.prod(lead)), heads, vocab).reshape(*lead, heads)
@@ -398,14 +397,12 @@ class LinearCrossEntropy(Op):
             ids, hidden = targets.ids.reshape(-1, heads), targets.hidden.reshape(-1, targets.hidden.shape[-1])
             soft = ids, hidden, targets.heads[:heads]
             nll, residual = self.soft_fwd(rows, weight, *soft, stash is not None, targets.share)
-            if stash is not None:
-                stash.push(self, h, residual)
+            self.save(stash, h, residual)
             return nll.reshape(targets.ids.shape)
         self.expect_ids(targets, self.shape[1], -1)
         forward = self.frozen_fwd if self.weight.frozen else self.fwd
         nll, kept = forward(rows, weight, targets.reshape(-1, heads), stash is not None, self.cap)
-        if stash is not None:
-            stash.push(self, h.shape if self.weight.frozen else h, kept)
+        self.save(stash, h.shape if self.weight.frozen else h, kept)
         return nll.reshape(targets.shape)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
@@ -427,7 +424,7 @@ class LinearCrossEntropy(Op):
         return self.scale(self.tanh(self.scale(u, 1 / self.cap)), self.cap) if self.cap else u
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # The last case spans several chunks, the last of them partly filled.
         many = 2 * (CHUNK_BYTES // (8 * 2 * 1024)) + 5
         for n, *shape in ((6, 3, 5, 4), (1, 1, 2, 1), (9, 4, 7, 3), (8, 6, 5), (7, 2, 6, 3), (many, 2, 1024, 3)):

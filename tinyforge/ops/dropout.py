@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Key, Op, Stash
+from tinyforge.op import Cases, Key, Op, Stash
 from tinyforge.rng import philox
 
 
@@ -54,7 +51,7 @@ class Dropout(Op):
         return dy if key is None else self.drop(dy, key, self.rate)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for rate in (0.4, 0.0):
             for shape in ((2, 3, 9), (1,), (0, 4)):
                 yield cls(rate, backend), (backend.asarray(rng.normal(size=shape)),)

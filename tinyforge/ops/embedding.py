@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.compile import constant
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.params import with_buffer
 
 
@@ -93,8 +92,7 @@ class Embedding(Op):
 
     def forward(self, ids: Array, stash: Stash | None = None, *, order: Order | None = None) -> Array:
         self.expect_ids(ids, self.weight.shape[0])
-        if stash is not None:
-            stash.push(self, ids, order)
+        self.save(stash, ids, order)
         return self.fwd(ids, self.weight.value)
 
     def backward(self, dy: Array, stash: Stash) -> None:
@@ -103,7 +101,7 @@ class Embedding(Op):
             self.bwd(self.weight.grad, dy, ids, order)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for vocab, dim, shape in ((11, 6, (3, 7)), (1, 1, (1, 1)), (5, 3, (2, 0)), (9, 4, (13,))):
             op = with_buffer(cls(Param("weight", (vocab, dim), std=1.0), backend), backend, rng)
             yield op, (backend.asarray(rng.integers(0, vocab, shape)),)

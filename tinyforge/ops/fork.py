@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 
 @kernel
@@ -28,8 +25,7 @@ class Fork(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> tuple[Array, Array]:
         self.expect(x)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return x, x
 
     def backward(self, dy: tuple[Array, Array], stash: Stash) -> Array:
@@ -37,6 +33,6 @@ class Fork(Op):
         return self.bwd(*dy)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 5), (1,), (0, 4)):
             yield cls(backend), (backend.asarray(rng.normal(size=shape)),)

@@ -11,7 +11,7 @@ An op quantises the arrays that it is given; what another op has quantised comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, Kernels, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Param, Stash
 from tinyforge.ops import fp8
 from tinyforge.ops.linear import Linear, add_product
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
@@ -143,7 +143,7 @@ class FP8Linear(_FP8Map, Linear):
         return self.product(x.codes, x.scale, weight.codes, weight.scale, False)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         yield from _cases(cls, backend, rng, lambda o, i: (o, i), lambda i: i)
 
 
@@ -176,8 +176,7 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
     ) -> Any:
         assert add is None, "adds is False"
         (x, codes, scale), weight = self.scaled(x), self.quantised_weight()
-        if stash is not None:
-            stash.push(self, *((None, None) if self.weight.frozen else (recompute or (lambda: x), scale)))
+        self.save(stash, *((None, None) if self.weight.frozen else (recompute or (lambda: x), scale)))
         factors = (codes, scale, weight.codes, weight.scale)
         return self.hidden_product(*factors) if hidden else self.product(*factors, False)
 
@@ -196,7 +195,7 @@ class FP8LinearSwiGLU(_FP8Map, LinearSwiGLU):
         return self.product(dy.codes, dy.scale, self.fp8_weight.transposed, self.fp8_weight.scale, True)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         yield from _cases(cls, backend, rng, lambda o, i: (2 * o, i), lambda i: i)
 
 
@@ -243,7 +242,7 @@ class FP8SwiGLULinear(_FP8Map, SwiGLULinear):
         return dgu
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         yield from _cases(cls, backend, rng, lambda o, i: (o, i), lambda i: 2 * i)
 
 
@@ -253,7 +252,7 @@ def _cases(
     rng: np.random.Generator,
     shape: Callable[[int, int], tuple[int, int]],
     width: Callable[[int], int],
-) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+) -> Cases:
     """shape: of the weight, of o and i. width: of the input, of i."""
     times = fp8.MULTIPLE if backend.fp8 else 1
     for (o, i), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):

@@ -72,8 +72,7 @@ class FP8AddRMSNorm(AddRMSNorm):
         else:
             x, y, rstd = self.add_fwd(residual, delta, self.weight.value, self.eps)
             codes, scale = self.quantise(y)
-        if stash is not None:
-            stash.push(self, y, rstd)
+        self.save(stash, y, rstd)
         return x, Scaled(y, codes, scale)
 
     def normed(self, x: Array) -> Any:

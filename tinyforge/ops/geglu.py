@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
 
 
@@ -57,8 +54,7 @@ class GeGLU(Op):
 
     def forward(self, gu: Array, stash: Stash | None = None) -> Array:
         self.expect(gu, gu.shape[-1] // 2 * 2)
-        if stash is not None:
-            stash.push(self, gu)
+        self.save(stash, gu)
         return self.fwd(gu, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -66,7 +62,7 @@ class GeGLU(Op):
         return self.bwd(dy, gu, self.approximate)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for approximate in ("tanh", "erf"):
             for shape in ((2, 3, 10), (1, 2), (7, 6), (0, 4)):
                 yield cls(backend, approximate), (backend.asarray(rng.normal(size=shape) * 2),)

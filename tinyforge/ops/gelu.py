@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.linear import linear_bwd_bias
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
@@ -156,8 +153,7 @@ class GELU(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x, self.bias.size if self.bias else None)
-        if stash is not None:
-            stash.push(self, x)
+        self.save(stash, x)
         return self.fwd(x, self.bias.value if self.bias else None, self.approximate)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -166,7 +162,7 @@ class GELU(Op):
         return self.bwd(None, dbias, dy, x, bias, self.approximate)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for approximate in ("tanh", "erf"):
             for shape in ((2, 3, 9), (1,), (0, 4)):
                 yield cls(backend, approximate), (backend.asarray(rng.normal(size=shape) * 2),)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.gelu import gelu_bwd, gelu_fwd
 from tinyforge.ops.linear import add_product, linear_add_fwd, linear_bwd_bias, linear_fwd
 from tinyforge.params import with_buffer
@@ -92,8 +89,7 @@ class GELULinear(Op):
 
     def forward(self, u: Array, stash: Stash | None = None, *, add: Array | None = None) -> Array:
         self.expect(u, self.weight.shape[1])
-        if stash is not None:
-            stash.push(self, u)
+        self.save(stash, u)
         bias, input_bias = (p.value if p else None for p in (self.bias, self.input_bias))
         return self.fwd(u, self.weight.value, bias, input_bias, add, self.approximate)
 
@@ -105,7 +101,7 @@ class GELULinear(Op):
         return self.bwd(dweight, dbias, dinput_bias, dy, u, self.weight.value, input_bias, self.approximate, accumulate)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (o, h), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
             for has_bias, has_input_bias in ((True, True), (True, False), (False, True), (False, False)):
                 bias = Param("bias", (o,), fill=0.0, decay=False) if has_bias else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Stash, WithKeywords
 from tinyforge.ops.sigmoid import sigmoid, silu_slope
 from tinyforge.params import with_buffer
 
@@ -143,8 +142,7 @@ class GroupNorm(Op):
         if shift is not None:
             self.expect(shift, shape=(x.shape[0], self.weight.size))
         y, mean, rstd = self.fwd(x, shift, self.weight.value, self.bias.value, self.groups, self.eps, self.silu)
-        if stash is not None:
-            stash.push(self, x, shift, mean, rstd)
+        self.save(stash, x, shift, mean, rstd)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Any:
@@ -155,7 +153,7 @@ class GroupNorm(Op):
         return dx if shift is None else (dx, dshift)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape, groups, silu in (
             ((2, 3, 3, 6), 3, False),
             ((1, 2, 4), 1, True),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like, per_row
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.params import with_buffer
 
 
@@ -84,8 +81,7 @@ class LayerNorm(Op):
         self.expect(x, self.weight.size)
         bias = self.bias.value if self.bias else None
         y, mean, rstd = self.fwd(x, self.weight.value, bias, self.eps)
-        if stash is not None:
-            stash.push(self, x, mean, rstd)
+        self.save(stash, x, mean, rstd)
         return y
 
     def backward(self, dy: Array, stash: Stash, residual: Array | None = None) -> Array:
@@ -94,7 +90,7 @@ class LayerNorm(Op):
         return self.bwd(self.weight.grad, dbias, dy, self.weight.value, x, mean, rstd, residual)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
             for bias in (Param("bias", shape[-1:], fill=0.0, decay=False), None):
                 weight = Param("weight", shape[-1:], fill=1.0, decay=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, overload
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.params import with_buffer
 
 
@@ -143,8 +143,7 @@ class Linear(Op):
 
     def keep(self, x: Array, stash: Stash | None, recompute: Callable[[], Array] | None) -> None:
         self.expect(x, self.weight.shape[1])
-        if stash is not None:
-            stash.push(self, None if self.weight.frozen else recompute or (lambda: x))
+        self.save(stash, None if self.weight.frozen else recompute or (lambda: x))
 
     def backward(self, dy: Array, stash: Stash) -> Array:
         (x,) = stash.pop(self)
@@ -153,7 +152,7 @@ class Linear(Op):
         return self.bwd(dweight, dbias, dy, x and x(), self.weight.value, accumulate)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (o, i), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
             for bias in (None, Param("bias", (o,), fill=0.0, decay=False)):
                 op = with_buffer(cls(Param("weight", (o, i), std=1.0), backend, bias=bias), backend, rng)

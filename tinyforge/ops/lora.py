@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Key, Op, Param, Stash
+from tinyforge.op import Cases, Key, Op, Param, Stash
 from tinyforge.ops.dropout import dropout
 from tinyforge.ops.gelu import GELU
 from tinyforge.ops.linear import linear_fwd
@@ -157,8 +156,7 @@ class LoRA(Op):
         key = None if stash is None else stash.key(self, self.rate)
         bias = self.bias.value if self.bias else None
         y, u = self.fwd(x, self.weight.stored, bias, self.a.value, self.b.value, self.scale, key, self.rate)
-        if stash is not None:
-            stash.push(self, recompute or (lambda: x), u, key)
+        self.save(stash, recompute or (lambda: x), u, key)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -172,7 +170,7 @@ class LoRA(Op):
         return self.merge(self.weight.value, self.a.value, self.b.value, self.scale)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (o, i, r), lead in (((5, 7, 3), (2, 3)), ((1, 1, 1), (1,)), ((6, 4, 2), (9,)), ((3, 2, 5), (0,))):
             of_gelu = Param("input_bias", (i,), fill=0.0, decay=False)
             for rate, bias, activation in (

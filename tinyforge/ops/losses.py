@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.sigmoid import sigmoid
 
 
@@ -79,8 +77,7 @@ class _RowLoss(Op):
                 f"{self.name}: {x.dtype} {x.shape} and targets {target.dtype} {target.shape}; expected the same"
             )
         self.expect(x)
-        if stash is not None:
-            stash.push(self, x, target)
+        self.save(stash, x, target)
         return self.fwd(x, target)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array]:
@@ -99,7 +96,7 @@ class MSE(_RowLoss):
     bwd = mse_bwd
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 5), (1,), (4, 1), (0, 4)):
             yield cls(backend), tuple(backend.asarray(rng.normal(size=shape)) for _ in range(2))
 
@@ -117,7 +114,7 @@ class BinaryCrossEntropy(_RowLoss):
     bwd = binary_cross_entropy_bwd
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 5), (1,), (4, 1), (0, 4)):
             x, target = rng.normal(size=shape) * 2, rng.random(shape)
             yield cls(backend), (backend.asarray(x + np.copysign(0.1, x)), backend.asarray(target))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Stash, WithKeywords
 from tinyforge.ops.linear import linear_bwd, linear_fwd
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
@@ -124,8 +121,7 @@ class LSTM(Op):
             self.expect(state, shape=(x.shape[0], self.recurrent.shape[1]))
         gates = self.gates_fwd(x, self.inputs.value, self.bias.value)
         y, cells = self.fwd(gates, h, c, self.recurrent.value, fresh)
-        if stash is not None:
-            stash.push(self, x, h, c, gates, y, cells, fresh)
+        self.save(stash, x, h, c, gates, y, cells, fresh)
         return y, cells[:, -1]
 
     def backward(self, dy: tuple[Array, Array | None], stash: Stash) -> tuple[Array, Array, Array, None]:
@@ -135,7 +131,7 @@ class LSTM(Op):
         return self.gates_bwd(self.inputs.grad, self.bias.grad, dgates, x, self.inputs.value), dh, dc, None
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for batch, length, size, width in ((2, 5, 3, 4), (1, 1, 1, 1), (3, 9, 7, 5), (0, 2, 3, 2)):
             shapes = (4 * width, size), (4 * width, width), (4 * width,)
             inputs, recurrent, bias = map(Param, ("inputs", "recurrent", "bias"), shapes)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.params import with_buffer
 
 
@@ -60,8 +57,7 @@ class Mix(Op):
     def forward(self, x: Array, first: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
         self.expect(first, shape=x.shape)
-        if stash is not None:
-            stash.push(self, x, first)
+        self.save(stash, x, first)
         return self.fwd(x, first, self.a.value, self.b.value)
 
     def backward(self, dy: Array, stash: Stash, *, into: Array | None = None) -> tuple[Array, Array]:
@@ -69,7 +65,7 @@ class Mix(Op):
         return self.bwd(self.a.grad, self.b.grad, into, dy, x, first, self.a.value, self.b.value)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4), (3, 700)):
             a, b = (Param(name, (1,), fill=fill, decay=False) for name, fill in (("a", 1.0), ("b", 0.5)))
             op = with_buffer(cls(a, b, backend), backend, rng)

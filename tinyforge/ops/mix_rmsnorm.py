@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like, per_row
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.mix import mix_bwd, mix_fwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from tinyforge.params import with_buffer
@@ -81,8 +80,7 @@ class MixRMSNorm(Op):
         self.expect(first, shape=x.shape)
         factors = self.a.value, self.b.value
         mixed, y, rstd = self.fwd(x, first, self.weight.value, *factors, self.eps, self.plus_one)
-        if stash is not None:
-            stash.push(self, x, first, y, rstd)
+        self.save(stash, x, first, y, rstd)
         return mixed, y
 
     def backward(
@@ -94,7 +92,7 @@ class MixRMSNorm(Op):
         return self.bwd(*sums, into, dnormed, residual, *saved, self.plus_one)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # A row of one element is flat but for eps: a large eps gives it a gradient that can be measured.
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4), (20, 136)):
             fills = ("a", (1,), 1.0), ("b", (1,), 0.5), ("weight", shape[-1:], 1.0)

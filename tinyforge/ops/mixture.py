@@ -18,7 +18,7 @@ import numpy as np
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.linear import Linear
 from tinyforge.ops.router import TopKRouter
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
@@ -187,8 +187,7 @@ class MixtureOfExperts(Op):
         weights, chosen, usage = self.router.forward(logits, stash)  # (..., k)
         slots, tokens, places, starts = self.sort(chosen, self.gate_up.shape[0])
         gu = self.product(x.reshape(-1, x.shape[-1]), self.gate_up.value, tokens, starts)  # (R, 2H)
-        if stash is not None:
-            stash.push(self, x, gu, weights, slots, tokens, places, starts)
+        self.save(stash, x, gu, weights, slots, tokens, places, starts)
         h = self.activate(gu, weights, slots, starts)  # (R, H)
         rows = self.product(h, self.down.value, None, starts)  # (R, C)
         self.finish(rows, weights, slots, starts)
@@ -229,7 +228,7 @@ class MixtureOfExperts(Op):
         return self.sum_rows(rows, places, dx.reshape(dy_rows.shape)).reshape(up.shape)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # Experts without a row, all of them chosen, one alone, more experts than rows, no token.
         for lead, c, h, experts, active in (
             ((2, 5), 6, 4, 5, 2),

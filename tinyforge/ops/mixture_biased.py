@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param
+from tinyforge.op import Cases, Param
 from tinyforge.ops.mixture import MixtureOfExperts
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
@@ -151,7 +148,7 @@ class BiasedExperts(MixtureOfExperts):
             self.sum_rows_of(self.down_bias.grad, dy, tokens, weights, slots, starts)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # A clamp that holds for some, or for none; experts without a row; no token.
         for lead, c, h, experts, active, limit in (
             ((2, 5), 6, 4, 5, 2, 1.0),

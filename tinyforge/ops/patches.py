@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 
 @kernel
@@ -70,8 +69,7 @@ class Patches(Op):
                 "whole number of patches each way: resize or pad the images"
             )
         real = images.dtype.kind not in "iu"
-        if stash is not None:
-            stash.push(self, images.shape, real)
+        self.save(stash, images.shape, real)
         scale, shift = (1.0, 0.0) if real else (1.0 / (255.0 * self.std), -self.mean / self.std)
         return self.fwd(images, self.size, scale, shift, self.backend.dtype)
 
@@ -80,7 +78,7 @@ class Patches(Op):
         return self.bwd(dy, shape, self.size, 1.0) if real else None
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for size, shape in ((2, (2, 3, 4, 6)), (3, (1, 1, 3, 9)), (1, (2, 2, 3, 1)), (4, (3, 2, 8, 4))):
             yield cls(size, backend), (backend.asarray(rng.normal(size=shape)),)
         yield cls(2, backend), (backend.asarray(rng.integers(0, 256, (2, 1, 4, 2))),)

@@ -10,7 +10,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 Shape = tuple[int, ...]
 MOST_SIZE = 15
@@ -121,7 +121,7 @@ class _Pool(Op):
             )
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape, size, stride in (
             ((2, 4, 6, 3), 2, None),
             ((1, 5, 5, 2), 3, 1),
@@ -145,8 +145,7 @@ class AveragePool2d(_Pool):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.check(x)
-        if stash is not None:
-            stash.push(self, x.shape)
+        self.save(stash, x.shape)
         return self.fwd(x, self.size, self.stride)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -167,8 +166,7 @@ class MaxPool2d(_Pool):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.check(x)
         y, where = self.fwd(x, self.size, self.stride)
-        if stash is not None:
-            stash.push(self, where, x.shape)
+        self.save(stash, where, x.shape)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -193,8 +191,7 @@ class Upsample(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return self.fwd(x, self.factor)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -202,6 +199,6 @@ class Upsample(Op):
         return self.bwd(dy, self.factor)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape, factor in (((2, 3, 2, 3), 2), ((1, 1, 1, 1), 3), ((0, 2, 2, 1), 2)):
             yield cls(factor, backend), (backend.asarray(rng.normal(size=shape)),)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Stash, WithKeywords
 from tinyforge.ops.embedding import embedding_bwd, embedding_bwd_memory
 from tinyforge.params import with_buffer
 
@@ -60,8 +57,7 @@ class LearnedPositions(Op):
         if starts is not None and offset:
             raise ValueError(f"{self.name}: starts of documents and offset {offset}; a cache has one; drop one")
         positions = None if starts is None else self.backend.xp.arange(x.shape[1], dtype=starts.dtype) - starts
-        if stash is not None:
-            stash.push(self, offset, positions)
+        self.save(stash, offset, positions)
         return self.fwd(x, self.weight.value[self.first + offset :], positions)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -71,7 +67,7 @@ class LearnedPositions(Op):
         return dy
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 4), (1, 1, 1), (3, 5, 2), (2, 0, 3)):
             first = 2 if shape[1] == 3 else 0
             op = with_buffer(cls(Param("weight", (5, shape[-1]), std=1.0), backend, first=first), backend, rng)

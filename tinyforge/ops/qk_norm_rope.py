@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Param, Stash
 from tinyforge.ops.rmsnorm import gain_of
 from tinyforge.ops.rope import RoPE, rope
 from tinyforge.params import with_buffer
@@ -125,8 +124,7 @@ class QKNormRoPE(RoPE):
         rows, scale = slice(offset, offset + x.shape[1]), self.scale.value if self.scale else None
         known = (self.heads, self.rotated, self.factor, self.eps)
         y, rstd = self.norm_fwd(out, x, scale, self.cos[rows], self.sin[rows], *known)
-        if stash is not None:
-            stash.push(self, rows, y, rstd)
+        self.save(stash, rows, y, rstd)
         return y
 
     def after(self, linear: Any, x: Any, stash: Stash | None = None, *, offset: int = 0) -> Array:
@@ -141,7 +139,7 @@ class QKNormRoPE(RoPE):
         return self.norm_bwd(out, dscale, dy, scale, y, rstd, *known)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (b, t, h, d), heads, rotated, learned, width in (
             ((2, 5, 4, 8), 2, 3, True, 0),
             ((2, 3, 3, 6), 1, 2, False, 0),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like, per_row
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.params import with_buffer
 
 LEAST_GAIN = 2.0**-50
@@ -104,8 +101,7 @@ class RMSNorm(Op):
     def forward(self, x: Array, stash: Stash | None = None, *, out: Array | None = None) -> Array:
         self.expect(x, self.weight.size)
         y, rstd = self.fwd(x, self.weight.value, self.eps, self.plus_one)
-        if stash is not None:
-            stash.push(self, y, rstd)
+        self.save(stash, y, rstd)
         return into(out, y)
 
     def backward(self, dy: Array, stash: Stash, residual: Array | None = None, *, out: Array | None = None) -> Array:
@@ -114,7 +110,7 @@ class RMSNorm(Op):
         return into(out, dx)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         # A row of one element is flat but for eps: a large eps gives it a gradient that can be measured.
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4), (3, 33)):
             eps = 1.0 if shape[-1] == 1 else 1e-5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty, like
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.linear import Linear, linear_fwd
 
 
@@ -238,8 +238,7 @@ class RoPE(Op):
     def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None) -> Array:
         self.expect(x, 2 * self.cos.shape[1])
         rows = slice(offset, offset + x.shape[1])
-        if stash is not None:
-            stash.push(self, rows)
+        self.save(stash, rows)
         return self.rotate(out, x, self.cos[rows], self.sin[rows], self.rotated)
 
     def after(self, linear: Any, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
@@ -252,8 +251,7 @@ class RoPE(Op):
             return self.forward(y, stash, offset=offset, out=y)
         linear.keep(x, stash, None)
         rows = slice(offset, offset + x.shape[1])
-        if stash is not None:
-            stash.push(self, rows)
+        self.save(stash, rows)
         return self.linear_rotate(x, linear.weight.value, self.cos[rows], self.sin[rows], self.rotated)
 
     def backward(self, dy: Array, stash: Stash, *, out: Array | None = None) -> Array:
@@ -265,7 +263,7 @@ class RoPE(Op):
         return self.cos[rows], self.minus_sin[rows], self.rotated
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (b, t, h, d), rotated in (((2, 5, 3, 8), 2), ((1, 1, 1, 2), 1), ((3, 7, 2, 6), 2), ((1, 0, 2, 4), 1)):
             yield cls(d, 16, rotated, backend, theta=100.0), (backend.asarray(rng.normal(size=(b, t, h, d))),)
         yield cls(8, 16, 2, backend, theta=100.0, width=6), (backend.asarray(rng.normal(size=(2, 5, 3, 8))),)

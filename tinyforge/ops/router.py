@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.softmax import softmax_fwd
 
 
@@ -89,8 +88,7 @@ class TopKRouter(Op):
     def forward(self, logits: Array, stash: Stash | None = None) -> tuple[Array, Array, Array]:
         self.expect(logits)
         weights, chosen, usage = self.fwd(logits, self.active, self.normalised)
-        if stash is not None:
-            stash.push(self, logits, weights, chosen)
+        self.save(stash, logits, weights, chosen)
         return weights, chosen, usage
 
     def backward(self, dy: tuple[Array, Any, Array], stash: Stash) -> Array:
@@ -99,7 +97,7 @@ class TopKRouter(Op):
         return self.bwd(dweights, dusage, logits, weights, chosen, self.normalised)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape, active, normalised in (
             *(((2, 3, 5), 2, True), ((7, 8), 3, True), ((4, 1), 1, True), ((6, 3), 3, True), ((0, 4), 2, True)),
             ((5, 6), 3, False),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 
 @kernel
@@ -59,8 +58,7 @@ class RouterLosses(Op):
         for usage in layers[::2]:
             self.expect(usage, shape=layers[0].shape)
         terms, slope = self.fwd(layers[::2], layers[1::2], self.active)
-        if stash is not None:
-            stash.push(self, slope, len(layers) // 2)
+        self.save(stash, slope, len(layers) // 2)
         return terms
 
     def backward(self, dterms: Array, stash: Stash) -> tuple[Array | None, ...]:
@@ -68,7 +66,7 @@ class RouterLosses(Op):
         return (self.bwd(dterms, slope), None) * layers
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for experts, active, layers, tokens in ((5, 2, 3, 11), (1, 1, 1, 4), (8, 3, 2, 1), (4, 2, 1, 0)):
             arrays: list[Array] = []
             for _ in range(layers):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 
 @kernel
@@ -31,8 +28,7 @@ class Scale(Op):
 
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
-        if stash is not None:
-            stash.push(self)
+        self.save(stash)
         return self.fwd(x, self.factor)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -40,6 +36,6 @@ class Scale(Op):
         return self.fwd(dy, self.factor)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for factor, shape in ((2.5, (2, 3, 5)), (-0.3, (1,)), (1.5, (0, 4))):
             yield cls(factor, backend), (backend.asarray(rng.normal(size=shape)),)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.sigmoid import sigmoid, silu_slope
 from tinyforge.params import with_buffer
 
@@ -199,8 +196,7 @@ class SelectiveScan(Op):
             self.expect(x, shape=shape)
         inputs = (u, delta, b, c, z, self.a_log.value, self.skip.value, self.bias.value)
         y, kept = self.fwd(state, *inputs, stash is not None)
-        if stash is not None:
-            stash.push(self, u, delta, b, c, z, kept)
+        self.save(stash, u, delta, b, c, z, kept)
         return y
 
     def backward(
@@ -212,7 +208,7 @@ class SelectiveScan(Op):
         return self.bwd(out, *grads, dy, u, delta, b, c, z, *values, kept)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for batch, length, channels, size in (
             (2, 5, 3, 4),
             (1, 1, 1, 1),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.activations import ReLU, Tanh
 from tinyforge.ops.linear import Linear
 from tinyforge.params import with_buffer
@@ -53,7 +52,7 @@ class Sequential(Op):
         return dy
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for rows in (3, 1, 0):
             op = cls(Linear(5, 4, backend), Tanh(backend), Linear(2, 5, backend))
             yield with_buffer(op, backend, rng), (backend.asarray(rng.normal(size=(rows, 4))),)

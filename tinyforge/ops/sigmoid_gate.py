@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.sigmoid import sigmoid
 
 
@@ -42,8 +39,7 @@ class SigmoidGate(Op):
     def forward(self, x: Array, z: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
         self.expect(z, shape=(*x.shape[:-1], 1))
-        if stash is not None:
-            stash.push(self, x, z)
+        self.save(stash, x, z)
         return self.fwd(x, z)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array]:
@@ -51,7 +47,7 @@ class SigmoidGate(Op):
         return self.bwd(dy, x, z)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for *lead, width in ((2, 3, 5), (4, 1), (7, 8), (0, 4)):
             inputs = (rng.normal(size=(*lead, columns)) for columns in (width, 1))
             yield cls(backend), tuple(map(backend.asarray, inputs))

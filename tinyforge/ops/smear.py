@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Stash, WithKeywords
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
 
@@ -95,8 +94,7 @@ class Smear(Op):
         if x.ndim != 3 or x.shape[2] < self.gate.size:
             raise ValueError(f"{self.name}: an input of shape {x.shape}, expected (B, T, {self.gate.size} or more)")
         y, shares = self.fwd(x, self.gate.value, self.scale.value, starts, previous)
-        if stash is not None:
-            stash.push(self, x, shares, starts)
+        self.save(stash, x, shares, starts)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -104,7 +102,7 @@ class Smear(Op):
         return self.bwd(self.gate.grad, self.scale.grad, dy, x, shares, self.gate.value, self.scale.value, starts)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape, reads in (((2, 5, 8), 3), ((1, 1, 2), 2), ((2, 7, 5), 5), ((1, 0, 4), 1), ((1, 3, 70), 40)):
             gate, scale = Param("gate", (reads,), std=1.0), Param("scale", (1,), fill=0.7, decay=False)
             op = with_buffer(cls(gate, scale, backend), backend, rng)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 
 @kernel
@@ -42,8 +39,7 @@ class Softmax(Op):
     def forward(self, x: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
         y = self.fwd(x)
-        if stash is not None:
-            stash.push(self, y)
+        self.save(stash, y)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -51,6 +47,6 @@ class Softmax(Op):
         return self.bwd(dy, y)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 8), (1, 1), (5, 7), (0, 4)):
             yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)

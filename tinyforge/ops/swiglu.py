@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty, like
 from tinyforge.backends.numpy_backend import row_blocks
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 from tinyforge.ops.sigmoid import one_plus_exp
 
 
@@ -90,8 +89,7 @@ class SwiGLU(Op):
 
     def forward(self, gu: Array, stash: Stash | None = None) -> Array:
         self.expect(gu, gu.shape[-1] // 2 * 2)
-        if stash is not None:
-            stash.push(self, gu)
+        self.save(stash, gu)
         return self.fwd(gu)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -99,6 +97,6 @@ class SwiGLU(Op):
         return self.bwd(None, dy, gu)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for shape in ((2, 3, 10), (1, 2), (7, 6), (0, 4)):
             yield cls(backend), (backend.asarray(rng.normal(size=shape) * 2),)

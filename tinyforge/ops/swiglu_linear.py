@@ -6,7 +6,7 @@ and passes it on; h is not kept. In backward the second map turns dh into the gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.linear import Linear, add_product, linear_add_fwd, linear_fwd
 from tinyforge.ops.swiglu import swiglu_bwd, swiglu_fwd
 from tinyforge.params import with_buffer
@@ -89,7 +89,7 @@ class LinearSwiGLU(Linear):
         return self.hidden_fwd(x, self.weight.value)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (o, i), lead in (((6, 7), (2, 3)), ((2, 1), (1,)), ((4, 2), (0,))):
             op = with_buffer(cls(Param("weight", (o, i), std=1.0), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=(*lead, i))),)
@@ -117,8 +117,7 @@ class SwiGLULinear(Op):
         self, gu: Array, stash: Stash | None = None, *, hidden: Array | None = None, add: Array | None = None
     ) -> Array:
         self.expect(gu, 2 * self.weight.shape[1])
-        if stash is not None:
-            stash.push(self, gu)
+        self.save(stash, gu)
         return self.fwd(gu, hidden, self.weight.value, add)
 
     def backward(self, dy: Array, stash: Stash) -> Array:
@@ -127,7 +126,7 @@ class SwiGLULinear(Op):
         return self.bwd(dweight, dy, gu, self.weight.value, accumulate)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (o, h), lead in (((5, 7), (2, 3)), ((1, 1), (1,)), ((6, 4), (9,)), ((3, 2), (0,))):
             op = with_buffer(cls(Param("weight", (o, h), std=1.0), backend), backend, rng)
             yield op, (backend.asarray(rng.normal(size=(*lead, 2 * h)) * 2),)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Stash
+from tinyforge.op import Cases, Op, Stash
 
 
 @kernel
@@ -49,8 +46,7 @@ class Take(Op):
 
     def forward(self, x: Array, where: Array, stash: Stash | None = None) -> Array:
         self.expect(x)
-        if stash is not None:
-            stash.push(self, where, x.shape[1])
+        self.save(stash, where, x.shape[1])
         return self.fwd(x, where)
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, None]:
@@ -58,7 +54,7 @@ class Take(Op):
         return self.bwd(dy, where, length), None
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for (b, t, c), m in (((3, 7, 4), 3), ((1, 1, 1), 1), ((2, 5, 3), 5)):
             where = np.stack([rng.permutation(t)[:m] for _ in range(b)])
             where[rng.random(where.shape) < 0.2 * (m > 1)] = -1

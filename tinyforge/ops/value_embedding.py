@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 
 from tinyforge.backends import Backend, wide
 from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
-from tinyforge.op import Op, Param, Stash
+from tinyforge.op import Cases, Op, Param, Stash
 from tinyforge.ops.embedding import Order, embedding_bwd, embedding_bwd_memory
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
@@ -117,8 +114,7 @@ class ValueEmbedding(Op):
         self.expect(x, self.width)
         self.expect_ids(ids, self.table.shape[0])
         y, gates = self.fwd(out, qkv, x, ids, self.table.value, self.gate.value)
-        if stash is not None:
-            stash.push(self, x, ids, gates, order)
+        self.save(stash, x, ids, gates, order)
         return y
 
     def backward(self, dy: Array, stash: Stash) -> tuple[Array, Array, None]:
@@ -138,7 +134,7 @@ class ValueEmbedding(Op):
         self.gate_bwd(dx, dz, self.gate.value)
 
     @classmethod
-    def cases(cls, backend: Backend, rng: np.random.Generator) -> Iterator[tuple[Op, tuple[Any, ...]]]:
+    def cases(cls, backend: Backend, rng: np.random.Generator) -> Cases:
         for b, t, heads, kv_heads, d, dim, reads in (
             (2, 5, 4, 2, 4, 7, 3),
             (1, 7, 3, 1, 6, 8, 8),

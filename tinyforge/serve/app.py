@@ -46,7 +46,7 @@ from tinyforge.serve.messages import CountRequest, MessagesRequest, MessageWrite
 from tinyforge.serve.openapi import description
 from tinyforge.serve.protocol import ApiError, Generation, Limits
 from tinyforge.serve.responses import Conversations, ResponsesRequest, ResponseWriter
-from tinyforge.serve.routes import ENDPOINTS
+from tinyforge.serve.routes import ENDPOINTS, Endpoint
 from tinyforge.serve.tools import IGNORED, Tools, grammar, select
 from tinyforge.tokenizers import thoughts
 from tinyforge.tokenizers.chat_templates import AnyTemplate, ChatTemplate
@@ -165,7 +165,7 @@ class App:
         self._grammars: Grammars | None = None
         self.conversations = Conversations()
         self.metrics = Metrics(engine)
-        routes = [Route(e.path, getattr(self, e.handler), methods=[e.method]) for e in ENDPOINTS]
+        routes = [Route(e.path, self._handler(e), methods=[e.method]) for e in ENDPOINTS]
         files = {
             "/" + file.relative_to(page).as_posix().removesuffix("index.html"): file
             for file in sorted(page.rglob("*"))
@@ -191,6 +191,20 @@ class App:
             middleware=middleware,
             exception_handlers={HTTPException: self._http_error, ApiError: self._api_error},
         )
+
+    def _handler(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """What answers a request to an endpoint; the handler of one with a body is called with that too."""
+        handler, body = getattr(self, endpoint.handler), endpoint.body
+        if body is None:
+            return handler
+
+        async def answer(request: Request) -> Response:
+            wish = await self._parse_body(request, body)
+            self._check_model(getattr(wish, "model", None))
+            response: Response = await handler(request, wish)
+            return response
+
+        return answer
 
     @staticmethod
     async def _http_error(request: Request, error: Exception) -> Response:
@@ -370,19 +384,23 @@ class App:
 
     # --- texts
 
-    async def chat(self, request: Request) -> Response:
-        wish: protocol.ChatRequest = await self._parse_body(request, protocol.ChatRequest)
-        self._check_model(wish.model)
-        wish.check()
-        tools = select(wish.tools, wish.tool_choice, wish.parallel_tool_calls, self.call_form)
+    async def chat(self, request: Request, wish: protocol.ChatRequest) -> Response:
         if wish.extension.score:
-            return await self._score_reply(request, wish, tools)
-        ids = await self._chat_ids(wish, tools)
-        tools = self._with_thoughts(tools, wish, ids)
+            return await self._score_reply(request, wish)
+        tools, ids = await self._read_chat(wish)
         top = (wish.top_logprobs or 0) if wish.logprobs else None
-        return await self._answer(
-            request, wish, [ids], wish.tokens, top, chat=True, echo=[], param="messages", tools=tools
-        )
+        writer = self._writer(wish, [ids], top, tools)
+        return await self._answer(request, wish, [ids], wish.tokens, top, "messages", writer, tools)
+
+    async def _read_chat(self, wish: protocol.ChatRequest) -> tuple[Tools, list[int]]:
+        """The tools of a chat, and its ids."""
+        tools = self._tools_of(wish)
+        ids = await self._chat_ids(wish, tools)
+        return self._with_thoughts(tools, wish, ids), ids
+
+    def _tools_of(self, wish: protocol.ChatRequest) -> Tools:
+        wish.check()
+        return select(wish.tools, wish.tool_choice, wish.parallel_tool_calls, self.call_form)
 
     def _check_generates(self) -> None:
         if self.encodes:
@@ -412,9 +430,9 @@ class App:
         end = b"".join(map(self.tokenizer.token_bytes, ids[-2 * len(tags.open) :])).decode("utf-8", "replace")
         return replace(tools, thoughts=tags, begun=tags.begun(end))
 
-    async def _score_reply(self, request: Request, wish: protocol.ChatRequest, tools: Tools) -> Response:
+    async def _score_reply(self, request: Request, wish: protocol.ChatRequest) -> Response:
         """The last message as the tokens that the model reads, each with what the model expected in its place."""
-        reply = wish.messages[-1].text("messages")
+        tools, reply = self._tools_of(wish), wish.messages[-1].text("messages")
         before = await self._chat_ids(wish.model_copy(update={"messages": wish.messages[:-1]}), tools)
         ids = await self._chat_ids(wish, tools, reply_to_come=False)
         first = max(1, next((i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), len(before)))
@@ -423,65 +441,34 @@ class App:
             left -= len(self.tokenizer.token_bytes(ids[end]))
             end += 1
         inside = wish.extension.model_copy(update={"look_inside": True, "drafts": 0})
-        writer = Writer(
-            self.tokenizer, self.name, self.fingerprint, True, None, inside, [ids[:end]], [], first_token=first
-        )
         scored = wish.model_copy(update={"tinyforge": inside, "n": 1})
+        writer = self._writer(scored, [ids[:end]], None, first_token=first)
         return await self._answer(
-            request, scored, [ids[:end]], 0, None, True, [reply], "messages", places=[Place(0)], writer=writer
+            request, scored, [ids[:end]], 0, None, "messages", writer, tools, [reply], places=[Place(0)]
         )
 
-    async def respond(self, request: Request) -> Response:
-        wish: ResponsesRequest = await self._parse_body(request, ResponsesRequest)
-        self._check_model(wish.model)
+    async def respond(self, request: Request, wish: ResponsesRequest) -> Response:
         messages = wish.messages(self.conversations.get(wish.previous_response_id))
         chat = wish.chat(messages)
-        chat.check()
-        tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
-        ids = await self._chat_ids(chat, tools)
-        tools = self._with_thoughts(tools, chat, ids)
+        tools, ids = await self._read_chat(chat)
 
         def keep(name: str, reply: dict[str, Any]) -> None:
             self.conversations.put(name, [*messages, reply])
 
-        inner = Writer(self.tokenizer, self.name, self.fingerprint, True, wish.top, protocol.Extension(), [ids], [])
-        writer = ResponseWriter(inner, wish, self.name, keep, tools)
-        return await self._answer(
-            request, chat, [ids], chat.tokens, wish.top, chat=True, echo=[], param="input", writer=writer, tools=tools
-        )
+        writer = ResponseWriter(self._writer(chat, [ids], wish.top), wish, self.name, keep, tools)
+        return await self._answer(request, chat, [ids], chat.tokens, wish.top, "input", writer, tools)
 
-    async def message(self, request: Request) -> Response:
-        wish: MessagesRequest = await self._parse_body(request, MessagesRequest)
-        self._check_model(wish.model)
+    async def message(self, request: Request, wish: MessagesRequest) -> Response:
         chat = wish.request()
-        chat.check()
-        tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
-        ids = await self._chat_ids(chat, tools)
-        tools = self._with_thoughts(tools, chat, ids)
-        inner = Writer(self.tokenizer, self.name, self.fingerprint, True, None, protocol.Extension(), [ids], [])
-        return await self._answer(
-            request,
-            chat,
-            [ids],
-            chat.tokens,
-            None,
-            chat=True,
-            echo=[],
-            param="messages",
-            writer=MessageWriter(inner, self.name, tools),
-            tools=tools,
-        )
+        tools, ids = await self._read_chat(chat)
+        writer = MessageWriter(self._writer(chat, [ids], None), self.name, tools)
+        return await self._answer(request, chat, [ids], chat.tokens, None, "messages", writer, tools)
 
-    async def count_message(self, request: Request) -> Response:
-        wish: CountRequest = await self._parse_body(request, CountRequest)
-        self._check_model(wish.model)
-        chat = wish.chat()
-        tools = select(chat.tools, chat.tool_choice, chat.parallel_tool_calls, self.call_form)
-        return json_response({"input_tokens": len(await self._chat_ids(chat, tools))})
+    async def count_message(self, request: Request, wish: CountRequest) -> Response:
+        _, ids = await self._read_chat(wish.chat())
+        return json_response({"input_tokens": len(ids)})
 
-    async def embed(self, request: Request) -> Response:
-        wish: protocol.EmbeddingRequest = await self._parse_body(request, protocol.EmbeddingRequest)
-        self._check_model(wish.model)
+    async def embed(self, request: Request, wish: protocol.EmbeddingRequest) -> Response:
         texts, each = await self._prompts(wish.input, "input", protocol.MOST_INPUTS)
         if self.encodes and texts:
             ends = [self.tokenizer.specials[text] for text in (CLS, SEP)]
@@ -514,18 +501,17 @@ class App:
         usage = {"prompt_tokens": count, "total_tokens": count}
         return json_response({"object": "list", "data": data, "model": self.name, "usage": usage})
 
-    async def complete(self, request: Request) -> Response:
-        wish: protocol.CompletionRequest = await self._parse_body(request, protocol.CompletionRequest)
+    async def complete(self, request: Request, wish: protocol.CompletionRequest) -> Response:
         self._check_generates()
-        self._check_model(wish.model)
         wish.check()
         texts, prompts = await self._prompts(wish.prompt, "prompt", protocol.MOST_PROMPTS)
         tokens, echo, places = 16 if wish.max_tokens is None else wish.max_tokens, [], []
         if wish.echo:
             size = sum(map(len, prompts))
             echo, places = await self._slowly(size, lambda: self._echo(wish, texts, prompts))
+        writer = self._writer(wish, prompts, wish.logprobs, chat=False, echo=[] if places else echo, places=places)
         return await self._answer(
-            request, wish, prompts, tokens, wish.logprobs, chat=False, echo=echo, param="prompt", places=places
+            request, wish, prompts, tokens, wish.logprobs, "prompt", writer, echo=echo, places=places
         )
 
     def _echo(
@@ -580,6 +566,22 @@ class App:
         finally:
             self._pending -= 1
 
+    def _writer(
+        self, wish: Generation, prompts: list[list[int]], top: int | None, tools: Tools | None = None, **more: Any
+    ) -> Writer:
+        """The writer of a request's answer, which is a chat's where `more` does not say otherwise."""
+        return Writer(
+            *(self.tokenizer, self.name, self.fingerprint),
+            extension=wish.extension,
+            prompts=prompts,
+            top=top,
+            timings=bool(wish.timings_per_token),
+            usage=bool(wish.stream and wish.stream_options and wish.stream_options.include_usage),
+            prompt_top=wish.prompt_logprobs,
+            tools=tools,
+            **more,
+        )
+
     async def _answer(
         self,
         request: Request,
@@ -587,12 +589,11 @@ class App:
         prompts: list[list[int]],
         tokens: int | None,
         top: int | None,
-        chat: bool,
-        echo: list[str],
         param: str,
-        places: Sequence[Place] = (),
-        writer: Any = None,
+        writer: Writer | MessageWriter | ResponseWriter,
         tools: Tools = Tools(),  # noqa: B008
+        echo: Sequence[str] = (),
+        places: Sequence[Place] = (),
     ) -> Response:
         extension, scored = wish.extension, wish.prompt_logprobs is not None or bool(places)
         inside = top is not None or extension.look_inside or scored
@@ -622,21 +623,6 @@ class App:
             raise busy() from None
         except Draining:
             raise shutting_down() from None
-        writer = writer or Writer(
-            self.tokenizer,
-            self.name,
-            self.fingerprint,
-            chat,
-            top,
-            extension,
-            prompts,
-            [] if places else echo,
-            timings=bool(wish.timings_per_token),
-            usage=bool(wish.stream and wish.stream_options and wish.stream_options.include_usage),
-            places=places,
-            prompt_top=wish.prompt_logprobs,
-            tools=tools,
-        )
         if wish.stream:
             return EventStream(self, answer, writer, tools.headers)
         response = await self._whole(request, answer, writer)
@@ -701,7 +687,7 @@ class App:
                 param="max_tokens",
             )
 
-    async def _whole(self, request: Request, answer: Answer, writer: Writer) -> Response:
+    async def _whole(self, request: Request, answer: Answer, writer: Any) -> Response:
         pieces: list[list[Piece]] = [[] for _ in answer.choices]
         try:
             async for news in self.updates(answer, request.receive):
@@ -766,8 +752,7 @@ class App:
 
     # --- tokens and attention
 
-    async def tokenize(self, request: Request) -> Response:
-        wish: protocol.TokenizeRequest = await self._parse_body(request, protocol.TokenizeRequest)
+    async def tokenize(self, request: Request, wish: protocol.TokenizeRequest) -> Response:
         if len(wish.content) > self.longest:
             message = f"content has {len(wish.content)} characters, at most {self.longest} here; send it in parts"
             raise ApiError(400, message, param="content")
@@ -781,8 +766,7 @@ class App:
     def _piece(self, token: int) -> dict[str, Any]:
         return {"id": token, "piece": self.tokenizer.token_bytes(token).decode("utf-8", "replace")}
 
-    async def detokenize(self, request: Request) -> Response:
-        wish: protocol.DetokenizeRequest = await self._parse_body(request, protocol.DetokenizeRequest)
+    async def detokenize(self, request: Request, wish: protocol.DetokenizeRequest) -> Response:
         ids = wish.tokens
 
         def decoded() -> Response:
@@ -790,9 +774,7 @@ class App:
 
         return await self._slowly(len(ids), decoded)
 
-    async def attend(self, request: Request) -> Response:
-        wish: protocol.AttentionRequest = await self._parse_body(request, protocol.AttentionRequest)
-        self._check_model(wish.model)
+    async def attend(self, request: Request, wish: protocol.AttentionRequest) -> Response:
         ops, most = self.attention, min(self.limits.attention, self.context)
         if not ops:
             raise ApiError(400, "this model has no attention to show", code="no_attention")

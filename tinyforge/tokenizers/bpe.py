@@ -36,7 +36,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.files import GET_AGAIN, read_json, read_text
 from tinyforge.tokenizers.parallel import ordered_map
 from tinyforge.tokenizers.pieces import (
@@ -709,15 +709,13 @@ class Tokenizer(Vocabulary):
         merges: Any = content.get("merges")
         check(isinstance(merges, list) and all(map(is_pair, merges)), "merges is not a list of pairs of ids")
         fields = fields_in_our_order(content, check) if ours else fields_by_bytes(content, check)
-        try:
+        with errors_in(path):
             if content.get("joint") is True and not ours:
                 used = {*fields["specials"].values(), *fields["user_defined"].values()}
                 made: Any = JointMerges(fields["tokens"], ids_by_bytes(fields["tokens"], used))
             else:
                 made = [(left, right) for left, right in merges]
             return cls(made, pattern=patterns[content["pattern"]], **fields)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
 
 
 def fields_in_our_order(content: dict[str, Any], check: Callable[[bool, str], None]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.files import GET_AGAIN, read_bytes, writing, written_whole
 from tinyforge.tokenizers.bpe import NO_MERGE, Pair, PairRanks, SpeltMerges, apply_merges
 from tinyforge.tokenizers.parallel import ordered_map
@@ -342,11 +342,9 @@ class SentencePiece(Vocabulary):
             and all(isinstance(value, bool) for key, value in spaces.items() if key != "prefix"),
             f"got {spaces!r:.80} as spaces",
         )
-        try:
+        with errors_in(path):
             given = content.get("user_defined"), content.get("prefix_once") is True
             return cls(pieces, specials, bos, scores, merges, Spaces(**spaces), *given)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
 
 
 def ids_of_pieces(pieces: Sequence[str], special_ids: set[int]) -> dict[str, int]:
@@ -411,10 +409,8 @@ def read_llama2c(path: str | Path) -> SentencePiece:
         raise UserError(f"{path} is not a tokenizer of llama2.c: {error} at token {len(pieces)}; {GET_AGAIN}") from None
     for text, id in LLAMA2C_SPECIALS.items():
         pieces[id] = text  # in the file <s> and </s> have line ends around them
-    try:
+    with errors_in(path):
         return SentencePiece(pieces, LLAMA2C_SPECIALS, LLAMA2C_SPECIALS["<s>"], scores)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def write_llama2c(tokenizer: SentencePiece, path: str | Path) -> None:
@@ -492,11 +488,9 @@ def read_model(path: str | Path) -> SentencePiece:
         collapsed=bool(normalizer.get(NORMALIZER_COLLAPSE, 1)),
     )
     bos = trainer.get(TRAINER_BOS, 1)
-    try:
+    with errors_in(path):
         first = bos if bos in specials.values() else None
         return SentencePiece(pieces, specials, first, scores, None, spaces, user_defined, bool(user_defined))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def usual_pieces(data: bytes) -> tuple[list[str], list[float], list[int], int]:

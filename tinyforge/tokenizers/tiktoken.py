@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.files import GET_AGAIN, read_text, shown
 from tinyforge.tokenizers import bpe
 from tinyforge.tokenizers.pieces import GPT2, PATTERNS, Pattern, split
@@ -119,10 +119,8 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
                 "of a vocabulary with that pattern; give the pattern that it was made with"
             )
         merged[parts[0], parts[1]] = rank
-    try:
+    with errors_in(path):
         return bpe.Tokenizer(merged, specials, byte_order, pattern)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 TEKKEN_SPECIALS = (
@@ -163,13 +161,11 @@ def read_tekken(content: dict[str, Any], path: str | Path) -> bpe.Tokenizer:
     specials = {str(given.get(id, f"<SPECIAL_{id}>")): id for id in range(count)}
     check(len(specials) == count, "two special tokens have one name")
     every = [*([b""] * count), *tokens]
-    try:
+    with errors_in(path):
         merges = bpe.JointMerges(every, bpe.ids_by_bytes(every, set()))
         return bpe.Tokenizer(
             merges, specials, pattern=pattern, tokens=every, bos=specials.get("<s>"), ignore_merges=True
         )
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def _is_cut(token: str, pattern: Pattern) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, errors_in
 from tinyforge.files import MORE_DIGITS, read_json, read_text
 from tinyforge.tokenizers.bpe import PairRanks, apply_merges, learn_merges
 from tinyforge.tokenizers.pieces import to_utf8
@@ -213,10 +213,8 @@ class WordPiece(Vocabulary):
 
 
 def _named(path: Path, tokens: Any, lower: Any) -> WordPiece:
-    try:
+    with errors_in(path):
         return WordPiece(tokens, lower)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
 
 
 def read_vocab(path: Path) -> WordPiece:

@@ -16,7 +16,7 @@ from typing import Any
 from tinyforge import checkpoint
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.files import write_whole
+from tinyforge.files import write_whole, writing
 from tinyforge.invocation import as_typed
 from tinyforge.registry import default_model, find_model
 from tinyforge.report import count_of
@@ -124,10 +124,8 @@ def write_card(run: Path) -> Path:
     """Write the card of a run's newest checkpoint as README.md into the run's directory; returns its path."""
     path = run / "README.md"
     content = card(checkpoint.load(run))
-    try:
+    with writing(path, "the checkpoints are untouched"):
         write_whole(path, content)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; the checkpoints are untouched") from error
     return path
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tinyforge.backends import Backend
 from tinyforge.backends.workers import worker_pids
 from tinyforge.checkpoint import how_to_go_on
 from tinyforge.errors import UserError
-from tinyforge.files import json_value, read_json, write_whole, written_whole
+from tinyforge.files import json_value, read_json, write_whole, writing, written_whole
 from tinyforge.params import ParamBuffer
 from tinyforge.report import NOISE
 
@@ -30,15 +31,13 @@ class Metrics:
 
     def __init__(self, out: Path, step: int, also: Callable[[Row], None] | None = None) -> None:
         self.path, self.samples, self.also = out / "metrics.jsonl", out / "samples.jsonl", also
-        try:
+        with writing_in(out):
             out.mkdir(parents=True, exist_ok=True)
             _keep_until(step, self.path, numbers)
             if step and self.samples.exists():
                 _keep_until(step, self.samples, sample)
             else:
                 self.samples.unlink(missing_ok=True)
-        except OSError as error:
-            raise cannot_write_in(out, error) from error
 
     def write(self, **row: Any) -> None:
         self._append(self.path, row)
@@ -69,10 +68,8 @@ def _keep_until(step: int, path: Path, good: Callable[[Any], bool]) -> None:
 
 def save_about(out: Path, about: Mapping[str, Any]) -> None:
     """Write `out/run.json`, which describes the run from the first step on: settings, sizes, the memory plan."""
-    try:
+    with writing_in(out):
         write_whole(out / "run.json", json.dumps(about, indent=1) + "\n")
-    except OSError as error:
-        raise cannot_write_in(out, error) from error
 
 
 def layer_norms(buffer: ParamBuffer, backend: Backend) -> dict[str, float]:
@@ -91,9 +88,9 @@ def layer_norms(buffer: ParamBuffer, backend: Backend) -> dict[str, float]:
     return {layer: float(backend.to_numpy(total)) ** 0.5 for layer, total in squares.items()}
 
 
-def cannot_write_in(out: Path, error: OSError) -> UserError:
-    fix = "choose another --out, or check its permissions and space"
-    return UserError(f"cannot write in {out}: {error.strerror}; {fix}")
+def writing_in(out: Path) -> AbstractContextManager[None]:
+    """Around a write in a run's folder: turns an OSError into a UserError."""
+    return writing(f"in {out}", "choose another --out, or check its permissions and space")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -161,10 +158,8 @@ def save_scores(out: Path, step: int, scores: dict[str, float]) -> None:
     path = out / "scores.json"
     stale = {name + NOISE for name in scores}
     kept = {name: score for name, score in read_scores(out, step).items() if name not in stale}
-    try:
+    with writing(path, "the checkpoint is saved. Free some space"):
         write_whole(path, json.dumps({"step": step, **kept, **scores}, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; the checkpoint is saved. Free some space") from error
 
 
 def read_scores(out: Path, step: int) -> dict[str, float]:

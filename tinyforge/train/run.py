@@ -141,12 +141,11 @@ def claimed(settings: Settings, resume: bool) -> Iterator[None]:
     """
     out = Path(settings.out)
     with ExitStack() as held:
-        try:
-            held.enter_context(locked(out, leave_nothing=True))
-        except BlockingIOError:
-            raise UserError(f"{out}: another run is writing there; wait for it, or choose another --out") from None
-        except OSError as error:
-            raise metrics.cannot_write_in(out, error) from error
+        with metrics.writing_in(out):
+            try:
+                held.enter_context(locked(out, leave_nothing=True))
+            except BlockingIOError:
+                raise UserError(f"{out}: another run is writing there; wait for it, or choose another --out") from None
         # Checked while the lock is held: a run that has just ended must not be overlooked.
         if checkpoint.steps(out) and not resume:
             raise UserError(f"{out} already holds a run; continue it with --resume, or choose another --out")
@@ -376,10 +375,10 @@ class Run:
         """One optimizer step. Nothing here waits for a device."""
         task, settings, progress = self.task, self.settings, self.progress()
         count, where = settings.micro_batches_at(progress), cast(Where, self.step)
-        if settings.accumulation_points:
+        if settings.points("batch_schedule"):
             where = range(self.micro_batches, self.micro_batches + count)
         batches, noise = task.batches(where), self.noise.fork(str(self.step))
-        if points := settings.window_points:
+        if points := settings.points("window_schedule"):
             self._set_window(int(held(points, progress)))
         pace = self._pace(progress, batches)
         if self.captured:
@@ -399,13 +398,13 @@ class Run:
 
     def _pace(self, progress: float, batches: Sequence[Batch]) -> Pace:
         """What the schedules say of the step."""
-        settings, further = self.settings, self.settings.further_heads_points
+        settings, further = self.settings, self.settings.points("mtp_schedule")
         lr = learning_rate(
             settings.schedule, progress, settings.lr, decay=settings.decay_fraction, warmup=settings.warmup
         )
         if settings.rate_rule != "plain":
             lr *= batch_factor(settings.rate_rule, sum(batch.size("tokens") for batch in batches))
-        points, weights = settings.momentum_points, tuple[float, ...]()
+        points, weights = settings.points("momentum_schedule"), tuple[float, ...]()
         if further:
             first, *others = self.task.model.config.head_weights
             weights = (first, *(weight * linear(further, progress) for weight in others))
@@ -507,7 +506,7 @@ class Run:
             "elapsed": round(self.elapsed(), 3),
             **self._read(),
         }
-        if self.settings.accumulation_points:
+        if self.settings.points("batch_schedule"):
             meta["micro_batches"] = self.micro_batches
         if self.group.size > 1:
             meta["ranks"] = self.group.size
@@ -635,7 +634,7 @@ def _print_overfitting(rows: Sequence[Mapping[str, Any]], settings: Settings) ->
 
 def _check_schedules(settings: Settings, task: Task) -> None:
     """Raise UserError for a schedule that the task's model has no use for."""
-    config, windows = task.model.config, settings.window_points
+    config, windows = task.model.config, settings.points("window_schedule")
     if windows and not hasattr(task.model, "set_window"):
         raise UserError(f"--window-schedule: {type(task.model).__name__} has no set_window; leave the schedule out")
     if windows and windows[-1][1] != (of_config := getattr(config, "window", 0)):
@@ -643,7 +642,7 @@ def _check_schedules(settings: Settings, task: Task) -> None:
             f"--window-schedule: it ends with {windows[-1][1]:g}, the window of the config is {of_config}; end with "
             f"that, or add --set window={windows[-1][1]:g}"
         )
-    if settings.further_heads_points and len(config.head_weights) == 1:
+    if settings.points("mtp_schedule") and len(config.head_weights) == 1:
         raise UserError("--mtp-schedule: the model has one output head; leave the schedule out")
 
 

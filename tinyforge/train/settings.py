@@ -90,6 +90,8 @@ def setting(
     bare: str | None = None,
     formerly: str = "",
     group: str = TRAINING,
+    of: str = "",
+    points: tuple[Any, ...] = (),
 ) -> Any:
     """A field of `Settings`.
 
@@ -97,7 +99,9 @@ def setting(
     the last. card: UNUSUAL shows the flag if it is not the default; NEVER is for settings that mean nothing on another
     machine. adds: giving the flag again adds to its list instead of replacing it. bare: the value of the flag without
     an argument. formerly: the field's name in older versions: its flag is still accepted, with a warning, and so are
-    checkpoints that have stored it. group: of --help.
+    checkpoints that have stored it. group: of --help. of: the flag, with its value if it takes one of several, without
+    which this one means nothing, as "optimizer muon". points: for a schedule's AT:VALUE, an example and the bounds of
+    the values, see `read_points`.
     """
     meta = {
         "help": help,
@@ -110,6 +114,8 @@ def setting(
         "bare": bare,
         "formerly": formerly,
         "group": group,
+        "of": of,
+        "points": points,
     }
     return field(default_factory=default, metadata=meta) if callable(default) else field(default=default, metadata=meta)
 
@@ -193,13 +199,18 @@ class Settings:
         "polynomials that make Muon's updates orthogonal: quintic, the same five times, or polar-express, five that "
         "bring the singular values nearer to 1",
         choices=tuple(COEFFICIENTS),
+        of="optimizer muon",
     )
-    normuon: bool = setting(False, "NorMuon: divide each row of Muon's updates by the root of its second moment")
+    normuon: bool = setting(
+        False, "NorMuon: divide each row of Muon's updates by the root of its second moment", of="optimizer muon"
+    )
     momentum_schedule: tuple[str, ...] = setting(
         (),
         "Muon's momentum on straight lines between shares of the run, e.g. 0:0.85 0.1:0.95 0.9:0.95 1:0.85 (default: "
         "0.95 throughout)",
         metavar="AT:VALUE",
+        of="optimizer muon",
+        points=("0:0.85 0.1:0.95", 0.0, 0.9999),
     )
     cautious_decay: bool = setting(False, "decay only the weights that the update moves towards 0")
     group_rates: tuple[str, ...] = setting(
@@ -265,7 +276,9 @@ class Settings:
     timeout: float = hardware(
         50.0, "seconds that a rank may keep the others waiting in a step before the run ends", check=above_zero
     )
-    elastic: bool = hardware(False, "with --gpus: when a rank is lost, go on from the last checkpoint with those left")
+    elastic: bool = hardware(
+        False, "with --gpus: when a rank is lost, go on from the last checkpoint with those left", of="gpus"
+    )
 
     def check(self) -> None:
         """Raise UserError for a value that is not valid."""
@@ -275,6 +288,10 @@ class Settings:
                 raise UserError(f"{_flag(f)} is {shown(value, 30)}, expected at most {MOST:,}")
             if check and value is not None and (expected := check(value)):
                 raise UserError(f"{_flag(f)} is {value}, expected {expected}")
+            if (of := f.metadata["of"]) and value != f.default and not self.has(of):
+                raise UserError(f"{_flag(f)} is given without --{of}; add it, or leave this out")
+            if f.metadata["points"]:
+                self.points(f.name)
         if self.reduction_shards and self.workers and self.reduction_shards % self.workers:
             raise UserError(
                 f"--workers is {self.workers}, expected a divisor of --reduction-shards {self.reduction_shards}"
@@ -288,13 +305,7 @@ class Settings:
                 f"--optimizer muon expects whole matrices, and --zero {self.zero} cuts them in parts; leave "
                 "out --zero, or use --optimizer adamw"
             )
-        for name in ("newton_schulz", "normuon", "momentum_schedule"):
-            if self.optimizer != "muon" and getattr(self, name) != getattr(type(self)(), name):
-                raise UserError(f"--{name.replace('_', '-')} is of Muon; add --optimizer muon, or leave it out")
         self.optimizer_config()
-        _ = (self.momentum_points, self.accumulation_points, self.window_points, self.further_heads_points)
-        if self.elastic and not self.gpus:
-            raise UserError("--elastic restarts ranks, which works only for those that --gpus starts; add --gpus")
         if self.steps is None and self.minutes is None:
             raise UserError("neither --steps nor --minutes is given; one of them must end the run")
         check_writer(self.log)
@@ -312,41 +323,32 @@ class Settings:
             return AdamWConfig(**own)
         return MuonConfig(coefficients=self.newton_schulz, normuon=self.normuon, **own)
 
-    @property
-    def momentum_points(self) -> Points:
-        """--momentum-schedule."""
-        return read_points("--momentum-schedule", self.momentum_schedule, "0:0.85 0.1:0.95", 0.0, 0.9999)
+    def has(self, flag: str) -> bool:
+        """Whether a flag is given, or has a value, as "lora" and "optimizer muon"."""
+        name, _, value = flag.partition(" ")
+        found = getattr(self, name)
+        return found == value if value else bool(found)
 
-    @property
-    def accumulation_points(self) -> Points:
-        """--batch-schedule, of a recipe that has it."""
-        return ()
-
-    @property
-    def window_points(self) -> Points:
-        """--window-schedule, of a recipe that has it."""
-        return ()
-
-    @property
-    def further_heads_points(self) -> Points:
-        """--mtp-schedule, of a recipe that has it."""
-        return ()
+    def points(self, name: str) -> Points:
+        """The points of a schedule's flag; none for a recipe that does not have it."""
+        known = self.__dataclass_fields__.get(name)
+        return read_points(_flag(known), getattr(self, name), *known.metadata["points"]) if known else ()
 
     def micro_batches_at(self, progress: float) -> int:
         """Micro-batches of a step: --grad-accum, or what --batch-schedule says."""
-        points = self.accumulation_points
+        points = self.points("batch_schedule")
         return int(held(points, progress)) if points else self.grad_accum
 
     @property
     def most_micro_batches(self) -> int:
         """Of a step."""
-        return int(max((value for _, value in self.accumulation_points), default=self.grad_accum))
+        return int(max((value for _, value in self.points("batch_schedule")), default=self.grad_accum))
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of all steps of a run by --steps."""
         steps = self.steps or 0
-        if not self.accumulation_points:
+        if not self.points("batch_schedule"):
             return steps * self.grad_accum
         return sum(self.micro_batches_at(step / steps) for step in range(steps))
 
@@ -436,7 +438,7 @@ class ModelSettings(Settings):
 @dataclass(frozen=True)
 class Teaching:
     """The settings of a recipe whose model can learn from a teacher, in any order with its other bases: they share no
-    field and no method."""
+    field."""
 
     # Another path to the same teacher is fine: a resumed run compares its weights' hash.
     teacher: tuple[str, ...] = setting(
@@ -446,11 +448,9 @@ class Teaching:
         metavar="DIR",
         changes=NOTHING,
     )
-    teacher_share: float = setting(0.5, "the teacher's share of the targets; the text has the rest", check=share)
-
-    def check_teaching(self) -> None:
-        if not self.teacher and self.teacher_share != type(self).teacher_share:
-            raise UserError("--teacher-share is given without --teacher; add it, or leave this out")
+    teacher_share: float = setting(
+        0.5, "the teacher's share of the targets; the text has the rest", check=share, of="teacher"
+    )
 
 
 @dataclass(frozen=True)
@@ -476,18 +476,21 @@ class PretrainSettings(ModelSettings, Teaching):
         (),
         "micro-batches per step from shares of the run on, in place of --grad-accum, e.g. 0:1 0.3:2 0.6:4",
         metavar="AT:COUNT",
+        points=("0:1 0.5:2", 1),
     )
     window_schedule: tuple[str, ...] = setting(
         (),
         "attention window of the layers that have one, from shares of the run on, e.g. 0:256 0.5:512; it ends with the "
         "config's",
         metavar="AT:TOKENS",
+        points=("0:256 0.5:512", 1),
     )
     mtp_schedule: tuple[str, ...] = setting(
         (),
         "factor of the loss weights of all heads but the first, on straight lines between shares of the run, e.g. "
         "0.5:1 0.8:0",
         metavar="AT:FACTOR",
+        points=("0.5:1 0.8:0", 0.0, 100.0),
     )
     stateful: bool = of_data(
         False, "rows continue those of the batch before, and a recurrent model keeps its state", formerly="carry"
@@ -512,22 +515,9 @@ class PretrainSettings(ModelSettings, Teaching):
         ]
         return f"{' '.join(used)}: {own.reason}" if used else ""
 
-    @property
-    def accumulation_points(self) -> Points:
-        return read_points("--batch-schedule", self.batch_schedule, "0:1 0.5:2", 1)
-
-    @property
-    def window_points(self) -> Points:
-        return read_points("--window-schedule", self.window_schedule, "0:256 0.5:512", 1)
-
-    @property
-    def further_heads_points(self) -> Points:
-        return read_points("--mtp-schedule", self.mtp_schedule, "0.5:1 0.8:0", 0.0, 100.0)
-
     def check(self) -> None:
         super().check()
-        self.check_teaching()
-        if self.accumulation_points and self.grad_accum != type(self).grad_accum:
+        if self.batch_schedule and self.grad_accum != type(self).grad_accum:
             raise UserError("--batch-schedule and --grad-accum both say how many micro-batches a step has; drop one")
         if self.stateful and not hasattr(find_model(self.model).build, "state_shape"):
             able = [name for name, spec in models().items() if hasattr(spec.build, "state_shape")]
@@ -565,11 +555,18 @@ class TuneSettings(Settings):
         metavar="RANK",
     )
     lora_alpha: float | None = of_model(
-        None, "adapters are scaled by ALPHA / RANK (default: twice the rank)", check=above_zero, metavar="ALPHA"
+        None,
+        "adapters are scaled by ALPHA / RANK (default: twice the rank)",
+        check=above_zero,
+        metavar="ALPHA",
+        of="lora",
     )
-    lora_dropout: float = setting(0.0, "dropout on the adapters' inputs", check=below_one, metavar="SHARE")
+    lora_dropout: float = setting(0.0, "dropout on the adapters' inputs", check=below_one, metavar="SHARE", of="lora")
     lora_targets: str = of_model(
-        "", "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all but routers)", metavar="NAMES"
+        "",
+        "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all but routers)",
+        metavar="NAMES",
+        of="lora",
     )
     weights: str = of_model(
         "",
@@ -577,14 +574,8 @@ class TuneSettings(Settings):
         "(default: the precision)",
         choices=FOR_TUNING,
         metavar="FORMAT",
+        of="lora",
     )
-
-    def check(self) -> None:
-        super().check()
-        usual = type(self)()
-        for name in ("lora_alpha", "lora_dropout", "lora_targets", "weights"):
-            if self.lora is None and getattr(self, name) != getattr(usual, name):
-                raise UserError(f"--{name.replace('_', '-')} is given without --lora; add --lora 8, or leave it out")
 
     @property
     def adapters(self) -> Adapters | None:
@@ -628,8 +619,10 @@ class SftSettings(TuneSettings, Teaching):
         "--teacher, the teacher has its share in these rows alone",
         metavar="DIR",
     )
-    replay_share: float = of_data(0.5, "share of the rows that are of --replay", check=below_one)
-    mix: tuple[str, ...] = of_data((), "shares of the sources of --replay, as in pretrain.py", metavar="NAME=WEIGHT")
+    replay_share: float = of_data(0.5, "share of the rows that are of --replay", check=below_one, of="replay")
+    mix: tuple[str, ...] = of_data(
+        (), "shares of the sources of --replay, as in pretrain.py", metavar="NAME=WEIGHT", of="replay"
+    )
 
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
@@ -642,9 +635,6 @@ class SftSettings(TuneSettings, Teaching):
 
     def check(self) -> None:
         super().check()
-        self.check_teaching()
-        if not self.replay and (self.mix or self.replay_share != type(self).replay_share):
-            raise UserError("--mix and --replay-share are of --replay, which is not given; add it, or leave them out")
         if self.replay and self.batch_size < 2:
             raise UserError("--replay: a micro-batch of 1 row has no room for records and text; use --batch-size 2")
 
@@ -688,17 +678,10 @@ class DpoSettings(AlignSettings):
     label_smoothing: float = setting(
         0.0, "assumed share of pairs that are labelled the wrong way round", check=below_half
     )
-    gamma: float = setting(0.5, "simpo: the margin to beat", check=zero_or_more)
+    gamma: float = setting(0.5, "simpo: the margin to beat", check=zero_or_more, of="objective simpo")
     cache: str = setting(
         "runs/reference", "directory for the reference's log-probabilities", metavar="DIR", changes=NOTHING, card=NEVER
     )
-
-    def check(self) -> None:
-        super().check()
-        if self.objective != "simpo" and self.gamma != type(self).gamma:
-            raise UserError(
-                f"--gamma is given, and --objective is {self.objective}; add --objective simpo, or leave this out"
-            )
 
 
 @dataclass(frozen=True)
@@ -1042,7 +1025,7 @@ def start_ranks(settings: Settings, recipe: str, argv: Sequence[str] | None) -> 
 def print_schedule(settings: Settings, step: str, steps_a_pass: float, data: str) -> None:
     """Print how long a run is, and how often it reads its data. step: describes one; steps_a_pass: steps per epoch."""
     length = count_of(settings.steps, "step") if settings.steps else f"{settings.minutes:g} min"
-    step += " on average" * bool(settings.accumulation_points)
+    step += " on average" * bool(settings.points("batch_schedule"))
     passes = f", {settings.steps / steps_a_pass:.1f} times through the {data}" if settings.steps else ""
     print(f"plan: {length} of {step}{passes}; {settings.schedule} schedule, peak rate {settings.lr:g}")
     if isinstance(settings, PretrainSettings) and (reasons := settings.reasons()):

@@ -59,11 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_template_flag(parser)
     parser.flag("--name", str, "name of the model on the page (default: that of its file or folder)")
     parser.flag(
-        "--context", int, f"tokens of a conversation at most (default: the model's, up to {CONTEXT})", metavar="N"
+        "--context", int, f"tokens of a conversation at most (default: the model's, up to {CONTEXT})", 16, metavar="N"
     )
     args = parser.parse_args(argv)
-    if args.context is not None and args.context < 16:
-        raise UserError(f"--context is {args.context}, expected at least 16")
     out = Path(args.out)
     if out.exists():
         raise UserError(f"{out} exists already; remove it, or choose another name")

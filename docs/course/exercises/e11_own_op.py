@@ -24,8 +24,7 @@ class SquaredReLU(Op):
     bwd = squared_relu_bwd
 
     def forward(self, x, stash=None):
-        if stash is not None:
-            stash.push(self, x)
+        self.save(stash, x)
         return self.fwd(x)
 
     def backward(self, dy, stash):
