@@ -8,20 +8,22 @@
     encode_example(tokenizer, records[0], seq_len=128)  ->  (ids, prompt_length)
 
 The format is that of Stanford Alpaca (Taori et al., 2023): objects with the string fields `instruction`, `input` (often
-empty) and `output`, in a JSON array, one per line (also .gz and .zst), or as the columns of a .parquet file. Records of
-other formats are read as `data.conversations` says. Alpaca's were written by a language model, with its errors: some
-replies are empty, some inputs are the words "no input", and some replies run on into the next task.
+empty) and `output`, in a JSON array, one per line (also .gz and .zst), or as the columns of a .parquet, .csv or .tsv
+file. Records of other formats are read as `data.conversations` says. Alpaca's were written by a language model, with
+its errors: some replies are empty, some inputs are the words "no input", and some replies run on into the next task.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinyforge.data.conversations import Fault, chat_of, is_chat, named, shown
 from tinyforge.data.download import Downloader, check_url
@@ -51,6 +53,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ROWS = (".parquet", ".csv", ".tsv")
+"""Suffixes of files whose rows are records."""
 RECORDS_A_DOCUMENT = 8
 HOST = "https://raw.githubusercontent.com"
 PATH = "tatsu-lab/stanford_alpaca/main/alpaca_data.json"
@@ -166,17 +170,32 @@ def _read_file(path: Path, encoding: str) -> list[list[Record]]:
 
 
 def each_object(path: Path, encoding: str, expected: str = "Alpaca records") -> Iterator[tuple[str, object]]:
-    """The objects of a .json, .jsonl (.gz, .zst) or .parquet file, each with its place. UserError, as `scan_file`, and
-    for a file that cannot be read."""
-    if path.suffix.lower() == ".parquet":
+    """The objects of a .json, .jsonl (.gz, .zst), .parquet, .csv or .tsv file, each with its place. UserError, as
+    `scan_file`, and for a file that cannot be read."""
+    if path.suffix.lower() in ROWS:
         number = -1
-        for number, row in enumerate(read_objects(path)):
+        rows = read_objects(path) if path.suffix.lower() == ".parquet" else _table(path, encoding)
+        for number, row in enumerate(rows):
             yield f"row {number}", row
         if number < 0:
             raise UserError(f"{path}: is empty, expected {expected}; give another file")
     else:
         for line, value in scan_file(path, read_text(path, encoding), expected):
             yield f"line {line}", value
+
+
+def _table(path: Path, encoding: str) -> Iterator[dict[str, Any]]:
+    """The rows of a table by the names in its head line, which tells what separates cells. UserError if malformed."""
+    text = read_text(path, encoding)
+    mark = max(",;\t|", key=text.partition("\n")[0].count)
+    number = -1
+    try:
+        for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), delimiter=mark, strict=True)):
+            if None in row:
+                raise UserError(f"{path}: row {number} has more cells than the head line; put texts in quotes")
+            yield row
+    except csv.Error as error:
+        raise UserError(f"{path}: row {number + 1}: malformed table ({error}); fix it there") from None
 
 
 def scan_file(path: Path, text: str, expected: str = "Alpaca records") -> Iterator[tuple[int, object]]:
@@ -392,7 +411,7 @@ def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
 
 def _each_value(path: Path, encoding: str) -> Iterator[tuple[object] | str]:
     """Every value of a file, in a tuple, or what is wrong with its line."""
-    if path.suffix.lower() == ".parquet":
+    if path.suffix.lower() in ROWS:
         yield from ((value,) for _, value in each_object(path, encoding))
         return
     text = _read_zipped(path, encoding) if path.suffix.lower() == ".zip" else read_text(path, encoding)

@@ -115,6 +115,32 @@ def test_packed_lines_and_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", 'instruction,input,output\r\n"Say ""1""",,"one,\r\ntwo"\r\n', ""),
+        ("a.csv", '\ufeffid;instruction;output\n\n7;"Say ""1""";"one,\ntwo"\n', ""),
+        ("a.TSV", 'prompt\tcompletion\n"Say ""1"""\t"one,\ntwo"\n', ""),
+        (
+            "a.csv",
+            "a,b\n1,2\n",
+            """record 0 (counted from 0), row 0: got the keys ["a", "b"], expected 'instruction'""",
+        ),
+        ("a.csv", "instruction,output\n", "is empty, expected Alpaca records; give another file"),
+        ("a.csv", "instruction,output\nx,y\nx,y,z\n", "row 1 has more cells than the head line; put texts in quotes"),
+        ("a.csv", 'instruction,output\nx,"y\n', "row 0: malformed table (unexpected end of data); fix it there"),
+        ("a.csv", "instruction,output\nx\n", "record 0 (counted from 0), row 0: 'output' is null, expected a string"),
+    ],
+)
+def test_tables_of_a_spreadsheet(tmp_path: Path, name: str, text: str, says: str) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8", newline="")
+    if says:
+        assert fault_of(read_records, [path]).startswith(f"{path}: {says}")
+    else:
+        assert [(r.instruction, r.input, r.output) for r in read_records([path])] == [('Say "1"', "", "one,\ntwo")]
+
+
+@pytest.mark.parametrize(
     "value",
     [
         {"prompt": CHAT[:4], "chosen": [THREE], "rejected": [FOUR]},
