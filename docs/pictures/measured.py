@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS, PICTURE, README = ROOT / "docs/results", ROOT / "docs/pictures/measured.svg", ROOT / "README.md"
 BEGIN, END = "<!-- measured: docs/pictures/measured.py writes this table -->", "<!-- measured, end -->"
 OURS = "tinyforge"
-COMPILED, GRAPH, THREADS = "torch compiled", "torch compiled, CUDA graph", "torch eager, 2 threads"
+COMPILED, GRAPH, THREAD = "torch compiled", "torch compiled, CUDA graph", "torch eager, 1 thread"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ ROWS = (
     Measured("first token after a prompt of 512, NanoEuler base", H200, PREFILL, "median_ms", GRAPH, "ms"),
     Measured("decoding 64 texts at once, a token of each", H200, "gpu-decode-base-64.json", "median_us", GRAPH, "µs"),
     Measured("training step, NanoEuler small, 16 x 128 tokens", CPU, SMALL, "median_ms", COMPILED, "ms"),
-    Measured("decoding, NanoEuler small, per token", CPU, "cpu-decode-small.json", "median_us", THREADS, "µs"),
+    Measured("decoding, NanoEuler small, per token", CPU, "cpu-decode-small.json", "median_us", THREAD, "µs"),
 )
 
 
@@ -70,7 +70,7 @@ def markdown() -> str:
     lines = ["| | machine | tinyforge | PyTorch | ratio |", "|---|---|---|---|---|"]
     for row in rows():
         ours, theirs = row.values()
-        peer = {THREADS: "eager", COMPILED: "compiled", GRAPH: "CUDA graph"}[row.peer]
+        peer = {THREAD: "eager", COMPILED: "compiled", GRAPH: "CUDA graph"}[row.peer]
         lines.append(
             f"| {row.what} | {row.machine} | [{number(ours)} {row.unit}](docs/results/{row.file}) "
             f"| {number(theirs)} {row.unit} ({peer}) | **{ours / theirs:.2f}** |"
