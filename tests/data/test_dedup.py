@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def slow_words(text: str) -> list[str]:
     return [word for run in runs for word in re.findall("[^日本]*[日本]|[^日本]+", run)]
 
 
+@cache
 def slow_grams(text: str, n: int) -> list[tuple[str, ...]]:
     words = slow_words(text)
     if len(words) < n:

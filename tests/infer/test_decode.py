@@ -413,8 +413,15 @@ def test_compiled_float64_is_the_numpy_decoder_s(config: Config) -> None:
 
 @needs_numba
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
-@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize(
+    ("weights", "precision"),
+    [
+        *[(weights, "fp32") for weights in ("int8", "fp8", "int4")],
+        ("fp8", "fp64"),
+        # Compiled for these tests alone.
+        *[pytest.param(weights, "fp64", marks=pytest.mark.slow) for weights in ("int8", "int4")],
+    ],
+)
 def test_codes_are_multiplied_as_they_are_stored(weights: str, precision: str, tied: bool) -> None:
     """As the NumPy decoder multiplies the dequantised numbers; every code of a format occurs."""
     dim, hidden = (96, 160) if weights == "int4" else (72, 77)  # whole groups

@@ -50,30 +50,18 @@ def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus, a file of instructions, and a base model whose context has room for them."""
+    """A corpus and a file of instructions."""
     path = tmp_path_factory.mktemp("resume")
     (path / "text.txt").write_text("\n".join(documents("train", 60)), encoding="utf-8")
     records = [{"instruction": f"Add {a}.", "input": str(b), "output": str(a + b)} for a in range(6) for b in range(9)]
     (path / "alpaca.json").write_text(json.dumps(records), encoding="utf-8")
-    base = [
-        "--set",
-        *SHAPE,
-        "context=96",
-        "--data",
-        "text.txt",
-        "--steps",
-        2,
-        "--batch-size",
-        2,
-        "--backend",
-        "numpy",
-        "--out",
-        "base",
-    ]
-    finish(start("pretrain.py", path, *base), path)
     return path
 
 
+BASE = [
+    *("--data", "text.txt", "--set", *SHAPE, "context=96"),  # room for the instructions
+    *("--steps", 2, "--batch-size", 2, "--backend", "numpy", "--out", "base"),
+]
 FIRST: dict[str, list[Any]] = {
     "pretrain.py": ["--data", "text.txt", "--set", *SHAPE, "context=32", *PLAN],
     "sft.py": ["--data", "alpaca.json", "--base", "base", *PLAN],
@@ -87,6 +75,8 @@ def uninterrupted(folder: Path) -> Callable[[str], Path]:
     def run(recipe: str) -> Path:
         out = folder / f"whole-{recipe}"
         if not out.exists():
+            if recipe == "sft.py":
+                finish(start("pretrain.py", folder, *BASE), folder)
             finish(start(recipe, folder, *FIRST[recipe], "--out", out), folder)
         return out
 

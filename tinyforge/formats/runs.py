@@ -95,7 +95,6 @@ def _open_foreign(path: Path, asked: Path | None) -> Opened:
         "step": 0,
         "model": spec.name,
         "config": config.to_dict(),
-        "tokenizer_hash": tokenizer.hash(),
         **template_meta(template),
         **({"classes": classes} if classes else {}),
         **({"special_ids": ids} if (ids := given_ids(weights.config)) else {}),

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding
-from numba import njit, types
+from numba import types
 
 from tinyforge.infer.cpu_code import NAME, machine
-from tinyforge.infer.cpu_instructions import OUTPUTS, ROWS, Stored, at, cast_to, dots_of, exp_of, stored_as
+from tinyforge.infer.cpu_instructions import OUTPUTS, ROWS, Stored, at, cast_to, dots_of, exp_of, njit, stored_as
 from tinyforge.infer.cpu_prompts import prompts_of
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -204,8 +204,7 @@ def functions(weight: str, real: types.Type) -> Any:
 def build(weight: str, real: str) -> bytes:
     """Machine code for this CPU, an object file with the function `tinyforge_pass`."""
     pointer = types.CPointer(types.intp)
-    options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    forward = njit((pointer, pointer), **options)(
+    forward = njit((pointer, pointer), error_model="numpy")(
         functions(weight, {"float32": types.float32, "float64": types.float64}[real])
     )
     (text,) = forward.inspect_llvm().values()

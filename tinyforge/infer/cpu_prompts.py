@@ -11,10 +11,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from tinyforge.infer.cpu_code import KEYS_AT_ONCE, PANEL_BYTES, has_wide_vectors
-from tinyforge.infer.cpu_instructions import Stored, at, cast_to, exp_of, number_of, tiles_of
+from tinyforge.infer.cpu_instructions import Stored, at, cast_to, exp_of, njit, number_of, tiles_of
 from tinyforge.quantised_groups import GROUP
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}
