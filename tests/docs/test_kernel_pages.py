@@ -48,10 +48,9 @@ THREADS = defined(LOSS, r"__launch_bounds__\(HELD \? HELD_THREADS : (\d+), RESID
     for file in ("ops/gemm_hopper.cu", "infer/cuda/decode_single.cu")
 )
 TMA_MORE, TMA_FEWER = (defined("ops/attention_tma.cu", rf"{name}_REGISTERS = (\d+)") for name in ("WORKER", "COPIER"))
-QUIET, HELD = defined("infer/cuda/decode_single.cu", r"QUIET = (\d+)"), constant("infer/cuda/decode_single.cu", "HELD")
+HELD = constant("infer/cuda/decode_single.cu", "HELD")
 STATEMENTS = (
     ("decode.md", f"it keeps {ROW_FEWER}, and the eight warps that compute have {ROW_MORE}"),
-    ("decode.md", f"poll nothing for {QUIET:,} cycles"),
     ("decode.md", f"at most {HELD} pieces (`HELD`)"),
     ("gemm.md", f"the warpgroup that copies ({FEWER} are left) and gives them to the others ({MORE})"),
     ("attention.md", f"gives the workers {TMA_MORE} registers a thread and the copying warps {TMA_FEWER}"),
@@ -64,7 +63,6 @@ STATEMENTS = (
     ("decode.md", f"a lane requests {ROW.refill} pieces after each poll"),
     ("decode.md", f"deals tiles of {TILE} rows to blocks"),
     ("decode.md", f"`ROWS` is a constant of the kernel, 1 to {MOST_ROWS}."),
-    ("decode.md", f"A pass of `base` needs {4e-6 * ROW.exchange(1):.1f} MB of such places"),
     ("decode-batch.md", f"teams of {TEAM_ROWS}, as many as a product on tensor cores takes"),
     ("decode-batch.md", f"64 rows are {WORDS[BATCH.teams]} teams of {BATCH.team} blocks"),
     ("decode-batch.md", f"each lane has {BATCH.slots} places of 16 bytes"),
@@ -78,7 +76,6 @@ STATEMENTS = (
         f"A row of more than {PIECE} tokens is cut where the order's index is a multiple of {PIECE}",
     ),
     ("elementwise-and-norms.md", f"{WORDS[RUN]} rows of dy"),
-    ("elementwise-and-norms.md", f"| {RUN}, {PIECE}, as it is |"),
     ("cross-entropy.md", f"A block of {THREADS} threads takes the row of one token and one head"),
     ("cross-entropy.md", f"{WORDS[RESIDENT]} blocks on a multiprocessor"),
     ("scan.md", f"**Tiles of {SCAN_TILE} positions.**"),
