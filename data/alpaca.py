@@ -29,6 +29,7 @@ from tinyforge.data.conversations import Fault, chat_of, is_chat, named, shown
 from tinyforge.data.download import Downloader, check_url
 from tinyforge.data.files import locked, write_json, writing, zip_members
 from tinyforge.data.local import decode_text, read_objects, read_text
+from tinyforge.data.readers import cut_rows
 from tinyforge.data.source import (
     MANIFEST,
     Document,
@@ -185,12 +186,11 @@ def each_object(path: Path, encoding: str, expected: str = "Alpaca records") -> 
 
 
 def _table(path: Path, encoding: str) -> Iterator[dict[str, Any]]:
-    """The rows of a table by the names in its head line, which tells what separates cells. UserError if malformed."""
-    text = read_text(path, encoding)
-    mark = max(",;\t|", key=text.partition("\n")[0].count)
+    """The rows of a table by the names in its head line. UserError if malformed."""
     number = -1
     try:
-        for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), delimiter=mark, strict=True)):
+        lines = io.StringIO(read_text(path, encoding), newline="")
+        for number, row in enumerate(cut_rows(lines, path.suffix.lower())):
             if None in row:
                 raise UserError(f"{path}: row {number} has more cells than the head line; put texts in quotes")
             yield row

@@ -58,8 +58,8 @@ def writing(path: Path) -> Iterator[None]:
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """As `tinyforge.files.written_whole`; raises UserError if the system refuses to write."""
-    with writing(path), tinyforge.files.written_whole(path) as beside:
-        yield beside
+    with writing(path), tinyforge.files.written_whole(path) as partial:
+        yield partial
 
 
 def check_writable(path: Path) -> None:

@@ -148,31 +148,40 @@ def read_piece(file: IO[bytes], most: int = MAX_BYTES) -> bytes:
 
 
 def table_rows(file: IO[bytes], suffix: str, encoding: str, column: str) -> Iterator[dict[str | Any, Any]]:
-    """The rows of a table with a head line, by the names there; under None the cells of a row that are too many.
-    BadRecord if `column` is not among the names.
-
-    The cells are separated by whatever cuts the head line so that `column` is in it, or by what a line `sep=;` names.
-    """
-    before = csv.field_size_limit(MAX_BYTES)  # of all readers in the process
+    """The rows of a table, as `cut_rows` has them. BadRecord for a malformed one, or if `column` is not among the
+    names."""
     text = io.TextIOWrapper(
         file, encoding="utf-8-sig" if encoding.lower() in ("utf-8", "utf8") else encoding, newline=""
     )
     try:
-        lines = _bounded(text)
+        yield from cut_rows(_bounded(text), suffix, column)
+    except csv.Error as error:
+        raise BadRecord(f"malformed {suffix[1:]} ({error}); fix it there") from None
+    finally:
+        text.detach()
+
+
+def cut_rows(lines: Iterator[str], suffix: str, column: str = "") -> Iterator[dict[str | Any, Any]]:
+    """The rows of a table with a head line, by the names there; under None the cells of a row that are too many.
+    BadRecord if `column` is not among the names; csv.Error for a malformed table.
+
+    The cells are separated by whatever cuts the head line so that `column` is in it, or without one into the most
+    cells, or by what a line `sep=;` names.
+    """
+    before = csv.field_size_limit(MAX_BYTES)  # of all readers in the process
+    try:
         head = next(lines, "")
         declared = re.fullmatch(r"sep=([^\"\r\n])\r?\n?", head)
         separators = declared[1] if declared else "\t,;|" if suffix == ".tsv" else ",;\t|"
         head = next(lines, "") if declared else head
-        cut = (mark for mark in separators if column in next(csv.reader([head], delimiter=mark), ()))
-        rows = csv.DictReader(itertools.chain([head], lines), delimiter=next(cut, separators[0]), strict=True)
-        if (names := rows.fieldnames) and column not in names:
-            raise BadRecord(f"got the columns {str(names)[:100]}, expected '{column}'; use data.local --column")
+        names = {mark: next(csv.reader([head], delimiter=mark), []) for mark in separators}
+        cut = max(separators, key=lambda mark: column in names[mark] if column else len(names[mark]))
+        rows = csv.DictReader(itertools.chain([head], lines), delimiter=cut, strict=True)
+        if column and (found := rows.fieldnames) and column not in found:
+            raise BadRecord(f"got the columns {str(found)[:100]}, expected '{column}'; use data.local --column")
         yield from rows
-    except csv.Error as error:
-        raise BadRecord(f"malformed {suffix[1:]} ({error}); fix it there") from None
     finally:
         csv.field_size_limit(before)
-        text.detach()
 
 
 def _bounded(text: io.TextIOWrapper) -> Iterator[str]:

@@ -119,6 +119,7 @@ def test_packed_lines_and_tables(tmp_path: Path) -> None:
     [
         ("a.csv", 'instruction,input,output\r\n"Say ""1""",,"one,\r\ntwo"\r\n', ""),
         ("a.csv", '\ufeffid;instruction;output\n\n7;"Say ""1""";"one,\ntwo"\n', ""),
+        ("a.csv", 'sep=^\nprompt^completion\n"Say ""1"""^"one,\ntwo"\n', ""),
         ("a.TSV", 'prompt\tcompletion\n"Say ""1"""\t"one,\ntwo"\n', ""),
         (
             "a.csv",
@@ -138,6 +139,12 @@ def test_tables_of_a_spreadsheet(tmp_path: Path, name: str, text: str, says: str
         assert fault_of(read_records, [path]).startswith(f"{path}: {says}")
     else:
         assert [(r.instruction, r.input, r.output) for r in read_records([path])] == [('Say "1"', "", "one,\ntwo")]
+
+
+def test_a_cell_of_a_table_may_be_as_long_as_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"instruction,output\nSay a.,{'a' * 200_000}\n", encoding="utf-8")
+    assert len(read_records([path])[0].output) == 200_000
 
 
 @pytest.mark.parametrize(
