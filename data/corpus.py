@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -47,6 +48,7 @@ from tinyforge.data.quality import load, read_bad_words
 from tinyforge.data.source import Source, read_source
 from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, sha256_of, shown, sync
+from tinyforge.invocation import as_typed
 from tinyforge.report import count_of
 from tinyforge.shards import SPLITS
 from tinyforge.terminal import printable
@@ -1066,6 +1068,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not seconds:
         print(f"{args.out}: already built from these sources with these settings")
     print(printable((args.out / "report.md").read_text(encoding="utf-8")))
+    print(as_typed(f"next: python -m data.shards --corpus {shlex.quote(str(args.out))} --out shards"))
     return 0
 
 

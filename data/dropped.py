@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from tinyforge.data.files import written_whole
 from tinyforge.data.parquet import connect, scan
 from tinyforge.data.source import read_source
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.invocation import as_typed
 from tinyforge.terminal import one_line, printable
 
 SHOWN_CHARACTERS = 600  # of each document
@@ -123,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record = {"id": found.id, "title": found.title, "url": found.url, "text": found.text}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
                 count += 1
-        print(f"{args.restore}: {count:,} documents; next: python -m data.local --out restored {args.restore}")
+        restored = shlex.quote(str(args.restore))
+        print(as_typed(f"{restored}: {count:,} documents; next: python -m data.local --out restored {restored}"))
         return 0
     for found in read_dropped(args.corpus, args.rule, args.source, args.show or 10):
         print(one_line(f"--- {found.source} {found.id} {found.title}: {', '.join(found.rules)}"))

@@ -27,6 +27,7 @@ from tinyforge.data.files import check_file, check_name, make_folder, write_faul
 from tinyforge.data.parquet import connect, copy_to_parquet, escape_glob, quoted
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, replace, sha256_of, shown, sync
+from tinyforge.invocation import as_typed
 from tinyforge.report import count_of
 from tinyforge.terminal import one_line
 
@@ -337,11 +338,12 @@ def print_refused(refused: Sequence[Refusal]) -> None:
 
 
 def report(source: Source, one: str, many: str = "", passing: str = "") -> int:
-    """Print what a source holds, as `count_of` words it; the exit status, 1 if a record was left out for any reason but
-    `passing`."""
+    """Print what a source holds, as `count_of` words it, and what comes next; the exit status, 1 if a record was left
+    out for any reason but `passing`."""
     print(
         f"{count_of(source.documents, one, many)}, {source.bytes:,} bytes of text in {source.folder}; "
         f"{len(source.refused)} refused"
     )
     print_refused(source.refused)
+    print(as_typed(f"next: python -m data.corpus {shlex.quote(str(source.folder))} --out corpus"))
     return int(any(refusal.reason != passing for refusal in source.refused))

@@ -899,6 +899,7 @@ def test_the_command_builds_reports_and_counts_tokens(tmp_path: Path, capsys: py
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "read " in printed and "MB/s" in printed
+    assert printed.endswith(f"next: python -m data.shards --corpus {out} --out shards\n")
     counts = {id_: tokens for id_, tokens in rows(out, "id, tokens")}
     assert counts["3"] == len(tokenizer.encode(texts[3]))
     sizes = [len(text.encode()) for text in (*texts, texts[0], "short")]

@@ -331,7 +331,8 @@ def test_files_folders_and_archives_are_cleaned(tmp_path: Path, capsys: pytest.C
     assert texts(out) == dict.fromkeys("abcd", BOOK)
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].split()[0] == "4321" and printed[1].endswith("header, licence; ascii")
-    assert printed[-1].startswith("4 books") and printed[-1].endswith("0 refused")
+    assert printed[-2].startswith("4 books") and printed[-2].endswith("0 refused")
+    assert printed[-1] == f"next: python -m data.corpus {out} --out corpus"
 
 
 def test_the_source_says_where_its_books_are_from(tmp_path: Path) -> None:

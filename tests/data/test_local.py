@@ -303,6 +303,7 @@ def test_a_bad_record_is_named_and_the_rest_goes_on(tmp_path: Path, capsys: pyte
     assert reasons == {}
     printed = capsys.readouterr().out
     assert "2 documents" in printed and "13 refused" in printed and "refused: mine/a.jsonl:2: malformed JSON" in printed
+    assert f"next: python -m data.corpus {tmp_path / 'out'} --out corpus" in printed
 
 
 @pytest.mark.parametrize("name", ["../a.txt", "b/../../a.txt", "/a.txt", "..\\a.txt", "C:\\a.txt"])
