@@ -17,7 +17,7 @@ from tinyforge.kernel import Kernel, override
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.op import Param
 from tinyforge.optim import AdamW, AdamWConfig, Muon, MuonConfig, Pace
-from tinyforge.optim.groups import batch_factor, describe_rates, group_of, group_rates
+from tinyforge.optim.groups import batch_factor, check_groups, describe_rates, group_of, group_rates
 from tinyforge.optim.muon import COEFFICIENTS, EPS, STEPS, A, B, C, muon_, muon_momentum, newton_schulz
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import models
@@ -267,6 +267,8 @@ def test_the_rule_of_width_and_batch() -> None:
     for wrong in ("embedding=10", "embeddings", "embeddings=0", "embeddings=x"):
         with pytest.raises(UserError, match=f"--group-rates: '{wrong}' expects GROUP=FACTOR with a group of matrices"):
             PretrainSettings(group_rates=(wrong,)).check()
+    with pytest.raises(UserError, match="this model has no value_embeddings, only matrices, embeddings, heads"):
+        check_groups(("embeddings=3", "value_embeddings=3"), params)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -58,6 +58,15 @@ def group_rates(factors: Sequence[str], rule: str, width: int) -> tuple[tuple[st
     return tuple((name, found[name]) for name in GROUPS if found.get(name, 1.0) != 1.0)
 
 
+def check_groups(factors: Sequence[str], params: Sequence[Param]) -> None:
+    """Raises UserError for a factor of --group-rates whose group none of these parameters is in."""
+    there = {group_of(p) for p in params}
+    for name in read_factors(factors):
+        if name not in there:
+            has = ", ".join(name for name in GROUPS if name in there)
+            raise UserError(f"--group-rates: this model has no {name}, only {has}; leave {name} out")
+
+
 def batch_factor(rule: str, tokens: int) -> float:
     """The factor of all rates in a step of so many tokens: sqrt(tokens / 2^19) by the rule "width-batch", else 1.
 

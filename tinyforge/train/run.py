@@ -27,7 +27,7 @@ from tinyforge.backends import Backend, compile
 from tinyforge.errors import UserError
 from tinyforge.files import locked
 from tinyforge.optim import Pace, learning_rate
-from tinyforge.optim.groups import WIDTH, batch_factor, describe_rates
+from tinyforge.optim.groups import WIDTH, batch_factor, check_groups, describe_rates
 from tinyforge.optim.schedules import held, linear
 from tinyforge.parallel import Alone, Group
 from tinyforge.parallel.launch import ProcessGroupInfo, assert_equal_on_ranks, init_process_group, started_as_rank
@@ -241,6 +241,7 @@ class Run:
         width = getattr(self.task.model.config, "dim", 0)
         if settings.rate_rule != "plain" and not (width and self.task.unit == "tokens"):
             raise UserError(f"--rate-rule {settings.rate_rule} is for models of tokens that have a width; leave it out")
+        check_groups(settings.group_rates, buffer.params)
         config = settings.optimizer_config(width or WIDTH)
         if (settings.group_rates or settings.rate_rule != "plain") and group.rank == 0:
             print(describe_rates(config.group_rates, settings.lr, settings.rate_rule, buffer.params))
