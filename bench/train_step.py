@@ -21,13 +21,15 @@ Each of these flags adds a contender:
     --documents N our step as with --document-mask restart, on the same tokens in documents of N tokens on average
     --capture     our step as a CUDA graph; its losses must equal those of our plain step bit for bit
     --muon        our step with Muon in place of AdamW
+    --nanochat F  the compiled step of nanochat, whose repository lies in F, at our width and number of layers
 With --precision fp8 PyTorch computes in bf16, and on a GPU our step is timed in bf16 too.
 
 With --gpus N the contenders are those of bench/ranks.py: one GPU, N GPUs, N with sharded optimizer states (ZeRO 1), and
 with sharded gradients too (ZeRO 2), and with --peer torch compiled DistributedDataParallel, with --batch-size sequences
 per GPU.
 
-FLOP are counted by the model's flop_per_token, for all contenders but the model of --beside.
+FLOP are counted by the model's flop_per_token, for all contenders but the model of --beside and nanochat, which count
+their own.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ from tinyforge.train.run import FLOP_CONVENTION
 from tinyforge.train.settings import PretrainSettings, config_of, restarts
 
 READING, MASKED, CAPTURED, MUON = "tinyforge, data", "tinyforge, mask", "tinyforge, graph", "tinyforge, Muon"
-IN_BF16 = "tinyforge, bf16"
+IN_BF16, NANOCHAT = "tinyforge, bf16", "nanochat"
 PEERS = {"torch": (EAGER, COMPILED, GRAPH), "torch-eager": (EAGER,), "torch-compiled": (COMPILED,)}
 BATCHES = 8  # distinct ones, visited in turn
 PARITY_STEPS = 3  # the second and third loss depend on the gradients, the clipping and AdamW too
@@ -80,7 +82,8 @@ MEMORY_STEPS = 5
 @dataclass(frozen=True)
 class Options:
     """What is timed. workers: processes of ours. threads: of PyTorch. steps: counted for each contender. documents:
-    tokens of one on average, where the mask is timed too. beside: another model of ours and its preset."""
+    tokens of one on average, where the mask is timed too. beside: another model of ours and its preset. nanochat: the
+    folder of its repository."""
 
     model: str
     config: ModelConfig
@@ -99,9 +102,14 @@ class Options:
     capture: bool = False
     muon: bool = False
     regional: bool = False
+    nanochat: str | None = None
 
     def make_backend(self) -> Backend:
         return get_backend(self.backend, self.precision, self.workers, self.device)
+
+    @property
+    def torch_device(self) -> str:
+        return f"cuda:{self.device or 0}" if self.backend == "cupy" else "cpu"
 
     def of_beside(self) -> Options:
         """The same of the other model."""
@@ -178,11 +186,19 @@ def torch_peer(options: Options, mode: str | None) -> Any:
     # Here and not at the top: torch is needed, and its memory counted, only when it is the peer.
     from bench.torch_peer import TorchPeer, TorchTraining
 
-    device = f"cuda:{options.device or 0}" if options.backend == "cupy" else "cpu"
-    precision, threads = options.in_bf16().precision, options.threads
+    precision, threads, device = options.in_bf16().precision, options.threads, options.torch_device
     config, regional = options.config, options.regional
     peer = TorchTraining(options.model, config, precision, device, threads, mode, regional=regional)
     return TorchPeer(peer, options.batches())
+
+
+def nanochat_peer(options: Options) -> Any:
+    from bench.nanochat_peer import Nanochat
+
+    precision, device, threads = options.precision, options.torch_device, options.threads
+    return Nanochat(
+        options.nanochat or "", options.config, options.seq_len, precision, device, threads, options.batches()
+    )
 
 
 def peak_memory(name: str, options: Options) -> float:
@@ -190,7 +206,10 @@ def peak_memory(name: str, options: Options) -> float:
     own, gpu = variants(options).get(name), options.backend == "cupy"
     backend = options.make_backend() if own else None
     with harness.peak_mib(backend) as peak:
-        contender: Any = own(backend) if own and backend else torch_peer(options, harness.MODES[name])
+        if own and backend:
+            contender: Any = own(backend)
+        else:
+            contender = nanochat_peer(options) if name == NANOCHAT else torch_peer(options, harness.MODES[name])
         for i in range(MEMORY_STEPS):
             contender.step(i)
         # Before the contender goes, and its workers with it.
@@ -224,7 +243,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     config, before, on_gpu = options.config, harness.machine(), options.backend == "cupy"
     # First, while this process is small: Linux counts a parent's peak at the start of a child as the child's own.
     peers = PEERS[peer] if peer else ()
-    measured = [name for name in (*variants(options), *peers) if on_gpu or name not in (COMPILED, GRAPH)]
+    others = (*peers, NANOCHAT) if options.nanochat else peers
+    measured = [name for name in (*variants(options), *others) if on_gpu or name not in (COMPILED, GRAPH, NANOCHAT)]
     makers = {name: partial(str, name) for name in measured}
     _, memory, _ = harness.soft(makers, lambda name: harness.in_child(peak_memory, name, options))
     backend = options.make_backend()
@@ -236,6 +256,8 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     if options.capture:
         check_bits(options, backend)
     contenders |= {name: make(backend) for name, make in variants(options).items() if name != OURS}
+    if options.nanochat:
+        contenders[NANOCHAT] = nanochat_peer(options)
     for contender in contenders.values():
         for i in range(WARM_UP_STEPS):
             contender.step(i)
@@ -253,12 +275,14 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in ("model", "batch_size", "seq_len", "recompute")}
     given |= {"config": config.to_dict(), "counted_steps": options.steps, "tokens_per_document": options.documents}
     given["compiled"] = harness.COMPILED_PARTS[options.regional] if peer else None
-    given["threads"] = {"ours": options.workers, "torch": options.threads if peer else None}
+    given["threads"] = {"ours": options.workers, "torch": options.threads if others else None}
     known = {"parameters": first.buffer.count, "flop_convention": FLOP_CONVENTION, "matmul_peak_gflop_per_second": peak}
+    if options.nanochat:
+        known["nanochat_parameters"] = sum(p.numel() for p in contenders[NANOCHAT].model.parameters())
     known["gflop_per_step"] = first.flop_per_token(options.seq_len) * tokens / 1e9
     plan = plan_step(find_model(options.model), config, *shape).peak / 2**20 if on_gpu else None
     found = {**given, **known, "planned_peak_mib": plan, "parity": parity, "left_out": left_out, "results": results}
-    return harness.environment(backend, peer, before) | found
+    return harness.environment(backend, peer or options.nanochat, before) | found
 
 
 COLUMNS = (
@@ -275,6 +299,7 @@ def table(found: dict[str, Any]) -> list[str]:
     lines = harness.heading(
         found,
         ("model", f"{found['model']}, {found['parameters']:,} parameters"),
+        ("nanochat", f"{own:,} parameters") if (own := found.get("nanochat_parameters")) else None,
         ("threads", f"ours {threads['ours']} (workers, single-threaded BLAS){torch_threads}"),
         ("batch", f"{found['batch_size']} x {found['seq_len']} = {tokens:,} random tokens"),
         ("steps", f"{found['counted_steps']} counted each, in turns of {TURN}, after {WARM_UP_STEPS} to warm up"),
@@ -342,6 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.shared(peer={"choices": tuple(PEERS), "help": "time PyTorch too, all it has, or one mode"})
     p.switch("--regional", "compile one layer of PyTorch's, not its model")
     p.text("--beside", metavar="MODEL:PRESET", help="time another of our models too, such as nanoeuler:base")
+    p.text("--nanochat", metavar="FOLDER", help="time nanochat's step too, from a clone of its repository")
     p.text("--data", metavar="SHARDS", help="time our step with batches read from token shards too")
     p.number("--documents", None, "time our step with masked documents of N tokens on average too", metavar="N")
     p.shared(

@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 from bench.harness import COMPILED, EAGER, GRAPH, GRAPHS_NEED_A_GPU, OURS
-from bench.train_step import MASKED, MUON, READING, Options, main, make_contenders, ours, table, torch_peer
+from bench.train_step import (
+    MASKED,
+    MUON,
+    NANOCHAT,
+    READING,
+    Options,
+    main,
+    make_contenders,
+    nanochat_peer,
+    ours,
+    table,
+    torch_peer,
+)
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.models.nanoeuler.config import Config
@@ -197,3 +209,61 @@ def test_cuda_graphs_are_left_out_on_a_cpu() -> None:
     contenders, parity, left_out = make_contenders(options, get_backend("numpy", "fp64", 1), (EAGER, GRAPH))
     assert list(contenders) == [OURS, EAGER] and left_out == {GRAPH: GRAPHS_NEED_A_GPU}
     assert parity is not None and parity["worst_difference"] < 1e-9
+
+
+FAKE_NANOCHAT = """
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class GPTConfig:
+    sequence_len: int
+    vocab_size: int
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_kv_head: int
+    window_pattern: str
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+        self.config = config
+
+    def init_weights(self):
+        torch.nn.init.zeros_(self.table.weight)
+
+    def setup_optimizer(self):
+        print("rates")
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def estimate_flops(self):
+        return 10 * self.config.n_layer * self.config.n_head
+
+    def forward(self, ids, targets):
+        return torch.nn.functional.cross_entropy(self.table(ids).flatten(0, 1), targets.flatten())
+"""
+
+
+@pytest.mark.slow
+def test_nanochat_is_timed_from_a_clone_of_its_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(UserError, match="no nanochat/gpt.py there; clone"):
+        main([*FLAGS, "--nanochat", str(tmp_path)])
+    (tmp_path / "nanochat").mkdir()
+    (tmp_path / "nanochat" / "gpt.py").write_text(FAKE_NANOCHAT)
+    assert main([*FLAGS, "--json", "--nanochat", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)  # and not what nanochat prints
+    assert list(found["results"]) == [OURS, NANOCHAT] and found["nanochat_parameters"] == 512 * 512
+    theirs = found["results"][NANOCHAT]
+    per_token = theirs["gflop_per_second"] * 1e9 / theirs["tokens_per_second"]
+    assert per_token == pytest.approx(10 * 4 * 1) and "nanochat      262,144 parameters" in err
+    assert sys.modules.pop("nanochat.gpt") and sys.modules.pop("nanochat")  # the next test has its own
+    config = replace(TINY, dim=24)
+    with pytest.raises(UserError, match="its heads have 128 channels, the config's dim is 24"):
+        nanochat_peer(Options("nanoeuler", config, 2, 12, 2, "numpy", "fp32", 1, 1, nanochat=str(tmp_path)))
