@@ -121,6 +121,8 @@ static Meeting whole_block[HOST_BLOCKS], warps[64], some_lanes[64];
 static unsigned long long exchanged[64][32];
 inline void __syncthreads() { whole_block[host_rank()].wait(host_threads); }
 inline void __threadfence() {}
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 template <class V> static V host_from(V value, int lane) {
     static_assert(sizeof(V) <= 8, "");
     const int warp = current / 32, from = (lane + 32) % 32;

@@ -212,6 +212,8 @@ class Launches:
             kind = "double" if scalar == "double" else "float"
         elif kind == "Result":
             kind = "float" if macros["PRODUCT"] == "WEIGHT" else scalar
+        elif kind == "Stored":
+            kind = "unsigned char" if macros["DOUBLE"] else "float"
         elif kind in ("REAL", "float2"):
             kind = scalar if kind == "REAL" else "float"
         where = f"{entry}: {parameter}"

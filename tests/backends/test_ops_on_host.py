@@ -7,6 +7,7 @@ import importlib
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,10 @@ pytest.importorskip("cupy", reason="launchers need CuPy, not a GPU")
 pytest.importorskip("ml_dtypes")
 
 from tests.backends.on_host import HOPPER_BODIES, INLINE, compiler, hopper, host_text
-from tests.backends.test_launchers import FakeCupy, Launches
+from tests.backends.test_launchers import FakeCupy, Launches, OnDevice
 from tests.backends.test_launchers import launches as launches  # the fixture
 from tests.backends.test_on_host import STATIC
-from tinyforge import ops
+from tinyforge import ops, quantised_groups, quantised_groups_cuda
 from tinyforge.backends import compile as kernels
 from tinyforge.backends import get_backend
 from tinyforge.op import Op, Stash
@@ -219,3 +220,31 @@ def test_residuals_of_capped_logits(
     np.testing.assert_allclose(nll, expected[:, 0], rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(rows[:, :vocab], plain[0].T, rtol=tolerance, atol=tolerance)
     assert not rows[:, vocab:].any()
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("fault", [None, ("? 0 : 4)", "? 4 : 0)"), ("(start + i / 8) / 256", "i / 8 / 256")])
+def test_numbers_of_four_bits(
+    precision: str, fault: tuple[str, str] | None, launches: Launches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second half of a matrix, whose groups begin within one that shares a top; scales as float32 and in 8 bits."""
+    on_host, backend = OnHost(tmp_path, fault), FakeCupy(precision)
+    numbers = backend.asarray(quantised_groups.DYNAMIC, np.dtype(np.float32))
+    stand_ins = {"load": on_host.load, "_numbers": lambda _: numbers}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(quantised_groups_cuda, name, stand_in)
+    monkeypatch.setattr(quantised_groups_cuda.cupy.cuda, "runtime", SimpleNamespace(getDevice=int), raising=False)
+    rng, rows = np.random.default_rng(0), 300
+    codes, scales = rng.integers(0, 256, (rows, 96), np.uint8), rng.random((rows, 3), np.float32)
+    small, tops, offset = quantised_groups.quantise_scales(scales)
+    half, same = slice(rows // 2, rows), []
+    for kernel, given in (
+        ("dequantise_nf4", (scales[half],)),
+        ("dequantise_nf4_double", (small[half], tops, offset, small[: rows // 2].size)),
+    ):
+        arrays = [x.view(OnDevice) if isinstance(x, np.ndarray) else x for x in (codes[half].copy(), *given)]
+        found = getattr(quantised_groups_cuda, kernel)(*arrays, backend.dtype)
+        expected = getattr(quantised_groups, kernel).body(codes[half], *given, backend.dtype)
+        same.append(np.array_equal(np.asarray(found), expected))
+    of_start = fault is not None and "start" in fault[0]
+    assert same == [fault is None or of_start, fault is None]
