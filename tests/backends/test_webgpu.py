@@ -127,6 +127,7 @@ def test_comparisons_are_numpys(exact: Backend, rng: np.random.Generator) -> Non
             np.testing.assert_array_equal(one.get(), same)
         np.testing.assert_array_equal(((got >= 0) & (got != other)).get(), (expected >= 0) & (expected != right))
         np.testing.assert_array_equal(((got == other) | (got == 2)).get(), (expected == right) | (expected == 2))
+        np.testing.assert_array_equal((~(got < other)).get(), ~(expected < right))
 
 
 def test_writes_are_numpys(exact: Backend, rng: np.random.Generator) -> None:

@@ -13,20 +13,21 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from tinyforge.backends.webgpu_device import DIMENSIONS, KEPT, REAL, Block, Device, pipeline_of
 
 # --- arrays -----------------------------------------------------------------------------------------------------------
 
 
-class WebArray:
+class WebArray(NDArrayOperatorsMixin):
     """An array in a buffer: a view with an offset `at` and strides, both in elements, as NumPy's.
 
     It has the part of NumPy's interface that ops, models and the optimizers use between kernels. Arithmetic runs on the
     device for the types in REAL, and on the host for others.
     """
 
-    __array_ufunc__ = None  # so that NumPy's scalars leave arithmetic to this class
+    __hash__ = object.__hash__
 
     def __init__(self, block: Block, shape: Sequence[int], dtype: Any, at: int = 0, strides: Any = None) -> None:
         self.block, self.shape, self.dtype, self.at = block, tuple(shape), np.dtype(dtype), at
@@ -218,104 +219,30 @@ class WebArray:
         elementwise(made, None, self, "copy")
         return made
 
-    def _with(self, other: Any, name: str, swap: bool = False) -> Any:
-        shape = np.broadcast_shapes(self.shape, np.shape(other)) if not isinstance(other, float) else self.shape
-        kind = np.result_type(self.dtype, other.dtype) if isinstance(other, WebArray | np.ndarray) else self.dtype
-        if isinstance(other, np.ndarray):
-            other = self._like(other.astype(kind))
-        made = empty(self.block.device, shape, kind)
-        if isinstance(other, WebArray):
-            elementwise(made, *((other, self) if swap else (self, other)), name)
-        elif swap and name in ("subtract", "divide"):
-            made.fill(other)
-            elementwise(made, made, self, name)
-        else:
-            elementwise(made, self, other, name)
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
+        """NumPy's operators: on the device what `elementwise` has, else on the host. Comparisons give int32 for NumPy's
+        bool, which no kernel reads; `&`, `|` and `~` combine them."""
+        if method != "__call__" or options or not all(isinstance(x, WebArray) for x in out):
+            return NotImplemented
+        if ufunc is np.negative:
+            return self * -1.0
+        arrays = [x for x in inputs if isinstance(x, WebArray | np.ndarray)]
+        if ufunc.__name__ not in OPERATIONS:
+            host = [x.get() if isinstance(x, WebArray) else x for x in inputs]
+            found = self._like(LOGICAL.get(ufunc, ufunc)(*host))
+            if not out:
+                return found
+            out[0][...] = found
+            return out[0]
+        shape = np.broadcast_shapes(*map(np.shape, inputs))
+        kind = np.result_type(*(x.dtype for x in arrays))
+        made = out[0] if out else empty(self.block.device, shape, kind)
+        left, right = (self._like(x.astype(made.dtype)) if isinstance(x, np.ndarray) else x for x in inputs)
+        if not isinstance(left, WebArray):
+            made.fill(left)
+            left = made
+        elementwise(made, left, right, ufunc.__name__)
         return made
-
-    def __add__(self, other: Any) -> WebArray:
-        return self._with(other, "add")
-
-    def __radd__(self, other: Any) -> WebArray:
-        return self._with(other, "add")
-
-    def __sub__(self, other: Any) -> WebArray:
-        return self._with(other, "subtract")
-
-    def __rsub__(self, other: Any) -> WebArray:
-        return self._with(other, "subtract", swap=True)
-
-    def __mul__(self, other: Any) -> WebArray:
-        return self._with(other, "multiply")
-
-    def __rmul__(self, other: Any) -> WebArray:
-        return self._with(other, "multiply")
-
-    def __truediv__(self, other: Any) -> WebArray:
-        return self._with(other, "divide")
-
-    def __rtruediv__(self, other: Any) -> WebArray:
-        return self._with(other, "divide", swap=True)
-
-    def __abs__(self) -> WebArray:
-        return self._like(np.abs(self.get()))
-
-    def __neg__(self) -> WebArray:
-        return self._with(-1.0, "multiply")
-
-    def __matmul__(self, other: WebArray) -> Any:
-        """On the host: products of models go through `webgpu_gemm.gemm`."""
-        found = self.get() @ other.get()
-        return self._like(found) if isinstance(found, np.ndarray) else found
-
-    def _into(self, other: Any, name: str) -> WebArray:
-        if isinstance(other, np.ndarray):
-            other = self._like(other.astype(self.dtype))
-        elementwise(self, self, other, name)
-        return self
-
-    def __iadd__(self, other: Any) -> WebArray:
-        return self._into(other, "add")
-
-    def __isub__(self, other: Any) -> WebArray:
-        return self._into(other, "subtract")
-
-    def __imul__(self, other: Any) -> WebArray:
-        return self._into(other, "multiply")
-
-    def __itruediv__(self, other: Any) -> WebArray:
-        return self._into(other, "divide")
-
-    # Comparisons give int32 for NumPy's bool, which no kernel reads; objectives combine them.
-
-    __hash__ = object.__hash__
-
-    def _on_host(self, other: Any, function: Callable[..., Any]) -> WebArray:
-        return self._like(function(self.get(), other.get() if isinstance(other, WebArray) else other))
-
-    def __lt__(self, other: Any) -> WebArray:
-        return self._on_host(other, np.less)
-
-    def __le__(self, other: Any) -> WebArray:
-        return self._on_host(other, np.less_equal)
-
-    def __gt__(self, other: Any) -> WebArray:
-        return self._on_host(other, np.greater)
-
-    def __ge__(self, other: Any) -> WebArray:
-        return self._on_host(other, np.greater_equal)
-
-    def __eq__(self, other: Any) -> WebArray:  # type: ignore[override]
-        return self._on_host(other, np.equal)
-
-    def __ne__(self, other: Any) -> WebArray:  # type: ignore[override]
-        return self._on_host(other, np.not_equal)
-
-    def __and__(self, other: Any) -> WebArray:
-        return self._on_host(other, np.logical_and)
-
-    def __or__(self, other: Any) -> WebArray:
-        return self._on_host(other, np.logical_or)
 
     def _reduced(self, name: str, *args: Any, **named: Any) -> Any:
         found = getattr(self.get(), name)(*args, **named)
@@ -403,6 +330,8 @@ def contiguous(x: Any) -> Any:
 
 
 OPERATIONS = ("copy", "add", "subtract", "multiply", "divide")
+LOGICAL: dict[Any, Any] = {np.bitwise_and: np.logical_and, np.bitwise_or: np.logical_or, np.invert: np.logical_not}
+"""The operators `&`, `|` and `~` for masks of int32."""
 
 
 def elementwise(out: WebArray, a: WebArray | None, b: WebArray | float, name: str) -> None:
