@@ -41,7 +41,6 @@ from tinyforge.tokenizers import CharTokenizer, SentencePiece, Tokenizer, WordPi
 from tinyforge.tokenizers.huggingface import from_huggingface, to_huggingface
 from tinyforge.tokenizers.sentencepiece import BYTES, SPACE, write_llama2c
 from tinyforge.tokenizers.tiktoken import to_tiktoken
-from tinyforge.tokenizers.wordpiece import to_huggingface as wordpiece_to_huggingface
 from tinyforge.train.settings import PretrainSettings
 
 NOWHERE = "http://127.0.0.1:9"  # a host that does not answer
@@ -144,7 +143,7 @@ def _tokenizers(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     words = WordPiece.train(texts, 200)
     words.save(folder / "words.json")
     (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in words.tokens), encoding="utf-8")
-    _write_json(folder / "huggingface-words.json", wordpiece_to_huggingface(words))
+    _write_json(folder / "huggingface-words.json", to_huggingface(words))
     CharTokenizer.of(texts, SPECIALS).save(folder / "chars.json")
     pieces.save(folder / "pieces.json")
     _write_json(folder / "huggingface.json", to_huggingface(tokenizer, recognise_specials=True))

@@ -12,7 +12,8 @@ import pytest
 from tinyforge.data.world import documents
 from tinyforge.errors import UserError
 from tinyforge.tokenizers import WordPiece, load_tokenizer
-from tinyforge.tokenizers.wordpiece import CLS, MASK, PAD, PREFIX, SEP, SPECIALS, UNK, to_huggingface, words_of
+from tinyforge.tokenizers.huggingface import to_huggingface
+from tinyforge.tokenizers.wordpiece import CLS, MASK, PAD, PREFIX, SEP, SPECIALS, UNK, words_of
 
 TEXTS = list(documents("train", 200))
 STRANGE = (

@@ -55,7 +55,7 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
     if isinstance(tokenizer, SentencePiece):
         return _write_sentencepiece(tokenizer)
     if isinstance(tokenizer, wordpiece.WordPiece):
-        return wordpiece.to_huggingface(tokenizer)
+        return _write_wordpiece(tokenizer)
     if isinstance(tokenizer, Foreign):
         return tokenizer.content
     if not isinstance(tokenizer, Tokenizer):
@@ -109,7 +109,6 @@ def to_huggingface(tokenizer: TextTokenizer, recognise_specials: bool = False) -
         tokenizer,
         model=_model(vocab, spelt_merges) | {"ignore_merges": bool(merging.whole)},
         added=specials if added else {},
-        user_defined=tokenizer.user_defined,
         normalizer={"type": "NFC"} if merging.nfc else None,
         pre_tokenizer=cut_by(merging.pattern),
         decoder=BYTE_LEVEL,
@@ -146,10 +145,23 @@ def _write_sentencepiece(tokenizer: SentencePiece) -> dict[str, Any]:
         tokenizer,
         model=_model(vocab, [[pieces[left], pieces[right]] for left, right in merges]) | {"byte_fallback": True},
         added=tokenizer.specials,
-        user_defined=tokenizer.user_defined,
         normalizer={"type": "Sequence", "normalizers": steps} if spaces.doubled else None,
         pre_tokenizer=None if spaces.doubled else metaspace,
         decoder={"type": "Sequence", "decoders": [unspace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
+    )
+
+
+def _write_wordpiece(tokenizer: wordpiece.WordPiece) -> dict[str, Any]:
+    """With [CLS] before a text and [SEP] after it."""
+    model = {"type": "WordPiece", **wordpiece.MODEL, "vocab": {t: id for id, t in enumerate(tokenizer.tokens)}}
+    cleaned = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": tokenizer.lower}
+    return _content(
+        tokenizer,
+        model=model,
+        added=tokenizer.specials,
+        normalizer={"type": "BertNormalizer", **cleaned},
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        decoder={"type": "WordPiece", "prefix": wordpiece.PREFIX, "cleanup": False},
     )
 
 
@@ -172,36 +184,40 @@ def _content(
     tokenizer: TextTokenizer,
     model: dict[str, Any],
     added: dict[str, int],
-    user_defined: dict[str, int],
     normalizer: dict[str, Any] | None,
     pre_tokenizer: dict[str, Any] | None,
     decoder: dict[str, Any],
 ) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    listed = [
-        (text, id, id in added.values()) for text, id in sorted({**user_defined, **added}.items(), key=itemgetter(1))
-    ]
-    post_processor = None
-    if tokenizer.bos is not None:
-        name = next(text for text, id in tokenizer.specials.items() if id == tokenizer.bos)
-        bos = {"SpecialToken": {"id": name, "type_id": 0}}
-        first, second = ({"Sequence": {"id": letter, "type_id": kind}} for kind, letter in enumerate("AB"))
-        post_processor = {
-            "type": "TemplateProcessing",
-            "single": [bos, first],
-            "pair": [bos, first, {"SpecialToken": {"id": name, "type_id": 1}}, second],
-            "special_tokens": {name: {"id": name, "ids": [tokenizer.bos], "tokens": [name]}},
-        }
+    listed = sorted({**tokenizer.user_defined, **added}.items(), key=itemgetter(1))
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": id, "content": text, **flags, "special": special} for text, id, special in listed],
+        "added_tokens": [{"id": id, "content": text, **flags, "special": id in added.values()} for text, id in listed],
         "normalizer": normalizer,
         "pre_tokenizer": pre_tokenizer,
-        "post_processor": post_processor,
+        "post_processor": _post_processor(tokenizer),
         "decoder": decoder,
         "model": model,
+    }
+
+
+def _post_processor(tokenizer: TextTokenizer) -> dict[str, Any] | None:
+    """What puts special tokens around a text, and around a pair of texts."""
+    names = [text for text, id in tokenizer.specials.items() if id == tokenizer.bos][:1]
+    if isinstance(tokenizer, wordpiece.WordPiece):
+        names = [wordpiece.CLS, wordpiece.SEP]
+    if not names:
+        return None
+    first, second = ({"Sequence": {"id": letter, "type_id": kind}} for kind, letter in enumerate("AB"))
+    begin, *end = ({"SpecialToken": {"id": name, "type_id": 0}} for name in names)
+    again = {"SpecialToken": {"id": names[-1], "type_id": 1}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, first, *end],
+        "pair": [begin, first, *end, *([second, again] if end else [again, second])],
+        "special_tokens": {name: {"id": name, "ids": [tokenizer.specials[name]], "tokens": [name]} for name in names},
     }
 
 

@@ -34,6 +34,8 @@ SPECIALS = (PAD, UNK, CLS, SEP, MASK)
 PREFIX = "##"
 LONGEST = 100  # characters of a word; a longer one is [UNK]
 RARE = 3  # a character that occurs less often gets no token
+MODEL = {"unk_token": UNK, "continuing_subword_prefix": PREFIX, "max_input_chars_per_word": LONGEST}
+"""What "model" of a tokenizer.json says of all WordPiece tokenizers here."""
 
 # The blocks of Chinese characters, which have no space between words.
 IDEOGRAPHS = (
@@ -230,8 +232,7 @@ def from_huggingface(content: dict[str, Any]) -> WordPiece:
     """From a tokenizer.json with a WordPiece model. UserError for one that splits text differently."""
     model, normal = content["model"], content.get("normalizer") or {}
     vocab = model.get("vocab")
-    expected = {"unk_token": UNK, "continuing_subword_prefix": PREFIX, "max_input_chars_per_word": LONGEST}
-    for key, value in expected.items():
+    for key, value in MODEL.items():
         if model.get(key, value) != value:
             raise UserError(f"got model.{key} {model[key]!r}, expected {value!r}; no other WordPiece can be read")
     if not isinstance(normal, dict) or normal.get("type") != "BertNormalizer":
@@ -245,50 +246,3 @@ def from_huggingface(content: dict[str, Any]) -> WordPiece:
     if not isinstance(vocab, dict) or sorted(vocab.values(), key=str) != sorted(range(len(vocab)), key=str):
         raise UserError("got a vocab whose ids are not 0 and up; the file is damaged, get it again")
     return WordPiece(sorted(vocab, key=vocab.__getitem__), lower)
-
-
-def to_huggingface(tokenizer: WordPiece) -> dict[str, Any]:
-    """Content of a tokenizer.json that gives the same ids, with [CLS] before a text and [SEP] after it."""
-    specials = tokenizer.specials
-    added = [
-        {
-            "id": id,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for text, id in sorted(specials.items(), key=lambda item: item[1])
-    ]
-    first, second = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
-    cls, sep, end = ({"SpecialToken": {"id": text, "type_id": type}} for text, type in ((CLS, 0), (SEP, 0), (SEP, 1)))
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": True,
-            "strip_accents": None,
-            "lowercase": tokenizer.lower,
-        },
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [cls, first, sep],
-            "pair": [cls, first, sep, second, end],
-            "special_tokens": {t: {"id": t, "ids": [specials[t]], "tokens": [t]} for t in (CLS, SEP)},
-        },
-        "decoder": {"type": "WordPiece", "prefix": PREFIX, "cleanup": False},
-        "model": {
-            "type": "WordPiece",
-            "unk_token": UNK,
-            "continuing_subword_prefix": PREFIX,
-            "max_input_chars_per_word": LONGEST,
-            "vocab": {t: id for id, t in enumerate(tokenizer.tokens)},
-        },
-    }
