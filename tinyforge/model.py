@@ -9,6 +9,7 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
+from tinyforge.kernel import Array
 from tinyforge.op import Cases, Op, Param, Recompute
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
@@ -63,3 +64,19 @@ class Model(Op):
             ids = rng.integers(0, config.vocab, (batch, length))
             targets = rng.integers(-1, config.vocab, (batch, length, config.prediction_heads))
             yield model, (backend.asarray(ids), backend.asarray(targets))
+
+
+class NextTokenModel(Model):
+    """A model of next tokens with one output head, `head`, on the states that `hidden` returns. With `make_cache` it
+    generates text: see `tinyforge.infer.CausalLM`."""
+
+    per_head, prediction_heads = True, 1
+    head: Any
+
+    def logits(self, h: Array, head: int = 0) -> Array:
+        """(..., V) from the final states, (..., C)."""
+        found: Array = self.head.logits(h, head)
+        return found
+
+    def fused_weights(self) -> None:
+        """None: the fused decoders take the Llama shape."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
-from tinyforge.model import Model
+from tinyforge.model import NextTokenModel
 from tinyforge.models.char_mlp.config import Config
 from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import GELU, Embedding, LayerNorm, Linear, LinearCrossEntropy
@@ -40,14 +40,12 @@ class IdCache:
         self.append(saved)
 
 
-class CharMLP(Model):
+class CharMLP(NextTokenModel):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | the last `window` tokens up to t), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). An extra id, `vocab`, pads the window before the first
     token.
     """
-
-    per_head, prediction_heads = True, 1
 
     def __init__(
         self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
@@ -98,14 +96,8 @@ class CharMLP(Model):
         de = self.inner.backward(dh, stash)
         self.embedding.backward(de.reshape(*de.shape[:2], self.config.window, -1), stash)
 
-    def logits(self, h: Array, head: int = 0) -> Array:
-        return self.head.logits(h, head)
-
     def make_cache(self, batch: int, capacity: int) -> IdCache:
         return IdCache(self.backend, batch, capacity)
-
-    def fused_weights(self) -> None:
-        """None: the fused decoders take another shape of model."""
 
     def flop_per_token(self, seq_len: int) -> float:
         return 6.0 * (self.inner.weight.size + self.head.weight.size)

@@ -13,7 +13,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import KVCache
 from tinyforge.kernel import Array
-from tinyforge.model import Model
+from tinyforge.model import NextTokenModel
 from tinyforge.models.gpt2.block import Block
 from tinyforge.models.gpt2.config import Config
 from tinyforge.models.gpt2.parts import STD, norm
@@ -24,7 +24,7 @@ from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.residual import AttentionContext, PreNorm, ResidualStream, layers_of
 
 
-class GPT2(Model):
+class GPT2(NextTokenModel):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as x = embedding + position; block:
@@ -36,9 +36,6 @@ class GPT2(Model):
 
     Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); the start as in nanoGPT.
     """
-
-    prediction_heads = 1
-    per_head = True
 
     def __init__(
         self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
@@ -96,16 +93,9 @@ class GPT2(Model):
         dx = self.positions.backward(dx, stash)
         self.embedding.backward(dx, stash)
 
-    def logits(self, h: Array, head: int = 0) -> Array:
-        """(..., V) from the final-normed stream."""
-        return self.head.logits(h, head)
-
     def make_cache(self, batch: int, capacity: int) -> KVCache:
         c = self.config
         return KVCache(self.backend, c.layers, batch, capacity, c.heads, c.head_dim)
-
-    def fused_weights(self) -> None:
-        """None: the fused decoders take the Llama shape."""
 
     def flop_per_token(self, seq_len: int) -> float:
         """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product, the

@@ -11,14 +11,14 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
-from tinyforge.model import Model
+from tinyforge.model import NextTokenModel
 from tinyforge.models.lstm.config import Config
 from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import LSTM, Dropout, Embedding, LinearCrossEntropy
 from tinyforge.params import ParamBuffer
 
 
-class LSTMModel(Model):
+class LSTMModel(NextTokenModel):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b, and the state), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The embedding goes through the layers, each reading the
@@ -29,9 +29,6 @@ class LSTMModel(Model):
     Sources: Hochreiter and Schmidhuber (1997); dropout as in Zaremba et al., "Recurrent Neural Network Regularization"
     (2014).
     """
-
-    prediction_heads = 1
-    per_head = True
 
     def __init__(
         self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
@@ -102,16 +99,9 @@ class LSTMModel(Model):
             dx = dropout.backward(dx, stash)
         self.embedding.backward(dx, stash)
 
-    def logits(self, h: Array, head: int = 0) -> Array:
-        """(..., V) from the last layer's outputs."""
-        return self.head.logits(h, head)
-
     def make_cache(self, batch: int, capacity: int) -> StateCache:
         """The state; capacity is ignored."""
         return StateCache(self.backend.zeros(self.state_shape(batch)))
-
-    def fused_weights(self) -> None:
-        """None: the fused decoders take the Llama shape."""
 
     def flop_per_token(self, seq_len: int) -> float:
         """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product."""

@@ -11,7 +11,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.infer.cache import StateCache
 from tinyforge.kernel import Array
-from tinyforge.model import Model
+from tinyforge.model import NextTokenModel
 from tinyforge.models.mamba.config import Config
 from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import AddRMSNorm, CausalConv, Embedding, Linear, LinearCrossEntropy, SelectiveScan
@@ -99,7 +99,7 @@ def pre_norm(name: str, config: Config, backend: Backend) -> PreNorm:
     return PreNorm(AddRMSNorm(gain, backend, config.norm_eps, name))
 
 
-class Mamba(Model):
+class Mamba(NextTokenModel):
     """nll[b, t, 0] = -log p(targets[b, t, 0] | tokens 0..t of row b), 0 where the target is -1
 
     ids: (B, T) int32; targets: (B, T, 1) int32; nll: (B, T, 1). The stream starts as the embedding; a block adds to it
@@ -108,9 +108,6 @@ class Mamba(Model):
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023).
     """
-
-    prediction_heads = 1
-    per_head = True
 
     def __init__(
         self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
@@ -157,19 +154,12 @@ class Mamba(Model):
             dx = block.backward(dx, stash)
         self.embedding.backward(dx, stash)
 
-    def logits(self, h: Array, head: int = 0) -> Array:
-        """(..., V) from the final-normed stream."""
-        return self.head.logits(h, head)
-
     def make_cache(self, batch: int, capacity: int) -> StateCache:
         """Per block, the last inputs of its convolution and the state of its scan; capacity is ignored."""
         c, zeros, wide = self.config, self.backend.zeros, self.backend.master_dtype
         return StateCache(
             [(zeros((batch, c.taps - 1, c.channels)), zeros((batch, c.channels, c.state), wide)) for _ in self.blocks]
         )
-
-    def fused_weights(self) -> None:
-        """None: the fused decoders take the Llama shape."""
 
     def flop_per_token(self, seq_len: int) -> float:
         """Floating-point operations of a training step, per token: 6 for each parameter in a matrix product, the
