@@ -25,9 +25,8 @@ override IN_PLACE: bool = false;
 override SCALAR: bool = false;
 
 @compute @workgroup_size(256)
-fn apply(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-         @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn apply(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }

@@ -255,9 +255,11 @@ class Pipeline:
     def __init__(self, device: Device, file: str, entry: str, arrays: tuple[str, ...], macros: Any, flags: Any) -> None:
         text = "".join(f"{line}\n" for line in (*macros, source(file)))
         for called, helper in (
+            (": Place", "ops/place"),
             ("group_", "ops/group"),
             ("philox(", "ops/philox"),
             ("codes(", f"infer/codes_{'int8' if 'alias word = u32;' in macros else 'real'}"),
+            ("sigmoid(", "ops/sigmoid"),
             ("real_", f"ops/float{64 if 'f64' in ''.join(macros) else 32}"),
         ):
             if called in text:  # helpers come with the files that call them

@@ -9,19 +9,9 @@ struct Sizes { count: u32 }
 
 override KIND: u32 = 0;
 
-// 1 / (1 + exp(-v)) with its tail: exp(-|v|) never overflows.
-fn sigmoid(v: real) -> real {
-    let e = real_exp(-abs(v));
-    if (v < 0.0) {
-        return e / (real(1.0) + e);
-    }
-    return real(1.0) / (real(1.0) + e);
-}
-
 @compute @workgroup_size(256)
-fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-           @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn forward(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }
@@ -36,9 +26,8 @@ fn forward(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) gri
 
 // SiLU's slope is s (1 + x (1 - s)); 1 - s is s(-x), which keeps its digits.
 @compute @workgroup_size(256)
-fn backward(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-            @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn backward(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }

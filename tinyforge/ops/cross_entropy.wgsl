@@ -9,42 +9,41 @@ struct Sizes { rows: u32, vocab: u32 }
 
 // A group per row, of one token and head.
 @compute @workgroup_size(256)
-fn softmax_residual(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-                    @builtin(local_invocation_index) thread: u32) {
-    let row = group.y * grid.x + group.x;
+fn softmax_residual(place: Place) {
+    let row = block_of(place);
     if (row >= sizes.rows) {
         return;
     }
     let first = row * sizes.vocab;
     let answer = targets[row];
     if (answer < 0) {
-        for (var j = thread; j < sizes.vocab; j += 256u) {
+        for (var j = place.thread; j < sizes.vocab; j += 256u) {
             logits[first + j] = 0.0;
         }
-        if (thread == 0) {
+        if (place.thread == 0) {
             nll[row] = 0.0;
         }
         return;
     }
     var highest = logits[first];
-    for (var j = thread; j < sizes.vocab; j += 256u) {
+    for (var j = place.thread; j < sizes.vocab; j += 256u) {
         highest = max(highest, logits[first + j]);
     }
-    let top = group_max(thread, highest);
+    let top = group_max(place.thread, highest);
     let picked = logits[first + u32(answer)] - top;
     var part: real = 0.0;
-    for (var j = thread; j < sizes.vocab; j += 256u) {
+    for (var j = place.thread; j < sizes.vocab; j += 256u) {
         part += real_exp(logits[first + j] - top);
     }
-    let total = group_sum(thread, part);
-    for (var j = thread; j < sizes.vocab; j += 256u) {
+    let total = group_sum(place.thread, part);
+    for (var j = place.thread; j < sizes.vocab; j += 256u) {
         var p = real_exp(logits[first + j] - top) / total;
         if (j == u32(answer)) {
             p -= 1.0;
         }
         logits[first + j] = p;
     }
-    if (thread == 0) {
+    if (place.thread == 0) {
         nll[row] = real_log(total) - picked;
     }
 }
@@ -57,14 +56,13 @@ override IN_PLACE: bool = false;
 
 // Rows times dnll, which has a number for each row, or one for each head: the rows of a token are those of its heads.
 @compute @workgroup_size(256)
-fn scale_rows(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-              @builtin(local_invocation_index) thread: u32) {
-    let row = group.y * grid.x + group.x;
+fn scale_rows(place: Place) {
+    let row = block_of(place);
     if (row >= sizes.rows) {
         return;
     }
     let factor = dnll[row % arrayLength(&dnll)];
-    for (var j = thread; j < sizes.vocab; j += 256u) {
+    for (var j = place.thread; j < sizes.vocab; j += 256u) {
         let at = row * sizes.vocab + j;
         if (IN_PLACE) {
             scaled[at] *= factor;

@@ -8,9 +8,8 @@ struct Sizes { scale: real, count: u32, threshold: u32, key0: u32, key1: u32 }
 
 // A thread per block of four words.
 @compute @workgroup_size(256)
-fn dropout(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-           @builtin(local_invocation_index) thread: u32) {
-    let block = (group.y * grid.x + group.x) * 256 + thread;
+fn dropout(place: Place) {
+    let block = item_of(place);
     let words = philox(vec4<u32>(block, 0, 0, 0), vec2<u32>(sizes.key0, sizes.key1));
     for (var i = 0u; i < 4u; i++) {
         let at = 4 * block + i;

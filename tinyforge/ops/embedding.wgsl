@@ -12,9 +12,8 @@ override ADD: bool = false;  // y = x + the row, for positions
 override RESTART: bool = false;  // ids say which row; without, row t of every sequence of `length`
 
 @compute @workgroup_size(256)
-fn embedding_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-                 @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn embedding_fwd(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }
@@ -38,9 +37,8 @@ fn embedding_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroup
 
 // A thread per column of an id that occurs: it adds the gradients of its tokens in their order.
 @compute @workgroup_size(256)
-fn embedding_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-                 @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn embedding_bwd(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }

@@ -20,20 +20,14 @@ fn input(i: u32) -> real {
     return value;
 }
 
-// s(2z) = (1 + tanh(z)) / 2 with its tail, z = sqrt(2 / pi) (x + 0.044715 x^3)
+// s(2z) = (1 + tanh(z)) / 2,  z = sqrt(2 / pi) (x + 0.044715 x^3)
 fn share(value: real) -> real {
-    let z = real(1.5957691216057308) * (value + real(0.044715) * value * value * value);
-    let e = real_exp(-abs(z));
-    if (z < 0.0) {
-        return e / (real(1.0) + e);
-    }
-    return real(1.0) / (real(1.0) + e);
+    return sigmoid(real(1.5957691216057308) * (value + real(0.044715) * value * value * value));
 }
 
 @compute @workgroup_size(256)
-fn gelu_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-            @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn gelu_fwd(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }
@@ -43,9 +37,8 @@ fn gelu_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) gr
 
 // dy (s + x s(-) s 2z'),  z' = sqrt(2 / pi) (1 + 3 0.044715 x^2)
 @compute @workgroup_size(256)
-fn gelu_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-            @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn gelu_bwd(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }
@@ -60,9 +53,8 @@ fn gelu_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) gr
 
 // y: (rows, width), x: (rows, 2 width)
 @compute @workgroup_size(256)
-fn geglu_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-             @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn geglu_fwd(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }
@@ -72,9 +64,8 @@ fn geglu_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) g
 }
 
 @compute @workgroup_size(256)
-fn geglu_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-             @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn geglu_bwd(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }

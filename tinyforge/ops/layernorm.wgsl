@@ -24,35 +24,34 @@ fn input(at: u32) -> real {
 }
 
 @compute @workgroup_size(256)
-fn layernorm_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-                 @builtin(local_invocation_index) thread: u32) {
-    let row = group.y * grid.x + group.x;
+fn layernorm_fwd(place: Place) {
+    let row = block_of(place);
     if (row >= sizes.rows) {
         return;
     }
     let first = row * sizes.width;
     var total: real = 0.0;
-    for (var j = thread; j < sizes.width; j += 256u) {
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         if (ADD) {
             sum[first + j] = x[first + j] + delta[first + j];
         }
         total += input(first + j);
     }
-    let centre = group_sum(thread, total) / real(sizes.width);
+    let centre = group_sum(place.thread, total) / real(sizes.width);
     var squares: real = 0.0;
-    for (var j = thread; j < sizes.width; j += 256u) {
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         let off = input(first + j) - centre;
         squares += off * off;
     }
-    let r = real(1.0) / sqrt(group_sum(thread, squares) / real(sizes.width) + sizes.eps);
-    for (var j = thread; j < sizes.width; j += 256u) {
+    let r = real(1.0) / sqrt(group_sum(place.thread, squares) / real(sizes.width) + sizes.eps);
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         var value = (input(first + j) - centre) * r * weight[j];
         if (BIAS) {
             value += bias[j];
         }
         y[first + j] = value;
     }
-    if (thread == 0) {
+    if (place.thread == 0) {
         mean[row] = centre;
         rstd[row] = r;
     }
@@ -67,9 +66,8 @@ fn layernorm_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroup
 
 // g = dy w;  dx = r (g - mean(g) - xhat mean(g xhat)) (+ residual);  product = dy xhat, whose sum is dweight.
 @compute @workgroup_size(256)
-fn layernorm_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-                 @builtin(local_invocation_index) thread: u32) {
-    let row = group.y * grid.x + group.x;
+fn layernorm_bwd(place: Place) {
+    let row = block_of(place);
     if (row >= sizes.rows) {
         return;
     }
@@ -78,21 +76,21 @@ fn layernorm_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroup
     let r = saved_rstd[row];
     var plain: real = 0.0;
     var along: real = 0.0;
-    for (var j = thread; j < sizes.width; j += 256u) {
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         let g = dy[first + j] * weight[j];
         plain += g;
         along += g * (x[first + j] - centre) * r;
     }
-    let mean_g = group_sum(thread, plain) / real(sizes.width);
-    let mean_along = group_sum(thread, along) / real(sizes.width);
+    let mean_g = group_sum(place.thread, plain) / real(sizes.width);
+    let mean_along = group_sum(place.thread, along) / real(sizes.width);
     // A compiler may round the product in g - mean(g) as it did not in the sum, which r then multiplies by up to
     // 1 / sqrt(eps): the mean of what is left is taken away too. Of one number nothing is left.
     var rest: real = 0.0;
-    for (var j = thread; j < sizes.width; j += 256u) {
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         rest += dy[first + j] * weight[j] - mean_g;
     }
-    let mean_rest = group_sum(thread, rest) / real(sizes.width);
-    for (var j = thread; j < sizes.width; j += 256u) {
+    let mean_rest = group_sum(place.thread, rest) / real(sizes.width);
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         let xhat = (x[first + j] - centre) * r;
         product[first + j] = dy[first + j] * xhat;
         var d = r * (dy[first + j] * weight[j] - mean_g - mean_rest - xhat * mean_along);

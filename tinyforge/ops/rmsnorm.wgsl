@@ -27,15 +27,14 @@ fn gain(j: u32) -> real {
 }
 
 @compute @workgroup_size(256)
-fn rmsnorm_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-               @builtin(local_invocation_index) thread: u32) {
-    let row = group.y * grid.x + group.x;
+fn rmsnorm_fwd(place: Place) {
+    let row = block_of(place);
     if (row >= sizes.rows) {
         return;
     }
     let first = row * sizes.width;
     var squares: real = 0.0;
-    for (var j = thread; j < sizes.width; j += 256u) {
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         var value = x[first + j];
         if (ADD) {
             value += delta[first + j];
@@ -43,15 +42,15 @@ fn rmsnorm_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups)
         }
         squares += value * value;
     }
-    let r = real(1.0) / sqrt(group_sum(thread, squares) / real(sizes.width) + sizes.eps);
-    for (var j = thread; j < sizes.width; j += 256u) {
+    let r = real(1.0) / sqrt(group_sum(place.thread, squares) / real(sizes.width) + sizes.eps);
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         var value = x[first + j];
         if (ADD) {
             value = sum[first + j];
         }
         y[first + j] = value * r * gain(j);
     }
-    if (thread == 0) {
+    if (place.thread == 0) {
         rstd[row] = r;
     }
 }
@@ -65,19 +64,18 @@ fn rmsnorm_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups)
 
 // dx = r (dy w - y / w mean(dy y)) (+ residual); product = dy y / w, whose sum over the rows is dweight.
 @compute @workgroup_size(256)
-fn rmsnorm_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-               @builtin(local_invocation_index) thread: u32) {
-    let row = group.y * grid.x + group.x;
+fn rmsnorm_bwd(place: Place) {
+    let row = block_of(place);
     if (row >= sizes.rows) {
         return;
     }
     let first = row * sizes.width;
     var along: real = 0.0;
-    for (var j = thread; j < sizes.width; j += 256u) {
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         along += dy[first + j] * saved_y[first + j];
     }
-    let mean = group_sum(thread, along) / real(sizes.width);
-    for (var j = thread; j < sizes.width; j += 256u) {
+    let mean = group_sum(place.thread, along) / real(sizes.width);
+    for (var j = place.thread; j < sizes.width; j += 256u) {
         let w = gain(j);
         let xhat = saved_y[first + j] / w;
         product[first + j] = dy[first + j] * xhat;

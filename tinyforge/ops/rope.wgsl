@@ -12,9 +12,8 @@ override IN_PLACE: bool = false;
 
 // A thread per pair of x, (B, T, heads, 2 half).
 @compute @workgroup_size(256)
-fn rope(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-        @builtin(local_invocation_index) thread: u32) {
-    let pair = (group.y * grid.x + group.x) * 256 + thread;
+fn rope(place: Place) {
+    let pair = item_of(place);
     if (pair >= sizes.count) {
         return;
     }

@@ -24,9 +24,8 @@ fn log_sum_exp(first: u32) -> real {
 
 // The next choice is the largest logit after the last one in order: smaller, or equal with a larger number.
 @compute @workgroup_size(64)
-fn router_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-              @builtin(local_invocation_index) thread: u32) {
-    let row = (group.y * grid.x + group.x) * 64 + thread;
+fn router_fwd(place: Place) {
+    let row = block_of(place) * 64 + place.thread;
     if (row >= sizes.rows) {
         return;
     }
@@ -86,9 +85,8 @@ fn router_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) 
 @group(0) @binding(9) var<storage, read> saved_chosen: array<i32>;
 
 @compute @workgroup_size(64)
-fn router_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-              @builtin(local_invocation_index) thread: u32) {
-    let row = (group.y * grid.x + group.x) * 64 + thread;
+fn router_bwd(place: Place) {
+    let row = block_of(place) * 64 + place.thread;
     if (row >= sizes.rows) {
         return;
     }

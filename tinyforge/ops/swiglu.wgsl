@@ -10,19 +10,9 @@ struct Sizes { count: u32, half: u32 }
 
 override HIDDEN: bool = false;  // backward: write y too
 
-// 1 / (1 + exp(-x)) with its tail: exp(-|x|) never overflows.
-fn sigmoid(x: real) -> real {
-    let e = real_exp(-abs(x));
-    if (x < 0.0) {
-        return e / (real(1.0) + e);
-    }
-    return real(1.0) / (real(1.0) + e);
-}
-
 @compute @workgroup_size(256)
-fn swiglu_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-              @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn swiglu_fwd(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }
@@ -32,9 +22,8 @@ fn swiglu_fwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) 
 
 // dg = dy u s (1 + g (1 - s)),  du = dy g s;  1 - s is s(-g), which keeps its digits.
 @compute @workgroup_size(256)
-fn swiglu_bwd(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-              @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn swiglu_bwd(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }

@@ -13,9 +13,8 @@ struct Sizes {
 @group(0) @binding(5) var<storage, read_write> sums: array<real>;
 
 @compute @workgroup_size(256)
-fn adamw(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-         @builtin(local_invocation_index) thread: u32) {
-    let i = (group.y * grid.x + group.x) * 256 + thread;
+fn adamw(place: Place) {
+    let i = item_of(place);
     if (i >= sizes.count) {
         return;
     }
@@ -28,14 +27,13 @@ fn adamw(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid:
 }
 
 @compute @workgroup_size(256)
-fn square_sums(@builtin(workgroup_id) group: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>,
-               @builtin(local_invocation_index) thread: u32) {
+fn square_sums(place: Place) {
     var sum: real = 0.0;
-    for (var i = group.x * 256 + thread; i < sizes.count; i += grid.x * 256) {
+    for (var i = place.group.x * 256 + place.thread; i < sizes.count; i += place.grid.x * 256) {
         sum += grads[i] * grads[i];
     }
-    let total = group_sum(thread, sum);
-    if (thread == 0) {
-        sums[group.x] = total;
+    let total = group_sum(place.thread, sum);
+    if (place.thread == 0) {
+        sums[place.group.x] = total;
     }
 }
