@@ -14,7 +14,7 @@ from tests.serve.conftest import Running, running
 from tests.serve.test_tools import HERMES, client_of
 from tinyforge.formats import Loaded
 from tinyforge.infer.grammar import After, Grammars
-from tinyforge.serve.tools import CallReader, Event, ThoughtReader
+from tinyforge.serve.tools import CallReader, Event, TextReader, ThoughtReader
 from tinyforge.tokenizers.chat_templates import ChatTemplate
 from tinyforge.tokenizers.thoughts import Tags, learn
 from tinyforge.tokenizers.tool_calls import learn as learn_calls
@@ -67,7 +67,7 @@ CASES = [
 @pytest.mark.parametrize(("begun", "reply", "thought", "text"), CASES)
 def test_thoughts_are_found_wherever_the_text_is_split(begun: bool, reply: str, thought: str, text: str) -> None:
     for size in (1, 2, 3, 5, len(reply) or 1):
-        reader, events = ThoughtReader(TAGS, begun, None), list[Event]()
+        reader, events = ThoughtReader(TAGS, begun, TextReader()), list[Event]()
         for at in range(0, len(reply), size):
             events += reader.push(reply[at : at + size])
         events += reader.push("", last=True)

@@ -7,13 +7,14 @@ import json
 import math
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from tinyforge.infer.session import Token
 from tinyforge.serve.engine import Answer, Choice, Piece
 from tinyforge.serve.protocol import ApiError, Extension
-from tinyforge.serve.tools import Event, Reader, Tools, read_calls
+from tinyforge.serve.tools import Reader, TextReader, Tools, read_calls
 from tinyforge.tokenizers import TextTokenizer
 
 
@@ -61,7 +62,7 @@ class Writer:
         first_token: int = 0,
         tools: Tools | None = None,
     ) -> None:
-        self.tools, self.readers = tools, dict[int, Reader | None]()
+        self.readers = defaultdict[int, Reader]((tools or Tools()).reader)
         self.tokenizer, self.chat, self.top, self.extension = tokenizer, chat, top, extension
         self.prompts, self.echo, self.timings, self.usage, self.prompt_top = prompts, echo, timings, usage, prompt_top
         self.places, self.first_token = dict(enumerate(places)), first_token
@@ -79,7 +80,7 @@ class Writer:
     def opening(self, index: int) -> bytes:
         """The first chunk of a choice."""
         if self.chat:
-            begun = {"role": "assistant", "content": "" if self._reader(index) is None else None}
+            begun = {"role": "assistant", "content": "" if isinstance(self.readers[index], TextReader) else None}
             return self._chunk(index, {"delta": begun}, None)
         return self._chunk(index, {"text": self.echo[index]}, None) if self.echo else b""
 
@@ -100,18 +101,10 @@ class Writer:
     def _spoken(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self.chat else {"text": text}
 
-    def _reader(self, index: int) -> Reader | None:
-        if index not in self.readers:
-            self.readers[index] = self.tools.reader() if self.tools is not None else None
-        return self.readers[index]
-
     def _said(self, index: int, text: str, last: bool) -> list[dict[str, Any]]:
         """The parts of a choice that a text completes."""
-        reader = self._reader(index)
-        if reader is None:
-            return [self._spoken(text)] if text else []
         found = []
-        for event in reader.push(text, last):
+        for event in self.readers[index].push(text, last):
             if event.kind == "text":
                 found.append(self._spoken(event.text))
                 continue
@@ -125,8 +118,7 @@ class Writer:
         return found
 
     def _reason(self, index: int, reason: str | None) -> str | None:
-        reader = self._reader(index)
-        return "tool_calls" if reason == "stop" and reader is not None and reader.count else reason
+        return "tool_calls" if reason == "stop" and self.readers[index].count else reason
 
     def closing(self, answer: Answer) -> bytes:
         """The events after the last choice has ended."""
@@ -173,8 +165,7 @@ class Writer:
         return {**self.head, "choices": choices, "usage": self.usage_of(answer.choices), **extra}
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
-        reader = self._reader(index)
-        events = [Event("text", text)] if reader is None else reader.push(text, last=True)
+        events = self.readers[index].push(text, last=True)
         said, calls = read_calls(events)
         message = {"role": "assistant", "content": said or (None if calls else ""), "refusal": None}
         thoughts = "".join(event.text for event in events if event.kind == "thought")

@@ -12,7 +12,7 @@ from pydantic import Field
 from tinyforge.serve.answers import Writer
 from tinyforge.serve.engine import Answer, Choice, Piece
 from tinyforge.serve.protocol import MOST_STOPS, MOST_TOOLS, ApiError, ChatRequest, FunctionName, StopString, Wish
-from tinyforge.serve.tools import Event, Tools
+from tinyforge.serve.tools import Tools
 
 REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -174,7 +174,7 @@ class MessageWriter:
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         reason = REASONS.get(self.reason or "", self.reason)
-        if self.reason == "stop" and self.reader is not None and self.reader.count:
+        if self.reason == "stop" and self.reader.count:
             reason = "tool_use"
         elif choice.stream.matched is not None:
             reason = "stop_sequence"
@@ -182,9 +182,8 @@ class MessageWriter:
 
     def _take(self, text: str, last: bool) -> bytes:
         """Add some of the reply to the blocks; returns its events."""
-        said = self.reader.push(text, last) if self.reader else [Event("text", text)] if text else []
         events = []
-        for event in said:
+        for event in self.reader.push(text, last):
             if event.kind == "call":
                 events.append(self._begin({"type": "tool_use", "id": event.id, "name": event.text, "input": {}}))
                 continue

@@ -16,7 +16,7 @@ from tinyforge.serve import protocol
 from tinyforge.serve.answers import Writer
 from tinyforge.serve.engine import Answer, Choice, Piece
 from tinyforge.serve.protocol import ApiError
-from tinyforge.serve.tools import Event, Tools
+from tinyforge.serve.tools import Tools
 
 MOST_KEPT, MOST_KEPT_CHARACTERS = 1024, 16 << 20
 """Responses that can be continued, and characters of their conversations; the oldest are forgotten first."""
@@ -250,18 +250,17 @@ class ResponseWriter:
     def _take(self, piece: Piece | None, last: bool) -> bytes:
         """Add a piece of the reply to the items; returns its events."""
         text = piece.text if piece is not None else ""
-        said = self.reader.push(text, last) if self.reader else [Event("text", text)] if text else []
         told = self.chat.chat_logprobs(piece)["content"] if piece is not None and self.wish.top is not None else []
         self.logprobs += told
         events = []
-        for event in said:
+        for event in self.reader.push(text, last):
             if event.kind == "call":
-                events += [self._end_item(), self._begin_call(event)]
+                events.append(self._begin("fc", "function_call", arguments="", call_id=event.id, name=event.text))
                 continue
             if event.kind == "thought" and (not self.items or self.items[-1]["type"] != "reasoning"):
-                events += [self._end_item(), self._begin_reasoning()]
+                events.append(self._begin("rs", "reasoning", summary=[], content=[]))
             if event.kind == "text" and (not self.items or self.items[-1]["type"] != "message"):
-                events += [self._end_item(), self._begin_message()]
+                events.append(self._begin_message())
             self.parts.append(event.text)
             kind, more = "function_call_arguments", {}
             if event.kind == "text":
@@ -271,22 +270,16 @@ class ResponseWriter:
             events.append(self._event(f"response.{kind}.delta", **self._place, **more, delta=event.text))
         return b"".join(events)
 
+    def _begin(self, mark: str, kind: str, **fields: Any) -> bytes:
+        """The events of the end of the item that is under way, and of the start of the next. mark: of its id."""
+        ended = self._end_item()
+        self.items.append({"id": f"{mark}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **fields})
+        added = {"output_index": len(self.items) - 1, "item": self.items[-1]}
+        return ended + self._event("response.output_item.added", **added)
+
     def _begin_message(self) -> bytes:
-        item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant"}
-        self.items.append({**item, "content": []})
-        added = self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
-        part = self._part("", [])
+        added, part = self._begin("msg", "message", role="assistant", content=[]), self._part("", [])
         return added + self._event("response.content_part.added", **self._place, content_index=0, part=part)
-
-    def _begin_reasoning(self) -> bytes:
-        item = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": []}
-        self.items.append({**item, "content": []})
-        return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
-
-    def _begin_call(self, event: Event) -> bytes:
-        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress", "arguments": ""}
-        self.items.append({**item, "call_id": event.id, "name": event.text})
-        return self._event("response.output_item.added", output_index=len(self.items) - 1, item=self.items[-1])
 
     def _end_item(self) -> bytes:
         """The events of the end of the item that is under way, if there is one."""

@@ -55,13 +55,13 @@ class Tools:
     def is_constrained(self) -> bool:
         return self.forced or (self.form is not None and any(tool.function.strict for tool in self.shown))
 
-    def reader(self) -> Reader | None:
-        """Of a reply; None where all of it is text."""
-        calls = None
+    def reader(self) -> Reader:
+        """Of a reply."""
+        rest: Reader = TextReader()
         if self.form is not None:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in self.shown}
-            calls = CallReader(self.form, list(schemas), self.parallel is not False, schemas)
-        return calls if self.thoughts is None else ThoughtReader(self.thoughts, self.begun, calls)
+            rest = CallReader(self.form, list(schemas), self.parallel is not False, schemas)
+        return rest if self.thoughts is None else ThoughtReader(self.thoughts, self.begun, rest)
 
 
 def select(
@@ -188,22 +188,31 @@ class Reader(Protocol):
     def push(self, text: str, last: bool = False) -> list[Event]: ...
 
 
+class TextReader:
+    """A reply that is all text."""
+
+    count = 0
+
+    def push(self, text: str, last: bool = False) -> list[Event]:
+        return [Event("text", text)] if text else []
+
+
 class ThoughtReader:
     """A reply that may begin with thoughts between tags; white space at their ends is left out. begun: whether the
-    prompt has the first tag. calls: reads the rest."""
+    prompt has the first tag. rest: reads what follows."""
 
-    def __init__(self, tags: Tags, begun: bool, calls: CallReader | None) -> None:
-        self.tags, self.calls, self._held = tags, calls, ""
+    def __init__(self, tags: Tags, begun: bool, rest: Reader) -> None:
+        self.tags, self.rest, self._held = tags, rest, ""
         self._state: Literal["start", "thoughts", "blank", "reply"] = "thoughts" if begun else "start"
         self._said = False
 
     @property
     def count(self) -> int:
-        return self.calls.count if self.calls else 0
+        return self.rest.count
 
     def push(self, text: str, last: bool = False) -> list[Event]:
         if self._state == "reply":
-            return self._reply(text, last)
+            return self.rest.push(text, last)
         self._held += text
         found: list[Event] = []
         if self._state == "start":
@@ -223,19 +232,14 @@ class ThoughtReader:
                 self._said = True
                 found.append(Event("thought", thought))
             if at < 0:
-                return [*found, *(self._reply("", last) if last else [])]
+                return [*found, *(self.rest.push("", last) if last else [])]
             self._state = "blank"
         if self._state == "blank":
             self._held = self._held.lstrip()
             if not self._held and not last:
                 return found
             self._state = "reply"
-        return [*found, *self._reply(self._held, last)]
-
-    def _reply(self, text: str, last: bool) -> list[Event]:
-        if self.calls is not None:
-            return self.calls.push(text, last)
-        return [Event("text", text)] if text else []
+        return [*found, *self.rest.push(self._held, last)]
 
 
 class CallReader:
