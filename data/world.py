@@ -91,14 +91,17 @@ SOUNDS = _pairs(
     "cow=moo|dog=woof|cat=meow|duck=quack|sheep=baa|pig=oink|horse=neigh|hen=cluck|frog=croak|bee=buzz|lion=roar|"
     "mouse=squeak|owl=hoot|snake=hiss"
 )
-HOMES = _pairs(
-    "bird=in a nest|bee=in a hive|fish=in the water|bear=in a cave|horse=in a stable|spider=in a web|"
-    "frog=by the pond|owl=in a tree|pig=in a sty|lion=in the wild"
-)
-COLOUR_OF = _pairs(
-    "grass=green|snow=white|the sky=blue|the sun=yellow|coal=black|milk=white|mud=brown|a lemon=yellow|"
-    "a leaf=green|the night=black|a carrot=orange"
-)
+FACTS = {
+    "sound": SOUNDS,
+    "home": _pairs(
+        "bird=in a nest|bee=in a hive|fish=in the water|bear=in a cave|horse=in a stable|spider=in a web|"
+        "frog=by the pond|owl=in a tree|pig=in a sty|lion=in the wild"
+    ),
+    "colour": _pairs(
+        "grass=green|snow=white|the sky=blue|the sun=yellow|coal=black|milk=white|mud=brown|a lemon=yellow|"
+        "a leaf=green|the night=black|a carrot=orange"
+    ),
+}
 OPPOSITES = tuple(
     _pairs(
         "big=small|hot=cold|up=down|day=night|wet=dry|full=empty|fast=slow|happy=sad|old=new|long=short|high=low|"
@@ -393,82 +396,55 @@ def steps(start: int, end: int) -> str:
     return f"{' '.join(str(n) for n in range(start, end + direction, direction))}, so {end}"
 
 
-SUMS = ("What is {a} + {b}?", "Add {a} and {b}.", "How much is {a} plus {b}?", "{a} + {b} =")
-
-
 def ask_add(t: Teller) -> Instruction:
     a, b = t.pick(t.words.sums)
-    return Instruction("add", t.say(SUMS, a=a, b=b), "", steps(a, a + b))
+    return Instruction("add", t.tell(BEATS["add"], a=a, b=b), "", steps(a, a + b))
 
 
 def ask_subtract(t: Teller) -> Instruction:
     a, b = t.pick(t.words.sums)
-    variants = ("What is {c} - {b}?", "Take {b} from {c}.", "How much is {c} minus {b}?", "{c} - {b} =")
-    return Instruction("subtract", t.say(variants, c=a + b, b=b), "", steps(a + b, a))
+    return Instruction("subtract", t.tell(BEATS["subtract"], c=a + b, b=b), "", steps(a + b, a))
 
 
 def ask_word_problem(t: Teller) -> Instruction:
     who, friend = t.people(2)
     noun = t.pick(t.words.things)
     a, b = t.pick(t.words.sums)
-    gains = ("{f} gives {w.him} {b} more.", "{w.He} finds {b} more.", "{w.He} gets {b} more from {f}.")
-    losses = ("{w.He} gives {b} to {f}.", "{w.He} loses {b}.", "{f} takes {b} away.")
-    questions = ["How many {n}s does {w} have now?", "Now {w} has how many {n}s?"]
     if t.rng.random() < 0.5:
-        start, end, events = a, a + b, gains
+        start, end, (events, questions) = a, a + b, BEATS["gains"]
     else:
-        start, end, events = a + b, a, losses
-        questions.append("How many {n}s are left with {w}?")
+        start, end, (events, questions) = a + b, a, BEATS["losses"]
     told = f"{who} has {counted(start, noun)}. {t.say(events, f=friend, w=who, b=b)}"
     return Instruction("word_problem", t.say(questions, n=noun, w=who), told, steps(start, end))
 
 
 def ask_compare(t: Teller) -> Instruction:
     a, b = t.pick(t.words.comparisons)
-    if t.rng.random() < 0.5:
-        variants = ("Which is larger, {a} or {b}?", "Which number is more, {a} or {b}?", "Say the larger: {a}, {b}.")
-        return Instruction("compare", t.say(variants, a=a, b=b), "", str(max(a, b)))
-    variants = ("Which is smaller, {a} or {b}?", "Which number is less, {a} or {b}?", "Say the smaller: {a}, {b}.")
-    return Instruction("compare", t.say(variants, a=a, b=b), "", str(min(a, b)))
+    asked, answer = ("larger", max(a, b)) if t.rng.random() < 0.5 else ("smaller", min(a, b))
+    return Instruction("compare", t.tell(BEATS[asked], a=a, b=b), "", str(answer))
 
 
 def ask_count(t: Teller) -> Instruction:
     n = 1 + int(t.rng.random() * 6)
-    if t.rng.random() < 0.5:
-        items = t.some(t.words.things, n)
-        question = t.say(("How many things are in the list?", "Count the things.", "How many things are there?"))
-    else:
-        items = t.some(t.words.girls + t.words.boys, n)
-        question = t.say(("How many names are in the list?", "Count the names.", "How many names are there?"))
-    return Instruction("count", question, ", ".join(items), str(n))
+    what, pool = ("things", t.words.things) if t.rng.random() < 0.5 else ("names", t.words.girls + t.words.boys)
+    items = ", ".join(t.some(pool, n))
+    return Instruction("count", t.tell(BEATS["count"], what=what), items, str(n))
 
 
 def scene(t: Teller) -> tuple[str, Character, Item, str]:
     """One or two people, each somewhere with something; returns the one to ask about, and the text."""
     n = 2 if t.rng.random() < TWO_PEOPLE else 1
     people, items, places = t.people(n), t.items(n), t.some(PLACES, n)
-    told = (
-        "{p} has {x.a}. {p.He} is {place}.",
-        "{p} is {place}. {p.He} has {x.a}.",
-        "{p} is {place} with {x.a}.",
-        "{x.A} is with {p}. {p.He} is {place}.",
-    )
-    text = " ".join(t.say(told, p=p, x=x, place=at) for p, x, at in zip(people, items, places, strict=True))
+    told = zip(people, items, places, strict=True)
+    text = " ".join(t.tell(BEATS["scene"], p=p, x=x, place=at) for p, x, at in told)
     i = t.pick(range(n))
     return text, people[i], items[i], places[i]
-
-
-SCENE_QUESTIONS = {
-    "who": ("Who has the {x}?", "Say who has the {x}.", "Who is {place}?", "With whom is the {x}?"),
-    "where": ("Where is {p}?", "Where can I find {p}?", "Say where {p} is.", "Where is the {x}?"),
-    "colour": ("What colour is the {x}?", "Which colour does the {x} have?", "Say the colour of the {x}."),
-}
 
 
 def about_scene(t: Teller, kind: str, person: Character, item: Item, place: str) -> tuple[str, str]:
     """A question of this kind about a scene, and its answer."""
     answers = {"who": person.name, "where": place, "colour": item.colour}
-    return t.say(SCENE_QUESTIONS[kind], p=person, x=item, place=place), answers[kind]
+    return t.tell(BEATS[kind], p=person, x=item, place=place), answers[kind]
 
 
 def ask_scene(t: Teller, kind: str) -> Instruction:
@@ -493,41 +469,34 @@ def ask_colour(t: Teller) -> Instruction:
 
 def fact(t: Teller) -> tuple[str, str]:
     """A question about a fixed fact of this world, and its answer."""
-    topic = t.pick(("sound", "home", "colour", "opposite", "day", "number"))
-    if topic == "sound":
-        key = t.pick(tuple(SOUNDS))
-        return t.say(("What sound does {k} make?", "What does {k} say?"), k=a_or_an(key)), SOUNDS[key]
-    if topic == "home":
-        key = t.pick(tuple(HOMES))
-        return t.say(("Where does {k} live?", "Where is the home of {k}?"), k=a_or_an(key)), HOMES[key]
-    if topic == "colour":
-        key = t.pick(tuple(COLOUR_OF))
-        return t.say(("What colour is {k}?", "Which colour does {k} have?"), k=key), COLOUR_OF[key]
-    if topic == "opposite":
-        pair = t.pick(OPPOSITES)
-        i = t.pick((0, 1))
-        return t.say(("What is the opposite of {k}?", "Which word is the opposite of {k}?"), k=pair[i]), pair[1 - i]
-    if topic == "day":
+    topic = t.pick((*FACTS, "opposite", "day", "number"))
+    if topic in FACTS:
+        key, answer = t.pick(tuple(FACTS[topic].items()))
+        key = key if topic == "colour" else a_or_an(key)
+    elif topic == "opposite":
+        pair, i = t.pick(OPPOSITES), t.pick((0, 1))
+        key, answer = pair[i], pair[1 - i]
+    elif topic == "day":
         i = t.pick(range(7))
-        return t.say(("What day comes after {k}?", "Which day is next after {k}?"), k=DAYS[i]), DAYS[(i + 1) % 7]
-    n = t.pick(range(LARGEST))
-    return t.say(("What number comes after {k}?", "Which number is next after {k}?"), k=n), str(n + 1)
+        key, answer = DAYS[i], DAYS[(i + 1) % 7]
+    else:
+        n = t.pick(range(LARGEST))
+        key, answer = str(n), str(n + 1)
+    return t.tell(BEATS[f"fact: {topic}"], k=key), answer
 
 
 def ask_fact(t: Teller) -> Instruction:
     question, answer = fact(t)
     # A fact cannot be held out, since nobody could know it. The asker can, so "val" always names the asker.
     if t.held_out or t.rng.random() < 0.5:
-        asks = ("{p} asks: {q}", "{p} wants to know: {q}", "Help {p}. {q}", "Tell {p}: {q}")
-        question = t.say(asks, p=t.people(1)[0], q=question)
+        question = t.tell(BEATS["fact"], p=t.people(1)[0], q=question)
     return Instruction("fact", question, "", answer)
 
 
 def ask_repeat(t: Teller) -> Instruction:
     word = t.pick(t.words.things + t.words.girls + t.words.boys)
     times, times_word = t.pick(((1, "once"), (2, "twice"), (3, "three times")))
-    variants = ("Say this {n}.", "Write this {n}.", "Repeat this {n}.", "Say {n} what stands here.")
-    return Instruction("repeat", t.say(variants, n=times_word), word, " ".join([word] * times))
+    return Instruction("repeat", t.tell(BEATS["repeat"], n=times_word), word, " ".join([word] * times))
 
 
 ASK: dict[str, Callable[[Teller], Instruction]] = {
@@ -591,7 +560,7 @@ def harder_sums(split: str) -> list[Instruction]:
         Instruction("harder_sum", wording.format(a=a, b=b), "", steps(b, a + b))
         for a, b in pairs
         if held_out_harder(a, b) == (split == "val")
-        for wording in SUMS
+        for wording in BEATS["add"][0]
     ]
 
 
@@ -611,43 +580,24 @@ def sum_rewards(example: Instruction, reply: str) -> dict[str, float]:
 # --- games, facts, arithmetic and questions as text ------------------------------------------------------------------
 
 
-NEWS = (
-    "{p} has {x.a}",
-    "{p} is {place} with {q}",
-    "The {x.full} belongs to {p}",
-    "{p} saw {q} {place}",
-    "{p} took the {x} of {q}",
-    "The {x} of {p} is {x.colour}",
-    "{q} gave {x.a} to {p}",
-)
-ECHOES = (
-    '{a} said, "{words}." {b} said, "{words}."',
-    '{a} asked {b} to say {words}. "{words}," said {b}.',
-    'Now say {words}. "{words}!" said {b}.',
-)
-PASSING_ON = (
-    '"{s}," said {a}. "{s}?" asked {b}. "Yes," said {a}. "{s}."',
-    '{a} said to {b}, "{s}." So {b} said, "{s}."',
-    '"Do you know the news?" asked {a}. "{s}." "What? {s}?" said {b}.',
-)
-
-
 def game(t: Teller) -> str:
     """An echo game, a cumulative song, or a message that is passed on: text repeated word for word."""
     a, b, c, d = t.people(4)
     form = t.pick(("echo", "echo", "news", "news", "song"))
     if form == "echo":
-        lines = [t.say(("{a} and {b} play echo.", "{b} says what {a} says."), a=a, b=b)]
+        lines = [t.tell(BEATS["game"], a=a, b=b)]
         for _ in range(4):
             pool = t.some(t.words.things, 3) + t.some(t.words.girls + t.words.boys, 4)
             pool += t.some(FOODS + COLOURS + tuple(SOUNDS), 4)
             words = " ".join(t.some(pool, 1 + t.pick(range(5))))
-            lines.append(t.say(ECHOES, a=a, b=b, words=words))
+            lines.append(t.tell(BEATS["echo"], a=a, b=b, words=words))
         return " ".join(lines)
     if form == "news":
         items = t.items(2)
-        news = [t.say(NEWS, p=p, q=q, x=x, place=t.pick(PLACES)) for p, q, x in zip((c, d), (d, c), items, strict=True)]
-        return " ".join(t.say(PASSING_ON, a=p, b=q, s=s) for p, q, s in zip((a, b), (b, a), news, strict=True))
+        about = zip((c, d), (d, c), items, strict=True)
+        news = [t.tell(BEATS["news"], p=p, q=q, x=x, place=t.pick(PLACES)) for p, q, x in about]
+        told = zip((a, b), (b, a), news, strict=True)
+        return " ".join(t.tell(BEATS["passing on"], a=p, b=q, s=s) for p, q, s in told)
     things, place = [a_or_an(thing) for thing in t.some(t.words.things, 4)], t.pick(PLACES)
     return "\n".join(f"{a} and {b} sing: {listed(things[:n])} {place}." for n in range(1, 5))
 
@@ -655,11 +605,11 @@ def game(t: Teller) -> str:
 def quiz(t: Teller) -> str:
     """Questions of several kinds, each answered on the next line."""
     a, b = t.people(2)
-    lines = [t.say(("{a} asks and {b} answers.", "A quiz for {a}.", "{b} helps {a} to learn."), a=a, b=b)]
+    lines = [t.tell(BEATS["quiz"], a=a, b=b)]
     if t.rng.random() < 0.5:
         text, person, item, place = scene(t)
         lines.append(text)
-        for kind in t.some(tuple(SCENE_QUESTIONS), 3):
+        for kind in t.some(("who", "where", "colour"), 3):
             lines += about_scene(t, kind, person, item, place)
         return "\n".join(lines)
     for kind in t.rng.choices(KINDS, k=5):
@@ -683,32 +633,21 @@ def equation(t: Teller, a: int, b: int) -> str:
     """A sum, a difference or both, in digits or in words."""
     c = a + b
     A, B, C = (NUMBER_WORDS[n] for n in (a, b, c))
-    variants = (
-        "{a} + {b} = {c}.",
-        "{c} - {b} = {a}.",
-        "{a} + {b} = {c}. {b} + {a} = {c}. {c} - {a} = {b}. {c} - {b} = {a}.",
-        "{A} plus {B} is {C}.",
-        "{C} minus {B} is {A}.",
-        "{a} + {b}: {up}.",
-        "{c} - {b}: {down}.",
-        "{a} plus {b} is {c}, so {c} minus {b} is {a}.",
-    )
-    return sentence(t.say(variants, a=a, b=b, c=c, A=A, B=B, C=C, up=steps(a, c), down=steps(c, a)))
+    roles = {"a": a, "b": b, "c": c, "A": A, "B": B, "C": C, "up": steps(a, c), "down": steps(c, a)}
+    return sentence(t.tell(BEATS["equation"], **roles))
 
 
 def arithmetic(t: Teller) -> str:
     """One person's sums: equations, counting, comparing, and problems in words with their answers."""
     a, b = t.people(2)
-    parts = [t.say(("{a} can count.", "{a} does sums.", "{a} and {b} do sums.", "{a} learns from {b}."), a=a, b=b)]
+    parts = [t.tell(BEATS["arithmetic"], a=a, b=b)]
     for _ in range(9):
         form = t.rng.random()
         if form < 0.6:
             parts.append(equation(t, *t.pick(t.words.sums)))
         elif form < 0.75:
             p, q = t.pick(t.words.comparisons)
-            more, less = max(p, q), min(p, q)
-            variants = ("{m} is larger than {n}.", "{n} is smaller than {m}.", "{m} is more than {n}.")
-            parts.append(t.say(variants, m=more, n=less))
+            parts.append(t.tell(BEATS["comparison"], m=max(p, q), n=min(p, q)))
         elif form < 0.85:
             start = t.pick(range(LARGEST - 5))
             parts.append(f"Count on from {start}: {', '.join(str(n) for n in range(start, start + 6))}.")
