@@ -20,24 +20,17 @@ from dataclasses import replace
 from tinyforge.data.world import ASK, COLOURS, KINDS, Instruction, Teller, read_wordings
 from tinyforge.errors import Parser, run_command
 
-GREETED = "Hello! I am a small model. Ask me what I can do."
-NAMED = "I am NanoEuler, a small language model."
-ABLE = "Ask me: How much is 7 plus 2? Which is larger, 3 or 9? What sound does a cow make? What is the opposite of hot?"
-WELL = "I am well. Ask me what I can do."
-THANKED = "I am happy to help."
-PARTED = "Come again!"
-UNKNOWN = "I do not know that. Ask me what I can do."
-
 WORDINGS = {name: sum(lines, ()) for name, lines in read_wordings("talk.txt").items()}
 # The replies by kind of request, and the kinds' shares; the rest are the world's questions.
 REPLIES = {
-    "greeting": GREETED,
-    "name": NAMED,
-    "help": ABLE,
-    "well": WELL,
-    "thanks": THANKED,
-    "parting": PARTED,
-    "unknown": UNKNOWN,
+    "greeting": "Hello! I am a small model. Ask me what I can do.",
+    "name": "I am NanoEuler, a small language model.",
+    "help": "Ask me: How much is 7 plus 2? Which is larger, 3 or 9? What sound does a cow make? "
+    "What is the opposite of hot?",
+    "well": "I am well. Ask me what I can do.",
+    "thanks": "I am happy to help.",
+    "parting": "Come again!",
+    "unknown": "I do not know that. Ask me what I can do.",
 }
 SHARES = (5, 6, 8, 3, 3, 3, 37)
 QUESTIONS = 35

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tinyforge.data.talk import REPLIES, UNKNOWN, WORDINGS, of_split, talk
+from tinyforge.data.talk import REPLIES, WORDINGS, of_split, talk
 from tinyforge.data.world import KINDS, WORDS, Instruction
 
 ROOT = Path(__file__).parents[2]
@@ -48,10 +48,10 @@ def bare(text: str) -> str:
 
 def test_no_question_of_the_world_and_no_sum_is_declined(made: dict[str, list[Instruction]]) -> None:
     """However it is typed, a question keeps its answer; harder sums are left to recipes/grpo.py."""
-    declined = [line for line in made["train"] if line.output == UNKNOWN]
+    declined = [line for line in made["train"] if line.output == REPLIES["unknown"]]
     assert declined and not any(re.search(r"\d", line.instruction) for line in declined)
     asked = [line for line in made["train"] if line.kind in KINDS]
-    assert asked and not {line.output for line in asked} & {UNKNOWN}
+    assert asked and not {line.output for line in asked} & {REPLIES["unknown"]}
     sums = [line for line in asked if line.kind == "add"]
     for line in sums:
         a, b = map(int, re.findall(r"\d+", line.instruction))
