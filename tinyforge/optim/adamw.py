@@ -262,15 +262,14 @@ class AdamW(Kernels):
 
     def apply(self, rates: Array, grad_scale: Any) -> None:
         """Take a step with the rates of `next_rates`."""
-        b, halves = self.buffer, self.backend.workers
-
-        def update(where: slice, row: int) -> None:
-            m, v = self.m[where], self.v[where]
-            self.update(b.values[where], b.masters[where], m, v, b.grads[where], rates[row], grad_scale, self.config)
-
+        halves = self.backend.workers
         cuts = [
             (slice(start + (end - start) * i // halves, start + (end - start) * (i + 1) // halves), row)
             for start, end, row in self._plain
             for i in range(halves)
         ]
-        self.backend.map(lambda cut: update(*cut), cuts)
+        self.backend.map(lambda cut: self._adamw(cut[0], self.v[cut[0]], rates[cut[1]], grad_scale), cuts)
+
+    def _adamw(self, place: slice, v: Array, rates: Array, grad_scale: Any) -> None:
+        b = self.buffer
+        self.update(b.values[place], b.masters[place], self.m[place], v, b.grads[place], rates, grad_scale, self.config)

@@ -299,13 +299,10 @@ class Muon(AdamW):
             partial(self._orthogonal, *batch, rates=rows[-2], momentum=rows[-1], grad_scale=grad_scale)
             for batch in self._batches
         ]
-        work += [partial(self._adamw, start, end, rows[row], grad_scale) for start, end, row in self._plain]
+        for start, end, row in self._plain:
+            v = self.v[self._in_v(start) : self._in_v(end)]
+            work.append(partial(self._adamw, slice(start, end), v, rows[row], grad_scale))
         self.backend.map(lambda update: update(), work)
-
-    def _adamw(self, start: int, end: int, rates: Array, grad_scale: Any) -> None:
-        b, place = self.buffer, slice(start, end)
-        v = self.v[self._in_v(start) : self._in_v(end)]
-        self.update(b.values[place], b.masters[place], self.m[place], v, b.grads[place], rates, grad_scale, self.config)
 
     def _orthogonal(
         self, rows: int, columns: int, starts: Array, in_v: Array, rates: Array, momentum: Array, grad_scale: Any
