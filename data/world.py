@@ -20,6 +20,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -459,14 +460,6 @@ def ask_who(t: Teller) -> Instruction:
     return replace(asked, output=f"It is {asked.output}")
 
 
-def ask_where(t: Teller) -> Instruction:
-    return ask_scene(t, "where")
-
-
-def ask_colour(t: Teller) -> Instruction:
-    return ask_scene(t, "colour")
-
-
 def fact(t: Teller) -> tuple[str, str]:
     """A question about a fixed fact of this world, and its answer."""
     topic = t.pick((*FACTS, "opposite", "day", "number"))
@@ -506,8 +499,8 @@ ASK: dict[str, Callable[[Teller], Instruction]] = {
     "compare": ask_compare,
     "count": ask_count,
     "who": ask_who,
-    "where": ask_where,
-    "colour": ask_colour,
+    "where": partial(ask_scene, kind="where"),
+    "colour": partial(ask_scene, kind="colour"),
     "fact": ask_fact,
     "repeat": ask_repeat,
 }
