@@ -9,6 +9,7 @@ huggingface_hub downloads into its cache (HF_HOME), with its token (HF_TOKEN), i
 
 from __future__ import annotations
 
+import glob
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -56,7 +57,7 @@ def fetch_dataset(path: Path) -> list[tuple[str, Path]]:
         if not offline:
             options["revision"] = described.sha
             folder = Path(
-                library.snapshot_download(name, allow_patterns=[_literal(file) for file in chosen], **options)
+                library.snapshot_download(name, allow_patterns=[glob.escape(file) for file in chosen], **options)
             )
     return [(f"{name}/{file}", folder / file) for file in chosen]
 
@@ -72,7 +73,3 @@ def _is_read(name: str) -> bool:
 
 def _matches(name: str, pattern: str) -> bool:
     return not pattern or fnmatchcase(name, pattern) or name.startswith(f"{pattern}/")
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ def quoted(text: object) -> str:
 
 def escape_glob(path: Path) -> str:
     """A path for DuckDB, which expands `*`, `?` and `[`: a class of one character matches that character only."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in str(path))
+    return glob.escape(str(path))
 
 
 @contextmanager
