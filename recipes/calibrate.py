@@ -34,7 +34,7 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import shown
 from tinyforge.formats.convert import card_of, megabytes
 from tinyforge.formats.opened import Opened
-from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_pretrained, short_card
+from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_opened, short_card
 from tinyforge.formats.runs import open_model, resolve_checkpoint
 from tinyforge.kernel import Array
 from tinyforge.op import Op
@@ -245,8 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale, fitted, rest = noted["scale"], noted["fitted"], noted["rest"]
     card = card_of(opened.path, args.dtype) or short_card(model, "tinyforge", args.dtype)
     card = card.rstrip() + "\n" + CARD.format(names=", ".join(noted["sources"]), temperature=1 / scale, **noted)
-    written = {"format": "tinyforge", "dtype": args.dtype, "meta": found.meta, "card": card}
-    save_pretrained(model, found.tokenizer, target, generation=found.generation.content, **written)
+    save_opened(found, model, target, card, dtype=args.dtype)
     print(
         f"logits x {scale:.3f} (temperature {1 / scale:.3f}): {fitted[0]:.4f} -> {fitted[1]:.4f} bits per byte of "
         f"held-out text; not used for the fit: {rest[0]:.4f} -> {rest[1]:.4f}"

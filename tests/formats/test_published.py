@@ -14,13 +14,14 @@ from tests.tokenizers.test_sentencepiece import train
 from tinyforge import chat
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.formats import convert, load, open_model, save_pretrained
+from tinyforge.formats import average, convert, load, open_model, save_pretrained
 from tinyforge.formats.gguf_file import read as read_gguf
 from tinyforge.models.llama import Config, Llama
 from tinyforge.recipes import dpo, grpo, sft
 from tinyforge.tensors import read_header
 from tinyforge.tokenizers import Tokenizer, load_tokenizer
 from tinyforge.tokenizers.chat_templates import TEMPLATES, ChatTemplate
+from tinyforge.zoo.push import prepared
 
 FP32 = get_backend("numpy", "fp32", workers=1)
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -121,6 +122,15 @@ def test_a_tuned_model_keeps_its_template_and_ends_as_it_learned(
     assert stored["tokenizer.chat_template.tool_use"] == "{{ tools|tojson }}"
     again = open_model(Path("m.gguf")).template
     assert isinstance(again, ChatTemplate) and again.sources == found.template.sources
+
+
+def test_a_mean_and_a_model_for_the_hub_keep_the_files_too(base: Path, tmp_path: Path) -> None:
+    assert average.main(["base", "base", "mean"]) == 0
+    assert convert.main(["mean", "back"]) == 0
+    assert same(base, Path("back"))
+    tune(sft, RECORDS)
+    assert convert.main(["run", "out"]) == 0
+    assert same(prepared(Path("run"), "owner/name", tmp_path), Path("out"))
 
 
 def test_another_template_takes_the_place_of_the_published_one(base: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tinyforge.errors import Parser, UserError
 from tinyforge.files import shown
 from tinyforge.formats.convert import megabytes
 from tinyforge.formats.opened import Opened
-from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_pretrained, short_card
+from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_opened, short_card
 from tinyforge.formats.runs import open_model, resolve_checkpoint
 
 CARD = """
@@ -119,16 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     model = found.build(get_backend("numpy", "fp32", workers=1)).model
     card = short_card(model, "tinyforge", args.dtype) + CARD.format(count=len(made), rows=rows)
-    save_pretrained(
-        model,
-        found.tokenizer,
-        target,
-        format="tinyforge",
-        dtype=args.dtype,
-        meta=found.meta,
-        card=card,
-        generation=found.generation.content,
-    )
+    save_opened(found, model, target, card, dtype=args.dtype)
     mean = " + ".join(f"{one['share']:g} {name}" for name, one in zip(args.sources, made, strict=True))
     print(f"wrote {target}, {megabytes(target):.1f} MB: {mean}; {next_command(found.spec, target)}")
     return 0

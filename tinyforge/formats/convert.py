@@ -34,7 +34,7 @@ from tinyforge.files import read_text
 from tinyforge.formats.feedback import TOKENS, round_to_text
 from tinyforge.formats.foreign import is_foreign, spec_of_model
 from tinyforge.formats.lost import lost
-from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_pretrained
+from tinyforge.formats.pretrained import FORMATS, check_target, next_command, save_opened
 from tinyforge.formats.runs import open_model, resolve_checkpoint, write_adapter
 from tinyforge.tensors import CALLED
 from tinyforge.terminal import one_line
@@ -96,17 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.calibrate:
         tokens = round_to_text(found.model, found.tokenizer.encode(text[:MOST_TEXT]))
         print(f"rounded by {tokens:,} tokens of {args.calibrate}")
-    save_pretrained(
-        found.model,
-        found.tokenizer,
-        target,
-        format=format,
-        dtype=args.dtype,
-        meta=found.meta,
-        card=card_of(found.path, args.dtype),
-        generation=found.generation.content,
-        published=found.published,
-    )
+    save_opened(found, found.model, target, card_of(found.path, args.dtype), format, args.dtype)
     for line in lost(opened.unread, opened.published, target, format):
         print(f"note: {one_line(line)}", file=sys.stderr)
     print(f"wrote {target}, {megabytes(target):.1f} MB; {next_command(spec_of_model(found.model), target)}")

@@ -24,6 +24,7 @@ from tinyforge.formats import foreign, gguf_file, gguf_model, huggingface, llama
 from tinyforge.formats.generation import FILE as GENERATION
 from tinyforge.formats.generation import GGUF, OLLAMA, renamed
 from tinyforge.formats.labels import Labels
+from tinyforge.formats.opened import Loaded, Opened
 from tinyforge.formats.runs import load, resolve_checkpoint, template_of
 from tinyforge.invocation import as_typed
 from tinyforge.layout import class_labels
@@ -127,6 +128,23 @@ def save_pretrained(
     if classes := content.get("classes"):
         weights.config.update(class_labels(classes))
     huggingface.write_directory(path, weights, dtype, others)
+
+
+def save_opened(
+    found: Opened | Loaded, model: Any, path: Path, card: str, format: str = "tinyforge", dtype: str = "f32"
+) -> None:
+    """`save_pretrained` of a model that was opened as `found`, with all that its files say besides the weights."""
+    save_pretrained(
+        model,
+        found.tokenizer,
+        path,
+        format=format,
+        dtype=dtype,
+        meta=found.meta,
+        card=card,
+        generation=found.generation.content,
+        published=found.published,
+    )
 
 
 def check_target(path: Path, format: str, dtype: str) -> str:

@@ -23,9 +23,9 @@ from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import Parser, UserError
 from tinyforge.files import read_json, write_whole
-from tinyforge.formats import hub, open_model, resolve_checkpoint, save_pretrained
+from tinyforge.formats import hub, open_model, resolve_checkpoint
 from tinyforge.formats.foreign import is_foreign
-from tinyforge.formats.pretrained import short_card
+from tinyforge.formats.pretrained import save_opened, short_card
 from tinyforge.train.card import card
 
 # What is uploaded of a corpus and of shards, by the name of their manifest.
@@ -107,14 +107,7 @@ def prepared(source: Path, name: str, scratch: Path) -> Path:
         write_whole(folder / checkpoint.CARD, short_card(model, "hf", "f32").replace(" DIR", f" {name}"))
         return folder
     loaded = opened.build(get_backend("numpy", "fp32", workers=1))
-    save_pretrained(
-        loaded.model,
-        loaded.tokenizer,
-        folder,
-        meta=loaded.meta,
-        card=_card(source, name, loaded.meta),
-        generation=loaded.generation.content,
-    )
+    save_opened(loaded, loaded.model, folder, _card(source, name, loaded.meta), "hf")
     return folder
 
 
