@@ -231,7 +231,7 @@ def test_the_sampled_token_is_among_the_likely_ones(client: Any) -> None:
 def test_parts_of_characters_are_told_apart(small: Loaded) -> None:
     lead = [small.tokenizer.encode(c)[0] for c in ("\U0001f600", "\u304a", "\u00e9")]
     letter = small.tokenizer.encode("a")[0]
-    writer = Writer(small.tokenizer, "m", "f", Extension(), [[1]], 4, chat=False)
+    writer = Writer(small.tokenizer, "m", "f", False, 4, Extension(), [[1]], [])
     told = Token(lead[0], -0.2, tuple(zip([*lead, letter], (-0.2, -1.0, -2.0, -3.0), strict=True)))
     likely = {"bytes:\\xf0": -0.2, "bytes:\\xe3": -1.0, "bytes:\\xc3": -2.0, "a": -3.0}
     assert writer._by_text(told) == likely

@@ -433,7 +433,7 @@ def test_chunks_of_a_reply_that_calls_by_itself(small: Loaded, forms: dict[str, 
     text = REPLIES["hermes"][0] % tuple(json.dumps(arguments) for _, arguments in TWO)
     tools = Tools([a_tool("weather"), a_tool("now")], forms["hermes"])
     for size in (1, 6, len(text)):
-        writer = Writer(small.tokenizer, "small", "fp", Extension(), [[1]], None, tools=tools)
+        writer = Writer(small.tokenizer, "small", "fp", True, None, Extension(), [[1]], tools=tools)
         choice: Any = None  # read only for timings and statistics
         data = writer.opening(0)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]

@@ -575,11 +575,11 @@ class App:
             extension=wish.extension,
             prompts=prompts,
             top=top,
+            **{"chat": True, **more},
             timings=bool(wish.timings_per_token),
             usage=bool(wish.stream and wish.stream_options and wish.stream_options.include_usage),
             prompt_top=wish.prompt_logprobs,
             tools=tools,
-            **more,
         )
 
     async def _answer(
