@@ -163,18 +163,19 @@ def sliding(every: int) -> Part:
     return Part(WINDOWS, read, written_windows)
 
 
-def _qwen_windows(given: Mapping[str, Any]) -> dict[str, int]:
-    """The window is in the layers from max_window_layers on."""
-    first = setting(given, "max_window_layers", int, 28)
-    kinds = layer_kinds(given, lambda i: i >= first)
-    return windows(given, kinds) if given.get("use_sliding_window") else {}
+def qwen_windows(usual: Callable[[int, int], bool]) -> Part:
+    """usual(i, max_window_layers): whether layer i has the window, where config.json does not say it."""
 
+    def read(given: Mapping[str, Any]) -> dict[str, int]:
+        first = setting(given, "max_window_layers", int, 28)
+        kinds = layer_kinds(given, lambda i: usual(i, first))
+        return windows(given, kinds) if given.get("use_sliding_window") else {}
 
-def _qwen_windows_written(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = {"use_sliding_window": config.window > 0, "max_window_layers": 0}
-    if config.window:
-        found |= written_windows(config) if config.full_every else {"sliding_window": config.window}
-    return found
+    def written(config: Config) -> dict[str, Any]:
+        found = {"use_sliding_window": config.window > 0, "max_window_layers": 0}
+        return found | (written_windows(config) if config.window else {})
+
+    return Part(WINDOWS, read, written)
 
 
 def _cohere2(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def _exaone4_holds(config: Config) -> bool:
 
 
 WINDOWS = ("window", "full_every")
-QWEN_WINDOWS = Part(WINDOWS, _qwen_windows, _qwen_windows_written)
+QWEN_WINDOWS = qwen_windows(lambda i, first: i >= first)
 EVERY_LAYER = Part(
     ("window",),
     lambda given: {"window": setting(given, "sliding_window", int, 0)},
@@ -234,6 +235,7 @@ def _olmo3_rope(config: Config) -> dict[str, Any]:
 
 def _smollm3(given: Mapping[str, Any]) -> dict[str, Any]:
     layers = min(setting(given, "num_hidden_layers", int), 1 << 10)
+    require(given, "layer_types", None, [FULL] * layers)
     every = setting(given, "no_rope_layer_interval", int, 4)
     ropes = given.get("no_rope_layers") or [int((i + 1) % max(every, 1) != 0) for i in range(layers)]
     if not isinstance(ropes, list) or not all(rope in (0, 1) for rope in ropes):
@@ -355,7 +357,8 @@ _GEMMA = Family(
     defaults={"tie_word_embeddings": True, "head_dim": 256, "rms_norm_eps": 1e-6, "sliding_window": 4096},
     # The first Gemma's files say "gelu" in hidden_act, and mean the formula with tanh.
     only={
-        **{"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)},
+        **{"hidden_act": ("gelu_pytorch_tanh", "gelu"), "hidden_activation": ("gelu_pytorch_tanh",)},
+        "attention_bias": (False,),
         "use_bidirectional_attention": (False, None),
     },
     says=dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),

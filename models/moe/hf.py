@@ -15,8 +15,19 @@ from typing import Any
 from tinyforge.errors import UserError
 from tinyforge.layout import Entry, Fields, Given, read_fields, require, write_fields
 from tinyforge.models.llama import hf as llama
-from tinyforge.models.llama.families import BIASES, BY_NAME, EVERY_LAYER, NO_PADDING, Family, Part, sliding
-from tinyforge.models.llama.rope import rope_parameters
+from tinyforge.models.llama.families import (
+    BIASES,
+    BY_NAME,
+    DIVIDED,
+    EVERY_LAYER,
+    NO_PADDING,
+    Family,
+    Part,
+    qwen_windows,
+    sliding,
+    windows,
+)
+from tinyforge.models.llama.rope import SLIDING, rope_parameters
 from tinyforge.models.moe.config import Config
 from tinyforge.ops.mixture_biased import ALPHA
 from tinyforge.report import count_of
@@ -65,8 +76,23 @@ _QWEN2 = replace(
     BY_NAME["Qwen2ForCausalLM"],
     architecture="Qwen2MoeForCausalLM",
     kind="qwen2_moe",
+    parts=(qwen_windows(lambda i, first: i < first and i % 2 == 0), DIVIDED),
     fields={"qkv_bias": ("qkv_bias", bool, True)},
     fixed={},
+    says=_QWEN,
+)
+_QWEN3 = replace(
+    BY_NAME["Qwen3ForCausalLM"],
+    architecture="Qwen3MoeForCausalLM",
+    kind="qwen3_moe",
+    parts=(
+        Part(
+            ("window",),
+            lambda given: windows(given, [SLIDING]) if given.get("use_sliding_window") else {},
+            lambda config: {"use_sliding_window": config.window > 0, "sliding_window": config.window},
+        ),
+    ),
+    defaults={},
     says=_QWEN,
 )
 _GPT_OSS = Family(
@@ -101,10 +127,7 @@ ARCHITECTURES = {
         Experts(
             *(_QWEN2, "moe_intermediate_size", "mlp", _PROJECTIONS, ("num_experts", 60, 4)), {**_NORMALISED, **_SHARED}
         ),
-        Experts(
-            BY_NAME["Qwen3ForCausalLM"].kin("Qwen3MoeForCausalLM", "qwen3_moe", says=_QWEN),
-            *("moe_intermediate_size", "mlp", _PROJECTIONS, ("num_experts", 128, 8), _NORMALISED),
-        ),
+        Experts(*(_QWEN3, "moe_intermediate_size", "mlp", _PROJECTIONS, ("num_experts", 128, 8), _NORMALISED)),
         Experts(
             *(_GPT_OSS, "intermediate_size", "mlp", (), ("num_local_experts", 128, 4)),
             {"clamp": ("swiglu_limit", float, 7.0)},

@@ -15,12 +15,14 @@ from safetensors.numpy import load_file, save_file
 from tests.formats.foreign import load_weights
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.formats import foreign
 from tinyforge.formats.foreign import weights_of
 from tinyforge.formats.huggingface import open_directory, write_directory
 from tinyforge.formats.mxfp4 import dequantise
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config, Llama
+from tinyforge.models.llama.families import FAMILIES
 from tinyforge.models.moe import Config as MoEConfig
 from tinyforge.models.moe import MoE
 from tinyforge.models.moe.hf import read_config, write_config
@@ -136,11 +138,18 @@ def test_a_tied_head_may_be_written_twice_but_not_differ(tmp_path: Path) -> None
         load_weights(open_directory(tmp_path / "m"), FP32)
 
 
+@pytest.mark.parametrize("kind", [family.kind for family in FAMILIES])
+def test_the_type_of_a_model_says_its_architecture(kind: str) -> None:
+    config: dict[str, Any] = {"model_type": kind}
+    assert foreign._spec_of(config).name == "llama"
+    assert config["architectures"] == [next(f.architecture for f in FAMILIES if f.kind == kind)]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"architectures": ["FalconForCausalLM"]}, "architecture 'FalconForCausalLM'; supported: GPT2LMHead"),
-        ({"architectures": None}, "architectures is None, expected a list of one name"),
+        ({"architectures": None, "model_type": "ll"}, "architectures is None, expected a list of one name"),
         ({"architectures": [["LlamaForCausalLM"]]}, "expected a list of one name"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
         ({"attention_bias": True}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),

@@ -112,6 +112,7 @@ GPT_OSS |= {"router_aux_loss_coef": 0.3, "output_router_logits": True}
 GPT_OSS_PLAIN = {"layer_types": ["full_attention"] * 2, "attention_bias": False, "tie_word_embeddings": True}
 GPT_OSS_PLAIN |= {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
 QWEN2_MOE = {**OLMOE, "moe_intermediate_size": 9, "shared_expert_intermediate_size": 11}
+WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 QWEN3_MOE = {**OLMOE, "moe_intermediate_size": 9, "norm_topk_prob": True, "head_dim": 6}
 TIED = {"tie_word_embeddings": True}
 NEOX = {name: value for name, value in TINY.items() if name != "num_key_value_heads"}
@@ -215,6 +216,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         {**TINY, **QWEN3_MOE, "norm_topk_prob": False, "tie_word_embeddings": True},
     ),
+    "qwen2-moe-window": ("Qwen2MoeForCausalLM", {**TINY, **QWEN2_MOE, **WINDOW}),
+    "qwen3-moe-window": ("Qwen3MoeForCausalLM", {**TINY, **QWEN3_MOE, **WINDOW}),
     "olmoe": ("OlmoeForCausalLM", {**TINY, **OLMOE}),
     "olmoe-normalised": ("OlmoeForCausalLM", {**TINY, **OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True}),
     "mixtral": ("MixtralForCausalLM", {**TINY, **EXPERTS}),

@@ -133,12 +133,15 @@ def spec_of_model(model: Any) -> ModelSpec:
 
 
 def _spec_of(config: dict[str, Any]) -> ModelSpec:
-    names = config.get("architectures")
+    supported = {name: spec for spec in models().values() for name in spec.architectures}
+    if (names := config.get("architectures")) is None:  # the type says it too: gemma3_text for Gemma3ForCausalLM
+        kind = str(config.get("model_type")).replace("_", "").removesuffix("text")
+        names = [name for name in supported if re.split("For|LMHead", name)[0].lower() == kind][:1] or None
+        config["architectures"] = names
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UserError(
             f"config.json: architectures is {shown(names)}, expected a list of one name; get the file again"
         )
-    supported = {name: spec for spec in models().values() for name in spec.architectures}
     if names[0] not in supported:
         raise UserError(
             f"config.json: architecture {names[0]!r}; supported: {', '.join(supported)}; choose one of these"
