@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import runpy
 import sys
 from pathlib import Path
@@ -22,6 +24,30 @@ COMMANDS = sorted(
 
 def raising(error: BaseException) -> None:
     raise error
+
+
+class Full(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda: print("a reply"))
+    assert left.value.code == 1
+    assert capsys.readouterr().err == "error: no space is left on the disk that the output goes to; free some\n"
+
+
+def test_closed_streams_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    found: list[object] = []
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda: found.extend((sys.stdin.read(), sys.stdout.isatty(), sys.stderr.isatty())))
+    assert left.value.code == 0 and found == ["", False, False]
 
 
 @pytest.mark.parametrize(

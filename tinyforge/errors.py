@@ -8,7 +8,9 @@ through `run_command`, which prints that line and exits with status 2. A bug sti
 from __future__ import annotations
 
 import argparse
+import errno
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,8 +118,13 @@ class TextParser(Parser):
 
 def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's `main`, turning a `UserError` into one line on stderr and exit status 2."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # Python has None for what is closed
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
     try:
-        sys.exit(main() or 0)
+        status = main() or 0
+        sys.stdout.flush()
+        sys.exit(status)
     except UserError as error:
         print(f"error: {one_line(as_typed(str(error)))}", file=sys.stderr)  # it may quote a file's content
         sys.exit(error.status)
@@ -142,3 +149,9 @@ def run_command(main: Callable[[], int | None]) -> None:
         # The reader of our output has closed it (`... | head`): not worth a traceback.
         sys.stderr.close()
         sys.exit(141)
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # Python would write what is left at its end
+        print("error: no space is left on the disk that the output goes to; free some", file=sys.stderr)
+        sys.exit(1)
