@@ -10,6 +10,7 @@ the file, what is wrong, and what was expected.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -26,13 +27,14 @@ import numpy as np
 
 from tinyforge.data.files import MAX_RATIO, read_file
 from tinyforge.data.parquet import connect, escape_glob, reading
+from tinyforge.data.readers import cut_rows
 from tinyforge.data.world import instructions
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, shown
 from tinyforge.rng import Stream
 
 IDX_PAIRS = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
-TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv")
+TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".tsv")
 FEW_CLASSES = 100  # up to this many classes need not each have an example; more must not exceed the examples
 MOST_UNPACKED = 1 << 30  # bytes of a gzipped file; the largest idx file, EMNIST's, has half as many
 Text = tuple[str, str]
@@ -195,12 +197,13 @@ def _stacked(images: Sequence[np.ndarray], places: Sequence[str], path: Path) ->
 
 def read_texts(path: Path, names: Sequence[str] = ()) -> Labelled:
     """The texts at `path`. Raises UserError for invalid data."""
-    if path.suffix == ".parquet":
+    name = path.name.lower()
+    if name.endswith(".parquet"):
         rows: list[Any] = list(read_columns(path, ("text", "label"), ("text2",)))
-    elif path.name.endswith((".jsonl", ".jsonl.gz")):
+    elif name.endswith((".jsonl", ".jsonl.gz")):
         rows = list(_json_rows(path))
-    elif path.suffix == ".csv":
-        rows = list(_csv_rows(path))
+    elif name.endswith((".csv", ".tsv")):
+        rows = list(_table_rows(path))
     else:
         raise UserError(f"{path}: expected one of {', '.join(TEXT_SUFFIXES)}, with the columns text and label")
     if not rows:
@@ -213,7 +216,9 @@ def read_texts(path: Path, names: Sequence[str] = ()) -> Labelled:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
-    for number, line in enumerate(_unzipped(path).splitlines(), start=1):
+    for number, line in enumerate(_unzipped(path).removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
+        if not line.strip():
+            continue
         try:
             row = json_value(line)
             yield row["text"], row["label"], row.get("text2")
@@ -223,18 +228,20 @@ def _json_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
             ) from error
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
+def _table_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
     try:
-        rows = csv.DictReader(io.StringIO(read_file(path).decode("utf-8-sig")))
-        found = rows.fieldnames or ()
-        if not {"text", "label"} <= set(found):
-            raise UserError(f"{path}: its columns are {', '.join(found)[:80]}; expected text and label")
-        for row in rows:
+        lines = io.StringIO(read_file(path).decode("utf-8-sig"), newline="")
+        for number, row in enumerate(cut_rows(lines, path.suffix.lower())):
+            found = ", ".join(filter(None, row))
+            if not {"text", "label"} <= row.keys():
+                raise UserError(f"{path}: its columns are {found[:80]}; expected text and label")
+            if None in row:
+                raise UserError(f"{path}: row {number} has more cells than {found[:80]}; put texts in quotes")
             label = row["label"]
-            number = label if label and re.fullmatch("[0-9]{1,9}", label) else None
-            yield row["text"], label if number is None else int(number), row.get("text2")
+            whole = label and re.fullmatch("[0-9]{1,9}", label)
+            yield row["text"], int(label) if whole else label, row.get("text2")
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: {error}; expected CSV in UTF-8") from error
+        raise UserError(f"{path}: {error}; expected a table in UTF-8") from error
 
 
 def read_columns(path: Path, expected: Sequence[str], also: Sequence[str] = ()) -> list[tuple[Any, ...]]:

@@ -211,7 +211,9 @@ def _decoding_hint(raw: bytes) -> str:
         return "its byte-order mark says UTF-16: pass --encoding utf-16"
     if b"\0" in raw:
         return "it contains zero bytes, so it is not text: unpack it first if it is an archive, or leave it out"
-    return "pass --encoding latin-1 (or the right one; it applies to all files) or convert this file to UTF-8"
+    # What Windows calls ANSI has quotes and dashes where Latin-1 has control characters, which no text has.
+    name = "cp1252" if re.search(rb"[\x80-\x9f]", raw) else "latin-1"
+    return f"pass --encoding {name} (or the right one; it applies to all files) or convert this file to UTF-8"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     """Run a command's `main`, turning a `UserError` into one line on stderr and exit status 2."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # Python has None for what is closed
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     try:
         status = main() or 0
         sys.stdout.flush()
@@ -152,6 +152,7 @@ def run_command(main: Callable[[], int | None]) -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # Python would write what is left at its end
+        # Python would write what is left at its end.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         print("error: no space is left on the disk that the output goes to; free some", file=sys.stderr)
         sys.exit(1)

@@ -131,6 +131,9 @@ def test_bytes_that_are_not_utf8_are_located_and_latin1_offered(tmp_path: Path) 
     assert "--encoding latin-1" in message
     path.write_bytes(b"caf\xe9 au lait")
     assert read_documents([path], encoding="latin-1") == ["café au lait"]
+    path.write_bytes("a “café”".encode("cp1252"))  # whose quotes are control characters in Latin-1
+    with pytest.raises(UserError, match="--encoding cp1252"):
+        read_documents([path])
 
 
 def test_an_archive_or_utf16_gets_another_hint_than_latin1(tmp_path: Path) -> None:

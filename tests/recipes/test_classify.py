@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tinyforge import chat, checkpoint, get_backend
-from tinyforge.data.labelled import answers, read_images
+from tinyforge.data.labelled import answers, read_images, read_texts
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, load
 from tinyforge.models.bag_of_words import BagOfWords
@@ -365,11 +365,27 @@ def test_the_built_in_questions_cannot_be_told_by_their_words() -> None:
     assert (found == test.labels).mean() < 0.65
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "a, b", "label": "x"}\r\n\r\n{"text": "c", "label": "y"}\n'),
+        ("a.csv", b'\xef\xbb\xbftext,label\r\n"a, b",x\r\nc,y\r\n'),
+        ("a.CSV", b"label;text\nx;a, b\ny;c\n"),
+        ("a.tsv", b"text\tlabel\na, b\tx\nc\ty\n"),
+    ],
+)
+def test_labelled_texts_as_programs_write_them(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = read_texts(tmp_path / name)
+    assert [text for text, _ in found.inputs] == ["a, b", "c"] and found.names == ("x", "y")
+
+
 TEXT_FAULTS = {
     "columns.parquet": "no column 'text'; its columns are review, label, expected text and label",
     "cut.jsonl": "cut.jsonl:2: expected an object with text and label",
     "label.csv": "label 'maybe' of example 0 is none of the 2 classes: 0, 1",
     "columns.csv": "its columns are review, label; expected text and label",
+    "commas.csv": "row 1 has more cells than text, label; put texts in quotes",
     "empty.jsonl": "holds no labelled text",
     "null.jsonl": "row 0 lacks a text or a label",
     "text.txt": "expected one of .parquet, .jsonl, .jsonl.gz, .csv",
@@ -386,6 +402,7 @@ def test_bad_texts_are_one_line(name: str, here: Path) -> None:
     (here / "cut.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "b", "la')
     (here / "label.csv").write_text("text,label\nfine,maybe\n")
     (here / "columns.csv").write_text("review,label\nfine,1\n")
+    (here / "commas.csv").write_text("text,label\nfine,1\nfine, good,1\n")
     (here / "empty.jsonl").write_text("")
     (here / "null.jsonl").write_text('{"text": null, "label": 1}')
     (here / "text.txt").write_text("fine")
