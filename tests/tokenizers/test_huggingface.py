@@ -645,3 +645,62 @@ def test_a_text_that_spells_a_special_piece_does_not_become_its_id(kind: str) ->
     ids = found.encode("a <s> </s> <new> foo b")
     assert not {1, 2, 10} & set(ids) and ids[0] == 3 and ids[-1] == 4 and 11 in ids
     assert found._reader.encode("a </s>", add_special_tokens=False).ids[-1] == 2  # what the package makes of it
+
+
+def _without_pre_tokenizer(vocab: dict[str, int], decoder: Any, added: str = "", **model: Any) -> dict[str, Any]:
+    """A tokenizer.json of a BPE without merges, all of whose words have one character."""
+    from tokenizers import Tokenizer as Package
+    from tokenizers import models, pre_tokenizers
+
+    package = Package(models.BPE(vocab, [], unk_token="<unk>", **model))
+    if not model:
+        package.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    package.decoder = decoder
+    package.add_tokens([added] if added else [])
+    return dict(json.loads(package.to_str()))
+
+
+def check_with_the_package(content: dict[str, Any], path: Path, some: list[str]) -> TextTokenizer:
+    """The ids and the texts are the package's."""
+    from tokenizers import Tokenizer as Package
+
+    found, package = load_tokenizer(save(content, path)), Package.from_str(json.dumps(content))
+    for text in some:
+        ids = package.encode(text, add_special_tokens=False).ids
+        assert found.encode(text) == ids
+        assert found.decode(ids) == package.decode(ids, skip_special_tokens=False)
+    return found
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_bytes_that_are_missing_or_special_tokens(special: bool, tmp_path: Path) -> None:
+    decoders = pytest.importorskip("tokenizers.decoders")
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    names = ["<unk>", SPACE, "a", *BYTES[: 256 if special else 128]]
+    content = _without_pre_tokenizer(
+        {name: id for id, name in enumerate(names)}, decoders.Sequence(steps), byte_fallback=True, ignore_merges=special
+    )
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [
+        {"id": id, "content": name, "special": True, **flags} for id, name in enumerate(names) if special and id > 2
+    ]
+    check_with_the_package(content, tmp_path / "tokenizer.json", ["a b", "b\n", "\u00e9" if special else "ab"])
+
+
+def test_an_added_token_that_spells_a_byte(tmp_path: Path) -> None:
+    """\u00e9 is the byte 0xe9 too, which other characters have."""
+    decoders = pytest.importorskip("tokenizers.decoders")
+    vocab = {SPELLING[byte]: byte for byte in range(256)}
+    content = _without_pre_tokenizer(vocab, decoders.ByteLevel(), added="\u00e9")
+    check_with_the_package(content, tmp_path / "tokenizer.json", ["a\u00e9", "\u97f3 a", "\u00e9\u97f3"])
+
+
+def test_the_first_token_loses_its_marks_of_spaces(tmp_path: Path) -> None:
+    decoders = pytest.importorskip("tokenizers.decoders")
+    vocab = {name: id for id, name in enumerate(["<unk>", "a", SPACE, " ", f"{SPACE}{SPACE}a{SPACE}", "b"])}
+    content = _without_pre_tokenizer(vocab, decoders.Metaspace(), ignore_merges=True)
+    found = check_with_the_package(
+        content, tmp_path / "tokenizer.json", [" a", "a", f"{SPACE}a", f"{SPACE}{SPACE}a{SPACE}"]
+    )
+    assert found.decode([4, 4]) == "a  a " and found.decode([3, 1]) == " a"

@@ -26,6 +26,7 @@ from tinyforge.files import GET_AGAIN, write_whole, writing
 from tinyforge.requirements import needs
 from tinyforge.tokenizers.bpe import unspell
 from tinyforge.tokenizers.pieces import replace_surrogates, to_utf8
+from tinyforge.tokenizers.sentencepiece import BYTES
 from tinyforge.tokenizers.vocabulary import After, Vocabulary, start_ids
 
 TEXTS = 256  # that the package encodes at once
@@ -62,7 +63,8 @@ class Foreign(Vocabulary):
             tokens[id] = to_utf8(text)
         super().__init__(tokens, specials, None, user_defined)
         ordinary = self._reader.get_vocab(with_added_tokens=False)
-        self._vocab.update((id, self._bytes(text, added)) for text, id in specials.items() if text in ordinary)
+        listed = {**specials, **user_defined}  # which may be pieces too, whose bytes are not those of their text
+        self._vocab.update((id, self._bytes(text, added)) for text, id in listed.items() if text in ordinary)
         first = self._reader.encode("").ids
         self.bos = first[0] if first and first[0] in specials.values() else None
 
@@ -71,6 +73,7 @@ class Foreign(Vocabulary):
         found in a text: here it is spelled in a way that no text is. Its id stays that of its place."""
         model, added = self.content["model"], self.content.get("added_tokens") or []
         names = {token["content"] for token in added if token.get("special")} - {model.get("unk_token")}
+        names -= set(BYTES) if model.get("byte_fallback") else set()
         pieces = model.get("vocab") or []
         held = names & ({piece for piece, _ in pieces} if isinstance(pieces, list) else set(pieces))
         if model.get("type") == "BPE":  # pieces are reached by merges, or as whole words
@@ -121,22 +124,25 @@ class Foreign(Vocabulary):
     def decode_bytes(self, ids: Iterable[int], after: After = "start") -> bytes:
         """Bytes of `ids`, special tokens as the bytes of their text. Raises UserError for an unknown id."""
         ids = list(ids)
-        data = b"".join(map(self.token_bytes, ids))
-        begins = bool(ids) and ids[:1] == start_ids(self)
-        if after == "text" or '"ByteLevel"' in self._decoder:
-            return data
-        lead = len(self.token_bytes(ids[0])) if begins else 0
-        return data[:lead] + (data[lead:].removeprefix(b" ") if self._strips() else data[lead:])
+        begins = int(bool(ids) and ids[:1] == start_ids(self))
+        lead, rest = (b"".join(map(self.token_bytes, part)) for part in (ids[:begins], ids[begins:]))
+        if after == "text" or '"ByteLevel"' in self._decoder or not (strips := self._strips()) or not rest:
+            return lead + rest
+        if strips == "Strip":
+            return lead + rest.removeprefix(b" ")
+        first = self._reader.id_to_token(ids[begins])  # which loses all its marks of spaces, and no space itself
+        whole = len(self.token_bytes(ids[begins]))
+        return lead + (to_utf8(first.replace(SPACE, "")) if SPACE in first else rest[:whole]) + rest[whole:]
 
-    def _strips(self) -> bool:
-        """Whether the decoder removes the space before a text."""
+    def _strips(self) -> str:
+        """The step of the decoder that removes the space before a text; "" if none does."""
         decoder: Any = self.content["decoder"]
         for step in decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]:
             if step["type"] == "Strip" and step["content"] == " " and step["start"]:
-                return True
+                return "Strip"
             if step["type"] == "Metaspace" and step.get("add_prefix_space", True):
-                return bool(step.get("prepend_scheme", "always") != "never")
-        return False
+                return "" if step.get("prepend_scheme", "always") == "never" else "Metaspace"
+        return ""
 
     def _content(self) -> dict[str, Any]:
         return self.content

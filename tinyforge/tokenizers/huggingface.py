@@ -28,7 +28,7 @@ from tinyforge.tokenizers import wordpiece
 from tinyforge.tokenizers.bpe import SPELLING, SpeltMerges, Tokenizer, byte_order_of, spell, unspell, unspell_all
 from tinyforge.tokenizers.foreign import Foreign, read_foreign
 from tinyforge.tokenizers.pieces import GPT2, OWN_PATTERNS, PATTERNS, Pattern
-from tinyforge.tokenizers.sentencepiece import SPACE, SentencePiece, Spaces
+from tinyforge.tokenizers.sentencepiece import BYTES, SPACE, SentencePiece, Spaces
 from tinyforge.tokenizers.vocabulary import TextTokenizer
 
 MOST_ADDED = 256  # characters of an added token that is not special
@@ -468,6 +468,8 @@ class _Reader:
         if self.model.get("unk_token") is not None and any(SPELLING[byte] not in merges.ids for byte in range(256)):
             raise _refuse("model.unk_token", self.model["unk_token"], "none where a byte is not a token")
         for text, id in self.user_defined.items():
+            if text in self.model["vocab"] and unspell(text) != text.encode():
+                raise NotCovered(f"got the added token {text!r:.80}, which spells other bytes too, expected one apart")
             tokens[id] = text.encode()
         return Tokenizer(
             merges,
@@ -522,6 +524,8 @@ class _Reader:
         if "ByteFallback" not in decoders or ("Strip" in decoders) == (spaces.prefix == "never"):
             expected = "a Sequence with ByteFallback, and with Strip where a text has a space before it"
             raise _refuse("decoder", self.content.get("decoder"), expected)
+        if missing := next((byte for byte in BYTES if byte not in self.model["vocab"] or byte in self.specials), None):
+            raise NotCovered(f"{missing} is no token, or a special one, expected one for each byte")
         if "" in self.spelt:
             raise NotCovered(f"got no token with id {self.spelt.index('')}, expected ids without a gap")
         return SentencePiece(self.spelt, self.specials, self.bos, None, self._merges(), spaces, self.user_defined)
