@@ -178,6 +178,7 @@ def test_what_peft_has_made_is_read(name: str, tmp_path: Path, monkeypatch: pyte
         init_lora_weights=False,
         task_type="CAUSAL_LM",
         fan_in_fan_out=name == "gpt2",
+        use_rslora=name == "qwen2",
     )
     adapted = peft.get_peft_model(base, config).eval()
     adapted.save_pretrained(tmp_path / "adapter")
@@ -258,7 +259,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
         ("run --adapter --dtype bf16", lambda folder: None, "--adapter writes PEFT's format in f32"),
         ("adapter", in_config(peft_type="IA3"), "adapter_config.json: peft_type is 'IA3'"),
         ("adapter", in_config(use_dora=True), "adapter_config.json: use_dora is True"),
-        ("adapter", in_config(use_rslora=True), "adapter_config.json: use_rslora is True"),
+        ("adapter", in_config(init_lora_weights="pissa"), "init_lora_weights is 'pissa'; supported: True, False"),
         ("adapter", in_config(bias="all"), "adapter_config.json: bias is 'all'"),
         ("adapter", in_config(modules_to_save=["lm_head"]), "modules_to_save is ['lm_head']"),
         ("adapter", in_config(r=0), "r is 0, expected at least 1"),

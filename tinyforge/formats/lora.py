@@ -33,7 +33,6 @@ CONFIG, WEIGHTS, BASE = huggingface.ADAPTER_CONFIG, "adapter_model.safetensors",
 PREFIX = "base_model.model."
 NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 UNSUPPORTED = (
-    "use_rslora",
     "use_dora",
     "modules_to_save",
     "rank_pattern",
@@ -196,13 +195,17 @@ def _read_config(given: dict[str, Any]) -> tuple[int, float]:
     """The rank and the scale."""
     require(given, "peft_type", "LORA")
     require(given, "bias", "none")
+    # The others, such as pissa, change the base, each time that PEFT puts the adapter on it.
+    require(given, "init_lora_weights", True, False, None, "gaussian", "orthogonal", "eva")
     for name in UNSUPPORTED:
         if given.get(name):
             raise UserError(f"{name} is {given[name]!r}; supported: adapters without it")
     rank = setting(given, "r", int)
     if rank < 1:
         raise UserError(f"r is {rank}, expected at least 1")
-    return rank, setting(given, "lora_alpha", float) / rank
+    return rank, setting(given, "lora_alpha", float) / (
+        rank**0.5 if setting(given, "use_rslora", bool, False) else rank
+    )
 
 
 def _read_changes(path: Path, base: Opened, rank: int, scale: float) -> dict[str, Change]:
