@@ -489,6 +489,17 @@ def test_llama_cpps_name_of_the_penalty(client: Any) -> None:
     assert text(repeat_penalty=1.5, repetition_penalty=1) == text()
 
 
+def test_vllms_tokens_that_end_a_text(server: Running) -> None:
+    def made(**extra: Any) -> Any:
+        wish = {"prompt": "The dog", "max_tokens": 8, "logit_bias": GO_ON, "tinyforge": {"look_inside": True}}
+        return server.post("/v1/completions", {**wish, "temperature": 0, **extra})[1]["choices"][0]
+
+    tokens = made()["tinyforge"]["tokens"]
+    end = next(i for i, token in enumerate(tokens) if token["id"] not in [before["id"] for before in tokens[:i]] and i)
+    found = made(stop_token_ids=[tokens[end]["id"], 1])
+    assert found["finish_reason"] == "stop" and found["text"] == "".join(token["text"] for token in tokens[:end])
+
+
 def test_models(client: Any, small: Loaded) -> None:
     (entry,) = client.models.list().data
     assert entry.id == "small" and entry == client.models.retrieve("small")

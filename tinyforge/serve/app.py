@@ -600,15 +600,16 @@ class App:
         alternatives = max(top or 0, wish.prompt_logprobs or 0, extension.top + 1 if extension.look_inside else 0)
         constraint = await self._constraint(wish, tools)
         if constraint is not None and tools.thoughts is not None and tools.begun:
-            mark, ends = tools.thoughts.close.encode(), sorted(self.stop_ids)
-            constraint = After(constraint, mark, self.tokenizer.token_bytes, ends)
+            mark = tools.thoughts.close.encode()
+            constraint = After(constraint, mark, self.tokenizer.token_bytes, sorted(self.stop_ids))
         expected = self._samplings(wish, prompts, tokens, inside, param)
         self._check_share(expected, tokens, alternatives + inside)
         seconds = min(self.limits.seconds, wish.timeout or math.inf)
+        ends = frozenset[int]() if wish.ignore_eos and constraint is None else self.stop_ids
         try:
             answer = self.engine.submit(
                 expected,
-                frozenset[int]() if wish.ignore_eos and constraint is None else self.stop_ids,
+                ends.union(wish.stop_token_ids or ()),
                 wish.stops,
                 alternatives,
                 time.monotonic() + seconds,

@@ -146,6 +146,9 @@ class Generation(Wish):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(default=None, description="Ignore the model's end of text.")
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MOST_STOPS)] | None = Field(
+        default=None, description="As in vLLM: tokens that end the text too, which it leaves out."
+    )
     timeout: float | None = Field(default=None, gt=0, le=1e6, description="Seconds for the answer.")
     timings_per_token: bool | None = Field(default=None, description="Send llama.cpp's timings in chunks.")
     prompt_logprobs: int | None = Field(
