@@ -32,9 +32,10 @@ def read_config(given: Mapping[str, Any]) -> Config:
     require(given, "hidden_act", "gelu")
     require(given, "position_embedding_type", "absolute")
     require(given, "is_decoder", False)
-    require(given, "tie_word_embeddings", True)
     classifies = given.get("architectures") == ["BertForSequenceClassification"]
     trunk = given.get("architectures") == ["BertModel"]
+    if not (classifies or trunk):  # which have no words to tie
+        require(given, "tie_word_embeddings", True)
     return Config(classes=class_count(given) if classifies else 0, trunk=trunk, **read_fields(given, FIELDS))
 
 

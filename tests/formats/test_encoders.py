@@ -231,6 +231,12 @@ def test_the_names_and_extras_of_published_files_are_read(tmp_path: Path) -> Non
 
 def test_a_bert_that_is_none_of_ours_is_refused() -> None:
     given = bert_hf.write_config(BERT_PRESETS["small"])
-    for name, value in (("position_embedding_type", "relative_key"), ("is_decoder", True)):
+    for name, value in (
+        ("position_embedding_type", "relative_key"),
+        ("is_decoder", True),
+        ("tie_word_embeddings", False),
+    ):
         with pytest.raises(UserError, match=f"{name} is {value!r}; supported"):
             bert_hf.read_config({**given, name: value})
+    for name in ("BertModel", "BertForSequenceClassification"):  # without words as their output
+        bert_hf.read_config({**given, "architectures": [name], "tie_word_embeddings": False})
