@@ -7,6 +7,7 @@
     python bench/decode.py --model llama --config TinyLlama-1.1B --backend cupy --precision bf16 --weights int4
     python bench/decode.py --model llama --config TinyLlama-1.1B --backend cupy --precision bf16 --peer torch --regional
     python bench/decode.py --checkpoint runs/sft                                a trained model: plain and speculative
+    python bench/decode.py --checkpoint storyteller --peer llamacpp --weights int8 int4 --tokens 64 --rounds 9
 
 Without a checkpoint the weights are random, without drafts: plain greedy decoding of `--tokens` tokens around
 `--position`, with the cache filled before. Ours goes through the public generator (for a batch, `draw_blocks`, which is
@@ -25,15 +26,23 @@ every run.
 
 With a checkpoint: greedy and sampled decoding with 0 drafts and up, on the same prompts in turns; each prompt counts
 with the fastest of its rounds, without its prefill.
+
+With a checkpoint and --peer llamacpp (PyPI's xllamacpp): processor milliseconds of a greedy token, `--tokens` after a
+short prompt, and of a prompt of `--prompt` tokens up to its first token, on one thread of a CPU. llama.cpp gets the
+model in f32, and in q8_0 and q4_0 next to ours in int8 and int4. Its time includes that of sampling and of a request.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -43,14 +52,17 @@ if not __package__:
 import numpy as np
 
 from bench import harness
-from bench.harness import COMPILED, EAGER, GRAPH, OURS, Flags, LeftOut, Parity
+from bench.harness import COMPILED, EAGER, GRAPH, LLAMA_CPP, OURS, Flags, LeftOut, Parity
 from tinyforge.backends import Backend
 from tinyforge.backends.workers import cores
 from tinyforge.data.alpaca import Record, read_split
 from tinyforge.data.world import Instruction, documents, instructions
 from tinyforge.errors import UserError, run_command
-from tinyforge.formats import load
+from tinyforge.formats import convert, load, resolve_checkpoint
 from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import Decoder
+from tinyforge.infer.decoder_compiled import CompiledDecoder
+from tinyforge.infer.decoder_numpy import NumpyDecoder
 from tinyforge.infer.generation import draw_blocks
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
@@ -339,6 +351,83 @@ def speculation_table(found: dict[str, Any]) -> list[str]:
     return lines + harness.rows(SPECULATION_COLUMNS, named)
 
 
+# --- a trained model next to llama.cpp --------------------------------------------------------------------------------
+
+BEGINNING = "Once upon a time there was a little girl who lived near the sea."
+TYPES = {"": "f32", "int8": "q8_0", "int4": "q4_0"}  # llama.cpp's, by our weights
+AGREE = 8  # first tokens that must be the same in f32
+Complete = Callable[[list[int], int, bool], str]  # the greedy text of so many tokens after a prompt, cached or not
+
+
+def completion(loaded: Any, decoder: Decoder) -> Complete:
+    session = Session(loaded.model, decoder)
+
+    def complete(prompt: list[int], tokens: int, cached: bool) -> str:
+        session.truncate(len(session.tokens) if cached else 0)
+        session.set_tokens(prompt)
+        made = session.generate(Sampling(temperature=0, drafts=0, max_tokens=tokens))
+        return str(loaded.tokenizer.decode([token.id for token in made]))
+
+    return complete
+
+
+def llama_cpp_completion(file: str, context: int) -> Complete:
+    from bench.llama_cpp import started  # xllamacpp is needed only here
+
+    server = started(file, rows=1, context=context)
+
+    def complete(prompt: list[int], tokens: int, cached: bool) -> str:
+        asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": cached}
+        answer = server.handle_completions(asked)
+        assert answer["usage"]["completion_tokens"] == tokens, answer
+        assert cached or answer["timings"]["prompt_n"] == len(prompt), answer
+        return str(answer["choices"][0]["text"])
+
+    return complete
+
+
+def measure_next_to_llama_cpp(
+    path: Path, backend: Backend, weights: Sequence[str], prompt: int, tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Processor milliseconds of a token and of a prompt, by type of the weights and contender."""
+    if backend.name != "numpy" or not set(weights) <= set(TYPES):
+        raise UserError("--peer llamacpp: it is for --backend numpy, with --weights int8 and int4")
+    before, results = harness.machine(), dict[str, Any]()
+    for kind in ("", *weights):
+        loaded = load(path, backend, frozen=True, weights=kind)
+        short, decoder = loaded.tokenizer.encode(BEGINNING), make_decoder(loaded.model)
+        long = np.random.default_rng(0).integers(0, loaded.model.config.vocab, prompt).tolist()
+        texts = {OURS: completion(loaded, decoder)}
+        if not kind and isinstance(decoder, CompiledDecoder):
+            texts[f"{OURS}, NumPy"] = completion(loaded, NumpyDecoder(loaded.model))
+        with TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+            file = f"{folder}/model.gguf"
+            convert.main([str(path), file, "--type", TYPES[kind]])
+            texts[LLAMA_CPP] = llama_cpp_completion(file, decoder.capacity)
+            said = {name: text(short, AGREE, True).strip() for name, text in texts.items()}
+            if not kind and len(set(said.values())) > 1:
+                raise RuntimeError(f"parity: greedy texts differ: {said}")
+
+            def turns(*work: Any, texts: dict[str, Complete] = texts) -> dict[str, list[float]]:
+                runs = {name: partial(lambda text, _: text(*work), text) for name, text in texts.items()}
+                return harness.take_turns(runs, rounds, clock=time.process_time)
+
+            first, all_of = turns(short, 1, True), turns(short, tokens + 1, True)
+            of_token = {k: [(b - a) / tokens for a, b in zip(first[k], all_of[k], strict=True)] for k in texts}
+            results[f"a token, {TYPES[kind]}"] = harness.figures(of_token, "ms", "run", 1)
+            results[f"a prompt, {TYPES[kind]}"] = harness.figures(turns(long, 1, False), "ms", "run", prompt)
+            texts.clear()
+    measured = {"checkpoint": path.name, "tokens": tokens, "prompt": prompt, "rounds": rounds}
+    return harness.environment(backend, "llamacpp", before) | measured | {"results": results}
+
+
+def llama_cpp_table(found: dict[str, Any]) -> list[str]:
+    what = f"{found['checkpoint']}, {found['tokens']} tokens, a prompt of {found['prompt']}, {found['rounds']} rounds"
+    rows = [(f"{title}: {name}", row) for title, of in found["results"].items() for name, row in of.items()]
+    lines = harness.heading(found, ("model", what), ("milliseconds", "of processor time, one thread"))
+    return lines + harness.rows("median_ms:.2f | min_ms:.2f | ours_over_this:.2f", rows)
+
+
 def options_of(args: argparse.Namespace) -> Options:
     config: Any = config_of(PretrainSettings(model=args.model, config=args.config, set=args.set))
     if not isinstance(getattr(config, "trunk", config), LlamaConfig):
@@ -364,13 +453,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.number("--rounds", 30, "counted runs of each contender")
     p.text("--weights", [], "ours with such weights too", nargs="+", choices=KINDS)
     p.switch("--regional", "compile one layer of PyTorch's, not its model")
-    p.shared("peer", "backend", "device", "precision", threads={"help": "threads of PyTorch (default: one a core)"})
+    p.shared("backend", "device", "precision", threads={"help": "threads of PyTorch (default: one a core)"})
+    peers = "time PyTorch too, or with --checkpoint llama.cpp"
+    p.shared(peer={"choices": ("torch", "llamacpp"), "help": peers})
     p.text("--checkpoint", metavar="DIR", help="time plain and speculative decoding of this model instead")
+    p.number("--prompt", 512, "tokens of the prompt, next to llama.cpp")
     p.number("--prompts", 60, "held-out prompts, with --checkpoint")
     records = "records as given to sft.py, the last 20th of each file being the prompts, with --checkpoint"
     p.text("--instructions", [], f"{records} (default: built-in ones)", nargs="+", metavar="FILE")
     args = p.parse(argv)
-    options, backend = options_of(args), harness.backend_of(args, 1)
+    if (args.peer == "llamacpp") > bool(args.checkpoint) or (args.peer == "torch") and args.checkpoint:
+        raise UserError(f"--peer {args.peer}: with --checkpoint the peer is llamacpp, without it torch")
+    backend = harness.backend_of(args, 1)
+    if args.peer == "llamacpp":
+        path, sizes = resolve_checkpoint(args.checkpoint), (args.prompt, args.tokens, args.rounds)
+        found = measure_next_to_llama_cpp(path, backend, args.weights, *sizes)
+        return harness.publish(found, llama_cpp_table(found), args)
+    options = options_of(args)
     if args.checkpoint:
         found = measure_speculation(Path(args.checkpoint), backend, args.prompts, args.rounds, args.instructions)
         return harness.publish(found, speculation_table(found), args)

@@ -39,6 +39,7 @@ OURS, EAGER, COMPILED, GRAPH = "tinyforge", "torch eager", "torch compiled", "to
 COMPILED_PARTS = "the model", "one layer, whose code all layers use (regional compilation)"
 MODES = {EAGER: None, COMPILED: "default", GRAPH: "reduce-overhead"}  # of torch.compile
 LOGITS_TOLERANCE = {"fp64": 1e-10, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp8": 5e-2}
+LLAMA_CPP = "llama.cpp"
 GRAPHS_NEED_A_GPU = "does not apply: it replays CUDA graphs, and this runs on a CPU"
 Parity = dict[str, Any] | None
 LeftOut = dict[str, str]
@@ -94,7 +95,7 @@ class Flags(Parser):
         report.add_json_flag(self)
         args = self.parse_args(argv)
         peer = getattr(args, "peer", None)
-        report.check_before(args.json, peer if str(peer).startswith("torch") else None)
+        report.check_before(args.json, peer if str(peer).startswith(("torch", "llamacpp")) else None)
         return args
 
 
@@ -320,7 +321,8 @@ def environment(backend: Backend, peer: str | None, before: dict[str, Any]) -> d
     """before: the `machine` at the start."""
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     if peer:
-        versions["torch"] = sys.modules["torch"].__version__
+        package = "xllamacpp" if peer == "llamacpp" else "torch"
+        versions[package] = sys.modules[package].__version__
     if kernels := os.environ.get(KERNELS):  # else OpenBLAS chooses by the CPU; AVX-512 is up to twice as fast as AVX2
         versions[KERNELS] = kernels
     return {

@@ -3,6 +3,7 @@
     python bench/serve.py                                   the shipped model on this CPU, 64 streams, five minutes
     python bench/serve.py --seconds 20 --streams 16         a quick look
     python bench/serve.py --checkpoint runs/sft --json load.json
+    python bench/serve.py --checkpoint SmolLM2-135M-Instruct.Q4_1.gguf --peer llamacpp --threads 1
     python bench/serve.py --no-http                         the scheduler alone, next to the decoder's own rate
     python bench/serve.py --no-http --config base --backend cupy --precision bf16 --streams 256 --max-tokens 256 \
         --seconds 20 --peer torch
@@ -16,6 +17,11 @@ where it was after a tenth of the time.
 Time to the first token is from the request to the first piece of text. The server's processor time for a token is
 measured too: other programs on the machine change it less.
 
+With --peer llamacpp (PyPI's xllamacpp) this server and llama.cpp's take turns over HTTP, with the same .gguf file (ours
+computes in fp32) and --threads threads: milliseconds to the first token of a prompt of some 450 tokens and, with other
+last lines, of the next ones; of a short prompt, alone and while 2 clients send long ones; then 12 requests at once for
+8 rows, of 16 tokens each.
+
 With --no-http no server is needed (nor its libraries): random weights unless there is a checkpoint; each row's prompt
 is `--prompt` tokens, its reply `--max-tokens`; as one ends another takes its place. The decoder's own rate is that of
 `draw_blocks` with as many rows, at the same positions. --schema all adds the rate with a JSON schema for every text, in
@@ -27,6 +33,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import random
 import re
@@ -34,9 +41,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -292,20 +300,91 @@ def first_token_ms(seconds: list[float]) -> dict[str, float]:
     return {"median": 1e3 * median(seconds), "p99": 1e3 * seconds[int(0.99 * len(seconds))]}
 
 
-def over_http(args: argparse.Namespace) -> dict[str, Any]:
-    flags = f"--port 0 --rows {args.rows or args.streams} --backend {args.backend} --precision {args.precision}"
-    command = [sys.executable, "-m", "tinyforge.serve", *flags.split()]
-    command += ["--checkpoint", args.checkpoint] if args.checkpoint else []
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+@contextmanager
+def serving(command: Sequence[Any], threads: int | None) -> Iterator[int]:
+    """The port of a server, a process of its own that prints its address. threads: of BLAS."""
+    own = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads)) if threads else {}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=os.environ | own, text=True, **pipes)
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
         if not line:
             raise UserError("the server did not start; its line above says why")
-        return asyncio.run(load_it(int(line.rsplit(":", 1)[1]), args))
+        yield int(line.rsplit(":", 1)[1])
     finally:
         server.terminate()
         server.wait(timeout=60)
+
+
+def over_http(args: argparse.Namespace) -> dict[str, Any]:
+    flags = f"--port 0 --rows {args.rows or args.streams} --backend {args.backend} --precision {args.precision}"
+    command = ["-m", "tinyforge.serve", *flags.split()]
+    command += ["--checkpoint", args.checkpoint] if args.checkpoint else []
+    with serving(command, args.threads) as port:
+        return asyncio.run(load_it(port, args))
+
+
+# --- next to llama.cpp's server
+
+LONG = 1800  # characters, some 450 tokens
+HOGS, SHORT, QUEUED, TOKENS, ROWS = 2, 5, 12, 16, 8
+
+
+async def waits(port: int, turn: int) -> dict[str, float]:
+    """Milliseconds to first tokens, and rates. turn: no prompt begins as one of another turn."""
+    text = " ".join(documents("val", 400, 0))
+
+    async def first(prompt: str, tokens: int = 1) -> float:
+        body = {"prompt": f"{turn}. {prompt}", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        stream = await ask(port, ("/v1/completions", body | {"stream": True}))
+        if not isinstance(stream, Stream) or not stream.first:
+            raise UserError(f"a server does not answer: {stream}; see its output")
+        return 1e3 * stream.first
+
+    def part(number: int) -> str:
+        return text[number * LONG // 3 :][:LONG]
+
+    async def hog(number: int) -> None:
+        while not ended.is_set():
+            await first(f"{number} {len(sent)} {part(1 + number)}")
+            sent.append(number)
+
+    await first("Hello", 4)  # what the first request loads
+    prefix, *later = [await first(f"{part(0)}\nQuestion {i}: who?") for i in range(1 + SHORT)]
+    alone, sent, ended = [await first(f"{i} is a number") for i in range(SHORT)], list[int](), asyncio.Event()
+    hogs = [asyncio.create_task(hog(i)) for i in range(HOGS)]
+    await asyncio.sleep(1)
+    begun = time.perf_counter()
+    busy = [await first(f"{i} is no number") for i in range(SHORT)]
+    long_rate = len(sent) / (time.perf_counter() - begun)
+    ended.set()
+    await asyncio.gather(*hogs)
+    begun = time.perf_counter()
+    queue = [first(f"Story {i}: {part(9)[i * 40 : i * 40 + 90]}", TOKENS) for i in range(QUEUED)]
+    queued = await asyncio.gather(*queue)
+    rate = QUEUED * TOKENS / (time.perf_counter() - begun)
+    found = {"long_first_ms": prefix, "long_next_ms": median(later), "short_ms": median(alone)}
+    found |= {"short_busy_ms": median(busy), "short_busy_worst_ms": max(busy), "long_per_second_meanwhile": long_rate}
+    return found | {"queue_tokens_per_second": rate, "queue_ms": median(queued), "queue_worst_ms": max(queued)}
+
+
+def next_to_llama_cpp(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """By figure: the medians of ours and of llama.cpp's server, and all turns."""
+    model, threads = Path(args.checkpoint).resolve(), args.threads or cores()
+    own = ["-m", "tinyforge.serve", "--port", "0", "--rows", str(ROWS), "--backend", "numpy", "--checkpoint", model]
+    commands = {harness.OURS: own, harness.LLAMA_CPP: [ROOT / "bench" / "llama_cpp.py", model, str(threads)]}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    with ExitStack() as stack:
+        ports = {name: stack.enter_context(serving(command, threads)) for name, command in commands.items()}
+        for turn in range(args.rounds):
+            for name, port in ports.items():
+                turns[name].append(asyncio.run(waits(port, turn)))
+    found: dict[str, dict[str, Any]] = {}
+    for figure in turns[harness.OURS][0]:
+        of = {name: [each[figure] for each in found_by] for name, found_by in turns.items()}
+        found[figure] = {name: median(values) for name, values in of.items()} | {"turns": of}
+    return found
 
 
 # --- the scheduler alone
@@ -423,14 +502,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.text("--schema", "third", "which texts follow a JSON schema", choices=("none", "third", "all"))
     p.switch("--no-http", "drive the scheduler directly")
     p.shared("precision", backend={"default": "numpy"})
-    p.shared(peer={"help": "time PyTorch's static batch too, with --no-http"})
+    p.shared(threads={"help": "of the servers (default: one a core)"})
+    p.number("--rounds", 3, "counted turns next to llama.cpp")
+    peers = "llama.cpp's server instead of a load, or PyTorch's static batch, with --no-http"
+    p.shared(peer={"choices": ("torch", "llamacpp"), "help": f"measure {peers}"})
     args = p.parse(argv)
+    if args.peer and (args.peer == "torch") != args.no_http:
+        raise UserError(f"--peer {args.peer}: with --no-http the peer is torch, without it llamacpp")
+    if args.peer == "llamacpp" and Path(args.checkpoint or "").suffix != ".gguf":
+        raise UserError(
+            "--peer llamacpp: both read --checkpoint FILE.gguf; python -m tinyforge.formats convert writes it"
+        )
     before = harness.machine()
-    results = Alone(args).measure() if args.no_http else over_http(args)
     versions = {"python": platform.python_version(), "numpy": np.__version__}
-    given = {name: getattr(args, name) for name in ("backend", "precision", "streams", "seconds", "schema")}
+    if args.peer == "llamacpp":
+        results = next_to_llama_cpp(args)
+        given = {"rounds": args.rounds, "threads": args.threads or cores()}
+        versions["xllamacpp"] = version("xllamacpp")
+        named = {name: {"ours": row[harness.OURS], "peer": row[harness.LLAMA_CPP]} for name, row in results.items()}
+        lines = harness.rows("ours=tinyforge:,.1f | peer=llama.cpp:,.1f", named)
+    else:
+        results = Alone(args).measure() if args.no_http else over_http(args)
+        given = {name: getattr(args, name) for name in ("backend", "precision", "streams", "seconds", "schema")}
+        lines = [f"{name:<26} {value}" for name, value in results.items()]
     found = {"device": before, "versions": versions, **given, "results": results}
-    harness.publish(found, (f"{name:<26} {value}" for name, value in results.items()), args)
+    harness.publish(found, lines, args)
     return 1 if results.get("wrong") or results.get("broken") else 0
 
 

@@ -47,8 +47,9 @@ def add_json_flag(p: argparse.ArgumentParser) -> None:
 
 def check_before(target: str | None, peer: str | None = None) -> None:
     """Fail now rather than after measuring: for a missing peer, or a --json path that cannot be a file."""
-    if peer and importlib.util.find_spec("torch") is None:
-        raise UserError(f"--peer {peer}: PyTorch is not installed; pip install torch, or leave out --peer")
+    package, name = ("xllamacpp", "llama.cpp") if peer == "llamacpp" else ("torch", "PyTorch")
+    if peer and importlib.util.find_spec(package) is None:
+        raise UserError(f"--peer {peer}: {name} is not installed; pip install {package}, or leave out --peer")
     if target and target != "-" and not Path(target).resolve().parent.is_dir():
         raise UserError(f"--json: {target} is in a folder that does not exist; make it first")
     if target and Path(target).is_dir():

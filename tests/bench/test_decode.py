@@ -6,18 +6,23 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
+from bench import decode
 from bench.decode import Options, Ours, bytes_per_step, contenders_of, main, speculation_table, table
 from bench.harness import GRAPHS_NEED_A_GPU, OURS, random_model
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
+from tinyforge.formats import load
 from tinyforge.frozen_model import quantised_copy
+from tinyforge.infer.choose import make_decoder
 from tinyforge.models.nanoeuler import Config, NanoEuler
 from tinyforge.params import named
 from tinyforge.registry import find_model
@@ -173,12 +178,93 @@ def test_pytorch_decodes_the_same(tied: bool | None, batch_size: int) -> None:
         contender.run()
 
 
-def test_a_trained_model_is_timed_with_and_without_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def saved(folder: Path, **changes: int) -> Path:
+    """A checkpoint of a model with a context of 200."""
     tokenizer = Tokenizer([(104, 105)], ["<|endoftext|>", "</s>"])
-    model = tiny(config=TINY.override({"vocab": tokenizer.vocab_size, "context": 200}))
+    model = tiny(config=TINY.override({"vocab": tokenizer.vocab_size, "context": 200, **changes}))
     meta = {"kind": "sft", "config": model.config.to_dict(), "tokenizer_hash": tokenizer.hash()}
     weights = named(model.buffer, model.buffer.values, model.backend)
-    path = checkpoint.save(tmp_path, 1, weights, {"m": np.zeros(1)}, tokenizer, meta, keep=0)
+    return checkpoint.save(folder, 1, weights, {"m": np.zeros(1)}, tokenizer, meta, keep=0)
+
+
+class Peer:
+    """Stands for xllamacpp's server; computes with ours. asked: what it received."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+    says = ""  # more than ours
+
+    def __init__(self, params: Any) -> None:
+        assert (params.cpuparams.n_threads, params.cpuparams_batch.n_threads, params.n_parallel) == (1, 1, 1)
+        loaded = load(Path(params.model.path), get_backend("numpy", "fp32", workers=1))
+        self.complete = decode.completion(loaded, make_decoder(loaded.model))
+
+    def handle_completions(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(asked)
+        text = self.complete(asked["prompt"], asked["n_predict"], asked["cache_prompt"])
+        usage, timings = {"completion_tokens": asked["n_predict"]}, {"prompt_n": len(asked["prompt"])}
+        return {"usage": usage, "timings": timings, "choices": [{"text": text + self.says}]}
+
+
+@pytest.fixture
+def llama_cpp(monkeypatch: pytest.MonkeyPatch) -> type[Peer]:
+    package: Any = ModuleType("xllamacpp")
+    package.__spec__, package.__version__, package.Server = ModuleSpec("xllamacpp", None), "1.2", Peer
+    package.CommonParams = lambda: SimpleNamespace(
+        model=SimpleNamespace(), cpuparams=SimpleNamespace(), cpuparams_batch=SimpleNamespace()
+    )
+    monkeypatch.setitem(sys.modules, "xllamacpp", package)
+    monkeypatch.delitem(sys.modules, "bench.llama_cpp", raising=False)
+    monkeypatch.setattr(Peer, "asked", [])
+    return Peer
+
+
+BESIDE = ["--peer", "llamacpp", "--backend", "numpy", "--tokens", "3", "--prompt", "20", "--rounds", "2"]
+
+
+def test_a_trained_model_takes_turns_with_llama_cpp(
+    llama_cpp: type[Peer], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(saved(tmp_path, dim=32, hidden=64))
+    assert main(["--checkpoint", path, *BESIDE, "--weights", "int8", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err.endswith("\n".join(decode.llama_cpp_table(found)) + "\n") and found["versions"]["xllamacpp"] == "1.2"
+    names = ["a token, f32", "a prompt, f32", "a token, q8_0", "a prompt, q8_0"]
+    assert list(found["results"]) == names and all(
+        row.keys() >= {OURS, "llama.cpp"} for row in found["results"].values()
+    )
+    assert len(found["results"]["a prompt, q8_0"]["llama.cpp"]["run_ms"]) == 2
+    # Of both types: what must agree, a token, more of them, and the prompt, the latter three by two turns of two runs.
+    work = [(asked["n_predict"], asked["cache_prompt"]) for asked in llama_cpp.asked]
+    assert work == 2 * [(8, True), *4 * [(1, True)], *4 * [(4, True)], *4 * [(1, False)]]
+    assert {len(asked["prompt"]) for asked in llama_cpp.asked if not asked["cache_prompt"]} == {20}
+    monkeypatch.setattr(llama_cpp, "says", "!")
+    with pytest.raises(RuntimeError, match="parity: greedy texts differ"):
+        main(["--checkpoint", path, *BESIDE])
+
+
+@pytest.mark.usefixtures("llama_cpp")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peer", "llamacpp"], "--peer llamacpp: with --checkpoint the peer is llamacpp, without it torch"),
+        (["--checkpoint", "small", "--peer", "llamacpp", "--weights", "fp8"], "with --weights int8 and int4"),
+    ],
+)
+def test_what_llama_cpp_is_no_peer_of(flags: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        main([*flags, "--backend", "numpy"])
+
+
+def test_the_real_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp", reason="the peer is llama.cpp: pip install xllamacpp")
+    target = tmp_path / "found.json"
+    assert main(["--checkpoint", str(saved(tmp_path, dim=32, hidden=64)), *BESIDE, "--json", str(target)]) == 0
+    assert json.loads(target.read_text(encoding="utf-8"))["results"]["a token, f32"]["llama.cpp"]["min_ms"] > 0
+
+
+def test_a_trained_model_is_timed_with_and_without_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved(tmp_path)
     assert main(["--checkpoint", str(path), "--prompts", "3", "--rounds", "1", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -209,10 +295,12 @@ def test_a_trained_model_is_timed_with_and_without_drafts(tmp_path: Path, capsys
         (["--json", "no/such/folder/result.json"], "folder that does not exist"),
         (["--checkpoint", "no/such/run"], "no/such/run"),
         (["--peer", "torch"], "PyTorch is not installed; pip install torch"),
+        (["--peer", "llamacpp"], "llama.cpp is not installed; pip install xllamacpp"),
     ],
 )
 def test_a_wrong_flag_is_one_line(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in ("torch", "xllamacpp"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError) as caught:
         main(flags)
     assert message in str(caught.value) and "\n" not in str(caught.value)

@@ -28,7 +28,7 @@ def llama_cpp(smollm2: Path) -> Iterator[str]:
     """The address of llama.cpp's server."""
     if not PROGRAM.exists() or subprocess.run([PROGRAM, "-c", "import xllamacpp"], capture_output=True).returncode:
         pytest.skip(f"xllamacpp is not installed for {PROGRAM}; see the head of test_clients.py")
-    command = [PROGRAM, Path(__file__).with_name("llama_cpp_server.py"), smollm2]
+    command = [PROGRAM, ROOT / "bench" / "llama_cpp.py", smollm2]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **pipes) as process:
         assert process.stdin is not None and process.stdout is not None
