@@ -19,6 +19,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "gpu-train-16x1024": train_step.table,
     "cpu-decode-small": decode.table,
     "cpu-speculation-sft": decode.speculation_table,
+    "cpu-decode-llama-cpp": decode.llama_cpp_table,
     "cpu-prefill-base": prefill.table,
     "gpu-prefill-base": prefill.table,
     "gpu-attention": attention.table,
