@@ -9,12 +9,15 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from datetime import date
 from functools import partial
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -384,6 +387,8 @@ def heading_of(key: str) -> str:
 
 
 def publish(found: dict[str, Any], lines: Iterable[str], args: argparse.Namespace) -> int:
-    """Print the table, and write the JSON if --json asks for it; a command's exit status."""
+    """Print the table, and write the JSON, with date and command, if --json asks for it; a command's exit status."""
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    found = {"date": date.today().isoformat(), "command": command} | found
     report.publish(found, "\n".join(lines), args.json)
     return 0

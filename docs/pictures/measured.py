@@ -34,9 +34,13 @@ class Measured:
     peer: str
     unit: str
 
+    @property
+    def found(self) -> dict[str, Any]:
+        return dict(json.loads((RESULTS / self.file).read_text(encoding="utf-8")))
+
     def values(self) -> tuple[float, float]:
         """Ours and the peer's."""
-        found: dict[str, Any] = json.loads((RESULTS / self.file).read_text(encoding="utf-8"))
+        found = self.found
         results = found["results"] if "results" in found else found["lengths"][0]["results"]
         return results[OURS][self.figure], results[self.peer][self.figure]
 
@@ -72,7 +76,7 @@ def markdown() -> str:
         ours, theirs = row.values()
         peer = {THREAD: "eager", COMPILED: "compiled", GRAPH: "CUDA graph"}[row.peer]
         lines.append(
-            f"| {row.what} | {row.machine} | [{number(ours)} {row.unit}](docs/results/{row.file}) "
+            f"| {row.what} | {row.machine}, {row.found['date']} | [{number(ours)} {row.unit}](docs/results/{row.file}) "
             f"| {number(theirs)} {row.unit} ({peer}) | **{ours / theirs:.2f}** |"
         )
     return "\n".join(lines)

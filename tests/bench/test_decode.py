@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from dataclasses import replace
+from datetime import date
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -40,11 +41,15 @@ def tiny(precision: str = "fp32", config: Config = TINY) -> NanoEuler:
     return model
 
 
-def test_it_times_our_decoding_and_writes_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_times_our_decoding_and_writes_one_json_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench/decode.py", "--tokens", "4 5"])
     assert main([*FLAGS, "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert err.rstrip("\n") == "\n".join(table(found))
+    assert date.fromisoformat(found["date"]) and found["command"] == "decode.py --tokens '4 5'"
     assert found["parity"]["worst_difference"] < 1e-5 and list(found["results"]) == [OURS] and found["position"] == 64
     result = found["results"][OURS]
     assert len(result["step_us"]) == 2 and result["min_us"] == min(result["step_us"]) > 0

@@ -253,7 +253,10 @@ def timings(root: Path) -> Iterator[Timed]:
         place = str(device["gpu"]).partition(" (")[0] if "gpu" in device else f"{device['cores']} CPU cores"
         peer = min(peers, key=peers.__getitem__)
         precision = "fp8; PyTorch in bf16" if found["precision"] == "fp8" else found["precision"]
-        what, machine = f"{preset}: {what}" if preset else what, f"{place}, {precision}"
+        what, machine = (
+            f"{preset}: {what}" if preset else what,
+            ", ".join([place, precision, *filter(None, [found.get("date")])]),
+        )
         best = peers[peer], peer.removeprefix("torch ")
         yield Timed(spec.name, what, machine, ours[f"median_{unit}"], *best, unit, path.name)
 
