@@ -26,10 +26,15 @@ HOME = "tinyforge.models"
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings with which a preset trains well, e.g. {"lr": 1e-3}, and where they come from, for the user to read."""
+    """Settings with which a preset trains well, e.g. {"lr": 1e-3}, and where they come from, for the user to read.
+    own_text: AdamW's rate with --data, where the recipe's suits the built-in corpus only."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
+    own_text: float | None = None
+
+    def of(self, data: bool, optimizer: str) -> Mapping[str, Any]:
+        return {**self.settings, **({"lr": self.own_text} if self.own_text and data and optimizer == "adamw" else {})}
 
 
 def gpt3_rate(rate: float, size: str) -> Defaults:

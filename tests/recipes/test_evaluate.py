@@ -327,7 +327,7 @@ def test_the_card_of_a_run(folder: Path) -> None:
     assert "license: other" in base and "It was trained only on the text named below" in base
     assert f"6 steps in {checkpoint.load(Path('base')).meta['elapsed']:,.0f} s on " in base
     assert f": {6 * 4 * 160:,} tokens, " in base and "kWh" not in base
-    assert "| AdamW | 0.004 | wsd | 0.1 | 1 | 4 x 160 | fp32 |" in base
+    assert "| AdamW | 0.002 | wsd | 0.1 | 1 | 4 x 160 | fp32 |" in base
     assert "| AdamW | 0.002 | wsd | 0 | 1 | 4 x 160 | fp32 |" in tuned
     assert '--prompt "Once upon a time"' in base and "### Response" in tuned
     assert str(folder) not in base + tuned

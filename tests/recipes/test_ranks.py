@@ -480,7 +480,7 @@ def test_ranks_that_are_not_alike_are_refused(inputs: Path, tmp_path: Path) -> N
         return line
 
     cpu = "--backend numpy"
-    assert "differs from rank 0 in flag --lr: 0.5, not 0.004" in said(cpu, "--lr 0.5")
+    assert "differs from rank 0 in flag --lr: 0.5, not 0.002" in said(cpu, "--lr 0.5")
     assert "--batch-size is 4, the run has 3 ranks; use a multiple" in said(cpu, ranks=2)
     assert "rank 1 on" in (line := said(cpu, ODD="code")) and "differs from rank 0 in code: " in line
     assert "differs from rank 0 in kind of processor or GPU: NVIDIA B, not NVIDIA A" in said(FAKE_GPUS="2", ODD="kind")

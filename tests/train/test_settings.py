@@ -125,6 +125,25 @@ def test_a_preset_has_defaults_of_its_own_and_says_where_they_come_from() -> Non
     assert [parse(PretrainSettings, "", ["--config", name]).settings.lr for name in ("small", "base")] == [4e-3, 6e-4]
 
 
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        ("", 4e-3),
+        ("--minutes 2", 4e-3),
+        ("--data notes.txt", 2e-3),
+        ("--data shards --set dim=192 --minutes 2", 2e-3),
+        ("--data notes.txt --optimizer muon", 4e-3),
+        ("--data notes.txt --lr 4e-3", 4e-3),
+        ("--data notes.txt --config base", 6e-4),
+        ("--data notes.txt --model lstm", 4e-3),
+    ],
+)
+def test_adamw_has_a_lower_rate_on_a_text_of_your_own(flags: str, rate: float) -> None:
+    settings = parse(PretrainSettings, "", flags.split()).settings
+    assert settings.lr == rate and f"--lr {rate}" in settings.flags()
+    assert (settings.reasons() == "--lr 0.002: better on real text than 0.004") == (rate == 2e-3)
+
+
 def test_the_rate_falls_as_models_grow() -> None:
     """A next-token model wider than 512 has a peak rate of at most 6e-4."""
     wide = [

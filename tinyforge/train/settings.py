@@ -460,7 +460,7 @@ class PretrainSettings(ModelSettings, Teaching):
     data: tuple[str, ...] = with_default("data", (), "files or folders to learn from (default: the built-in corpus)")
     out: str = with_default("out", "runs/pretrain")
     steps: int | None = with_default("steps", 2800)
-    lr: float = with_default("lr", 4e-3, "peak learning rate; larger presets have lower defaults of their own")
+    lr: float = with_default("lr", 4e-3, "peak learning rate; lower for larger presets, and small's AdamW with --data")
     mix: tuple[str, ...] = of_data(
         (),
         "shares of the shards' sources, e.g. --mix books=0.7 web=0.3 (default: by their tokens)",
@@ -503,14 +503,15 @@ class PretrainSettings(ModelSettings, Teaching):
     @classmethod
     def made(cls, given: Mapping[str, Any]) -> Self:
         spec = find_model(given.get("model", default_model()))
-        return cls(**{**spec.pretraining_of(given.get("config") or next(iter(spec.presets))).settings, **given})
+        own = spec.pretraining_of(given.get("config") or next(iter(spec.presets)))
+        return cls(**{**own.of("data" in given, given.get("optimizer", cls.optimizer)), **given})
 
     def reasons(self) -> str:
         """The defaults that this preset has of its own, as far as they are used, and where they come from."""
         own = find_model(self.model).pretraining_of(self.config)
         used = [
             f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
-            for name, value in own.settings.items()
+            for name, value in own.of(bool(self.data), self.optimizer).items()
             if getattr(self, name) == value
         ]
         return f"{' '.join(used)}: {own.reason}" if used else ""
