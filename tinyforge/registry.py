@@ -37,6 +37,10 @@ class Defaults:
         return {**self.settings, **({"lr": self.own_text} if self.own_text and data and optimizer == "adamw" else {})}
 
 
+SMALL = Defaults({}, "better on real text than 0.004", own_text=2e-3)
+"""Of presets of some million parameters; measured in docs/training.md."""
+
+
 def gpt3_rate(rate: float, size: str) -> Defaults:
     """The peak rate of GPT-3's model of that size.
 

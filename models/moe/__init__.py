@@ -3,7 +3,7 @@
 from tinyforge.models.moe.config import PRESETS, Config
 from tinyforge.models.moe.hf import ARCHITECTURES
 from tinyforge.models.moe.model import MoE
-from tinyforge.registry import ModelSpec, gpt3_rate
+from tinyforge.registry import SMALL, ModelSpec, gpt3_rate
 
 SPEC = ModelSpec(
     "moe",
@@ -14,6 +14,7 @@ SPEC = ModelSpec(
     "Llama with a mixture of experts in each layer, Mixtral's shape",
     hf=f"{__name__}.hf",
     pretraining={
+        "small": SMALL,
         "base": gpt3_rate(6e-4, "125 million"),  # the parameters that a token uses
         "Mixtral-8x7B": gpt3_rate(1e-4, "13 billion"),
     },

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tinyforge.models.nanoeuler.config import PRESETS, Config
 from tinyforge.models.nanoeuler.model import NanoEuler
-from tinyforge.registry import Defaults, ModelSpec, gpt3_rate
+from tinyforge.registry import SMALL, ModelSpec, gpt3_rate
 
 SPEC = ModelSpec(
     "nanoeuler",
@@ -15,7 +15,7 @@ SPEC = ModelSpec(
     "Llama-like blocks with multi-token prediction heads",
     hf=f"{__name__}.hf",
     pretraining={
-        "small": Defaults({}, "better on real text than 0.004", own_text=2e-3),
+        "small": SMALL,
         "base": gpt3_rate(6e-4, "125 million"),
         "fast": gpt3_rate(6e-4, "125 million"),
         "large": gpt3_rate(3e-4, "350 million"),

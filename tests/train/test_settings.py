@@ -135,6 +135,7 @@ def test_a_preset_has_defaults_of_its_own_and_says_where_they_come_from() -> Non
         ("--data notes.txt --optimizer muon", 4e-3),
         ("--data notes.txt --lr 4e-3", 4e-3),
         ("--data notes.txt --config base", 6e-4),
+        ("--data notes.txt --model moe", 2e-3),
         ("--data notes.txt --model lstm", 4e-3),
     ],
 )
