@@ -10,7 +10,6 @@ the file, what is wrong, and what was expected.
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
 import io
@@ -26,12 +25,14 @@ from typing import Any
 import numpy as np
 
 from tinyforge.data.files import MAX_RATIO, read_file
+from tinyforge.data.local import decode_text
 from tinyforge.data.parquet import connect, escape_glob, reading
 from tinyforge.data.readers import cut_rows
 from tinyforge.data.world import instructions
 from tinyforge.errors import UserError
 from tinyforge.files import json_value, shown
 from tinyforge.rng import Stream
+from tinyforge.train.batches import fingerprint
 
 IDX_PAIRS = {"train": ("train-images", "train-labels"), "test": ("t10k-images", "t10k-labels")}
 TEXT_SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".tsv")
@@ -55,6 +56,13 @@ class Labelled:
     def __getitem__(self, rows: np.ndarray) -> Labelled:
         inputs = self.inputs[rows] if isinstance(self.inputs, np.ndarray) else [self.inputs[i] for i in rows]
         return Labelled(inputs, self.labels[rows], self.names)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the inputs."""
+        if isinstance(self.inputs, np.ndarray):
+            return fingerprint(self.inputs)
+        text = "\0".join(part for pair in self.inputs for part in pair)
+        return fingerprint(np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8))
 
 
 def hold_out(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
@@ -195,15 +203,15 @@ def _stacked(images: Sequence[np.ndarray], places: Sequence[str], path: Path) ->
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-def read_texts(path: Path, names: Sequence[str] = ()) -> Labelled:
+def read_texts(path: Path, names: Sequence[str] = (), encoding: str = "utf-8") -> Labelled:
     """The texts at `path`. Raises UserError for invalid data."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         rows: list[Any] = list(read_columns(path, ("text", "label"), ("text2",)))
     elif name.endswith((".jsonl", ".jsonl.gz")):
-        rows = list(_json_rows(path))
+        rows = list(_json_rows(path, encoding))
     elif name.endswith((".csv", ".tsv")):
-        rows = list(_table_rows(path))
+        rows = list(_table_rows(path, encoding))
     else:
         raise UserError(f"{path}: expected one of {', '.join(TEXT_SUFFIXES)}, with the columns text and label")
     if not rows:
@@ -215,8 +223,8 @@ def read_texts(path: Path, names: Sequence[str] = ()) -> Labelled:
     return Labelled([(row[0], row[2] or "") for row in rows], labels, known)
 
 
-def _json_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
-    for number, line in enumerate(_unzipped(path).removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
+def _json_rows(path: Path, encoding: str) -> Iterator[tuple[Any, Any, Any]]:
+    for number, line in enumerate(decode_text(_unzipped(path), encoding, str(path)).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -228,9 +236,9 @@ def _json_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
             ) from error
 
 
-def _table_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
+def _table_rows(path: Path, encoding: str) -> Iterator[tuple[Any, Any, Any]]:
     try:
-        lines = io.StringIO(read_file(path).decode("utf-8-sig"), newline="")
+        lines = io.StringIO(decode_text(read_file(path), encoding, str(path)), newline="")
         for number, row in enumerate(cut_rows(lines, path.suffix.lower())):
             found = ", ".join(filter(None, row))
             if not {"text", "label"} <= row.keys():
@@ -240,8 +248,8 @@ def _table_rows(path: Path) -> Iterator[tuple[Any, Any, Any]]:
             label = row["label"]
             whole = label and re.fullmatch("[0-9]{1,9}", label)
             yield row["text"], int(label) if whole else label, row.get("text2")
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: {error}; expected a table in UTF-8") from error
+    except csv.Error as error:
+        raise UserError(f"{path}: {error}; expected a table") from error
 
 
 def read_columns(path: Path, expected: Sequence[str], also: Sequence[str] = ()) -> list[tuple[Any, ...]]:

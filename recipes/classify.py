@@ -50,12 +50,12 @@ from tinyforge.train.settings import (
     ClassifySettings,
     config_of,
     described,
+    on_base,
     open_backend,
     parse,
     print_schedule,
     sequence_length,
     start_ranks,
-    with_fields,
 )
 
 BUILT_IN_EXAMPLES, BUILT_IN_TESTS = 40_000, 2_000
@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if spec.learns not in ("masked text", "images"):
         what = "predicts next tokens" if spec.learns == "text" else f"learns {spec.learns}"
         raise UserError(f"--model: {spec.name} {what}; classes are learned by bert and vit")
+    if settings.shift and spec.learns != "images" and not resume:
+        raise UserError(f"--shift moves images, and {spec.name} reads texts; leave it out")
     if plan_only:
         print_plan(spec, config_of(settings), settings)
         return 0
@@ -123,9 +125,9 @@ def text_data(
         print(f"data: built in (no --data given), {BUILT_IN_EXAMPLES:,} questions, each with a right or a wrong answer")
         train, test = answers("train", BUILT_IN_EXAMPLES, settings.seed), answers("val", BUILT_IN_TESTS, settings.seed)
     elif len(settings.data) == 1:
-        train = read_texts(Path(settings.data[0]), names)
+        train = read_texts(Path(settings.data[0]), names, settings.encoding)
         if settings.test:
-            test = read_texts(Path(settings.test), train.names)
+            test = read_texts(Path(settings.test), train.names, settings.encoding)
         else:
             train, test = hold_out(train, settings.seed)
     else:
@@ -156,9 +158,11 @@ def moved(images: np.ndarray, most: int, stream: Stream) -> np.ndarray:
     return windows[np.arange(batch), :, down, across]
 
 
-def config_for(settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | None, data: Data) -> ModelConfig:
+def config_for(
+    settings: ClassifySettings, spec: ModelSpec, base: ModelConfig | None, data: Data, resume: bool
+) -> ModelConfig:
     """The config with the data's classes, and for images with their size. Raises UserError where they do not fit."""
-    config = with_fields(base, settings.set) if base else config_of(settings)
+    config = on_base(base, settings, resume) if base else config_of(settings)
     changes: dict[str, Any] = {}
     classes = getattr(config, "classes", 0)
     asked = any(item.startswith("classes=") for item in settings.set)
@@ -208,7 +212,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: P
         f"data: {len(data.train):,} examples to learn from and {len(data.test):,} to test, {len(data.train.names)} "
         f"classes: {one_line(', '.join(data.train.names)[:60])}"
     )
-    config = config_for(settings, spec, base.model.config if base else None, data)
+    config = config_for(settings, spec, base.model.config if base else None, data, resume)
     length = sequence_length(config, settings)
     plan = check_fits(spec, config, backend, settings, ranks.size)
     model = spec.build(config, backend, recompute=settings.recompute)
@@ -248,6 +252,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: P
             "config": config.to_dict(),
             "tokenizer_hash": data.tokenizer.hash(),
             "data_hash": fingerprint(data.train.labels),
+            "examples_hash": data.train.fingerprint(),
             "classes": list(data.train.names),
             "machine": backend.describe(),
         },

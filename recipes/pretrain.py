@@ -53,12 +53,12 @@ from tinyforge.train.settings import (
     PretrainSettings,
     config_of,
     described,
+    on_base,
     open_backend,
     parse,
     print_schedule,
     sequence_length,
     start_ranks,
-    with_fields,
 )
 from tinyforge.train.teachers import (
     add_teacher_metadata,
@@ -74,7 +74,7 @@ EVAL_TOKENS = 16_384  # of each evaluation while training; the last one reads al
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(PretrainSettings, __doc__ or "", argv, actions=EVERY_ACTION)
     spec, base = find_model(settings.model), open_base(settings, resume)
-    config = with_fields(base.config, settings.set) if base else config_of(settings)
+    config = on_base(base.config, settings, resume) if base else config_of(settings)
     if spec.learns != "masked text":
         next_token_model(spec.name)
     shards = find_shards(settings)

@@ -291,6 +291,11 @@ def test_texts_pretrained_fine_tuned_resumed_and_given_away(here: Path, capsys: 
     shutil.rmtree("cut2/step-00000004")
     assert classify.main(["--resume", "--out", "cut2"]) == 0
     assert same_weights("tuned", "cut2", 4)
+    other = [{**json.loads(line), "text": "other"} for line in (here / "train.jsonl").read_text().splitlines()]
+    (here / "train.jsonl").write_text("\n".join(map(json.dumps, other)))  # with the same labels
+    shutil.rmtree("cut2/step-00000004")
+    with pytest.raises(UserError, match="made with another data"):
+        classify.main(["--resume", "--out", "cut2"])
 
     assert convert.main(["tuned", "hf"]) == 0
     ids, lengths = np.arange(10)[None], np.array([7])
@@ -378,6 +383,32 @@ def test_labelled_texts_as_programs_write_them(name: str, content: bytes, tmp_pa
     (tmp_path / name).write_bytes(content)
     found = read_texts(tmp_path / name)
     assert [text for text, _ in found.inputs] == ["a, b", "c"] and found.names == ("x", "y")
+
+
+def test_labelled_texts_in_another_encoding(tmp_path: Path) -> None:
+    for name, content in (
+        ("a.csv", "text,label\nd\u00e9j\u00e0,x\n"),
+        ("a.jsonl", '{"text": "d\u00e9j\u00e0", "label": "x"}\n'),
+    ):
+        (tmp_path / name).write_text(content, encoding="latin-1")
+        assert read_texts(tmp_path / name, encoding="latin-1").inputs == [("d\u00e9j\u00e0", "")]
+        with pytest.raises(UserError, match="expected utf-8 text"):
+            read_texts(tmp_path / name)
+
+
+def test_a_vocabulary_that_is_asked_for_does_not_stop_a_resumed_run(here: Path) -> None:
+    write_reviews(here / "train.jsonl", 20, 0)
+    shape = f"{TEXT_SHAPE} --data train.jsonl --steps 2".split()
+    assert classify.main([*shape, *"--set vocab=300 --save-every 1 --out run".split()]) == 0
+    whole = Path("run/step-00000002/model.safetensors").read_bytes()
+    shutil.rmtree("run/step-00000002")
+    assert classify.main(["--resume", "--out", "run"]) == 0
+    assert Path("run/step-00000002/model.safetensors").read_bytes() == whole
+    for flags, said in (("--set vocab=20", "--set vocab=20: the model gets the tokenizer of --base"),
+                        ("--tokenizer t.json", "--tokenizer: the model gets that of --base"),
+                        ("--shift 1", "--shift moves images, and bert reads texts")):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            classify.main([*shape, *f"--base run --out other {flags}".split()])
 
 
 TEXT_FAULTS = {

@@ -654,6 +654,7 @@ def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
         "config": "config",
         "tokenizer_hash": "tokenizer",
         "data_hash": "data",
+        "examples_hash": "data",
         "teacher": "teacher",
     }
     for key, what in parts.items():

@@ -901,6 +901,19 @@ def config_of(settings: ModelSettings) -> ModelConfig:
     return with_fields(config, settings.set)
 
 
+def on_base(base: ModelConfig, settings: ModelSettings, resume: bool) -> ModelConfig:
+    """The config of a base with the fields of --set replaced, or of the run itself, which has them. Raises UserError
+    for flags that change its tokenizer."""
+    if resume:
+        return base
+    if settings.tokenizer:
+        raise UserError("--tokenizer: the model gets that of --base; leave out --tokenizer or --base")
+    config = with_fields(base, settings.set)
+    if getattr(config, "vocab", 0) != (known := getattr(base, "vocab", 0)):
+        raise UserError(f"--set vocab={config.vocab}: the model gets the tokenizer of --base, vocab {known}; drop it")
+    return config
+
+
 def with_fields(config: ModelConfig, items: Sequence[str]) -> ModelConfig:
     """The config with the fields that the KEY=VALUE `items` of --set name. Raises UserError."""
     changes: dict[str, Any] = {}
