@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tinyforge import checkpoint
 from tinyforge.errors import UserError
 from tinyforge.models.nanoeuler.config import PRESETS
 from tinyforge.registry import models
@@ -18,6 +20,7 @@ from tinyforge.train.settings import (
     NOTHING,
     OF_TEXT,
     RECIPES,
+    DpoSettings,
     PretrainSettings,
     Settings,
     SftSettings,
@@ -58,18 +61,31 @@ def test_every_field_says_what_it_is(kind: type[Settings]) -> None:
 
 @pytest.mark.parametrize("kind", RECIPES.values())
 def test_a_flag_is_refused_without_the_one_that_it_is_of(kind: type[Settings]) -> None:
-    others = {None: 0.25, 0.0: 0.25, 0.5: 0.25, "": "x", "quintic": "x", (): ("0:1",)}
+    others = {None: 0.25, 0.0: 0.25, 0.5: 0.25, 0.4: 0.25, "": "x", "quintic": "x", (): ("0:1",)}
+    lacking = {"schedule wsd": {"schedule": "cosine"}, "objective dpo or simpo or orpo": {"objective": "ipo"}}
     known = [f for f in fields(kind) if f.metadata["of"]]
     assert {"normuon", "elastic"} <= {f.name for f in known}
     for f in known:
         flag, of = f"--{f.name.replace('_', '-')}", f.metadata["of"]
-        given = replace(kind(), **{f.name: True if f.default is False else others[f.default]})
+        given = replace(kind(), **{f.name: True if f.default is False else others[f.default]}, **lacking.get(of, {}))
         assert not given.has(of)
         with pytest.raises(UserError, match=f"{flag} is given without --{of}; add it, or leave this out"):
             given.check()
     lora = replace(SftSettings(), lora=8, lora_alpha=4.0, optimizer="muon", normuon=True)
     assert lora.has("lora") and lora.has("optimizer muon") and not lora.has("optimizer adamw")
     lora.check()
+
+
+def test_a_run_that_has_stored_flags_without_a_meaning_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = replace(DpoSettings(), objective="ipo", label_smoothing=0.1, schedule="cosine", decay_fraction=0.9)
+    meta = {"kind": "dpo", "settings": stored.to_dict(), "elapsed": 0.0}
+    monkeypatch.setattr(checkpoint, "steps", lambda out: [out])
+    weights: Any = {}
+    monkeypatch.setattr(checkpoint, "load", lambda out: checkpoint.Checkpoint(out, meta, weights))
+    found = parse(DpoSettings, "", ["--resume", "--out", str(tmp_path)]).settings
+    assert found == replace(stored, label_smoothing=0.0, decay_fraction=0.4, out=str(tmp_path))
 
 
 def test_a_recipe_refuses_what_it_does_not_use() -> None:

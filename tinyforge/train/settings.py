@@ -100,8 +100,8 @@ def setting(
     machine. adds: giving the flag again adds to its list instead of replacing it. bare: the value of the flag without
     an argument. formerly: the field's name in older versions: its flag is still accepted, with a warning, and so are
     checkpoints that have stored it. group: of --help. of: the flag, with its value if it takes one of several, without
-    which this one means nothing, as "optimizer muon". points: for a schedule's AT:VALUE, an example and the bounds of
-    the values, see `read_points`.
+    which this one means nothing, as "optimizer muon" or "objective dpo or orpo". points: for a schedule's AT:VALUE, an
+    example and the bounds of the values, see `read_points`.
     """
     meta = {
         "help": help,
@@ -232,6 +232,7 @@ class Settings:
         "fraction of training spent in the final decay of the wsd schedule (0 to 1)",
         check=share,
         formerly="lr_decay",
+        of="schedule wsd",
     )
     weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more, card=ALWAYS)
     clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
@@ -324,10 +325,10 @@ class Settings:
         return MuonConfig(coefficients=self.newton_schulz, normuon=self.normuon, **own)
 
     def has(self, flag: str) -> bool:
-        """Whether a flag is given, or has a value, as "lora" and "optimizer muon"."""
+        """Whether a flag is given, or has one of some values: "lora", "optimizer muon", "objective dpo or orpo"."""
         name, _, value = flag.partition(" ")
         found = getattr(self, name)
-        return found == value if value else bool(found)
+        return found in value.split(" or ") if value else bool(found)
 
     def points(self, name: str) -> Points:
         """The points of a schedule's flag; none for a recipe that does not have it."""
@@ -677,7 +678,10 @@ class DpoSettings(AlignSettings):
     )
     beta: float | None = setting(None, "weight of the objective's scores (default: 0.1; simpo: 2)", check=above_zero)
     label_smoothing: float = setting(
-        0.0, "assumed share of pairs that are labelled the wrong way round", check=below_half
+        0.0,
+        "assumed share of pairs that are labelled the wrong way round",
+        check=below_half,
+        of="objective dpo or simpo or orpo",
     )
     gamma: float = setting(0.5, "simpo: the margin to beat", check=zero_or_more, of="objective simpo")
     cache: str = setting(
@@ -868,6 +872,10 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
     if kind in RECIPES.values() and RECIPES.get(recipe, kind) is not kind:
         raise UserError(f"--resume: the run in {out} is one of {recipe}.py; resume it with that, or give another --out")
     stored = kind.from_dict(found.meta["settings"])
+    # Earlier versions stored flags without a meaning.
+    idle = (f for f in fields(kind) if f.metadata["of"] and not stored.has(f.metadata["of"]))
+    unused: dict[str, Any] = {f.name: f.default for f in idle}
+    stored = replace(stored, **unused)
     for f in fields(kind):
         name = f.name
         if f.metadata["changes"] == NOTHING or name not in given or getattr(stored, name) == given[name]:
