@@ -82,8 +82,9 @@ def encode(
     max_reply: int | None = None,
 ) -> list[tuple[list[int], int]]:
     """Records as ids, each with the length of its prompt. Prints how many were refused and how many were truncated."""
-    encoded = [encode_example(tokenizer, r, seq_len, template) for r in records]
-    kept = [e for e in encoded if e is not None]
+    encoded = (encode_example(tokenizer, r, 10**9, template) for r in records)
+    whole = [example for example in encoded if example and example[1] <= seq_len]
+    kept = [(ids[: seq_len + 1], prompt) for ids, prompt in whole]
     end = template.end_id(tokenizer)
     cut = sum(ids[-1] != end for ids, _ in kept)
     empty = sum(not r.output.strip() for r in records)
@@ -93,7 +94,7 @@ def encode(
     )
     if max_reply is None:
         return kept
-    brief = [(ids, prompt) for ids, prompt in kept if len(ids) - prompt <= max_reply]
+    brief = [e for e, (ids, prompt) in zip(kept, whole, strict=True) if len(ids) - prompt <= max_reply]
     print(f"{what}: {len(kept) - len(brief):,} left out whose reply takes more than {max_reply} tokens (--max-reply)")
     return brief
 

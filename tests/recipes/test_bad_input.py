@@ -270,3 +270,7 @@ def test_long_replies_are_left_out_and_counted(capsys: pytest.CaptureFixture[str
     whole = sft.encode(records, tokenizer, template, 90, "training")
     assert sft.encode(records, tokenizer, template, 90, "training", max_reply=5) == whole[:2]
     assert "training: 1 left out whose reply takes more than 5 tokens (--max-reply)" in capsys.readouterr().out
+    room = whole[0][1] + 3  # all three are truncated to as many tokens
+    assert sft.encode(records, tokenizer, template, room, "training", max_reply=5) == [
+        (ids[: room + 1], prompt) for ids, prompt in whole[:2]
+    ]
