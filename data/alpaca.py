@@ -163,10 +163,10 @@ def _read_file(path: Path, encoding: str) -> list[list[Record]]:
     """The records of each object of a file: of a chat one per reply."""
     found: list[list[Record]] = []
     for place, value in each_object(path, encoding):
-        records = _to_records(value)
-        if isinstance(records, str):
-            raise UserError(f"{path}: record {len(found)} (counted from 0), {place}: {records}")
-        found.append(records)
+        try:
+            found.append(_to_records(value))
+        except Fault as wrong:
+            raise UserError(f"{path}: record {len(found)} (counted from 0), {place}: {wrong}") from None
     return found
 
 
@@ -260,29 +260,32 @@ def fault(value: object, names: Sequence[str], missing: str) -> str:
     return "" if value["instruction"].strip() else blank
 
 
-def _to_records(value: object) -> list[Record] | str:
-    """The records in `value`, one per reply of a chat, or what is wrong with it."""
+def _to_records(value: object) -> list[Record]:
+    """The records in `value`, one per reply of a chat. Raises Fault."""
+    if isinstance(value, dict) and value.get("label") is False and "completion" in value:
+        raise Fault("its 'label' is false: its completion is not to be learned; remove the record")
     if is_chat(value):
         assert isinstance(value, dict)
-        try:
-            chat = chat_of(value)
-        except Fault as fault_of_chat:
-            return str(fault_of_chat)
+        chat = chat_of(value)
         if not all(map(_has_utf8, [chat.system, *(text for turn in chat.answered for text in turn)])):
-            return "a message contains half of a surrogate pair, expected text; remove its \\ud... escape"
+            raise Fault("a message contains half of a surrogate pair, expected text; remove its \\ud... escape")
         answered = chat.answered
         return [Record(user, "", reply, answered[:i], chat.system) for i, (user, reply) in enumerate(answered)]
     value = named(value)
     if wrong := fault(value, _FIELDS, "got the keys {keys}, expected '{name}' too; add it, or see data.conversations"):
-        return wrong
+        raise Fault(wrong)
     assert isinstance(value, dict)
+    return [Record(**{name: value[name] for name in _FIELDS}, **before(value))]
+
+
+def before(value: dict[str, Any]) -> dict[str, Any]:
+    """What stands before an instruction: `history`, the earlier turns, and `system`, the prompt. Raises Fault."""
     history, system = value.get("history") or [], value.get("system") or ""
     if not isinstance(history, list) or not all(_is_turn(turn) for turn in history):
-        return f"'history' is {shown(history)}, expected pairs of an instruction and its reply; fix or remove it"
+        raise Fault(f"'history' is {shown(history)}, expected pairs of an instruction and its reply; fix or remove it")
     if not isinstance(system, str) or not _has_utf8(system):
-        return f"'system' is {shown(system)}, expected a string; fix or remove it"
-    earlier = tuple((turn[0], turn[1]) for turn in history)
-    return [Record(**{name: value[name] for name in _FIELDS}, history=earlier, system=system)]
+        raise Fault(f"'system' is {shown(system)}, expected a string; fix or remove it")
+    return {"history": tuple((turn[0], turn[1]) for turn in history), "system": system}
 
 
 def _is_turn(value: object) -> bool:
@@ -405,8 +408,10 @@ def make_documents(out: Path, files: Sequence[Path]) -> Source:
 def _read_each(path: Path, encoding: str) -> Iterator[Record | str]:
     """Every record of a file, or what is wrong with it. In JSON lines a malformed line does not affect later ones."""
     for value in _each_value(path, encoding):
-        records = value if isinstance(value, str) else _to_records(value[0])
-        yield from [records] if isinstance(records, str) else records
+        try:
+            yield from [value] if isinstance(value, str) else _to_records(value[0])
+        except Fault as wrong:
+            yield str(wrong)
 
 
 def _each_value(path: Path, encoding: str) -> Iterator[tuple[object] | str]:

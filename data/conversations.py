@@ -47,7 +47,7 @@ def is_chat(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     return any(name in value for name in _CHATS) or any(
-        isinstance(value.get(name), list) for name in ("prompt", "chosen")
+        isinstance(value.get(name), list) for name in ("prompt", "completion", "chosen")
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinyforge.data.alpaca import Record, each_object, encode_example, fault, hold_out
+from tinyforge.data.alpaca import Record, before, each_object, encode_example, fault, hold_out
 from tinyforge.data.conversations import Fault, is_chat, named, preference
 from tinyforge.data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
@@ -38,7 +38,8 @@ class Pair:
 
 
 def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pair]:
-    """The pairs of JSON, JSON-lines or parquet files, in the order given. Other fields than `cut` are ignored.
+    """The pairs of JSON, JSON-lines or parquet files, in the order given. Other fields than `cut` and those that
+    `before` reads are ignored.
 
     Raises UserError, naming the file, the record (counted from 0) and its line, for malformed JSON and for a record
     that lacks a field or has one that is not a string.
@@ -55,7 +56,7 @@ def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pai
 
 def _pair(value: object) -> Pair:
     cut = isinstance(value, dict) and value.get("cut") is True
-    if is_chat(value):
+    if is_chat(value) or isinstance(value, dict) and isinstance(value.get("rejected"), list):
         assert isinstance(value, dict)
         chat, chosen, rejected = preference(value)
         made = Pair(chat.turns[-1][0], "", chosen, rejected, cut, chat.answered, chat.system)
@@ -66,7 +67,7 @@ def _pair(value: object) -> Pair:
     if wrong := fault(value, FIELDS, MISSING):
         raise Fault(wrong)
     assert isinstance(value, dict)
-    return made or Pair(**{name: value[name] for name in FIELDS}, cut=cut, system=str(value.get("system") or ""))
+    return made or Pair(**{name: value[name] for name in FIELDS}, cut=cut, **before(value))
 
 
 def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Pair], list[Sequence[Pair]]]:

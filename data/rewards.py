@@ -40,6 +40,21 @@ HELD_OUT = 200  # questions for exact match, at most
 
 
 @dataclass(frozen=True)
+class Asked(Instruction):
+    """A question in a conversation. history, system: as in a Record."""
+
+    history: tuple[tuple[str, str], ...] = ()
+    system: str = ""
+
+
+def asked(record: Record) -> Instruction:
+    """A record as a question."""
+    said = "record", record.instruction, record.input, record.output
+    before = record.history, record.system
+    return Asked(*said, *before) if any(before) else Instruction(*said)  # of which earlier versions have hashes
+
+
+@dataclass(frozen=True)
 class Questions:
     """rewards(question, reply): "correct" and "format", each from 0 to 1."""
 
@@ -93,10 +108,7 @@ def last_number(question: Instruction, reply: str) -> dict[str, float]:
 
 def _of_records(files: Sequence[str], encoding: str) -> Questions:
     records = [read_records([file], encoding) for file in files]
-    kept = [
-        [Instruction("record", r.instruction, r.input, r.output) for r in part if number_in(r.output) is not None]
-        for part in records
-    ]
+    kept = [[asked(r) for r in part if number_in(r.output) is not None] for part in records]
     count, usable = (sum(map(len, parts)) for parts in (records, kept))
     training, by_file = hold_out(kept)
     if not training:

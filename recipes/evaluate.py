@@ -181,9 +181,9 @@ def held_out_prompts(
     """Up to `count` prompts, evenly spaced in the held-out instructions; and how many of these are too long."""
     if files:
         by_file = read_split(files, encoding)[1]
-        asked = [(r.instruction, r.input) for records in by_file for r in records]
+        asked = [(r.instruction, r.input, r.history, r.system) for records in by_file for r in records]
     else:
-        asked = [(e.instruction, e.input) for e in instructions("val", count, seed)]
+        asked = [(e.instruction, e.input, (), "") for e in instructions("val", count, seed)]
     prompts = [prompt_ids(loaded, *question) for question in asked]
     context = loaded.model.config.context
     room = context - context // ROOM_FOR_REPLY

@@ -27,7 +27,7 @@ import numpy as np
 
 from tinyforge import checkpoint
 from tinyforge.data.answers import exact_match
-from tinyforge.data.rewards import Questions, open_questions
+from tinyforge.data.rewards import Asked, Questions, open_questions
 from tinyforge.data.training import input_hashes
 from tinyforge.data.world import KINDS, Instruction
 from tinyforge.errors import UserError, run_command
@@ -54,6 +54,8 @@ EQUAL = 20  # rollouts in a row without any difference between the rewards of a 
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, with_card = parse(GrpoSettings, __doc__ or "", argv, actions=EVERY_ACTION)
+    if settings.data and settings.task != GrpoSettings.task and not resume:
+        raise UserError("--task and --data both say what is asked; drop one of them")
     base = tuning.open_start(settings, resume)
     next_token_model(base.spec.name)
     if plan_only:
@@ -63,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         learn(settings, base, resume)
     tuning.print_next_steps(settings, with_card)
     return 0
+
+
+def prompt_of(loaded: Loaded, question: Instruction) -> list[int]:
+    """The ids of a question in the model's chat template."""
+    before = (question.history, question.system) if isinstance(question, Asked) else ()
+    return tuning.prompt_ids(loaded, question.instruction, question.input, *before)
 
 
 def draw_replies(
@@ -133,9 +141,7 @@ class Rollouts:
         """Ask, check, and lay out what is worth learning."""
         s = self.settings
         asked = [self.questions.training[i] for i in self._numbers(step // s.iterations, s.batch_size * s.grad_accum)]
-        prompts = [
-            tuning.prompt_ids(self.loaded, q.instruction, q.input) for q in asked for _ in range(s.num_generations)
-        ]
+        prompts = [prompt_of(self.loaded, q) for q in asked for _ in range(s.num_generations)]
         seed = int(Stream(s.seed, f"rollout/{step // s.iterations}").bits(1)[0])
         sampling = Sampling(1.0, top_k=0, top_p=1.0, max_tokens=s.max_tokens, seed=seed)
         replies = draw_replies(self.policy, prompts, sampling, self.loaded.template.end_id(self.loaded.tokenizer))
@@ -185,9 +191,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
     template = tuning.training_template(settings, base)
     loaded, backend, settings, plan = tuning.build(settings, base, template, each=settings.num_generations)
     questions = open_questions(settings.task, settings.data, settings.encoding)
-    longest = max(
-        len(tuning.prompt_ids(loaded, q.instruction, q.input)) for q in (*questions.training, *questions.held_out)
-    )
+    longest = max(len(prompt_of(loaded, q)) for q in (*questions.training, *questions.held_out))
     if longest + settings.max_tokens > base.config.context:
         raise UserError(
             f"the longest question takes {longest} tokens and a reply up to {settings.max_tokens}, the model's context "
@@ -205,7 +209,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
 
     def measured() -> dict[str, float]:
         """The shares of greedy replies to the held-out questions that are right, and that have the right format."""
-        prompts = [tuning.prompt_ids(loaded, q.instruction, q.input) for q in questions.held_out]
+        prompts = [prompt_of(loaded, q) for q in questions.held_out]
         greedy = Sampling(temperature=0.0, max_tokens=settings.max_tokens)
         replies = draw_replies(policy, prompts, greedy, loaded.template.end_id(tokenizer))
         texts = [text_of(loaded, ids) for ids in replies]

@@ -58,6 +58,7 @@ def test_a_chat_is_a_record_per_reply(tmp_path: Path, value: object) -> None:
         ({"instruction": "Add.", "context": "1 and 1", "response": "2"}, [Record("Add.", "1 and 1", "2")]),
         ({"question": "Add.", "answer": "2"}, [Record("Add.", "", "2")]),
         ({"instruction": "Add.", "output": "2"}, [Record("Add.", "", "2")]),
+        ({"prompt": "Add.", "completion": [FOUR], "label": True}, [Record("Add.", "", "Four.")]),
         ({"instruction": "Add.", "input": None, "output": "2"}, [Record("Add.", "", "2")]),
         ({"system": "Be brief.", "question": "Add.", "response": "2"}, [Record("Add.", "", "2", (), "Be brief.")]),
     ],
@@ -81,6 +82,7 @@ def test_names_of_others(tmp_path: Path, value: object, expected: list[Record]) 
         ({"messages": [ASK, {"role": "assistant", "content": "\ud83d"}]}, "a message contains half of a surrogate"),
         ({"prompt": [ASK], "completion": 3}, "'completion' is 3, expected text or a list of messages"),
         ({"system": 3, "question": "Add.", "response": "2"}, "'system' is 3, expected a string"),
+        ({"prompt": "Add.", "completion": "3", "label": False}, "its 'label' is false: its completion is not to be"),
     ],
 )
 def test_a_bad_chat_is_named(tmp_path: Path, value: object, message: str) -> None:
@@ -166,6 +168,13 @@ def test_preferences_of_chats(tmp_path: Path, value: object) -> None:
     [
         ({"prompt": "Add.", "chosen": "2", "rejected": "3"}, Pair("Add.", "", "2", "3")),
         ({"instruction": "Add.", "chosen": "2", "rejected": "3", "cut": True}, Pair("Add.", "", "2", "3", True)),
+        ({"prompt": "Add.", "chosen": "2", "rejected": [FOUR]}, Pair("Add.", "", "2", "Four.")),
+        (
+            {"prompt": "Add.", "chosen": "2", "rejected": "3", "history": [["Hi.", "Ho."]], "system": "Be brief."},
+            Pair("Add.", "", "2", "3", False, (("Hi.", "Ho."),), "Be brief."),
+        ),
+        ({"prompt": "Add.", "chosen": "2", "rejected": "3", "history": "Hi"}, "'history' is \"Hi\", expected pairs"),
+        ({"prompt": "Add.", "chosen": "2", "rejected": "3", "system": "\ud800"}, "'system' is "),
         ({"prompt": "Add.", "chosen": [ASK, TWO], "rejected": [ASK, FOUR]}, "'chosen' has a message of 'user' where"),
         ({"chosen": [ASK, TWO], "rejected": [MORE, FOUR]}, "'chosen' and 'rejected' answer different conversations"),
         ({"chosen": [ASK, TWO], "rejected": [ASK]}, "'rejected' does not end with a message of the assistant"),

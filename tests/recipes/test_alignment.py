@@ -229,6 +229,12 @@ def test_plans(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("dpo --base tuned --data text.txt", "text.txt: record 0 (counted from 0), line 1, column 1: malformed JSON"),
         ("dpo --base tuned --label-smoothing 0.5", "--label-smoothing is 0.5, expected a share from 0 to below 0.5"),
         ("dpo --base tuned --gamma 1", "--gamma is given without --objective simpo; add it, or leave this out"),
+        (
+            "dpo --base tuned --objective ipo --label-smoothing 0.1",
+            "--label-smoothing is given without --objective dpo",
+        ),
+        ("dpo --base tuned --decay-fraction 0.3", "--decay-fraction is given without --schedule wsd; add it"),
+        ("grpo --base tuned --task one-step --data words.json", "--task and --data both say what is asked; drop one"),
         ("dpo --base tuned --beta 0", "--beta is 0.0, expected a number above 0"),
         ("dpo --resume --out dpo --beta 1", "--resume: --beta is 1.0, the run in dpo has none"),
         ("dpo --resume --out sft", "--resume: nothing to resume in sft"),
@@ -455,6 +461,17 @@ def test_each_file_of_pairs_has_its_own_accuracy(folder: Path, capsys: pytest.Ca
     assert last["val_rewards/accuracies"] == pytest.approx((4 * of_each["many"] + 2 * of_each["few"]) / 6)
     assert not any("none" in name for name in last)
     assert f"(many {of_each['many']:.1%}, few {of_each['few']:.1%})" in capsys.readouterr().out
+
+
+def test_questions_are_asked_in_their_conversation(folder: Path, tmp_path: Path) -> None:
+    said = [("system", "Add."), ("user", "1 + 1?"), ("assistant", "2"), ("user", "And 1?"), ("assistant", "3")]
+    chats = [{"messages": [{"role": role, "content": text} for role, text in said[: 3 + 2 * n]]} for n in (0, 1)]
+    (tmp_path / "chats.json").write_text(json.dumps([chats[0], *chats]), encoding="utf-8")
+    found = open_questions("one-step", [str(tmp_path / "chats.json")], "utf-8")
+    loaded = load(Path("tuned"), get_backend("numpy", "fp32", 1))
+    text = loaded.tokenizer.decode(grpo.prompt_of(loaded, found.held_out[0]))
+    places = [text.index(part) for part in ("Add.", "1 + 1?", "2", "And 1?")]
+    assert places == sorted(places)
 
 
 def test_questions_of_each_file_are_held_out(tmp_path: Path) -> None:

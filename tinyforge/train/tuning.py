@@ -157,10 +157,12 @@ def chat_template_of(loaded: Loaded) -> AnyTemplate:
     return TEMPLATES["alpaca"] if loaded.template.name == PLAIN else loaded.template
 
 
-def prompt_ids(loaded: Loaded, instruction: str, input: str) -> list[int]:
-    """The ids of a prompt in the model's chat template."""
+def prompt_ids(
+    loaded: Loaded, instruction: str, input: str, history: Sequence[tuple[str, str]] = (), system: str = ""
+) -> list[int]:
+    """The ids of a prompt in the model's chat template. history: earlier turns."""
     template = chat_template_of(loaded)
-    return template.encode(loaded.tokenizer, [(template.question(instruction, input), None)])
+    return template.encode(loaded.tokenizer, [*history, (template.question(instruction, input), None)], system)
 
 
 def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
