@@ -163,9 +163,10 @@ def add_reference(
     are called."""
     weights = base.fingerprint()
     # Before its first step the policy equals the reference, also with adapters, which add nothing yet.
-    reference = DataParallel(base.build(backend).model if resume else loaded.model, backend)
+    model = base.build(backend, adapters=settings.adapters).model if resume else loaded.model
+    reference, computed = DataParallel(model, backend), f"{settings.precision} {settings.weights}"
     for name, pairs in parts.items():
-        key = fingerprint(np.frombuffer(f"{weights} {pairs.fingerprint()} {settings.precision}".encode(), np.uint8))
+        key = fingerprint(np.frombuffer(f"{weights} {pairs.fingerprint()} {computed}".encode(), np.uint8))
         with timed(f"the reference's log-probabilities of the {name}"):
             pairs.reference = reference.led(
                 partial(

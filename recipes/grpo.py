@@ -203,7 +203,7 @@ def learn(settings: GrpoSettings, base: Opened, resume: bool) -> None:
     )
     model, tokenizer = loaded.model, loaded.tokenizer
     objective = GRPO(settings.beta, settings.clip_low, settings.clip_high, settings.normalise, settings.max_tokens)
-    reference = DataParallel(base.build(backend).model, backend) if settings.beta else None
+    reference = DataParallel(base.build(backend, adapters=settings.adapters).model, backend) if settings.beta else None
     policy = DataParallel(model, backend)
     rollouts = Rollouts(settings, loaded, questions, policy, reference)
 

@@ -143,6 +143,21 @@ def test_the_reference_is_read_where_it_is_and_made_again_where_it_is_damaged(
     assert all(Path(out, "step-00000007/model.safetensors").read_bytes() == expected for out in ("read", "mended"))
 
 
+def test_the_reference_has_the_format_of_the_frozen_weights(folder: Path) -> None:
+    """Also in a resumed run, and where the cache has that of the plain weights."""
+    quantised = "--lora 2 --weights nf4 --workers 1"
+    for recipe in ("dpo", "grpo"):
+        assert MAINS[recipe]([*FIRST[recipe].split(), *f"{quantised} --out {recipe}-nf4".split()]) == 0
+    shutil.copytree("dpo-nf4", "again")
+    for step in (6, 7):
+        shutil.rmtree(f"again/step-{step:08d}")
+    assert dpo.main("--resume --out again --cache another".split()) == 0
+    got, expected = (Path(run, "step-00000007/model.safetensors").read_bytes() for run in ("again", "dpo-nf4"))
+    assert got == expected
+    assert metrics.read(Path("dpo-nf4/metrics.jsonl"))[0]["loss"] == pytest.approx(np.log(2), rel=1e-6)
+    assert metrics.read(Path("grpo-nf4/metrics.jsonl"))[0]["kl"] == pytest.approx(0, abs=1e-9)
+
+
 def test_times_of_the_reference_name_its_pairs(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
