@@ -28,7 +28,7 @@ from tinyforge import checkpoint
 from tinyforge.config import ModelConfig
 from tinyforge.data.labelled import Labelled, answers, has_test_images, hold_out, read_images, read_texts
 from tinyforge.errors import UserError, run_command
-from tinyforge.formats import load, resolve_checkpoint
+from tinyforge.formats import load, open_model, resolve_checkpoint
 from tinyforge.formats.foreign import spec_of_model
 from tinyforge.formats.labels import Labels
 from tinyforge.models.bag_of_words import BagOfWords
@@ -73,13 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if settings.shift and spec.learns != "images" and not resume:
         raise UserError(f"--shift moves images, and {spec.name} reads texts; leave it out")
     if plan_only:
-        print_plan(spec, config_of(settings), settings)
+        start = start_of(settings, resume)
+        config = on_base(open_model(start).config, settings, resume) if start else config_of(settings)
+        print_plan(spec, config, settings)
         return 0
     if (status := start_ranks(settings, __file__, argv)) is not None:
         return status
     with running(settings, resume) as ranks:
         classify(settings, spec, resume, ranks)
     return 0
+
+
+def start_of(settings: ClassifySettings, resume: bool) -> Path | None:
+    """The model to start from, or the run itself."""
+    return Path(settings.out) if resume else resolve_checkpoint(settings.base) if settings.base else None
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,7 @@ def classify(settings: ClassifySettings, spec: ModelSpec, resume: bool, ranks: P
     with timed("opening the backend"):
         backend, settings = open_backend(settings, ranks)
     print(described(backend, settings))
-    start_from = Path(settings.out) if resume else resolve_checkpoint(settings.base) if settings.base else None
+    start_from = start_of(settings, resume)
     base = load(start_from, backend) if start_from else None
     if base and (kind := spec_of_model(base.model).name) != spec.name:  # before the data are read, which takes seconds
         raise UserError(f"{start_from}: its model is a {kind}, expected a {spec.name}; give another --base or --model")

@@ -78,6 +78,9 @@ def test_images_learned_resumed_and_given_away(here: Path, capsys: pytest.Captur
     assert checkpoint.load(Path("whole")).meta["classes"] == ["0", "1"]
 
     capsys.readouterr()
+    for flags in ("--base whole --model vit --batch-size 4", "--resume --out whole"):
+        assert classify.main([*flags.split(), "--plan"]) == 0
+        assert "a step of 4 x 10 tokens" in capsys.readouterr().out  # 9 patches and the class's
     assert convert.main(["whole", "hf"]) == 0
     assert "recipes/classify.py --model vit --base hf" in capsys.readouterr().out
     assert json.loads(Path("hf/config.json").read_text())["id2label"] == {"0": "0", "1": "1"}
