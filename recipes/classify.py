@@ -41,7 +41,7 @@ from tinyforge.terminal import one_line
 from tinyforge.tokenizers import TextTokenizer, WordPiece, load_tokenizer
 from tinyforge.train.batches import Shuffled, fingerprint, micro_batches
 from tinyforge.train.data_parallel import DataParallel
-from tinyforge.train.masked import framed, padded, padding_id
+from tinyforge.train.masked import framed, padded, padding_id, room_in
 from tinyforge.train.metrics import save_scores
 from tinyforge.train.objectives import Batch, Classes
 from tinyforge.train.plan import check_fits, print_plan
@@ -128,6 +128,7 @@ def text_data(
     settings: ClassifySettings, names: Sequence[str], tokenizer: TextTokenizer | None, length: int, vocab: int
 ) -> Data:
     """tokenizer: that of the base; None to load --tokenizer, or to train one of `vocab` ids."""
+    room_in(length)
     if not settings.data:
         print(f"data: built in (no --data given), {BUILT_IN_EXAMPLES:,} questions, each with a right or a wrong answer")
         train, test = answers("train", BUILT_IN_EXAMPLES, settings.seed), answers("val", BUILT_IN_TESTS, settings.seed)

@@ -43,7 +43,7 @@ from tinyforge.train.batches import Batches, micro_batches
 from tinyforge.train.card import write_card
 from tinyforge.train.corpus import Corpus, config_for, corpus_of_text, find_shards, open_corpus, tokenizer_for
 from tinyforge.train.data_parallel import DataParallel, Trainable
-from tinyforge.train.masked import FRAME, MaskedWords, evaluate_masked, guesses
+from tinyforge.train.masked import MaskedWords, evaluate_masked, guesses, room_in
 from tinyforge.train.metrics import best_step, save_scores
 from tinyforge.train.objectives import MaskedTokens, NextTokens, Objective
 from tinyforge.train.plan import Plan, check_fits, print_plan
@@ -182,7 +182,7 @@ def pretrain(
     print(described(backend, settings, settings.model))
     with timed("planning the memory"):
         plan = check_fits(spec, config, backend, settings, ranks.size, teachers=teacher_specs(teachers, settings))
-    text_len = seq_len - FRAME if spec.learns == "masked text" else seq_len
+    text_len = room_in(seq_len) if spec.learns == "masked text" else seq_len
     corpus, config = read_corpus(settings, config, text_len, shards, base or next(iter(teachers), None))
     with timed("making the model"):
         model = spec.build(config, backend, recompute=settings.recompute)

@@ -388,6 +388,15 @@ def test_labelled_texts_as_programs_write_them(name: str, content: bytes, tmp_pa
     assert [text for text, _ in found.inputs] == ["a, b", "c"] and found.names == ("x", "y")
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_row_without_room_for_text_is_refused(length: int, here: Path) -> None:
+    write_reviews(here / "train.jsonl", 20, 0)
+    flags = f"{TEXT_SHAPE} --data train.jsonl --steps 1 --out short --seq-len {length}".split()
+    for recipe, model in ((classify, []), (pretrain, ["--model", "bert"])):
+        with pytest.raises(UserError, match=f"--seq-len is {length}, expected 3 or more"):
+            recipe.main([*flags, *model])
+
+
 def test_labelled_texts_in_another_encoding(tmp_path: Path) -> None:
     for name, content in (
         ("a.csv", "text,label\nd\u00e9j\u00e0,x\n"),

@@ -115,6 +115,13 @@ def _text(tokenizer: TextTokenizer, id: int) -> str:
     return tokenizer.token_bytes(id).decode("utf-8", "replace")
 
 
+def room_in(length: int) -> int:
+    """The tokens of text in a row of `length`. UserError if it has room for none."""
+    if length <= FRAME:
+        raise UserError(f"--seq-len is {length}, expected {FRAME + 1} or more: {FRAME} tokens stand around a text")
+    return length - FRAME
+
+
 def framed(
     tokenizer: TextTokenizer, first: Sequence[int], second: Sequence[int], length: int
 ) -> tuple[list[int], list[int]]:
