@@ -56,7 +56,7 @@ def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_to
         for r in evenly(records, 4 * count)
         if reply_shares([Reply(r.output, 0, True)])["all_three"]
         and len(tokenizer.encode(r.output)) <= max_tokens
-        and len(prompt_ids(loaded, r.instruction, r.input)) + max_tokens <= context
+        and len(prompt_ids(loaded, r.instruction, r.input, r.history, r.system)) + max_tokens <= context
     ]
     if not fit:
         raise UserError(
@@ -69,14 +69,15 @@ def records_to_ask(loaded: Loaded, records: Sequence[Record], count: int, max_to
 
 def own_pairs(loaded: Loaded, records: Sequence[Record], samplings: Sequence[Sampling]) -> list[Pair]:
     """A pair wherever a reply to a record is not well-formed."""
-    prompts, found = [prompt_ids(loaded, r.instruction, r.input) for r in records], []
+    prompts, found = [prompt_ids(loaded, r.instruction, r.input, r.history, r.system) for r in records], []
     stop = loaded.template.stop_ids(loaded.tokenizer)
     decoder = reply_decoder(loaded.model, len(prompts))
     for sampling in samplings:
         replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder, stop)
         for record, reply in zip(records, replies, strict=True):
             if reply.text.strip() and not reply_shares([reply])["all_three"]:
-                found.append(Pair(record.instruction, record.input, record.output, reply.text, cut=not reply.ended))
+                sides = record.output, reply.text, not reply.ended
+                found.append(Pair(record.instruction, record.input, *sides, record.history, record.system))
     return found
 
 
@@ -86,7 +87,10 @@ def pairs_of_stories(
     """A pair of the best and the worst of `count` stories for each record, unless the best has a fault or they are
     about as good. The cost of a story: 1 for each thing asked for that it misses, 1 if it does not end, and the share
     of its runs of GRAM words that are `known`, which are hashes."""
-    prompts, found = [prompt_ids(loaded, r.instruction, r.input) for r in records for _ in range(count)], []
+    prompts, found = (
+        [prompt_ids(loaded, r.instruction, r.input, r.history, r.system) for r in records for _ in range(count)],
+        [],
+    )
     decoder = reply_decoder(loaded.model, len(prompts))
     stop = loaded.template.stop_ids(loaded.tokenizer)
     replies = text_replies(loaded.model, loaded.tokenizer, prompts, sampling, decoder, stop)
@@ -101,7 +105,8 @@ def pairs_of_stories(
         if told:
             best, worst = min(told, key=_cost), max(told, key=_cost)
             if not best[0] and _cost(worst) - _cost(best) >= DIFFERENCE:
-                found.append(Pair(record.instruction, record.input, best[2].text, worst[2].text, not worst[2].ended))
+                sides = best[2].text, worst[2].text, not worst[2].ended
+                found.append(Pair(record.instruction, record.input, *sides, record.history, record.system))
     print(
         f"{len(replies):,} stories: {np.mean([reply.ended for reply in replies]):.1%} end, "
         f"{shares.mean():.1%} of their runs of {GRAM} words are in the records"

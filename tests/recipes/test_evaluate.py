@@ -181,6 +181,11 @@ def test_prompts_begin_as_those_that_were_learned(folder: Path) -> None:
     prompts, left_out = evaluate.held_out_prompts(loaded, ["records.json"], "utf-8", len(held_out), 0)
     examples = [encode_example(tokenizer, record, 1000) for record in held_out]
     assert prompts == [ids[:length] for ids, length in examples] and left_out == 0
+    chat = {"system": "Be brief.", "instruction": "And 1?", "input": "", "output": "2", "history": [["Is 1?", "1"]]}
+    Path("chats.json").write_text(json.dumps([chat] * 2), encoding="utf-8")
+    _, ((record,),) = read_split(["chats.json"])
+    ids, length = encode_example(tokenizer, record, 1000)
+    assert evaluate.held_out_prompts(loaded, ["chats.json"], "utf-8", 1, 0) == ([ids[:length]], 0)
     assert all(prompt[0] == tokenizer.bos for prompt in prompts)
 
 
