@@ -45,7 +45,7 @@ class Measured:
         return results[OURS][self.figure], results[self.peer][self.figure]
 
 
-H200, CPU = "H200, bf16", "2 CPU cores, fp32"
+H200, AMD, INTEL = "H200, bf16", "AMD EPYC, 2 cores, fp32", "Intel Xeon, 2 cores, fp32"
 BASE, SMALL, GPT2 = "gpu-train-16x1024.json", "cpu-train-16x128.json", "gpu-train-gpt2-124m.json"
 PREFILL = "gpu-prefill-base.json"
 ROWS = (
@@ -56,8 +56,9 @@ ROWS = (
     Measured("decoding, NanoEuler base, per token", H200, "gpu-decode-base.json", "median_us", GRAPH, "µs"),
     Measured("first token after a prompt of 512, NanoEuler base", H200, PREFILL, "median_ms", GRAPH, "ms"),
     Measured("decoding 64 texts at once, a token of each", H200, "gpu-decode-base-64.json", "median_us", GRAPH, "µs"),
-    Measured("training step, NanoEuler small, 16 x 128 tokens", CPU, SMALL, "median_ms", COMPILED, "ms"),
-    Measured("decoding, NanoEuler small, per token", CPU, "cpu-decode-small.json", "median_us", THREAD, "µs"),
+    Measured("training step, NanoEuler small, 16 x 128 tokens", AMD, SMALL, "median_ms", COMPILED, "ms"),
+    Measured("the same", INTEL, "cpu-train-16x128-intel.json", "median_ms", COMPILED, "ms"),
+    Measured("decoding, NanoEuler small, per token", AMD, "cpu-decode-small.json", "median_us", THREAD, "µs"),
 )
 
 

@@ -63,7 +63,7 @@ def test_speed_comes_from_every_file_that_times_a_model_beside_pytorch(tmp_path:
         "batch_size": 3,
         "seq_len": 5,
         "precision": "fp32",
-        "device": {"cores": 7},
+        "device": {"cpu": "Some(R) Core(TM) Processor", "cores": 7},
         "results": {
             "tinyforge": {"median_ms": 2.0},
             "torch eager": {"median_ms": 8.0},
@@ -88,7 +88,7 @@ def test_speed_comes_from_every_file_that_times_a_model_beside_pytorch(tmp_path:
         page.Timed(
             "llama",
             "stories15M: training step, 3 x 5 tokens",
-            "7 CPU cores, fp32",
+            "Some Core(TM), 7 cores, fp32",
             2.0,
             4.0,
             "compiled",

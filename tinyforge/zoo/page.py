@@ -250,7 +250,8 @@ def timings(root: Path) -> Iterator[Timed]:
         texts = f"a token for each of {batch} texts" if batch > 1 else "a token"
         what = f"training step, {batch} x {found['seq_len']} tokens" if unit == "ms" else f"decoding {texts}"
         device = found["device"]
-        place = str(device["gpu"]).partition(" (")[0] if "gpu" in device else f"{device['cores']} CPU cores"
+        cpu = " ".join(str(device.get("cpu")).replace("(R)", "").split()[:2])
+        place = str(device["gpu"]).partition(" (")[0] if "gpu" in device else f"{cpu}, {device['cores']} cores"
         peer = min(peers, key=peers.__getitem__)
         precision = "fp8; PyTorch in bf16" if found["precision"] == "fp8" else found["precision"]
         what, machine = (
