@@ -6,12 +6,18 @@ python bench/llama_cpp.py MODEL.gguf [THREADS]       prints its address
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-import xllamacpp
+if not __package__:
+    import checkout  # noqa: F401  finds tinyforge where this file is run by its path
+
+from tinyforge.errors import Parser, run_command
 
 
 def started(file: str, threads: int = 1, rows: int = 8, context: int = 16384) -> Any:
+    import xllamacpp  # a peer, which few have
+
     params = xllamacpp.CommonParams()
     params.model.path, params.port, params.n_parallel, params.n_ctx = file, 0, rows, context
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
@@ -19,7 +25,16 @@ def started(file: str, threads: int = 1, rows: int = 8, context: int = 16384) ->
     return xllamacpp.Server(params)
 
 
-if __name__ == "__main__":
-    server = started(sys.argv[1], *map(int, sys.argv[2:]))
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python bench/llama_cpp.py", description=__doc__)
+    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.add_argument("threads", nargs="?", type=int, default=1, metavar="THREADS")
+    args = parser.parse_args(argv)
+    server = started(args.model, args.threads)
     print(server.listening_address, flush=True)
     sys.stdin.read()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

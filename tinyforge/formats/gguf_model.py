@@ -137,7 +137,10 @@ _GEMMA_LAYER = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None}
+_GEMMA = {
+    **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
+}
 
 
 _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
