@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import chain, repeat
-from operator import itemgetter
+from operator import add, itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -275,11 +275,6 @@ def _steps(part: object, key: str) -> list[dict[str, Any]]:
     return steps
 
 
-def _parts(merges: list[Any], gap: str) -> set[str]:
-    """The tokens that merges join."""
-    return set(gap.join(merges).split(gap) if gap and merges else chain.from_iterable(merges))
-
-
 class _Reader:
     """Reads a tokenizer.json, part by part."""
 
@@ -373,10 +368,11 @@ class _Reader:
         # Files from before 2024 hold "left right", newer ones ["left", "right"].
         gap = " " if set(map(type, merges)) <= {str} else ""
         with suppress(TypeError):  # what is neither
-            joint = map(str.replace, merges, repeat(" "), repeat("")) if gap else map("".join, merges)
             sizes = map(str.count, merges, repeat(" ")) if gap else map(len, merges)
-            made: Any = list(map(ids.get, joint))
-            if None not in made and set(sizes) <= {1 if gap else 2} and ids.keys() >= _parts(merges, gap):
+            pairs = set(sizes) <= {1 if gap else 2}
+            parts = gap.join(merges).split(gap) if gap and merges else list(chain.from_iterable(merges))
+            made: Any = list(map(ids.get, map(add, parts[::2], parts[1::2]))) if pairs else [None]
+            if None not in made and ids.keys() >= set(parts):
                 keys = merges if gap else map("\0".join, merges)
                 order = dict(zip(keys, range(len(merges)), strict=True))
                 if len(order) == len(merges):
