@@ -338,6 +338,9 @@ def options_of(args: argparse.Namespace, backend: bool = True) -> Options:
 
 def several_gpus(args: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """Start the ranks, or be one of them (bench/ranks.py)."""
+    for name in ("data", "documents", "muon", "beside", "nanochat", "regional", "recompute"):
+        if getattr(args, name):
+            raise UserError(f"--gpus times one GPU and several of the plain step; leave out --{name}")
     options = options_of(args, backend=False)  # refuses what is wrong before anything starts
     if not started_as_rank():
         count = gpu_count()

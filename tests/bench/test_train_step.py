@@ -267,3 +267,11 @@ def test_nanochat_is_timed_from_a_clone_of_its_repository(tmp_path: Path, capsys
     config = replace(TINY, dim=24)
     with pytest.raises(UserError, match="its heads have 128 channels, the config's dim is 24"):
         nanochat_peer(Options("nanoeuler", config, 2, 12, 2, "numpy", "fp32", 1, 1, nanochat=str(tmp_path)))
+
+
+@pytest.mark.parametrize("flag", ["--muon", "--regional", "--recompute blocks", "--nanochat clone", "--documents 5"])
+def test_contenders_that_several_gpus_do_not_have_are_refused(flag: str) -> None:
+    with pytest.raises(
+        UserError, match=f"--gpus times one GPU and several of the plain step; leave out {flag.split()[0]}"
+    ):
+        main([*FLAGS, "--gpus", "2", *flag.split()])
