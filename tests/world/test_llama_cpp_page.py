@@ -28,7 +28,9 @@ def llama_cpp(smollm2: Path) -> Iterator[str]:
     """The address of llama.cpp's server."""
     if not PROGRAM.exists() or subprocess.run([PROGRAM, "-c", "import xllamacpp"], capture_output=True).returncode:
         pytest.skip(f"xllamacpp is not installed for {PROGRAM}; see the head of test_clients.py")
-    command = [PROGRAM, ROOT / "bench" / "llama_cpp.py", smollm2]
+    # Not as a command: that environment lacks what tinyforge needs.
+    start = "import sys; sys.path.insert(0, sys.argv[1]); import llama_cpp; llama_cpp.serve(sys.argv[2])"
+    command = [PROGRAM, "-c", start, ROOT / "bench", smollm2]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **pipes) as process:
         assert process.stdin is not None and process.stdout is not None
