@@ -27,14 +27,21 @@ HOME = "tinyforge.models"
 @dataclass(frozen=True)
 class Defaults:
     """Settings with which a preset trains well, e.g. {"lr": 1e-3}, and where they come from, for the user to read.
-    own_text: AdamW's rate with --data, where the recipe's suits the built-in corpus only."""
+    own_text: AdamW's rate with --data, where the recipe's suits the built-in corpus only. other: those with another
+    optimizer than the one in `settings`."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
     own_text: float | None = None
+    other: Defaults | None = None
 
-    def of(self, data: bool, optimizer: str) -> Mapping[str, Any]:
-        return {**self.settings, **({"lr": self.own_text} if self.own_text and data and optimizer == "adamw" else {})}
+    def with_optimizer(self, name: str | None) -> Defaults:
+        """Those for this optimizer; None for the preset's own."""
+        return self if self.other is None or name in (None, self.settings["optimizer"]) else self.other
+
+    def of(self, data: bool, optimizer: str | None) -> Mapping[str, Any]:
+        adamw = optimizer in (None, "adamw")
+        return {**self.settings, **({"lr": self.own_text} if self.own_text and data and adamw else {})}
 
 
 SMALL = Defaults({}, "better on real text than 0.004", own_text=2e-3)

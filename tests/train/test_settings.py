@@ -141,6 +141,19 @@ def test_a_preset_has_defaults_of_its_own_and_says_where_they_come_from() -> Non
     assert [parse(PretrainSettings, "", ["--config", name]).settings.lr for name in ("small", "base")] == [4e-3, 6e-4]
 
 
+def test_a_preset_that_was_measured_with_muon_has_those_settings_with_muon_only() -> None:
+    measured = parse(PretrainSettings, "", "--config fast".split()).settings
+    assert (measured.optimizer, measured.lr, measured.batch_size) == ("muon", 24e-4, 32)
+    assert measured.reasons() == (
+        "--optimizer muon --lr 0.0024 --group-rates embeddings=3 value_embeddings=3 --weight-decay 0.3 --warmup 0.05 "
+        "--decay-fraction 0.6 --batch-size 32 --document-mask keep: as measured in docs/results/fast.md"
+    )
+    assert parse(PretrainSettings, "", "--config fast --optimizer muon".split()).settings == measured
+    other = parse(PretrainSettings, "", "--config fast --optimizer adamw".split()).settings
+    assert (other.lr, other.group_rates, other.batch_size, other.document_mask) == (6e-4, (), 8, None)
+    assert other.reasons() == "--lr 0.0006 --warmup 0.05: as GPT-3's model of 125 million parameters"
+
+
 @pytest.mark.parametrize(
     ("flags", "rate"),
     [
@@ -162,7 +175,7 @@ def test_adamw_has_a_lower_rate_on_a_text_of_your_own(flags: str, rate: float) -
 
 
 def test_the_rate_falls_as_models_grow() -> None:
-    """A next-token model wider than 512 has a peak rate of at most 6e-4."""
+    """A next-token model wider than 512 has a peak rate of at most 6e-4 with AdamW."""
     wide = [
         (spec.name, name)
         for spec in models().values()
@@ -170,7 +183,8 @@ def test_the_rate_falls_as_models_grow() -> None:
         for name, config in spec.presets.items()
         if getattr(config, "dim", 0) > 512
     ]
-    rates = {row: PretrainSettings.made({"model": row[0], "config": row[1]}).lr for row in wide}
+    asked = {row: {"model": row[0], "config": row[1], "optimizer": "adamw"} for row in wide}
+    rates = {row: PretrainSettings.made(given).lr for row, given in asked.items()}
     assert len(wide) > 10 and max(rates.values()) <= 6e-4, rates
 
 

@@ -505,13 +505,14 @@ class PretrainSettings(ModelSettings, Teaching):
     def made(cls, given: Mapping[str, Any]) -> Self:
         spec = find_model(given.get("model", default_model()))
         own = spec.pretraining_of(given.get("config") or next(iter(spec.presets)))
-        return cls(**{**own.of("data" in given, given.get("optimizer", cls.optimizer)), **given})
+        optimizer = given.get("optimizer")
+        return cls(**{**own.with_optimizer(optimizer).of("data" in given, optimizer), **given})
 
     def reasons(self) -> str:
         """The defaults that this preset has of its own, as far as they are used, and where they come from."""
-        own = find_model(self.model).pretraining_of(self.config)
+        own = find_model(self.model).pretraining_of(self.config).with_optimizer(self.optimizer)
         used = [
-            f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {_typed(value)}")
             for name, value in own.of(bool(self.data), self.optimizer).items()
             if getattr(self, name) == value
         ]
