@@ -303,8 +303,18 @@ def test_a_reply_that_changes_its_prompt_is_learned_alone(
         assert letters.decode(ids[length:]) == "So.<|eot_id|>"
         assert letters.decode(ids[:length]) == "<|start_header_id|>Why?<|end_header_id|>"
     assert capsys.readouterr().err.count("writes a prompt differently once it has a reply") == 1
+    for spelt_by_its_end in ("e", "id", "eot_id"):
+        ids, length = template.encode_reply(letters, [("Why?", spelt_by_its_end)])
+        assert letters.decode(ids[length:]) == f"{spelt_by_its_end}<|eot_id|>"
     with pytest.raises(UserError, match="leaves out the text of a reply"):
         published("{{ messages|length }}").encode_reply(letters, [("Why?", "So.")])
+
+
+@pytest.mark.parametrize("begun", ["It", "e", "end|>", "\n"])
+def test_a_reply_that_is_spelt_by_its_end_goes_on(begun: str, letters: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Why?"}]
+    ids = published(CHATML).encode_begun(letters, [*messages, {"role": "assistant", "content": begun}])
+    assert ids == [*published(CHATML).encode_messages(letters, messages), *letters.encode(begun.strip())]
 
 
 def test_ends_are_the_templates_and_the_generation_configs(letters: Tokenizer) -> None:

@@ -274,6 +274,7 @@ class ChatTemplate:
         if not begun.strip():
             return self.encode_messages(tokenizer, before, True, **variables)
         (text,), split = self._render(tokenizer, [(messages, False)], variables)
+        text = self._said(tokenizer, text)
         kept = next((t for t in map(split.mark, (begun, begun.lstrip(), begun.strip())) if t in text), None)
         if kept is None:
             raise UserError("the chat template changes the text of the last message, which cannot be continued")
@@ -295,7 +296,7 @@ class ChatTemplate:
         (prompt, whole), split = self._render(tokenizer, [(messages[:-1], True), (messages, False)])
         start = len(prompt)
         if not whole.startswith(prompt):
-            start = whole.rfind(split.mark(messages[-1]["content"]).strip())
+            start = self._said(tokenizer, whole).rfind(split.mark(messages[-1]["content"]).strip())
             if start < 0:
                 raise UserError("the chat template leaves out the text of a reply; use another with --template")
             if not self._found.setdefault("noted", False):
@@ -333,10 +334,15 @@ class ChatTemplate:
         for system in ("", "Be brief."):
             with suppress(Refusal):
                 (text,), split = self._render(tokenizer, [(_messages(tokenizer, [(ASKED, REPLIED)], system), False)])
-                after = text.rpartition(REPLIED)[2] if REPLIED in text else ""
+                self._found["after"] = after = text.rpartition(REPLIED)[2] if REPLIED in text else ""
                 specials = (piece.text for piece in split(after) if isinstance(piece, Special))
                 return _first_user_defined(tokenizer, after) or next(specials, None)
         return None
+
+    def _said(self, tokenizer: TextTokenizer, text: str) -> str:
+        """The text of a conversation without what the template writes after a reply, whose letters may spell it."""
+        self._ends(tokenizer)
+        return text.removesuffix(self._found.get("after", ""))
 
     def question(self, instruction: str, input: str = "") -> str:
         """The user's message for a record: its instruction, and its input if there is one."""
