@@ -270,7 +270,11 @@ def _to_records(value: object) -> list[Record]:
         if not all(map(_has_utf8, [chat.system, *(text for turn in chat.answered for text in turn)])):
             raise Fault("a message contains half of a surrogate pair, expected text; remove its \\ud... escape")
         answered = chat.answered
-        return [Record(user, "", reply, answered[:i], chat.system) for i, (user, reply) in enumerate(answered)]
+        return [
+            Record(user, "", reply, answered[:i], chat.system)
+            for i, (user, reply) in enumerate(answered)
+            if i not in chat.known
+        ]
     value = named(value)
     if wrong := fault(value, _FIELDS, "got the keys {keys}, expected '{name}' too; add it, or see data.conversations"):
         raise Fault(wrong)

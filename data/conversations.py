@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tinyforge.tokenizers.chat_templates import REASONING
+
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 _ROLES = {"human": USER, "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT, "developer": SYSTEM}
 _CHATS = ("messages", "conversations")
@@ -32,10 +34,12 @@ class Fault(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """turns: what the user says, each with its reply, the last one's None where there is none."""
+    """turns: what the user says, each with its reply, the last one's None where there is none. known: the numbers of
+    turns whose reply is not to be learned."""
 
     system: str
     turns: tuple[tuple[str, str | None], ...]
+    known: frozenset[int] = frozenset()
 
     @property
     def answered(self) -> tuple[tuple[str, str], ...]:
@@ -54,16 +58,23 @@ def is_chat(value: object) -> bool:
 def chat_of(value: Mapping[str, Any]) -> Chat:
     """The conversation of a record with `messages`, `conversations`, or a `prompt` and a `completion` of messages.
 
+    As in TRL, replies in a prompt are not learned; as in OpenAI's files, nor are those of weight 0.
+
     Raises
     ------
     Fault
         For messages that do not alternate between user and assistant, after at most one of the system; content that is
-        not text; tools; and a conversation without a reply.
+        not text; tools; thoughts in a field of their own; and a conversation without a reply to learn.
     """
+    _refuse_tools(value)
     name = next((name for name in _CHATS if name in value), "prompt")
-    messages = value[name] if name in _CHATS else [*_list(value, "prompt"), *_list(value, "completion")]
+    if name in _CHATS:
+        messages = value[name]
+    else:
+        before = [{**m, "weight": 0} if isinstance(m, dict) else m for m in _list(value, "prompt")]
+        messages = [*before, *_list(value, "completion")]
     chat = read_messages(messages, name, str(value.get("system") or ""))
-    if not chat.answered:
+    if len(chat.answered) == len(chat.known):
         raise Fault(f"'{name}' has no message of the assistant, expected a reply to learn; add it or remove the record")
     return chat
 
@@ -76,6 +87,7 @@ def preference(value: Mapping[str, Any]) -> tuple[Chat, str, str]:
     Fault
         As `chat_of`, and for replies to different conversations.
     """
+    _refuse_tools(value)
     before = _list(value, "prompt") if "prompt" in value else []
     system = str(value.get("system") or "")
     sides = []
@@ -96,6 +108,11 @@ def preference(value: Mapping[str, Any]) -> tuple[Chat, str, str]:
     return Chat(system, (*first[:-1], (asked, None))), chosen, rejected
 
 
+def _refuse_tools(value: Mapping[str, Any]) -> None:
+    if value.get("tools") not in (None, [], "", "[]"):
+        raise Fault("it has 'tools', which fine-tuning does not read; remove them or the record")
+
+
 def read_messages(messages: object, name: str, system: str = "") -> Chat:
     """Messages as turns. name: the field they are from, for messages of errors. system: of a field of its own."""
     if not isinstance(messages, list) or not messages:
@@ -104,7 +121,8 @@ def read_messages(messages: object, name: str, system: str = "") -> Chat:
     if said and said[0][0] == SYSTEM:
         system, said = said[0][1], said[1:]
     turns: list[tuple[str, str | None]] = []
-    for number, (role, content) in enumerate(said):
+    known = frozenset(n // 2 for n, (role, _, learned) in enumerate(said) if role == ASSISTANT and not learned)
+    for number, (role, content, _) in enumerate(said):
         expected = (USER, ASSISTANT)[number % 2]
         if role != expected:
             raise Fault(f"'{name}' has a message of '{role}' where one of '{expected}' is expected: they take turns")
@@ -114,17 +132,22 @@ def read_messages(messages: object, name: str, system: str = "") -> Chat:
             turns.append((content, None))
         else:
             turns[-1] = (turns[-1][0], content)
-    return Chat(system, tuple(turns))
+    return Chat(system, tuple(turns), known)
 
 
-def _said(messages: Sequence[object], name: str) -> Iterator[tuple[str, str]]:
-    """Role and text of each message."""
+def _said(messages: Sequence[object], name: str) -> Iterator[tuple[str, str, bool]]:
+    """Role and text of each message, and whether it is to be learned."""
     for message in messages:
         if not isinstance(message, dict):
             raise Fault(f"'{name}' has {shown(message)}, expected a message with role and content")
         role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
         if message.get("tool_calls") or role in ("tool", "function"):
             raise Fault(f"'{name}' calls tools, which fine-tuning does not read; remove the record")
+        if thoughts := next((field for field in REASONING if message.get(field)), None):
+            raise Fault(
+                f"'{name}' has a message with '{thoughts}', which fine-tuning does not read; put it into the content "
+                "or remove it"
+            )
         if isinstance(content, list):  # OpenAI's parts
             parts = [part.get("text") if isinstance(part, dict) else part for part in content]
             texts = [part for part in parts if isinstance(part, str)]
@@ -132,7 +155,7 @@ def _said(messages: Sequence[object], name: str) -> Iterator[tuple[str, str]]:
         role = _ROLES.get(str(role), role)
         if role not in (USER, ASSISTANT, SYSTEM) or not isinstance(content, str):
             raise Fault(f"'{name}' has {shown(message)}, expected a role (system, user, assistant) and content of text")
-        yield role, content
+        yield role, content, message.get("weight") != 0
 
 
 def named(value: object) -> object:

@@ -53,7 +53,10 @@ def test_a_chat_is_a_record_per_reply(tmp_path: Path, value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ({"prompt": CHAT[:4], "completion": [THREE]}, RECORDS),
+        ({"prompt": CHAT[:4], "completion": [THREE]}, RECORDS[1:]),  # as in TRL, nothing of a prompt is learned
+        ({"prompt": CHAT[:2], "completion": CHAT[2:]}, RECORDS),
+        ({"messages": [SYSTEM, ASK, {**TWO, "weight": 0}, MORE, {**THREE, "weight": 1}]}, RECORDS[1:]),
+        ({"messages": CHAT, "tools": []}, RECORDS),
         ({"prompt": "Add.", "completion": "2"}, [Record("Add.", "", "2")]),
         ({"instruction": "Add.", "context": "1 and 1", "response": "2"}, [Record("Add.", "1 and 1", "2")]),
         ({"question": "Add.", "answer": "2"}, [Record("Add.", "", "2")]),
@@ -76,6 +79,9 @@ def test_names_of_others(tmp_path: Path, value: object, expected: list[Record]) 
         ({"messages": [ASK, MORE, TWO]}, "'messages' has a message of 'user' where one of 'assistant' is expected"),
         ({"messages": [ASK, SYSTEM, TWO]}, "'messages' has a message of 'system' where one of 'assistant' is expected"),
         ({"messages": [ASK, {**TWO, "tool_calls": [{}]}]}, "'messages' calls tools"),
+        ({"messages": [ASK, {**TWO, "thinking": "One, two."}]}, "'messages' has a message with 'thinking', which"),
+        ({"messages": [ASK, TWO], "tools": [{}]}, "it has 'tools', which fine-tuning does not read"),
+        ({"messages": [ASK, {**TWO, "weight": 0}]}, "'messages' has no message of the assistant, expected a reply"),
         ({"messages": [ASK, {"role": "assistant", "content": None}]}, '\'messages\' has {"role": "assistant"'),
         ({"messages": ["hello"]}, "'messages' has \"hello\", expected a message"),
         ({"messages": [{"role": "user", "content": " "}, TWO]}, "'messages' has a blank message of the user"),
@@ -178,6 +184,7 @@ def test_preferences_of_chats(tmp_path: Path, value: object) -> None:
         ({"prompt": "Add.", "chosen": [ASK, TWO], "rejected": [ASK, FOUR]}, "'chosen' has a message of 'user' where"),
         ({"chosen": [ASK, TWO], "rejected": [MORE, FOUR]}, "'chosen' and 'rejected' answer different conversations"),
         ({"chosen": [ASK, TWO], "rejected": [ASK]}, "'rejected' does not end with a message of the assistant"),
+        ({"chosen": [ASK, TWO], "rejected": [ASK, FOUR], "tools": "[{}]"}, "it has 'tools', which fine-tuning"),
         ({"chosen": [ASK, TWO]}, "'rejected' is null, expected text or a list of messages"),
         (
             {"prompt": "Add.", "chosen": "2"},
