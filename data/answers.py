@@ -1,4 +1,4 @@
-"""Exact match on the questions of the built-in world, which have one right answer each."""
+"""Greedy replies: to show, and their exact match on the built-in world's questions, which have one right answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tinyforge.data.alpaca import Record
+from tinyforge.data.preferences import Pair
 from tinyforge.data.talk import REPLIES, talk
 from tinyforge.data.world import KINDS, Instruction, instructions, is_correct
 from tinyforge.formats import Loaded
@@ -29,6 +31,13 @@ def talk_match(loaded: Loaded, count: int, seed: int) -> dict[str, float]:
     named = {kind: right.pop(kind) for kind in REPLIES if kind in right}
     named["question"] = [r for results in right.values() for r in results]
     return {kind: float(np.mean(results)) for kind, results in named.items() if results}
+
+
+def answered(loaded: Loaded, example: Record | Pair) -> str:
+    """The last question of an example and the greedy reply, to be shown."""
+    asked = f"{example.instruction} {example.input}".strip().replace("\n", " ")
+    reply = answer(loaded, example.instruction, example.input, history=example.history, system=example.system)
+    return f"  {asked} -> {reply}".replace("\n", "\n  ")
 
 
 def _right(loaded: Loaded, examples: Iterable[Instruction]) -> dict[str, list[bool]]:

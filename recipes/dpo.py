@@ -27,7 +27,7 @@ import numpy as np
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
 from tinyforge.data.alpaca import names_of, origins_of
-from tinyforge.data.answers import exact_match
+from tinyforge.data.answers import answered, exact_match
 from tinyforge.data.preferences import Pair, encode_pairs, read_split, world_pairs
 from tinyforge.data.training import input_hashes
 from tinyforge.data.world import KINDS
@@ -109,9 +109,7 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: ProcessGroup
         return {f"val_{name}": value for name, value in measure(parallel, objective, held, rows).items()}
 
     def sample() -> str:
-        pair = next(iter(by_file.values()))[0]
-        asked = f"{pair.instruction} {pair.input}".strip().replace("\n", " ")
-        return f"  {asked} -> {tuning.answer(loaded, pair.instruction, pair.input)}".replace("\n", "\n  ")
+        return answered(loaded, next(iter(by_file.values()))[0])
 
     print_schedule(settings, count_of(rows * accum, "pair"), len(data.pairs) / rows / accum, "pairs")
     sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))

@@ -24,7 +24,7 @@ import numpy as np
 
 from tinyforge import checkpoint
 from tinyforge.data.alpaca import Record, encode_example, names_of, origins_of, read_split
-from tinyforge.data.answers import exact_match, talk_match
+from tinyforge.data.answers import answered, exact_match, talk_match
 from tinyforge.data.talk import talk
 from tinyforge.data.training import input_hashes
 from tinyforge.data.world import KINDS, instructions
@@ -60,7 +60,7 @@ from tinyforge.train.teachers import (
     teacher_specs,
     wrap_with_teachers,
 )
-from tinyforge.train.tuning import answer, build, print_next_steps, run_metadata, stages_before, training_template
+from tinyforge.train.tuning import build, print_next_steps, run_metadata, stages_before, training_template
 
 BUILT_IN_RECORDS = 30_000
 HELD_OUT_RECORDS = 300
@@ -225,9 +225,7 @@ def fine_tune(
         return figures
 
     def sample() -> str:
-        record = held_out[0]
-        asked = f"{record.instruction} {record.input}".strip().replace("\n", " ")
-        return f"  {asked} -> {answer(loaded, record.instruction, record.input)}".replace("\n", "\n  ")
+        return answered(loaded, held_out[0])
 
     step = f"{count_of((rows - replayed) * accum, 'row')} of several records"
     print_schedule(settings, step, data.batches_in(0, rows - replayed) / accum, "records")

@@ -18,6 +18,7 @@ from examples.storyteller import own_pairs
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.data.alpaca import Record, names_of, read_records
+from tinyforge.data.answers import answered
 from tinyforge.data.preferences import Pair, encode_pairs, read_pairs, read_split, world_pairs
 from tinyforge.data.rewards import (
     EASY,
@@ -36,7 +37,7 @@ from tinyforge.formats import load
 from tinyforge.infer import Sampling, evaluate
 from tinyforge.infer.evaluate import Reply, reply_shares
 from tinyforge.recipes import dpo, grpo, pretrain, sft
-from tinyforge.train import metrics
+from tinyforge.train import metrics, tuning
 from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.policy import worth_learning
 from tinyforge.train.tuning import prompt_ids
@@ -478,7 +479,9 @@ def test_each_file_of_pairs_has_its_own_accuracy(folder: Path, capsys: pytest.Ca
     assert f"(many {of_each['many']:.1%}, few {of_each['few']:.1%})" in capsys.readouterr().out
 
 
-def test_questions_are_asked_in_their_conversation(folder: Path, tmp_path: Path) -> None:
+def test_questions_are_asked_in_their_conversation(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = [("system", "Add."), ("user", "1 + 1?"), ("assistant", "2"), ("user", "And 1?"), ("assistant", "3")]
     chats = [{"messages": [{"role": role, "content": text} for role, text in said[: 3 + 2 * n]]} for n in (0, 1)]
     (tmp_path / "chats.json").write_text(json.dumps([chats[0], *chats]), encoding="utf-8")
@@ -487,6 +490,10 @@ def test_questions_are_asked_in_their_conversation(folder: Path, tmp_path: Path)
     text = loaded.tokenizer.decode(grpo.prompt_of(loaded, found.held_out[0]))
     places = [text.index(part) for part in ("Add.", "1 + 1?", "2", "And 1?")]
     assert places == sorted(places)
+    # So is what is shown during training.
+    monkeypatch.setattr(tuning, "generate", lambda model, prompt, *_: prompt)
+    shown = answered(loaded, Record("And 1?", "", "3", (("1 + 1?", "2"),), "Add."))
+    assert shown == f"  And 1? -> {text}".replace("\n", "\n  ")
 
 
 def test_questions_of_each_file_are_held_out(tmp_path: Path) -> None:

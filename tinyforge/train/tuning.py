@@ -165,9 +165,17 @@ def prompt_ids(
     return template.encode(loaded.tokenizer, [*history, (template.question(instruction, input), None)], system)
 
 
-def answer(loaded: Loaded, instruction: str, input: str, max_tokens: int = 40, decoder: Decoder | None = None) -> str:
+def answer(
+    loaded: Loaded,
+    instruction: str,
+    input: str,
+    max_tokens: int = 40,
+    decoder: Decoder | None = None,
+    history: Sequence[tuple[str, str]] = (),
+    system: str = "",
+) -> str:
     """The greedy reply; "" if the prompt leaves no room for one."""
-    tokenizer, prompt = loaded.tokenizer, prompt_ids(loaded, instruction, input)
+    tokenizer, prompt = loaded.tokenizer, prompt_ids(loaded, instruction, input, history, system)
     if len(prompt) >= loaded.model.config.context:
         return ""
     stop = chat_template_of(loaded).stop_ids(tokenizer)
