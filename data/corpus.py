@@ -999,17 +999,16 @@ def _publish(build: _Build, manifest: dict[str, Any], files: list[dict[str, Any]
 
 
 def _parse_shares(values: Sequence[str]) -> tuple[float, tuple[tuple[str, float], ...]]:
-    share, shares = Settings.val_share, []
+    shares: dict[str, float] = {}
     for value in values:
         name, _, number = value.rpartition("=")
         try:
-            if name:
-                shares.append((name, float(number)))
-            else:
-                share = float(number)
+            if name in shares:
+                raise UserError(f"--val-share: {name or 'a share for all'} is given twice; give it once")
+            shares[name] = float(number)
         except ValueError:
             raise UserError(f"--val-share is {value!r}, expected a number such as 0.01, or SOURCE=0.05") from None
-    return share, tuple(shares)
+    return shares.pop("", Settings.val_share), tuple(shares.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

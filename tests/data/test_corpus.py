@@ -922,4 +922,7 @@ def test_a_report_of_what_is_no_corpus(tmp_path: Path) -> None:
 
 def test_faults_of_the_command_line(tmp_path: Path) -> None:
     source = write_source(tmp_path / "s", [GOOD])
-    assert "--val-share is 'many'" in fault(main, [str(source), "--out", str(tmp_path / "out"), "--val-share", "many"])
+    begin = [str(source), "--out", str(tmp_path / "out"), "--val-share"]
+    assert "--val-share is 'many'" in fault(main, [*begin, "many"])
+    assert "--val-share: s is given twice" in fault(main, [*begin, "s=0.1", "s=0.2"])
+    assert "--val-share: a share for all is given twice" in fault(main, [*begin, "0.1", "s=0.3", "0.2"])

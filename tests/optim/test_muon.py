@@ -264,9 +264,9 @@ def test_the_rule_of_width_and_batch() -> None:
         "learning rates: matrices 0.004, embeddings 0.04, heads 0.004, scalars 0.004 "
         "(--lr x the factor of --group-rates)"
     )
-    for wrong in ("embedding=10", "embeddings", "embeddings=0", "embeddings=x"):
+    for wrong in ("embedding=10", "embeddings", "embeddings=0", "embeddings=x", "heads=2"):
         with pytest.raises(UserError, match=f"--group-rates: '{wrong}' expects GROUP=FACTOR with a group of matrices"):
-            PretrainSettings(group_rates=(wrong,)).check()
+            PretrainSettings(group_rates=("heads=3", wrong)).check()
     with pytest.raises(UserError, match="this model has no value_embeddings, only matrices, embeddings, heads"):
         check_groups(("embeddings=3", "value_embeddings=3"), params)
 

@@ -36,10 +36,10 @@ def read_factors(items: Sequence[str]) -> dict[str, float]:
             factor = float(text)
         except ValueError:
             factor = math.nan
-        if name not in GROUPS or not 0 < factor < math.inf:
+        if name in found or name not in GROUPS or not 0 < factor < math.inf:
             raise UserError(
-                f"--group-rates: {item!r} expects GROUP=FACTOR with a group of {', '.join(GROUPS)} and a factor above "
-                "0, e.g. --group-rates embeddings=10"
+                f"--group-rates: {item!r} expects GROUP=FACTOR with a group of {', '.join(GROUPS)}, each once, and a "
+                "factor above 0, e.g. --group-rates embeddings=10"
             )
         found[name] = factor
     return found
