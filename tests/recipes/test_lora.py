@@ -129,6 +129,7 @@ def fault(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--base run --lora-alpha 8", "--lora-alpha is given without --lora"),
         ("--base run --lora 4 --lora-dropout 1", "--lora-dropout is 1.0, expected a share from 0 to below 1"),
         ("--base run --lora 4 --lora-targets qkv,gate", "is called 'gate'; known: qkv, out, gate_up, down"),
+        ("--base run --lora 4 --lora-targets ,", "--lora-targets is ,, expected names with commas between them"),
         ("--resume --out whole --lora 8", "--resume: --lora is 8, the run in whole has 4"),
         ("--base run --lora 1000", "--lora is 1000, expected at most "),
         ("--base nothing --lora 4", "no checkpoint in nothing"),

@@ -568,6 +568,7 @@ class TuneSettings(Settings):
     lora_targets: str = of_model(
         "",
         "linear maps that get an adapter, e.g. qkv,out,gate_up,down (default: all but routers)",
+        check=expects("names with commas between them", lambda value: not value or value.strip(" ,") != ""),
         metavar="NAMES",
         of="lora",
     )
