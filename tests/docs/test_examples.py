@@ -64,7 +64,11 @@ def test_every_page_has_an_example_with_its_output() -> None:
 def test_an_own_recipe_is_wrong_in_one_line(tmp_path: Path, write_examples: Callable[[Path, Path], None]) -> None:
     write_examples(ROOT / "docs/train-your-own.md", tmp_path)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for flags, said in (((), "no text; give one with --data"), (("--data", "absent"), "the text absent: No such")):
+    for flags, said in (
+        ((), "no text; give one with --data"),
+        (("--data", "absent"), "absent: no such file"),
+        (("--data", "bigram.py", "--encoding", "latin-99"), "latin-99"),
+    ):
         done = subprocess.run(
             [sys.executable, "train_bigram.py", "--backend", "numpy", *flags],
             cwd=tmp_path,
