@@ -125,9 +125,11 @@ class Rollouts:
         s = self.settings
         if step % s.iterations:
             h = self.held
+            self.shown = bytes(h["shown"].astype(np.uint8)).decode() if "shown" in h else ""  # not in older versions
         else:
             h = self._draw(step)
             if s.iterations > 1:
+                h["shown"] = np.frombuffer(self.shown.encode(), np.uint8)
                 # Checkpoints hold floats; float64 represents every id exactly.
                 self.held.update({name: np.asarray(array, np.float64) for name, array in h.items()})
         self.figures = reward_figures(h["rewards"], ("correct", "format"), h["lengths"], s.num_generations)

@@ -102,6 +102,7 @@ def test_it_resumes_to_the_same_bytes(folder: Path, recipe: str) -> None:
     for name in ("model.safetensors", "optimizer.safetensors"):
         got, expected = (Path(run, "step-00000007", name).read_bytes() for run in ("again", recipe))
         assert got == expected, name
+    assert Path("again/samples.jsonl").read_bytes() == Path(recipe, "samples.jsonl").read_bytes()
     rows = [metrics.read(Path(run, "metrics.jsonl")) for run in ("again", recipe)]
     for row in sum(rows, []):
         for differs in ("seconds", "tokens_per_second", "peak_memory_mib"):
