@@ -357,7 +357,7 @@ def _of_stream(file: IO[bytes], suffix: str, place: str, column: str, encoding: 
                 yield _parse(line, f"{place}:{number}", column)
     elif suffix == readers.JSON:
         try:
-            values = json_value(readers.read_piece(file).removeprefix(codecs.BOM_UTF8))
+            values = json_value(readers.read_piece(file))
         except ValueError as error:
             raise BadRecord(f"malformed JSON ({error}), expected a list of objects; fix it there") from None
         if not isinstance(values, list):
@@ -400,7 +400,7 @@ def _pages(file: IO[bytes], place: str) -> Iterator[Document | Refusal]:
 
 def _parse(line: bytes, record: str, column: str) -> Document | Refusal:
     try:
-        return _to_document(json_value(line.removeprefix(codecs.BOM_UTF8)), record, column)
+        return _to_document(json_value(line), record, column)
     except UnicodeDecodeError as error:
         return Refusal(record, f"got byte 0x{line[error.start]:02x}, expected UTF-8; JSON is always UTF-8")
     except ValueError as error:

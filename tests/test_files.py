@@ -90,7 +90,7 @@ def test_json_of_the_wanted_type_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"a": [1, -2.5, null, "é", 18446744073709551615]}', encoding="utf-8")
     assert read_json(path, "the plan") == {"a": [1, -2.5, None, "é", 2**64 - 1]}
-    path.write_text("[]")
+    path.write_text("\ufeff []", encoding="utf-8")
     assert read_json(path, "the plan", list) == []
     size = path.stat().st_size
     assert read_json(path, "the plan", list, max_bytes=size) == []
@@ -103,7 +103,7 @@ def test_json_of_the_wanted_type_is_read(tmp_path: Path) -> None:
         (b"", "is not JSON (line 1"),
         (b"{\n\n", "is not JSON (line 3"),
         (b"\xff", "is not UTF-8 at byte 0"),
-        ("\ufeff{}".encode(), "is not JSON (line 1"),
+        ("\ufeff\ufeff{}".encode(), "is not JSON (line 1"),
         (b"[" * 200_000, "is nested too deeply"),
         (b'{"a":' * 200_000, "is nested too deeply"),
         (b"[" * 300 + b"]" * 300, "is nested too deeply"),

@@ -255,7 +255,7 @@ def parse_json(
 
 
 def json_value(text: str | bytes, digits: int = MOST_DIGITS) -> Any:
-    """The value of a JSON text; bytes are UTF-8.
+    """The value of a JSON text, after a byte-order mark or none; bytes are UTF-8.
 
     All JSON from outside is read by this function or `next_json_value`. A fault is a ValueError of one line, never a
     RecursionError or seconds spent in `int`. Raises it for text that is not UTF-8 or not JSON, is nested deeper than
@@ -263,7 +263,7 @@ def json_value(text: str | bytes, digits: int = MOST_DIGITS) -> Any:
     """
     if isinstance(text, bytes):
         text = text.decode()
-    start = _BLANKS.match(text).end()  # type: ignore[union-attr]  # it also matches the empty string
+    start = _BLANKS.match(text, text.startswith("\ufeff")).end()  # type: ignore[union-attr]  # it matches "" too
     try:
         # Python's own reading of numbers is much faster, and safe where no number can be long.
         value, end = next_json_value(text, start, digits if _has_long_number(text) else 0)
