@@ -160,6 +160,23 @@ def test_a_port_that_is_taken_is_told() -> None:
             listening("127.0.0.1", bound.getsockname()[1])
 
 
+def test_a_port_that_is_taken_while_the_model_is_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinyforge.errors import UserError
+    from tinyforge.serve import __main__ as command
+
+    with command.listening("127.0.0.1", 0) as other:
+        loaded = command.loaded_model
+
+        def slowly(args: Any) -> Any:
+            other.listen()
+            return loaded(args)
+
+        monkeypatch.setattr(command, "loaded_model", slowly)
+        port = str(other.getsockname()[1])
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1, port {port}"):
+            command.main(["--checkpoint", "small", "--port", port])
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 def test_a_signal_before_the_server_listens_ends_it() -> None:
     import asyncio

@@ -119,6 +119,11 @@ def loaded_model(args: argparse.Namespace) -> tuple[Loaded, str]:
     return loaded, opened.spec.name
 
 
+def cannot_listen(host: str, port: int, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or error
+    return UserError(f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port")
+
+
 def listening(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -126,8 +131,7 @@ def listening(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except (OSError, UnicodeError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port") from error
+        raise cannot_listen(host, port, error) from error
     return bound
 
 
@@ -194,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = Server(app.asgi, args.drain, ready, drain)
     try:
         server.run(sockets=[bound])
+    except OSError as error:  # another server has begun to listen there while the model was read
+        raise cannot_listen(args.host, args.port, error) from error
     finally:
         engine.stop()
     return 0
