@@ -105,6 +105,10 @@ def test_wrong_bodies(server: Running, body: bytes, words: str) -> None:
         ("presence_penalty", 3),
         ("repetition_penalty", 0),
         ("ignore_eos", 1),
+        ("min_tokens", 5),
+        ("include_stop_str_in_output", True),
+        ("chat_template", "{{ messages }}"),
+        ("typ_p", 0.5),
     ],
 )
 def test_wrong_types_and_numbers_out_of_range_name_the_field(server: Running, field: str, value: Any) -> None:

@@ -421,7 +421,7 @@ def test_fields_that_openai_has_and_this_server_ignores(client: Any) -> None:
         parallel_tool_calls=True,
         reasoning_effort="low",
         response_format={"type": "text"},
-        extra_body={"no_such_field": [1, {"a": None}], "typical_p": 1, "mirostat": 0},
+        extra_body={"no_such_field": [1, {"a": None}], "typical_p": 1, "mirostat": 0, "min_tokens": 0, "bad_words": []},
     )
     assert reply.choices[0].message.content == "13 14 15, so 15"
 
@@ -498,6 +498,17 @@ def test_vllms_tokens_that_end_a_text(server: Running) -> None:
     end = next(i for i, token in enumerate(tokens) if token["id"] not in [before["id"] for before in tokens[:i]] and i)
     found = made(stop_token_ids=[tokens[end]["id"], 1])
     assert found["finish_reason"] == "stop" and found["text"] == "".join(token["text"] for token in tokens[:end])
+
+
+def test_vllms_least_number_of_tokens(client: Any) -> None:
+    def count(**extra: Any) -> int:
+        made = client.completions.create(model="small", prompt="x", max_tokens=9, extra_body={"min_tokens": 9, **extra})
+        return int(made.usage.completion_tokens)
+
+    assert count(ignore_eos=True) == 9
+    for extra in ({}, {"ignore_eos": True, "stop": "a"}, {"ignore_eos": True, "guided_choice": ["a"]}):
+        with pytest.raises(openai.BadRequestError, match="min_tokens expects ignore_eos and no stops"):
+            count(**extra)
 
 
 def test_models(client: Any, small: Loaded) -> None:

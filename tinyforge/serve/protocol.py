@@ -108,6 +108,11 @@ CONSTRAINTS: dict[str, Kind] = {
 """The kind of grammar that a field has."""
 STRUCTURED: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 """The same of the fields of `structured_outputs`."""
+UNSERVED = dict.fromkeys(
+    ("include_stop_str_in_output", "bad_words", "allowed_token_ids", "use_beam_search", "truncate_prompt_tokens")
+    + ("chat_template", "mirostat", "dynatemp_range", "dry_multiplier", "xtc_probability")
+) | {"typical_p": 1, "typ_p": 1, "top_n_sigma": -1}
+"""Fields of vLLM and llama.cpp that change a text and are refused, and what changes nothing next to null and zero."""
 
 
 class Generation(Wish):
@@ -149,6 +154,7 @@ class Generation(Wish):
     stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=MOST_STOPS)] | None = Field(
         default=None, description="As in vLLM: tokens that end the text too, which it leaves out."
     )
+    min_tokens: int | None = Field(default=None, description="As in vLLM, with ignore_eos and without stops only.")
     timeout: float | None = Field(default=None, gt=0, le=1e6, description="Seconds for the answer.")
     timings_per_token: bool | None = Field(default=None, description="Send llama.cpp's timings in chunks.")
     prompt_logprobs: int | None = Field(
@@ -186,6 +192,10 @@ class Generation(Wish):
             raise ApiError(400, f"stop has {length} characters, at most {MOST_STOP_CHARACTERS} in all", param="stop")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs are not sent in streams; leave stream out", param="prompt_logprobs")
+        if self.min_tokens and (not self.ignore_eos or self.stops or self.stop_token_ids or self.constraint()):
+            raise ApiError(
+                400, "min_tokens expects ignore_eos and no stops; leave it out, or ignore_eos: true", param="min_tokens"
+            )
 
     def constraint(self) -> tuple[str, Kind, str] | None:
         """The grammar that the text must follow: the field that gave it, its kind, and its text."""
@@ -556,6 +566,9 @@ def read(kind: type[Any], content: Any, longest: int = MOST_IDS) -> Any:
     if not isinstance(content, dict):
         raise ApiError(400, f"the body is {JSON_NAMES[type(content)]}, expected a JSON object")
     check_size(content, longest)
+    for name, neutral in UNSERVED.items() if issubclass(kind, Generation) else ():
+        if (value := content.get(name)) and value != neutral:
+            raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
     try:
         return kind.model_validate(content)
     except ValidationError as error:
