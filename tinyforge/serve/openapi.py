@@ -67,9 +67,11 @@ def description(model: str, key: bool) -> dict[str, Any]:
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     schema = {"type": "object"} if endpoint.media == "application/json" else {"type": "string"}
     content = {endpoint.media: {"schema": schema}}
+    summary = f"{endpoint.summary}."
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    operation: dict[str, Any] = {"summary": endpoint.summary, "operationId": endpoint.path.strip("/").replace("/", "_")}
+        summary = f"{endpoint.summary}, whole or as server-sent events."
+    operation: dict[str, Any] = {"summary": summary, "operationId": endpoint.path.strip("/").replace("/", "_")}
     errors = {status: STATUSES[status] for status in ("401", "403", "503")}
     if endpoint.body:
         ref = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
