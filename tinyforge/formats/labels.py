@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from tinyforge.errors import UserError
 from tinyforge.files import read_json
@@ -25,10 +22,6 @@ class Labels(Vocabulary):
 
     def encode(self, text: str, after: After = "start") -> list[int]:
         raise UserError("this model reads images, not text; give it some with recipes/classify.py")
-
-    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """Raises UserError at the first text."""
-        return (np.array(self.encode(text)) for text in texts)
 
     def _content(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, "labels": list(self.names)}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from tinyforge.errors import UserError
 from tinyforge.tokenizers.vocabulary import After, Vocabulary, check_tokenizer
@@ -24,10 +20,6 @@ class Ids(Vocabulary):
 
     def encode(self, text: str, after: After = "start") -> list[int]:
         raise UserError("this model has no tokenizer: it takes ids, not text; put its tokenizer.json next to it")
-
-    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """Raises UserError at the first text."""
-        return (np.array(self.encode(text)) for text in texts)
 
     def _content(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, "count": self.vocab_size, "tokens": []}

@@ -139,6 +139,14 @@ class Vocabulary:
         """Number of token ids."""
         return self._size
 
+    def encode(self, text: str, after: After = "start") -> list[int]:
+        """The ids of a text. after: what precedes it."""
+        raise NotImplementedError
+
+    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
+        """The ids of each text, in order. workers: processes, for a tokenizer that shares the work."""
+        return (np.array(self.encode(text), self.id_dtype) for text in texts)
+
     def decode(self, ids: Iterable[int], after: After = "start") -> str:
         """Text of `ids`; bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return self.decode_bytes(ids, after).decode("utf-8", "replace")

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from tinyforge.errors import UserError, errors_in
 from tinyforge.files import MORE_DIGITS, read_json, read_text
@@ -137,10 +134,6 @@ class WordPiece(Vocabulary):
             ids.append(id)
             start, end = end, len(word)
         return ids
-
-    def encode_many(self, texts: Iterable[str], workers: int | None = None) -> Iterator[npt.NDArray[Any]]:
-        """The ids of each text, in order. Words are cached: `workers` is not used."""
-        return (np.array(self.encode(text), self.id_dtype) for text in texts)
 
     def decode(self, ids: Iterable[int], after: After = "start") -> str:
         """The words, with spaces between them: case, accents and the original spaces are lost."""
