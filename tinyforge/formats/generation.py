@@ -21,24 +21,13 @@ if TYPE_CHECKING:  # and later in functions: `tinyforge --help` imports this pac
     from tinyforge.infer.sampling import Sampling
 
 FILE = "generation_config.json"
-FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+SAMPLED = {key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+FIELDS = {**SAMPLED, "max_new_tokens": "max_tokens"}
 """The file's keys, and the fields of `Sampling` that they set."""
-GGUF = {
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
-    "min_p": "general.sampling.min_p",
-    "repetition_penalty": "general.sampling.penalty_repeat",
-}
+_GGUF = {**SAMPLED, "temperature": "temp", "repetition_penalty": "penalty_repeat"}
+GGUF = {key: f"general.sampling.{name}" for key, name in _GGUF.items()}
 """The file's keys as a .gguf file's metadata has them."""
-OLLAMA = {**{key: key for key in GGUF}, "repetition_penalty": "repeat_penalty"}
+OLLAMA = {**SAMPLED, "repetition_penalty": "repeat_penalty"}
 """And as Ollama's Modelfile has them."""
 FIX = "correct it, or remove the file"
 
