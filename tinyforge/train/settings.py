@@ -103,20 +103,7 @@ def setting(
     which this one means nothing, as "optimizer muon" or "objective dpo or orpo". points: for a schedule's AT:VALUE, an
     example and the bounds of the values, see `read_points`.
     """
-    meta = {
-        "help": help,
-        "check": check,
-        "changes": changes,
-        "card": card,
-        "metavar": metavar,
-        "choices": choices,
-        "adds": adds,
-        "bare": bare,
-        "formerly": formerly,
-        "group": group,
-        "of": of,
-        "points": points,
-    }
+    meta = {name: value for name, value in locals().items() if name != "default"}
     return field(default_factory=default, metadata=meta) if callable(default) else field(default=default, metadata=meta)
 
 
