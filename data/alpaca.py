@@ -456,13 +456,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.flag("--out", Path, "folder for alpaca.json and source.json", required=True, metavar="DIR")
     parser.flag("--base-url", HOST, "a mirror", metavar="URL")
     parser.flag("--encoding", "utf-8", "of the file")
-    parser.add_argument(
-        "--as-text",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="write a source for data.corpus instead: the training records of these files, as questions with answers",
-    )
+    what = "write a source for data.corpus instead: the training records of these files, as questions with answers"
+    parser.flag("--as-text", [], what, type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
     if args.as_text:
         if args.file:

@@ -1025,19 +1025,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for f in (f for f in fields(Settings) if f.metadata):
         what = f.metadata["help"]
         if f.name == "val_share":
-            parser.flag("--val-share", str, f"{what} (default: {f.default})", nargs="+", default=[], metavar="SHARE")
+            parser.flag("--val-share", [], f"{what} (default: {f.default})", metavar="SHARE")
         else:
             parser.flag(_flag(f.name), f.default, what, metavar="|".join(SPLIT_HASH) if f.name == "split_by" else None)
     parser.flag("--bad-words", Path, "drop what has many of these words, one a line", metavar="FILE")
     parser.flag("--quality", Path, "a classifier of data.quality; drop what is below 0.5", metavar="FILE")
-    parser.add_argument(
-        "--decontaminate",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="PATH",
-        help="evaluation sets, as for evaluate.py --task-data, to keep out of the training text",
-    )
+    tasks = "evaluation sets, as for evaluate.py --task-data, to keep out of the training text"
+    parser.flag("--decontaminate", [], tasks, type=Path, metavar="PATH")
     parser.flag("--filters", Path, "quality filters in SQL", default=DEFAULT_FILTERS, metavar="FILE")
     parser.flag("--tokenizer", Path, "count tokens too", metavar="FILE")
     parser.flag("--workers", int, "processes (default: one per core, if memory allows)")

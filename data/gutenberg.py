@@ -505,12 +505,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "inputs", nargs="*", type=Path, metavar="FILE_OR_FOLDER_OR_ZIP", help="books to clean (default: download them)"
     )
     parser.flag("--out", Path, "folder for the source", required=True, metavar="DIR")
-    parser.add_argument(
-        "--numbers", type=int, nargs="+", metavar="N", help="books to download (default: data/gutenberg.csv)"
-    )
-    parser.add_argument(
-        "--base-url", action="append", metavar="URL", help=f"a mirror; may be repeated (default: {', '.join(MIRRORS)})"
-    )
+    parser.flag("--numbers", [], "books to download (default: data/gutenberg.csv)", type=int, metavar="N")
+    mirrors = f"a mirror; may be repeated (default: {', '.join(MIRRORS)})"
+    parser.flag("--base-url", [], mirrors, action="append", metavar="URL")
     parser.flag("--keep-copyrighted", False, "keep books that are under copyright; read their terms")
     args = parser.parse_args(arguments)
     if args.inputs and (args.numbers or args.base_url):
@@ -523,7 +520,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     source = make_source(
         args.out,
         args.inputs,
-        args.numbers,
+        args.numbers or None,
         args.base_url or MIRRORS,
         args.keep_copyrighted,
         say=lambda line: print(one_line(line), flush=True),

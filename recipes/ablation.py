@@ -307,13 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return pretrain_until_alone(argv[1:])
     cut = argv.index("--") if "--" in argv else len(argv)
     p = Parser(description=__doc__)
-    p.add_argument(
-        "--arm",
-        action="append",
-        default=[],
-        metavar="'NAME: FLAGS'",
-        help="two or more; the first is what the others are compared to",
-    )
+    what = "two or more; the first is what the others are compared to"
+    p.flag("--arm", [], what, action="append", metavar="'NAME: FLAGS'")
     p.flag("--screen", False, "each arm is a change, and runs make half of all changes")
     p.flag("--seeds", int, "runs of each arm: seeds 0, 1, ... (default: 3; with --screen 1)", 1)
     p.flag("--jobs", int, "runs side by side; by --minutes they share the machine (default: 1, or --gpus)", 1)

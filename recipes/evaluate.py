@@ -381,20 +381,10 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
     add_checkpoint_flag(p)
-    p.add_argument(
-        "--data",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="token shards, or text as given to pretrain.py (default: what the run learned from)",
-    )
-    p.add_argument(
-        "--instructions",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="records as given to sft.py; the last 20th of each file is used (default: the built-in ones)",
-    )
+    data = "token shards, or text as given to pretrain.py (default: what the run learned from)"
+    p.flag("--data", [], data, metavar="PATH")
+    records = "records as given to sft.py; the last 20th of each file is used (default: the built-in ones)"
+    p.flag("--instructions", [], records, metavar="FILE")
     p.flag("--encoding", "utf-8", "encoding of text files")
     p.flag("--kneser-ney", False, "also a 5-gram model of the training text: some 2 s and 140 MB per million tokens")
     p.flag(
@@ -416,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_weights_flag(p)
     p.flag("--card", False, "write the run's model card, README.md, with these figures")
     p.add_argument("--tasks", nargs="+", metavar="NAME", help="benchmarks instead: " + ", ".join((*TASKS, *TEXT_TASKS)))
-    p.add_argument("--task-data", nargs="+", default=[], metavar="PATH", help="folders or zips with the tasks' files")
+    p.flag("--task-data", [], "folders or zips with the tasks' files", metavar="PATH")
     p.flag("--any-version", False, "accept sets that are not the published version")
     p.flag("--limit", int, "with --tasks: the first items of each set or phenomenon (default: all)", 1)
     p.flag("--resume", False, "with --tasks: keep the tasks that the file of --json has")

@@ -61,11 +61,15 @@ class Parser(argparse.ArgumentParser):
         self, name: str, value: Any, help: str, least: float = -math.inf, most: float = math.inf, **more: Any
     ) -> None:
         """Add a flag. value: the type of what is given, or the default, which the help then ends with; False makes a
-        switch. least, most: bounds of numbers. more: other options of `add_argument`."""
+        switch, and [] takes several values: after one flag, or with action="append" one a flag. least, most: bounds of
+        numbers. more: other options of `add_argument`."""
         if (least, most) != (-math.inf, math.inf):
             self.bounds[name] = least, most
         if value is False:
             self.add_argument(name, action="store_true", help=help)
+        elif value == []:
+            several: dict[str, Any] = {} if "action" in more else {"nargs": "+"}
+            self.add_argument(name, default=[], help=help, **several, **more)
         elif isinstance(value, type):
             self.add_argument(name, type=value, help=help, **more)
         else:

@@ -100,14 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("sources", nargs="+", metavar="SRC", help="two or more models, in any form that convert reads")
     parser.add_argument("target", metavar="OUT", help="the directory to write")
-    parser.add_argument(
-        "--weights",
-        nargs="+",
-        type=float,
-        default=[],
-        metavar="W",
-        help="one number for each SRC, divided by their sum (default: all the same)",
-    )
+    weights = "one number for each SRC, divided by their sum (default: all the same)"
+    parser.flag("--weights", [], weights, type=float, metavar="W")
     parser.flag("--dtype", "f32", "type of the stored weights", choices=FORMATS["tinyforge"])
     args = parser.parse_args(argv)
     target = Path(args.target)

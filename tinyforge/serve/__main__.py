@@ -86,13 +86,8 @@ def flags() -> Parser:
         choices=("auto", "deepseek", "none"),
     )
     add_allow_host_flag(parser)
-    parser.add_argument(
-        "--cors-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-        help="origin of a page that may call it, e.g. http://localhost:5173; * for any",
-    )
+    origin = "origin of a page that may call it, e.g. http://localhost:5173; * for any"
+    parser.flag("--cors-origin", [], origin, action="append", metavar="ORIGIN")
     return parser
 
 

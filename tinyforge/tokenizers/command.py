@@ -54,12 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--vocab-size", int, "number of ids: 256 bytes, the merges, the special tokens", required=True, metavar="N"
     )
     train.flag("--out", str, "the tokenizer, as JSON", required=True, metavar="FILE")
-    train.add_argument(
-        "--special",
-        action="append",
-        metavar="TEXT",
-        help="a special token; may be repeated (default: <|endoftext|> and </s>)",
-    )
+    special = "a special token; may be repeated (default: <|endoftext|> and </s>)"
+    train.flag("--special", [], special, action="append", metavar="TEXT")
     train.flag("--single-digits", False, "no token holds more than one digit")
 
     encode = commands.add_parser("encode", help="text or any bytes -> ids, in decimal")
@@ -137,14 +133,14 @@ def check_folder(out: str, what: str) -> None:
 
 
 def run_train(
-    files: list[str], vocab_size: int, out: str, specials: list[str] | None, workers: int | None, single_digits: bool
+    files: list[str], vocab_size: int, out: str, specials: list[str], workers: int | None, single_digits: bool
 ) -> None:
     check_folder(out, "tokenizer")
     texts = chain.from_iterable(read_text(file, "strict") for file in files)
     options: dict[str, Any] = {"progress": sys.stderr.isatty(), "workers": workers, "single_digits": single_digits}
     if all(map(os.path.isfile, files)):
         options["size"] = sum(map(os.path.getsize, files))  # bytes; about as many as characters
-    if specials is not None:
+    if specials:
         options["specials"] = tuple(specials)
     tokenizer = Tokenizer.train(texts, vocab_size, **options)
     tokenizer.save(out)
