@@ -79,18 +79,18 @@ class Decoder(ABC):
         """Copy another row into an empty one, for several replies to one prompt; returns False if it cannot."""
         return False
 
-    @abstractmethod
     def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
         """Append tokens, (batch, n); returns the logits of heads 0 .. heads - 1, (batch, n, heads, V).
 
-        The array belongs to the decoder, and is valid until the next call.
+        The array belongs to the decoder, and is valid until the next call. A decoder has its own `step` or
+        `step_rows`: each default calls the other.
         """
+        return self.step_rows(range(self.batch), tokens, heads)
 
     def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
         """Append tokens, one or more, to the only row; returns the logits after the last, (1, 1, heads, V), as `step`
         does."""
-        self.prefill(0, tokens[:-1])
-        return self.step([tokens[-1:]], heads)
+        return self.last_logits(0, tokens, heads)
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         """`step` for some rows, in increasing order: tokens (len(rows), n) to logits (len(rows), n, heads, V). A row's
@@ -203,9 +203,6 @@ class ReferenceDecoder(Decoder):
     def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
         self._check_room([0], len(tokens))
         return self._logits(self._extend(0, tokens)[:, -1:], heads)
-
-    def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
-        return self.step_rows(range(self.batch), tokens, heads)
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         self._check_room(rows, len(tokens[0]))

@@ -78,9 +78,6 @@ class CompiledDecoder(CPUDecoder):
         for _ in self._prompt(row, tokens):
             pass
 
-    def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
-        return self.last_logits(0, tokens, heads)
-
     def last_logits(self, row: int, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
         *_, found = self._prompt(row, tokens, 1, heads)
         return found

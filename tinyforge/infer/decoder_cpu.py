@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -92,9 +92,6 @@ class CPUDecoder(Decoder):
         self.keys[:, row, ..., :length] = self.keys[:, source, ..., :length]
         self.values[:, row, :, :length] = self.values[:, source, :, :length]
         return True
-
-    def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
-        return self.step_rows(range(self.batch), tokens, heads)
 
     def saved(self, row: int, start: int) -> tuple[np.ndarray, np.ndarray]:
         here = slice(start, self.lengths[row])

@@ -203,17 +203,11 @@ class WebGPUDecoder(Decoder):
         self._check_room([row], len(tokens))
         self._append(row, tokens)
 
-    def first(self, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
-        return self.last_logits(0, tokens, heads)
-
     def last_logits(self, row: int, tokens: Sequence[int], heads: int = 1) -> np.ndarray:
         self._check_room([row], len(tokens))
         pitch = self._room_for_logits(1, heads * self.weights.vocab)
         self._answer(0, pitch, heads, self._append(row, tokens) - 1, 1)
         return self._read(1, pitch, (1, heads, self.weights.vocab))
-
-    def step(self, tokens: Any, heads: int = 1) -> np.ndarray:
-        return self.step_rows(range(self.batch), tokens, heads)
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         tokens = np.asarray(tokens)
