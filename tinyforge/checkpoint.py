@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.files import JSON_NAMES, read_json, replace, sha256_of, shown, sync, writing
+from tinyforge.files import JSON_NAMES, folder_written_whole, read_json, replace, sha256_of, shown, writing
 from tinyforge.parallel.star import Lost
 from tinyforge.quantised import quantise
 from tinyforge.tensors import SCALE, Lazy, Tensors, chunks
@@ -226,10 +226,7 @@ def _write_directory(
 ) -> None:
     """Make a directory with the files of `write`, tokenizer.json, meta.json and hashes.json, and `files` by name, which
     have no hashes and may be edited; it appears atomically."""
-    partial = final.parent / f".partial-{final.name}"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
-        partial.mkdir(parents=True)
+    with folder_written_whole(final) as partial:
         write_files(partial, files)
         hashes = dict(write(partial))
         if tokenizer is not None:
@@ -237,12 +234,6 @@ def _write_directory(
             hashes["tokenizer.json"] = sha256_of(partial / "tokenizer.json")
         hashes["meta.json"] = _write(partial / "meta.json", [_to_json(meta)])
         _write(partial / "hashes.json", [_to_json(hashes)])
-        sync(partial)
-        replace(partial, final)
-        sync(final.parent)
-    except Exception:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

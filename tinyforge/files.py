@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -92,6 +93,21 @@ def write_whole(path: Path, text: str) -> None:
     """Write a text file whole or not at all; as `written_whole`."""
     with written_whole(path) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
+
+
+@contextmanager
+def folder_written_whole(path: Path) -> Iterator[Path]:
+    """`written_whole` of a folder, with the folders above it. The block syncs its files; on an error all is removed."""
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
+        partial.mkdir(parents=True)
+        yield partial
+        sync(partial)
+        replace(partial, path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 REMEDIES = {

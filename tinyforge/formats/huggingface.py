@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tinyforge import tensors
 from tinyforge.errors import UserError
-from tinyforge.files import MORE_DIGITS, read_json, replace, shown, sync, write_whole, writing
+from tinyforge.files import MORE_DIGITS, folder_written_whole, read_json, shown, write_whole, writing
 from tinyforge.formats import mxfp4
 from tinyforge.formats.weights import Recorded, Weights
 
@@ -111,17 +110,9 @@ def write_files(
     """Write a directory of JSON files, by name, and one safetensors file; as `write_directory`."""
     if path.exists():
         raise UserError(f"{path} exists already; remove it, or choose another directory")
-    partial = path.parent / f".partial-{path.name}"
-    try:
-        with writing(path):
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-            partial.mkdir(parents=True)
-            for name, content in configs.items():
-                write_whole(partial / name, json.dumps(content, indent=2) + "\n")
-            if others:
-                others(partial)
-            tensors.write(partial / file, lazy, dtype)
-            replace(partial, path)
-            sync(path.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with writing(path), folder_written_whole(path) as partial:
+        for name, content in configs.items():
+            write_whole(partial / name, json.dumps(content, indent=2) + "\n")
+        if others:
+            others(partial)
+        tensors.write(partial / file, lazy, dtype)

@@ -24,7 +24,7 @@ import numpy as np
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.files import replace, sync, writing
+from tinyforge.files import folder_written_whole, writing
 from tinyforge.formats import Loaded, Opened, add_checkpoint_flag, hub, open_model, resolve_checkpoint
 from tinyforge.formats.runs import add_template_flag, short_name, with_template
 from tinyforge.infer.causal_lm import FusedWeights
@@ -109,22 +109,12 @@ def write(out: Path, loaded: Loaded, name: str, context: int) -> int:
         "pattern": pattern(loaded.tokenizer),
         "tensors": places,
     }
-    partial = out.with_name(f".partial-{out.name}")
-    with writing(out):
-        try:
-            shutil.rmtree(partial, ignore_errors=True)  # what a killed run has left
-            partial.mkdir(parents=True)
-            manifest["parts"] = list(write_parts(partial, tensors))
-            loaded.tokenizer.save(partial / "tokenizer.json")
-            (partial / "model.json").write_text(json.dumps(manifest), encoding="utf-8")
-            write_page(partial)
-            sync(partial)
-            size = sum(file.stat().st_size for file in partial.iterdir())
-            replace(partial, out)
-            sync(out.parent)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    with writing(out), folder_written_whole(out) as partial:
+        manifest["parts"] = list(write_parts(partial, tensors))
+        loaded.tokenizer.save(partial / "tokenizer.json")
+        (partial / "model.json").write_text(json.dumps(manifest), encoding="utf-8")
+        write_page(partial)
+        size = sum(file.stat().st_size for file in partial.iterdir())
     return size
 
 
