@@ -18,7 +18,7 @@ components). J. Leskovec, A. Rajaraman, J. Ullman, "Mining of Massive Datasets",
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -211,26 +211,6 @@ def permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
     """`count` fixed pairs (a, b), a odd: s -> a s + b mod 2^32 permutes the 32-bit numbers."""
     bits = _mix(np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(_BASE)) >> np.uint64(32)
     return bits[:count].astype(np.uint32) | np.uint32(1), bits[count:].astype(np.uint32)
-
-
-def grams_of(texts: Iterable[str], n: int) -> Iterator[np.ndarray]:
-    """The hashes of the runs of n words in the texts, as `Words.grams` has them, about a megabyte of text at a time."""
-    batch, size = list[str](), 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size > 1 << 20:
-            yield Words(batch).grams(n)[0]
-            batch, size = [], 0
-    if batch:
-        yield Words(batch).grams(n)[0]
-
-
-def gram_shares(texts: Sequence[str], n: int, known: np.ndarray) -> np.ndarray:
-    """The share of each text's runs of n words whose hashes are among `known`, (D,); 0 for a text without words."""
-    grams, bounds = Words(texts).grams(n)
-    found = np.concatenate([[0], np.cumsum(np.isin(grams, known))])
-    return (found[bounds[1:]] - found[bounds[:-1]]) / np.maximum(np.diff(bounds), 1)
 
 
 def estimate(a: np.ndarray, b: np.ndarray) -> np.ndarray:

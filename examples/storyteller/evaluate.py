@@ -40,11 +40,11 @@ if not __package__:
 import numpy as np
 
 from bench import harness
+from examples.storyteller.grams import grams_of
 from examples.storyteller.stories import NAMES, STORIES, keeps_name, with_article
 from tinyforge.backends.workers import cpu_model
 from tinyforge.chat import conversation_with
 from tinyforge.data.alpaca import read_records
-from tinyforge.data.dedup import grams_of
 from tinyforge.data.shards import read_corpus, read_texts
 from tinyforge.errors import UserError, run_command
 from tinyforge.formats import Loaded, load, resolve_checkpoint

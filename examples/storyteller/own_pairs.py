@@ -28,10 +28,10 @@ if not __package__:
 
 import numpy as np
 
+from examples.storyteller.grams import gram_shares, grams_of
 from examples.storyteller.stories import asks_for_a_story, misses
 from tinyforge.backends import get_backend
 from tinyforge.data.alpaca import Record, evenly, read_split
-from tinyforge.data.dedup import gram_shares, grams_of
 from tinyforge.data.files import check_writable, write_json
 from tinyforge.data.preferences import Pair
 from tinyforge.errors import Parser, UserError, run_command

@@ -9,17 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from tinyforge.data.dedup import (
-    WordHash,
-    Words,
-    band_keys,
-    candidate_probability,
-    components,
-    estimate,
-    gram_shares,
-    grams_of,
-    permutations,
-)
+from tinyforge.data.dedup import WordHash, Words, band_keys, candidate_probability, components, estimate, permutations
 
 ALPHABET = [*"abc é ß 1 7 . , - ! \n \t", "the ", " Of", "“", "”", "—", "\u00a0", "…", "\u3000", "日本", "ﬁ", "İ"]
 
@@ -78,12 +68,6 @@ def test_a_gram_has_the_same_hash_wherever_it_stands() -> None:
     alone, _ = Words(["one two three"]).grams(3)
     later, _ = Words(["x " * 1000, "zero one. Two\n\nTHREE four"]).grams(3)
     assert alone[0] in later.tolist()
-
-
-def test_the_share_of_grams_that_are_known() -> None:
-    known = np.concatenate(list(grams_of(["zero One, two: three four", "x " * (1 << 20), "nine"], 3)))
-    texts = ["one two three four five", "", "five six seven", "x x x", "three four x"]
-    assert gram_shares(texts, 3, known).tolist() == [2 / 3, 0, 0, 1, 0]  # none reaches from one text into the next
 
 
 def test_the_hash_is_that_of_the_words_however_they_are_cut() -> None:
