@@ -145,6 +145,30 @@ class Finished:
         return capture()
 
 
+class Meeting:
+    """Base of groups whose ranks talk over a star: the calls that are only a meeting."""
+
+    _star: ControlChannel
+
+    def barrier(self) -> None:
+        self._meet("barrier")
+
+    def send_object(self, value: Any = None) -> Any:
+        return self._meet("send_object", value)
+
+    def gather_objects(self, value: Any) -> Any:
+        return self._meet("gather_objects", bring=value)
+
+    def be_patient(self, seconds: float) -> None:
+        self._star.patience = seconds
+
+    def name(self, rank: int) -> str:
+        return self._star.names[rank]
+
+    def _meet(self, what: str, payload: Any = None, bring: Any = None) -> Any:
+        return self._star.rendezvous((what,), payload, bring)
+
+
 class Alone(Finished):
     """The group of one process. Its arrays may be a device's.
 
@@ -169,7 +193,7 @@ class Alone(Finished):
         return "this process"
 
 
-class SharedMemory(Finished):
+class SharedMemory(Meeting, Finished):
     """Ranks on one machine that share memory: forked processes, or threads.
 
     Data goes through `slots`: a row of memory for each rank, and one for the result. Each rank computes its own part of
@@ -215,9 +239,6 @@ class SharedMemory(Finished):
             self.barrier()
             flat[start : start + result.size] = result
 
-    def barrier(self) -> None:
-        self._star.rendezvous(("barrier",))
-
     def send_object(self, value: Any = None) -> Any:
         data = np.frombuffer(pickle.dumps(value) if self.rank == 0 else b"", np.uint8)
         size = np.array([data.size])
@@ -226,12 +247,6 @@ class SharedMemory(Finished):
         self.broadcast_(data)
         # What is read comes from this run's own first process.
         return value if self.rank == 0 else pickle.loads(data.tobytes())  # noqa: S301 - of this process group
-
-    def gather_objects(self, value: Any) -> Any:
-        return self._star.rendezvous(("gather_objects",), bring=value)
-
-    def be_patient(self, seconds: float) -> None:
-        self._star.patience = seconds
 
     def name(self, rank: int) -> str:
         return f"worker {rank}"

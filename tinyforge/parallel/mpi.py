@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tinyforge.parallel.group import Array, Finished, _flat, part_of, summed
+from tinyforge.parallel.group import Array, Finished, Meeting, _flat, part_of, summed
 from tinyforge.parallel.star import ControlChannel, Lost
 
 
-class MPIGroup(Finished):
+class MPIGroup(Meeting, Finished):
     """The ranks of MPI's COMM_WORLD. Arrays are NumPy's."""
 
     shares: ClassVar = False
@@ -48,21 +48,6 @@ class MPIGroup(Finished):
         flat = _flat(array)
         self._star.rendezvous(("broadcast_", array.shape, str(array.dtype)))
         self._wait(self._comm.Ibcast(_bytes(flat), root=0), "broadcast_")
-
-    def barrier(self) -> None:
-        self._star.rendezvous(("barrier",))
-
-    def send_object(self, value: Any = None) -> Any:
-        return self._star.rendezvous(("send_object",), value)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._star.rendezvous(("gather_objects",), bring=value)
-
-    def be_patient(self, seconds: float) -> None:
-        self._star.patience = seconds
-
-    def name(self, rank: int) -> str:
-        return self._star.names[rank]
 
     def close(self) -> None:
         """Nothing: `launch.joined` lets the other ranks go at the end of the run."""

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.parallel.group import Array, part_of, summed
+from tinyforge.parallel.group import Array, Meeting, part_of, summed
 from tinyforge.parallel.star import Call, ControlChannel
 from tinyforge.parallel.sums import add_
 from tinyforge.parallel.watch import Watch
@@ -111,7 +111,7 @@ class Engine(Protocol):
     def check(self) -> None: ...
 
 
-class NCCLGroup:
+class NCCLGroup(Meeting):
     """See `Group`. Arrays are the device's: CuPy's, C-contiguous."""
 
     shares: ClassVar = False
@@ -172,12 +172,6 @@ class NCCLGroup:
             self._engine.broadcast(flat, 0)
         self._end()
 
-    def barrier(self) -> None:
-        self._meet("barrier")
-
-    def send_object(self, value: Any = None) -> Any:
-        return self._meet("send_object", value)
-
     def mark(self) -> Any:
         return self._engine.mark()
 
@@ -209,14 +203,8 @@ class NCCLGroup:
         while self._launches:
             self._launches.pop().clear()
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self._meet("gather_objects", bring=value)
-
     def be_patient(self, seconds: float) -> None:
         self._star.patience = self._watch.patience = seconds
-
-    def name(self, rank: int) -> str:
-        return self._star.names[rank]
 
     def close(self) -> None:
         """Nothing: `launch.joined` lets the other ranks go at the end of the run."""
