@@ -132,18 +132,10 @@ _GPT2 = Architecture(
 )
 
 
-_GEMMA_LAYER = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GEMMA = {
-    **dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh"),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
-}
-
-
 _AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA_LAYER = {**_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
+_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_GEMMA = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh") | dict.fromkeys(_CAPS)
 _GRANITE = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -187,16 +179,7 @@ ARCHITECTURES = {
     "qwen3": _llama("Qwen3ForCausalLM"),
     "gemma": _llama("GemmaForCausalLM", plus_one=True, fixed=_GEMMA),
     "gemma2": _llama(
-        "Gemma2ForCausalLM",
-        _GEMMA_LAYER,
-        plus_one=True,
-        fixed=_GEMMA,
-        optional={
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        pattern=2,
-        wide=(46,),
+        "Gemma2ForCausalLM", _GEMMA_LAYER, plus_one=True, fixed=_GEMMA, optional=_CAPS, pattern=2, wide=(46,)
     ),
     "gemma3": _llama(
         "Gemma3ForCausalLM",
