@@ -7,14 +7,24 @@ from typing import Any
 from tinyforge.errors import UserError
 
 
-def check_heads(config: Any) -> None:
-    """The width is a whole number of heads."""
-    dim, heads = config.dim, config.heads
-    if dim % heads:
-        multiple = dim // heads * heads or heads
-        raise UserError(
-            f"config: dim {dim} is not divisible by heads {heads}; use dim {multiple} or another number of heads"
-        )
+class DividedHeads:
+    """Part of the configs whose heads divide the width among them."""
+
+    dim: int
+    heads: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    def check_heads(self) -> None:
+        """The width is a whole number of heads."""
+        dim, heads = self.dim, self.heads
+        if dim % heads:
+            multiple = dim // heads * heads or heads
+            raise UserError(
+                f"config: dim {dim} is not divisible by heads {heads}; use dim {multiple} or another number of heads"
+            )
 
 
 def check_rates(config: Any, *names: str) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.models.checks import check_heads, check_rates
+from tinyforge.models.checks import DividedHeads, check_rates
 
 
 @dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(DividedHeads, ModelConfig):
     """The shape of a BERT.
 
     dim: width C of the stream. heads: each of size dim / heads. layers: blocks. hidden: width of the MLP. segments:
@@ -37,16 +37,12 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("dim", "heads", "layers", "hidden", "segments")
-        check_heads(self)
+        self.check_heads()
         if self.classes < 0:
             raise UserError(f"config: classes is {self.classes}, expected 0 or more")
         check_rates(self, "dropout", "attention_dropout")
         if not 0 < self.masked < 1:
             raise UserError(f"config: masked is {self.masked}, expected a share between 0 and 1")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
     def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
         if self.classes:

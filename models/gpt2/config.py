@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tinyforge.config import ModelConfig
-from tinyforge.models.checks import check_heads, check_rates
+from tinyforge.models.checks import DividedHeads, check_rates
 
 
 @dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(DividedHeads, ModelConfig):
     """The shape of a GPT-2.
 
     dim: width C of the residual stream. heads: attention heads, each of size dim / heads. layers: blocks. dropout: rate
@@ -29,12 +29,8 @@ class Config(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_positive("dim", "heads", "layers")
-        check_heads(self)
+        self.check_heads()
         check_rates(self, "dropout")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
 
 PRESETS = {

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.models.checks import check_heads, check_rates
+from tinyforge.models.checks import DividedHeads, check_rates
 from tinyforge.models.llama.config import Config as LlamaConfig
 
 
@@ -48,7 +48,7 @@ class MultiToken(ModelConfig):
 
 
 @dataclass(frozen=True)
-class Config(MultiToken):
+class Config(DividedHeads, MultiToken):
     """The shape of a NanoEuler.
 
     dim: width C of the residual stream. heads, kv_heads: query and key/value heads, each of size dim / heads.
@@ -88,16 +88,12 @@ class Config(MultiToken):
         super().__post_init__()
         check_rates(self, "dropout")
         self.require_positive("dim", "heads", "kv_heads", "layers", "hidden")
-        check_heads(self)
+        self.check_heads()
         if self.head_dim % 2:
             raise UserError(f"config: head size {self.head_dim} (dim / heads) is odd; RoPE turns pairs, make it even")
         if self.heads % self.kv_heads:
             raise UserError(f"config: heads {self.heads} is not divisible by kv_heads {self.kv_heads}")
         _ = self.trunk  # which checks the options
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
     @property
     def trunk(self) -> LlamaConfig:

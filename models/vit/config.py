@@ -7,11 +7,11 @@ from typing import Any
 
 from tinyforge.config import ModelConfig
 from tinyforge.errors import UserError
-from tinyforge.models.checks import check_heads, check_rates
+from tinyforge.models.checks import DividedHeads, check_rates
 
 
 @dataclass(frozen=True)
-class Config(ModelConfig):
+class Config(DividedHeads, ModelConfig):
     """The shape of a vision transformer.
 
     image: height and width in pixels. patch: height and width of a patch. channels: 1 for grey, 3 for colour. classes:
@@ -37,7 +37,7 @@ class Config(ModelConfig):
                 f"config: image {self.image} is not a whole number of patches of {self.patch}; use a patch that "
                 f"divides {self.image}"
             )
-        check_heads(self)
+        self.check_heads()
         check_rates(self, "dropout")
         object.__setattr__(self, "context", self.patches + 1)
         object.__setattr__(self, "vocab", self.classes)
@@ -45,10 +45,6 @@ class Config(ModelConfig):
     @property
     def patches(self) -> int:
         return (self.image // self.patch) ** 2
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
 
     def input_shapes(self, batch: int, length: int) -> tuple[tuple[int, ...], ...]:
         return (batch, self.channels, self.image, self.image), (batch, 1, 1)
