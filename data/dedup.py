@@ -89,15 +89,11 @@ class Words:
         code = np.frombuffer(joined.translate(_CODE), bool)
         self.code = _counts(code, ends) > _CODE_SHARE * self.characters
 
-    def _text_starts(self) -> np.ndarray:
-        return np.concatenate([[0], self._text_ends[:-1] + 1])
-
     def normal_forms(self) -> list[bytes]:
         """Each text as its words with one space between them."""
-        return [
-            self._bytes[start:end].tobytes().rstrip()
-            for start, end in zip(self._text_starts(), self._text_ends, strict=True)
-        ]
+        starts = np.concatenate([[0], self._text_ends[:-1] + 1])
+        ends = zip(starts, self._text_ends, strict=True)
+        return [self._bytes[start:end].tobytes().rstrip() for start, end in ends]
 
     def grams(self, n: int, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """A 64-bit hash of every run of n words, text after text, and the bounds of each text's runs: (G,), (D + 1,).

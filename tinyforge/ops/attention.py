@@ -30,17 +30,10 @@ sums."""
 
 
 @lru_cache(maxsize=64)
-def future_mask(columns: int, rows: int, shift: int, group: int, dtype: Any) -> Array:
-    """(columns, group * rows) of 0 and HIDDEN: row i sees columns up to i + shift."""
-    hidden = np.arange(columns)[:, None] > np.arange(rows) + shift
-    return np.tile(np.where(hidden, HIDDEN, 0.0).astype(dtype), (1, group))
-
-
-@lru_cache(maxsize=64)
-def past_mask(columns: int, rows: int, shift: int, group: int, dtype: Any) -> Array:
-    """(columns, group * rows) of 0 and HIDDEN: row i sees columns after i + shift."""
-    hidden = np.arange(columns)[:, None] <= np.arange(rows) + shift
-    return np.tile(np.where(hidden, HIDDEN, 0.0).astype(dtype), (1, group))
+def mask_of(columns: int, rows: int, shift: int, group: int, dtype: Any, past: bool = False) -> Array:
+    """(columns, group * rows) of 0 and HIDDEN: row i sees columns up to i + shift, or with `past` those after it."""
+    later = np.arange(columns)[:, None] > np.arange(rows) + shift
+    return np.tile(np.where(later != past, HIDDEN, 0.0).astype(dtype), (1, group))
 
 
 def tiles(
@@ -82,10 +75,10 @@ def hide_(s: Array, shift: int, group: int, causal: bool, window: int | None, st
     columns, rows = s.shape[-2], s.shape[-1] // group
     if columns > shift + 1:  # else the first row sees all of them
         first = max(shift + 1, 0)
-        s[:, :, first:] += future_mask(columns, rows, shift, group, s.dtype)[first:]
+        s[:, :, first:] += mask_of(columns, rows, shift, group, s.dtype)[first:]
     if window is not None and rows + shift > window:  # else the last row sees all of them
         last = min(columns, rows + shift - window)
-        s[:, :, :last] += past_mask(columns, rows, shift - window, group, s.dtype)[:last]
+        s[:, :, :last] += mask_of(columns, rows, shift - window, group, s.dtype, past=True)[:last]
     if starts is not None and (last := min(columns, int(starts.max()))) > 0:  # else no document begins in this tile
         mask = (np.arange(last, dtype=starts.dtype)[:, None] < starts[:, None]).astype(s.dtype)  # (n, last, rows)
         mask *= s.dtype.type(HIDDEN)

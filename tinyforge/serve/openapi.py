@@ -77,10 +77,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         ref = {"$ref": f"#/components/schemas/{endpoint.body.__name__}"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref}}}
         errors = STATUSES
-    operation["responses"] = {"200": {"description": "The answer.", "content": content}, **_errors(errors)}
+    failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    said = {status: {"description": what, "content": failed} for status, what in errors.items()}
+    operation["responses"] = {"200": {"description": "The answer.", "content": content}, **said}
     return operation
-
-
-def _errors(statuses: dict[str, str]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    return {status: {"description": what, "content": content} for status, what in statuses.items()}

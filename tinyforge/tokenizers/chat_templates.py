@@ -420,7 +420,7 @@ class Splitter:
         self._controls, self._all = _patterns(tokenizer)
         texts = list(_texts(given))
         first = sorted({found[0] for text in texts for found in self._controls.findall(text)})
-        used = {c for text in texts for c in _privates(text)} if first else set()
+        used = {_private(found) for text in texts for found in _PRIVATE.findall(text)} if first else set()
         free = (c for c in map(chr, range(0xF0000, 0xFFFFE)) if c not in used)
         self._marks = dict(zip(first, free, strict=False))
         if len(self._marks) < len(first):
@@ -472,10 +472,6 @@ def _private(spelt: str) -> str:
         return spelt
     data = bytes.fromhex(digits)
     return data.decode("utf-32-be" if digits.startswith("000") else "utf-16-be", "replace")
-
-
-def _privates(text: str) -> Iterable[str]:
-    return (_private(found) for found in _PRIVATE.findall(text))
 
 
 def _texts(value: object) -> Iterable[str]:

@@ -248,11 +248,6 @@ def visible(data: bytes, keep: str = "") -> str:
     return "".join(out).encode(encoding, "backslashreplace").decode(encoding)
 
 
-def use_colour() -> bool:
-    """Whether output goes to a terminal and NO_COLOR is not set (no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
 def side_by_side(parts: list[bytes], colour: bool) -> str:
     """The parts in a row, separated by background colours, or by quotation marks without colour."""
     if colour:
@@ -277,7 +272,7 @@ def run_inspect(tokenizer: TextTokenizer, text: str, token: int | None) -> None:
         raise UserError(
             "inspect: got another program's tokenizer, expected one that train wrote; use encode for its ids"
         )
-    colour = use_colour()
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")  # no-color.org
     pieces = list(chain.from_iterable(split(text, tokenizer.merging.pattern)))
     tokens = [tokenizer.encode(piece) for piece in pieces]
     ids = list(chain.from_iterable(tokens))
