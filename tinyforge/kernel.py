@@ -103,7 +103,7 @@ class Kernel(Generic[P, R]):
             mine, theirs = _arguments(self.body), _arguments(function)
             if mine == theirs or theirs == ["*arrays"]:  # what several kernels share
                 self._implementations[backend] = function
-            elif backend == "meta" and set(theirs) <= set(mine) and not _takes_backend(function):
+            elif backend == "meta" and set(theirs) <= set(mine):
                 self._implementations[backend] = self._given_what_it_reads(function)
             else:
                 raise TypeError(
@@ -115,11 +115,11 @@ class Kernel(Generic[P, R]):
         return register
 
     def _given_what_it_reads(self, function: Callable[..., R]) -> Callable[P, R]:
-        """`function`, called with all of the body's arguments."""
+        """`function`, called with all of the body's arguments and with `backend`."""
         body, read = inspect.signature(self.body), inspect.signature(function).parameters
 
-        def allocate(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = body.bind_partial(*args, **kwargs).arguments  # without `backend`
+        def allocate(*args: Any, backend: Any = None, **named: Any) -> R:
+            given = {**body.bind_partial(*args, **named).arguments, "backend": backend}
             return function(**{name: given[name] for name in read})
 
         return allocate

@@ -40,9 +40,7 @@ def fp8_product(
 
 
 @fp8_product.on("meta")
-def fp8_product_memory(
-    codes: Array, scale: Array, weight: Array, weight_scale: Array, e5m2: bool, *, backend: Any
-) -> Array:
+def fp8_product_memory(codes: Array, weight: Array, *, backend: Any) -> Array:
     return empty((*codes.shape[:-1], len(weight)), backend.dtype)
 
 
@@ -56,9 +54,7 @@ def fp8_product_swiglu(
 
 
 @fp8_product_swiglu.on("meta")
-def fp8_product_swiglu_memory(
-    codes: Array, scale: Array, weight: Array, weight_scale: Array, *, backend: Any
-) -> tuple[Array, Array]:
+def fp8_product_swiglu_memory(codes: Array, weight: Array, *, backend: Any) -> tuple[Array, Array]:
     lead, width = codes.shape[:-1], len(weight)
     return empty((*lead, width), backend.dtype), empty((*lead, width // 2), backend.dtype)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinyforge.backends import Backend, wide
+from tinyforge.backends import Backend
 from tinyforge.backends.meta import empty
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Cases, Param
-from tinyforge.ops.mixture import MixtureOfExperts
+from tinyforge.ops.mixture import MixtureOfExperts, weighted_swiglu_bwd_memory
 from tinyforge.ops.sigmoid import sigmoid
 from tinyforge.params import with_buffer
 
@@ -59,9 +59,7 @@ def clamped_swiglu_bwd(
     return dgu, hidden, dweights
 
 
-@clamped_swiglu_bwd.on("meta")
-def clamped_swiglu_bwd_memory(dh: Array, gu: Array, weights: Array) -> tuple[Array, Array, Array]:
-    return empty(gu.shape, gu.dtype), empty(dh.shape, gu.dtype), empty(weights.shape, wide(gu.dtype))
+clamped_swiglu_bwd.on("meta")(weighted_swiglu_bwd_memory)
 
 
 @kernel

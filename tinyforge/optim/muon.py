@@ -89,17 +89,7 @@ def muon_momentum(
 
 
 @muon_momentum.on("meta")
-def muon_momentum_memory(
-    m: Array,
-    grads: Array,
-    starts: Array,
-    rows: int,
-    columns: int,
-    grad_scale: Any,
-    rates: Array,
-    *,
-    backend: MetaBackend,
-) -> tuple[Array, Array]:
+def muon_momentum_memory(starts: Array, rows: int, columns: int, *, backend: MetaBackend) -> tuple[Array, Array]:
     return backend.empty((len(starts), rows, columns)), empty((len(starts), 1), np.float64)
 
 
