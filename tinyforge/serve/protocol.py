@@ -295,6 +295,16 @@ class Part(Wish):
     text: str | None = None
 
 
+def text_of(content: str | list[Part], kinds: tuple[str, ...], place: str, param: str) -> str:
+    """The text of a message whose parts may only be of these kinds."""
+    if isinstance(content, str):
+        return content
+    wrong = next((part.type for part in content if part.type not in kinds), None)
+    if wrong is not None:
+        raise ApiError(400, f"{place} has a part of type {wrong[:40]!a}; this model reads only text", param=param)
+    return "".join(part.text or "" for part in content)
+
+
 class Called(Wish):
     name: FunctionName
     arguments: str = "{}"
@@ -343,18 +353,9 @@ class Message(Wish):
         return {**found, **{key: value for key, value in given.items() if value is not None}}
 
     def text(self, place: str) -> str:
-        if self.content is None:
-            if self.role in ("assistant", "tool"):
-                return ""
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ApiError(400, f"{place}.content is null, expected a text", param=f"{place}.content")
-        if isinstance(self.content, str):
-            return self.content
-        wrong = next((part.type for part in self.content if part.type not in ("text", "input_text")), None)
-        if wrong is not None:
-            raise ApiError(
-                400, f"{place} has a part of type {wrong[:40]!a}; this model reads only text", param=f"{place}.content"
-            )
-        return "".join(part.text or "" for part in self.content)
+        return text_of(self.content or "", ("text", "input_text"), place, f"{place}.content")
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -39,6 +40,7 @@ class InputItem(protocol.Wish):
 
     def add_to(self, messages: Conversation, place: str) -> None:
         """Add this item to a conversation: a call becomes a part of the reply before it."""
+        text = partial(protocol.text_of, kinds=TEXTS, place=place, param="input")
         if self.type == "function_call" and self.name and self.call_id:
             function = {"name": self.name, "arguments": self.arguments or "{}"}
             call = {"id": self.call_id, "type": "function", "function": function}
@@ -46,28 +48,18 @@ class InputItem(protocol.Wish):
                 messages.append({"role": "assistant", "content": ""})
             messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
         elif self.type == "function_call_output" and self.call_id:
-            text = self._text(self.output, place)
-            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": text})
+            messages.append({"role": "tool", "tool_call_id": self.call_id, "content": text(self.output)})
         elif self.type == "reasoning":
-            messages.append({"role": "assistant", "content": "", "reasoning_content": self._text(self.content, place)})
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text(self.content or "")})
         elif self.type == "message":
             last = messages[-1] if messages else {}
-            said = {"role": self.role, "content": self._text(self.content, place)}
+            said = {"role": self.role, "content": text(self.content or "")}
             if self.role == last.get("role") == "assistant" and last.keys() == {*said, "reasoning_content"}:
                 said = {**messages.pop(), **said}  # its thoughts came first
             messages.append(said)
         else:
             message = f"{place} is of type {self.type[:40]!a}, expected a message, reasoning, function_call or "
             raise ApiError(400, f"{message}function_call_output, each with its fields", param="input")
-
-    @staticmethod
-    def _text(content: str | list[protocol.Part] | None, place: str) -> str:
-        if content is None or isinstance(content, str):
-            return content or ""
-        wrong = next((part.type for part in content if part.type not in TEXTS), None)
-        if wrong is not None:
-            raise ApiError(400, f"{place} has a part of type {wrong[:40]!a}; this model reads only text", param="input")
-        return "".join(part.text or "" for part in content)
 
 
 class FlatTool(protocol.Function):
