@@ -134,8 +134,7 @@ def _science(records: Records) -> Records:
 
 
 def _as_question(stem: str, choices: Sequence[str], gold: int) -> Choice:
-    context = f"Question: {stem}\nAnswer:"
-    return Choice(tuple((context, f" {choice}") for choice in choices), tuple(choices), gold)
+    return _as_statement(f"Question: {stem}\nAnswer:", choices, gold)
 
 
 def _as_statement(stem: str, choices: Sequence[str], gold: int) -> Choice:

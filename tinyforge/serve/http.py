@@ -22,6 +22,8 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tinyforge.serve.protocol import ApiError
+
 HEAD_SECONDS = 10.0
 """For the head of a request, from the connection or the head's first byte; for the rest of a body whose answer has been
 sent; and for a closed connection's last bytes."""
@@ -78,10 +80,6 @@ class Connections:
         return True
 
 
-def error_body(message: str, kind: str = "invalid_request_error", code: str | None = None) -> bytes:
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
-
-
 class GuardedProtocol(H11Protocol):
     """uvicorn's h11 protocol with bounds on time, bytes and connections."""
 
@@ -99,7 +97,8 @@ class GuardedProtocol(H11Protocol):
         self.address = self.client[0] if self.client else ""
         self.idle.add(self)
         if len(self.connections) > self.idle.most and not self.idle.evict(self):
-            body = error_body("too many connections; try again later", "rate_limit_error")
+            error = ApiError(503, "too many connections; try again later", "rate_limit_error")
+            body = json.dumps(error.body).encode()
             transport.write(
                 b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
                 b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
@@ -150,7 +149,7 @@ class GuardedProtocol(H11Protocol):
         self.send_400_response("This server has no WebSockets.")
 
     def send_400_response(self, msg: str) -> None:
-        body = error_body(msg)
+        body = json.dumps(ApiError(400, msg).body).encode()
         with contextlib.suppress(h11.LocalProtocolError):
             headers = [
                 ("content-type", "application/json"),
