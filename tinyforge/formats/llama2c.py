@@ -24,17 +24,19 @@ from tinyforge.formats import rotary
 from tinyforge.formats.weights import Weights
 
 HEADER = struct.Struct("<7i")
-LIMITS = {
-    "dim": 1 << 16,
-    "hidden": 1 << 20,
-    "layers": 1 << 10,
-    "heads": 1 << 10,
-    "kv_heads": 1 << 10,
-    "vocab": 1 << 24,
-    "context": 1 << 24,
+SIZES = {
+    "dim": ("hidden_size", 1 << 16),
+    "hidden": ("intermediate_size", 1 << 20),
+    "layers": ("num_hidden_layers", 1 << 10),
+    "heads": ("num_attention_heads", 1 << 10),
+    "kv_heads": ("num_key_value_heads", 1 << 10),
+    "vocab": ("vocab_size", 1 << 24),
+    "context": ("max_position_embeddings", 1 << 24),
 }
-"""The largest plausible sizes; a file that claims more is something else."""
+"""The header's sizes: their keys in config.json, and the largest that are plausible; a file that claims more is
+something else."""
 EPS, THETA = 1e-5, 10000.0  # as in run.c
+FIXED = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": EPS, "rope_theta": THETA, "rope_scaling": None}
 _MAGIC = 0x616B3432  # "ak42": versions 1 and 2
 
 
@@ -62,9 +64,9 @@ def open_file(path: Path) -> Weights:
         raise UserError(f"{path} has {length} bytes, llama2.c's header alone {HEADER.size}; get the file again")
     if int.from_bytes(head[:4], "little") == _MAGIC:
         raise UserError(f"{path} is of llama2.c's version 1 or 2; supported: version 0, which run.c reads")
-    sizes = dict(zip(LIMITS, HEADER.unpack(head), strict=True))
+    sizes = dict(zip(SIZES, HEADER.unpack(head), strict=True))
     tied, sizes["vocab"] = sizes["vocab"] > 0, abs(sizes["vocab"])
-    for name, limit in LIMITS.items():
+    for name, (_, limit) in SIZES.items():
         if not 1 <= sizes[name] <= limit:
             raise UserError(f"{path}: its header says {name} {sizes[name]}, expected 1 to {limit}; is it llama2.c's?")
     config = _config(sizes, tied)
@@ -85,14 +87,8 @@ def open_file(path: Path) -> Weights:
 
 def check(path: Path, config: dict[str, Any]) -> None:
     """UserError for a model that the format cannot hold; `path` is for the message."""
-    expected = {
-        "architectures": ["LlamaForCausalLM"],
-        "rms_norm_eps": EPS,
-        "rope_theta": THETA,
-        "rope_scaling": None,
-        "head_dim": config.get("hidden_size", 0) // config.get("num_attention_heads", 1),
-    }
-    for name, value in expected.items():
+    head_dim = config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
+    for name, value in {**FIXED, "head_dim": head_dim}.items():
         if config.get(name) != value:
             raise UserError(
                 f"cannot write {path}: llama2.c's format has {name} {value}, the model has {config.get(name)}; "
@@ -107,10 +103,10 @@ def write_file(path: Path, weights: Weights) -> None:
     head_dim, context = config["head_dim"], config["max_position_embeddings"]
     angle = np.arange(context)[:, None] * THETA ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = iter((np.cos(angle), np.sin(angle)))
-    vocab = config["vocab_size"] * (1 if config["tie_word_embeddings"] else -1)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: config[key] for name, (key, _) in SIZES.items()}
+    sizes["vocab"] *= 1 if config["tie_word_embeddings"] else -1
     with writing(path), written_whole(path) as partial, open(partial, "wb") as out:
-        out.write(HEADER.pack(*(config[name] for name in names), vocab, context))
+        out.write(HEADER.pack(*sizes.values()))
         for tensor, _ in layout(config):
             values = next(angles) if tensor is None else weights.tensors[tensor][1]()
             if tensor is not None and (heads := _heads(tensor, config)):
@@ -145,20 +141,11 @@ def layout(config: dict[str, Any]) -> Iterator[tuple[str | None, tuple[int, ...]
 
 def _config(sizes: dict[str, int], tied: bool) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"],
+        **FIXED,
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": sizes["dim"],
-        "intermediate_size": sizes["hidden"],
-        "num_hidden_layers": sizes["layers"],
-        "num_attention_heads": sizes["heads"],
-        "num_key_value_heads": sizes["kv_heads"],
+        **{key: sizes[name] for name, (key, _) in SIZES.items()},
         "head_dim": sizes["dim"] // sizes["heads"],
-        "vocab_size": sizes["vocab"],
-        "max_position_embeddings": sizes["context"],
-        "rms_norm_eps": EPS,
-        "rope_theta": THETA,
-        "rope_scaling": None,
         "tie_word_embeddings": tied,
     }
 

@@ -106,17 +106,14 @@ class ResponsesRequest(protocol.Wish):
         if self.background:
             raise ApiError(400, "background is not supported; leave it out", param="background")
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        same = ("temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls")
         return protocol.ChatRequest.model_validate(
             {
                 "messages": first + messages,
                 "max_tokens": self.max_output_tokens,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "stream": self.stream,
                 "response_format": self.text and self.text.format,
                 "tools": [{"function": tool.model_dump(exclude={"type"})} for tool in self.tools or ()],
-                "tool_choice": self.tool_choice,
-                "parallel_tool_calls": self.parallel_tool_calls,
+                **{name: getattr(self, name) for name in same},
             }
         )
 
