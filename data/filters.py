@@ -20,16 +20,8 @@ if TYPE_CHECKING:
     import duckdb
 
 DEFAULT_FILTERS = Path(__file__).with_name("filters.sql")
-# The columns that a filter sees of a document; `text` is the text of the part.
-COLUMNS = {
-    "number": "BIGINT",
-    "source": "VARCHAR",
-    "id": "VARCHAR",
-    "title": "VARCHAR",
-    "url": "VARCHAR",
-    "language_score": "DOUBLE",
-    "language": "VARCHAR",
-    "language_share": "DOUBLE",
+# The columns that are measured when reading.
+MEASURED = {
     "bytes": "BIGINT",
     "words": "BIGINT",
     "letters": "BIGINT",
@@ -38,20 +30,20 @@ COLUMNS = {
     "stops": "DOUBLE",
     "bad_words": "DOUBLE",
     "quality": "DOUBLE",
+    "language": "VARCHAR",
+    "language_share": "DOUBLE",
+}
+# All that a filter sees of a document; `text` is the text of the part.
+COLUMNS = {
+    "number": "BIGINT",
+    "source": "VARCHAR",
+    "id": "VARCHAR",
+    "title": "VARCHAR",
+    "url": "VARCHAR",
+    "language_score": "DOUBLE",
+    **MEASURED,
     "text": "VARCHAR",
 }
-MEASURED = (
-    "bytes",
-    "words",
-    "letters",
-    "characters",
-    "repeats",
-    "stops",
-    "bad_words",
-    "quality",
-    "language",
-    "language_share",
-)  # of them, when reading
 RESERVED = ("exact-duplicate", "near-duplicate", "contaminated", "evaluation-set")  # other reasons for dropping
 
 
