@@ -21,6 +21,7 @@ with the repository.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -373,6 +374,9 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
     if path not in checkpoint.steps(path.parent)[-1:]:
         print(f"{path} is not the newest checkpoint of a run: no scores.json{' and no card' * with_card} written")
         return
+    if not os.access(path.parent, os.W_OK):
+        print(f"{path.parent} is not writable: no scores.json{' and no card' * with_card} written")
+        return
     save_scores(path.parent, found["step"], scores_of(found))
     if with_card:
         print(f"wrote {write_card(path.parent)}")
@@ -429,9 +433,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with redirect_stdout(sys.stderr):  # progress messages are not results
         found = evaluate(args)
-        if args.seq_len is None:
-            keep_scores(found, args.card)
     publish(found, table_of(found), args.json)
+    if args.seq_len is None:
+        with redirect_stdout(sys.stderr):
+            keep_scores(found, args.card)
     return 0
 
 

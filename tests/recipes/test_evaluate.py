@@ -266,6 +266,21 @@ def test_weights_of_one_byte_stand_beside_the_models_own(folder: Path, capsys: p
     assert Path("base/scores.json").read_bytes() == scores
 
 
+def test_a_run_that_cannot_be_written_to_is_evaluated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--checkpoint", "base", *QUICK, "--data", "text.txt", "--json"]
+    with monkeypatch.context() as context:
+        context.setattr(evaluate.os, "access", lambda path, mode: False)
+        assert evaluate.main(flags) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["text"] and "base is not writable: no scores.json written" in shown.err
+    monkeypatch.setattr(evaluate, "save_scores", lambda *_: Path("base/nothing/scores.json").touch())
+    with pytest.raises(FileNotFoundError):  # as where the disk is full: the figures are there by then
+        evaluate.main(flags)
+    assert json.loads(capsys.readouterr().out)["text"]
+
+
 def test_what_is_no_run_gets_no_scores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that was given away has no run around it; the figures go to stdout, the rest to stderr."""
     shutil.copytree(SPEC.bundled, "given")
