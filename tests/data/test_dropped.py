@@ -59,6 +59,9 @@ def test_dropped_documents_are_shown_and_restored(
 def test_what_cannot_be_shown_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there are" in fault_of(list, read_dropped(corpus, "language"))
     assert "need --rule" in fault_of(main, [str(corpus), "--show", "3"])
+    both = ["--rule", "symbols", "--show", "3", "--restore", str(tmp_path / "back.jsonl")]
+    assert "give one of the two" in fault_of(main, [str(corpus), *both])
+    assert "--source t: no such source; " in fault_of(main, [str(corpus), "--source", "t"])
     capsys.readouterr()
     assert "no such file" in fault_of(main, [str(tmp_path / "s")]) and not capsys.readouterr().out
     write_source(tmp_path / "s", [Document("other", MENU)])
