@@ -173,7 +173,7 @@ def _sample(paths: Sequence[Path], flag: str) -> list[str]:
             print(f"{flag}: the first {len(found):,} texts are used, {MOST_BYTES >> 20} MiB")
             break
         found.append(text)
-    return found
+    return list(dict.fromkeys(found))  # a copy would be both learned and held out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -56,6 +56,8 @@ def test_what_is_no_sample_or_no_classifier_is_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "q.npz")
     many = write(tmp_path / "many", sample(BAD, 1))
     assert "expected 100 or more" in fault_of(quality.main, ["--good", str(few), "--bad", str(many), "--out", out])
+    same = write(tmp_path / "same", sample(GOOD, 0, 1) * 150)  # else each would be learned and held out
+    assert "--good: 1 texts" in fault_of(quality.main, ["--good", str(same), "--bad", str(many), "--out", out])
     assert "share 150 texts" in fault_of(quality.main, ["--good", str(many), "--bad", str(many), "--out", out])
     for content in (b"", b"PK\3\4", b"\x93NUMPY"):
         (tmp_path / "x.npz").write_bytes(content)
