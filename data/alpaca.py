@@ -249,9 +249,11 @@ def fault(value: object, names: Sequence[str], missing: str) -> str:
     missing: the message for an absent field, a template with {name} and {keys}."""
     if not isinstance(value, dict):
         return f"got {shown(value)}, expected an object with {', '.join(names)}; fix or remove it"
+    keys = shown(list(value))  # as they are in the file
+    value = named(value)
     for name in names:
         if name not in value:
-            return missing.format(name=name, keys=shown(list(value)))
+            return missing.format(name=name, keys=keys)
         if not isinstance(value[name], str):
             return f"'{name}' is {shown(value[name])}, expected a string; put it in quotes"
         if not _has_utf8(value[name]):
@@ -275,10 +277,10 @@ def _to_records(value: object) -> list[Record]:
             for i, (user, reply) in enumerate(answered)
             if i not in chat.known
         ]
-    value = named(value)
     if wrong := fault(value, _FIELDS, "got the keys {keys}, expected '{name}' too; add it, or see data.conversations"):
         raise Fault(wrong)
     assert isinstance(value, dict)
+    value = named(value)
     return [Record(**{name: value[name] for name in _FIELDS}, **before(value))]
 
 

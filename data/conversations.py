@@ -158,10 +158,8 @@ def _said(messages: Sequence[object], name: str) -> Iterator[tuple[str, str, boo
         yield role, content, message.get("weight") != 0
 
 
-def named(value: object) -> object:
-    """The record with Alpaca's names, `input` "" where there is none; anything else as it is."""
-    if not isinstance(value, dict):
-        return value
+def named(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with Alpaca's names, `input` "" where there is none."""
     found = dict(value)
     for name, others in NAMES.items():
         if name not in found and (other := next((other for other in others if other in found), None)):

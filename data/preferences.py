@@ -63,10 +63,11 @@ def _pair(value: object) -> Pair:
         texts = [part for turn in made.history for part in turn] + [made.instruction, made.system]
         value = {"instruction": "\n".join(texts), "input": "", "chosen": chosen, "rejected": rejected}
     else:
-        value, made = named(value), None
+        made = None
     if wrong := fault(value, FIELDS, MISSING):
         raise Fault(wrong)
     assert isinstance(value, dict)
+    value = named(value)
     return made or Pair(**{name: value[name] for name in FIELDS}, cut=cut, **before(value))
 
 

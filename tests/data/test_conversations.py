@@ -73,6 +73,7 @@ def test_names_of_others(tmp_path: Path, value: object, expected: list[Record]) 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
+        ({"prompt": "Add."}, "got the keys [\"prompt\"], expected 'output' too"),
         ({"messages": []}, "'messages' is [], expected a list of messages"),
         ({"messages": [SYSTEM]}, "'messages' has no message of the assistant, expected a reply"),
         ({"messages": [TWO, ASK]}, "'messages' has a message of 'assistant' where one of 'user' is expected"),
