@@ -90,6 +90,7 @@ def fault(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     ("command", "message"),
     [
         # data
+        ("pretrain --data text.txt ./text.txt", "text.txt is given twice: its text would be learned and held out"),
         ("pretrain --data absent.txt", "absent.txt: no such file or folder; check the path"),
         ("pretrain --data empty.txt", "empty.txt: is empty, expected text; give another file"),
         ("pretrain --data text.txt blank.txt", "blank.txt: is empty, expected text; give another file"),
