@@ -82,10 +82,10 @@ class Repl:
             import readline  # noqa: F401  arrow keys and history, where the platform has it
         while True:
             try:
-                text = self.read()
-                if text.startswith("/"):
-                    self.obey(text)
-                elif text:
+                line = self.read("> ", "1;32").strip()
+                if line.startswith("/"):
+                    self.obey(line)
+                elif text := self.whole(line):
                     self.reply(text)
             except UserError as error:
                 self.note(f"error: {error}")
@@ -96,14 +96,16 @@ class Repl:
                 print()
                 return
 
-    def read(self) -> str:
-        """A line, or the lines between two \"\"\"."""
-        text = input(self.painted("> ", "1;32", prompt=True)).strip()
-        if not text.startswith(BLOCK):
-            return text
-        lines = [text.removeprefix(BLOCK)]
+    def read(self, prompt: str, code: str) -> str:
+        return decoded(lambda: input(self.painted(prompt, code, prompt=True)))
+
+    def whole(self, line: str) -> str:
+        """A message: its first line, or the lines between two \"\"\"."""
+        if not line.startswith(BLOCK):
+            return line
+        lines = [line.removeprefix(BLOCK)]
         while not lines[-1].rstrip().endswith(BLOCK):
-            lines.append(input(self.painted(". ", "32", prompt=True)))
+            lines.append(self.read(". ", "32"))
         return "\n".join(lines).rstrip().removesuffix(BLOCK).strip("\n")
 
     def reply(self, text: str) -> None:
@@ -293,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.prompt is not None:
         once(loaded, args.prompt, sampling, args.system, args.template)
     elif not sys.stdin.isatty():
-        once(loaded, _piped(), sampling, args.system, args.template)
+        once(loaded, decoded(sys.stdin.read).strip(), sampling, args.system, args.template)
     else:
         base = loaded.template.name == "plain"
         note = "a base model without a chat template: it continues your text" if base else "fine-tuned"
@@ -310,9 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _piped() -> str:
+def decoded(read: Callable[[], str]) -> str:
+    """What `read` returns of the standard input."""
     try:
-        return sys.stdin.read().strip()
+        return read()
     except UnicodeDecodeError as error:
         raise UserError(
             f"standard input is not {error.encoding} text at byte {error.start}; convert it to {error.encoding}"

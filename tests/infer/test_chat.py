@@ -525,7 +525,7 @@ def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
         ("four", "oldest turn"),
         ("/clear", "forgotten"),
         ("/show", "turns               0: 0 of 120 tokens"),
-        ('"""five', ". "),
+        ('"""/five', ". "),
         ("", ". "),
         ('six"""', "xyz"),
         ("/save talk.json", "saved 1 turn"),
@@ -535,7 +535,17 @@ def test_commands(tmp_path: Path, terminal: type[Terminal]) -> None:
     t.type("/bye\r")
     assert t.leave() == 0
     path = next(tmp_path.glob("step-*/talk.json"))
-    assert json.loads(path.read_text())["turns"] == [{"user": "five\n\nsix", "reply": "xyz"}]
+    assert json.loads(path.read_text())["turns"] == [{"user": "/five\n\nsix", "reply": "xyz"}]
+
+
+def test_a_line_that_is_not_text_is_told_and_the_session_goes_on(tmp_path: Path, terminal: type[Terminal]) -> None:
+    t = terminal(save_parrot(tmp_path, b"xyz"), PYTHONIOENCODING="ascii")
+    t.wait_for("> ")
+    t.type("caf\u00e9\r")
+    t.wait_for("error: standard input is not ascii text at byte 3")
+    t.wait_for("> ")
+    t.type("Hi\r")
+    t.wait_for("xyz")
 
 
 def test_the_terminal_says_what_the_model_sets(tmp_path: Path, terminal: type[Terminal]) -> None:
