@@ -22,6 +22,8 @@ from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import SPEC as LLAMA_SPEC
 from tinyforge.models.llama import Config as LlamaConfig
 from tinyforge.models.llama import Llama
+from tinyforge.models.lstm import Config as LSTMConfig
+from tinyforge.models.lstm import LSTMModel
 from tinyforge.models.moe import Config as MoEConfig
 from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import Config as NanoEulerConfig
@@ -200,6 +202,11 @@ def test_a_target_that_is_not_there() -> None:
         adapted("llama", Adapters(2, 4.0, 0.0, ("qkv", "gate")))
     with pytest.raises(UserError, match="is called 'gate_up'; known: qkv, out, up, down$"):
         adapted("gpt2", Adapters(2, 4.0, 0.0, ("gate_up",)))
+
+
+def test_a_model_without_linear_maps() -> None:
+    with pytest.raises(UserError, match="--lora: the model has no linear maps but its head; leave it out"):
+        Adapted(partial(LSTMModel, LSTMConfig(dim=4, layers=1, vocab=9), FP64), Adapters(2, 4.0))
 
 
 def test_maps_in_branches_and_in_their_ops_are_found() -> None:

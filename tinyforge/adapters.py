@@ -66,7 +66,9 @@ class Adapted:
         # A router is adapted if it is named: PEFT cannot, since in transformers it is no linear layer.
         routers = [op.gate for op in self.model.ops() if isinstance(op, MixtureOfExperts)]
         chosen = [op for op in found if (_last(op) in settings.targets if settings.targets else op not in routers)]
-        most = max((min(op.weight.shape) for op in chosen), default=settings.rank)
+        if not chosen:
+            raise UserError("--lora: the model has no linear maps but its head; leave it out to train all weights")
+        most = max(min(op.weight.shape) for op in chosen)
         if settings.rank > most:
             raise UserError(f"--lora is {settings.rank}, expected at most {most}: no linear map here has a higher rank")
         self.adapters: dict[str, LoRA] = {}
