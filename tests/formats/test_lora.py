@@ -19,6 +19,8 @@ from tinyforge.formats import convert, load, lora, open_model, save_pretrained
 from tinyforge.models.gpt2 import GPT2
 from tinyforge.models.gpt2 import Config as GPT2Config
 from tinyforge.models.llama import Config, Llama
+from tinyforge.models.mamba import Config as MambaConfig
+from tinyforge.models.mamba import Mamba
 from tinyforge.models.moe import Config as MoEConfig
 from tinyforge.models.moe import MoE
 from tinyforge.models.nanoeuler import Config as NanoEulerConfig
@@ -160,6 +162,22 @@ def test_peft_loads_what_is_written(name: str, tmp_path: Path, monkeypatch: pyte
     assert len(learned) == 2 * sizes.get(name, 14)
     # transformers computes norms and angles in float32 whatever the model's type.
     assert np.abs(peer_logits(adapted) - logits(beside)).max() < 1e-5
+
+
+def test_an_adapter_of_mamba_without_what_peft_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, transformers, peft = peers()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(MODELS, "mamba", (Mamba, MambaConfig(dim=24, layers=2, state=3, context=40, vocab=258)))
+    for target in ("out", "step"):
+        run, _ = make_run(tmp_path / target, "mamba", Adapters(2, 7.0, 0.0, (target,)))
+        with pytest.raises(UserError, match="PEFT refuses adapters of Mamba's out and skips those of step"):
+            convert.main([str(run), str(tmp_path / "adapter"), "--adapter"])
+    run, beside = make_run(tmp_path / "some", "mamba", Adapters(2, 7.0, 0.0, ("input", "select")))
+    convert.main([str(run), str(tmp_path / "adapter"), "--adapter"])
+    convert.main([str(tmp_path / "some/base"), str(tmp_path / "hf")])
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert np.abs(peer_logits(adapted) - logits(beside)).max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])

@@ -259,6 +259,11 @@ def write_peft(path: Path, found: checkpoint.Checkpoint, base: Opened) -> None:
                 lazy[f"{PREFIX}{layer}.lora_{which}.weight"] = matrix.shape, partial(np.asarray, matrix)
             modules.add(re.sub(r".*\.\d+\.", "", layer))  # the part after the layer's number
             transposed = entry.transposed
+    if base.spec.name == "mamba" and not modules <= {"mixer.in_proj", "mixer.x_proj"}:
+        raise UserError(
+            f"{found.path}: PEFT refuses adapters of Mamba's out and skips those of step; convert without --adapter, "
+            "or train with --lora-targets input,select"
+        )
     name, _, revision = hub.name_of(base.path).partition("@")
     config = {
         "peft_type": "LORA",
