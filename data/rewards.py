@@ -190,9 +190,8 @@ def solved_sums(count: int, brief: float = BRIEF) -> list[Record]:
 def main(arguments: Sequence[str] | None = None) -> int:
     p = Parser(
         prog="python -m data.rewards",
-        description="Easy one-step sums with their solutions, for recipes/sft.py "
-        "--data; recipes/grpo.py --task one-step continues from there. No pair of numbers that it holds out "
-        "occurs.",
+        description="Easy one-step sums with their solutions, for recipes/sft.py --data; recipes/grpo.py --task "
+        "one-step continues from there. No pair of numbers that it holds out occurs.",
     )
     p.flag("--out", Path, "folder for alpaca.json and source.json", required=True, metavar="DIR")
     p.flag("--count", EASY, "problems", 1)

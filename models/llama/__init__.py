@@ -31,8 +31,7 @@ SPEC = ModelSpec(
     backward="Rotary pairs are rotated back by the same angle. The gradient of a key or value head is the sum over the "
     "query heads that share it. The norms of queries and keys work in place on parts of the packed array. A norm after "
     "a branch passes the stream's gradient through its Jacobian before the branch gets it, and one of their sum before "
-    "both get it; softcaps multiply by "
-    "1 - tanh^2. Parallel branches get the same gradient, and what they return is added to it; a squared ReLU has the "
-    "slope 2 max(x, 0).",
+    "both get it; softcaps multiply by 1 - tanh^2. Parallel branches get the same gradient, and what they return is "
+    "added to it; a squared ReLU has the slope 2 max(x, 0).",
 )
 __all__ = ["PRESETS", "SPEC", "Config", "Llama"]

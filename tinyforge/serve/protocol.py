@@ -123,9 +123,8 @@ class Generation(Wish):
         default=None,
         ge=0,
         le=2,
-        description="0 is greedy. If left out, this and "
-        "the fields to repetition_penalty are as in the model's generation_config.json, "
-        "else 1 and no cuts.",
+        description="0 is greedy. If left out, this and the fields to repetition_penalty are as in the model's "
+        "generation_config.json, else 1 and no cuts.",
     )
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, le=1 << 30, description="0 or -1 for all.")
@@ -141,9 +140,8 @@ class Generation(Wish):
         default=None,
         ge=-1,
         le=1 << 30,
-        description="-1: up to the context and "
-        "the server's limit, which also cut larger numbers. If left out: 16; of a chat, "
-        "max_new_tokens of the model's generation_config.json, else -1.",
+        description="-1: up to the context and the server's limit, which also cut larger numbers. If left out: 16; of "
+        "a chat, max_new_tokens of the model's generation_config.json, else -1.",
     )
     n: int | None = Field(default=None, ge=1, le=1 << 10)
     seed: int | None = Field(default=None, ge=-(1 << 63), le=(1 << 63) - 1)

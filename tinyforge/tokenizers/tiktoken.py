@@ -114,9 +114,8 @@ def from_tiktoken(path: str | Path, specials: Iterable[str] = (), pattern: Patte
         # Only ASCII: which other characters are letters depends on the version of Unicode.
         if token.isascii() and _is_cut(token.decode(), pattern):
             raise UserError(
-                f"{path} line {lines[token]}: got {token!r}, which the pattern {pattern.name} "
-                f"splits, expected the ranks "
-                "of a vocabulary with that pattern; give the pattern that it was made with"
+                f"{path} line {lines[token]}: got {token!r}, which the pattern {pattern.name} splits, expected the "
+                "ranks of a vocabulary with that pattern; give the pattern that it was made with"
             )
         merged[parts[0], parts[1]] = rank
     with errors_in(path):

@@ -136,8 +136,7 @@ def check_teacher(
     if theirs.prediction_heads < config.prediction_heads:
         raise UserError(
             f"--teacher: {name} has {count_of(theirs.prediction_heads, 'prediction head')}, the model "
-            f"{config.prediction_heads}; give the model fewer, e.g. --set "
-            f"mtp_heads={theirs.prediction_heads}"
+            f"{config.prediction_heads}; give the model fewer, e.g. --set mtp_heads={theirs.prediction_heads}"
         )
     if theirs.context < seq_len:
         raise UserError(

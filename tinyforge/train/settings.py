@@ -528,9 +528,8 @@ class TuneSettings(Settings):
 
     weight_decay: float = with_default("weight_decay", 0.0)
     base: str | None = start_from(
-        "trained model to start from: a run, a checkpoint, a Hugging Face directory, owner/name on the hub, a .gguf"
-        " or .bin file (default: the newest fine-tuned run under runs/, else the model that comes with the "
-        "repository)"
+        "trained model to start from: a run, a checkpoint, a Hugging Face directory, owner/name on the hub, a .gguf or "
+        ".bin file (default: the newest fine-tuned run under runs/, else the model that comes with the repository)"
     )
     template: str = of_data(
         "",

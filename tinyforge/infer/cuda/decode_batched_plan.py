@@ -40,9 +40,8 @@ class BatchPlan(DecodePlan):
             )
         if self.heads > 16 * self.kv_heads:
             raise UserError(
-                f"decode of a batch on cupy: {self.heads} heads share {self.kv_heads} key heads, "
-                f"expected at most 16 to "
-                "a key head; use --backend numpy"
+                f"decode of a batch on cupy: {self.heads} heads share {self.kv_heads} key heads, expected at most 16 "
+                "to a key head; use --backend numpy"
             )
         if self.teams > self.blocks:
             raise UserError(

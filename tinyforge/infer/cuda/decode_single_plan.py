@@ -50,9 +50,8 @@ class RowPlan(DecodePlan):
         lanes, least = self.head_dim * self.itemsize / 16, 32 if self.itemsize == 2 else 16
         if lanes not in (1, 2, 4, 8, 16, 32) or self.head_dim < least:
             raise UserError(
-                f"decode on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, "
-                f"expected a power of 2 of "
-                f"at least {least} that takes at most 512 bytes; use --backend numpy"
+                f"decode on cupy: head size {self.head_dim} at {self.itemsize} bytes a number, expected a power of 2 "
+                f"of at least {least} that takes at most 512 bytes; use --backend numpy"
             )
         if self.heads > 16 * self.kv_heads:
             raise UserError(
