@@ -20,7 +20,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,7 +92,7 @@ def read_records(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[R
     naming the file, the record (counted from 0) and its line, for malformed JSON and for a record that lacks a
     field, has a field that is not a string, or has a blank instruction.
     """
-    return [record for path in paths for records in _read_file(Path(path), encoding) for record in records]
+    return [record for path in paths for records in read_as(Path(path), encoding, _to_records) for record in records]
 
 
 def origin_of(path: Path) -> tuple[str, str]:
@@ -136,7 +136,7 @@ def names_of(files: Sequence[str]) -> list[str]:
 def read_split(paths: Sequence[str | Path], encoding: str = "utf-8") -> tuple[list[Record], list[Sequence[Record]]]:
     """Training records, and the last 20th of each file, by file, to evaluate on: a chat is not cut in two. If no file
     has two records, all of them are both. Raises UserError, as read_records does."""
-    training, held_out = hold_out([_read_file(Path(path), encoding) for path in paths])
+    training, held_out = hold_out([read_as(Path(path), encoding, _to_records) for path in paths])
     by_file: list[Sequence[Record]] = [[record for records in chats for record in records] for chats in held_out]
     learned = [record for records in training for record in records]
     return learned or [record for records in by_file for record in records], by_file
@@ -159,12 +159,12 @@ def encode_example(
     return (ids[: seq_len + 1], prompt) if prompt <= seq_len else None
 
 
-def _read_file(path: Path, encoding: str) -> list[list[Record]]:
-    """The records of each object of a file: of a chat one per reply."""
-    found: list[list[Record]] = []
-    for place, value in each_object(path, encoding):
+def read_as(path: Path, encoding: str, make: Callable[[object], T], expected: str = "Alpaca records") -> list[T]:
+    """What `make` makes of each object of a file. UserError that names the object for which it raises a Fault."""
+    found: list[T] = []
+    for place, value in each_object(path, encoding, expected):
         try:
-            found.append(_to_records(value))
+            found.append(make(value))
         except Fault as wrong:
             raise UserError(f"{path}: record {len(found)} (counted from 0), {place}: {wrong}") from None
     return found

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinyforge.data.alpaca import Record, before, each_object, encode_example, fault, hold_out
+from tinyforge.data.alpaca import Record, before, encode_example, fault, hold_out, read_as
 from tinyforge.data.conversations import Fault, is_chat, named, preference
 from tinyforge.data.world import instructions, wrong_answer
 from tinyforge.errors import UserError
@@ -44,14 +44,7 @@ def read_pairs(paths: Sequence[str | Path], encoding: str = "utf-8") -> list[Pai
     Raises UserError, naming the file, the record (counted from 0) and its line, for malformed JSON and for a record
     that lacks a field or has one that is not a string.
     """
-    found: list[Pair] = []
-    for path in map(Path, paths):
-        for number, (place, value) in enumerate(each_object(path, encoding, "preference pairs")):
-            try:
-                found.append(_pair(value))
-            except Fault as wrong:
-                raise UserError(f"{path}: record {number} (counted from 0), {place}: {wrong}") from None
-    return found
+    return [pair for path in paths for pair in read_as(Path(path), encoding, _pair, "preference pairs")]
 
 
 def _pair(value: object) -> Pair:

@@ -286,7 +286,8 @@ def read_source(folder: Path, verify: bool = False) -> Source:
             f"{folder / str(file)}"
         )
     try:
-        _check_types(found, {"name": str, "licence": str, "documents": int, "bytes": int})
+        own = {"name": str, "licence": str, "documents": int, "bytes": int}
+        _check_types(found, own)
         for entry in found["refused"]:
             _check_types(entry, {"record": str, "reason": str})
         for entry in found["parquet"]:
@@ -300,10 +301,7 @@ def read_source(folder: Path, verify: bool = False) -> Source:
             raise TypeError("a SHA-256 in files is not a string")
         return Source(
             folder=folder,
-            name=found["name"],
-            licence=found["licence"],
-            documents=found["documents"],
-            bytes=found["bytes"],
+            **{name: found[name] for name in own},
             parquet=tuple(folder / entry["file"] for entry in found["parquet"]),
             refused=tuple(Refusal(**entry) for entry in found["refused"]),
             sha256=hashlib.sha256(raw).hexdigest(),
