@@ -397,17 +397,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train a tokenizer in which no id holds more than one digit; makes sums easier to learn",
     )
     parser.flag("--tokenizer", Path, "tokenizer.json to use instead of training one", metavar="FILE")
-    parser.flag("--sample-bytes", SAMPLE_BYTES, "bytes of text to train the tokenizer on, at most", metavar="N")
-    parser.flag("--shard-tokens", SHARD_TOKENS, "ids per file", metavar="N")
-    parser.flag("--workers", int, "processes that encode (default: one per core)", metavar="N")
+    parser.flag("--sample-bytes", SAMPLE_BYTES, "bytes of text to train the tokenizer on, at most", 1, metavar="N")
+    parser.flag("--shard-tokens", SHARD_TOKENS, "ids per file", 1, metavar="N")
+    parser.flag("--workers", int, "processes that encode (default: one per core)", 1, metavar="N")
     parser.flag(
         "--ray", str, "encode on the Ray cluster at HOST:PORT; local starts Ray on this machine", metavar="ADDRESS"
     )
     args = parser.parse_args(argv)
-    for name in ("sample_bytes", "shard_tokens", "workers"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}, expected 1 or more")
     if args.tokenizer and (args.vocab_size or args.single_digits):
         flag = "--vocab-size" if args.vocab_size else "--single-digits"
         raise UserError(f"{flag} is for training a tokenizer, and --tokenizer names one; give one or the other")
