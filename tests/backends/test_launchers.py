@@ -147,9 +147,6 @@ class FakeCupy(Backend):
         array = np.asarray(array)
         return array.astype(dtype or (self.dtype if array.dtype.kind in "fV" else np.int32)).view(OnDevice)
 
-    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        return [function(item) for item in items]
-
 
 @cache
 def declared(text: str, entry: str, macros: frozenset[str], epilogue: Any, file: str) -> list[str]:

@@ -7,6 +7,7 @@ A backend is an array module (`xp`) and a dtype policy. A kernel knows its own i
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -158,12 +159,24 @@ class Backend:
         """FLOP/s of large matrix products of random numbers, the best of a few rounds: measured, not looked up."""
         raise NotImplementedError
 
+    def peak_of(self, product: Callable[[], Any], size: int, rounds: int, repeats: int = 1) -> float:
+        """FLOP/s of a product of square matrices, the best of some rounds of `repeats` products each."""
+        best = float("inf")
+        for _ in range(rounds):
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                product()
+            self.synchronize()
+            best = min(best, (time.perf_counter() - start) / repeats)
+        return 2 * size**3 / best
+
     def to_numpy(self, array: Any) -> np.ndarray:
         raise NotImplementedError
 
     def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        """function over items on `workers` threads; results in the order of the items."""
-        raise NotImplementedError
+        """function over items on `workers` threads, or one after the other; results in the order of the items."""
+        return [function(item) for item in items]
 
 
 def get_backend(

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import time
-from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -170,9 +168,6 @@ class CupyBackend(Backend):
         host = cupy.asnumpy(array)
         return host.astype(np.float32) if host.dtype.name == "bfloat16" else host
 
-    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        return [function(item) for item in items]
-
     def synchronize(self) -> None:
         self.device.synchronize()
 
@@ -198,15 +193,8 @@ class CupyBackend(Backend):
 
     def matmul_peak(self, size: int = 8192, rounds: int = 3) -> float:
         a = self.asarray(np.random.default_rng(0).standard_normal((size, size), np.float32))
-        out, repeats, best = self.empty(a.shape), 5, float("inf")
-        for _ in range(rounds):
-            self.synchronize()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                gemm(a, a, out, tf32=self.tf32)
-            self.synchronize()
-            best = min(best, (time.perf_counter() - start) / repeats)
-        return 2 * size**3 / best
+        out = self.empty(a.shape)
+        return self.peak_of(lambda: gemm(a, a, out, tf32=self.tf32), size, rounds, repeats=5)
 
     def energy(self) -> float | None:
         """NVML's counter, of the whole device, updated about ten times a second."""

@@ -142,6 +142,3 @@ class MetaBackend(Backend):
 
     def table(self, shape: tuple[int, ...], make: Callable[[], np.ndarray]) -> MetaArray:
         return empty(shape, self.master_dtype)
-
-    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        return [function(item) for item in items]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -105,17 +104,11 @@ class NumpyBackend(Backend):
     def matmul_peak(self, size: int = 512, rounds: int = 5) -> float:  # of that size, as fast as larger ones
         a = np.random.default_rng(0).normal(size=(size, size)).astype(self.dtype)
         outs = [np.empty_like(a) for _ in range(self.workers)]
-        best = min(_seconds(lambda: self.map(lambda out: np.matmul(a, a, out=out), outs)) for _ in range(rounds))
-        return 2 * size**3 * self.workers / best
+        each = self.peak_of(lambda: self.map(lambda out: np.matmul(a, a, out=out), outs), size, rounds)
+        return self.workers * each
 
 
 def _without_pool(backend: weakref.ref[NumpyBackend]) -> None:
     """A forked child has its parent's backend but not its threads: it would wait for them forever."""
     if (here := backend()) is not None:
         here._pool = None
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -63,9 +61,6 @@ class WebGPUBackend(Backend):
     def to_numpy(self, array: Any) -> np.ndarray:
         return array.get() if isinstance(array, WebArray) else np.asarray(array)
 
-    def map(self, function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-        return [function(item) for item in items]
-
     def synchronize(self) -> None:
         self.device.wait()
 
@@ -79,14 +74,7 @@ class WebGPUBackend(Backend):
         from tinyforge.backends.webgpu_gemm import gemm
 
         a: Any = self.asarray(np.random.default_rng(0).standard_normal((size, size), np.float32))
-        best = float("inf")
-        for _ in range(rounds):
-            self.synchronize()
-            start = time.perf_counter()
-            gemm(a, a)
-            self.synchronize()
-            best = min(best, time.perf_counter() - start)
-        return 2 * size**3 / best
+        return self.peak_of(lambda: gemm(a, a), size, rounds)
 
     derived = staticmethod(told_on_host)
 
