@@ -25,6 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tinyforge import ops
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.config import ModelConfig
@@ -78,12 +80,8 @@ class Machine:
 
     def attention_rate(self, tokens: int) -> float:
         """Interpolated between the measured row lengths on a logarithmic scale; constant outside of them."""
-        points = self.attention
-        for (low, slow), (high, fast) in zip(points, points[1:], strict=False):
-            if low <= tokens <= high:
-                share = math.log(tokens / low) / math.log(high / low)
-                return slow + share * (fast - slow)
-        return points[0][1] if tokens < points[0][0] else points[-1][1]
+        lengths, rates = zip(*self.attention, strict=True)
+        return float(np.interp(math.log(tokens), np.log(lengths), rates))
 
 
 @dataclass(frozen=True)
