@@ -238,10 +238,8 @@ class Run:
 
     def summary(self, now: float) -> dict[str, Any]:
         """What the list of runs shows."""
-        try:
-            age = now - self.file.path.stat().st_mtime
-        except OSError:
-            age = None
+        changed = time_of(self.file.path)
+        age = now - changed if changed else None
         share = 1.0 if self.file.done else self.file.offset / max(1, self.file.size)
         own = {name: getattr(self, name) for name in ("name", "version", "damaged", "left_out", "about", "scores")}
         return own | {
