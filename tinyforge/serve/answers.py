@@ -87,7 +87,8 @@ class Writer:
     def chunk(self, index: int, piece: Piece | None, reason: str | None, choice: Choice) -> bytes:
         """The events of a choice's new piece, and of its end."""
         events, timings = b"", {"timings": self._timings(choice)} if self.timings else {}
-        text, tells = piece.text if piece is not None else "", piece is not None and piece.tokens and self._tells
+        text, told = piece.text if piece is not None else "", self.top is not None or self.extension.look_inside
+        tells = told and piece is not None and piece.tokens
         parts = self._said(index, text, reason is not None)
         for number, each in enumerate(parts or ([self._spoken("")] if tells else [])):
             events += self._chunk(index, each, None if number else piece, timings)
@@ -181,10 +182,6 @@ class Writer:
     def top_count(self) -> int:
         """Numbers that each token of an answer takes, about."""
         return max(self.top or 0, self.prompt_top or 0, 3 * self.extension.top * self.extension.look_inside)
-
-    @property
-    def _tells(self) -> bool:
-        return self.top is not None or self.extension.look_inside
 
     def _tell(self, choice: dict[str, Any], index: int, piece: Piece) -> None:
         if self.top is not None:
