@@ -267,7 +267,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     cupy = SimpleNamespace(
         ndarray=OnDevice,
         asarray=lambda x: np.asarray(x).view(OnDevice),
-        cuda=SimpleNamespace(Device=lambda: device),
+        cuda=SimpleNamespace(Device=lambda: device, runtime=SimpleNamespace(getDevice=lambda: 0)),
         ascontiguousarray=lambda x: np.ascontiguousarray(x).view(OnDevice),
         empty=OnDevice,
         zeros=OnDevice,
@@ -275,6 +275,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         arange=lambda count, dtype: np.arange(count, dtype=dtype).view(OnDevice),
     )
     from tests.backends import naive_gemm
+    from tinyforge import quantised_groups_cuda
     from tinyforge.backends import cupy_backend, gemm
     from tinyforge.ops import attention_cuda
 
@@ -287,6 +288,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         attention_cuda.tma_kernel,
         attention_cuda.schedule,
         gemm._plan,
+        quantised_groups_cuda._numbers,
     )
     monkeypatch.setattr(tensor_map, "_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=lambda *_: 0))
     launchers = (importlib.import_module(f"tinyforge.{name}_cuda") for name in LAUNCHERS)
