@@ -95,7 +95,9 @@ def test_what_a_response_may_not_ask(client: Any) -> None:
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "function_call_output"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "only text"),
         ({"input": []}, "input"),
-        ({"background": True}, "background"),
+        ({"background": True}, "background is not supported"),
+        ({"conversation": "conv_1"}, "conversation is not supported"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt is not supported"),
         ({"text": {"format": {"type": "xml"}}}, "expected text, json_object or json_schema"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):

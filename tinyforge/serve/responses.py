@@ -85,6 +85,8 @@ class ResponsesRequest(protocol.Wish):
     stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
     metadata: dict[str, str] | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=protocol.MOST_TOOLS)] | None = None
@@ -103,8 +105,9 @@ class ResponsesRequest(protocol.Wish):
 
     def chat(self, messages: Conversation) -> protocol.ChatRequest:
         """The same request to /v1/chat/completions."""
-        if self.background:
-            raise ApiError(400, "background is not supported; leave it out", param="background")
+        for name in ("background", "conversation", "prompt"):
+            if getattr(self, name):
+                raise ApiError(400, f"{name} is not supported; leave it out", param=name)
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         same = ("temperature", "top_p", "stream", "tool_choice", "parallel_tool_calls")
         return protocol.ChatRequest.model_validate(
