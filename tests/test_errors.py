@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import runpy
+import signal
 import sys
+import threading
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from tinyforge.errors import Parser, UserError, run_command
@@ -67,9 +71,20 @@ def test_one_line_and_a_status(
     assert capsys.readouterr().err == shown
 
 
+def test_ctrl_c_in_a_query_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where duckdb has the signal, it raises a RuntimeError."""
+    later = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    later.start()
+    with pytest.raises(SystemExit) as left:
+        run_command(lambda: duckdb.execute("SELECT sum(sqrt(a.i * b.i)) FROM range(1000000) a(i), range(1000000) b(i)"))
+    later.join()
+    assert left.value.code == 130 and capsys.readouterr().err == "\nstopped\n"
+
+
 def test_a_bug_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run_command(lambda: 1 // 0)
+    for error in (ZeroDivisionError(), RuntimeError("a bug")):
+        with pytest.raises(type(error)):
+            run_command(lambda error=error: raising(error))
 
 
 def test_memory_that_runs_out_is_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:

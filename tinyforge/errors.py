@@ -146,7 +146,9 @@ def run_command(main: Callable[[], int | None]) -> None:
             raise
         print(f"error: {requirements.not_installed([package], ROOT)}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and str(error) != "Query interrupted":  # so DuckDB calls Ctrl-C
+            raise
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
