@@ -108,10 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.flag("--show", int, "print N of them (default 10)", 1, metavar="N")
     parser.flag("--restore", Path, "write all of them there, for data.local", metavar="FILE.jsonl")
     args = parser.parse_args(arguments)
-    with catalogue(args.corpus) as ask:
-        known = [name for (name,) in ask("SELECT name FROM sources")]
-    if args.source and args.source not in known:
-        raise UserError(f"--source {args.source}: no such source; {args.corpus} has {', '.join(known)}")
+    if args.source:
+        with catalogue(args.corpus) as ask:
+            known = [name for (name,) in ask("SELECT name FROM sources")]
+        if args.source not in known:
+            raise UserError(f"--source {args.source}: no such source; {args.corpus} has {', '.join(known)}")
     if args.rule is None:
         if args.show is not None or args.restore:
             raise UserError("--show and --restore need --rule; run without them to list the rules")

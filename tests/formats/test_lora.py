@@ -172,12 +172,12 @@ def test_an_adapter_of_mamba_without_what_peft_refuses(tmp_path: Path, monkeypat
         run, _ = make_run(tmp_path / target, "mamba", Adapters(2, 7.0, 0.0, (target,)))
         with pytest.raises(UserError, match="PEFT refuses adapters of Mamba's out and skips those of step"):
             convert.main([str(run), str(tmp_path / "adapter"), "--adapter"])
-    run, beside = make_run(tmp_path / "some", "mamba", Adapters(2, 7.0, 0.0, ("input", "select")))
+    run, trained = make_run(tmp_path / "some", "mamba", Adapters(2, 7.0, 0.0, ("input", "select")))
     convert.main([str(run), str(tmp_path / "adapter"), "--adapter"])
     convert.main([str(tmp_path / "some/base"), str(tmp_path / "hf")])
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    assert np.abs(peer_logits(adapted) - logits(beside)).max() < 1e-4
+    assert np.abs(peer_logits(adapted) - logits(trained)).max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
