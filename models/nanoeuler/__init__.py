@@ -22,7 +22,7 @@ SPEC = ModelSpec(
                 "optimizer": "muon",
                 "lr": 24e-4,
                 "group_rates": ("embeddings=3", "value_embeddings=3"),
-                "weight_decay": 0.3,
+                "decay_timescale": 0.26,
                 "warmup": 0.05,
                 "decay_fraction": 0.6,
                 "batch_size": 32,

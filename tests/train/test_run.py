@@ -122,6 +122,27 @@ def test_a_run_learns_and_leaves_what_it_should(tmp_path: Path, capsys: pytest.C
     assert "a sample" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_timescale_is_a_weight_decay_that_is_smaller_in_a_longer_run(tmp_path: Path, optimizer: str) -> None:
+    """1 / (lr x decay x steps); all numbers here are powers of two, so the bits are equal."""
+    common = {"optimizer": optimizer, "lr": 2.0**-7, "steps": 8}
+    kinds = {"timescale": {"decay_timescale": 0.5}, "decay": {"weight_decay": 32.0}, "half": {"weight_decay": 16.0}}
+    found = {}
+    for name, own in kinds.items():
+        trial = Trial(tmp_path / name, **common, **own)
+        trial.train()
+        found[name] = trial.model.buffer.masters.tobytes()
+    assert found["timescale"] == found["decay"] != found["half"]
+
+
+def test_a_timescale_of_a_run_by_the_clock_takes_the_time_of_a_step(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, steps=None, minutes=2.0, lr=2.0**-7, decay_timescale=0.5)
+    run = Run(trial.task, trial.settings, trial.backend)
+    assert run._pace(0.5, []).decay == 0
+    run._step_seconds = 15.0  # an eighth of the run
+    assert run._pace(0.5, []).decay == 32
+
+
 def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -145,13 +146,29 @@ def test_a_preset_that_was_measured_with_muon_has_those_settings_with_muon_only(
     measured = parse(PretrainSettings, "", "--config fast".split()).settings
     assert (measured.optimizer, measured.lr, measured.batch_size) == ("muon", 24e-4, 32)
     assert measured.reasons() == (
-        "--optimizer muon --lr 0.0024 --group-rates embeddings=3 value_embeddings=3 --weight-decay 0.3 --warmup 0.05 "
-        "--decay-fraction 0.6 --batch-size 32 --document-mask keep: as measured in docs/results/fast.md"
+        "--optimizer muon --lr 0.0024 --group-rates embeddings=3 value_embeddings=3 --decay-timescale 0.26 --warmup "
+        "0.05 --decay-fraction 0.6 --batch-size 32 --document-mask keep: as measured in docs/results/fast.md"
     )
     assert parse(PretrainSettings, "", "--config fast --optimizer muon".split()).settings == measured
     other = parse(PretrainSettings, "", "--config fast --optimizer adamw".split()).settings
     assert (other.lr, other.group_rates, other.batch_size, other.document_mask) == (6e-4, (), 8, None)
     assert other.reasons() == "--lr 0.0006 --warmup 0.05: as GPT-3's model of 125 million parameters"
+
+
+@pytest.mark.parametrize("flags", ["--weight-decay 0.1", "--weight-decay 0.2", "--decay-timescale 0.5", ""])
+def test_weight_decay_replaces_the_timescale_of_a_preset(flags: str) -> None:
+    """And the flags on a card give the same settings again."""
+    settings = parse(PretrainSettings, "", ["--config", "fast", *flags.split()]).settings
+    decay = float(flags.split()[1]) if "weight" in flags else 0.1
+    timescale = 0 if "weight" in flags else 0.5 if flags else 0.26
+    assert (settings.weight_decay, settings.decay_timescale) == (decay, timescale)
+    again = parse(PretrainSettings, "", ["--config", "fast", *shlex.split(" ".join(settings.flags()))]).settings
+    assert again == settings
+
+
+def test_two_flags_for_weight_decay_are_refused() -> None:
+    with pytest.raises(UserError, match="--decay-timescale and --weight-decay both say"):
+        parse(PretrainSettings, "", "--weight-decay 0.3 --decay-timescale 0.3".split()).settings.check()
 
 
 @pytest.mark.parametrize(

@@ -96,10 +96,11 @@ def clip_factor_memory() -> tuple[Any, Any]:
     return state[0], state[1]
 
 
-def step_rates(step: int, lr: float, config: AdamWConfig, factor: float = 1.0) -> np.ndarray:
+def step_rates(step: int, lr: Rate, config: AdamWConfig, factor: float = 1.0) -> np.ndarray:
     """(2, 3): factor lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), 1 - lr weight_decay; and the same without decay."""
-    rate, root = factor * lr / (1 - config.beta1**step), (1 - config.beta2**step) ** -0.5
-    return np.array([[rate, root, 1 - lr * config.weight_decay], [rate, root, 1.0]])
+    pace = pace_of(lr)
+    rate, root = factor * pace.lr / (1 - config.beta1**step), (1 - config.beta2**step) ** -0.5
+    return np.array([[rate, root, pace.shrink(config.weight_decay)], [rate, root, 1.0]])
 
 
 def clip_scale(norm: float, limit: float) -> float:
@@ -245,8 +246,7 @@ class AdamW(Kernels):
 
     def rates(self, step: int, lr: Rate) -> np.ndarray:
         """The numbers that change from step to step: `step_rates` of each factor."""
-        peak = pace_of(lr).lr
-        return np.vstack([step_rates(step, peak, self.config, factor) for factor in self._factors])
+        return np.vstack([step_rates(step, lr, self.config, factor) for factor in self._factors])
 
     def count_step(self, lr: Rate) -> np.ndarray:
         """Count a step and return its `rates`."""

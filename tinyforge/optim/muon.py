@@ -280,7 +280,7 @@ class Muon(AdamW):
         config, pace = self.config, pace_of(lr)
         momentum = config.momentum if pace.momentum is None else pace.momentum
         rate = pace.lr * dict(config.group_rates).get("matrices", 1.0)
-        own = [[rate, 0.0, 1 - pace.lr * config.weight_decay], [momentum, 1 - momentum, 0.0]]
+        own = [[rate, 0.0, pace.shrink(config.weight_decay)], [momentum, 1 - momentum, 0.0]]
         return np.vstack([super().rates(step, lr), own])
 
     def apply(self, rates: Array, grad_scale: Any) -> None:

@@ -39,13 +39,18 @@ def learning_rate(
 class Pace:
     """What the schedules say of one step.
 
-    lr: the learning rate. momentum: Muon's; None for that of its config. head_weights: of the output heads in the loss;
-    empty for the objective's own.
+    lr: the learning rate. momentum: Muon's; decay: the weight decay; None for those of the optimizer's config.
+    head_weights: of the output heads in the loss; empty for the objective's own.
     """
 
     lr: float
     momentum: float | None = None
     head_weights: tuple[float, ...] = ()
+    decay: float | None = None
+
+    def shrink(self, weight_decay: float) -> float:
+        """The factor of the weights in decoupled weight decay. weight_decay: the config's."""
+        return 1 - self.lr * (weight_decay if self.decay is None else self.decay)
 
 
 Rate = float | Pace

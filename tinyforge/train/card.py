@@ -172,7 +172,8 @@ def _trained(kind: str, run: Mapping[str, Any], config: ModelConfig) -> str:
     if "joules" in run:
         told += f"; {run['joules'] / 3.6e6:.3f} kWh"
     optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings.optimizer]
-    numbers = (f"{settings.lr:g}", settings.schedule, f"{settings.weight_decay:g}", f"{settings.clip:g}")
+    decay = f"timescale {settings.decay_timescale:g}" if settings.decay_timescale else f"{settings.weight_decay:g}"
+    numbers = (f"{settings.lr:g}", settings.schedule, decay, f"{settings.clip:g}")
     cells = (optimizer, *numbers, f"{rows} x {length}", settings.precision)
     return (
         f"    {' '.join([COMMANDS[kind], *settings.flags(), *_gone(run['settings'])])}\n\n{told}; seed "

@@ -197,6 +197,7 @@ class Run:
         self.noise = Stream(settings.seed, "dropout")
         self.step, self.tokens, self.micro_batches = 0, 0, 0
         self._window = 0
+        self._step_seconds = 0.0  # that a step has taken lately; 0 before the second report
         self.last_saved: Path | None = None
         self._saved_step = 0
         self.signals = Signals()
@@ -403,13 +404,20 @@ class Run:
         lr = learning_rate(
             settings.schedule, progress, settings.lr, decay=settings.decay_fraction, warmup=settings.warmup
         )
+        decay = self._step_share() / (settings.decay_timescale * settings.lr) if settings.decay_timescale else None
         if settings.rate_rule != "plain":
             lr *= batch_factor(settings.rate_rule, sum(batch.size("tokens") for batch in batches))
         points, weights = settings.points("momentum_schedule"), tuple[float, ...]()
         if further:
             first, *others = self.task.model.config.head_weights
             weights = (first, *(weight * linear(further, progress) for weight in others))
-        return Pace(lr, linear(points, progress) if points else None, weights)
+        return Pace(lr, linear(points, progress) if points else None, weights, decay)
+
+    def _step_share(self) -> float:
+        """The share of a step in the run; by the clock, 0 in the first steps, in which kernels are compiled."""
+        if self.settings.steps is not None:
+            return 1 / self.settings.steps
+        return self._step_seconds / (60.0 * (self.settings.minutes or 0.0))
 
     def _set_window(self, window: int) -> None:
         if window != self._window:
@@ -441,7 +449,10 @@ class Run:
                 )
             first = "the first step" if len(self.unread) == 1 else f"the first {len(self.unread)} steps"
             took(first, time.perf_counter() - self._began, self._say)
-        rate = sum(taken.size(self.task.unit) for taken in self.unread) / (time.perf_counter() - self._began)
+        seconds = time.perf_counter() - self._began
+        if self.rates:
+            self._step_seconds = seconds / len(self.unread)
+        rate = sum(taken.size(self.task.unit) for taken in self.unread) / seconds
         self.rates.append(rate)
         for taken in self.unread:
             found, norm = self._figures(taken)

@@ -222,6 +222,12 @@ class Settings:
         of="schedule wsd",
     )
     weight_decay: float = setting(0.1, "decay of matrices, per unit of learning rate", check=zero_or_more, card=ALWAYS)
+    decay_timescale: float = setting(
+        0.0,
+        "in place of --weight-decay: 1 / (lr x decay) as a share of the run, so that the longer a run, the less decays "
+        "in a step",
+        check=zero_or_more,
+    )
     clip: float = setting(1.0, "limit on the gradient's norm, 0 for none", check=zero_or_more)
     seed: int = setting(0, "seed of weights, data order and samples")
     eval_every: int = output(250, "steps between evaluations on held-out data", check=above_zero)
@@ -293,6 +299,8 @@ class Settings:
                 f"--optimizer muon expects whole matrices, and --zero {self.zero} cuts them in parts; leave "
                 "out --zero, or use --optimizer adamw"
             )
+        if self.decay_timescale and self.weight_decay != type(self).weight_decay:
+            raise UserError("--decay-timescale and --weight-decay both say how much the weights decay; drop one")
         self.optimizer_config()
         if self.steps is None and self.minutes is None:
             raise UserError("neither --steps nor --minutes is given; one of them must end the run")
@@ -372,6 +380,8 @@ class Settings:
         usual, shown = self.usual(), []
         for f in fields(self):
             value, told = getattr(self, f.name), f.metadata["card"]
+            if f.name == "weight_decay" and self.decay_timescale:
+                continue
             if value is not None and (told == ALWAYS or (told == UNUSUAL and value != getattr(usual, f.name))):
                 values = value if isinstance(value, tuple) else (value,)
                 shown.append(" ".join([_flag(f), *(shlex.quote(str(v)) for v in values)]))
@@ -493,7 +503,10 @@ class PretrainSettings(ModelSettings, Teaching):
         spec = find_model(given.get("model", default_model()))
         own = spec.pretraining_of(given.get("config") or next(iter(spec.presets)))
         optimizer = given.get("optimizer")
-        return cls(**{**own.with_optimizer(optimizer).of("data" in given, optimizer), **given})
+        found = {**own.with_optimizer(optimizer).of("data" in given, optimizer), **given}
+        if "weight_decay" in given and "decay_timescale" not in given:
+            found.pop("decay_timescale", None)
+        return cls(**found)
 
     def reasons(self) -> str:
         """The defaults that this preset has of its own, as far as they are used, and where they come from."""
