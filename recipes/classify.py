@@ -15,7 +15,7 @@ the bag of words is trained on the same data as a baseline; for images, mistakes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tinyforge.formats.labels import Labels
 from tinyforge.models.bag_of_words import BagOfWords
 from tinyforge.parallel.launch import ProcessGroupInfo
 from tinyforge.params import take_weights
-from tinyforge.registry import ModelSpec, find_model
+from tinyforge.registry import ModelSpec, default_classifier, find_model
 from tinyforge.report import count_of, timed
 from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
@@ -66,14 +66,16 @@ PICTURED = 40
 
 def main(argv: Sequence[str] | None = None) -> int:
     settings, resume, plan_only, _ = parse(ClassifySettings, __doc__ or "", argv, actions=("resume", "plan"))
+    start = start_of(settings, resume)
+    if start and settings.model == default_classifier():
+        settings = replace(settings, model=open_model(start).spec.name, config="")
     spec = find_model(settings.model)
     if spec.learns not in ("masked text", "images"):
         what = "predicts next tokens" if spec.learns == "text" else f"learns {spec.learns}"
-        raise UserError(f"--model: {spec.name} {what}; classes are learned by bert and vit")
+        raise UserError(f"{start or '--model'}: {spec.name} {what}; classes are learned by bert and vit")
     if settings.shift and spec.learns != "images" and not resume:
         raise UserError(f"--shift moves images, and {spec.name} reads texts; leave it out")
     if plan_only:
-        start = start_of(settings, resume)
         config = on_base(open_model(start).config, settings, resume) if start else config_of(settings)
         print_plan(spec, config, settings)
         return 0

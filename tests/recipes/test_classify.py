@@ -25,6 +25,7 @@ from tinyforge.rng import Stream
 from tinyforge.tokenizers import WordPiece
 from tinyforge.train.batches import PackedTokens
 from tinyforge.train.masked import MaskedWords, framed, padded
+from tinyforge.zoo import published
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = get_backend("numpy", "fp32", workers=1)
@@ -242,8 +243,18 @@ def test_an_image_model_neither_chats_nor_continues(here: Path) -> None:
         sft.main("--base run --out tuned".split())
     with pytest.raises(UserError, match="ViT learns images and cannot continue text"):
         pretrain.main("--model vit --out other".split())
-    with pytest.raises(UserError, match="run: its model is a vit, expected a bert; give another --base or --model"):
-        classify.main("--base run --backend numpy --workers 1 --out tuned".split())
+
+
+def test_the_model_is_that_of_the_base(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    once = "--data idx --steps 1 --batch-size 2".split()
+    assert classify.main([*SHAPE.split(), *once, "--out", "run"]) == 0
+    assert classify.main(["--base", "run", *once, "--out", "tuned"]) == 0
+    assert classify.main(["--base", "run", *once, "--out", "other", "--plan"]) == 0
+    found = capsys.readouterr().out
+    assert found.count("model: vit, ") == 2 and (here / "tuned" / "step-00000001").is_dir()
+    published.show(here / "tuned")
+    shown = capsys.readouterr().out
+    assert "recipes/classify.py" in shown and "continues text" not in shown
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
@@ -285,6 +296,8 @@ def test_texts_pretrained_fine_tuned_resumed_and_given_away(here: Path, capsys: 
     assert second.config == first.config.override({"masked": 0.5})
     np.testing.assert_allclose(first.buffer.masters, second.buffer.masters, atol=1e-7)
 
+    with pytest.raises(UserError, match="bert: its model is a bert, expected a vit; give another --base or --model"):
+        classify.main("--model vit --base bert --backend numpy --workers 1 --out tuned".split())
     flags = "--base bert --data train.jsonl --test test.jsonl --steps 4 --save-every 2 --eval-every 2 --keep 0"
     assert classify.main([*flags.split(), *"--batch-size 4 --backend numpy --workers 2 --out tuned".split()]) == 0
     said = capsys.readouterr().out

@@ -142,7 +142,9 @@ def _text_lines(found: Described, config: dict[str, Any]) -> Iterator[tuple[str,
     yield "vocabulary", f"{config.get('vocab', tokenizer.vocab_size):,} ids, {tokenizer.vocab_size:,} of them tokens"
     specials = count_of(len(tokenizer.specials), "special token")
     yield "tokenizer", f"{KINDS.get(kind := type(tokenizer).__name__, kind)}, {specials}"
-    if template is None or template.name == "plain":
+    if found.spec.learns != "text":
+        yield "use", found.spec.use or "recipes/classify.py"
+    elif template is None or template.name == "plain":
         yield "template", "none: a base model, it continues text"
     elif isinstance(template, ChatTemplate):
         for name, source in template.sources.items():
