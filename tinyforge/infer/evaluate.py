@@ -157,16 +157,25 @@ def reply_decoder(model: CausalLM, prompts: int) -> Decoder:
 
 
 def reply_to(
-    model: CausalLM, prompts: Sequence[Sequence[int]], sampling: Sampling, stop: frozenset[int], decoder: Decoder
+    model: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    stop: frozenset[int],
+    decoder: Decoder,
+    *,
+    what: str = "",
 ) -> list[tuple[list[int], bool]]:
     """The tokens of the reply to each prompt, and whether it ended with one of `stop`.
 
     Prompt i is sampled with the seed sampling.seed + i. decoder: of any number of rows, such as `reply_decoder`'s.
+    what: the name of a progress bar on a terminal, for replies one by one.
     """
     replies = list[list[int]]()
     if decoder.batch == 1:
+        from tqdm import tqdm
+
         session = Session(model, decoder)
-        for i, prompt in enumerate(prompts):
+        for i, prompt in enumerate(tqdm(prompts, what, leave=False, disable=None if what else True)):
             session.set_tokens(prompt)
             replies.append([token.id for token in session.generate(replace(sampling, seed=sampling.seed + i), stop)])
     else:
@@ -231,7 +240,7 @@ def text_replies(
     stop: frozenset[int],
 ) -> list[Reply]:
     """What `reply_to` samples, as text, up to a token that ends a reply."""
-    replies = reply_to(model, prompts, sampling, stop, decoder)
+    replies = reply_to(model, prompts, sampling, stop, decoder, what="replies")
     return [Reply(tokenizer.decode(ids), len(ids), ended) for ids, ended in replies]
 
 
