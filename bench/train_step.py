@@ -62,6 +62,7 @@ from tinyforge.params import named
 from tinyforge.registry import default_model, find_model, models
 from tinyforge.shards import Shards
 from tinyforge.train.batches import MixedTokens, PackedTokens, starts_of
+from tinyforge.train.compiled import CHOICES, choose_kernels
 from tinyforge.train.corpus import mix_weights
 from tinyforge.train.objectives import Batch
 from tinyforge.train.plan import plan_step
@@ -94,6 +95,7 @@ class Options:
     precision: str
     workers: int
     threads: int
+    cpu_kernels: str = "auto"
     device: int | None = None
     data: str | None = None
     documents: int | None = None
@@ -105,7 +107,9 @@ class Options:
     nanochat: str | None = None
 
     def make_backend(self) -> Backend:
-        return get_backend(self.backend, self.precision, self.workers, self.device)
+        backend = get_backend(self.backend, self.precision, self.workers, self.device)
+        choose_kernels(backend, self.cpu_kernels)
+        return backend
 
     @property
     def torch_device(self) -> str:
@@ -274,6 +278,7 @@ def measure(options: Options, peer: str | None) -> dict[str, Any]:
     shape = options.precision, options.batch_size, options.seq_len, options.recompute
     given = {name: getattr(options, name) for name in ("model", "batch_size", "seq_len", "recompute")}
     given |= {"config": config.to_dict(), "counted_steps": options.steps, "tokens_per_document": options.documents}
+    given["cpu_kernels"] = options.cpu_kernels
     given["compiled"] = harness.COMPILED_PARTS[options.regional] if peer else None
     given["threads"] = {"ours": options.workers, "torch": options.threads if others else None}
     known = {"parameters": first.buffer.count, "flop_convention": FLOP_CONVENTION, "matmul_peak_gflop_per_second": peak}
@@ -296,11 +301,13 @@ def table(found: dict[str, Any]) -> list[str]:
     threads, results, plan = found["threads"], found["results"], found["planned_peak_mib"]
     tokens = found["batch_size"] * found["seq_len"]
     torch_threads = f", torch {threads['torch']}" if threads["torch"] else ""
+    kernels = found.get("cpu_kernels", "auto")
     lines = harness.heading(
         found,
         ("model", f"{found['model']}, {found['parameters']:,} parameters"),
         ("nanochat", f"{own:,} parameters") if (own := found.get("nanochat_parameters")) else None,
         ("threads", f"ours {threads['ours']} (workers, single-threaded BLAS){torch_threads}"),
+        None if kernels == "auto" else ("CPU kernels", f"{kernels}'s"),
         ("batch", f"{found['batch_size']} x {found['seq_len']} = {tokens:,} random tokens"),
         ("steps", f"{found['counted_steps']} counted each, in turns of {TURN}, after {WARM_UP_STEPS} to warm up"),
         ("FLOP", f"{found['gflop_per_step']:.2f} GFLOP a step: {found['flop_convention']}"),
@@ -322,15 +329,16 @@ def options_of(args: argparse.Namespace, backend: bool = True) -> Options:
     restarts(settings, find_model(args.model))  # refuses a model that keeps no documents apart
     config = config_of(settings)
     seq_len = args.seq_len or config.context
-    workers, name, beside = args.workers or cores(), args.backend, None
+    workers, name, beside, kernels = args.workers or cores(), args.backend, None, args.cpu_kernels
     if backend:  # refuses an unknown name before a child process starts, and resolves `auto`
         opened = harness.backend_of(args, workers)
-        name, workers = opened.name, opened.workers
+        # Here, so that the code is compiled before a child's memory is measured.
+        name, workers, kernels = opened.name, opened.workers, choose_kernels(opened, args.cpu_kernels)
     if args.beside is not None:
         model, _, preset = args.beside.partition(":")
         config_of(PretrainSettings(model=model, config=preset))  # refuses an unknown one
         beside = model, preset or next(iter(find_model(model).presets))
-    resolved = {"seq_len": seq_len, "backend": name, "workers": workers, "beside": beside}
+    resolved = {"seq_len": seq_len, "backend": name, "workers": workers, "beside": beside, "cpu_kernels": kernels}
     resolved["config"] = config.override({"context": max(seq_len, config.context)})
     resolved["threads"] = args.threads or args.workers or cores()
     return Options(**{f.name: resolved.get(f.name, getattr(args, f.name)) for f in fields(Options)})
@@ -365,6 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.text("--recompute", "", "in ours, as of recipes/pretrain.py", choices=("norms", "blocks"))
     p.switch("--capture", "on a GPU, time our step as a CUDA graph too")
     p.switch("--muon", "time our step with Muon too")
+    p.text("--cpu-kernels", "auto", "as of recipes/pretrain.py", choices=CHOICES)
     p.switch("--verbose", "on a GPU, print which kernel computes each product of bf16")
     p.number("--steps", 30, "counted steps for each contender")
     p.shared(peer={"choices": tuple(PEERS), "help": "time PyTorch too, all it has, or one mode"})

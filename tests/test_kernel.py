@@ -37,7 +37,7 @@ def all_kernels() -> list[Kernel[..., Any]]:
     found: dict[int, Kernel[..., Any]] = {}
     for package in (tinyforge.ops, tinyforge.optim, tinyforge.parallel):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith(("_cuda", "_webgpu")):
+            if not module.name.endswith(("_cuda", "_webgpu", "_numba")):
                 for value in vars(importlib.import_module(module.name)).values():
                     if isinstance(value, Kernel):
                         found[id(value)] = value

@@ -21,10 +21,10 @@ import numpy as np
 
 from tinyforge.backends import WITH_WGSL, automatic
 from tinyforge.backends.compile import INSTALL
+from tinyforge.backends.machine_code import missing
 from tinyforge.backends.numpy_backend import KERNELS, blas_kernels
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.infer.cpu_code import missing
 from tinyforge.requirements import CORE, OLDEST_PYTHON, needs
 
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere

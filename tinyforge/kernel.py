@@ -20,7 +20,8 @@ On "meta", where nothing is computed, a function may name only the arguments tha
 like its first array needs none (`backends.meta.derived`). An implementation that
 depends on its backend (its precision, say) takes it as the keyword-only argument `backend`, with a default in the body;
 `bind` supplies it. If a kernel has no CuPy implementation, the module next to its body, `<module>_cuda`, is imported to
-find one: a custom op works the same way, in your own package.
+find one: a custom op works the same way, in your own package. A NumPy backend that is `compiled` takes a kernel's
+"numba" implementation, if the module `compiled` of the body's package has one, and the body if not.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NEIGHBOURS = {"cupy": "_cuda", "webgpu": "_webgpu"}  # what the neighbour module's name ends with
+COMPILED = "numba"
+"""Of a NumPy backend's compiled implementations."""
 
 
 class Bindable(Protocol):
@@ -131,12 +134,16 @@ class Kernel(Generic[P, R]):
                 self._import_neighbour(backend)
             except ImportError:  # CuPy is not installed
                 continue
-        return sorted(self._implementations)
+        return sorted({*self._implementations} - {COMPILED})
 
     def bind(self, backend: Bindable, owner: str = "") -> Callable[P, R]:
         """The implementation on `backend`. Raises UserError if there is none. owner: the op that asks."""
-        self._import_neighbour(backend.name)
-        function = self._implementations.get(backend.name)
+        name = backend.name
+        if getattr(backend, "compiled", False):
+            self._import_neighbour(COMPILED)
+            name = COMPILED if COMPILED in self._implementations else name
+        self._import_neighbour(name)
+        function = self._implementations.get(name)
         if function is None and hasattr(backend, "derived"):
             function = backend.derived(self.body)
         if function is None:
@@ -151,9 +158,10 @@ class Kernel(Generic[P, R]):
 
     def _import_neighbour(self, backend: str) -> None:
         """Import the neighbour module that may hold the implementation."""
-        if backend in self._implementations or backend not in _NEIGHBOURS:
+        if backend in self._implementations or backend not in (*_NEIGHBOURS, COMPILED):
             return
-        module = self.body.__module__ + _NEIGHBOURS[backend]
+        package, _, _ = self.body.__module__.rpartition(".")
+        module = f"{package}.compiled" if backend == COMPILED else self.body.__module__ + _NEIGHBOURS[backend]
         if importlib.util.find_spec(module) is not None:
             importlib.import_module(module)
 

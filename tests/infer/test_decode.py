@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinyforge.backends import get_backend
+from tinyforge.backends import get_backend, machine_code
+from tinyforge.backends.machine_code import missing
 from tinyforge.frozen_model import frozen_model, quantised_copy
 from tinyforge.infer import cpu_code
 from tinyforge.infer.causal_lm import logits
 from tinyforge.infer.choose import make_decoder
-from tinyforge.infer.cpu_code import missing
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
 from tinyforge.infer.decoder_compiled import CompiledDecoder
 from tinyforge.infer.decoder_cpu import CPUDecoder
@@ -449,15 +449,15 @@ def test_codes_are_multiplied_as_they_are_stored(weights: str, precision: str, t
 def test_a_prompt_on_a_cpu_with_narrow_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without them a sum is added up in the same order: code of the other kind of CPU than this one."""
     model, tokens = model_of(CONFIG, "fp32"), tokens_of(CONFIG, 1, 130)[0].tolist()
-    expected, answer = CompiledDecoder(model).first(tokens, 3).copy(), not cpu_code.has_wide_vectors()
+    expected, answer = CompiledDecoder(model).first(tokens, 3).copy(), not machine_code.has_wide_vectors()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tinyforge.infer.decoder_compiled.load", cpu_code.load.__wrapped__)
     asked = []
-    for module in ("instructions", "prompts"):
+    for module in ("backends.instructions", "infer.cpu_prompts"):
         ask = lambda module=module: asked.append(module) or answer  # noqa: E731
-        monkeypatch.setattr(f"tinyforge.infer.cpu_{module}.has_wide_vectors", ask)
+        monkeypatch.setattr(f"tinyforge.{module}.has_wide_vectors", ask)
     assert np.array_equal(CompiledDecoder(model).first(tokens, 3), expected)
-    assert {*asked} == {"instructions", "prompts"} and len(list(tmp_path.rglob("*.o"))) == 1
+    assert {*asked} == {"backends.instructions", "infer.cpu_prompts"} and len(list(tmp_path.rglob("*.o"))) == 1
 
 
 @needs_numba
@@ -499,14 +499,14 @@ def test_machine_code_is_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, mo
     from tinyforge.infer import cpu_kernels
 
     cpu_code.load("float32", "float32")
-    known = cpu_code.folder() / f"float32-float32-{cpu_code._digest('float32', 'float32')[:32]}.o"
-    code, made = cpu_code._kept(known), []
+    known = machine_code.folder() / f"float32-float32-{cpu_code._digest('float32', 'float32')[:32]}.o"
+    code, made = machine_code._kept(known), []
     assert code
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
     monkeypatch.setattr(cpu_kernels, "build", lambda *names: made.append(names) or code)
     for _ in range(2):
         cpu_code.load.__wrapped__("float32", "float32")
-    (kept,) = cpu_code.folder().iterdir()
+    (kept,) = machine_code.folder().iterdir()
     assert made == [("float32", "float32")] and kept.is_relative_to(tmp_path)
     kept.write_bytes(kept.read_bytes()[:-1])
     cpu_code.load.__wrapped__("float32", "float32")
@@ -518,7 +518,7 @@ def test_machine_code_is_kept_and_a_damaged_file_is_made_anew(tmp_path: Path, mo
     kept.unlink()
     cpu_code.load.__wrapped__("float32", "float32")
     held = {file.name for file in kept.parent.iterdir()}
-    assert held == {kept.name, *(f"float32-float32-{age}.o" for age in range(cpu_code.KEPT - 1))}
+    assert held == {kept.name, *(f"float32-float32-{age}.o" for age in range(machine_code.KEPT - 1))}
     monkeypatch.setenv("XDG_CACHE_HOME", str(kept))  # a file: nothing can be kept
     assert callable(cpu_code.load.__wrapped__("float32", "float32")) and len(made) == 4
 

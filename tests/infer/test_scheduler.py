@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tinyforge.backends import get_backend
+from tinyforge.backends.machine_code import missing
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import logits
-from tinyforge.infer.cpu_code import missing
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder, SequenceStart
 from tinyforge.infer.decoder_compiled import CompiledDecoder
 from tinyforge.infer.decoder_numpy import SMALL_ROWS, NumpyDecoder

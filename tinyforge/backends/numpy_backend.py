@@ -69,10 +69,12 @@ def row_blocks(rows: int, row_bytes: int, budget: int = 1 << 20) -> Iterator[sli
 
 
 class NumpyBackend(Backend):
-    """NumPy arrays in memory; `workers` share a step (default: one per core)."""
+    """NumPy arrays in memory; `workers` share a step (default: one per core). compiled: whether ops take the kernels
+    that numba compiles, where there are some."""
 
     name = "numpy"
     xp = np
+    compiled = False
 
     def __init__(self, precision: str = "fp32", workers: int | None = None) -> None:
         super().__init__(precision, workers or cores())
@@ -83,6 +85,9 @@ class NumpyBackend(Backend):
         self._pool = ThreadPoolExecutor(self.workers - 1) if self.workers > 1 else None
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_without_pool, weakref.ref(self)))
+
+    def describe(self) -> str:
+        return super().describe() + ", kernels compiled by numba" * self.compiled
 
     def shared_zeros(self, shape: tuple[int, ...], dtype: np.dtype | None = None) -> np.ndarray:
         return shared_zeros(shape, self.dtype if dtype is None else dtype)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+from tinyforge.backends.machine_code import missing
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
-from tinyforge.infer.cpu_code import missing
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
 from tinyforge.infer.decoder_compiled import CompiledDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder

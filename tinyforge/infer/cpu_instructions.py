@@ -5,19 +5,15 @@ Only a first use on a machine imports this module; see cpu_code.py.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
-import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tinyforge.infer.cpu_code import PANEL_BYTES, has_wide_vectors
+from tinyforge.backends.instructions import at, fma, njit, zeros
+from tinyforge.backends.machine_code import has_wide_vectors
 from tinyforge.quantised_groups import GROUP
 
 ROWS, OUTPUTS = 4, 6
@@ -26,8 +22,6 @@ PREFETCH = OUTPUTS
 """Weight rows ahead of a product's that it asks memory for. Codes then arrive twice as fast."""
 VECTOR_BYTES = 64
 """Of the numbers that are multiplied together. Where registers are smaller, LLVM takes several."""
-njit = partial(numba.njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Without the functions by which Python and C would call: a tenth of the time to compile."""
 
 
 class Stored(NamedTuple):
@@ -49,40 +43,6 @@ def stored_as(kind: str) -> Stored:
     codes = {"int8": types.int8, "uint8": types.uint8, "float32": types.float32, "float64": types.float64}[kind]
     row = njit(lambda w, outputs, n: at(w, outputs * n))
     return Stored(codes, False, row, njit(lambda s, o, n: at(s, o)))
-
-
-def cast_to(target: types.Type) -> Any:
-    """An address as a pointer to `target`."""
-
-    @intrinsic
-    def cast(_: Any, address: Any) -> Any:
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(target)(types.intp), emit
-
-    return cast
-
-
-@intrinsic
-def at(_: Any, pointer: Any, offset: Any) -> Any:
-    """pointer + offset, in items."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.gep(args[0], [args[1]])
-
-    return pointer(pointer, types.intp), emit
-
-
-@intrinsic
-def power(_: Any, exponent: Any) -> Any:
-    """2^exponent in float32, for -126 to 127."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        biased = builder.add(args[0], ir.Constant(ir.IntType(32), 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(ir.IntType(32), 23)), ir.FloatType())
-
-    return types.float32(types.int32), emit
 
 
 def _widen(builder: Any, codes: Any, vector: bool, weight: types.Type, real: Any) -> Any:
@@ -136,18 +96,6 @@ def _prefetch(builder: Any, place: Any) -> None:
     builder.call(fetch, [builder.bitcast(place, byte), flag(0), flag(3), flag(1)])
 
 
-def _fma(builder: Any, item: Any, real: types.Type) -> Any:
-    lanes = f"v{item.count}" if isinstance(item, ir.VectorType) else ""
-    kind = ir.FunctionType(item, [item] * 3)
-    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.{lanes}f{real.bitwidth}")
-
-
-def _zeros(builder: Any, item: Any, pairs: Any) -> dict[Any, Any]:
-    """A place for each pair, with 0 in it."""
-    zero = [0.0] * item.count if isinstance(item, ir.VectorType) else 0.0
-    return {pair: cgutils.alloca_once_value(builder, ir.Constant(item, zero)) for pair in pairs}
-
-
 def dots_of(rows: int, outputs: int, stored: Stored, real: types.Type) -> Any:
     """dots(w, s, x, n, out, stride): out[r stride + o] = sum over i < n of w[o n + i] x[r n + i], for r < rows and
     o < outputs. Lane l of a vector adds up i = l, l + lanes, ...; then halves of the vector are added; then the rest.
@@ -171,7 +119,7 @@ def dots_of(rows: int, outputs: int, stored: Stored, real: types.Type) -> Any:
                 return _load(builder, builder.gep(base, [builder.add(builder.mul(n, index(row)), j)]), item, align)
 
             pairs = [(o, r) for o in range(outputs) for r in range(rows)]
-            sums, rest = _zeros(builder, vector, pairs), _zeros(builder, number, pairs)
+            sums, rest = zeros(builder, vector, pairs), zeros(builder, number, pairs)
             whole = builder.sdiv(n, index(lanes))
             for places, count, item, code in (
                 (sums, whole, vector, codes),
@@ -190,7 +138,7 @@ def dots_of(rows: int, outputs: int, stored: Stored, real: types.Type) -> Any:
                         numbers = _widen(builder, load(w, o, j, code), item is vector, weight, number)
                         for r in range(rows):
                             place = places[o, r]
-                            found = builder.call(_fma(builder, item, real), [numbers, xs[r], builder.load(place)])
+                            found = builder.call(fma(builder, item, real), [numbers, xs[r], builder.load(place)])
                             builder.store(found, place)
             for o, r in pairs:
                 total = builder.fadd(_sum(builder, builder.load(sums[o, r])), builder.load(rest[o, r]))
@@ -214,9 +162,9 @@ def _dots_of_groups(rows: int, outputs: int, real: types.Type) -> Any:
             number, index, half = context.get_value_type(real), n.type, GROUP // 2
             vector, bytes_ = ir.VectorType(number, half), ir.VectorType(ir.IntType(8), half)
             words = ir.VectorType(ir.IntType(32), half)
-            fma, align = _fma(builder, vector, real), real.bitwidth // 8
+            multiply_add, align = fma(builder, vector, real), real.bitwidth // 8
             pairs = [(o, r) for o in range(outputs) for r in range(rows)]
-            sums, count = _zeros(builder, vector, pairs), builder.sdiv(n, index(GROUP))
+            sums, count = zeros(builder, vector, pairs), builder.sdiv(n, index(GROUP))
             table = ir.Constant(vector, [float(code - 8) for code in range(16)])
             permute = cgutils.get_or_insert_function(
                 builder.module, ir.FunctionType(vector, [vector, words]), "llvm.x86.avx512.permvar.sf.512"
@@ -247,8 +195,11 @@ def _dots_of_groups(rows: int, outputs: int, real: types.Type) -> Any:
                     scale = builder.insert_element(undefined, scale, ir.IntType(32)(0))
                     scale = builder.shuffle_vector(scale, undefined, first)
                     for r, (lower, upper, offset) in enumerate(xs):
-                        found = builder.call(fma, [high, upper, builder.call(fma, [low, lower, offset])])
-                        builder.store(builder.call(fma, [scale, found, builder.load(sums[o, r])]), sums[o, r])
+                        found = builder.call(
+                            multiply_add, [high, upper, builder.call(multiply_add, [low, lower, offset])]
+                        )
+                        total = builder.call(multiply_add, [scale, found, builder.load(sums[o, r])])
+                        builder.store(total, sums[o, r])
             for o, r in pairs:
                 place = builder.gep(out, [builder.add(builder.mul(stride, index(r)), index(o))])
                 builder.store(_sum(builder, builder.load(sums[o, r])), place)
@@ -257,75 +208,6 @@ def _dots_of_groups(rows: int, outputs: int, real: types.Type) -> Any:
         return types.void(w, s, x, types.intp, out, types.intp), emit
 
     return njit(lambda w, s, x, n, out, stride: dots(w, s, x, n, out, stride), inline="never", fastmath=False)
-
-
-def exp_of(real: types.Type) -> Callable[[Any], Any]:
-    """exp, vectorised in float32: 2^k times a polynomial in the rest, which is at most ln 2 / 2 in size."""
-    if real is types.float64:
-        return njit(lambda x: math.exp(min(max(x, -700.0), 700.0)))
-    f = np.float32
-    least, most, log2e, magic = f(-87), f(88), f(1.4426950408889634), f(12582912)
-    high, low, one, half = f(0.693359375), f(-2.12194440e-4), f(1), f(0.5)
-    c0, c1, c2 = f(1.9875691500e-4), f(1.3981999507e-3), f(8.3334519073e-3)
-    c3, c4 = f(4.1665795894e-2), f(1.6666665459e-1)
-
-    @njit(fastmath={"contract"}, error_model="numpy")
-    def exp(x: Any) -> Any:
-        x = min(max(x, least), most)
-        k = (x * log2e + magic) - magic  # to the nearest integer
-        x = (x - k * high) - k * low
-        p = ((((c0 * x + c1) * x + c2) * x + c3) * x + c4) * x + half
-        return ((p * x) * x + x + one) * power(np.int32(k))
-
-    return exp
-
-
-def tiles_of(outputs: int, real: types.Type, by_columns: bool) -> Any:
-    """tile(a, stride, b, n, c, add): c[o, l] = sum over j < n of a[o, j] b[j, l], or that is added to c, for
-    o < outputs and the positions l of a panel. b and c have rows of a panel; a has rows, or by_columns columns, that
-    are `stride` apart. A sum is added up from its first term to its last.
-    """
-    panel, size = PANEL_BYTES * 8 // real.bitwidth, (64 if has_wide_vectors() else 32) * 8 // real.bitwidth
-
-    @intrinsic
-    def tile(_: Any, a: Any, stride: Any, b: Any, n: Any, c: Any, add: Any) -> Any:
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            a, stride, b, n, c, add = args
-            number, index = context.get_value_type(real), n.type
-            vector, word = ir.VectorType(number, size), ir.IntType(32)
-            fma = _fma(builder, vector, real)
-            undefined, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(word, size), [0] * size)
-
-            def place(base: Any, row: Any, offset: int) -> Any:
-                at = builder.add(builder.mul(row, index(panel)), index(offset))
-                return builder.bitcast(builder.gep(base, [at]), vector.as_pointer())
-
-            for part in range(0, panel, 2 * size):
-                pairs = [(o, part + v) for o in range(outputs) for v in (0, size)]
-                sums = _zeros(builder, vector, pairs)
-                with builder.if_then(add):
-                    for (o, v), held in sums.items():
-                        builder.store(builder.load(place(c, index(o), v), align=4), held)
-                with cgutils.for_range(builder, n, intp=index) as loop:
-                    j = loop.index
-                    right = {v: builder.load(place(b, j, v), align=4) for v in (part, part + size)}
-                    for o in range(outputs):
-                        if by_columns:
-                            at = builder.add(builder.mul(j, stride), index(o))
-                        else:
-                            at = builder.add(builder.mul(stride, index(o)), j)
-                        one = builder.insert_element(undefined, builder.load(builder.gep(a, [at])), word(0))
-                        left = builder.shuffle_vector(one, undefined, first)
-                        for v, numbers in right.items():
-                            held = sums[o, v]
-                            builder.store(builder.call(fma, [left, numbers, builder.load(held)]), held)
-                for (o, v), held in sums.items():
-                    builder.store(builder.load(held), place(c, index(o), v), align=4)
-            return context.get_dummy_value()
-
-        return types.void(a, types.intp, b, types.intp, c, types.boolean), emit
-
-    return njit(lambda a, stride, b, n, c, add: tile(a, stride, b, n, c, add), inline="never", fastmath=False)
 
 
 def number_of(weight: types.Type, real: types.Type) -> Any:

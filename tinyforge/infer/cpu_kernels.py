@@ -13,14 +13,12 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import binding
 from numba import types
 
-from tinyforge.infer.cpu_code import NAME, machine
-from tinyforge.infer.cpu_instructions import OUTPUTS, ROWS, Stored, at, cast_to, dots_of, exp_of, njit, stored_as
+from tinyforge.backends.instructions import FAST, at, cast_to, exp_of, njit, object_code, real_of
+from tinyforge.infer.cpu_code import NAME
+from tinyforge.infer.cpu_instructions import OUTPUTS, ROWS, Stored, dots_of, stored_as
 from tinyforge.infer.cpu_prompts import prompts_of
-
-FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def product_of(stored: Stored, real: types.Type) -> Any:
@@ -204,13 +202,5 @@ def functions(weight: str, real: types.Type) -> Any:
 def build(weight: str, real: str) -> bytes:
     """Machine code for this CPU, an object file with the function `tinyforge_pass`."""
     pointer = types.CPointer(types.intp)
-    forward = njit((pointer, pointer), error_model="numpy")(
-        functions(weight, {"float32": types.float32, "float64": types.float64}[real])
-    )
-    (text,) = forward.inspect_llvm().values()
-    module = binding.parse_assembly(text)
-    # The function itself; those that it calls have another linkage.
-    (found,) = (f for f in module.functions if not f.is_declaration and f.linkage is binding.Linkage.external)
-    found.name = NAME
-    code: bytes = machine().emit_object(module)
-    return code
+    forward = njit((pointer, pointer), error_model="numpy")(functions(weight, real_of(real)))
+    return object_code({NAME: forward})

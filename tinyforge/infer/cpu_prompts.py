@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from tinyforge.infer.cpu_code import KEYS_AT_ONCE, PANEL_BYTES, has_wide_vectors
-from tinyforge.infer.cpu_instructions import Stored, at, cast_to, exp_of, njit, number_of, tiles_of
+from tinyforge.backends.instructions import FAST, at, cast_to, exp_of, njit, tiles_of
+from tinyforge.backends.machine_code import PANEL_BYTES, has_wide_vectors
+from tinyforge.infer.cpu_code import KEYS_AT_ONCE
+from tinyforge.infer.cpu_instructions import Stored, number_of
 from tinyforge.quantised_groups import GROUP
-
-FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
 def prompts_of(stored: Stored, real: types.Type) -> Any:

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tinyforge.backends.machine_code import PANEL_BYTES
 from tinyforge.errors import UserError
 from tinyforge.infer.causal_lm import CausalLM
-from tinyforge.infer.cpu_code import KEYS_AT_ONCE, PANEL_BYTES, load
+from tinyforge.infer.cpu_code import KEYS_AT_ONCE, load
 from tinyforge.infer.decoder_cpu import CPUDecoder
 from tinyforge.quantised import FOUR_BITS, Quantised, dequantise
 

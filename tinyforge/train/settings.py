@@ -48,6 +48,7 @@ from tinyforge.quantised import FOR_TUNING
 from tinyforge.registry import ModelSpec, default_classifier, default_model, find_model, models
 from tinyforge.report import count_of
 from tinyforge.tokenizers.chat_templates import TEMPLATES
+from tinyforge.train.compiled import CHOICES, choose_kernels
 from tinyforge.train.writers import WRITERS, check_writer
 
 # The effect of another value on what a run learns: none; the last bits; a different result.
@@ -258,6 +259,13 @@ class Settings:
         choices=(0, 1, 2),
         changes=BITS,
     )
+    cpu_kernels: str = hardware(
+        "auto",
+        "on a CPU in fp32, numba: passes over memory compiled by numba (the extra fast), once a machine; numpy; auto: "
+        "numba where it is installed; the last bits differ, and --resume keeps the choice",
+        choices=CHOICES,
+        changes=BITS,
+    )
     reduction_shards: int | None = setting(
         None,
         "number of parts of the batch, a power of two, whose gradients are added as a tree: the same bits on 1, 2, "
@@ -364,6 +372,7 @@ class Settings:
             values["teacher"] = (old,) if old else ()
         if "windows" in known:
             values.setdefault("windows", "full")  # before there were others
+        values.setdefault("cpu_kernels", "numpy")  # likewise
         types = get_type_hints(cls)
         for name, value in values.items():
             if not _is_a(value, types[name]):
@@ -966,7 +975,8 @@ def described(backend: Backend, settings: Settings, model: str = "") -> str:
 
 
 def open_backend(settings: S, ranks: ProcessGroupInfo | None = None, model: str = "") -> tuple[Backend, S]:
-    """The backend of the settings, and the settings with its number of workers, on which a run's last bits depend.
+    """The backend of the settings, and the settings with its number of workers and choice of kernels, on which a run's
+    last bits depend.
 
     ranks: the ranks of this run; each has a GPU of its own, or one worker, and the backend gets their group. model: its
     name in the zoo, for `automatic`.
@@ -989,6 +999,7 @@ def open_backend(settings: S, ranks: ProcessGroupInfo | None = None, model: str 
     if name == "auto":
         name, _ = automatic(settings.precision, model, ranks.size)
     backend = get_backend(name, settings.precision, workers, device)
+    settings = replace(settings, cpu_kernels=choose_kernels(backend, settings.cpu_kernels))
     if settings.cuda_graph == "on" and backend.name != "cupy":
         backend.graphs()  # refused where there are none
     if ranks.size > 1:
